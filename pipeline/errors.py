@@ -1,0 +1,58 @@
+"""The errors a user can meet, the tree they form, and the exit code of each.
+
+::
+
+    PipelineError                     exit 1   base of this package
+    ├── UsageError                    exit 2   the request itself is wrong (bad option, bad value)
+    ├── ImportFailedError             exit 1   an ONNX node stops the import
+    ├── LoweringError                 exit 1   a pass or the code generator refuses the module
+    ├── ArtifactError                 exit 1   an artifact is missing, damaged, or built for another target
+    ├── ValidationFailedError         exit 3   outputs differ from ONNX Runtime beyond tolerance
+    └── NothingMeasuredError          exit 4   a tuning run ended without one valid measurement
+
+    models.errors.ModelError          exit 1   the model file or zoo name
+    schedules.errors.ScheduleError    exit 1   target text, limits, templates
+    tuning_db.errors.TuningDatabaseError  exit 1   the tuning database
+
+Every message says what went wrong, in which object, what was expected against what was found, and how to go on.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PipelineError(Exception):
+    """Base of the errors raised by `pipeline`; `exit_code` is what the command line returns for it."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(PipelineError):
+    """The request cannot be carried out as written: an option or a value is wrong."""
+
+    exit_code = 2
+
+
+class ImportFailedError(PipelineError):
+    """An ONNX graph cannot be converted to Relax; the message names the node."""
+
+
+class LoweringError(PipelineError):
+    """A pass, or code generation, failed; the message names the pass and the function."""
+
+
+class ArtifactError(PipelineError):
+    """An artifact directory is missing, incomplete, altered, or built for another target."""
+
+
+class ValidationFailedError(PipelineError):
+    """A compiled module disagrees with ONNX Runtime by more than the tolerance."""
+
+    exit_code = 3
+
+
+class NothingMeasuredError(PipelineError):
+    """A tuning run ended and not one candidate was measured validly."""
+
+    exit_code = 4

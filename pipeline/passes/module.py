@@ -1,0 +1,85 @@
+"""`LoweredModule`: what the passes hand to task extraction and to compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import tvm
+
+from pipeline.importer.graph import ImportedGraph
+
+
+@dataclass(frozen=True)
+class LoweringOptions:
+    """What the passes are asked to do.
+
+    Attributes
+    ----------
+    precision
+        None keeps the graph's own dtypes; "fp16" computes matmuls in float16 with float32 accumulators and keeps
+        normalisations and softmax in float32. A precision that changes results is always asked for by name.
+    disabled_passes
+        Names of passes to switch off; an unknown name is a `UsageError` that lists the names.
+    dump_dir
+        Where to write the IR after each phase (`NN-phase.py`), or None.
+    embed_weights
+        True leaves the weights as constants of the module; False turns those of `weight_bytes_min` bytes or more into
+        parameters of `main` after the inputs, returned in `LoweredModule.weights`.
+    """
+
+    precision: str | None = None
+    disabled_passes: frozenset[str] = frozenset()
+    dump_dir: Path | None = None
+    embed_weights: bool = False
+    weight_bytes_min: int = 1024
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did: `removed` Relax bindings (negative when it added some), constants folded, seconds."""
+
+    phase: str
+    name: str
+    enabled: bool
+    seconds: float
+    bindings_removed: int
+    constants_folded: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One call of a kernel in `main`: the variable it binds and the ONNX nodes it computes."""
+
+    binding: str
+    onnx_nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LoweredModule:
+    """A Relax `main` over unscheduled PrimFuncs, one PrimFunc per fused kernel (the state after FuseTIR).
+
+    Attributes
+    ----------
+    graph
+        Where it came from (signature, source hash, the original ONNX model).
+    mod
+        `main(inputs..., weights...)` whose bindings are `call_tir` of the PrimFuncs of the same module.
+    weights
+        Weight parameter name -> array, in the order of `main`'s trailing parameters. Empty when embedded.
+    kernels
+        PrimFunc name -> its calls in `main`, in execution order.
+    reports
+        One entry per pass, in order, disabled ones included.
+    """
+
+    graph: ImportedGraph
+    mod: tvm.ir.IRModule
+    target: tvm.target.Target
+    options: LoweringOptions
+    weights: Mapping[str, np.ndarray]
+    kernels: Mapping[str, tuple[KernelCall, ...]]
+    reports: tuple[PassReport, ...] = field(default=())

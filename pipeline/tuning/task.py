@@ -1,0 +1,50 @@
+"""`TuningTask`: one fused kernel to make, deduplicated over all models of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import tvm
+
+
+@dataclass(frozen=True)
+class TuningTask:
+    """One kernel to make.
+
+    Attributes
+    ----------
+    name
+        Name of the PrimFunc in its first module; unique within a job.
+    mod
+        IRModule with that one PrimFunc as `main`, unscheduled, `global_symbol` "main".
+    workload_hash
+        Structural hash of `mod` as text: the key of MetaSchedule traces.
+    family
+        Operator family: "matmul", "batch_matmul", "conv", "norm", "softmax", "reduction", "gather", "elementwise", ...
+    signature
+        What the kernel means, independent of its IR: canonical JSON text of the family, the sizes (M, N, K, batch ...),
+        dtypes and the epilogue; the key of template and library parameters.
+    weight
+        How often it runs in one inference, summed over the job's models.
+    flops, bytes
+        Arithmetic operations and bytes read plus written by one run (each buffer once).
+    onnx_nodes
+        Names of the ONNX nodes it computes, over all its calls.
+    functions
+        model name -> names of the PrimFuncs in that model's module which are this task.
+    index_ranges
+        Parameter position -> exclusive upper bound of the integers it may hold (for index arguments).
+    """
+
+    name: str
+    mod: tvm.ir.IRModule
+    workload_hash: str
+    family: str
+    signature: str
+    weight: int
+    flops: float
+    bytes: float
+    onnx_nodes: tuple[str, ...]
+    functions: Mapping[str, tuple[str, ...]]
+    index_ranges: Mapping[int, int]
