@@ -1,0 +1,1 @@
+"""How a kernel is made: target limits, fallback schedules, MetaSchedule space generators."""

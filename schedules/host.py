@@ -1,0 +1,86 @@
+"""What this machine's processor is: cores this process may use, caches, instruction sets.
+
+Read from Linux's /sys and /proc; where those files do not exist, the answer is None (unknown), never a guess.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+SYS_CPU = Path("/sys/devices/system/cpu")
+CPUINFO = Path("/proc/cpuinfo")
+CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """Data cache sizes of one core in bytes; None where the system does not tell."""
+
+    l1_bytes: int | None = None
+    l2_bytes: int | None = None
+    l3_bytes: int | None = None
+
+
+def usable_cpus() -> list[int]:
+    """Return the numbers of the logical CPUs this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def physical_cores(sys_cpu: Path = SYS_CPU, cgroup_cpu_max: Path = CGROUP_CPU_MAX) -> int:
+    """Count the physical cores among the usable CPUs, not more than the control group's CPU quota.
+
+    Two hardware threads of one core share its vector units, so a second thread gains next to nothing in a matmul.
+    """
+    cpus = usable_cpus()
+    cores = set()
+    for cpu in cpus:
+        topology = sys_cpu / f"cpu{cpu}" / "topology"
+        core, package = _read(topology / "core_id"), _read(topology / "physical_package_id")
+        cores.add((package, core) if core is not None else (None, str(cpu)))
+    quota = _cgroup_quota(cgroup_cpu_max)
+    return max(1, min(len(cores), quota or len(cores)))
+
+
+def cache_sizes(sys_cpu: Path = SYS_CPU) -> CacheSizes:
+    """Return the data cache sizes of the first usable CPU."""
+    sizes: dict[int, int] = {}
+    for index in sorted((sys_cpu / f"cpu{usable_cpus()[0]}" / "cache").glob("index*")):
+        level, kind, size = _read(index / "level"), _read(index / "type"), _read(index / "size")
+        if level is not None and size is not None and kind != "Instruction":
+            sizes[int(level)] = _parse_size(size)
+    return CacheSizes(sizes.get(1), sizes.get(2), sizes.get(3))
+
+
+def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str] | None:
+    """Return the instruction-set flags that the kernel reports, or None when it reports none (not x86 Linux)."""
+    for line in (_read(cpuinfo) or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    return None
+
+
+def _cgroup_quota(path: Path) -> int | None:
+    """Return the whole CPUs that cgroup v2's `cpu.max` ("QUOTA PERIOD" in microseconds) allows, None for no limit."""
+    fields = (_read(path) or "max").split()
+    if fields[0] == "max" or len(fields) != 2:
+        return None
+    return max(1, math.ceil(int(fields[0]) / int(fields[1])))
+
+
+def _parse_size(text: str) -> int:
+    """Return the bytes of a cache size as /sys writes it, such as 32K or 1M."""
+    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1].upper())
+    return int(text[:-1]) * factor if factor else int(text)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
