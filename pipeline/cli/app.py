@@ -1,0 +1,73 @@
+"""`relaxtune`: the command line. One file a command; this one joins them and owns errors and exit codes."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from models.errors import ModelError
+from pipeline.cli.output import configure_logging, stderr_console
+from pipeline.errors import PipelineError
+from schedules.errors import ScheduleError
+from tuning_db.errors import TuningDatabaseError
+
+KNOWN_ERRORS = (PipelineError, ModelError, ScheduleError, TuningDatabaseError)
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="relaxtune",
+    help="From an ONNX transformer to a tuned, validated shared library.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@app.callback()
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log details to stderr.")] = False,
+) -> None:
+    """From an ONNX transformer to a tuned, validated shared library."""
+    configure_logging(verbose=verbose or debug)
+
+
+def _register_commands() -> None:
+    """Attach the commands; imported here so that `relaxtune --help` does not load TVM twice over."""
+    from pipeline.cli import artifacts, compilation, database, diagnosis
+
+    compilation.register(app)
+    artifacts.register(app)
+    diagnosis.register(app)
+    app.add_typer(database.app, name="db")
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code the command line gives for `error` (DESIGN, section 5)."""
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    if isinstance(error, PipelineError):
+        return error.exit_code
+    return EXIT_FAILED
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in arguments
+    # `--debug` and `--verbose` read the same before and after the command.
+    leading = [flag for flag in ("--debug", "--verbose") if flag in arguments]
+    rest = [argument for argument in arguments if argument not in leading]
+    _register_commands()
+    try:
+        app(args=[*leading, *rest], prog_name="relaxtune")
+    except (*KNOWN_ERRORS, OSError, KeyboardInterrupt) as error:
+        if debug:
+            traceback.print_exc()
+        text = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
+        stderr_console().print(f"error: {text}", style="bold red", markup=False, soft_wrap=True)
+        sys.exit(exit_code_of(error))

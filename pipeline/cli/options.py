@@ -1,0 +1,64 @@
+"""The options that several commands take, written once: names, help and parsing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from models import parse_shape_override
+from models.errors import ModelError
+from pipeline.cli.output import OutputFormat
+from pipeline.errors import UsageError
+
+DEFAULT_DATABASE = "relaxtune.db"
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Path of an .onnx file, or a zoo name: bert-tiny.")]
+ArtifactArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Artifact directory.")]
+TargetOption = Annotated[
+    str, typer.Option("--target", help="auto, llvm, cuda, cuda:sm_90a, a TVM tag, or JSON. auto: a GPU, else this CPU.")
+]
+DatabaseOption = Annotated[
+    str, typer.Option("--db", metavar="URL", help="Tuning database: a file or a SQLAlchemy URL.")
+]
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option("--precision", help="Compute precision, asked for by name (fp16). Default: the graph's own."),
+]
+ShapeOption = Annotated[
+    list[str] | None,
+    typer.Option("--shape", metavar="IN=1x128,...", help="Pin input shapes; a name instead of a size stays symbolic."),
+]
+SeedOption = Annotated[int, typer.Option("--seed", help="Seed of the search, the zoo's weights and the inputs.")]
+FormatOption = Annotated[OutputFormat, typer.Option("--format", help="How to write the result to stdout.")]
+DisablePassOption = Annotated[
+    list[str] | None, typer.Option("--disable-pass", metavar="NAME", help="Switch a pass off by name (repeatable).")
+]
+DumpIrOption = Annotated[
+    Path | None, typer.Option("--dump-ir", metavar="DIR", help="Write the IR after each phase into DIR.")
+]
+EmbedWeightsOption = Annotated[
+    bool, typer.Option("--embed-weights", help="Keep the weights inside model.so instead of params.safetensors.")
+]
+
+
+def parse_shapes(texts: list[str] | None) -> dict[str, tuple[int | str, ...]]:
+    """Return `--shape` values as input name -> shape.
+
+    Raises
+    ------
+    UsageError
+        A text is not `name=AxBxC`, or names an input twice.
+    """
+    shapes: dict[str, tuple[int | str, ...]] = {}
+    for text in texts or []:
+        for part in text.split(","):
+            try:
+                name, shape = parse_shape_override(part)
+            except ModelError as error:
+                raise UsageError(str(error)) from error
+            if name in shapes:
+                raise UsageError(f"--shape names input {name!r} twice: {text!r}; give each input once")
+            shapes[name] = shape
+    return shapes

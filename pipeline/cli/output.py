@@ -1,0 +1,74 @@
+"""What every command shares: `--format`, `--debug`, data on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+
+
+class OutputFormat(StrEnum):
+    """How a command writes its data to stdout."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+@dataclass(frozen=True)
+class TableView:
+    """A table to print: its title, column names, and rows of already formatted cells."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def stdout_console() -> Console:
+    """Return a console for data; it never wraps cells away when stdout is a pipe."""
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def stderr_console() -> Console:
+    """Return a console for progress, logs and error messages."""
+    return Console(file=sys.stderr, highlight=False)
+
+
+def print_json(value: object) -> None:
+    """Write `value` to stdout as one JSON document."""
+    sys.stdout.write(json.dumps(value, indent=2, sort_keys=False, default=str) + "\n")
+
+
+def print_table(view: TableView) -> None:
+    """Write `view` to stdout as a table."""
+    table = Table(title=view.title, title_justify="left")
+    for column in view.columns:
+        table.add_column(column, overflow="fold")
+    for row in view.rows:
+        table.add_row(*row)
+    stdout_console().print(table)
+
+
+def emit(output_format: OutputFormat, value: Mapping[str, object] | Sequence[object], *views: TableView) -> None:
+    """Write a command's result: `value` as JSON, or `views` as tables."""
+    if output_format is OutputFormat.JSON:
+        print_json(value)
+        return
+    for view in views:
+        print_table(view)
+
+
+def configure_logging(*, verbose: bool) -> None:
+    """Send the project's log records to stderr: what was detected and decided, from INFO when `verbose`."""
+    handler = RichHandler(console=stderr_console(), show_path=False, show_time=False, markup=False)
+    for package in ("models", "schedules", "tuning_db", "pipeline"):
+        logger = logging.getLogger(package)
+        logger.handlers = [handler]
+        logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+        logger.propagate = False
