@@ -1,0 +1,19 @@
+"""Transformer ONNX graphs: the zoo, loading of a user's file, shapes, random inputs. Needs neither TVM nor torch."""
+
+from __future__ import annotations
+
+from models.dims import parse_shape_override
+from models.errors import ModelError
+from models.loading import load_model
+from models.spec import OnnxModel, TensorSpec
+from models.zoo.presets import get_preset, list_models
+
+__all__ = [
+    "ModelError",
+    "OnnxModel",
+    "TensorSpec",
+    "get_preset",
+    "list_models",
+    "load_model",
+    "parse_shape_override",
+]

@@ -1,0 +1,99 @@
+"""Dimensions: numbers, names, and the expressions over names that exporters write (`past_sequence + 1`)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+
+from models.errors import ModelShapeError
+
+Dim = int | str
+
+
+def evaluate_dim(dim: Dim, bindings: Mapping[str, int]) -> Dim:
+    """Return a dimension as a number where `bindings` decide it, else unchanged.
+
+    Expressions may use names, integers, `+ - * // %`, unary minus, and parentheses; whatever else an exporter writes is
+    left as it is, under its own name.
+    """
+    if isinstance(dim, int):
+        return dim
+    if dim in bindings:
+        return bindings[dim]
+    try:
+        tree = ast.parse(dim, mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return dim
+    value = _evaluate(tree.body, bindings)
+    return dim if value is None else value
+
+
+def split_offset(dim: str) -> tuple[str, int] | None:
+    """Return (`past_sequence`, 1) for `past_sequence + 1`, or None when the dimension is not a name plus a number."""
+    name, plus, offset = dim.partition("+")
+    name, offset = name.strip(), offset.strip()
+    if plus and name.isidentifier() and offset.isdecimal():
+        return name, int(offset)
+    return None
+
+
+def parse_shape_override(text: str) -> tuple[str, tuple[Dim, ...]]:
+    """Return (name, shape) of one override such as `input_ids=1x128` or `input_ids=batchx128`.
+
+    Axes are separated by `x` or `,`-free `*`; a name is symbolic. Because `x` separates, a symbolic name that holds an
+    `x` is written with `*` as the separator: `input_ids=max_len*128`.
+
+    Raises
+    ------
+    ModelShapeError
+        The text has another form, or an axis is not a positive number or a name.
+    """
+    name, equals, shape_text = text.strip().rpartition("=")
+    name, shape_text = name.strip(), shape_text.strip()
+    form = "expected NAME=AxBxC with positive numbers or names, for instance input_ids=1x128 or input_ids=batchx128"
+    if not equals or not name or not shape_text:
+        msg = f"shape override {text!r} cannot be read: {form}"
+        raise ModelShapeError(msg)
+    separator = "*" if "*" in shape_text else "x"
+    axes: list[Dim] = []
+    for part in (piece.strip() for piece in shape_text.split(separator)):
+        if part.isdecimal() and int(part) > 0:
+            axes.append(int(part))
+        elif part.isidentifier():
+            axes.append(part)
+        else:
+            msg = f"shape override {text!r} has the axis {part!r}: {form}"
+            raise ModelShapeError(msg)
+    return name, tuple(axes)
+
+
+def _evaluate(node: ast.expr, bindings: Mapping[str, int]) -> int | None:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.Name):
+        return bindings.get(node.id)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        operand = _evaluate(node.operand, bindings)
+        return None if operand is None else -operand
+    if isinstance(node, ast.BinOp):
+        left, right = _evaluate(node.left, bindings), _evaluate(node.right, bindings)
+        return None if left is None or right is None else _apply(node.op, left, right)
+    return None
+
+
+def _apply(op: ast.operator, left: int, right: int) -> int | None:
+    match op:
+        case ast.Add():
+            return left + right
+        case ast.Sub():
+            return left - right
+        case ast.Mult():
+            return left * right
+        case ast.FloorDiv() | ast.Mod() if right == 0:
+            return None
+        case ast.FloorDiv():
+            return left // right
+        case ast.Mod():
+            return left % right
+        case _:
+            return None

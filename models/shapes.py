@@ -1,0 +1,115 @@
+"""Shape overrides: what they bind, how they reach a zoo preset, and how they are pinned in a user's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import onnx
+
+from models.dims import Dim, evaluate_dim, split_offset
+from models.errors import ModelShapeError
+from models.spec import TensorSpec, dtype_name
+
+Shapes = Mapping[str, Sequence[Dim]]
+
+
+def signature_of(values: Sequence[onnx.ValueInfoProto], kind: str) -> tuple[TensorSpec, ...]:
+    """Return the specs of graph inputs or outputs; an axis without a name gets `<tensor>_<axis>`."""
+    specs = []
+    for value in values:
+        tensor = value.type.tensor_type
+        specs.append(TensorSpec(value.name, dtype_name(tensor.elem_type, f"{kind} {value.name!r}"), _shape_of(value)))
+    return tuple(specs)
+
+
+def _shape_of(value: onnx.ValueInfoProto) -> tuple[Dim, ...]:
+    return tuple(
+        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"{value.name}_{axis}"
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim)
+    )
+
+
+def bind_shapes(specs: Sequence[TensorSpec], shapes: Shapes, model: str) -> dict[str, Dim]:
+    """Return what the overrides say of every symbolic dimension: a number, or another name.
+
+    Raises
+    ------
+    ModelShapeError
+        An unknown input, another rank, a static dimension given another number, or two overrides that disagree.
+    """
+    by_name = {spec.name: spec for spec in specs}
+    bindings: dict[str, Dim] = {}
+    said_by: dict[str, str] = {}
+    for name, shape in shapes.items():
+        if name not in by_name:
+            msg = f"model {model!r} has no input {name!r}; its inputs are {'; '.join(str(spec) for spec in specs)}"
+            raise ModelShapeError(msg)
+        spec = by_name[name]
+        if len(shape) != len(spec.shape):
+            msg = f"shape of input {name!r} has {len(shape)} axes, expected {len(spec.shape)} as in {spec}"
+            raise ModelShapeError(msg)
+        for axis, (have, want) in enumerate(zip(spec.shape, shape, strict=True)):
+            bound = _bind_axis(spec, axis, have, want)
+            if bound is None:
+                continue
+            symbol, value = bound
+            if bindings.setdefault(symbol, value) != value:
+                msg = (
+                    f"dimension {symbol!r} of model {model!r} is {bindings[symbol]} by input {said_by[symbol]!r} and "
+                    f"{value} by input {name!r}; give one value"
+                )
+                raise ModelShapeError(msg)
+            said_by.setdefault(symbol, name)
+    return bindings
+
+
+def _bind_axis(spec: TensorSpec, axis: int, have: Dim, want: Dim) -> tuple[str, Dim] | None:
+    if isinstance(want, bool) or not isinstance(want, int | str) or (isinstance(want, int) and want < 1) or want == "":
+        msg = f"axis {axis} of input {spec.name!r} is {want!r}; expected a positive number or a name"
+        raise ModelShapeError(msg)
+    if isinstance(have, int):
+        if have == want:
+            return None
+        msg = f"axis {axis} of input {spec.name!r} is static: expected {have} as in {spec}, got {want!r}"
+        raise ModelShapeError(msg)
+    offset = split_offset(have)
+    if offset is None:
+        return have, want
+    base, constant = offset
+    if isinstance(want, str) or want - constant < 0:
+        msg = (
+            f"axis {axis} of input {spec.name!r} is {have!r}, got {want!r}; "
+            f"expected a number of at least {constant}, or give {base!r} through the input that has it"
+        )
+        raise ModelShapeError(msg)
+    return base, want - constant
+
+
+def pin_shapes(model: onnx.ModelProto, bindings: Mapping[str, Dim]) -> None:
+    """Rewrite every symbolic dimension that `bindings` name, in inputs, outputs and value_info, subgraphs included.
+
+    An expression over bound names (`past_sequence + 1`) becomes its number; the caller infers shapes afterwards.
+    """
+    numbers = {name: value for name, value in bindings.items() if isinstance(value, int)}
+    for graph in _graphs(model.graph):
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+                if dim.HasField("dim_value"):
+                    continue
+                symbol = dim.dim_param or f"{value.name}_{axis}"
+                renamed = bindings.get(symbol)
+                pinned = renamed if isinstance(renamed, str) else evaluate_dim(symbol, numbers)
+                if isinstance(pinned, int):
+                    dim.dim_value = pinned
+                elif pinned != symbol:
+                    dim.dim_param = pinned
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _graphs(attribute.g)
+            for nested in attribute.graphs:
+                yield from _graphs(nested)

@@ -1,0 +1,8 @@
+"""Transformer graphs built from presets with seeded weights; no framework needed."""
+
+from __future__ import annotations
+
+from models.zoo.graph import Precision
+from models.zoo.presets import Preset, get_preset, list_models
+
+__all__ = ["Precision", "Preset", "get_preset", "list_models"]
