@@ -1,0 +1,76 @@
+"""What a converter is given and returns, and helpers that several families use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import tvm
+from onnx import numpy_helper
+from tvm import relax
+
+Attribute = int | float | str | bytes | list[int] | list[float] | onnx.TensorProto | onnx.GraphProto
+
+
+@dataclass(frozen=True, eq=False)
+class ConverterInput:
+    """One ONNX node about to be converted.
+
+    Attributes
+    ----------
+    builder
+        The block builder of `main`; a converter may emit into it.
+    inputs
+        One expression an ONNX input; `None` for an input left out.
+    attributes
+        Decoded attributes (strings as `str`).
+    opset
+        Version of the operator set of the node's domain.
+    """
+
+    builder: relax.BlockBuilder
+    inputs: tuple[tvm.ir.Expr | None, ...]
+    attributes: Mapping[str, Attribute]
+    opset: int
+
+    def input(self, index: int) -> tvm.ir.Expr:
+        """Return a required input.
+
+        Raises
+        ------
+        ValueError
+            The node does not have it.
+        """
+        found = self.optional(index)
+        if found is None:
+            msg = f"input {index} is required but missing"
+            raise ValueError(msg)
+        return found
+
+    def optional(self, index: int) -> tvm.ir.Expr | None:
+        """Return an input, or None where the node leaves it out."""
+        return self.inputs[index] if index < len(self.inputs) else None
+
+
+Converter = Callable[[ConverterInput], tvm.ir.Expr]
+
+
+def constant_value(expr: tvm.ir.Expr) -> np.ndarray | None:
+    """Return the value of a constant expression, None for any other."""
+    return np.asarray(expr.value.numpy()) if isinstance(expr, tvm.ir.GenericConst) else None
+
+
+def tensor_attribute(value: Attribute) -> np.ndarray:
+    """Return the array of a tensor attribute.
+
+    Raises
+    ------
+    TypeError
+        The attribute has another type.
+    """
+    if not isinstance(value, onnx.TensorProto):
+        msg = f"expected a tensor attribute, got {type(value).__name__}"
+        raise TypeError(msg)
+    return numpy_helper.to_array(value)

@@ -1,0 +1,132 @@
+"""TVM's ONNX frontend, driven node by node: binding names that lead back to nodes, own converters, one kind of error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+import tvm
+from onnx import helper
+from tvm import relax
+from tvm.relax.frontend.onnx import onnx_frontend
+
+from models import OnnxModel
+from models.spec import read_tensor
+from pipeline.importer.converters import CONVERTERS, ConverterInput
+from pipeline.importer.errors import conversion_failed
+from pipeline.importer.normalise import NormalisedGraph
+
+# These converters return one value that happens to be a tuple; every other tuple is several ONNX outputs.
+_SEQUENCE_OPERATORS = frozenset(
+    {"Optional", "OptionalGetElement", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert",
+     "ConcatFromSequence", "SplitToSequence"}
+)  # fmt: skip
+# TVM's converters of these understand a shape in place of an int64 vector; for all others it is made a tensor first.
+_SHAPE_OPERATORS = frozenset(
+    {"Reshape", "Resize", "ConstantOfShape", "Gather", "Slice", "Shape", "Expand", "Concat", "Equal", "Where", "Cast",
+     "CastLike", "Squeeze"}
+)  # fmt: skip
+
+
+def identifier(name: str) -> str:
+    """Return an ONNX node name as a Relax identifier: `/encoder/layer.0/MatMul` -> `encoder_layer_0_MatMul`."""
+    text = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
+    return text if text and not text[0].isdigit() else f"n_{text}" if text else "node"
+
+
+class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
+    """`ONNXGraphImporter` that emits the result of each node under a name made of the node's.
+
+    After `from_onnx`, `marks` holds (binding name, node name) in the order the bindings were emitted; every binding
+    between two marks was emitted while the second one's node was converted.
+    """
+
+    def __init__(self, model: OnnxModel, graph: NormalisedGraph) -> None:
+        super().__init__(shape_dict={}, dtype_dict={}, keep_params_in_input=False, sanitize=True)
+        self._model = model
+        self._graph = graph
+        self.marks: list[tuple[str, str]] = []
+
+    def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
+        """Do nothing: `check_operators` saw the graph before, domains and versions included."""
+
+    def _parse_array(self, tensor_proto: onnx.TensorProto) -> tvm.runtime.Tensor:
+        return tvm.runtime.tensor(np.ascontiguousarray(read_tensor(tensor_proto, self._model.data_dir)))
+
+    def _construct_nodes(self, graph: onnx.GraphProto) -> None:
+        for node in graph.node:
+            try:
+                self._construct_node(node)
+            except Exception as e:  # TVM's converters raise every kind of exception; here it gets the node's name
+                raise conversion_failed(self._model, self._graph, node, e) from e
+
+    def _construct_node(self, node: onnx.NodeProto) -> None:
+        if node.op_type == "If":
+            super()._construct_nodes(onnx.GraphProto(node=[node]))
+            self._mark_results(node)
+            return
+        inputs = onnx_frontend.onnx_input()
+        for name in node.input:
+            inputs.append(self._as_operand(node, self._nodes[name]) if name else None)
+        result = self._convert_node(node, inputs)
+        fields = self._emit_result(node, result)
+        if len(fields) < len(node.output):
+            msg = f"the converter gave {len(fields)} outputs, the node has {len(node.output)}"
+            raise ValueError(msg)
+        for name, field in zip(node.output, fields, strict=False):
+            self._nodes[name] = field
+
+    def _as_operand(self, node: onnx.NodeProto, expr: tvm.ir.Expr) -> tvm.ir.Expr:
+        is_shape = isinstance(expr, relax.ShapeExpr) or (
+            isinstance(expr, relax.Var) and isinstance(expr.ty, relax.ShapeType)
+        )
+        if is_shape and node.op_type not in _SHAPE_OPERATORS:
+            return self.bb.emit(relax.op.shape_to_tensor(expr))
+        return expr
+
+    def _convert_node(self, node: onnx.NodeProto, inputs: list[tvm.ir.Expr | None]) -> tvm.ir.Expr:
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        own = CONVERTERS.get((domain, node.op_type))
+        if own is None:
+            attributes = self._parse_attr(node.attribute)
+            attributes["tvm_custom"] = {"name": node.name, "num_outputs": len(node.output)}
+            return self._convert_operator(node.op_type, inputs, attributes, self.opset)
+        attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+        decoded = {key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()}
+        return self.bb.normalize(own(ConverterInput(self.bb, tuple(inputs), decoded, self._graph.opset)))
+
+    def _emit_result(self, node: onnx.NodeProto, result: tvm.ir.Expr) -> list[tvm.ir.Expr]:
+        """Bind what a converter returned under the node's name and return it as one expression an ONNX output."""
+        hint = identifier(node.name)
+        if node.op_type in _SEQUENCE_OPERATORS:
+            return [result]
+        if isinstance(result, relax.Tuple):
+            return [self._emit(field, hint, node) for field in result.fields]
+        if isinstance(result.ty, relax.TupleType):
+            whole = self._emit(result, hint, node)
+            return [self._emit(relax.TupleGetItem(whole, i), hint, node) for i in range(len(result.ty.fields))]
+        return [self._emit(result, hint, node)]
+
+    def _emit(self, expr: tvm.ir.Expr, hint: str, node: onnx.NodeProto) -> tvm.ir.Expr:
+        """Bind a computation; constants, shapes and values that are bound already stay what they are."""
+        if isinstance(expr, relax.Var):
+            self.marks.append((expr.name, node.name))
+            return expr
+        if not isinstance(expr, tvm.ir.Call | relax.TupleGetItem):
+            return expr
+        var = self.bb.emit(expr, name_hint=hint)
+        self.marks.append((var.name, node.name))
+        return var
+
+    def _mark_results(self, node: onnx.NodeProto) -> None:
+        for name in node.output:
+            value = self._nodes.get(name)
+            if isinstance(value, relax.Var):
+                self.marks.append((value.name, node.name))
+
+
+def parameter_names(importer: NodeByNodeImporter) -> Mapping[str, str]:
+    """Return ONNX input name -> name of the Relax parameter it became."""
+    return {name: value.name for name, value in importer._inputs.items() if isinstance(value, relax.Var)}

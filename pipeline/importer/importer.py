@@ -1,0 +1,46 @@
+"""`import_model`: from an `OnnxModel` to an `ImportedGraph`."""
+
+from __future__ import annotations
+
+import logging
+
+import tvm
+
+from models import OnnxModel
+from pipeline.importer.errors import check_operators
+from pipeline.importer.frontend import NodeByNodeImporter, identifier
+from pipeline.importer.graph import ImportedGraph
+from pipeline.importer.names import name_bindings
+from pipeline.importer.normalise import normalise
+from pipeline.importer.quiet import quiet_libraries
+
+_LOG = logging.getLogger(__name__)
+
+
+def import_model(model: OnnxModel) -> ImportedGraph:
+    """Return the model as a Relax module with its signature and the way back to its ONNX nodes.
+
+    Raises
+    ------
+    ImportFailedError
+        An operator has no converter (all of them are listed), or a converter failed on a node.
+    """
+    graph = normalise(model.proto)
+    _LOG.info("%s: %d ONNX nodes, %d after normalisation", model.name, graph.nodes_before, graph.nodes_after)
+    check_operators(model, graph)
+    with quiet_libraries():
+        frontend = NodeByNodeImporter(model, graph)
+        mod = frontend.from_onnx(graph.proto.graph, graph.opset)
+    hints = {name: identifier(name) for name in graph.sources}
+    main, nodes = name_bindings(mod["main"], frontend.marks, hints)
+    mod.update_func(mod.get_global_var("main"), main)
+    source_map = {binding: graph.sources.get(node, ()) for binding, node in nodes.items()}
+    return ImportedGraph(
+        name=model.name,
+        model=model,
+        mod=tvm.relax.transform.Normalize()(mod),
+        inputs=model.inputs,
+        outputs=model.outputs,
+        source_map=source_map,
+        source_sha256=model.sha256,
+    )

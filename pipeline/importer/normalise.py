@@ -1,0 +1,130 @@
+"""Normalise an ONNX graph before it is converted: the stage that removes most causes of failed imports at one place.
+
+In order, each step from onnx-ir or onnxscript:
+
+1. model-local functions are inlined;
+2. shapes and dtypes are inferred, with the values of shape tensors propagated;
+3. constant expressions are folded: `Shape` of a static tensor and all arithmetic on it, position ids, masks of constants;
+4. identities are dropped, then nodes and initializers nobody reads;
+5. every `Constant` node, whichever attribute it uses, becomes an initializer;
+6. every node gets a unique name, and `sources` says which nodes of the user's graph it stands for.
+
+No operator is fused or replaced for speed here: that is the work of `pipeline.passes`, on Relax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common as ir_passes
+from onnxscript import optimizer
+
+from pipeline.importer.quiet import quiet_libraries
+
+# A folded constant may be as large as a 1024 x 1024 mask; weights beyond it are folded later by Relax, if at all.
+FOLD_LIMIT_ELEMENTS = 1 << 20
+# Twice, because the shapes found in a first round make more constants in the second.
+_FOLD_ROUNDS = 2
+
+_SOURCE_KEY = "relaxtune.source"
+_MAIN_DOMAINS = ("", "ai.onnx")
+
+
+@dataclass(frozen=True, eq=False)
+class NormalisedGraph:
+    """An ONNX model ready for conversion.
+
+    Attributes
+    ----------
+    proto
+        The model without functions, `Constant` nodes, unnamed or equally named nodes.
+    sources
+        Node name in `proto` -> names of the nodes of the user's graph it stands for.
+    opset
+        Version of the main ONNX operator set.
+    nodes_before, nodes_after
+        Nodes of the main graph as given and as left.
+    """
+
+    proto: onnx.ModelProto
+    sources: Mapping[str, tuple[str, ...]]
+    opset: int
+    nodes_before: int
+    nodes_after: int
+
+
+def normalise(proto: onnx.ModelProto) -> NormalisedGraph:
+    """Return `proto` with functions inlined, constants folded and unique node names; `proto` is not changed."""
+    with quiet_libraries():
+        model = ir.serde.deserialize_model(proto)
+        nodes_before = len(model.graph)
+        writers = _mark_sources(model)
+        ir_passes.InlinePass()(model)
+        _name_everything(model)
+        for _ in range(_FOLD_ROUNDS):
+            ir_passes.ShapeInferencePass(check_type=False, strict_mode=False)(model)
+            optimizer.fold_constants_ir(
+                model,
+                onnx_shape_inference=True,
+                input_size_limit=FOLD_LIMIT_ELEMENTS,
+                output_size_limit=FOLD_LIMIT_ELEMENTS,
+            )
+            ir_passes.IdentityEliminationPass()(model)
+            ir_passes.RemoveUnusedNodesPass()(model)
+        ir_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        _name_everything(model)
+        ir_passes.TopologicalSortPass()(model)
+        sources = _sources(model, writers)
+        return NormalisedGraph(
+            proto=ir.serde.serialize_model(model),
+            sources=sources,
+            opset=_opset(model),
+            nodes_before=nodes_before,
+            nodes_after=len(model.graph),
+        )
+
+
+def node_label(name: str | None, outputs: list[str], op_type: str) -> str:
+    """Return how a node is called in messages and maps: its name, or for an unnamed node what it writes."""
+    return name or (f"{op_type}->{outputs[0]}" if outputs and outputs[0] else op_type)
+
+
+def _label(node: ir.Node) -> str:
+    return node_label(node.name, [output.name or "" for output in node.outputs], node.op_type)
+
+
+def _mark_sources(model: ir.Model) -> dict[str, str]:
+    """Write each node's own name into its metadata, which inlining hands down; return value name -> node name."""
+    writers: dict[str, str] = {}
+    for node in model.graph.all_nodes():
+        label = _label(node)
+        node.metadata_props[_SOURCE_KEY] = label
+        for output in node.outputs:
+            if output.name:
+                writers[output.name] = label
+    return writers
+
+
+def _sources(model: ir.Model, writers: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return for each node the user's node: by its mark, else (a folding step replaced it) by the value it writes."""
+    sources: dict[str, tuple[str, ...]] = {}
+    for node in model.graph.all_nodes():
+        mark = node.metadata_props.get(_SOURCE_KEY)
+        written = [writers[output.name] for output in node.outputs if output.name in writers]
+        names = [mark] if mark else written
+        sources[node.name or ""] = tuple(dict.fromkeys(names)) or (_label(node),)
+    return sources
+
+
+def _name_everything(model: ir.Model) -> None:
+    for node in model.graph.all_nodes():
+        if not node.name:
+            node.name = _label(node)
+    ir_passes.NameFixPass()(model)
+
+
+def _opset(model: ir.Model) -> int:
+    return next((model.opset_imports[domain] for domain in _MAIN_DOMAINS if domain in model.opset_imports), 1)
