@@ -1,0 +1,369 @@
+"""The values that go into and come out of the tuning database.
+
+All are frozen and detached: they hold no connection, compare by content, and may be sent to other processes. JSON
+texts that take part in a key are brought to canonical form (sorted keys, no spaces) when a value is made, so that two
+spellings of one thing have one key. Keys are the sha256 of canonical JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+
+from tuning_db.errors import InvalidRecordError
+
+
+class Route(StrEnum):
+    """How a task got its kernel."""
+
+    METASCHEDULE = "metaschedule"
+    TEMPLATE = "template"
+    LIBRARY = "library"
+    FALLBACK = "fallback"
+
+
+class Status(StrEnum):
+    """What became of a candidate."""
+
+    OK = "ok"
+    BUILD_ERROR = "build_error"
+    RUN_ERROR = "run_error"
+    TIMEOUT = "timeout"
+    WRONG_RESULT = "wrong_result"
+
+
+class Mode(StrEnum):
+    """How a database is used: `force` measures again although there are records; both `tune` and `force` write."""
+
+    READ_ONLY = "read-only"
+    TUNE = "tune"
+    FORCE = "force"
+
+
+def utc_now() -> datetime:
+    """Return the present time in UTC, aware."""
+    return datetime.now(UTC)
+
+
+def canonical_json(value: object) -> str:
+    """Return the JSON text of `value` with sorted keys and no spaces; non-finite numbers are refused."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def content_key(value: object) -> str:
+    """Return the sha256 of the canonical JSON of `value`, as 64 hexadecimal digits."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def canonical_text(text: str, what: str) -> str:
+    """Return a JSON text in canonical form.
+
+    Raises
+    ------
+    InvalidRecordError
+        `text` is not JSON, or holds NaN or Infinity, which JSON does not have.
+    """
+    try:
+        return canonical_json(json.loads(text))
+    except ValueError as e:
+        raise InvalidRecordError(
+            f"{what} is not valid JSON ({e}): got {text[:120]!r}. Make it with json.dumps(..., allow_nan=False)."
+        ) from e
+
+
+def require_utc(moment: datetime, what: str) -> datetime:
+    """Return `moment` in UTC; a naive time is refused, since its zone would be a guess."""
+    if moment.tzinfo is None:
+        raise InvalidRecordError(f"{what} has no time zone: got {moment!r}. Use datetime.now(UTC).")
+    return moment.astimezone(UTC)
+
+
+def require_quantity(value: float, what: str) -> float:
+    """Return `value` as a float; a negative or non-finite one is refused."""
+    number = float(value)
+    if not math.isfinite(number) or number < 0:
+        raise InvalidRecordError(f"{what} must be a finite number of at least 0: got {value!r}.")
+    return number
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where a measurement is true.
+
+    Parameters
+    ----------
+    device_kind : str
+        `cpu` or `cuda`.
+    device_name : str
+        The product name, for instance `NVIDIA H200`.
+    arch : str
+        The architecture of the device: `znver4`, `sm_90a`.
+    driver, cuda : str or None
+        Versions of the driver and of CUDA; None on a CPU.
+    tvm_version, tvm_ffi_version : str
+        The versions that compiled the candidate.
+    cores : int or None
+        CPU cores the measurement could use.
+    """
+
+    device_kind: str
+    device_name: str
+    arch: str
+    driver: str | None
+    cuda: str | None
+    tvm_version: str
+    tvm_ffi_version: str
+    cores: int | None
+
+    @property
+    def key(self) -> str:
+        """The sha256 of all fields."""
+        return content_key(asdict(self))
+
+
+@dataclass(frozen=True)
+class TargetKey:
+    """What a kernel is compiled for: kind (`llvm`, `cuda`), architecture, and all attributes as canonical JSON."""
+
+    kind: str
+    arch: str
+    attributes: str = "{}"
+
+    def __post_init__(self) -> None:
+        """Bring kind and arch to lower case and the attributes to canonical JSON."""
+        object.__setattr__(self, "kind", self.kind.strip().lower())
+        object.__setattr__(self, "arch", self.arch.strip().lower())
+        object.__setattr__(self, "attributes", canonical_text(self.attributes, "TargetKey.attributes"))
+
+    @property
+    def key(self) -> str:
+        """The sha256 of kind, arch and attributes."""
+        return content_key([self.kind, self.arch, json.loads(self.attributes)])
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One kernel to make.
+
+    Parameters
+    ----------
+    workload_hash : str
+        TVM's structural hash as text (`tuning_db.metaschedule.workload_hash`); true for `tvm_version` only.
+    family : str
+        The operator family: `matmul`, `reduction`, ...
+    signature : str
+        JSON: operator family, dimensions, dtypes, epilogue. True for every TVM version.
+    name : str
+        A name for people.
+    flops, bytes : float
+        Work and least memory traffic of one call.
+    ir_json : str or None
+        The serialised IRModule (`tuning_db.metaschedule.ir_to_json`).
+    tvm_version : str
+        The TVM that computed `workload_hash` and wrote `ir_json`.
+    """
+
+    workload_hash: str
+    family: str
+    signature: str
+    name: str
+    flops: float
+    bytes: float
+    ir_json: str | None
+    tvm_version: str
+
+    def __post_init__(self) -> None:
+        """Bring the signature to canonical JSON and check the quantities."""
+        object.__setattr__(self, "signature", canonical_text(self.signature, "Workload.signature"))
+        object.__setattr__(self, "flops", require_quantity(self.flops, f"Workload.flops of {self.name}"))
+        object.__setattr__(self, "bytes", require_quantity(self.bytes, f"Workload.bytes of {self.name}"))
+        if not self.workload_hash:
+            raise InvalidRecordError(f"Workload {self.name!r} has an empty workload_hash.")
+
+    @property
+    def signature_key(self) -> str:
+        """The sha256 of the signature."""
+        return content_key(json.loads(self.signature))
+
+
+@dataclass(frozen=True)
+class TuningRecord:
+    """One measured, or failed, candidate.
+
+    Parameters
+    ----------
+    workload_hash, signature_key : str
+        The workload it was a candidate for.
+    target, environment : TargetKey, Environment
+        Where it is true.
+    route : Route
+        Who made it.
+    decision : str
+        JSON: the trace for metaschedule, the parameters for templates and libraries.
+    status : Status
+        What became of it.
+    latencies_us : tuple of float
+        Every raw latency in microseconds, in the order measured; may be empty when the candidate failed.
+    error : str or None
+        Why it failed.
+    registers, smem_bytes, spill_bytes : int or None
+        Resources of the kernel where they are known.
+    seed : int or None
+        The seed of the search.
+    duration_s : float
+        Seconds of building and measuring.
+    job_id : str or None
+        The job that measured it.
+    created_at : datetime
+        When, in UTC.
+    id : int or None
+        Its row in the database it was read from; takes no part in comparison.
+    """
+
+    workload_hash: str
+    signature_key: str
+    target: TargetKey
+    environment: Environment
+    route: Route
+    decision: str
+    status: Status
+    latencies_us: tuple[float, ...] = ()
+    error: str | None = None
+    registers: int | None = None
+    smem_bytes: int | None = None
+    spill_bytes: int | None = None
+    seed: int | None = None
+    duration_s: float = 0.0
+    job_id: str | None = None
+    created_at: datetime = field(default_factory=utc_now)
+    id: int | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what would lie: a success without a true latency, a time without zone, a target of another device."""
+        object.__setattr__(self, "route", Route(self.route))
+        object.__setattr__(self, "status", Status(self.status))
+        object.__setattr__(self, "latencies_us", tuple(float(value) for value in self.latencies_us))
+        object.__setattr__(self, "created_at", require_utc(self.created_at, "TuningRecord.created_at"))
+        object.__setattr__(self, "duration_s", require_quantity(self.duration_s, "TuningRecord.duration_s"))
+        true_latencies = all(math.isfinite(value) and value > 0 for value in self.latencies_us)
+        if self.status is Status.OK and not (self.latencies_us and true_latencies):
+            raise InvalidRecordError(
+                f"A record of workload {self.workload_hash} has status ok and latencies_us={self.latencies_us}: "
+                "expected at least one, all finite and above 0. Give it the status of its failure, with the error text."
+            )
+        expected_kind = "cuda" if self.target.kind == "cuda" else "cpu"
+        if self.environment.device_kind != expected_kind:
+            raise InvalidRecordError(
+                f"A record of workload {self.workload_hash} has target kind {self.target.kind!r}, measured on device "
+                f"kind {self.environment.device_kind!r}: expected {expected_kind!r}. Stamp it with the environment of "
+                "the device that ran it."
+            )
+
+    @property
+    def latency_us(self) -> float | None:
+        """The median of the raw latencies; NaN when one of them is NaN, None when there is none."""
+        if not self.latencies_us:
+            return None
+        if any(math.isnan(value) for value in self.latencies_us):
+            return math.nan
+        return statistics.median(self.latencies_us)
+
+    @property
+    def key(self) -> str:
+        """The sha256 of everything but `id`: two equal records are one record, however often they are written."""
+        raw = [value if math.isfinite(value) else repr(value) for value in self.latencies_us]
+        place = [self.workload_hash, self.signature_key, self.target.key, self.environment.key]
+        made = [self.route, self.decision, self.status, raw, self.error, self.seed, self.duration_s]
+        resources = [self.registers, self.smem_bytes, self.spill_bytes]
+        return content_key([*place, *made, *resources, self.job_id, self.created_at.isoformat()])
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a tuning command; `options` is canonical JSON, `outcome` None while it runs or when it was killed."""
+
+    id: str
+    model: str
+    model_sha256: str
+    target: TargetKey
+    options: str
+    started_at: datetime
+    finished_at: datetime | None = None
+    outcome: str | None = None
+
+    def __post_init__(self) -> None:
+        """Bring the options to canonical JSON and the times to UTC."""
+        object.__setattr__(self, "options", canonical_text(self.options, "Job.options"))
+        object.__setattr__(self, "started_at", require_utc(self.started_at, "Job.started_at"))
+        if self.finished_at is not None:
+            object.__setattr__(self, "finished_at", require_utc(self.finished_at, "Job.finished_at"))
+
+
+@dataclass(frozen=True)
+class JobTask:
+    """One task of a job: the workload, how often the model runs it, the ONNX nodes it came from, seconds spent."""
+
+    workload_hash: str
+    tvm_version: str
+    weight: int
+    onnx_nodes: tuple[str, ...]
+    seconds: float
+
+    def __post_init__(self) -> None:
+        """Check the quantities."""
+        object.__setattr__(self, "onnx_nodes", tuple(self.onnx_nodes))
+        object.__setattr__(self, "seconds", require_quantity(self.seconds, "JobTask.seconds"))
+
+
+@dataclass(frozen=True)
+class RecordFilter:
+    """Which records to select; None selects all.
+
+    `model` selects the records of every workload that some job found in that model, whoever measured them.
+    `since` is inclusive, `until` exclusive.
+    """
+
+    family: str | None = None
+    model: str | None = None
+    workload_hash: str | None = None
+    signature_key: str | None = None
+    target_kind: str | None = None
+    arch: str | None = None
+    device_name: str | None = None
+    tvm_version: str | None = None
+    route: Route | None = None
+    status: Status | None = None
+    job_id: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+
+    def __post_init__(self) -> None:
+        """Bring the times to UTC."""
+        for name in ("since", "until"):
+            moment: datetime | None = getattr(self, name)
+            if moment is not None:
+                object.__setattr__(self, name, require_utc(moment, f"RecordFilter.{name}"))
+
+
+@dataclass(frozen=True)
+class DatabaseInfo:
+    """What a database holds. Counts by status and by route name every member, also those with none."""
+
+    url: str
+    dialect: str
+    mode: Mode
+    schema_revision: str
+    workloads: int
+    signatures: int
+    targets: int
+    environments: int
+    jobs: int
+    records: int
+    records_by_status: tuple[tuple[Status, int], ...]
+    records_by_route: tuple[tuple[Route, int], ...]
+    size_bytes: int

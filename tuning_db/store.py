@@ -1,0 +1,443 @@
+"""`TuningDatabase`: the only door to the tuning database."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from sqlalchemy import Engine, func, select
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.orm import Session, undefer
+
+from tuning_db import ranking, writing
+from tuning_db.engine import WRITE_OPTION, Location, database_size, make_engine, parse_location, translate_error
+from tuning_db.errors import (
+    DatabaseBusyError,
+    DatabaseOpenError,
+    DatabaseWriteError,
+    NotFoundError,
+    TuningDatabaseError,
+)
+from tuning_db.migrate import check_revision, current_revision, migrate
+from tuning_db.records import (
+    DatabaseInfo,
+    Environment,
+    Job,
+    JobTask,
+    Mode,
+    RecordFilter,
+    Route,
+    Status,
+    TargetKey,
+    TuningRecord,
+    Workload,
+    utc_now,
+)
+from tuning_db.rows import to_job, to_job_task, to_workload
+from tuning_db.schema import (
+    HEAD_REVISION,
+    EnvironmentRow,
+    JobRow,
+    JobTaskRow,
+    RecordRow,
+    SignatureRow,
+    TargetRow,
+    WorkloadRow,
+)
+from tuning_db.selection import conditions, read_records, select_records
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+#: Attempts of a transaction that meets a lock; each waits up to `engine.BUSY_TIMEOUT_S` by itself.
+LOCK_ATTEMPTS = 8
+#: First pause between attempts; it doubles, and each pause is drawn from 0.5 to 1.5 times its length.
+LOCK_PAUSE_S = 0.02
+NO_FILTER = RecordFilter()
+
+
+class TuningDatabase:
+    """The tuning database behind a URL. This docstring is the contract; every dialect keeps it.
+
+    **Values.** All that goes in and comes out is a frozen value of `tuning_db.records`; no row, session or connection
+    leaves. A value read stays as it was read.
+
+    **Atomicity.** Each `record_*`, `start_job` and `finish_job` call is one transaction: when it returns, all of it is
+    kept, also if the process is killed in the next moment; when it raises, none of it is. `record_measurements` writes
+    its whole sequence or nothing.
+
+    **Idempotence.** Everything is stored under a natural key (sha256 of its content, or workload hash and TVM version).
+    Writing an equal value again changes nothing and returns the id of the first, so a write whose answer was lost may
+    simply be repeated. Records are never updated.
+
+    **Readers** see the last committed state at the moment of their call, never a part of a write, and do not wait for
+    writers. A record just written by this process is seen by its next call.
+
+    **Threads** may share one instance. **Processes** open their own; an instance carried through `fork` drops the
+    connections of its parent and opens new ones, but a memory database belongs to the process that opened it and
+    refuses others.
+
+    **Locks.** A write that meets another writer waits, with a bounded number of retries and jitter, and only then
+    raises `DatabaseBusyError`. First creation by many processes at once is safe.
+
+    **Truth.** `find_best` and `list_top` return records with status `ok` only, for a target of the same kind and
+    architecture, by the rules of `tuning_db.lookup`. A failed candidate is kept with its error text.
+
+    **Modes.** `read-only` refuses every write, and opens a SQLite file so that it cannot change; `tune` and `force` are
+    alike here: what `force` means is for the tuning code.
+
+    **Errors.** Nothing but `TuningDatabaseError` and its leaves is raised for what can go wrong outside the caller.
+    """
+
+    def __init__(self, location: Location, engine: Engine, mode: Mode) -> None:
+        """Hold an engine; use `TuningDatabase.open`."""
+        self._location = location
+        self._engine = engine
+        self._mode = mode
+        self._pid = os.getpid()
+        # A memory database has one connection, so its transactions take turns.
+        self._memory_turn = threading.RLock()
+
+    # -- opening -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, url: str | Path, *, mode: Mode = Mode.TUNE, create: bool = True) -> Self:
+        """Return the database at `url`, created if it is not there.
+
+        Parameters
+        ----------
+        url : str or Path
+            A path, `sqlite:///path`, `sqlite://` for memory, or `postgresql://user@host/name`.
+        mode : Mode
+            `READ_ONLY` never creates nor writes.
+        create : bool
+            Whether a missing database is created.
+
+        Raises
+        ------
+        DatabaseUrlError
+            The URL, its dialect or its driver cannot be used.
+        DatabaseOpenError
+            There is no database, or it is damaged, protected, or not ours.
+        SchemaVersionError
+            Its schema is older or newer than this package's.
+        """
+        location = parse_location(url)
+        mode = Mode(mode)
+        read_only = mode is Mode.READ_ONLY
+        database = cls(location, make_engine(location, read_only=read_only, create=create), mode)
+        try:
+            database._prepare(create=create and not read_only)
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def _prepare(self, *, create: bool) -> None:
+        revision = self.read(lambda session: current_revision(session.connection(), self._location))
+        if revision is None:
+            if not create:
+                raise DatabaseOpenError(
+                    f"The database {self._location.shown} is empty. Create its tables with: "
+                    f"relaxtune db init --db {self._location.shown}"
+                )
+            self.write(lambda session: migrate(session.connection(), self._location))
+            return
+        check_revision(revision, self._location)
+
+    def close(self) -> None:
+        """Close all connections; a memory database is gone."""
+        self._engine.dispose(close=self._pid == os.getpid())
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    @property
+    def mode(self) -> Mode:
+        """How it was opened."""
+        return self._mode
+
+    @property
+    def url(self) -> str:
+        """Where it is, without a password."""
+        return self._location.shown
+
+    # -- transactions ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _transaction(self, *, write: bool) -> Iterator[Session]:
+        """Begin, then commit or roll back, and turn driver errors into ours. Nothing else commits."""
+        self._follow_fork()
+        turn = self._memory_turn if self._location.is_memory else None
+        if turn is not None:
+            turn.acquire()
+        try:
+            with self._engine.connect() as connection:
+                connection = connection.execution_options(**{WRITE_OPTION: write})
+                with connection.begin(), Session(connection, autoflush=False) as session:
+                    yield session
+                    session.flush()
+        except DBAPIError as e:
+            raise translate_error(e.orig, self._location) from e
+        except PoolTimeoutError as e:
+            raise DatabaseBusyError(f"All connections to {self._location.shown} are in use ({e}).") from e
+        finally:
+            if turn is not None:
+                turn.release()
+
+    def read(self, work: Callable[[Session], T]) -> T:
+        """Return `work(session)` on one consistent state. For modules of `tuning_db` only: rows must not leave it."""
+        return self._retrying(work, write=False)
+
+    def write(self, work: Callable[[Session], T]) -> T:
+        """Return `work(session)`, committed whole; it may be run again after a lock. For `tuning_db` only."""
+        if self._mode is Mode.READ_ONLY:
+            raise DatabaseWriteError(
+                f"The database {self._location.shown} was opened in mode read-only. Open it in mode tune to write."
+            )
+        return self._retrying(work, write=True)
+
+    def _retrying(self, work: Callable[[Session], T], *, write: bool) -> T:
+        for attempt in range(LOCK_ATTEMPTS):
+            try:
+                with self._transaction(write=write) as session:
+                    return work(session)
+            except DatabaseBusyError:
+                if attempt == LOCK_ATTEMPTS - 1:
+                    raise
+                time.sleep(LOCK_PAUSE_S * 2**attempt * random.uniform(0.5, 1.5))
+                _LOG.debug("database %s is locked, attempt %d", self._location.shown, attempt + 2)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _follow_fork(self) -> None:
+        if self._pid == os.getpid():
+            return
+        if self._location.is_memory:
+            raise TuningDatabaseError(
+                f"The memory database was opened by process {self._pid}, this is process {os.getpid()}: a write here "
+                "would be lost. Use a file (for instance --db tuning.db) to share records between processes."
+            )
+        self._engine.dispose(close=False)
+        self._pid = os.getpid()
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def record_workload(self, workload: Workload) -> None:
+        """Keep a workload. One already known gets the signature, name and IR given now."""
+        self.write(lambda session: writing.put_workload(session, workload))
+
+    def record_measurements(self, records: Sequence[TuningRecord]) -> list[int]:
+        """Keep records, all or none, and return their ids in the same order.
+
+        Raises
+        ------
+        NotFoundError
+            The workload, the signature or the job of one is not in the database.
+        """
+        batch = list(records)
+        return self.write(lambda session: writing.put_records(session, batch)) if batch else []
+
+    def record_measurement(self, record: TuningRecord) -> int:
+        """Keep one record and return its id."""
+        return self.record_measurements([record])[0]
+
+    def start_job(self, *, model: str, model_sha256: str, target: TargetKey, options: str = "{}") -> Job:
+        """Keep and return a new job that starts now; `options` is JSON."""
+        job = Job(str(uuid.uuid4()), model, model_sha256, target, options, utc_now())
+        self.write(lambda session: writing.put_job(session, job))
+        return job
+
+    def finish_job(self, job_id: str, outcome: str) -> Job:
+        """Note that a job ended now, and how; return it."""
+        moment = utc_now()
+        return self.write(lambda session: writing.finish_job(session, job_id, outcome, moment))
+
+    def record_job_tasks(self, job_id: str, tasks: Sequence[JobTask]) -> None:
+        """Keep the tasks of a job, all or none; a task already there gets the weight, nodes and seconds given now."""
+        self.write(lambda session: writing.put_job_tasks(session, job_id, tasks))
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def find_best(
+        self,
+        *,
+        workload_hash: str | None,
+        signature_key: str | None,
+        target: TargetKey,
+        environment: Environment,
+        route: Route | None = None,
+    ) -> TuningRecord | None:
+        """Return the best record that is true here, or None; see `tuning_db.lookup` for what that means."""
+        best = self.list_top(
+            workload_hash=workload_hash,
+            signature_key=signature_key,
+            target=target,
+            environment=environment,
+            route=route,
+            k=1,
+        )
+        return best[0] if best else None
+
+    def list_top(
+        self,
+        *,
+        workload_hash: str | None,
+        signature_key: str | None,
+        target: TargetKey,
+        environment: Environment,
+        route: Route | None = None,
+        k: int = 10,
+    ) -> list[TuningRecord]:
+        """Return up to `k` records that are true here, the best first."""
+        question = ranking.Question(workload_hash, signature_key, target, environment, route)
+        return self.read(lambda session: ranking.top_records(session, question, k))
+
+    def list_records(
+        self, filters: RecordFilter = NO_FILTER, *, limit: int | None = None, offset: int = 0
+    ) -> list[TuningRecord]:
+        """Return the records a filter selects, in the order they were written."""
+        statement = select_records().where(*conditions(filters)).order_by(RecordRow.id).limit(limit).offset(offset)
+        return self.read(lambda session: read_records(session, statement))
+
+    def count_records(self, filters: RecordFilter = NO_FILTER) -> int:
+        """Return how many records a filter selects."""
+        statement = select(func.count()).select_from(select_records().where(*conditions(filters)).subquery())
+        return self.read(lambda session: session.execute(statement).scalar_one())
+
+    def has_workload(self, workload_hash: str, tvm_version: str | None = None) -> bool:
+        """Return whether a workload is known, by this TVM version or, with None, by any."""
+        return self._find_workload(workload_hash, tvm_version) is not None
+
+    def get_workload(self, workload_hash: str, tvm_version: str | None = None) -> Workload:
+        """Return a workload; with no TVM version, the one recorded last.
+
+        Raises
+        ------
+        NotFoundError
+            It is not known.
+        """
+        workload = self._find_workload(workload_hash, tvm_version)
+        if workload is None:
+            version = "any TVM version" if tvm_version is None else f"TVM {tvm_version}"
+            raise NotFoundError(
+                f"No workload {workload_hash} of {version} in {self._location.shown}. "
+                "`relaxtune db workloads` lists them."
+            )
+        return workload
+
+    def _find_workload(self, workload_hash: str, tvm_version: str | None) -> Workload | None:
+        statement = (
+            select(WorkloadRow, SignatureRow)
+            .join(SignatureRow, SignatureRow.id == WorkloadRow.signature_id)
+            .where(WorkloadRow.workload_hash == workload_hash)
+            .order_by(WorkloadRow.id.desc())
+            .limit(1)
+            .options(undefer(WorkloadRow.ir_json))
+        )
+        if tvm_version is not None:
+            statement = statement.where(WorkloadRow.tvm_version == tvm_version)
+
+        def work(session: Session) -> Workload | None:
+            row = session.execute(statement).one_or_none()
+            return None if row is None else to_workload(*row)
+
+        return self.read(work)
+
+    def list_workloads(self, *, family: str | None = None, signature_key: str | None = None) -> list[Workload]:
+        """Return the workloads known, in the order they were recorded."""
+        statement = (
+            select(WorkloadRow, SignatureRow)
+            .join(SignatureRow, SignatureRow.id == WorkloadRow.signature_id)
+            .order_by(WorkloadRow.id)
+            .options(undefer(WorkloadRow.ir_json))
+        )
+        if family is not None:
+            statement = statement.where(SignatureRow.family == family)
+        if signature_key is not None:
+            statement = statement.where(SignatureRow.key == signature_key)
+        return self.read(lambda session: [to_workload(*row) for row in session.execute(statement)])
+
+    def get_job(self, job_id: str) -> Job:
+        """Return a job.
+
+        Raises
+        ------
+        NotFoundError
+            It is not known.
+        """
+        return self.read(lambda session: writing.get_job(session, job_id))
+
+    def list_jobs(self, *, model: str | None = None, limit: int | None = None) -> list[Job]:
+        """Return the jobs, the newest first."""
+        statement = select(JobRow, TargetRow).join(TargetRow, TargetRow.id == JobRow.target_id)
+        statement = statement.order_by(JobRow.started_at.desc(), JobRow.id).limit(limit)
+        if model is not None:
+            statement = statement.where(JobRow.model == model)
+        return self.read(lambda session: [to_job(*row) for row in session.execute(statement)])
+
+    def list_job_tasks(self, job_id: str) -> list[JobTask]:
+        """Return the tasks of a job, in the order they were recorded."""
+        statement = (
+            select(JobTaskRow, WorkloadRow)
+            .join(WorkloadRow, WorkloadRow.id == JobTaskRow.workload_id)
+            .where(JobTaskRow.job_id == job_id)
+            .order_by(JobTaskRow.id)
+        )
+        return self.read(lambda session: [to_job_task(*row) for row in session.execute(statement)])
+
+    def info(self) -> DatabaseInfo:
+        """Return what the database holds, of one moment."""
+        return self.read(self._info)
+
+    def _info(self, session: Session) -> DatabaseInfo:
+        def count(table: type) -> int:
+            return session.execute(select(func.count()).select_from(table)).scalar_one()
+
+        by_status = dict(session.execute(select(RecordRow.status, func.count()).group_by(RecordRow.status)).all())
+        by_route = dict(session.execute(select(RecordRow.route, func.count()).group_by(RecordRow.route)).all())
+        return DatabaseInfo(
+            url=self._location.shown,
+            dialect=self._location.dialect,
+            mode=self._mode,
+            schema_revision=current_revision(session.connection(), self._location) or HEAD_REVISION,
+            workloads=count(WorkloadRow),
+            signatures=count(SignatureRow),
+            targets=count(TargetRow),
+            environments=count(EnvironmentRow),
+            jobs=count(JobRow),
+            records=count(RecordRow),
+            records_by_status=tuple((status, by_status.get(status, 0)) for status in Status),
+            records_by_route=tuple((route, by_route.get(route, 0)) for route in Route),
+            size_bytes=database_size(session.connection()),
+        )
+
+
+def upgrade(url: str | Path) -> str | None:
+    """Bring the schema of the database at `url` to this package's; return the revision it had.
+
+    Raises
+    ------
+    SchemaVersionError
+        The database is newer than this package.
+    """
+    location = parse_location(url)
+    database = TuningDatabase(location, make_engine(location, read_only=False, create=False), Mode.TUNE)
+    with database:
+        return database.write(lambda session: migrate(session.connection(), location))
