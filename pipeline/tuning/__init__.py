@@ -1,0 +1,1 @@
+"""Tuning: from lowered modules to tasks, and from tasks to measured records."""
