@@ -1,0 +1,1 @@
+"""Default schedules for LLVM targets, one operator family a file."""

@@ -1,0 +1,142 @@
+"""What the rules ask about a block: its kind, its readers, and whether it may be inlined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Call
+from tvm.s_tir import SBlock, Schedule
+from tvm.s_tir.schedule import SBlockRV
+
+# Calls that cost tens of instructions a lane; computing them twice costs more than storing them once.
+_COSTLY_CALLS = ("tirx.exp", "tirx.erf", "tirx.tanh", "tirx.pow", "tirx.log", "tirx.sigmoid", "tirx.sin", "tirx.cos")
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """A block of a schedule, and what follows from its statement.
+
+    Attributes
+    ----------
+    rv : SBlockRV
+        The handle for schedule primitives; valid until the block is inlined.
+    kinds : str
+        One letter an iterator: S (data parallel), R (reduction), O (anything else).
+    """
+
+    rv: SBlockRV
+    name: str
+    kinds: str
+    stmt: SBlock
+
+    @property
+    def is_spatial(self) -> bool:
+        """Whether every iterator is data parallel."""
+        return set(self.kinds) <= {"S"}
+
+    @property
+    def is_reduction(self) -> bool:
+        """Whether there is a reduction iterator and an initial value, and nothing opaque."""
+        return "R" in self.kinds and "O" not in self.kinds and self.stmt.init is not None
+
+
+def list_blocks(sch: Schedule) -> list[BlockFacts]:
+    """Return the facts of every block under the root, in program order; empty for a function without blocks."""
+    root = find_root(sch)
+    return [] if root is None else [block_facts(sch, rv) for rv in sch.get_child_blocks(root)]
+
+
+def find_root(sch: Schedule) -> SBlockRV | None:
+    """Return the root block of `main`, or None when the body is not a block (an extern call, say)."""
+    body = sch.mod["main"].body
+    if not hasattr(body, "block"):
+        return None
+    return sch.get_sblock(body.block.name_hint)
+
+
+def block_facts(sch: Schedule, rv: SBlockRV) -> BlockFacts:
+    """Return the facts of one block."""
+    stmt = sch.get(rv)
+    letters = {tirx.IterVar.DataPar: "S", tirx.IterVar.CommReduce: "R"}
+    kinds = "".join(letters.get(iter_var.iter_type, "O") for iter_var in stmt.iter_vars)
+    return BlockFacts(rv, str(stmt.name_hint), kinds, stmt)
+
+
+def is_canonical(sch: Schedule, block: BlockFacts) -> bool:
+    """Whether each iterator of the block is bound to one loop of its own, all of them serial and nested.
+
+    Blocks with inner blocks (scans, sorts) and blocks under `if` or `while` are not: the rules leave them alone.
+    """
+    if "O" in block.kinds or not isinstance(block.stmt.body, tirx.BufferStore):
+        return False
+    loops = [sch.get(loop) for loop in sch.get_loops(block.rv)]
+    if len(loops) != len(block.kinds):
+        return False
+    realize = _get_realize(sch, block.rv)
+    bound = zip(realize.iter_values, loops, strict=True)
+    return all(value.same_as(loop.loop_var) for value, loop in bound) and all(
+        loop.kind == tirx.ForKind.SERIAL and is_zero(loop.min) for loop in loops
+    )
+
+
+def can_inline(sch: Schedule, block: BlockFacts) -> bool:
+    """Whether `compute_inline` is legal: spatial, writes one intermediate element an iteration, read by others."""
+    if not block.is_spatial or not is_canonical(sch, block) or len(block.stmt.writes) != 1:
+        return False
+    store = block.stmt.body
+    if not all(isinstance(index, tirx.Var) for index in store.indices):
+        return False
+    written = [index.name for index in store.indices]
+    if len(set(written)) != len(written):
+        return False
+    return not is_output(sch, block) and bool(sch.get_consumers(block.rv))
+
+
+def is_output(sch: Schedule, block: BlockFacts) -> bool:
+    """Whether the block writes a parameter of the function."""
+    params = list(sch.mod["main"].params)
+    return any(write.source.same_as(param) for write in block.stmt.writes for param in params)
+
+
+def is_costly(block: BlockFacts) -> bool:
+    """Whether computing an element takes a transcendental function."""
+    return any(name in _COSTLY_CALLS for name in call_names(block.stmt.body))
+
+
+def call_names(node: tirx.Stmt | tirx.Expr) -> set[str]:
+    """Return the names of the operators called in a statement or expression."""
+    names: set[str] = set()
+
+    def note(call: Call) -> None:
+        names.add(str(getattr(call.op, "name", "")))
+
+    tvm_ffi.structural_walk(node, (Call, note))
+    return names
+
+
+def used_vars(node: tirx.Expr) -> set[tirx.Var]:
+    """Return the variables of an expression."""
+    found: set[tirx.Var] = set()
+    tvm_ffi.structural_walk(node, (tirx.Var, found.add))
+    return found
+
+
+def static_extent(extent: tirx.Expr) -> int | None:
+    """Return the value of a constant extent, None for a symbolic one."""
+    return int(extent) if isinstance(extent, tirx.IntImm) else None
+
+
+def is_zero(expr: tirx.Expr) -> bool:
+    """Whether an expression is the constant 0."""
+    return isinstance(expr, tirx.IntImm) and int(expr) == 0
+
+
+def loop_extents(sch: Schedule, rv: SBlockRV) -> list[int | None]:
+    """Return the extents of the loops around a block, None where symbolic."""
+    return [static_extent(sch.get(loop).extent) for loop in sch.get_loops(rv)]
+
+
+def _get_realize(sch: Schedule, rv: SBlockRV) -> tirx.Stmt:
+    return tvm_ffi.get_global_func("s_tir.schedule.GetSBlockRealize")(sch, rv)

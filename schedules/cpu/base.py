@@ -1,0 +1,137 @@
+"""What the CPU rules share: the rule class, inlining, and how loops are made parallel and vector."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import tvm
+from tvm.s_tir import Schedule
+from tvm.s_tir.dlight.base import ScheduleRule
+from tvm.s_tir.schedule import LoopRV, SBlockRV
+from tvm.target import Target
+
+from schedules.cpu.analysis import (
+    BlockFacts,
+    can_inline,
+    is_canonical,
+    is_costly,
+    list_blocks,
+    loop_extents,
+    static_extent,
+)
+from schedules.targets import CpuLimits, TargetLimits, target_limits
+
+# Below this many element operations, waking the thread pool (about 5 us) costs more than it saves.
+PARALLEL_MIN_WORK = 16 * 1024
+
+# TVM's LoopPartition splits constant loops at the point where a bound check becomes provable only where it is asked to.
+PARTITION_HINT = "pragma_loop_partition_hint"
+
+
+class CpuRule(ScheduleRule):  # type: ignore[misc]  # dlight has no type information
+    """A schedule rule for LLVM targets; `name` is what reports call it."""
+
+    name = "cpu"
+
+    def is_target_available(self, target: Target) -> bool:
+        """Whether the target is a CPU."""
+        return bool(target.kind.name == "llvm")
+
+
+def cpu_limits(target: Target) -> CpuLimits:
+    """Return the limits of a CPU target."""
+    limits: TargetLimits = target_limits(target)
+    if not isinstance(limits, CpuLimits):
+        raise TypeError(f"expected an llvm target, got {target.kind.name}")
+    return limits
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Return the size of one element in bytes."""
+    bits: int = tvm.DataType(dtype).bits
+    return max(1, bits // 8)
+
+
+def inline_spatial(sch: Schedule, keep: Sequence[str] = ()) -> None:
+    """Inline the data-parallel blocks into their readers, except those named and those costly to compute twice.
+
+    A block with costly calls stays when more than one block reads it; a cheap one is recomputed by each reader.
+    """
+    for block in list_blocks(sch):
+        if block.name in keep or not can_inline(sch, block):
+            continue
+        if is_costly(block) and len(sch.get_consumers(block.rv)) > 1:
+            continue
+        sch.compute_inline(block.rv)
+
+
+def work_of(sch: Schedule, rv: SBlockRV) -> int | None:
+    """Return how many iterations the loops around a block run, None when symbolic."""
+    extents = loop_extents(sch, rv)
+    known = [extent for extent in extents if extent is not None]
+    return math.prod(known) if len(known) == len(extents) else None
+
+
+def worth_parallel(work: int | None) -> bool:
+    """Whether a loop nest of so many element operations should run on several threads; an unknown one should."""
+    return work is None or work >= PARALLEL_MIN_WORK
+
+
+def schedule_elementwise(sch: Schedule, block: BlockFacts, limits: CpuLimits) -> None:
+    """Run one data-parallel block on all cores with a vector loop over its innermost elements.
+
+    The innermost loops are fused until they hold at least a vector; the rest is fused into one parallel loop. A block
+    whose loops are all "inner" is cut into chunks, so that a flat tensor too is shared among the cores.
+    """
+    loops = sch.get_loops(block.rv)
+    if not loops or not is_canonical(sch, block):
+        return
+    parallel = worth_parallel(work_of(sch, block.rv))
+    lanes = limits.vector_bytes // dtype_bytes(str(block.stmt.writes[0].source.dtype))
+    extents = loop_extents(sch, block.rv)
+    cut = _inner_start(extents, lanes)
+    inner = sch.fuse(*loops[cut:])
+    inner_extent = static_extent(sch.get(inner).extent)
+    outer = sch.fuse(*loops[:cut]) if cut else None
+    if outer is None or (static_extent(sch.get(outer).extent) or limits.cores) < limits.cores:
+        chunk, inner = sch.split(inner, [None, _chunk_of(inner_extent, lanes, limits)])
+        outer = chunk if outer is None else sch.fuse(outer, chunk)
+    vectorize_loop(sch, inner, lanes)
+    if parallel:
+        sch.parallel(outer)
+
+
+def vectorize_loop(sch: Schedule, loop: LoopRV, lanes: int) -> None:
+    """Make the innermost loop a vector loop of so many lanes; a remainder runs in a loop of its own."""
+    extent = static_extent(sch.get(loop).extent)
+    if extent is not None and extent <= 1:
+        return
+    if extent is not None and extent <= lanes:
+        sch.vectorize(loop)
+        return
+    body, vector = sch.split(loop, [None, lanes])
+    if extent is None or extent % lanes:
+        sch.annotate(body, PARTITION_HINT, 1)
+    sch.vectorize(vector)
+
+
+def _inner_start(extents: Sequence[int | None], lanes: int) -> int:
+    """Return the first of the loops that together hold at least one vector; symbolic loops are taken as long."""
+    held = 1
+    for index in reversed(range(len(extents))):
+        extent = extents[index]
+        if extent is None:
+            return index if held == 1 else index + 1
+        held *= extent
+        if held >= lanes:
+            return index
+    return 0
+
+
+def _chunk_of(extent: int | None, lanes: int, limits: CpuLimits) -> int:
+    """Return the elements of one chunk: whole vectors, about four chunks a core, at most 64 vectors."""
+    if extent is None:
+        return 16 * lanes
+    share = -(-extent // (4 * limits.cores))
+    return max(1, min(-(-share // lanes), 64)) * lanes

@@ -1,0 +1,113 @@
+"""The schedule of last resort: every PrimFunc that nobody scheduled gets a valid and decent one."""
+
+from __future__ import annotations
+
+import logging
+
+import tvm
+from tvm.ir import GlobalVar, IRModule
+from tvm.s_tir import Schedule, ScheduleError
+from tvm.s_tir.dlight.base import ScheduleRule
+from tvm.target import Target
+from tvm.tirx import PrimFunc
+
+from schedules.cpu.elementwise import Elementwise
+from schedules.cpu.generic import Generic
+from schedules.errors import TargetError, UnscheduledError
+from schedules.gpu.dlight_rules import cuda_rules
+
+logger = logging.getLogger(__name__)
+
+SCHEDULED_ATTR = "tirx.is_scheduled"
+
+
+def apply_fallback(mod: IRModule, target: Target) -> IRModule:
+    """Return the module with every unscheduled PrimFunc scheduled by the first rule that takes it.
+
+    Parameters
+    ----------
+    mod : tvm.ir.IRModule
+        Relax and TIR functions; only PrimFuncs without `tirx.is_scheduled` are touched.
+    target : tvm.target.Target
+        `llvm` or `cuda`.
+
+    Raises
+    ------
+    TargetError
+        There are no default rules for the target's kind.
+    UnscheduledError
+        No rule took a function (on CUDA: a function without blocks, which cannot be bound to threads).
+    """
+    return _schedule_module(mod, target)[0]
+
+
+def fallback_rule_names(mod: IRModule, target: Target) -> dict[str, str]:
+    """Return the name of the rule that takes each unscheduled PrimFunc, by function name; the module stays as it is.
+
+    Raises
+    ------
+    TargetError, UnscheduledError
+        As `apply_fallback`.
+    """
+    return _schedule_module(mod, target)[1]
+
+
+def is_scheduled(func: PrimFunc) -> bool:
+    """Whether a PrimFunc already carries a schedule."""
+    return bool(func.attrs.get(SCHEDULED_ATTR, False)) if func.attrs else False
+
+
+def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
+    """Return the default rules of a target with their names, the most special first.
+
+    Raises
+    ------
+    TargetError
+        There are none for the target's kind.
+    """
+    if target.kind.name == "llvm":
+        return [(rule.name, rule) for rule in (Elementwise(), Generic())]
+    if target.kind.name == "cuda":
+        return cuda_rules()
+    raise TargetError(f"no default schedules for target kind {target.kind.name!r}; expected llvm or cuda.")
+
+
+def _schedule_module(mod: IRModule, target: Target) -> tuple[IRModule, dict[str, str]]:
+    rules = rules_for(target)
+    names: dict[str, str] = {}
+    scheduled: dict[GlobalVar, PrimFunc] = {}
+    for var, func in mod.functions_items():
+        if not isinstance(func, PrimFunc) or is_scheduled(func):
+            continue
+        name = str(var.name_hint)
+        with target:
+            rule_name, sch = _first_schedule(name, func, target, rules)
+        names[name] = rule_name
+        scheduled[var] = sch.mod["main"].with_attr(SCHEDULED_ATTR, True)
+    result = IRModule(dict(mod.functions_items()), attrs=mod.attrs)
+    for var, func in scheduled.items():
+        result[var] = func
+    return result, names
+
+
+def _first_schedule(
+    name: str, func: PrimFunc, target: Target, rules: list[tuple[str, ScheduleRule]]
+) -> tuple[str, Schedule]:
+    for rule_name, rule in rules:
+        try:
+            sch = rule.apply(func, target, False)
+        except (ScheduleError, tvm.error.InternalError) as error:
+            # A rule that misjudged a function must not stop the compilation: the next one is more modest.
+            logger.warning("rule %s failed on %s and is skipped: %s", rule_name, name, _last_line(error))
+            continue
+        if sch is not None:
+            return rule_name, sch
+    raise UnscheduledError(
+        f"no default rule for {target.kind.name} took the function {name!r}; tried "
+        f"{', '.join(rule_name for rule_name, _ in rules)}. Its body is no nest of loops over blocks."
+    )
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
