@@ -1,0 +1,113 @@
+"""Pass: turn large constants into parameters of `main`, named after their ONNX initialisers."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from pipeline.passes.ir import array_of, bindings_of, each_constant, main_of
+from pipeline.passes.state import LoweringState
+
+
+def _digest(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
+    """Return the identity of an array's content: dtype, shape, hash of its bytes."""
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return str(array.dtype), array.shape, hashlib.blake2b(data.data, digest_size=16).digest()
+
+
+@mutator
+class _Replace(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, params: dict[tvm.ir.Expr, relax.Var]) -> None:
+        super().__init__()
+        self._params = params
+
+    def visit_generic_const_(self, op: tvm.ir.Expr) -> tvm.ir.Expr:
+        return self._params.get(op, op)
+
+
+def lift_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with each constant of `weight_bytes_min` bytes or more as a parameter after the inputs.
+
+    Equal constants share one parameter. A weight is called after the initialiser with the same content, else (folded,
+    transposed, combined or cast) after the initialisers that the ONNX nodes of its first reader take, else `weight_N`.
+    The function attribute `num_input` is the number of inputs: what follows is constant from run to run.
+    """
+    main = main_of(mod)
+    inputs = len(main.params)
+    if state.options.embed_weights:
+        return mod
+    readers: dict[tvm.ir.Expr, str] = {}
+    for binding in bindings_of(main):
+
+        def visit(constant: tvm.ir.Expr, reader: str = binding.var.name) -> None:
+            readers.setdefault(constant, reader)
+
+        each_constant(binding.value, visit)
+    names = _Names(state, {param.name for param in main.params})
+    params: dict[tvm.ir.Expr, relax.Var] = {}
+    by_content: dict[object, relax.Var] = {}
+    for constant, reader in readers.items():
+        array = array_of(constant)
+        if array.nbytes < state.options.weight_bytes_min:
+            continue
+        key = _digest(array)
+        if key not in by_content:
+            name = names.choose(array, key, state.sources.get(reader, ()))
+            by_content[key] = relax.Var(name, constant.ty)
+            state.weights[name] = array
+        params[constant] = by_content[key]
+    body: relax.Function = _Replace(params).visit_expr(main)
+    lifted = relax.Function(
+        [*body.params, *by_content.values()], body.body, body.ret_ty, body.is_pure, body.attrs
+    ).with_attr("num_input", inputs)
+    mod = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
+    mod[mod.get_global_var("main")] = lifted
+    return mod
+
+
+class _Names:
+    """Chooses a name for each weight, each name once."""
+
+    def __init__(self, state: LoweringState, taken: set[str]) -> None:
+        self._taken = taken
+        graph = state.graph.model.proto.graph
+        self._shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+        self._read_by = {node.name: [i for i in node.input if i in self._shapes] for node in graph.node}
+        self._array = state.graph.model.array
+        self._by_shape: dict[tuple[int, ...], list[str]] = {}
+        for name, shape in self._shapes.items():
+            self._by_shape.setdefault(shape, []).append(name)
+        self._by_content: dict[object, str] = {}
+
+    def choose(self, array: np.ndarray, key: object, nodes: Iterable[str]) -> str:
+        """Return a free name for `array`, read by a kernel that computes `nodes`."""
+        name = self._of_content(array.shape, key) or self._of_nodes(array, nodes)
+        base = re.sub(r"\W", "_", name) if name else ""
+        if base and base[0].isdigit():
+            base = f"w_{base}"
+        candidate, index = base or "weight_0", 0
+        while candidate in self._taken:
+            index += 1
+            candidate = f"{base}_{index}" if base else f"weight_{index}"
+        self._taken.add(candidate)
+        return candidate
+
+    def _of_content(self, shape: tuple[int, ...], key: object) -> str | None:
+        for name in self._by_shape.pop(shape, ()):
+            self._by_content.setdefault(_digest(self._array(name)), name)
+        return self._by_content.get(key)
+
+    def _of_nodes(self, array: np.ndarray, nodes: Iterable[str]) -> str | None:
+        """Return the names of the readers' initialisers that could make up `array`: same rank, same size in total."""
+        read = dict.fromkeys(name for node in nodes for name in self._read_by.get(node, ()))
+        alike = [name for name in read if len(self._shapes[name]) == array.ndim and array.size > 1]
+        for names in ([n for n in alike if int(np.prod(self._shapes[n])) == array.size][:1], alike):
+            if names and sum(int(np.prod(self._shapes[n])) for n in names) == array.size:
+                return "__".join(names)
+        return None

@@ -1,0 +1,124 @@
+"""`lower`: run the list of passes over an imported graph, and report what each did."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import tvm
+
+from pipeline.errors import LoweringError, UsageError
+from pipeline.importer.graph import ImportedGraph
+from pipeline.passes.ir import binding_count
+from pipeline.passes.module import LoweredModule, LoweringOptions, PassReport
+from pipeline.passes.pipeline import lowering_steps
+from pipeline.passes.state import LoweringState
+from pipeline.passes.step import Phase, Step
+from pipeline.passes.trace_kernels import collect_kernels
+
+_LOG = logging.getLogger(__name__)
+
+PRECISIONS = ("fp16",)
+
+
+def lower(graph: ImportedGraph, target: tvm.target.Target, options: LoweringOptions | None = None) -> LoweredModule:
+    """Return the graph as calls of fused, unscheduled PrimFuncs.
+
+    Raises
+    ------
+    UsageError
+        An unknown precision or pass name, or a pass that must not be switched off.
+    LoweringError
+        A pass failed; the message names it.
+    """
+    options = options or LoweringOptions()
+    steps = lowering_steps()
+    _check(options, steps)
+    state = LoweringState(graph=graph, target=target, options=options)
+    mod = graph.mod
+    reports: list[PassReport] = []
+    with target, tvm.transform.PassContext(opt_level=3):
+        for index, step in enumerate(steps):
+            mod, report = _run(step, mod, state)
+            reports.append(report)
+            last_of_phase = index + 1 == len(steps) or steps[index + 1].phase != step.phase
+            if options.dump_dir is not None and last_of_phase:
+                _dump(mod, step.phase, options.dump_dir)
+    kernels = collect_kernels(mod, state)
+    _LOG.info(
+        "%s: %d kernels, %d of them distinct, %d weights",
+        graph.name, sum(map(len, kernels.values())), len(kernels), len(state.weights),
+    )  # fmt: skip
+    return LoweredModule(
+        graph=graph,
+        mod=mod,
+        target=target,
+        options=options,
+        weights=dict(state.weights),
+        kernels=kernels,
+        reports=tuple(reports),
+    )
+
+
+def _check(options: LoweringOptions, steps: tuple[Step, ...]) -> None:
+    if options.precision is not None and options.precision not in PRECISIONS:
+        accepted = ", ".join(PRECISIONS)
+        msg = (
+            f"unknown precision {options.precision!r}; expected {accepted}, or none to keep the model's own dtypes "
+            f"({accepted} computes matmuls in half precision)"
+        )
+        raise UsageError(msg)
+    required = {step.name: step.required for step in steps}
+    unknown = sorted(options.disabled_passes - required.keys())
+    if unknown:
+        optional = ", ".join(name for name, reason in required.items() if not reason)
+        msg = f"no pass is called {', '.join(map(repr, unknown))}; the passes that can be switched off are: {optional}"
+        raise UsageError(msg)
+    for name in sorted(options.disabled_passes):
+        if required[name]:
+            msg = f"pass {name!r} cannot be switched off: {required[name]}"
+            raise UsageError(msg)
+
+
+def _run(step: Step, mod: tvm.ir.IRModule, state: LoweringState) -> tuple[tvm.ir.IRModule, PassReport]:
+    if step.name in state.options.disabled_passes:
+        return mod, PassReport(step.phase, step.name, False, 0.0, 0, 0)
+    state.notes.clear()
+    state.constants_folded = 0
+    before = binding_count(mod)
+    start = time.perf_counter()
+    result = _guarded(step, lambda: step.run(mod, state), state)
+    seconds = time.perf_counter() - start
+    removed = before - binding_count(result)
+    report = PassReport(step.phase, step.name, True, seconds, removed, state.constants_folded, tuple(state.notes))
+    _LOG.debug("%s: %.3f s, %d bindings removed, %d folded", step.name, seconds, removed, state.constants_folded)
+    return result, report
+
+
+def _guarded(step: Step, run: Callable[[], tvm.ir.IRModule], state: LoweringState) -> tvm.ir.IRModule:
+    """Run a pass; whatever TVM throws (its error classes share no base of their own) becomes a `LoweringError`."""
+    try:
+        return run()
+    except LoweringError:
+        raise
+    except Exception as e:
+        reason = str(e).strip().splitlines()
+        advice = (
+            "it cannot be switched off; report the model"
+            if step.required
+            else f"switch it off with disabled_passes={{{step.name!r}}} to go on without it"
+        )
+        msg = (
+            f"pass {step.name!r} ({step.phase}) failed on function 'main' of model {state.graph.name!r}: "
+            f"{type(e).__name__}: {reason[-1] if reason else 'no message'}; {advice}"
+        )
+        raise LoweringError(msg) from e
+
+
+def _dump(mod: tvm.ir.IRModule, phase: Phase, folder: Path) -> None:
+    number, _, name = phase.partition(" ")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{int(number):02d}-{name.replace(' ', '-')}.py"
+    path.write_text(mod.script(show_meta=False) + "\n", encoding="utf-8")

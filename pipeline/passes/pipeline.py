@@ -1,0 +1,71 @@
+"""The passes: everything that happens to a graph between the import and the code generator, in one list.
+
+`lower` runs phases 0 to 6; task extraction and tuning see the module as it is then (one PrimFunc per kernel, none
+of them scheduled). Compilation schedules the PrimFuncs and runs phase 7.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm.relax import backend
+from tvm.relax import transform as relax_pass
+
+from pipeline.passes.fuse import fuse_operations
+from pipeline.passes.lift_weights import lift_weights
+from pipeline.passes.name_bindings import name_bindings
+from pipeline.passes.step import Phase, Step, stock
+
+_CODE_GENERATOR = "the code generator accepts nothing else"
+
+
+def lowering_steps() -> tuple[Step, ...]:
+    """Return the passes of phases 0 to 6, in order."""
+    return (
+        # 0 canonicalise
+        Step(Phase.CANONICALISE, "name_bindings", name_bindings, "every report finds its ONNX nodes by these names"),
+        Step(Phase.CANONICALISE, "canonicalise_bindings", stock(relax_pass.CanonicalizeBindings())),
+        # 1 fold constants
+        Step(Phase.FOLD_CONSTANTS, "fold_constants", stock(relax_pass.FoldConstant())),
+        # 2 remove dead code
+        Step(Phase.REMOVE_DEAD_CODE, "remove_dead_code", stock(relax_pass.DeadCodeElimination())),
+        # 3 precision
+        # 4 pattern rewrites
+        # 5 legalise
+        Step(Phase.LEGALISE, "dispatch_sampling", stock(backend.DispatchSampling()), _CODE_GENERATOR),
+        Step(Phase.LEGALISE, "dispatch_sort_scan", stock(backend.DispatchSortScan()), _CODE_GENERATOR),
+        Step(Phase.LEGALISE, "legalise_operators", stock(relax_pass.LegalizeOps()), _CODE_GENERATOR),
+        # 6 fuse
+        Step(Phase.FUSE, "annotate_patterns", stock(relax_pass.AnnotateTIROpPattern()), "fusion reads the annotations"),
+        Step(Phase.FUSE, "fold_legalised_constants", stock(relax_pass.FoldConstant())),
+        Step(Phase.FUSE, "fuse_operations", fuse_operations),
+        Step(Phase.FUSE, "fuse_tir", stock(relax_pass.FuseTIR()), "a kernel is one PrimFunc"),
+        Step(
+            Phase.FUSE,
+            "remove_unused_functions",
+            stock(relax_pass.DeadCodeElimination()),
+            "unused PrimFuncs would be tuned",
+        ),
+        Step(Phase.FUSE, "lift_weights", lift_weights, "set embed_weights=True to keep weights inside the module"),
+    )
+
+
+def plan_memory_passes(target: tvm.target.Target, cuda_graph: bool) -> list[tvm.ir.transform.Pass]:
+    """Return phase 7, run after the PrimFuncs are scheduled: views, explicit memory, its plan, the VM's own forms.
+
+    `cuda_graph` captures the static regions of a CUDA module into graphs; run the passes inside a `PassContext` with
+    `relax.backend.use_cuda_graph` set to the same value, which is what `RewriteCUDAGraph` reads.
+    """
+    return [
+        relax_pass.RewriteDataflowReshape(),
+        relax_pass.ToNonDataflow(),
+        relax_pass.RemovePurityChecking(),
+        relax_pass.CallTIRRewrite(),
+        relax_pass.StaticPlanBlockMemory(),
+        *([relax_pass.RewriteCUDAGraph()] if cuda_graph and target.kind.name == "cuda" else []),
+        relax_pass.LowerAllocTensor(),
+        relax_pass.KillAfterLastUse(),
+        relax_pass.LowerRuntimeBuiltin(),
+        relax_pass.ComputePrimValue(),
+        relax_pass.VMShapeLower(),
+        relax_pass.AttachGlobalSymbol(),
+    ]

@@ -1,0 +1,47 @@
+"""`LoweringState`: what the passes of one `lower` share besides the module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import tvm
+
+from pipeline.importer.graph import ImportedGraph
+from pipeline.passes.module import LoweringOptions
+
+
+@dataclass
+class LoweringState:
+    """The request, and what passes tell one another.
+
+    Attributes
+    ----------
+    sources
+        Binding name -> ONNX nodes it computes. `name_bindings` fills it with names no pass can generate, so a name that
+        is missing here was made by a pass and has no node of its own.
+    notes
+        What the running pass wants to have reported; emptied by the runner after each pass.
+    constants_folded
+        Constants the running pass made out of bindings; reset by the runner after each pass.
+    weights
+        Weight parameter name -> array, filled by `lift_weights`.
+    """
+
+    graph: ImportedGraph
+    target: tvm.target.Target
+    options: LoweringOptions
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    constants_folded: int = 0
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def nodes_of(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the ONNX nodes behind bindings, each once, in order."""
+        return tuple(dict.fromkeys(node for name in names for node in self.sources.get(name, ())))
+
+    def note(self, text: str) -> None:
+        """Report `text` once with the running pass."""
+        if text not in self.notes:
+            self.notes.append(text)

@@ -1,0 +1,145 @@
+"""Passes: keep the way back to ONNX through fusion, which replaces the bindings it groups by new ones.
+
+`FuseOps` outlines groups of bindings into functions and merges equal functions, so the names inside a merged function
+are those of its first use only. The group behind every call is found by replay: each operation in the outlined
+body, with the call's own arguments put in, is looked up among the operations `main` had before fusion.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import tvm
+from tvm import relax
+
+from pipeline.passes.ir import bindings_of, called_function, main_of, with_main
+from pipeline.passes.module import KernelCall
+from pipeline.passes.name_bindings import rename_bindings
+from pipeline.passes.state import LoweringState
+
+Atom = str | tuple["Atom", ...]
+
+
+@dataclass
+class UnfusedBindings:
+    """The bindings of `main` before fusion: operation key -> names, in order (equal operations queue up)."""
+
+    names: dict[Atom, deque[str]] = field(default_factory=lambda: defaultdict(deque))
+    readers: dict[str, list[str]] = field(default_factory=dict)
+    inputs: dict[str, list[str]] = field(default_factory=dict)
+
+
+def _key(expr: tvm.ir.Expr, env: dict[relax.Var, Atom]) -> Atom:
+    """Return a hashable identity of an expression, with variables named by `env`."""
+    if isinstance(expr, relax.Var):
+        return env.get(expr, f"var:{expr.name}")
+    if isinstance(expr, tvm.ir.GlobalVar):
+        return f"global:{expr.name_hint}"
+    if isinstance(expr, tvm.ir.GenericConst):
+        return f"const:{hash(expr)}"
+    if isinstance(expr, relax.Call):
+        op = expr.op.name if isinstance(expr.op, tvm.ir.Op) else _key(expr.op, env)
+        return ("call", op, *(_key(arg, env) for arg in expr.args), str(expr.attrs) if expr.attrs is not None else "")
+    if isinstance(expr, relax.Tuple):
+        return ("tuple", *(_key(item, env) for item in expr.fields))
+    if isinstance(expr, relax.TupleGetItem):
+        return ("item", _key(expr.tuple_value, env), str(expr.index))
+    return str(expr)
+
+
+def record_unfused(mod: tvm.ir.IRModule) -> UnfusedBindings:
+    """Return the operations of `main` before `FuseOps`."""
+    record = UnfusedBindings()
+    env: dict[relax.Var, Atom] = {}
+    for binding in bindings_of(main_of(mod)):
+        name = binding.var.name
+        key = _key(binding.value, env)
+        record.names[key].append(name)
+        env[binding.var] = f"var:{name}"
+        record.inputs[name] = [used.name for used in relax.analysis.free_vars(binding.value)]
+        for used in record.inputs[name]:
+            record.readers.setdefault(used, []).append(name)
+    return record
+
+
+def name_fused(mod: tvm.ir.IRModule, unfused: UnfusedBindings, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod`, the result of `FuseOps`, with unique names in `main`, and record each one's ONNX nodes."""
+    main = main_of(mod)
+    env: dict[relax.Var, Atom] = {}
+    groups: dict[relax.Var, list[str]] = {}
+    for binding in bindings_of(main):
+        groups[binding.var] = _replay(mod, binding, env, unfused)
+    names: dict[relax.Var, str] = {}
+    taken = {param.name for param in main.params} | set(state.sources)
+    sources: dict[str, tuple[str, ...]] = {}
+    for var, members in groups.items():
+        base = members[-1] if members else var.name
+        name, index = base, 0
+        while name in sources or (name in taken and name != base):
+            index += 1
+            name = f"{base}__{index}"
+        names[var] = name
+        sources[name] = state.nodes_of(members) or _inherited(members, unfused, state)
+    state.sources.update(sources)
+    return with_main(mod, rename_bindings(main, names))
+
+
+def _replay(
+    mod: tvm.ir.IRModule, binding: relax.Binding, env: dict[relax.Var, Atom], unfused: UnfusedBindings
+) -> list[str]:
+    """Return the names, before fusion, of the bindings that `binding` now stands for, and teach `env` its result."""
+    value = binding.value
+    callee = mod[value.op] if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.GlobalVar) else None
+    if not isinstance(callee, relax.Function):
+        key = _key(value, env)
+        if isinstance(value, relax.TupleGetItem) and isinstance(source := env.get(value.tuple_value), tuple):
+            env[binding.var] = source[1 + int(value.index)]
+            return []
+        name = _take(unfused, key)
+        env[binding.var] = f"var:{name}" if name else f"var:{binding.var.name}"
+        return [name] if name else []
+    inner: dict[relax.Var, Atom] = {p: _key(a, env) for p, a in zip(callee.params, value.args, strict=True)}
+    members = []
+    for step in bindings_of(callee):
+        if isinstance(step.value, relax.Var | relax.Tuple):
+            inner[step.var] = _key(step.value, inner)
+            continue
+        name = _take(unfused, _key(step.value, inner))
+        inner[step.var] = f"var:{name}" if name else f"var:{step.var.name}"
+        members += [name] if name else []
+    env[binding.var] = _key(callee.body.body, inner)
+    return members
+
+
+def _take(unfused: UnfusedBindings, key: Atom) -> str | None:
+    """Return the name of the next binding with this operation; the last one stays, for operations FuseOps repeats."""
+    queue = unfused.names.get(key)
+    if not queue:
+        return None
+    return queue.popleft() if len(queue) > 1 else queue[0]
+
+
+def _inherited(members: Iterable[str], unfused: UnfusedBindings, state: LoweringState) -> tuple[str, ...]:
+    """Return the nodes of the nearest consumer that has some, else of the nearest producer."""
+    for edges in (unfused.readers, unfused.inputs):
+        seen, frontier = set(members), list(members)
+        while frontier:
+            frontier = list(dict.fromkeys(n for name in frontier for n in edges.get(name, ()) if n not in seen))
+            seen.update(frontier)
+            for name in frontier:
+                if nodes := state.nodes_of([name]):
+                    return nodes
+    return ()
+
+
+def collect_kernels(mod: tvm.ir.IRModule, state: LoweringState) -> dict[str, tuple[KernelCall, ...]]:
+    """Return PrimFunc name -> its calls in `main`, in execution order."""
+    calls: dict[str, list[KernelCall]] = {}
+    for binding in bindings_of(main_of(mod)):
+        callee = called_function(binding.value)
+        if callee is not None:
+            call = KernelCall(binding.var.name, state.sources.get(binding.var.name, ()))
+            calls.setdefault(callee.name_hint, []).append(call)
+    return {name: tuple(found) for name, found in calls.items()}
