@@ -1,4 +1,4 @@
-"""TVM's ONNX frontend, driven node by node: binding names that lead back to nodes, own converters, one kind of error."""
+"""TVM's ONNX frontend driven node by node: names that lead back to nodes, own converters, one kind of error."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tvm.relax.frontend.onnx import onnx_frontend
 
 from models import OnnxModel
 from models.spec import read_tensor
+from pipeline.errors import ImportFailedError
 from pipeline.importer.converters import CONVERTERS, ConverterInput
 from pipeline.importer.errors import conversion_failed
 from pipeline.importer.normalise import NormalisedGraph
@@ -48,6 +49,21 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._model = model
         self._graph = graph
         self.marks: list[tuple[str, str]] = []
+
+    def from_onnx(self, graph: onnx.GraphProto, opset: int) -> tvm.ir.IRModule:
+        """Return the module with the function `main`.
+
+        Raises
+        ------
+        ImportFailedError
+            A node could not be converted.
+        """
+        try:
+            return super().from_onnx(graph, opset)
+        except ImportFailedError:
+            # The scopes left a block open; its builder would complain on stderr when it is collected.
+            self.bb._end_block()
+            raise
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
         """Do nothing: `check_operators` saw the graph before, domains and versions included."""

@@ -34,7 +34,10 @@ def import_model(model: OnnxModel) -> ImportedGraph:
     hints = {name: identifier(name) for name in graph.sources}
     main, nodes = name_bindings(mod["main"], frontend.marks, hints)
     mod.update_func(mod.get_global_var("main"), main)
-    source_map = {binding: graph.sources.get(node, ()) for binding, node in nodes.items()}
+    source_map = {
+        binding: tuple(dict.fromkeys(source for name in names for source in graph.sources[name]))
+        for binding, names in nodes.items()
+    }
     return ImportedGraph(
         name=model.name,
         model=model,

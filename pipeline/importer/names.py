@@ -8,8 +8,6 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-OUTPUT = "output"
-
 
 @mutator
 class _RenameBindings(PyExprMutator):  # type: ignore[misc]
@@ -36,8 +34,11 @@ class _RenameBindings(PyExprMutator):  # type: ignore[misc]
 
 def name_bindings(
     function: relax.Function, marks: Sequence[tuple[str, str]], hints: Mapping[str, str]
-) -> tuple[relax.Function, dict[str, str]]:
-    """Return `function` with every binding named after an ONNX node, and the map binding name -> node name.
+) -> tuple[relax.Function, dict[str, tuple[str, ...]]]:
+    """Return `function` with every binding named after an ONNX node, and the map binding name -> node names.
+
+    A binding of `main` belongs to the node of the next mark. The copy of the results that closes the dataflow block
+    stands for the nodes of its fields: passes drop the copy and keep its name.
 
     Parameters
     ----------
@@ -46,33 +47,46 @@ def name_bindings(
     marks
         (binding name, node name) in emission order: the last binding of each node.
     hints
-        Node name -> identifier for its unmarked bindings, which become `<identifier>_s0`, `_s1`, ...
+        Node name -> identifier. The marked binding gets it as its name, the others before it `<identifier>_s0`, ...
     """
     node_of_mark = dict(marks)
-    bound = [binding.var.name for block in function.body.blocks for binding in block.bindings]
+    bindings = [binding for block in function.body.blocks for binding in block.bindings]
+    taken = {binding.var.name for binding in bindings}
     renames: dict[str, str] = {}
-    nodes: dict[str, str] = {}
+    nodes: dict[str, tuple[str, ...]] = {}
     waiting: list[str] = []
-    taken = set(bound)
-    for name in bound:
-        waiting.append(name)
+    for binding in bindings:
+        name = binding.var.name
         if name not in node_of_mark:
+            waiting.append(name)
             continue
         node = node_of_mark[name]
         for inner in waiting:
-            new = inner if inner.startswith(hints[node]) else _fresh(hints[node], taken)
-            if new != inner:
-                renames[inner] = new
-            nodes[new] = node
+            renames[inner] = _fresh(f"{hints[node]}_s", taken)
+            nodes[renames[inner]] = (node,)
+        renames[name] = name if name.startswith(hints[node]) else _fresh(hints[node], taken)
+        nodes[renames[name]] = (node,)
         waiting = []
-    for inner in waiting:  # the copy of the result that closes the dataflow block computes nothing
-        nodes[inner] = OUTPUT
+    for binding in bindings[len(bindings) - len(waiting) :]:
+        nodes[binding.var.name] = _nodes_of_result(binding.value, renames, nodes)
     return _RenameBindings(renames).visit_expr(function), nodes
 
 
+def _nodes_of_result(
+    value: tvm.ir.Expr, renames: Mapping[str, str], nodes: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    fields = value.fields if isinstance(value, relax.Tuple) else [value]
+    names = [field.name for field in fields if isinstance(field, relax.Var)]
+    return tuple(dict.fromkeys(node for name in names for node in nodes.get(renames.get(name, name), ())))
+
+
 def _fresh(hint: str, taken: set[str]) -> str:
+    """Return `hint`, or `hint` and a number, that no binding has yet; a hint ending in `_s` is always numbered."""
+    if hint not in taken and not hint.endswith("_s"):
+        taken.add(hint)
+        return hint
     index = 0
-    while (name := f"{hint}_s{index}") in taken:
+    while (name := f"{hint}{index}") in taken:
         index += 1
     taken.add(name)
     return name

@@ -4,7 +4,7 @@ In order, each step from onnx-ir or onnxscript:
 
 1. model-local functions are inlined;
 2. shapes and dtypes are inferred, with the values of shape tensors propagated;
-3. constant expressions are folded: `Shape` of a static tensor and all arithmetic on it, position ids, masks of constants;
+3. constant expressions are folded: `Shape` of a static tensor and all arithmetic on it, position ids, constant masks;
 4. identities are dropped, then nodes and initializers nobody reads;
 5. every `Constant` node, whichever attribute it uses, becomes an initializer;
 6. every node gets a unique name, and `sources` says which nodes of the user's graph it stands for.
@@ -71,6 +71,7 @@ def normalise(proto: onnx.ModelProto) -> NormalisedGraph:
                 onnx_shape_inference=True,
                 input_size_limit=FOLD_LIMIT_ELEMENTS,
                 output_size_limit=FOLD_LIMIT_ELEMENTS,
+                should_fold=_should_fold,
             )
             ir_passes.IdentityEliminationPass()(model)
             ir_passes.RemoveUnusedNodesPass()(model)
@@ -90,6 +91,11 @@ def normalise(proto: onnx.ModelProto) -> NormalisedGraph:
 def node_label(name: str | None, outputs: list[str], op_type: str) -> str:
     """Return how a node is called in messages and maps: its name, or for an unnamed node what it writes."""
     return name or (f"{op_type}->{outputs[0]}" if outputs and outputs[0] else op_type)
+
+
+def _should_fold(node: ir.Node) -> bool | None:
+    """Fold what the optimizer leaves for the sake of file size; None is its own judgement."""
+    return True if node.op_type == "ConstantOfShape" and node.domain in _MAIN_DOMAINS else None
 
 
 def _label(node: ir.Node) -> str:

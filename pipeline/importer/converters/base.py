@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import onnx
@@ -11,7 +12,7 @@ import tvm
 from onnx import numpy_helper
 from tvm import relax
 
-Attribute = int | float | str | bytes | list[int] | list[float] | onnx.TensorProto | onnx.GraphProto
+Attribute: TypeAlias = int | float | str | bytes | list[int] | list[float] | onnx.TensorProto | onnx.GraphProto
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +63,11 @@ def constant_value(expr: tvm.ir.Expr) -> np.ndarray | None:
     return np.asarray(expr.value.numpy()) if isinstance(expr, tvm.ir.GenericConst) else None
 
 
+def constant(value: np.ndarray) -> tvm.ir.Expr:
+    """Return a constant of exactly this dtype; `relax.const` alone makes an int64 scalar int32."""
+    return relax.const(value, str(value.dtype))
+
+
 def tensor_attribute(value: Attribute) -> np.ndarray:
     """Return the array of a tensor attribute.
 
@@ -73,4 +79,20 @@ def tensor_attribute(value: Attribute) -> np.ndarray:
     if not isinstance(value, onnx.TensorProto):
         msg = f"expected a tensor attribute, got {type(value).__name__}"
         raise TypeError(msg)
-    return numpy_helper.to_array(value)
+    array: np.ndarray = numpy_helper.to_array(value)
+    return array
+
+
+def int_attribute(node: ConverterInput, name: str, default: int) -> int:
+    """Return an integer attribute, `default` where the node leaves it out.
+
+    Raises
+    ------
+    TypeError
+        The attribute has another type.
+    """
+    value = node.attributes.get(name, default)
+    if not isinstance(value, int):
+        msg = f"attribute {name!r}: expected an integer, got {type(value).__name__}"
+        raise TypeError(msg)
+    return value

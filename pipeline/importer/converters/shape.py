@@ -8,7 +8,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from pipeline.importer.converters.base import Converter, ConverterInput, constant_value, tensor_attribute
+from pipeline.importer.converters.base import Converter, ConverterInput, constant, constant_value, tensor_attribute
 
 
 def convert_constant_of_shape(node: ConverterInput) -> tvm.ir.Expr:
@@ -22,10 +22,10 @@ def convert_constant_of_shape(node: ConverterInput) -> tvm.ir.Expr:
     shape = node.input(0)
     sizes = constant_value(shape)
     if sizes is not None:
-        return relax.const(np.full([int(size) for size in sizes], fill))
+        return constant(np.full([int(size) for size in sizes], fill))
     if not isinstance(shape, relax.ShapeExpr):
         shape = relax.op.tensor_to_shape(shape)
-    return relax.op.full(shape, relax.const(fill), str(fill.dtype))
+    return relax.op.full(shape, constant(fill), str(fill.dtype))
 
 
 SHAPE_CONVERTERS: Mapping[tuple[str, str], Converter] = {("", "ConstantOfShape"): convert_constant_of_shape}

@@ -1,0 +1,73 @@
+"""Gather and its kin, with the index arithmetic done at import where the sizes are known.
+
+TVM's frontend reads the size of the axis at run time (three kernels a Gather, even for a static axis) and takes
+without a bounds check: an index out of range reads foreign memory. Here a constant index is made non-negative at
+import, any other is corrected by a constant, and `Gather` clips, which costs one comparison in a memory-bound kernel.
+ONNX leaves an index out of range undefined; ONNX Runtime refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import tvm
+from tvm import relax, tirx
+
+from pipeline.importer.converters.base import Converter, ConverterInput, constant, constant_value, int_attribute
+
+
+def convert_gather(node: ConverterInput) -> tvm.ir.Expr:
+    """Return rows of `data` along one axis."""
+    data, indices = node.input(0), node.input(1)
+    axis = _axis(int_attribute(node, "axis", 0), data)
+    return relax.op.take(data, _non_negative(node, indices, data, [axis]), axis, mode="clip")
+
+
+def convert_gather_elements(node: ConverterInput) -> tvm.ir.Expr:
+    """Return one element of `data` an index, everything but one axis taken from the index's own place."""
+    data, indices = node.input(0), node.input(1)
+    axis = _axis(int_attribute(node, "axis", 0), data)
+    return relax.op.gather_elements(data, _non_negative(node, indices, data, [axis]), axis)
+
+
+def convert_gather_nd(node: ConverterInput) -> tvm.ir.Expr:
+    """Return slices of `data` at index tuples; the last axis of the indices runs over axes of `data`."""
+    data, indices = node.input(0), node.input(1)
+    batch_dims = int_attribute(node, "batch_dims", 0)
+    depth = int(indices.ty.shape.values[-1])
+    axes = list(range(batch_dims, batch_dims + depth))
+    return relax.op.gather_nd(data, _non_negative(node, indices, data, axes), batch_dims)
+
+
+def _axis(axis: int, data: tvm.ir.Expr) -> int:
+    return axis + int(data.ty.ndim) if axis < 0 else axis
+
+
+def _non_negative(node: ConverterInput, indices: tvm.ir.Expr, data: tvm.ir.Expr, axes: list[int]) -> tvm.ir.Expr:
+    """Return `indices` with the size of the axis added to the negative ones."""
+    dtype = str(indices.ty.dtype.dtype)
+    if dtype.startswith("uint"):
+        return indices
+    value = constant_value(indices)
+    if value is not None and not (value < 0).any():
+        return indices
+    sizes = [data.ty.shape.values[axis] for axis in axes]
+    if all(isinstance(size, int | tirx.IntImm) for size in sizes):
+        extent_value = np.array([int(size) for size in sizes], dtype)
+        if len(sizes) == 1:
+            extent_value = extent_value.reshape(())
+        if value is not None:
+            return constant(np.where(value < 0, value + extent_value, value).astype(dtype))
+        extent = constant(extent_value)
+    else:
+        extent = relax.op.astype(node.builder.emit(relax.op.shape_to_tensor(relax.ShapeExpr(sizes))), dtype)
+    wrapped = relax.op.add(indices, extent)
+    return relax.op.where(relax.op.less(indices, relax.const(0, dtype)), wrapped, indices)
+
+
+GATHER_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("", "Gather"): convert_gather,
+    ("", "GatherElements"): convert_gather_elements,
+    ("", "GatherND"): convert_gather_nd,
+}
