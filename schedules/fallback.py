@@ -13,6 +13,7 @@ from tvm.tirx import PrimFunc
 
 from schedules.cpu.elementwise import Elementwise
 from schedules.cpu.generic import Generic
+from schedules.cpu.matmul import Matmul
 from schedules.errors import TargetError, UnscheduledError
 from schedules.gpu.dlight_rules import cuda_rules
 
@@ -66,7 +67,7 @@ def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
         There are none for the target's kind.
     """
     if target.kind.name == "llvm":
-        return [(rule.name, rule) for rule in (Elementwise(), Generic())]
+        return [(rule.name, rule) for rule in (Elementwise(), Matmul(), Generic())]
     if target.kind.name == "cuda":
         return cuda_rules()
     raise TargetError(f"no default schedules for target kind {target.kind.name!r}; expected llvm or cuda.")

@@ -105,6 +105,19 @@ def is_costly(block: BlockFacts) -> bool:
     return any(name in _COSTLY_CALLS for name in call_names(block.stmt.body))
 
 
+def find_path_to(sch: Schedule, block: BlockFacts) -> list[str]:
+    """Return the names of the blocks that the given one depends on, directly or not."""
+    names: list[str] = []
+    pending = list(sch.get_producers(block.rv))
+    while pending:
+        rv = pending.pop()
+        name = str(sch.get(rv).name_hint)
+        if name not in names:
+            names.append(name)
+            pending += list(sch.get_producers(rv))
+    return names
+
+
 def call_names(node: tirx.Stmt | tirx.Expr) -> set[str]:
     """Return the names of the operators called in a statement or expression."""
     names: set[str] = set()

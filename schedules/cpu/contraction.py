@@ -1,0 +1,384 @@
+"""Register-tiled contractions on a CPU: the part that matmuls and convolutions share.
+
+    C[b..., m..., n] = sum over k... of L[b, m, k] * R[b, k, n]
+
+`b` are axes of both operands, `m` of the left alone, `n` of the right alone, `k` the reduction axes. One `m` axis and
+one `n` axis are tiled; a tile of rows x vectors of C is kept in vector registers over the whole reduction:
+
+    parallel b..., n panel              each panel of R is read by one core, again for every row tile, out of L2
+      [pack R panel]                    only where R is not contiguous along n, or n has to be padded
+      m..., m tile
+        acc[rows, vectors] = 0          constant indices after unrolling, so LLVM keeps them in registers
+        k...: acc += L[row] (broadcast) * R[vector]
+        epilogue on the tile
+
+Everything elementwise after C is inlined into one epilogue block. When that holds transcendental functions, the
+accumulators are first stored to a tile on the stack, so that the epilogue can stay a loop and is not unrolled
+rows x vectors times.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.ir import Var
+from tvm.ir.expr import TensorLoad
+from tvm.s_tir import Schedule
+from tvm.s_tir.schedule import LoopRV, SBlockRV
+
+from schedules.cpu.analysis import (
+    BlockFacts,
+    block_facts,
+    is_canonical,
+    is_costly,
+    is_zero,
+    loop_extents,
+    static_extent,
+    used_vars,
+)
+from schedules.cpu.base import PARTITION_HINT, dtype_bytes, vectorize_loop, worth_parallel
+from schedules.targets import CpuLimits
+
+# At most this many rows: past it the unrolled body outgrows the micro-op cache and no reuse is gained.
+MAX_ROWS = 14
+# A row alone reuses nothing, so wider tiles only serve to hide the latency of the multiply-add.
+MAX_VECTORS = 4
+MAX_VECTORS_FEW_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A block that multiplies two tensors and sums, with the role of each loop.
+
+    Attributes
+    ----------
+    block : BlockFacts
+        The reduction block.
+    left, right : TensorLoad
+        The operand that is broadcast along n, and the one read in vectors.
+    batch, rows, column, reduce : tuple of int, or int
+        Positions among the block's loops: axes of both operands, of the left alone, the vector axis, the reduction.
+    row : int or None
+        Which of `rows` is tiled: the longest; None when there is none (a vector times a matrix).
+    contiguous : bool
+        Whether `right` is contiguous along the vector axis.
+    """
+
+    block: BlockFacts
+    left: TensorLoad
+    right: TensorLoad
+    batch: tuple[int, ...]
+    rows: tuple[int, ...]
+    column: int
+    reduce: tuple[int, ...]
+    row: int | None
+    contiguous: bool
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and vectors of the accumulator tile; `lanes` elements a vector."""
+
+    rows: int
+    vectors: int
+    lanes: int
+
+    @property
+    def columns(self) -> int:
+        """Elements along n."""
+        return self.vectors * self.lanes
+
+
+def find_operands(block: BlockFacts) -> tuple[TensorLoad, TensorLoad] | None:
+    """Return the two loads of `C += x * y` (casts around them allowed), None for any other statement."""
+    store = block.stmt.body
+    value = store.value
+    if not isinstance(value, tirx.Add) or not isinstance(value.b, tirx.Mul) or not isinstance(value.a, TensorLoad):
+        return None
+    if not value.a.source.same_as(store.buffer):
+        return None
+    left, right = _strip_casts(value.b.a), _strip_casts(value.b.b)
+    if not isinstance(left, TensorLoad) or not isinstance(right, TensorLoad) or left.source.same_as(right.source):
+        return None
+    return left, right
+
+
+def classify(block: BlockFacts, left: TensorLoad, right: TensorLoad, column: int) -> Contraction | None:
+    """Return the roles of the loops with the given loop as the vector axis.
+
+    None when that axis is not one of the right operand alone, an axis belongs to neither operand, or the output is not
+    indexed by the data-parallel iterators themselves.
+    """
+    iters = [iter_var.var for iter_var in block.stmt.iter_vars]
+    spatial = [index for index, kind in enumerate(block.kinds) if kind == "S"]
+    written = list(block.stmt.body.indices)
+    if len(written) != len(spatial) or not all(
+        index.same_as(iters[position]) for index, position in zip(written, spatial, strict=True)
+    ):
+        return None
+    in_left, in_right = _index_vars(left), _index_vars(right)
+    if iters[column] in in_left or iters[column] not in in_right:
+        return None
+    batch, rows = [], []
+    for position in spatial:
+        var = iters[position]
+        if position == column:
+            continue
+        if var in in_right or _is_one(block, position):
+            batch.append(position)
+        elif var in in_left:
+            rows.append(position)
+        else:
+            return None
+    row = max(rows, key=lambda position: (_extent(block, position), position), default=None)
+    reduce = tuple(index for index, kind in enumerate(block.kinds) if kind == "R")
+    contiguous = _stride_is_one(right, iters[column])
+    return Contraction(block, left, right, tuple(batch), tuple(rows), column, reduce, row, contiguous)
+
+
+def choose_tile(con: Contraction, limits: CpuLimits) -> Tile:
+    """Return the tile that takes the fewest cycles by count of multiply-adds, loads, and wasted lanes.
+
+    A tile of r rows and v vectors needs r * v accumulators, v vectors of the right operand and one broadcast. Per
+    step of k it issues r * v multiply-adds and v + r loads, of which two go out per cycle.
+    """
+    dtype = str(con.block.stmt.writes[0].source.dtype)
+    lanes = max(1, limits.vector_bytes // dtype_bytes(dtype))
+    rows = 1 if con.row is None else static_extent(con.block.stmt.iter_vars[con.row].dom.extent)
+    columns = static_extent(con.block.stmt.iter_vars[con.column].dom.extent)
+    best, best_cost = Tile(1, 1, lanes), math.inf
+    for v in range(1, MAX_VECTORS_FEW_ROWS + 1):
+        for r in range(1, MAX_ROWS + 1):
+            few = rows is not None and rows <= 2
+            if r * v + v + 1 > limits.vector_registers or (v > MAX_VECTORS and not few):
+                continue
+            if rows is not None and r > rows:
+                continue
+            row_tiles = 1 / r if rows is None else math.ceil(rows / r) / rows
+            column_tiles = 1 / (v * lanes) if columns is None else math.ceil(columns / (v * lanes)) / columns
+            # Fewer than 8 independent accumulators do not cover the latency of a multiply-add.
+            cycles = max(r * v, 8 if not few else 4, (v + r) / 2) + 0.25 * (v + r)
+            cost = cycles * row_tiles * column_tiles
+            if cost < best_cost:
+                best, best_cost = Tile(r, v, lanes), cost
+    return best
+
+
+def schedule_contraction(sch: Schedule, con: Contraction, limits: CpuLimits) -> list[str]:
+    """Tile, pack, vectorise, unroll and parallelise a contraction with its epilogue; return the names of its blocks.
+
+    Blocks that are not returned (producers of the operands, unrelated ones) are left for the caller.
+    """
+    tile = choose_tile(con, limits)
+    block = con.block
+    padded = needs_padding(con, tile)
+    epilogue, pack = _isolate(sch, con, tile, padded)
+    column_last = con.column == max((*con.batch, *con.rows, con.column))
+    staged = padded or not column_last or is_costly(block_facts(sch, epilogue))
+    stage = None
+    if staged:
+        stage = sch.cache_write(block.rv, 0, "local")
+        sch.set_scope(stage, 0, "local")
+    else:
+        sch.set_scope(block.rv, 0, "local")
+    loops = _tile_loops(sch, con, tile)
+    if stage is not None:
+        sch.reverse_compute_at(stage, loops.row_tile, preserve_unit_loops=True)
+        _unroll_tile(sch, con, stage, tile)
+    sch.reverse_compute_at(epilogue, loops.row_tile, preserve_unit_loops=True)
+    if stage is None:
+        _unroll_tile(sch, con, epilogue, tile)
+    elif column_last:
+        vectorize_loop(sch, sch.get_loops(epilogue)[-1], tile.lanes)
+    if pack is not None:
+        sch.compute_at(pack, loops.panel, preserve_unit_loops=True)
+        _vectorize_pack(sch, pack, tile)
+    _parallelize(sch, con, loops, limits, packs=pack is not None)
+    names = [str(sch.get(rv).name_hint) for rv in (block.rv, epilogue, stage, pack) if rv is not None]
+    sch.decompose_reduction(block.rv, loops.reduce)
+    return names
+
+
+def needs_padding(con: Contraction, tile: Tile) -> bool:
+    """Whether the vector axis is symbolic or no multiple of the tile's columns."""
+    columns = static_extent(con.block.stmt.iter_vars[con.column].dom.extent)
+    return columns is None or columns % tile.columns != 0
+
+
+@dataclass(frozen=True)
+class _Loops:
+    """The loops of a tiled contraction, outermost first; `panel` is in `outer`, and `row_tile` is the innermost."""
+
+    outer: list[LoopRV]
+    panel: LoopRV
+    rest: list[LoopRV]
+    row_tile: LoopRV
+    reduce: LoopRV
+    row_exact: bool
+
+
+def _isolate(sch: Schedule, con: Contraction, tile: Tile, padded: bool) -> tuple[SBlockRV, SBlockRV | None]:
+    """Return the epilogue block (a plain copy where there is none) and the block that packs the right operand."""
+    block = con.block
+    epilogue = _find_epilogue(sch, con)
+    pack: SBlockRV | None = None
+    if padded:
+        sch.pad_einsum(block.rv, [tile.columns if i == con.column else 1 for i in range(len(block.kinds))])
+        crop = sch.get_consumers(block.rv)[0]
+        for producer in sch.get_producers(block.rv):
+            if any(read.source.same_as(con.right.source) for read in sch.get(producer).reads):
+                pack = producer
+        if epilogue is None:
+            epilogue = crop
+        else:
+            sch.compute_inline(crop)
+    elif not con.contiguous:
+        pack = sch.cache_read(block.rv, _read_index(sch, block.rv, con.right), "global")
+    if pack is not None and not con.contiguous:
+        _put_column_last(sch, con, pack)
+    if epilogue is None:
+        epilogue = sch.cache_write(block.rv, 0, "global")
+    return epilogue, pack
+
+
+def _find_epilogue(sch: Schedule, con: Contraction) -> SBlockRV | None:
+    """Return the only reader of C when it walks C element by element in C's own order, else None."""
+    readers = sch.get_consumers(con.block.rv)
+    if len(readers) != 1:
+        return None
+    reader = block_facts(sch, readers[0])
+    if not reader.is_spatial or not is_canonical(sch, reader) or not isinstance(reader.stmt.body, tirx.BufferStore):
+        return None
+    iters = [iter_var.var for iter_var in reader.stmt.iter_vars]
+    accumulator = con.block.stmt.body.buffer
+    for read in reader.stmt.reads:
+        if read.source.same_as(accumulator):
+            starts = [axis.min for axis in read.region]
+            same = len(starts) == len(iters) and all(
+                start.same_as(var) or (is_zero(start) and extent == 1)
+                for start, var, extent in zip(starts, iters, loop_extents(sch, reader.rv), strict=True)
+            )
+            return readers[0] if same else None
+    return None
+
+
+def _tile_loops(sch: Schedule, con: Contraction, tile: Tile) -> _Loops:
+    loops = sch.get_loops(con.block.rv)
+    panel, inner_column = sch.split(loops[con.column], [None, tile.columns])
+    vector, lane = sch.split(inner_column, [None, tile.lanes])
+    reduce = [loops[index] for index in con.reduce]
+    rest = [loops[index] for index in con.rows if index != con.row]
+    outer = [*(loops[index] for index in con.batch), panel]
+    row_exact = True
+    if con.row is None:
+        sch.reorder(*outer, *rest, *reduce, vector, lane)
+        row_tile = panel
+    else:
+        row_extent = static_extent(sch.get(loops[con.row]).extent)
+        row_exact = row_extent is not None and row_extent % tile.rows == 0
+        row_tile, inner_row = sch.split(loops[con.row], [None, tile.rows])
+        sch.reorder(*outer, *rest, row_tile, *reduce, inner_row, vector, lane)
+        sch.unroll(inner_row)
+        if not row_exact:
+            sch.annotate(row_tile, PARTITION_HINT, 1)
+    sch.unroll(vector)
+    sch.vectorize(lane)
+    return _Loops(outer, panel, rest, row_tile, reduce[0], row_exact)
+
+
+def _unroll_tile(sch: Schedule, con: Contraction, rv: SBlockRV, tile: Tile) -> None:
+    """Unroll rows and vectors of a block that reads the accumulators, so that each is addressed by a constant."""
+    spatial = sorted((*con.batch, *con.rows, con.column))
+    inner = sch.get_loops(rv)[-len(spatial) :]
+    by_position = dict(zip(spatial, inner, strict=True))
+    vector, lane = sch.split(by_position[con.column], [None, tile.lanes])
+    row = [by_position[con.row]] if con.row is not None else []
+    sch.reorder(*row, vector, lane)
+    for loop in (*row, vector):
+        sch.unroll(loop)
+    sch.vectorize(lane)
+
+
+def _put_column_last(sch: Schedule, con: Contraction, pack: SBlockRV) -> None:
+    """Lay the packed operand out with the vector axis innermost."""
+    column = con.block.stmt.iter_vars[con.column].var
+    at = next(dim for dim, index in enumerate(con.right.indices) if column in used_vars(index))
+
+    def moved(*axes: Var) -> list[Var]:
+        return [*axes[:at], *axes[at + 1 :], axes[at]]
+
+    sch.transform_layout(pack, ("write", 0), moved)
+
+
+def _vectorize_pack(sch: Schedule, pack: SBlockRV, tile: Tile) -> None:
+    """Write the packed panel in vectors along its innermost axis."""
+    facts = block_facts(sch, pack)
+    inner = sch.get_loops(pack)[-len(facts.kinds) :]
+    last = facts.stmt.body.indices[-1]
+    at = next(i for i, iter_var in enumerate(facts.stmt.iter_vars) if last.same_as(iter_var.var))
+    sch.reorder(*(loop for i, loop in enumerate(inner) if i != at), inner[at])
+    vectorize_loop(sch, inner[at], tile.lanes)
+
+
+def _parallelize(sch: Schedule, con: Contraction, loops: _Loops, limits: CpuLimits, packs: bool) -> None:
+    """Share panels among the cores; where they are few, row tiles too (not under a packed panel, which all share)."""
+    extents = [static_extent(iter_var.dom.extent) for iter_var in con.block.stmt.iter_vars]
+    known = [extent for extent in extents if extent is not None]
+    if not worth_parallel(math.prod(known) if len(known) == len(extents) else None):
+        return
+    taken = list(loops.outer)
+    further = list(loops.rest)
+    if loops.row_exact and con.row is not None:
+        further.append(loops.row_tile)
+    while further and not packs and _jobs(sch, taken) < 4 * limits.cores:
+        taken.append(further.pop(0))
+    sch.parallel(sch.fuse(*taken))
+
+
+def _jobs(sch: Schedule, loops: list[LoopRV]) -> float:
+    extents = [static_extent(sch.get(loop).extent) for loop in loops]
+    return math.prod(math.inf if extent is None else extent for extent in extents)
+
+
+def _read_index(sch: Schedule, rv: SBlockRV, load: TensorLoad) -> int:
+    reads = sch.get(rv).reads
+    return next(index for index, read in enumerate(reads) if read.source.same_as(load.source))
+
+
+def _strip_casts(expr: tirx.Expr) -> tirx.Expr:
+    while isinstance(expr, tirx.Cast):
+        expr = expr.value
+    return expr
+
+
+def _index_vars(load: TensorLoad) -> set[Var]:
+    found: set[Var] = set()
+    for index in load.indices:
+        found |= used_vars(index)
+    return found
+
+
+def _extent(block: BlockFacts, position: int) -> float:
+    extent = static_extent(block.stmt.iter_vars[position].dom.extent)
+    return math.inf if extent is None else extent
+
+
+def _is_one(block: BlockFacts, position: int) -> bool:
+    return _extent(block, position) == 1
+
+
+def _stride_is_one(load: TensorLoad, var: Var) -> bool:
+    """Whether the load's last index, and no other, moves with the variable, one element a step."""
+    *leading, last = list(load.indices)
+    if any(var in used_vars(index) for index in leading) or var not in used_vars(last):
+        return False
+    terms = [last]
+    while terms:
+        term = terms.pop()
+        if term.same_as(var):
+            return True
+        if isinstance(term, tirx.Add):
+            terms += [term.a, term.b]
+    return False
