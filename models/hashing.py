@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from models.spec import read_tensor
+from models.spec import read_external_bytes, read_tensor
 
 
 def content_sha256(model: onnx.ModelProto, data_dir: Path | None) -> str:
@@ -17,7 +17,9 @@ def content_sha256(model: onnx.ModelProto, data_dir: Path | None) -> str:
     digest = hashlib.sha256(skeleton.SerializeToString(deterministic=True))
     for tensor in sorted(model.graph.initializer, key=lambda t: str(t.name)):
         digest.update(f"\0{tensor.name}\0{tensor.data_type}\0{list(tensor.dims)}\0".encode())
-        if tensor.data_location != onnx.TensorProto.EXTERNAL and tensor.HasField("raw_data"):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL and data_dir is not None:
+            digest.update(read_external_bytes(tensor, data_dir))
+        elif tensor.HasField("raw_data"):
             digest.update(tensor.raw_data)
         else:
             digest.update(np.ascontiguousarray(read_tensor(tensor, data_dir)).tobytes())
@@ -35,7 +37,7 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
         else:
             getattr(copy, field.name).extend(value)
     for field, value in model.graph.ListFields():
-        if field.name in {"initializer", "sparse_initializer"}:
+        if field.name == "initializer":
             continue
         if isinstance(value, str):
             setattr(copy.graph, field.name, value)

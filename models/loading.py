@@ -6,13 +6,17 @@ from pathlib import Path
 
 import onnx
 
+from models.checks import check_graph, check_signature, check_versions
 from models.dims import Dim, evaluate_dim
 from models.errors import ModelShapeError
+from models.external_data import check_external_data, inline_external_data
+from models.files import read_proto
 from models.hashing import content_sha256
-from models.shapes import Shapes, bind_shapes, signature_of
+from models.inference import check_and_infer
+from models.shapes import Shapes, bind_shapes, pin_shapes, signature_of
 from models.spec import OnnxModel
 from models.zoo.graph import Precision
-from models.zoo.presets import DEFAULT_DIMS, Preset, get_preset
+from models.zoo.presets import DEFAULT_DIMS, Preset, get_preset, list_models
 
 
 def load_model(
@@ -37,7 +41,31 @@ def load_model(
     ModelError
         Every leaf of `models.errors`.
     """
+    if _is_path(source):
+        return _load_file(Path(source), shapes or {})
     return _load_zoo(get_preset(str(source)), shapes or {}, _parse_precision(precision), seed)
+
+
+def _is_path(source: str | Path) -> bool:
+    """Tell a path from a zoo name; a zoo name wins over a file of the same name that has no folder in front."""
+    if isinstance(source, Path) or source.endswith(".onnx"):
+        return True
+    separators = "/" in source or "\\" in source
+    return separators or (source not in list_models() and bool(source) and Path(source).exists())
+
+
+def _load_file(path: Path, shapes: Shapes) -> OnnxModel:
+    proto = read_proto(path)
+    check_versions(proto)
+    check_signature(proto)
+    check_graph(proto)
+    folder = path.absolute().parent
+    all_inline = inline_external_data(proto, folder, check_external_data(proto, folder))
+    weights = {tensor.name for tensor in proto.graph.initializer}
+    inputs = signature_of([value for value in proto.graph.input if value.name not in weights], "input")
+    pin_shapes(proto, bind_shapes(inputs, shapes, path.name))
+    check_and_infer(proto)
+    return make_model(path.stem, proto, path=path, data_dir=None if all_inline else folder)
 
 
 def _load_zoo(preset: Preset, shapes: Shapes, precision: Precision, seed: int) -> OnnxModel:
@@ -54,6 +82,7 @@ def _load_zoo(preset: Preset, shapes: Shapes, precision: Precision, seed: int) -
             msg = f"dimension {name!r} of zoo model {preset.name!r} is {value}, expected at most {limit}"
             raise ModelShapeError(msg)
     proto = preset.build(preset.name, dims, precision, seed)
+    check_and_infer(proto)
     return make_model(preset.name, proto, path=None, data_dir=None)
 
 

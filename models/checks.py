@@ -1,0 +1,267 @@
+"""Rules a user's graph must keep before anything else looks at it; each message names the object and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import onnx
+from onnx import defs
+
+from models.errors import InvalidModelError, ModelShapeError, UnsupportedModelError
+from models.spec import dtype_name
+
+# The newest opset and IR version ONNX Runtime 1.31 takes; a test asks the installed one.
+MAX_OPSET = 26
+MAX_IR_VERSION = 13
+# IR 3 came with ONNX 1.0; older files are not valid today.
+_MIN_IR_VERSION = 3
+_STANDARD_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml"})
+# ONNX Runtime's fused operators have no schema here; they are passed through to whoever imports the graph.
+_CONTRIB_DOMAINS = frozenset({"com.microsoft"})
+
+
+def check_versions(model: onnx.ModelProto) -> None:
+    """Check IR version and opsets against what onnx and ONNX Runtime can read.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Newer than the installed stack.
+    InvalidModelError
+        No version at all.
+    """
+    newest_ir = min(int(onnx.IR_VERSION), MAX_IR_VERSION)
+    if model.ir_version < _MIN_IR_VERSION:
+        msg = f"the model has IR version {model.ir_version}, expected {_MIN_IR_VERSION} to {newest_ir}; export it again"
+        raise InvalidModelError(msg)
+    if model.ir_version > newest_ir:
+        msg = (
+            f"the model has IR version {model.ir_version}, the installed onnx {onnx.__version__} and ONNX Runtime read "
+            f"up to {newest_ir}; export it with an older onnx, or set model.ir_version = {newest_ir}"
+        )
+        raise UnsupportedModelError(msg)
+    opsets = [(_canonical(entry.domain), entry.version) for entry in model.opset_import]
+    newest = min(int(defs.onnx_opset_version()), MAX_OPSET)
+    declared = [version for domain, version in opsets if domain == ""]
+    if not declared and _uses_standard_domain(model):
+        msg = "the model declares no opset for the standard domain; add opset_import {domain: '', version: 18}"
+        raise InvalidModelError(msg)
+    if len({domain for domain, _ in opsets}) != len(opsets):
+        msg = f"the model declares an opset twice: {opsets}; keep one version per domain"
+        raise InvalidModelError(msg)
+    if any(version < 1 or version > newest for version in declared):
+        msg = (
+            f"the model declares opset {declared[0]}, the installed onnx {onnx.__version__} and ONNX Runtime support "
+            f"1 to {newest}; export it with opset_version={newest} or lower"
+        )
+        raise UnsupportedModelError(msg)
+
+
+def check_signature(model: onnx.ModelProto) -> None:
+    """Check that every input is a tensor of a supported dtype with a known rank and positive dimensions.
+
+    Raises
+    ------
+    UnsupportedModelError
+        A sequence, a string tensor, or a tensor without a rank.
+    ModelShapeError
+        A dimension that is zero or negative.
+    InvalidModelError
+        The graph has no output, or an input without a type.
+    """
+    if not model.graph.output:
+        msg = f"the graph {model.graph.name!r} has no output; nothing would be computed"
+        raise InvalidModelError(msg)
+    weights = {tensor.name for tensor in model.graph.initializer}
+    for value in model.graph.input:
+        if value.name not in weights:
+            _check_value(value, "input")
+    for value in model.graph.output:
+        _check_value(value, "output", rank_needed=False)
+
+
+def check_ranks(values: Iterable[onnx.ValueInfoProto]) -> None:
+    """Check, after shape inference, that every output has a dtype and a rank.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Shape inference could not tell.
+    """
+    for value in values:
+        _check_value(value, "output")
+
+
+def _check_value(value: onnx.ValueInfoProto, kind: str, *, rank_needed: bool = True) -> None:
+    what = f"{kind} {value.name!r}"
+    which = value.type.WhichOneof("value")
+    if which is None and not rank_needed:
+        return
+    if which is None:
+        msg = f"{what} has no type; declare its dtype and shape in the graph"
+        raise InvalidModelError(msg)
+    if which != "tensor_type":
+        msg = f"{what} is a {which.removesuffix('_type')}, expected a tensor; take it apart inside the model"
+        raise UnsupportedModelError(msg)
+    tensor = value.type.tensor_type
+    if rank_needed or tensor.elem_type:
+        dtype_name(tensor.elem_type, what)
+    if rank_needed and not tensor.HasField("shape"):
+        msg = f"{what} has no shape, not even a rank; declare its axes (names will do) in the graph"
+        raise UnsupportedModelError(msg)
+    for axis, dim in enumerate(tensor.shape.dim):
+        if dim.HasField("dim_value") and dim.dim_value < 1:
+            msg = (
+                f"axis {axis} of {what} is {dim.dim_value}, expected a positive number or a name; "
+                f"export the model with a real or a dynamic axis"
+            )
+            raise ModelShapeError(msg)
+
+
+def check_graph(model: onnx.ModelProto) -> None:
+    """Check names, order and operators of the graph and its subgraphs.
+
+    Raises
+    ------
+    InvalidModelError
+        A tensor produced twice, an input that nothing produces, a cycle, or nodes out of order.
+    UnsupportedModelError
+        An operator without a schema in a standard domain, or of a domain that is not known.
+    """
+    opsets = {_canonical(entry.domain): entry.version for entry in model.opset_import}
+    functions = {(function.domain, function.name) for function in model.functions}
+    _check_operators(model.graph.node, opsets, functions)
+    for function in model.functions:
+        own = {_canonical(entry.domain): entry.version for entry in function.opset_import}
+        _check_operators(function.node, own, functions)
+    _check_scope(model.graph, set())
+
+
+def _check_operators(nodes: Sequence[onnx.NodeProto], opsets: dict[str, int], functions: set[tuple[str, str]]) -> None:
+    for node in nodes:
+        domain = _canonical(node.domain)
+        if (node.domain, node.op_type) not in functions:
+            _check_operator(node, domain, opsets.get(domain))
+        for graph in _subgraphs(node):
+            _check_operators(graph.node, opsets, functions)
+
+
+def _check_operator(node: onnx.NodeProto, domain: str, version: int | None) -> None:
+    if domain in _CONTRIB_DOMAINS:
+        return
+    if domain not in _STANDARD_DOMAINS:
+        msg = (
+            f"{node_label(node)} is of the domain {domain!r}, which is not supported; expected the standard domain, "
+            f"{' or '.join(sorted(_CONTRIB_DOMAINS))}, or a function defined in the model"
+        )
+        raise UnsupportedModelError(msg)
+    if version is None:
+        msg = f"{node_label(node)} is of the domain {domain!r}, but the model declares no opset for it"
+        raise InvalidModelError(msg)
+    if defs.has(node.op_type, version, domain):
+        return
+    if defs.has(node.op_type, domain):
+        since = defs.get_schema(node.op_type, domain).since_version
+        hint = f"it exists in opset {since}: export the model with another opset_version"
+    else:
+        hint = "it is no standard ONNX operator: check its spelling and its domain"
+    msg = f"{node_label(node)} is an unknown operator in opset {version} of the domain {domain or 'ai.onnx'!r}; {hint}"
+    raise UnsupportedModelError(msg)
+
+
+def _check_scope(graph: onnx.GraphProto, outer: set[str]) -> None:
+    known = set(outer)
+    own: set[str] = set()
+    inputs = {value.name for value in graph.input}
+    _add_unique([value.name for value in graph.input], own, "inputs", graph)
+    names = [t.name for t in graph.initializer] + [t.values.name for t in graph.sparse_initializer]
+    # An initializer with the name of an input is that input's default value.
+    _add_unique([name for name in names if name not in inputs], own, "initializers", graph)
+    if len(set(names)) != len(names):
+        duplicate = next(name for name in names if names.count(name) > 1)
+        msg = f"tensor {duplicate!r} is defined twice, by two initializers of graph {graph.name!r}; rename one"
+        raise InvalidModelError(msg)
+    known |= own
+    produced = {name for node in graph.node for name in node.output if name}
+    for node in graph.node:
+        for name in node.input:
+            if name and name not in known:
+                raise _order_error(graph, node, name, produced)
+        for subgraph in _subgraphs(node):
+            _check_scope(subgraph, known)
+        _add_unique([name for name in node.output if name], own, f"the outputs of {node_label(node)}", graph)
+        known.update(node.output)
+    for value in graph.output:
+        if value.name not in known:
+            msg = f"output {value.name!r} of graph {graph.name!r} is produced by no node; remove it or add its node"
+            raise InvalidModelError(msg)
+
+
+def _add_unique(names: Sequence[str], own: set[str], where: str, graph: onnx.GraphProto) -> None:
+    for name in names:
+        if name in own:
+            msg = f"tensor {name!r} is defined twice, the second time by {where} of graph {graph.name!r}; rename one"
+            raise InvalidModelError(msg)
+        own.add(name)
+
+
+def _order_error(graph: onnx.GraphProto, node: onnx.NodeProto, name: str, produced: set[str]) -> InvalidModelError:
+    if name not in produced:
+        return InvalidModelError(
+            f"{node_label(node)} reads {name!r}, which no input, initializer or node of graph {graph.name!r} defines"
+        )
+    cycle = _find_cycle(graph)
+    if cycle:
+        return InvalidModelError(f"graph {graph.name!r} has a cycle: {' -> '.join(cycle)}; break it")
+    return InvalidModelError(
+        f"the nodes of graph {graph.name!r} are not in topological order: {node_label(node)} reads {name!r} before it "
+        f"is produced; sort them and save the model again"
+    )
+
+
+def _find_cycle(graph: onnx.GraphProto) -> list[str]:
+    """Return the labels of the nodes of one cycle, first one repeated at the end; empty when there is none."""
+    maker = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+    needs = [sorted({maker[name] for name in node.input if name in maker}) for node in graph.node]
+    finished: set[int] = set()
+    for root in range(len(needs)):
+        path: list[int] = []
+        on_path: set[int] = set()
+        stack: list[tuple[int, bool]] = [(root, False)]
+        while stack:
+            index, leaving = stack.pop()
+            if leaving:
+                path.pop()
+                on_path.discard(index)
+                finished.add(index)
+            elif index in on_path:
+                loop = [*path[path.index(index) :], index]
+                return [_short_label(graph.node[i]) for i in reversed(loop)]
+            elif index not in finished:
+                path.append(index)
+                on_path.add(index)
+                stack.append((index, True))
+                stack.extend((need, False) for need in needs[index])
+    return []
+
+
+def node_label(node: onnx.NodeProto) -> str:
+    """Return how messages call a node."""
+    return f"node {_short_label(node)}"
+
+
+def _short_label(node: onnx.NodeProto) -> str:
+    return f"{node.name or '(unnamed)'} ({node.op_type})"
+
+
+def _subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    graphs = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
+    return graphs + [graph for attribute in node.attribute for graph in attribute.graphs]
+
+
+def _canonical(domain: str) -> str:
+    return "" if domain == "ai.onnx" else domain
+
+
+def _uses_standard_domain(model: onnx.ModelProto) -> bool:
+    return any(_canonical(node.domain) == "" for node in model.graph.node)

@@ -1,0 +1,165 @@
+"""Weights kept outside the `.onnx` file: where they may lie, how large they must be, and how they are read.
+
+Nothing is read before every tensor's place and size was checked, so a hostile file can neither reach outside its folder
+nor ask for more memory than the bytes that are really there.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import onnx
+
+from models.errors import ExternalDataError
+from models.spec import PROTOBUF_LIMIT_BYTES, read_external_bytes, tensor_bytes
+
+# Shape inference reads small constants (shapes, axes): they are always inline.
+_ALWAYS_INLINE_BYTES = 1024
+
+
+def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yield every tensor of the model whose payload is external: initializers, attributes, subgraphs, functions."""
+    for tensor in (*model.graph.initializer, *_inner_tensors(model)):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            yield tensor
+
+
+def check_external_data(model: onnx.ModelProto, folder: Path) -> int:
+    """Check the place and size of every external tensor and return how many bytes they are together.
+
+    Raises
+    ------
+    ExternalDataError
+        A path is absolute, escapes the folder (by `..` or a link) or is not a file; or the bytes are not what dtype and
+        dims ask for.
+    """
+    return sum(_check_tensor(tensor, folder) for tensor in external_tensors(model))
+
+
+def inline_external_data(model: onnx.ModelProto, folder: Path, total_bytes: int) -> bool:
+    """Read checked external tensors into the model; above protobuf's limit only the small ones.
+
+    Returns
+    -------
+    bool
+        Whether every tensor is inline now; if not, large initializers of the main graph still refer to `folder`.
+    """
+    keep_bytes = _ALWAYS_INLINE_BYTES if total_bytes >= PROTOBUF_LIMIT_BYTES else None
+    kept = False
+    for tensor in model.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            if keep_bytes is not None and tensor_bytes(tensor) > keep_bytes:
+                kept = True
+            else:
+                _read_in(tensor, folder)
+    for tensor in _inner_tensors(model):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            _read_in(tensor, folder)
+    return not kept
+
+
+def _read_in(tensor: onnx.TensorProto, folder: Path) -> None:
+    tensor.raw_data = read_external_bytes(tensor, folder)
+    tensor.ClearField("external_data")
+    tensor.ClearField("data_location")
+
+
+def _check_tensor(tensor: onnx.TensorProto, folder: Path) -> int:
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    what = f"external data of tensor {tensor.name!r}"
+    if tensor.data_type == onnx.TensorProto.STRING or any(dim < 0 for dim in tensor.dims):
+        msg = (
+            f"{what} has dtype {tensor.data_type} and dims {list(tensor.dims)}; expected numbers and dims of 0 or more"
+        )
+        raise ExternalDataError(msg)
+    path = _checked_path(entries.get("location", ""), folder, what)
+    offset = _entry_number(entries, "offset", what) or 0
+    length = _entry_number(entries, "length", what)
+    expected, available = tensor_bytes(tensor), path.stat().st_size - offset
+    described = f"{onnx.TensorProto.DataType.Name(tensor.data_type)} {list(tensor.dims)}"
+    if length is not None and length != expected:
+        msg = f"{what} says it is {length} bytes, but {described} takes {expected}; export the model again"
+        raise ExternalDataError(msg)
+    if available < expected:
+        msg = (
+            f"{what} in {path} is truncated: {described} takes {expected} bytes from offset {offset}, "
+            f"the file has {max(available, 0)} there; copy the file again"
+        )
+        raise ExternalDataError(msg)
+    if length is None and available != expected:
+        msg = (
+            f"{what} in {path} is larger than the tensor: {described} takes {expected} bytes, "
+            f"the file has {available} from offset {offset} and no length is given; export the model again"
+        )
+        raise ExternalDataError(msg)
+    return expected
+
+
+def _checked_path(location: str, folder: Path, what: str) -> Path:
+    fix = "external data must lie in the model's folder; move it there and export again with a relative location"
+    if not location or "\0" in location:
+        msg = f"{what} has no location; {fix}"
+        raise ExternalDataError(msg)
+    if PurePosixPath(location).is_absolute() or PureWindowsPath(location).anchor:
+        msg = f"{what} has the absolute path {location!r}; {fix}"
+        raise ExternalDataError(msg)
+    if ".." in PurePosixPath(location).parts or ".." in PureWindowsPath(location).parts:
+        msg = f"{what} escapes the model's folder with {location!r}; {fix}"
+        raise ExternalDataError(msg)
+    path, root = folder / location, folder.resolve()
+    try:
+        target = path.resolve(strict=True)
+        mode = target.stat().st_mode
+    except (OSError, RuntimeError) as e:
+        msg = f"{what} is missing: {path} ({e}); copy the file beside the model"
+        raise ExternalDataError(msg) from e
+    if not target.is_relative_to(root):
+        msg = f"{what} escapes the model's folder: {path} is a link to {target}; copy the file itself (cp -L)"
+        raise ExternalDataError(msg)
+    if not stat.S_ISREG(mode):
+        msg = f"{what} is not a regular file: {path}; {fix}"
+        raise ExternalDataError(msg)
+    return path
+
+
+def _entry_number(entries: dict[str, str], key: str, what: str) -> int | None:
+    if key not in entries:
+        return None
+    text = entries[key]
+    if not (text.isascii() and text.isdecimal()):
+        msg = f"{what} has the {key} {text!r}; expected a number of 0 or more"
+        raise ExternalDataError(msg)
+    return int(text)
+
+
+def _inner_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yield every tensor but the initializers of the main graph."""
+    yield from _sparse_tensors(model.graph)
+    yield from _node_tensors(model.graph.node)
+    for function in model.functions:
+        yield from _node_tensors(function.node)
+
+
+def _graph_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    yield from _sparse_tensors(graph)
+    yield from _node_tensors(graph.node)
+
+
+def _sparse_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+
+
+def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            if attribute.HasField("g"):
+                yield from _graph_tensors(attribute.g)
+            for graph in attribute.graphs:
+                yield from _graph_tensors(graph)

@@ -1,0 +1,147 @@
+"""Reading and writing `.onnx` files: one protobuf message, with the weights beside it where they do not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
+
+from models.errors import ModelFileError
+from models.hashing import without_weights
+from models.spec import OnnxModel, read_tensor, tensor_bytes
+
+# Offsets on page boundaries let a runtime map the file.
+_ALIGNMENT = 4096
+_INLINE_BYTES = 1024
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def read_proto(path: Path) -> onnx.ModelProto:
+    """Return the message in the file, nothing of it checked but that it is one and has a graph.
+
+    Raises
+    ------
+    ModelFileError
+        Not a readable regular file, empty, above 2 GiB, truncated, or not ONNX.
+    """
+    data = _read_bytes(path)
+    if data.startswith(_LFS_POINTER):
+        msg = f"{path} is a Git LFS pointer, not the model itself; fetch the model with `git lfs pull`"
+        raise ModelFileError(msg)
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(data)
+    except DecodeError as e:
+        msg = f"{path} ({len(data)} bytes) is not an ONNX model, or it is truncated ({e}); copy or export it again"
+        raise ModelFileError(msg) from e
+    if not model.HasField("graph") or not (model.graph.node or model.graph.output):
+        msg = f"{path} ({len(data)} bytes) holds no graph, so it is not an ONNX model; export it again"
+        raise ModelFileError(msg)
+    return model
+
+
+def save_model(model: OnnxModel, path: Path) -> Path:
+    """Write a model to `path` and return it; above 2 GiB the weights go to `<path>.data` beside it.
+
+    Both files are written under temporary names and renamed, the weights first, so that an interrupted write leaves no
+    model that looks whole.
+
+    Raises
+    ------
+    ModelFileError
+        The folder does not exist, or cannot be written.
+    """
+    data_path = path.with_name(path.name + ".data")
+    try:
+        if model.fits_protobuf:
+            _write_whole(path, model.serialize())
+            return path
+        with _staged(data_path) as staged:
+            proto = _write_weights(model, staged, data_path.name)
+        _write_whole(path, proto.SerializeToString())
+    except (OSError, EncodeError) as e:
+        msg = f"model {model.name!r} cannot be written to {path}: {e}; free space or choose another folder"
+        raise ModelFileError(msg) from e
+    return path
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        status = path.stat()
+    except FileNotFoundError as e:
+        msg = f"no file {path}; expected an .onnx file, or a zoo name without a path"
+        raise ModelFileError(msg) from e
+    except (OSError, ValueError) as e:
+        msg = f"{path} cannot be read: {e}"
+        raise ModelFileError(msg) from e
+    if stat.S_ISDIR(status.st_mode):
+        msg = f"{path} is a directory; expected an .onnx file: give the path of the file inside it"
+        raise ModelFileError(msg)
+    if not stat.S_ISREG(status.st_mode):
+        msg = f"{path} is not a regular file; expected an .onnx file"
+        raise ModelFileError(msg)
+    if status.st_size == 0:
+        msg = f"{path} is empty (0 bytes); export or copy the model again"
+        raise ModelFileError(msg)
+    if status.st_size >= 2**31:
+        msg = (
+            f"{path} has {status.st_size} bytes, a protobuf message has less than 2 GiB; "
+            f"save the model with external data"
+        )
+        raise ModelFileError(msg)
+    try:
+        return path.read_bytes()
+    except OSError as e:
+        msg = f"{path} cannot be read: {e.strerror}; check its permissions"
+        raise ModelFileError(msg) from e
+
+
+def _write_weights(model: OnnxModel, path: Path, location: str) -> onnx.ModelProto:
+    """Write the large weights one by one and return the graph that refers to them."""
+    proto = without_weights(model.proto)
+    with path.open("wb") as file:
+        for tensor in model.proto.graph.initializer:
+            written = proto.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+            if tensor_bytes(tensor) <= _INLINE_BYTES:
+                written.raw_data = _raw(tensor, model.data_dir)
+                continue
+            file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+            written.data_location = onnx.TensorProto.EXTERNAL
+            for key, value in (("location", location), ("offset", file.tell()), ("length", tensor_bytes(tensor))):
+                written.external_data.add(key=key, value=str(value))
+            file.write(_raw(tensor, model.data_dir))
+    return proto
+
+
+def _raw(tensor: onnx.TensorProto, data_dir: Path | None) -> bytes:
+    if tensor.HasField("raw_data"):
+        data: bytes = tensor.raw_data
+        return data
+    return read_tensor(tensor, data_dir).tobytes()
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    with _staged(path) as staged:
+        staged.write_bytes(data)
+
+
+@contextlib.contextmanager
+def _staged(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the same folder that becomes `path` when the block ends well."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(descriptor)
+    staged = Path(name)
+    try:
+        yield staged
+        with staged.open("rb") as file:
+            os.fsync(file.fileno())
+        staged.chmod(0o644)
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
