@@ -167,10 +167,7 @@ def _mask(shape: tuple[int, ...], rng: np.random.Generator, keep_last: int, *, p
         lengths[0] = min(int(lengths[0]), free - 1)
     places = np.arange(total)
     kept = (places[None] < lengths[:, None]) | (places[None] >= free)
-    if len(shape) == 1:
-        kept = kept[0]
-    else:
-        kept = kept.reshape(rows, *[1] * (len(shape) - 2), total)
+    kept = kept[0] if len(shape) == 1 else kept.reshape(rows, *[1] * (len(shape) - 2), total)
     mask: np.ndarray = np.broadcast_to(kept, shape).copy()
     return mask
 

@@ -75,6 +75,8 @@ def _bind_axis(spec: TensorSpec, axis: int, have: Dim, want: Dim) -> tuple[str, 
     offset = split_offset(have)
     if offset is None:
         return have, want
+    if have == want:
+        return None
     base, constant = offset
     if isinstance(want, str) or want - constant < 0:
         msg = (

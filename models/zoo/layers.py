@@ -61,7 +61,7 @@ def gelu(b: GraphBuilder, x: str) -> str:
 
 def gelu_tanh(b: GraphBuilder, x: str) -> str:
     """Return 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))."""
-    cubic = b.op("Mul", b.op("Pow", x, b.const(3.0, TensorProto.FLOAT)), b.real(0.044715))
+    cubic = b.op("Mul", b.op("Pow", x, b.real(3.0)), b.real(0.044715))
     inner = b.op("Mul", b.op("Add", x, cubic), b.real(math.sqrt(2.0 / math.pi)))
     return b.op("Mul", b.op("Mul", x, b.real(0.5)), b.op("Add", b.op("Tanh", inner), b.real(1.0)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -11,7 +12,12 @@ import onnx
 from models.errors import UnknownModelError
 from models.spec import TensorSpec
 from models.zoo.bert import BertConfig, build_bert
+from models.zoo.decoding import TOTAL_AFTER_PAST
+from models.zoo.gpt2 import Gpt2Config, build_gpt2
 from models.zoo.graph import Dim, Precision
+from models.zoo.llama import LlamaConfig, build_llama
+from models.zoo.t5 import T5Config, build_t5
+from models.zoo.vit import VitConfig, build_vit
 
 Builder = Callable[[str, dict[str, Dim], Precision, int], onnx.ModelProto]
 
@@ -46,11 +52,120 @@ def _bert(name: str, config: BertConfig) -> Preset:
     )
 
 
+def _gpt2(name: str, config: Gpt2Config) -> tuple[Preset, Preset]:
+    """Return the prefill and the decode-step preset."""
+    title = f"GPT-2 decoder, {config.layers} layers, hidden {config.hidden}"
+    return _decoder_pair(
+        name,
+        title,
+        functools.partial(_build_gpt2, config),
+        config.layers,
+        config.heads,
+        config.head_size,
+        config.max_positions,
+    )
+
+
+def _llama(name: str, config: LlamaConfig) -> tuple[Preset, Preset]:
+    """Return the prefill and the decode-step preset."""
+    title = f"Llama-style decoder, {config.layers} layers, hidden {config.hidden}"
+    return _decoder_pair(
+        name,
+        title,
+        functools.partial(_build_llama, config),
+        config.layers,
+        config.kv_heads,
+        config.head_size,
+        config.max_positions,
+    )
+
+
+def _build_gpt2(
+    config: Gpt2Config, decode: bool, name: str, dims: dict[str, Dim], precision: Precision, seed: int
+) -> onnx.ModelProto:
+    return build_gpt2(name, config, dims, precision, seed, decode=decode)
+
+
+def _build_llama(
+    config: LlamaConfig, decode: bool, name: str, dims: dict[str, Dim], precision: Precision, seed: int
+) -> onnx.ModelProto:
+    return build_llama(name, config, dims, precision, seed, decode=decode)
+
+
+def _decoder_pair(
+    name: str,
+    title: str,
+    build: Callable[..., onnx.ModelProto],
+    layers: int,
+    kv_heads: int,
+    head_size: int,
+    max_positions: int,
+) -> tuple[Preset, Preset]:
+    # A cache has the dtype of the precision; fp32 stands here for "real", the graph says which.
+    caches = tuple(
+        TensorSpec(f"past_key_values.{index}.{which}", "float32", ("batch", kv_heads, "past_sequence", head_size))
+        for index in range(layers)
+        for which in ("key", "value")
+    )
+    step = (
+        TensorSpec("input_ids", "int64", ("batch", 1)),
+        TensorSpec("attention_mask", "int64", ("batch", TOTAL_AFTER_PAST)),
+        TensorSpec("position_ids", "int64", ("batch", 1)),
+        *caches,
+    )
+    prefill = Preset(
+        name=name,
+        description=f"{title}, prefill",
+        inputs=_ids("input_ids", "attention_mask"),
+        build=functools.partial(build, False),
+        limits={"sequence": max_positions},
+    )
+    decode = Preset(
+        name=f"{name}-decode",
+        description=f"{title}, one decode step with its KV cache",
+        inputs=step,
+        build=functools.partial(build, True),
+        limits={"past_sequence": max_positions - 1},
+    )
+    return prefill, decode
+
+
+def _vit(name: str, config: VitConfig) -> Preset:
+    shape = ("batch", config.channels, config.image, config.image)
+    return Preset(
+        name=name,
+        description=f"ViT classifier, {config.layers} layers, hidden {config.hidden}, image {config.image}",
+        inputs=(TensorSpec("pixel_values", "float32", shape),),
+        build=lambda title, dims, precision, seed: build_vit(title, config, dims, precision, seed),
+    )
+
+
+def _t5(name: str, config: T5Config) -> Preset:
+    return Preset(
+        name=name,
+        description=f"T5-style encoder, {config.layers} layers, hidden {config.hidden}",
+        inputs=_ids("input_ids", "attention_mask"),
+        build=lambda title, dims, precision, seed: build_t5(title, config, dims, precision, seed),
+    )
+
+
 def _table() -> dict[str, Preset]:
     presets = [
         _bert("bert-tiny", BertConfig(layers=2, hidden=128, heads=2, ffn=512, vocab=1024, init_std=0.05)),
         _bert("bert-base", BertConfig(layers=12, hidden=768, heads=12, ffn=3072, vocab=30522)),
         _bert("bert-large", BertConfig(layers=24, hidden=1024, heads=16, ffn=4096, vocab=30522)),
+        *_gpt2("gpt2-tiny", Gpt2Config(layers=2, hidden=128, heads=2, vocab=1024, max_positions=512, init_std=0.05)),
+        *_gpt2("gpt2-small", Gpt2Config(layers=12, hidden=768, heads=12, vocab=50257)),
+        *_llama(
+            "llama-tiny", LlamaConfig(layers=2, hidden=128, heads=4, kv_heads=2, ffn=384, vocab=1024, init_std=0.05)
+        ),
+        *_llama("llama-1b", LlamaConfig(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=32000)),
+        _vit(
+            "vit-tiny", VitConfig(layers=2, hidden=128, heads=2, ffn=512, image=32, patch=8, classes=10, init_std=0.05)
+        ),
+        _vit("vit-base", VitConfig(layers=12, hidden=768, heads=12, ffn=3072, image=224, patch=16, classes=1000)),
+        _t5("t5-tiny", T5Config(layers=2, hidden=128, heads=2, head_size=64, ffn=512, vocab=1024, init_std=0.05)),
+        _t5("t5-small", T5Config(layers=6, hidden=512, heads=8, head_size=64, ffn=2048, vocab=32128)),
     ]
     return {preset.name: preset for preset in presets}
 
