@@ -46,7 +46,7 @@ _READ_ONLY_SQLSTATES = frozenset({"25006", "42501"})
 
 @dataclass(frozen=True)
 class Location:
-    """Where a database is: its URL and, for a SQLite file, the path. Both None paths mean memory or a server."""
+    """Where a database is: its URL and, for a SQLite file, the path; None for memory and for a server."""
 
     url: URL
     path: Path | None
@@ -162,7 +162,6 @@ def _is_frozen(path: Path) -> bool:
 
 def _configure_sqlite_read(connection: sqlite3.Connection, _record: object) -> None:
     connection.isolation_level = None
-    connection.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
     connection.execute("PRAGMA foreign_keys = ON")
 
 
@@ -171,7 +170,7 @@ def _configure_sqlite(connection: sqlite3.Connection, record: object) -> None:
     # The journal mode is a property of the file. Changing it needs the file alone and does not wait for others, so it
     # is asked for first, and a refusal is retried by the store like every lock.
     (journal_mode,) = connection.execute("PRAGMA journal_mode").fetchone()
-    if journal_mode == "delete":
+    if journal_mode not in ("wal", "memory"):
         connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
 

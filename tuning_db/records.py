@@ -14,6 +14,7 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import cached_property
 
 from tuning_db.errors import InvalidRecordError
 
@@ -91,6 +92,17 @@ def require_quantity(value: float, what: str) -> float:
     return number
 
 
+def clean_text(text: str) -> str:
+    """Return `text` with what a database cannot hold (NUL, lone surrogates) written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\0", "\\x00")
+
+
+def require_integer(value: int | None, what: str) -> None:
+    """Refuse an integer that does not fit the 64 bits of a database column."""
+    if value is not None and not -(2**63) <= value < 2**63:
+        raise InvalidRecordError(f"{what} does not fit 64 bits: got {value}.")
+
+
 @dataclass(frozen=True)
 class Environment:
     """Where a measurement is true.
@@ -120,7 +132,7 @@ class Environment:
     tvm_ffi_version: str
     cores: int | None
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The sha256 of all fields."""
         return content_key(asdict(self))
@@ -140,7 +152,7 @@ class TargetKey:
         object.__setattr__(self, "arch", self.arch.strip().lower())
         object.__setattr__(self, "attributes", canonical_text(self.attributes, "TargetKey.attributes"))
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The sha256 of kind, arch and attributes."""
         return content_key([self.kind, self.arch, json.loads(self.attributes)])
@@ -185,7 +197,7 @@ class Workload:
         if not self.workload_hash:
             raise InvalidRecordError(f"Workload {self.name!r} has an empty workload_hash.")
 
-    @property
+    @cached_property
     def signature_key(self) -> str:
         """The sha256 of the signature."""
         return content_key(json.loads(self.signature))
@@ -250,6 +262,10 @@ class TuningRecord:
         object.__setattr__(self, "latencies_us", tuple(float(value) for value in self.latencies_us))
         object.__setattr__(self, "created_at", require_utc(self.created_at, "TuningRecord.created_at"))
         object.__setattr__(self, "duration_s", require_quantity(self.duration_s, "TuningRecord.duration_s"))
+        object.__setattr__(self, "decision", clean_text(self.decision))
+        object.__setattr__(self, "error", None if self.error is None else clean_text(self.error))
+        for name in ("registers", "smem_bytes", "spill_bytes", "seed"):
+            require_integer(getattr(self, name), f"TuningRecord.{name}")
         true_latencies = all(math.isfinite(value) and value > 0 for value in self.latencies_us)
         if self.status is Status.OK and not (self.latencies_us and true_latencies):
             raise InvalidRecordError(
@@ -298,6 +314,7 @@ class Job:
 
     def __post_init__(self) -> None:
         """Bring the options to canonical JSON and the times to UTC."""
+        object.__setattr__(self, "model", clean_text(self.model))
         object.__setattr__(self, "options", canonical_text(self.options, "Job.options"))
         object.__setattr__(self, "started_at", require_utc(self.started_at, "Job.started_at"))
         if self.finished_at is not None:

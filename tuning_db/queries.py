@@ -1,0 +1,235 @@
+"""Questions people ask, answered with frozen values: what `relaxtune db info | top | query | workloads` print."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import ColumnElement, Subquery, case, func, or_, select
+from sqlalchemy.orm import Session
+
+from tuning_db.records import DatabaseInfo, RecordFilter, Status, TuningRecord
+from tuning_db.schema import (
+    EnvironmentRow,
+    JobRow,
+    JobTaskRow,
+    RecordRow,
+    SignatureRow,
+    TargetRow,
+    WorkloadRow,
+)
+from tuning_db.selection import conditions, read_records, select_records
+from tuning_db.store import NO_FILTER, TuningDatabase
+
+DEFAULT_LIMIT = 50
+
+
+@dataclass(frozen=True)
+class TaskBest:
+    """The best valid record of a workload on one device, and how many candidates there were on it."""
+
+    name: str
+    family: str
+    best: TuningRecord
+    valid: int
+    failed: int
+
+
+@dataclass(frozen=True)
+class RecordLine:
+    """A record with the name and family of its workload, and the model of the job that measured it."""
+
+    name: str
+    family: str
+    model: str | None
+    record: TuningRecord
+
+
+@dataclass(frozen=True)
+class WorkloadSummary:
+    """A workload and its records; `best_us` is the lowest median on any device, None without a valid record."""
+
+    workload_hash: str
+    tvm_version: str
+    name: str
+    family: str
+    signature: str
+    signature_key: str
+    flops: float
+    bytes: float
+    records: int
+    valid: int
+    best_us: float | None
+    last_at: datetime | None
+
+    @property
+    def failed(self) -> int:
+        """Records that are not valid."""
+        return self.records - self.valid
+
+
+def info(database: TuningDatabase) -> DatabaseInfo:
+    """Return what the database holds."""
+    return database.info()
+
+
+def top(
+    database: TuningDatabase, filters: RecordFilter = NO_FILTER, *, limit: int | None = DEFAULT_LIMIT
+) -> tuple[TaskBest, ...]:
+    """Return the best valid record of every workload, target and device, the slowest first.
+
+    A filter by status is left out of account, since only valid records can be best.
+    """
+    return database.read(lambda session: _top(session, dataclasses.replace(filters, status=None), limit))
+
+
+def query(
+    database: TuningDatabase, filters: RecordFilter = NO_FILTER, *, limit: int | None = DEFAULT_LIMIT
+) -> tuple[RecordLine, ...]:
+    """Return the records that a filter selects, the newest first."""
+    return database.read(lambda session: _query(session, filters, limit))
+
+
+def workloads(
+    database: TuningDatabase, filters: RecordFilter = NO_FILTER, *, limit: int | None = DEFAULT_LIMIT
+) -> tuple[WorkloadSummary, ...]:
+    """Return the workloads, in the order they were recorded, with their records counted.
+
+    Workloads without a record are listed too, unless the filter asks for something that only a record has (target,
+    device, route, status, job, time); then records outside the filter are not counted.
+    """
+    return database.read(lambda session: _workloads(session, filters, limit))
+
+
+def _top(session: Session, filters: RecordFilter, limit: int | None) -> tuple[TaskBest, ...]:
+    valid = case((RecordRow.status == Status.OK, 1), else_=0)
+    place = (RecordRow.workload_id, TargetRow.kind, TargetRow.arch, EnvironmentRow.device_name)
+    ranked = (
+        select(
+            RecordRow.id.label("id"),
+            func.row_number()
+            .over(partition_by=place, order_by=(valid.desc(), RecordRow.latency_us, RecordRow.id))
+            .label("place"),
+            func.sum(valid).over(partition_by=place).label("valid"),
+            func.count().over(partition_by=place).label("records"),
+        )
+        .join(WorkloadRow, WorkloadRow.id == RecordRow.workload_id)
+        .join(SignatureRow, SignatureRow.id == RecordRow.signature_id)
+        .join(TargetRow, TargetRow.id == RecordRow.target_id)
+        .join(EnvironmentRow, EnvironmentRow.id == RecordRow.environment_id)
+        .where(*conditions(filters))
+        .subquery()
+    )
+    chosen = (
+        select(ranked.c.id, ranked.c.valid, ranked.c.records, WorkloadRow.name, SignatureRow.family)
+        .join(RecordRow, RecordRow.id == ranked.c.id)
+        .join(WorkloadRow, WorkloadRow.id == RecordRow.workload_id)
+        .join(SignatureRow, SignatureRow.id == RecordRow.signature_id)
+        .where(ranked.c.place == 1, RecordRow.status == Status.OK)
+        .order_by(RecordRow.latency_us.desc(), RecordRow.id)
+        .limit(limit)
+    )
+    rows = session.execute(chosen).all()
+    records = _records_by_id(session, [row.id for row in rows])
+    return tuple(TaskBest(r.name, r.family, records[r.id], int(r.valid), int(r.records) - int(r.valid)) for r in rows)
+
+
+def _query(session: Session, filters: RecordFilter, limit: int | None) -> tuple[RecordLine, ...]:
+    chosen = (
+        select(RecordRow.id, WorkloadRow.name, SignatureRow.family, JobRow.model)
+        .join(WorkloadRow, WorkloadRow.id == RecordRow.workload_id)
+        .join(SignatureRow, SignatureRow.id == RecordRow.signature_id)
+        .join(TargetRow, TargetRow.id == RecordRow.target_id)
+        .join(EnvironmentRow, EnvironmentRow.id == RecordRow.environment_id)
+        .outerjoin(JobRow, JobRow.id == RecordRow.job_id)
+        .where(*conditions(filters))
+        .order_by(RecordRow.created_at.desc(), RecordRow.id.desc())
+        .limit(limit)
+    )
+    rows = session.execute(chosen).all()
+    records = _records_by_id(session, [row.id for row in rows])
+    return tuple(RecordLine(row.name, row.family, row.model, records[row.id]) for row in rows)
+
+
+def _records_by_id(session: Session, ids: list[int]) -> dict[int | None, TuningRecord]:
+    found: dict[int | None, TuningRecord] = {}
+    for start in range(0, len(ids), 500):
+        statement = select_records().where(RecordRow.id.in_(ids[start : start + 500]))
+        found.update({record.id: record for record in read_records(session, statement)})
+    return found
+
+
+def _workloads(session: Session, filters: RecordFilter, limit: int | None) -> tuple[WorkloadSummary, ...]:
+    of_workload = RecordFilter(
+        family=filters.family,
+        model=filters.model,
+        workload_hash=filters.workload_hash,
+        signature_key=filters.signature_key,
+        tvm_version=filters.tvm_version,
+    )
+    of_record = dataclasses.replace(
+        filters, family=None, model=None, workload_hash=None, signature_key=None, tvm_version=None
+    )
+    counted = _counted_records(of_record)
+    statement = (
+        select(WorkloadRow, SignatureRow, counted.c.records, counted.c.valid, counted.c.best_us, counted.c.last_at)
+        .join(SignatureRow, SignatureRow.id == WorkloadRow.signature_id)
+        .join(counted, counted.c.workload_id == WorkloadRow.id, isouter=of_record == NO_FILTER)
+        .where(*_workload_conditions(of_workload))
+        .order_by(WorkloadRow.id)
+        .limit(limit)
+    )
+    return tuple(
+        WorkloadSummary(
+            workload_hash=workload.workload_hash,
+            tvm_version=workload.tvm_version,
+            name=workload.name,
+            family=signature.family,
+            signature=signature.signature,
+            signature_key=signature.key,
+            flops=workload.flops,
+            bytes=workload.bytes,
+            records=int(records or 0),
+            valid=int(valid or 0),
+            best_us=best_us,
+            last_at=last_at,
+        )
+        for workload, signature, records, valid, best_us, last_at in session.execute(statement)
+    )
+
+
+def _counted_records(filters: RecordFilter) -> Subquery:
+    valid = RecordRow.status == Status.OK
+    return (
+        select(
+            RecordRow.workload_id,
+            func.count().label("records"),
+            func.sum(case((valid, 1), else_=0)).label("valid"),
+            func.min(case((valid, RecordRow.latency_us))).label("best_us"),
+            func.max(RecordRow.created_at).label("last_at"),
+        )
+        .join(TargetRow, TargetRow.id == RecordRow.target_id)
+        .join(EnvironmentRow, EnvironmentRow.id == RecordRow.environment_id)
+        .where(*conditions(filters))
+        .group_by(RecordRow.workload_id)
+        .subquery()
+    )
+
+
+def _workload_conditions(filters: RecordFilter) -> list[ColumnElement[bool]]:
+    wanted: list[ColumnElement[bool]] = []
+    if filters.family is not None:
+        wanted.append(SignatureRow.family == filters.family)
+    if filters.workload_hash is not None:
+        wanted.append(WorkloadRow.workload_hash == filters.workload_hash)
+    if filters.signature_key is not None:
+        wanted.append(SignatureRow.key == filters.signature_key)
+    if filters.tvm_version is not None:
+        wanted.append(WorkloadRow.tvm_version == filters.tvm_version)
+    if filters.model is not None:
+        jobs = select(JobRow.id).where(JobRow.model == filters.model)
+        tasks = select(JobTaskRow.workload_id).where(JobTaskRow.job_id.in_(jobs))
+        measured = select(RecordRow.workload_id).where(RecordRow.job_id.in_(jobs))
+        wanted.append(or_(WorkloadRow.id.in_(tasks), WorkloadRow.id.in_(measured)))
+    return wanted
