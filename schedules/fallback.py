@@ -16,6 +16,7 @@ from schedules.cpu.generic import Generic
 from schedules.cpu.matmul import Matmul
 from schedules.errors import TargetError, UnscheduledError
 from schedules.gpu.dlight_rules import cuda_rules
+from schedules.vector_math import register_vector_math
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
         There are none for the target's kind.
     """
     if target.kind.name == "llvm":
+        register_vector_math()
         return [(rule.name, rule) for rule in (Elementwise(), Matmul(), Generic())]
     if target.kind.name == "cuda":
         return cuda_rules()
