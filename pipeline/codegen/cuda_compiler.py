@@ -1,0 +1,206 @@
+"""CUDA's compiler for TVM: found, set up, and usable on a machine without a GPU.
+
+TVM hands CUDA source to the callback `tvm_callback_cuda_compile` while its CUDA runtime makes a module of it. Without
+that runtime it keeps the *source*, silently, to be compiled where it is loaded. So two things are arranged here:
+
+- a compiler: NVRTC where its Python binding and CUDA's headers are installed (PyPI has all of it), else nvcc;
+- TVM's CUDA runtime, which needs the driver's library: where there is none, a stand-in of the nine functions it links
+  to, each answering "no device". It can compile and cannot run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import tvm_ffi
+from tvm.support.nvcc import compile_cuda
+
+from pipeline.codegen.cuda_libraries import DRIVER, load_cuda_runtime, load_library, pypi_root
+from pipeline.errors import LoweringError
+
+logger = logging.getLogger(__name__)
+
+COMPILE_CALLBACK = "tvm_callback_cuda_compile"
+TOOLKIT = Path("/usr/local/cuda")
+ELF_MAGIC = b"\x7fELF"
+
+INSTALL_HINT = (
+    "install it with: pip install 'relaxtune[cuda]' (NVRTC and headers from PyPI), or install CUDA 13 with nvcc"
+)
+
+# What libtvm_runtime_cuda.so imports from the driver; 100 is CUDA_ERROR_NO_DEVICE (cuda.h).
+_DRIVER_FUNCTIONS = (
+    "cuDeviceGetName",
+    "cuFuncSetAttribute",
+    "cuLaunchKernelEx",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuTensorMapEncodeTiled",
+)
+_STAND_IN_SOURCE = "\n".join(
+    [
+        *(f"int {name}(void) {{ return 100; }}" for name in _DRIVER_FUNCTIONS),
+        *(
+            f'int {name}(int error, const char **text) {{ (void)error; *text = "no NVIDIA driver"; return 0; }}'
+            for name in ("cuGetErrorName", "cuGetErrorString")
+        ),
+    ]
+)
+
+
+class CompilerKind(StrEnum):
+    """Which compiler turns CUDA source into a cubin."""
+
+    NVRTC = "nvrtc"
+    NVCC = "nvcc"
+
+
+@dataclass(frozen=True)
+class CudaToolchain:
+    """A CUDA compiler, the root of its headers (with `include/`), and what was looked at to find them."""
+
+    kind: CompilerKind
+    root: Path
+    source: str
+
+
+def find_toolchain() -> CudaToolchain:
+    """Return the CUDA compiler of this machine.
+
+    Raises
+    ------
+    LoweringError
+        There is none; the message says what was looked for and how to install it.
+    """
+    roots = [root for root in (pypi_root("nvidia-cuda-runtime"), TOOLKIT) if root and _has_headers(root)]
+    binding = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+    if binding and roots:
+        return CudaToolchain(CompilerKind.NVRTC, roots[0], f"cuda-bindings, headers of {roots[0]}")
+    nvcc = _find_nvcc()
+    if nvcc is not None:
+        return CudaToolchain(CompilerKind.NVCC, nvcc.parent.parent, f"{nvcc}")
+    headers = f"CUDA headers in {roots[0]}" if roots else f"no CUDA headers (nvidia-cuda-runtime, {TOOLKIT})"
+    raise LoweringError(
+        f"no CUDA compiler was found: {'the package' if binding else 'no package'} cuda-bindings, {headers}, no nvcc "
+        f"on the path or in {TOOLKIT}/bin; {INSTALL_HINT}"
+    )
+
+
+@contextmanager
+def cuda_compiler(arch: str) -> Iterator[CudaToolchain]:
+    """Make TVM compile CUDA source to a cubin for `arch` inside the block, with or without a GPU.
+
+    Raises
+    ------
+    LoweringError
+        The compiler or TVM's CUDA runtime cannot be set up.
+    """
+    toolchain = find_toolchain()
+    logger.info("CUDA compiler: %s for %s (%s)", toolchain.kind.value, arch, toolchain.source)
+    ensure_cuda_runtime()
+
+    def compile_source(code: str) -> bytes:
+        return compile_cubin(code, arch, toolchain)
+
+    original = tvm_ffi.get_global_func(COMPILE_CALLBACK)
+    tvm_ffi.register_global_func(COMPILE_CALLBACK, compile_source, override=True)
+    try:
+        yield toolchain
+    finally:
+        tvm_ffi.register_global_func(COMPILE_CALLBACK, original, override=True)
+
+
+def compile_cubin(code: str, arch: str, toolchain: CudaToolchain) -> bytes:
+    """Return the cubin of CUDA source for an architecture such as `sm_90a`.
+
+    Raises
+    ------
+    LoweringError
+        The compiler refused the source; the message has its last lines.
+    """
+    include = toolchain.root / "include"
+    # libcu++ has its own folder since CUDA 13; TVM looks for it in the layout of an installed toolkit only.
+    options = [f"-I{folder}" for folder in (include, include / "cccl") if folder.is_dir()]
+    path = f"{toolchain.root / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    with _environment(CUDA_PATH=str(toolchain.root), PATH=path):
+        try:
+            cubin = bytes(
+                compile_cuda(code, target_format="cubin", arch=arch, options=options, compiler=toolchain.kind.value)
+            )
+        except (RuntimeError, OSError) as e:
+            tail = "\n".join(str(e).splitlines()[-12:])
+            raise LoweringError(f"{toolchain.kind.value} did not compile the kernels for {arch}:\n{tail}") from e
+    if not cubin.startswith(ELF_MAGIC):
+        raise LoweringError(f"{toolchain.kind.value} gave no cubin for {arch}: its output starts with {cubin[:8]!r}")
+    return cubin
+
+
+def ensure_cuda_runtime() -> None:
+    """Load TVM's CUDA runtime, over a stand-in for the driver where this machine has none.
+
+    Raises
+    ------
+    LoweringError
+        It cannot be loaded: CUDA's runtime library or a C compiler is missing.
+    """
+    reason = load_cuda_runtime()
+    if reason is None:
+        return
+    if load_library(DRIVER, []) is not None:
+        logger.info("no NVIDIA driver here: compiling over a stand-in for %s", DRIVER)
+        _load_stand_in()
+        reason = load_cuda_runtime()
+    if reason is not None:
+        raise LoweringError(f"TVM's CUDA runtime cannot be loaded ({reason}); {INSTALL_HINT}")
+
+
+def _load_stand_in() -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise LoweringError("compiling for CUDA without a driver needs a C compiler; install gcc or clang")
+    with tempfile.TemporaryDirectory(prefix="relaxtune-") as folder:
+        library = Path(folder) / DRIVER
+        command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{DRIVER}", "-x", "c", "-", "-o", str(library)]
+        outcome = subprocess.run(command, input=_STAND_IN_SOURCE, capture_output=True, text=True, check=False)
+        reason = outcome.stderr if outcome.returncode else load_library(str(library), [])
+        if reason is not None:
+            raise LoweringError(f"the stand-in for {DRIVER} could not be made with {compiler}: {reason.strip()}")
+
+
+def _find_nvcc() -> Path | None:
+    found = shutil.which("nvcc") or shutil.which("nvcc", path=str(TOOLKIT / "bin"))
+    if found is None:
+        return None
+    # A wrapper on the path lies outside the toolkit whose headers are needed; nvcc itself knows its place.
+    installed = TOOLKIT / "bin" / "nvcc"
+    return installed if installed.is_file() else Path(found).resolve()
+
+
+def _has_headers(root: Path) -> bool:
+    return (root / "include" / "cuda_runtime.h").is_file()
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Set environment variables for the block: the only way to tell TVM's compiler driver where CUDA is."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,157 @@
+"""Make a whole `main` capturable as one CUDA graph.
+
+`RewriteCUDAGraph` lifts only what works in memory of a fixed address that the function allocated itself, so as things
+are it captures nothing (all depends on the caller's inputs), nor what writes the outputs (which belong to the caller).
+Here every input is first copied into a tensor of the function, and the outputs are returned as views of its memory:
+
+::
+
+    main(x, weights...)                main(x, weights...)                 outside the graph: one copy per input
+        y = kernel_1(x)         ->         x_fixed = copy(x)
+        z = kernel_2(y)                    y = kernel_1(x_fixed)           inside the graph: everything else
+        return z                           z = kernel_2(y)
+                                           return view(z)
+
+This takes two passes: `capture_whole_function` before memory is planned, and after it `fix_output_memory`, since the
+planner leaves outputs to be allocated anew by each run.
+
+Hence the outputs of a run live in the graph's memory and are overwritten by the next run. Weights keep their address
+(`num_input` says from where on parameters never move), so the caller must pass the same weight tensors every time.
+"""
+
+from __future__ import annotations
+
+import math
+
+import tvm
+from tvm import relax, te, tirx
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+# Read by RewriteCUDAGraph: parameters from this position on are at fixed addresses.
+NUM_INPUT = "num_input"
+COPY_PREFIX = "copy_input_"
+
+
+def capture_whole_function(mod: tvm.ir.IRModule, inputs: int) -> tvm.ir.IRModule:
+    """Return the module with `main` rewritten so that every kernel but the input copies can be captured.
+
+    Parameters
+    ----------
+    mod : tvm.ir.IRModule
+        `main` calls PrimFuncs with `call_tir`; memory is not planned yet.
+    inputs : int
+        How many of its leading parameters are inputs; the others are weights.
+
+    Notes
+    -----
+    An input or output with a symbolic shape is left as it is: a graph is captured for one set of shapes.
+    """
+    builder = relax.BlockBuilder(mod)
+    main = mod["main"]
+    copies, fixed = _copy_inputs(builder, main.params[:inputs])
+    body = _Replace(fixed).visit_expr(main.body)
+    views, value = _view_outputs(body)
+    blocks = [*_block(copies), *body.blocks, *_block(views)]
+    function = relax.Function(main.params, relax.SeqExpr(blocks, value), main.ret_ty, main.is_pure, main.attrs)
+    builder.update_func(mod.get_global_var("main"), function.with_attr(NUM_INPUT, inputs))
+    return relax.transform.Normalize()(builder.get())
+
+
+def fix_output_memory(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
+    """Return the planned module with every tensor that `main` would allocate in each run in memory of its own instead.
+
+    Runs between StaticPlanBlockMemory and RewriteCUDAGraph, which moves such memory into the graph's.
+    """
+    builder = relax.BlockBuilder(mod)
+    rewritten = _FixedMemory(mod).visit_expr(mod["main"])
+    builder.update_func(mod.get_global_var("main"), rewritten)
+    return builder.get()
+
+
+@mutator
+class _FixedMemory(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no types
+    """Turn run-time allocations of static size into storage plus a tensor in it."""
+
+    def visit_call_(self, op: tvm.ir.Call) -> tvm.ir.Expr:
+        call = super().visit_call_(op)
+        if call.op != tvm.ir.Op.get("relax.builtin.alloc_tensor"):
+            return call
+        shape, dtype = _static_shape(call), call.ty.dtype
+        if shape is None:
+            return call
+        size = math.prod(shape) * ((tvm.DataType(str(dtype)).bits + 7) // 8)
+        storage = self.builder_.emit(relax.op.memory.alloc_storage(relax.ShapeExpr([size]), 0, "global", str(dtype)))
+        return relax.op.memory.alloc_tensor(storage, 0, relax.ShapeExpr(shape), str(dtype))
+
+
+@mutator
+class _Replace(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no types
+    """Replace variables by others."""
+
+    def __init__(self, replacements: dict[relax.Var, relax.Var]) -> None:
+        super().__init__()
+        self._replacements = replacements
+
+    def visit_var_(self, op: relax.Var) -> relax.Expr:
+        return self._replacements.get(op, op)
+
+
+def _copy_inputs(
+    builder: relax.BlockBuilder, params: list[relax.Var]
+) -> tuple[list[relax.VarBinding], dict[relax.Var, relax.Var]]:
+    bindings, fixed = [], {}
+    for index, param in enumerate(params):
+        shape = _static_shape(param)
+        if not shape:
+            continue
+        kernel = builder.add_func(_copy_kernel(shape, str(param.ty.dtype)), f"{COPY_PREFIX}{index}")
+        call = relax.call_tir(kernel, (param,), relax.TensorType(shape, param.ty.dtype))
+        copy = relax.Var(f"{param.name}_fixed", relax.TensorType(shape, param.ty.dtype))
+        bindings.append(relax.VarBinding(copy, call))
+        fixed[param] = copy
+    return bindings, fixed
+
+
+def _view_outputs(body: relax.SeqExpr) -> tuple[list[relax.VarBinding], relax.Expr]:
+    """Return bindings that view each output once more, and the function's result over those views.
+
+    RewriteCUDAGraph leaves the memory of a tensor that is returned itself to the caller, a fresh one for each run. A
+    view hides that it is returned; and a view made by the VM's own function (unlike `relax.reshape`, which would be
+    captured too) is a reader outside the graph, without which nothing would come out of it.
+    """
+    result = body.body
+    bound = {binding.var: binding.value for block in body.blocks for binding in block.bindings}
+    whole = bound.get(result, result)
+    fields = list(whole.fields) if isinstance(whole, relax.Tuple) else [result]
+    bindings, outputs = [], []
+    for index, field in enumerate(fields):
+        if not _static_shape(field):
+            outputs.append(field)
+            continue
+        view = relax.Var(f"output_{index}", field.ty)
+        call = relax.op.call_pure_packed("vm.builtin.reshape", field, field.ty.shape, ty_args=[field.ty])
+        bindings.append(relax.VarBinding(view, call))
+        outputs.append(view)
+    if not isinstance(whole, relax.Tuple):
+        return bindings, outputs[0]
+    tuple_var = relax.Var("outputs", whole.ty)
+    bindings.append(relax.VarBinding(tuple_var, relax.Tuple(outputs)))
+    return bindings, tuple_var
+
+
+def _block(bindings: list[relax.VarBinding]) -> list[relax.BindingBlock]:
+    return [relax.BindingBlock(bindings)] if bindings else []
+
+
+def _static_shape(value: relax.Expr) -> list[int] | None:
+    """Return a tensor's shape when all its sizes are numbers; empty for a scalar."""
+    shape = getattr(value.ty, "shape", None)
+    if shape is None or not all(isinstance(size, tirx.IntImm) for size in shape):
+        return None
+    return [int(size) for size in shape]
+
+
+def _copy_kernel(shape: list[int], dtype: str) -> tirx.PrimFunc:
+    source = te.placeholder(shape, dtype, name="source")
+    copied = te.compute(shape, lambda *axes: source[axes], name="copied")
+    return te.create_prim_func([source, copied])

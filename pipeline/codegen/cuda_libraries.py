@@ -1,0 +1,81 @@
+"""TVM's CUDA runtime and the two libraries it needs: libcudart.so.13 (CUDA's runtime) and libcuda.so.1 (the driver).
+
+TVM loads its `libtvm_runtime_cuda.so` when it is imported, and goes on without it when the loader does not find these
+two. A CUDA runtime installed from PyPI is not on the loader's path, so it is loaded here by its full name first: the
+loader then takes the library it already has of that name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import logging
+from pathlib import Path
+
+import tvm
+from tvm import libinfo
+
+logger = logging.getLogger(__name__)
+
+CUDART = "libcudart.so.13"
+DRIVER = "libcuda.so.1"
+SIDECAR = "libtvm_runtime_cuda.so"
+TOOLKIT_FOLDERS = (Path("/usr/local/cuda/lib64"), Path("/usr/local/cuda/targets/x86_64-linux/lib"))
+
+
+def cuda_runtime_loaded() -> bool:
+    """Whether TVM's CUDA runtime is in this process, with a real driver or the compile-only one."""
+    return tvm.get_global_func("ffi.Module.create.cuda", allow_missing=True) is not None
+
+
+def load_cuda_runtime() -> str | None:
+    """Load TVM's CUDA runtime if it is not there; return None, or why it cannot be loaded."""
+    if cuda_runtime_loaded():
+        return None
+    reason = load_library(CUDART, [*pypi_folders("nvidia-cuda-runtime"), *TOOLKIT_FOLDERS])
+    if reason is None:
+        reason = load_library(DRIVER, [])
+    if reason is None:
+        reason = load_library(SIDECAR, [Path(folder) for folder in libinfo.package_lib_paths()])
+    return reason
+
+
+def load_library(name: str, folders: list[Path]) -> str | None:
+    """Load a shared library for all that follow, by its plain name or from the first folder that has it.
+
+    Returns
+    -------
+    str or None
+        None when it is loaded, else why not.
+    """
+    reasons = []
+    for candidate in [name, *(str(folder / name) for folder in folders if (folder / name).is_file())]:
+        try:
+            ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
+        except OSError as e:
+            reasons.append(str(e))
+            continue
+        logger.debug("loaded %s", candidate)
+        return None
+    return "; ".join(reasons)
+
+
+def pypi_folders(distribution: str) -> list[Path]:
+    """Return the folders in which an installed distribution has shared libraries."""
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return sorted({Path(str(file.locate())).parent for file in files if ".so" in file.name})
+
+
+def pypi_root(distribution: str) -> Path | None:
+    """Return the folder of an installed CUDA distribution that has `include/` in it, None when it is not installed."""
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files:
+        if file.name == "cuda_runtime.h":
+            return Path(str(file.locate())).parent.parent
+    return None

@@ -1,0 +1,116 @@
+"""From a compiled module to an artifact directory."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import safetensors.numpy
+import tvm
+import tvm_ffi
+
+from pipeline.artifact import write_directory
+from pipeline.codegen.cuda_libraries import CUDART, DRIVER
+from pipeline.compile import CompiledModule, KernelChoice
+from pipeline.errors import LoweringError
+from pipeline.manifest import MODULE_FILE, PARAMS_FILE, KernelEntry, Manifest, PassEntry, TargetEntry
+from pipeline.runtime import vector_features
+
+
+def write_artifact(compiled: CompiledModule, destination: Path) -> Manifest:
+    """Write a compiled module as an artifact directory, whole or not at all; return its manifest.
+
+    Raises
+    ------
+    ArtifactError
+        The destination cannot be written, or exists and is no artifact.
+    LoweringError
+        The C++ compiler that links `model.so` is missing or failed.
+    """
+
+    def write_files(directory: Path) -> Manifest:
+        link_seconds = _link(compiled, directory / MODULE_FILE)
+        weights = {name: np.ascontiguousarray(array) for name, array in compiled.lowered.weights.items()}
+        if weights:
+            safetensors.numpy.save_file(weights, directory / PARAMS_FILE)
+            # safetensors makes private files.
+            (directory / PARAMS_FILE).chmod((directory / MODULE_FILE).stat().st_mode & 0o666)
+        return build_manifest(compiled, link_seconds)
+
+    return write_directory(destination, write_files)
+
+
+def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
+    """Return what the artifact of a compiled module says about itself, without the hashes of its files."""
+    lowered, target = compiled.lowered, compiled.target
+    host = target.target.host or target.target
+    return Manifest(
+        model=lowered.graph.name,
+        model_sha256=lowered.graph.source_sha256,
+        inputs=lowered.graph.inputs,
+        outputs=lowered.graph.outputs,
+        target=TargetEntry(
+            kind=target.kind,
+            arch=target.arch,
+            config=str(target.target),
+            cpu_features=tuple(sorted(vector_features(host))),
+            libraries=(CUDART, DRIVER) if target.kind == "cuda" else (),
+            cuda_graph=compiled.cuda_graph,
+        ),
+        precision=lowered.options.precision,
+        passes=tuple(
+            PassEntry(r.phase, r.name, r.enabled, r.seconds, r.bindings_removed, r.constants_folded)
+            for r in lowered.reports
+        ),
+        kernels=tuple(_kernel_entry(compiled, choice) for choice in compiled.choices),
+        weights=tuple(lowered.weights),
+        versions=versions(),
+        compile_seconds={**compiled.seconds, "link": link_seconds},
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that shape an artifact, and the kind of machine that made it."""
+    try:
+        own = importlib.metadata.version("relaxtune")
+    except importlib.metadata.PackageNotFoundError:
+        own = "unknown (not installed)"
+    return {
+        "relaxtune": own,
+        "tvm": tvm.__version__,
+        "tvm_ffi": tvm_ffi.__version__,
+        "onnx": onnx.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def _kernel_entry(compiled: CompiledModule, choice: KernelChoice) -> KernelEntry:
+    calls = compiled.lowered.kernels[choice.function]
+    decision = choice.decision
+    return KernelEntry(
+        function=choice.function,
+        calls=len(calls),
+        onnx_nodes=tuple(dict.fromkeys(node for call in calls for node in call.onnx_nodes)),
+        route=choice.route.value,
+        record_id=choice.record_id,
+        latency_us=choice.latency_us,
+        decision_sha256=hashlib.sha256(decision.encode()).hexdigest() if decision is not None else None,
+        note=choice.note,
+    )
+
+
+def _link(compiled: CompiledModule, path: Path) -> float:
+    started = time.perf_counter()
+    try:
+        compiled.executable.export_library(str(path))
+    except (RuntimeError, ValueError) as e:
+        raise LoweringError(
+            f"linking {MODULE_FILE} failed: {e}. It needs a C++ compiler on the path (Debian: apt install g++)"
+        ) from e
+    return time.perf_counter() - started

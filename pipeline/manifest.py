@@ -1,0 +1,190 @@
+"""`Manifest`: what an artifact says about itself, as frozen values and as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from models import TensorSpec
+from pipeline.errors import ArtifactError
+
+# Raised by one whenever an older reader would misread the directory.
+FORMAT_VERSION = 1
+FORMAT_NAME = "relaxtune-artifact"
+
+MANIFEST_FILE = "manifest.json"
+MODULE_FILE = "model.so"
+PARAMS_FILE = "params.safetensors"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size and content hash of one file of the artifact."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TargetEntry:
+    """What the code was made for.
+
+    Attributes
+    ----------
+    kind, arch
+        `llvm` or `cuda`; the processor as LLVM calls it, or `sm_90a`.
+    config
+        The whole target, TVM's JSON text.
+    cpu_features
+        Instruction sets the host code may use; the loading machine must have them all.
+    libraries
+        Shared libraries besides TVM's runtime that must be there when it is loaded.
+    cuda_graph
+        Whether kernels run as a captured CUDA graph.
+    """
+
+    kind: str
+    arch: str
+    config: str
+    cpu_features: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+    cuda_graph: bool = False
+
+
+@dataclass(frozen=True)
+class PassEntry:
+    """One pass of the lowering, in order."""
+
+    phase: str
+    name: str
+    enabled: bool
+    seconds: float
+    bindings_removed: int
+    constants_folded: int
+
+
+@dataclass(frozen=True)
+class KernelEntry:
+    """One kernel: which ONNX nodes it computes and where it came from.
+
+    Attributes
+    ----------
+    function
+        Name of the PrimFunc.
+    calls
+        How often one inference runs it.
+    onnx_nodes
+        The ONNX nodes of all its calls.
+    route, record_id, latency_us
+        How it was made, the database record behind it, and that record's median latency.
+    decision_sha256
+        Hash of the record's decision, which stays checkable when the database is gone.
+    note
+        Why it has no record, or why a better one was passed over.
+    """
+
+    function: str
+    calls: int
+    onnx_nodes: tuple[str, ...]
+    route: str
+    record_id: int | None
+    latency_us: float | None
+    decision_sha256: str | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything an artifact says about itself; `validation` is the report's JSON data, None before a validation."""
+
+    model: str
+    model_sha256: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    target: TargetEntry
+    precision: str | None
+    passes: tuple[PassEntry, ...]
+    kernels: tuple[KernelEntry, ...]
+    weights: tuple[str, ...]
+    versions: Mapping[str, str]
+    compile_seconds: Mapping[str, float]
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    validation: Mapping[str, object] | None = None
+
+    def with_files(self, files: Mapping[str, FileEntry]) -> Manifest:
+        """Return the same manifest with the hashes of the written files."""
+        return replace(self, files=dict(files))
+
+    def with_validation(self, report: Mapping[str, object]) -> Manifest:
+        """Return the same manifest with the result of a validation."""
+        return replace(self, validation=dict(report))
+
+    def to_json(self) -> str:
+        """Return the file's text; its last key is the hash of all the others."""
+        body: dict[str, Any] = {"format": FORMAT_NAME, "format_version": FORMAT_VERSION, **asdict(self)}
+        return json.dumps({**body, "manifest_sha256": _digest(body)}, indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def parse_manifest(text: str, where: str) -> Manifest:
+    """Return the manifest of a text; `where` names the file in messages.
+
+    Raises
+    ------
+    ArtifactError
+        The text is not a manifest, has another format version, or was altered.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as e:
+        raise ArtifactError(f"{where} is not valid JSON ({e}); the artifact is damaged, compile it again") from e
+    if not isinstance(data, dict) or data.get("format") != FORMAT_NAME:
+        raise ArtifactError(f'{where} is not the manifest of an artifact (no "format": "{FORMAT_NAME}")')
+    version = data.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ArtifactError(
+            f"{where} has format version {version!r}, this relaxtune reads version {FORMAT_VERSION}; "
+            "compile the model again, or load it with the relaxtune that wrote it (see its key versions.relaxtune)"
+        )
+    expected = data.pop("manifest_sha256", None)
+    if _digest(data) != expected:
+        raise ArtifactError(
+            f"{where} was changed after it was written: its content has sha256 {_digest(data)}, it states {expected}; "
+            "compile the model again"
+        )
+    try:
+        return _from_data(data)
+    except (KeyError, TypeError) as e:
+        raise ArtifactError(f"{where} lacks what a manifest must hold ({e}); compile the model again") from e
+
+
+def _digest(body: Mapping[str, object]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _from_data(data: dict[str, Any]) -> Manifest:
+    target = dict(data["target"])
+    for name in ("cpu_features", "libraries"):
+        target[name] = tuple(target[name])
+    return Manifest(
+        model=data["model"],
+        model_sha256=data["model_sha256"],
+        inputs=_specs(data["inputs"]),
+        outputs=_specs(data["outputs"]),
+        target=TargetEntry(**target),
+        precision=data["precision"],
+        passes=tuple(PassEntry(**entry) for entry in data["passes"]),
+        kernels=tuple(KernelEntry(**{**entry, "onnx_nodes": tuple(entry["onnx_nodes"])}) for entry in data["kernels"]),
+        weights=tuple(data["weights"]),
+        versions=data["versions"],
+        compile_seconds=data["compile_seconds"],
+        files={name: FileEntry(**entry) for name, entry in data["files"].items()},
+        validation=data["validation"],
+    )
+
+
+def _specs(entries: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(entry["name"], entry["dtype"], tuple(entry["shape"])) for entry in entries)

@@ -1,0 +1,272 @@
+"""`Module`: load an artifact and run it. Needs nothing but the artifact directory and TVM's runtime."""
+
+from __future__ import annotations
+
+import platform
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import safetensors.numpy
+import tvm
+from tvm.runtime import Device, Tensor
+from tvm.runtime.vm import VirtualMachine
+from tvm.target import codegen
+
+from models import TensorSpec
+from models.spec import numpy_dtype
+from pipeline.artifact import load_manifest, verify_artifact
+from pipeline.codegen.cuda_libraries import load_cuda_runtime
+from pipeline.errors import ArtifactError, PipelineError
+from pipeline.manifest import MODULE_FILE, PARAMS_FILE, Manifest
+from pipeline.threads import configure_threads
+from schedules.targets import resolve_target
+
+
+class Module:
+    """A loaded artifact.
+
+    `run` takes and returns NumPy arrays by name. `run_device` takes tensors already on the device and leaves the
+    outputs there; on CUDA such outputs live in memory that the next run writes again, so copy what must last.
+
+    Threads may call one module; calls take turns, since a run works in buffers that belong to the module.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        machine: VirtualMachine,
+        device: Device,
+        weights: Sequence[Tensor],
+        threads: int | None,
+    ) -> None:
+        """Hold a loaded module; use `Module.load`."""
+        self._manifest = manifest
+        self._main = machine["main"]
+        self._machine = machine
+        self._device = device
+        self._weights = tuple(weights)
+        self._threads = threads
+        self._turn = threading.Lock()
+
+    @classmethod
+    def load(
+        cls, directory: Path | str, *, device: str | None = None, verify: bool = True, threads: int | None = None
+    ) -> Self:
+        """Return the module of an artifact directory, its weights on the device.
+
+        Parameters
+        ----------
+        directory : Path or str
+            The artifact.
+        device : str or None
+            Such as `cpu`, `cuda` or `cuda:1`; by default the first device of the artifact's kind.
+        verify : bool
+            Whether every file's sha256 is checked first; the manifest's always is.
+        threads : int or None
+            CPU threads; by default one for each physical core.
+
+        Raises
+        ------
+        ArtifactError
+            The artifact is missing, damaged, or for a target that this machine does not have.
+        """
+        directory = Path(directory)
+        manifest = verify_artifact(directory) if verify else load_manifest(directory)
+        chosen = _device_for(manifest, device, directory)
+        configure_threads(threads)
+        try:
+            machine = VirtualMachine(tvm.runtime.load_module(str(directory / MODULE_FILE)), chosen)
+        except (RuntimeError, OSError, ValueError) as e:
+            raise ArtifactError(f"{directory / MODULE_FILE} cannot be loaded: {_last_line(e)}") from e
+        return cls(manifest, machine, chosen, _load_weights(directory, manifest, chosen), threads)
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the artifact says about itself."""
+        return self._manifest
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs, in the model's order."""
+        return self._manifest.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs, in the model's order."""
+        return self._manifest.outputs
+
+    @property
+    def device(self) -> Device:
+        """Where it runs."""
+        return self._device
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the outputs, by name, as arrays of their own.
+
+        Raises
+        ------
+        PipelineError
+            An input is missing, unexpected, or of another dtype or shape than the signature says.
+        """
+        check_inputs(inputs, self.inputs)
+        with self._turn:
+            outputs = self._call(self.to_device(inputs))
+            return {spec.name: tensor.numpy() for spec, tensor in zip(self.outputs, outputs, strict=True)}
+
+    def to_device(self, inputs: Mapping[str, np.ndarray]) -> tuple[Tensor, ...]:
+        """Return the inputs as tensors on the device, in the model's order, for `run_device`."""
+        return tuple(
+            tvm.runtime.tensor(np.ascontiguousarray(inputs[spec.name]), device=self._device) for spec in self.inputs
+        )
+
+    def run_device(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the outputs as tensors on the device; nothing is checked, copied or waited for.
+
+        Parameters
+        ----------
+        tensors : sequence of tvm.runtime.Tensor
+            One for each input, in the model's order, on `device`.
+        """
+        with self._turn:
+            return self._call(tensors)
+
+    def synchronise(self) -> None:
+        """Wait until the device has finished all that was started."""
+        self._device.sync()
+
+    def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        # TVM keeps one thread pool for each calling thread, so every thread sets its own.
+        configure_threads(self._threads)
+        result = self._main(*tensors, *self._weights)
+        return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def check_inputs(inputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) -> None:
+    """Check arrays against a signature; a symbolic axis takes one size over all the inputs.
+
+    Raises
+    ------
+    PipelineError
+        Names every input that does not fit, with expected against got.
+    """
+    names = {spec.name for spec in specs}
+    problems = [f"unexpected input {name!r}" for name in inputs if name not in names]
+    symbols: dict[str, tuple[int, str]] = {}
+    for spec in specs:
+        array = inputs.get(spec.name)
+        if array is None:
+            problems.append(f"missing input {spec}")
+            continue
+        if array.dtype != numpy_dtype(spec.dtype):
+            problems.append(f"input {spec.name!r}: expected dtype {spec.dtype}, got {array.dtype}")
+        if not _shape_fits(array.shape, spec, symbols):
+            got = "x".join(str(size) for size in array.shape) or "a scalar"
+            problems.append(f"input {spec.name!r}: expected shape {_shape_text(spec, symbols)}, got {got}")
+    if problems:
+        expected = ", ".join(str(spec) for spec in specs)
+        raise PipelineError(f"inputs do not fit the model: {'; '.join(problems)}. It takes: {expected}")
+
+
+def _shape_fits(shape: tuple[int, ...], spec: TensorSpec, symbols: dict[str, tuple[int, str]]) -> bool:
+    if len(shape) != len(spec.shape):
+        return False
+    for size, axis in zip(shape, spec.shape, strict=True):
+        # An axis such as "past + new" is computed inside the module, which checks it itself.
+        if isinstance(axis, str) and not axis.isidentifier():
+            continue
+        expected = axis if isinstance(axis, int) else symbols.setdefault(axis, (size, spec.name))[0]
+        if size != expected:
+            return False
+    return True
+
+
+def _shape_text(spec: TensorSpec, symbols: Mapping[str, tuple[int, str]]) -> str:
+    axes = []
+    for axis in spec.shape:
+        known = symbols.get(axis) if isinstance(axis, str) else None
+        axes.append(f"{axis}={known[0]} (from {known[1]!r})" if known and known[1] != spec.name else str(axis))
+    return "x".join(axes) or "a scalar"
+
+
+def _device_for(manifest: Manifest, asked: str | None, directory: Path) -> Device:
+    kind = "cuda" if manifest.target.kind == "cuda" else "cpu"
+    text = asked or kind
+    if not re.fullmatch(rf"{kind}(:\d+)?", text):
+        raise ArtifactError(
+            f"artifact {directory} is for {manifest.target.kind} ({manifest.target.arch}) and cannot run on device "
+            f"{text!r}; expected {kind} or {kind}:N, or compile the model for that device"
+        )
+    _check_cpu(manifest, directory)
+    if kind == "cpu":
+        return tvm.cpu(0)
+    return _cuda_device(manifest, int(text.partition(":")[2] or 0), directory)
+
+
+def _cuda_device(manifest: Manifest, index: int, directory: Path) -> Device:
+    found = load_cuda_runtime()
+    device = tvm.cuda(index)
+    if not device.exist:
+        raise ArtifactError(
+            f"artifact {directory} is for a GPU ({manifest.target.arch}), and this machine has no CUDA device {index} "
+            f"({found or 'no driver answers'}); run it where there is one, or compile with --target llvm"
+        )
+    capability = str(device.compute_version).replace(".", "")
+    built_for = re.sub(r"\D", "", manifest.target.arch)
+    # A cubin runs on the compute capability it was made for and on later minor versions of the same major one; the
+    # `a` variants only on exactly theirs (CUDA C++ Programming Guide, "Binary Compatibility").
+    exact = manifest.target.arch.endswith("a")
+    fits = capability == built_for if exact else capability[:-1] == built_for[:-1] and capability >= built_for
+    if not fits:
+        raise ArtifactError(
+            f"artifact {directory} is for {manifest.target.arch}; CUDA device {index} is {device.device_name} with "
+            f"compute capability {device.compute_version}. Compile the model with --target cuda:sm_{capability}"
+        )
+    return device
+
+
+def _check_cpu(manifest: Manifest, directory: Path) -> None:
+    host = manifest.versions.get("machine", platform.machine())
+    if host != platform.machine():
+        raise ArtifactError(
+            f"artifact {directory} is for {host} processors, this machine is {platform.machine()}; compile it here"
+        )
+    needed = set(manifest.target.cpu_features)
+    if not needed:
+        return
+    missing = sorted(needed - vector_features(resolve_target("llvm").target))
+    if missing:
+        raise ArtifactError(
+            f"artifact {directory} was compiled for the processor {manifest.target.arch}; this machine's "
+            f"({codegen.llvm_get_system_cpu()}) lacks {', '.join(missing)}. Compile the model here with --target llvm"
+        )
+
+
+def vector_features(target: tvm.target.Target) -> set[str]:
+    """Return the instruction sets of an LLVM target that compiled code may use without asking."""
+    # What LLVM emits by itself; tuning hints ("fast-...") and system instructions are no reason to refuse a machine.
+    pattern = r"(sse|ssse|avx|fma|f16c|bmi|lzcnt|popcnt|movbe|amx|neon|sve|dotprod|fullfp16|i8mm|bf16).*"
+    return {str(name) for name in codegen.llvm_get_cpu_features(target) if re.fullmatch(pattern, str(name))}
+
+
+def _load_weights(directory: Path, manifest: Manifest, device: Device) -> list[Tensor]:
+    if not manifest.weights:
+        return []
+    try:
+        arrays = safetensors.numpy.load_file(directory / PARAMS_FILE)
+    except (OSError, safetensors.SafetensorError) as e:
+        raise ArtifactError(f"{directory / PARAMS_FILE} cannot be read: {e}; compile the model again") from e
+    missing = [name for name in manifest.weights if name not in arrays]
+    if missing:
+        raise ArtifactError(
+            f"{directory / PARAMS_FILE} lacks the weights {', '.join(missing)}; compile the model again"
+        )
+    return [tvm.runtime.tensor(arrays[name], device=device) for name in manifest.weights]
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
