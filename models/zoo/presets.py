@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -19,6 +18,7 @@ from models.zoo.llama import LlamaConfig, build_llama
 from models.zoo.t5 import T5Config, build_t5
 from models.zoo.vit import VitConfig, build_vit
 
+Config = BertConfig | Gpt2Config | LlamaConfig | VitConfig | T5Config
 Builder = Callable[[str, dict[str, Dim], Precision, int], onnx.ModelProto]
 
 DEFAULT_DIMS: Mapping[str, int] = {"batch": 1, "sequence": 128, "past_sequence": 127}
@@ -33,6 +33,7 @@ class Preset:
 
     name: str
     description: str
+    config: Config
     inputs: tuple[TensorSpec, ...]
     build: Builder = field(repr=False)
     limits: Mapping[str, int] = field(default_factory=dict)
@@ -46,6 +47,7 @@ def _bert(name: str, config: BertConfig) -> Preset:
     return Preset(
         name=name,
         description=f"BERT encoder, {config.layers} layers, hidden {config.hidden}",
+        config=config,
         inputs=_ids("input_ids", "attention_mask", "token_type_ids"),
         build=lambda title, dims, precision, seed: build_bert(title, config, dims, precision, seed),
         limits={"sequence": config.max_positions},
@@ -53,79 +55,59 @@ def _bert(name: str, config: BertConfig) -> Preset:
 
 
 def _gpt2(name: str, config: Gpt2Config) -> tuple[Preset, Preset]:
-    """Return the prefill and the decode-step preset."""
-    title = f"GPT-2 decoder, {config.layers} layers, hidden {config.hidden}"
-    return _decoder_pair(
-        name,
-        title,
-        functools.partial(_build_gpt2, config),
-        config.layers,
-        config.heads,
-        config.head_size,
-        config.max_positions,
-    )
+    def build(title: str, dims: dict[str, Dim], precision: Precision, seed: int) -> onnx.ModelProto:
+        return build_gpt2(title, config, dims, precision, seed)
+
+    def step(title: str, dims: dict[str, Dim], precision: Precision, seed: int) -> onnx.ModelProto:
+        return build_gpt2(title, config, dims, precision, seed, decode=True)
+
+    description = f"GPT-2 decoder, {config.layers} layers, hidden {config.hidden}"
+    return _decoder_pair(name, description, config, (build, step), config.heads)
 
 
 def _llama(name: str, config: LlamaConfig) -> tuple[Preset, Preset]:
-    """Return the prefill and the decode-step preset."""
-    title = f"Llama-style decoder, {config.layers} layers, hidden {config.hidden}"
-    return _decoder_pair(
-        name,
-        title,
-        functools.partial(_build_llama, config),
-        config.layers,
-        config.kv_heads,
-        config.head_size,
-        config.max_positions,
-    )
+    def build(title: str, dims: dict[str, Dim], precision: Precision, seed: int) -> onnx.ModelProto:
+        return build_llama(title, config, dims, precision, seed)
 
+    def step(title: str, dims: dict[str, Dim], precision: Precision, seed: int) -> onnx.ModelProto:
+        return build_llama(title, config, dims, precision, seed, decode=True)
 
-def _build_gpt2(
-    config: Gpt2Config, decode: bool, name: str, dims: dict[str, Dim], precision: Precision, seed: int
-) -> onnx.ModelProto:
-    return build_gpt2(name, config, dims, precision, seed, decode=decode)
-
-
-def _build_llama(
-    config: LlamaConfig, decode: bool, name: str, dims: dict[str, Dim], precision: Precision, seed: int
-) -> onnx.ModelProto:
-    return build_llama(name, config, dims, precision, seed, decode=decode)
+    description = f"Llama-style decoder, {config.layers} layers, hidden {config.hidden}"
+    return _decoder_pair(name, description, config, (build, step), config.kv_heads)
 
 
 def _decoder_pair(
-    name: str,
-    title: str,
-    build: Callable[..., onnx.ModelProto],
-    layers: int,
-    kv_heads: int,
-    head_size: int,
-    max_positions: int,
+    name: str, description: str, config: Gpt2Config | LlamaConfig, builders: tuple[Builder, Builder], kv_heads: int
 ) -> tuple[Preset, Preset]:
-    # A cache has the dtype of the precision; fp32 stands here for "real", the graph says which.
+    """Return the prefill and the decode-step preset."""
+    # A cache has the dtype of the precision; float32 stands here for either.
     caches = tuple(
-        TensorSpec(f"past_key_values.{index}.{which}", "float32", ("batch", kv_heads, "past_sequence", head_size))
-        for index in range(layers)
+        TensorSpec(
+            f"past_key_values.{index}.{which}", "float32", ("batch", kv_heads, "past_sequence", config.head_size)
+        )
+        for index in range(config.layers)
         for which in ("key", "value")
-    )
-    step = (
-        TensorSpec("input_ids", "int64", ("batch", 1)),
-        TensorSpec("attention_mask", "int64", ("batch", TOTAL_AFTER_PAST)),
-        TensorSpec("position_ids", "int64", ("batch", 1)),
-        *caches,
     )
     prefill = Preset(
         name=name,
-        description=f"{title}, prefill",
+        description=f"{description}, prefill",
+        config=config,
         inputs=_ids("input_ids", "attention_mask"),
-        build=functools.partial(build, False),
-        limits={"sequence": max_positions},
+        build=builders[0],
+        limits={"sequence": config.max_positions},
     )
     decode = Preset(
         name=f"{name}-decode",
-        description=f"{title}, one decode step with its KV cache",
-        inputs=step,
-        build=functools.partial(build, True),
-        limits={"past_sequence": max_positions - 1},
+        description=f"{description}, one decode step with its KV cache",
+        config=config,
+        inputs=(
+            TensorSpec("input_ids", "int64", ("batch", 1)),
+            TensorSpec("attention_mask", "int64", ("batch", TOTAL_AFTER_PAST)),
+            TensorSpec("position_ids", "int64", ("batch", 1)),
+            *caches,
+        ),
+        build=builders[1],
+        limits={"past_sequence": config.max_positions - 1},
     )
     return prefill, decode
 
@@ -135,6 +117,7 @@ def _vit(name: str, config: VitConfig) -> Preset:
     return Preset(
         name=name,
         description=f"ViT classifier, {config.layers} layers, hidden {config.hidden}, image {config.image}",
+        config=config,
         inputs=(TensorSpec("pixel_values", "float32", shape),),
         build=lambda title, dims, precision, seed: build_vit(title, config, dims, precision, seed),
     )
@@ -144,6 +127,7 @@ def _t5(name: str, config: T5Config) -> Preset:
     return Preset(
         name=name,
         description=f"T5-style encoder, {config.layers} layers, hidden {config.hidden}",
+        config=config,
         inputs=_ids("input_ids", "attention_mask"),
         build=lambda title, dims, precision, seed: build_t5(title, config, dims, precision, seed),
     )
