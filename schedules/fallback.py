@@ -14,6 +14,7 @@ from tvm.tirx import PrimFunc
 from schedules.cpu.elementwise import Elementwise
 from schedules.cpu.generic import Generic
 from schedules.cpu.matmul import Matmul
+from schedules.cpu.reduction import RowReduction
 from schedules.errors import TargetError, UnscheduledError
 from schedules.gpu.dlight_rules import cuda_rules
 from schedules.vector_math import register_vector_math
@@ -69,7 +70,7 @@ def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
     """
     if target.kind.name == "llvm":
         register_vector_math()
-        return [(rule.name, rule) for rule in (Elementwise(), Matmul(), Generic())]
+        return [(rule.name, rule) for rule in (Elementwise(), Matmul(), RowReduction(), Generic())]
     if target.kind.name == "cuda":
         return cuda_rules()
     raise TargetError(f"no default schedules for target kind {target.kind.name!r}; expected llvm or cuda.")

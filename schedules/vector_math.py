@@ -13,6 +13,7 @@ and tuned ones alike. It holds for the process in which `register_vector_math` r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from tvm import DataType, tirx
@@ -43,6 +44,7 @@ _TANH = (-0.33333298563957214, 0.13331958651542664, -0.053786683827638626, 0.020
 _TANH_SPLIT, _TANH_ONE = 0.6, 10.0
 
 
+@functools.cache
 def register_vector_math() -> None:
     """Make this process lower exp, erf, tanh and sigmoid for LLVM to vector arithmetic; repeating it is harmless."""
     for name, function in (("exp", _exp), ("erf", _erf), ("tanh", _tanh), ("sigmoid", _sigmoid)):

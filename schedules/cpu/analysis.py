@@ -105,6 +105,12 @@ def is_costly(block: BlockFacts) -> bool:
     return any(name in _COSTLY_CALLS for name in call_names(block.stmt.body))
 
 
+def has_bound_check(sch: Schedule, block: BlockFacts) -> bool:
+    """Whether the block runs only for a part of its loops' iterations (a split that does not divide)."""
+    predicate = _get_realize(sch, block.rv).predicate
+    return not (isinstance(predicate, tirx.IntImm) and int(predicate) == 1)
+
+
 def find_path_to(sch: Schedule, block: BlockFacts) -> list[str]:
     """Return the names of the blocks that the given one depends on, directly or not."""
     names: list[str] = []

@@ -1,0 +1,123 @@
+"""Row-wise reductions on a CPU: softmax, layer norm, RMS norm, mean, sum, max.
+
+Blocks of the kinds S...SR (reduce a row) and S...SS (walk a row), all over the same leading rows. Softmax is
+max (SR), exp (SS), sum (SR), divide (SS).
+
+1. Inline what is elementwise and read once; what is costly and read by several stays.
+2. Each reduction whose innermost loop is the reduced one gets one partial result a vector lane: split the reduced axis
+   by the lanes, `rfactor` the lanes out, so that LLVM sees a vector accumulator and need not reassociate on its own.
+3. Rows are parallel; the row loops of all blocks are merged into one, so that a row stays in L1.
+4. Loops along the row are vector loops.
+
+The order of summation differs from the serial one (one partial sum a lane), which for the sums of a row is the more
+accurate order. A row whose length is no multiple of the lanes is summed by its whole vectors and a short serial rest.
+"""
+
+from __future__ import annotations
+
+import tvm_ffi
+from tvm.s_tir import Schedule
+from tvm.s_tir.schedule import LoopRV, SBlockRV
+from tvm.target import Target
+from tvm.tirx import PrimFunc
+
+from schedules.cpu.analysis import BlockFacts, has_bound_check, is_canonical, list_blocks, static_extent
+from schedules.cpu.base import (
+    PARTITION_HINT,
+    CpuRule,
+    cpu_limits,
+    dtype_bytes,
+    inline_spatial,
+    vectorize_loop,
+    work_of,
+    worth_parallel,
+)
+from schedules.targets import CpuLimits
+
+
+class RowReduction(CpuRule):
+    """Functions whose blocks all walk or reduce rows of the same leading axes."""
+
+    name = "cpu-reduction"
+
+    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
+        """Return the schedule, None when there is no reduction or the blocks do not share their leading axes."""
+        sch = Schedule(func)
+        if not all(is_canonical(sch, block) for block in list_blocks(sch)):
+            return None
+        inline_spatial(sch)
+        blocks = list_blocks(sch)
+        rows = count_shared_rows(sch, blocks)
+        if rows == 0 or not any(block.is_reduction for block in blocks):
+            return None
+        if [block.name for block in _sinks(sch, blocks)] != [blocks[-1].name]:
+            return None
+        limits = cpu_limits(target)
+        for block in blocks:
+            if block.is_reduction:
+                split_lanes(sch, block, limits)
+        _merge_rows(sch, rows, limits)
+        return sch
+
+
+def count_shared_rows(sch: Schedule, blocks: list[BlockFacts]) -> int:
+    """Return how many leading data-parallel loops have the same extents in every block; 0 for no blocks."""
+    if not blocks:
+        return 0
+    leading = [len(block.kinds) - len(block.kinds.lstrip("S")) for block in blocks]
+    extents = [[sch.get(loop).extent for loop in sch.get_loops(block.rv)] for block in blocks]
+    shared = 0
+    while shared < min(leading) and all(tvm_ffi.structural_equal(row[shared], extents[0][shared]) for row in extents):
+        shared += 1
+    return shared
+
+
+def split_lanes(sch: Schedule, block: BlockFacts, limits: CpuLimits) -> None:
+    """Give a reduction along a contiguous axis one partial result a lane; leave any other as it is."""
+    if block.kinds.count("R") != 1 or not block.kinds.endswith("R"):
+        return
+    reduced = block.stmt.iter_vars[-1]
+    extent = static_extent(reduced.dom.extent)
+    lanes = limits.vector_bytes // dtype_bytes(str(block.stmt.writes[0].source.dtype))
+    contiguous = any(read.region and read.region[-1].min.same_as(reduced.var) for read in block.stmt.reads)
+    if not contiguous or (extent is not None and extent < 2 * lanes):
+        return
+    _, lane = sch.split(sch.get_loops(block.rv)[-1], [None, lanes])
+    sch.rfactor(lane, len(block.stmt.writes[0].region))
+
+
+def _sinks(sch: Schedule, blocks: list[BlockFacts]) -> list[BlockFacts]:
+    return [block for block in blocks if not sch.get_consumers(block.rv)]
+
+
+def _merge_rows(sch: Schedule, rows: int, limits: CpuLimits) -> None:
+    """Put all blocks under one loop over rows, with vector loops along the row."""
+    blocks = list_blocks(sch)
+    parallel = worth_parallel(_total_work(sch))
+    inner = [sch.get_loops(block.rv)[rows:] for block in blocks]
+    row_loops = [sch.fuse(*sch.get_loops(block.rv)[:rows]) for block in blocks]
+    # `merge`, not `compute_at`: the latter rebuilds the inner loops and drops the bound check of a split one.
+    row = sch.merge(*row_loops) if len(row_loops) > 1 else row_loops[0]
+    if parallel:
+        sch.parallel(row)
+    partial: list[tuple[SBlockRV, LoopRV]] = []
+    for block, loops in zip(blocks, inner, strict=True):
+        lanes = limits.vector_bytes // dtype_bytes(str(block.stmt.writes[0].source.dtype))
+        if block.is_spatial and loops:
+            vectorize_loop(sch, loops[-1], lanes)
+        elif block.is_reduction and block.name.endswith("_rf"):
+            sch.vectorize(loops[-1])
+            if has_bound_check(sch, block):
+                # TVM does not see the split axis as affine once the block is taken apart: the initialisation stays.
+                sch.annotate(loops[0], PARTITION_HINT, 1)
+            else:
+                partial.append((block.rv, loops[0]))
+    # Last of all: a block whose initialisation was split off is no longer one that loops may be changed around.
+    for rv, loop in partial:
+        sch.decompose_reduction(rv, loop)
+
+
+def _total_work(sch: Schedule) -> int | None:
+    works = [work_of(sch, block.rv) for block in list_blocks(sch)]
+    known = [work for work in works if work is not None]
+    return sum(known) if len(known) == len(works) else None
