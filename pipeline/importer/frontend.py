@@ -18,17 +18,22 @@ from pipeline.errors import ImportFailedError
 from pipeline.importer.converters import CONVERTERS, ConverterInput
 from pipeline.importer.errors import conversion_failed
 from pipeline.importer.normalise import NormalisedGraph
+from pipeline.importer.shape_values import as_tensor, fold_shape_value, is_shape_value
 
 # These converters return one value that happens to be a tuple; every other tuple is several ONNX outputs.
 _SEQUENCE_OPERATORS = frozenset(
     {"Optional", "OptionalGetElement", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert",
      "ConcatFromSequence", "SplitToSequence"}
 )  # fmt: skip
-# TVM's converters of these understand a shape in place of an int64 vector; for all others it is made a tensor first.
-_SHAPE_OPERATORS = frozenset(
-    {"Reshape", "Resize", "ConstantOfShape", "Gather", "Slice", "Shape", "Expand", "Concat", "Equal", "Where", "Cast",
-     "CastLike", "Squeeze"}
-)  # fmt: skip
+# Operator -> inputs where its converter, ours or TVM's, takes sizes; elsewhere sizes become an int64 tensor first.
+_SIZE_OPERANDS: Mapping[str, tuple[int, ...]] = {
+    "ConstantOfShape": (0,),
+    "Expand": (1,),
+    "Range": (0, 1, 2),
+    "Reshape": (1,),
+    "Resize": (3,),
+    "Slice": (1, 2, 3, 4),
+}
 
 
 def identifier(name: str) -> str:
@@ -69,7 +74,7 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         """Do nothing: `check_operators` saw the graph before, domains and versions included."""
 
     def _parse_array(self, tensor_proto: onnx.TensorProto) -> tvm.runtime.Tensor:
-        return tvm.runtime.tensor(np.ascontiguousarray(read_tensor(tensor_proto, self._model.data_dir)))
+        return tvm.runtime.tensor(np.asarray(read_tensor(tensor_proto, self._model.data_dir), order="C"))
 
     def _construct_nodes(self, graph: onnx.GraphProto) -> None:
         for node in graph.node:
@@ -83,10 +88,10 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             super()._construct_nodes(onnx.GraphProto(node=[node]))
             self._mark_results(node)
             return
-        inputs = onnx_frontend.onnx_input()
-        for name in node.input:
-            inputs.append(self._as_operand(node, self._nodes[name]) if name else None)
-        result = self._convert_node(node, inputs)
+        given = [self._nodes[name] if name else None for name in node.input]
+        result = self._fold_sizes(node, given)
+        if result is None:
+            result = self._convert_node(node, given)
         fields = self._emit_result(node, result)
         if len(fields) < len(node.output):
             msg = f"the converter gave {len(fields)} outputs, the node has {len(node.output)}"
@@ -94,24 +99,38 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         for name, field in zip(node.output, fields, strict=False):
             self._nodes[name] = field
 
-    def _as_operand(self, node: onnx.NodeProto, expr: tvm.ir.Expr) -> tvm.ir.Expr:
-        is_shape = isinstance(expr, relax.ShapeExpr) or (
-            isinstance(expr, relax.Var) and isinstance(expr.ty, relax.ShapeType)
-        )
-        if is_shape and node.op_type not in _SHAPE_OPERATORS:
-            return self.bb.emit(relax.op.shape_to_tensor(expr))
-        return expr
+    def _fold_sizes(self, node: onnx.NodeProto, inputs: list[tvm.ir.Expr | None]) -> tvm.ir.Expr | None:
+        return None if _domain(node) else fold_shape_value(node.op_type, self._converter_input(node, inputs))
 
-    def _convert_node(self, node: onnx.NodeProto, inputs: list[tvm.ir.Expr | None]) -> tvm.ir.Expr:
-        domain = "" if node.domain == "ai.onnx" else node.domain
-        own = CONVERTERS.get((domain, node.op_type))
-        if own is None:
-            attributes = self._parse_attr(node.attribute)
-            attributes["tvm_custom"] = {"name": node.name, "num_outputs": len(node.output)}
-            return self._convert_operator(node.op_type, inputs, attributes, self.opset)
+    def _convert_node(self, node: onnx.NodeProto, given: list[tvm.ir.Expr | None]) -> tvm.ir.Expr:
+        sizes_at = () if _domain(node) else _SIZE_OPERANDS.get(node.op_type, ())
+        inputs = onnx_frontend.onnx_input()
+        for index, expr in enumerate(given):
+            inputs.append(expr if index in sizes_at else self._as_tensor(expr))
+        own = CONVERTERS.get((_domain(node), node.op_type))
+        result = own(self._converter_input(node, inputs)) if own is not None else None
+        if result is not None:
+            return self._normalised(result)
+        inputs[:] = [self._as_vector(expr) for expr in inputs]
+        attributes = self._parse_attr(node.attribute)
+        attributes["tvm_custom"] = {"name": node.name, "num_outputs": len(node.output)}
+        return self._convert_operator(node.op_type, inputs, attributes, self.opset)
+
+    def _normalised(self, expr: tvm.ir.Expr) -> tvm.ir.Expr:
+        return expr if is_shape_value(expr) else self.bb.normalize(expr)
+
+    def _converter_input(self, node: onnx.NodeProto, inputs: list[tvm.ir.Expr | None]) -> ConverterInput:
         attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
         decoded = {key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()}
-        return self.bb.normalize(own(ConverterInput(self.bb, tuple(inputs), decoded, self._graph.opset)))
+        return ConverterInput(self.bb, tuple(inputs), decoded, self._graph.opset)
+
+    def _as_tensor(self, expr: tvm.ir.Expr | None) -> tvm.ir.Expr | None:
+        is_shape_variable = isinstance(expr, relax.Var) and isinstance(expr.ty, relax.ShapeType)
+        return as_tensor(self.bb, expr) if is_shape_variable or is_shape_value(expr) else expr
+
+    def _as_vector(self, expr: tvm.ir.Expr | None) -> tvm.ir.Expr | None:
+        """Return a scalar size as a tensor: TVM's converters take vectors of sizes only."""
+        return as_tensor(self.bb, expr) if expr is not None and tvm.ir.is_prim_expr(expr) else expr
 
     def _emit_result(self, node: onnx.NodeProto, result: tvm.ir.Expr) -> list[tvm.ir.Expr]:
         """Bind what a converter returned under the node's name and return it as one expression an ONNX output."""
@@ -127,6 +146,8 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _emit(self, expr: tvm.ir.Expr, hint: str, node: onnx.NodeProto) -> tvm.ir.Expr:
         """Bind a computation; constants, shapes and values that are bound already stay what they are."""
+        if is_shape_value(expr):
+            return expr
         if isinstance(expr, relax.Var):
             self.marks.append((expr.name, node.name))
             return expr
@@ -141,6 +162,10 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             value = self._nodes.get(name)
             if isinstance(value, relax.Var):
                 self.marks.append((value.name, node.name))
+
+
+def _domain(node: onnx.NodeProto) -> str:
+    return "" if node.domain == "ai.onnx" else str(node.domain)
 
 
 def parameter_names(importer: NodeByNodeImporter) -> Mapping[str, str]:

@@ -55,7 +55,8 @@ class ConverterInput:
         return self.inputs[index] if index < len(self.inputs) else None
 
 
-Converter = Callable[[ConverterInput], tvm.ir.Expr]
+# None: this node is not the converter's; TVM's own converts it.
+Converter = Callable[[ConverterInput], tvm.ir.Expr | None]
 
 
 def constant_value(expr: tvm.ir.Expr) -> np.ndarray | None:

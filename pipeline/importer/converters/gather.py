@@ -61,7 +61,8 @@ def _non_negative(node: ConverterInput, indices: tvm.ir.Expr, data: tvm.ir.Expr,
             return constant(np.where(value < 0, value + extent_value, value).astype(dtype))
         extent = constant(extent_value)
     else:
-        extent = relax.op.astype(node.builder.emit(relax.op.shape_to_tensor(relax.ShapeExpr(sizes))), dtype)
+        vector = relax.op.astype(node.builder.emit(relax.op.shape_to_tensor(relax.ShapeExpr(sizes))), dtype)
+        extent = relax.op.reshape(vector, []) if len(sizes) == 1 else vector
     wrapped = relax.op.add(indices, extent)
     return relax.op.where(relax.op.less(indices, relax.const(0, dtype)), wrapped, indices)
 

@@ -1,0 +1,245 @@
+"""Arithmetic on symbolic shapes, done at import: `Shape -> Gather -> Unsqueeze -> Concat -> Reshape` leaves no kernel.
+
+A *shape value* stands for a small integer tensor made of sizes: a `relax.ShapeExpr` for a vector, a TIR expression
+for a scalar. `fold_shape_value` computes a node on such values and returns a shape value, a constant, or None where
+the node must be converted like any other; its inputs then become tensors (`as_tensor`). Only int64 values qualify:
+other dtypes would lose their type. Static sizes are folded before, on the ONNX graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import tvm
+from onnx import TensorProto
+from tvm import relax, tirx
+
+from pipeline.importer.converters.base import ConverterInput, constant, constant_value, int_attribute
+
+# Vectors of sizes are as long as ranks; anything longer is data.
+_MAX_LENGTH = 64
+
+
+@dataclass(frozen=True, eq=False)
+class _Sizes:
+    """The elements of a shape value or of a small integer constant, and its rank (0 or 1)."""
+
+    values: tuple[tvm.ir.Expr | int, ...]
+    rank: int
+
+
+def is_shape_value(expr: tvm.ir.Expr | None) -> bool:
+    """Return whether an expression stands for sizes instead of being a tensor."""
+    return isinstance(expr, relax.ShapeExpr) or (expr is not None and bool(tvm.ir.is_prim_expr(expr)))
+
+
+def as_tensor(builder: relax.BlockBuilder, expr: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return the int64 tensor of a shape value, or of a variable of type shape."""
+    if tvm.ir.is_prim_expr(expr):
+        vector = builder.emit(relax.op.shape_to_tensor(relax.ShapeExpr([expr])))
+        return builder.emit(relax.op.reshape(vector, []))
+    return builder.emit(relax.op.shape_to_tensor(expr))
+
+
+def size_list(expr: tvm.ir.Expr | None) -> list[tvm.ir.Expr | int] | None:
+    """Return the elements of a shape value or small integer constant, None for anything else."""
+    sizes = _read(expr)
+    return None if sizes is None else list(sizes.values)
+
+
+def simplify(expr: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
+    """Return a size in its simplest form; a number as `int`."""
+    if isinstance(expr, int):
+        return expr
+    result = tvm.sym.Analyzer().simplify(expr)
+    return int(result) if isinstance(result, tirx.IntImm) else result
+
+
+def fold_shape_value(op_type: str, node: ConverterInput) -> tvm.ir.Expr | None:
+    """Return the value of a node computed on sizes, or None if the node is no such arithmetic."""
+    rule = _RULES.get(op_type)
+    if rule is None or not any(is_shape_value(item) for item in node.inputs):
+        return None
+    operands = [_read(item) for item in node.inputs]
+    if any(operand is None for operand in operands):
+        return None
+    return rule(node, [operand for operand in operands if operand is not None])
+
+
+def _read(expr: tvm.ir.Expr | None) -> _Sizes | None:
+    if isinstance(expr, relax.ShapeExpr):
+        return _Sizes(tuple(simplify(value) for value in expr.values), 1)
+    value = None if expr is None else constant_value(expr)
+    if value is not None:
+        is_small = value.dtype.kind in "bi" and value.ndim <= 1 and value.size <= _MAX_LENGTH
+        return _Sizes(tuple(int(item) for item in value.reshape(-1)), value.ndim) if is_small else None
+    if expr is not None and tvm.ir.is_prim_expr(expr):
+        return _Sizes((simplify(expr),), 0)
+    return None
+
+
+def _write(values: Sequence[tvm.ir.Expr | int], rank: int) -> tvm.ir.Expr:
+    """Return numbers as a constant, sizes as a shape value."""
+    simple = [simplify(value) for value in values]
+    if all(isinstance(value, int) for value in simple):
+        array = np.array(simple, "int64")
+        return constant(array.reshape(()) if rank == 0 else array)
+    if rank == 0:
+        return simple[0]
+    return relax.ShapeExpr(simple)
+
+
+def _elementwise(
+    function: Callable[[tvm.ir.Expr | int, tvm.ir.Expr | int], tvm.ir.Expr | int],
+) -> Callable[[ConverterInput, list[_Sizes]], tvm.ir.Expr | None]:
+    def rule(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+        del node
+        left, right = operands
+        pairs = _broadcast(left, right)
+        return None if pairs is None else _write([function(a, b) for a, b in pairs], max(left.rank, right.rank))
+
+    return rule
+
+
+def _broadcast(left: _Sizes, right: _Sizes) -> list[tuple[tvm.ir.Expr | int, tvm.ir.Expr | int]] | None:
+    length = max(len(left.values), len(right.values))
+    if any(len(item.values) not in (1, length) for item in (left, right)):
+        return None
+    stretched = [item.values * length if len(item.values) == 1 else item.values for item in (left, right)]
+    return list(zip(*stretched, strict=True))
+
+
+def _divide(a: tvm.ir.Expr | int, b: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
+    """Return the quotient as ONNX rounds it, towards zero; floor division simplifies better where they agree."""
+    if isinstance(a, int) and isinstance(b, int):
+        return int(a / b)
+    return tirx.floordiv(a, b) if _is_size(a) and _is_size(b) else tirx.truncdiv(a, b)
+
+
+def _is_size(expr: tvm.ir.Expr | int) -> bool:
+    """Return whether a value cannot be negative, given that no axis is."""
+    if isinstance(expr, int):
+        return expr >= 0
+    analyzer = tvm.sym.Analyzer()
+    for var in tirx.analysis.undefined_vars(expr):
+        analyzer.update(var, tvm.sym.ConstIntBound(0, tvm.sym.ConstIntBound.POS_INF))
+    return bool(analyzer.can_prove(tirx.GE(expr, tirx.IntImm("int64", 0))))
+
+
+def _gather(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+    data, indices = operands
+    if data.rank != 1 or not all(isinstance(index, int) for index in indices.values):
+        return None
+    return _write([data.values[int(index)] for index in indices.values], indices.rank)
+
+
+def _slice(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+    data, *rest = operands
+    numbers = [item.values[0] if len(item.values) == 1 else None for item in rest]
+    if data.rank != 1 or not all(isinstance(number, int) for number in numbers):
+        return None
+    step = int(numbers[3]) if len(numbers) > 3 else 1  # type: ignore[arg-type]
+    return _write(data.values[int(numbers[0]) : int(numbers[1]) : step], 1)  # type: ignore[arg-type]
+
+
+def _concat(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+    del node
+    if any(item.rank != 1 for item in operands):
+        return None
+    return _write([value for item in operands for value in item.values], 1)
+
+
+def _unsqueeze(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+    del node
+    return _write(operands[0].values, 1) if operands[0].rank == 0 else None
+
+
+def _squeeze(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+    del node
+    data = operands[0]
+    return _write(data.values, 0) if data.rank == 1 and len(data.values) == 1 else None
+
+
+def _reshape(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+    del node
+    data, shape = operands
+    if len(shape.values) == 1:
+        return _write(data.values, 1)
+    return _write(data.values, 0) if not shape.values else None
+
+
+def _cast(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+    if int_attribute(node, "to", 0) != TensorProto.INT64:
+        return None
+    return _write(operands[0].values, operands[0].rank)
+
+
+def _identity(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+    del node
+    return _write(operands[0].values, operands[0].rank)
+
+
+def _product(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+    if operands[0].rank != 1 or int_attribute(node, "keepdims", 1) != 0:
+        return None
+    total: tvm.ir.Expr | int = 1
+    for value in operands[0].values:
+        total = total * value
+    return _write([total], 0)
+
+
+def _equal(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+    del node
+    pairs = _broadcast(operands[0], operands[1])
+    answers = None if pairs is None else [_is_equal(a, b) for a, b in pairs]
+    if answers is None or None in answers:
+        return None
+    rank = max(operands[0].rank, operands[1].rank)
+    array = np.array(answers, "bool")
+    return constant(array.reshape(()) if rank == 0 else array)
+
+
+def _is_equal(a: tvm.ir.Expr | int, b: tvm.ir.Expr | int) -> bool | None:
+    """Return whether two sizes are equal, None if that is not known; a size is never negative."""
+    difference = simplify(a - b)
+    if isinstance(difference, int):
+        return difference == 0
+    for value, other in ((a, b), (b, a)):
+        if isinstance(value, int) and value < 0 and _is_size(other):
+            return False
+    return None
+
+
+def _where(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+    del node
+    condition, x, y = operands
+    length = max(len(item.values) for item in operands)
+    if any(len(item.values) not in (1, length) for item in operands):
+        return None
+    if not all(isinstance(value, int) for value in condition.values):
+        return None
+    columns = [item.values * length if len(item.values) == 1 else item.values for item in (condition, x, y)]
+    return _write([a if c else b for c, a, b in zip(*columns, strict=True)], max(item.rank for item in operands))
+
+
+_RULES: Mapping[str, Callable[[ConverterInput, list[_Sizes]], tvm.ir.Expr | None]] = {
+    "Add": _elementwise(lambda a, b: a + b),
+    "Cast": _cast,
+    "Concat": _concat,
+    "Div": _elementwise(_divide),
+    "Equal": _equal,
+    "Gather": _gather,
+    "Identity": _identity,
+    "Max": _elementwise(lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else tirx.max(a, b)),
+    "Min": _elementwise(lambda a, b: min(a, b) if isinstance(a, int) and isinstance(b, int) else tirx.min(a, b)),
+    "Mul": _elementwise(lambda a, b: a * b),
+    "ReduceProd": _product,
+    "Reshape": _reshape,
+    "Slice": _slice,
+    "Squeeze": _squeeze,
+    "Sub": _elementwise(lambda a, b: a - b),
+    "Unsqueeze": _unsqueeze,
+    "Where": _where,
+}
