@@ -23,6 +23,12 @@ def check_and_infer(model: onnx.ModelProto) -> None:
         onnx's checker refuses the graph, or types and shapes do not agree.
     """
     light = _light_copy(model)
+    if any(not value.type.tensor_type.HasField("shape") for value in light.graph.output):
+        # The checker wants every output's shape; files that leave it to the reader are common, and it can be inferred.
+        guessed = shape_inference.infer_shapes(light)
+        check_ranks(guessed.graph.output)
+        del light.graph.output[:]
+        light.graph.output.extend(guessed.graph.output)
     try:
         checker.check_model(light, full_check=False)
     except checker.ValidationError as e:

@@ -55,7 +55,7 @@ def _embeddings(b: GraphBuilder, config: BertConfig, ids: str, types: str, lengt
         words = b.op("Gather", b.matrix("word_embeddings.weight", config.vocab, config.hidden), ids)
         kinds = b.op("Gather", b.matrix("token_type_embeddings.weight", config.type_vocab, config.hidden), types)
         all_positions = b.const(np.arange(config.max_positions, dtype=np.int64)[None], TensorProto.INT64)
-        end = b.op("Unsqueeze", layers.scalar_dim(b, ids, 1, length), b.int64([0]))
+        end = layers.vector_dim(b, ids, 1, length)
         positions = b.op("Slice", all_positions, b.int64([0]), end, b.int64([1]))
         placed = b.op("Gather", b.matrix("position_embeddings.weight", config.max_positions, config.hidden), positions)
         total = b.op("Add", b.op("Add", words, kinds), placed)

@@ -78,6 +78,13 @@ def scalar_dim(b: GraphBuilder, tensor: str, axis: int, dim: Dim) -> str:
     return b.op("Gather", b.op("Shape", tensor), b.int64(axis), axis=0)
 
 
+def vector_dim(b: GraphBuilder, tensor: str, axis: int, dim: Dim) -> str:
+    """Return one dimension as an int64 vector of one element, for Slice and Concat."""
+    if isinstance(dim, int):
+        return b.int64([dim])
+    return b.op("Unsqueeze", scalar_dim(b, tensor, axis, dim), b.int64([0]))
+
+
 def arange(b: GraphBuilder, limit: str) -> str:
     """Return the int64 vector 0 .. limit - 1."""
     return b.op("Range", b.int64(0), limit, b.int64(1))

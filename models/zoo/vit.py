@@ -61,8 +61,7 @@ def _embeddings(b: GraphBuilder, config: VitConfig, pixels: str, batch: Dim) -> 
         if isinstance(batch, int):
             shape = b.int64([batch, 1, config.hidden])
         else:
-            rows = b.op("Unsqueeze", layers.scalar_dim(b, pixels, 0, batch), b.int64([0]))
-            shape = b.op("Concat", rows, b.int64([1, config.hidden]), axis=0)
+            shape = b.op("Concat", layers.vector_dim(b, pixels, 0, batch), b.int64([1, config.hidden]), axis=0)
         tokens = b.op("Concat", b.op("Expand", token, shape), patches, axis=1)
         return b.op("Add", tokens, b.matrix("position_embeddings", 1, config.tokens, config.hidden))
 

@@ -44,6 +44,10 @@ def test_graph_passes_full_checker_and_strict_inference(name: str, precision: st
     for shapes in ({}, symbolic_shapes(name)):
         model = load_model(name, shapes=shapes, precision=precision)
         onnx.checker.check_model(model.proto, full_check=True)
+        if not shapes:
+            dims = [dim for value in model.proto.graph.value_info for dim in value.type.tensor_type.shape.dim]
+            unknown = [dim for dim in dims if not dim.HasField("dim_value")]
+            assert len(unknown) < len(dims) / 10
         onnx.shape_inference.infer_shapes(model.proto, check_type=True, strict_mode=True, data_prop=True)
         assert {entry.domain: entry.version for entry in model.proto.opset_import} == {"": 18}
         assert all(spec.is_static for spec in model.inputs) == (not shapes)

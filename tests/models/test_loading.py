@@ -1,0 +1,267 @@
+"""Loading a user's file, pinning its shapes, and writing models."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import models.external_data
+import models.spec
+from models import OnnxModel, TensorSpec, get_preset, load_model, random_inputs, save_model
+from models.checks import MAX_IR_VERSION, MAX_OPSET
+from models.errors import ExternalDataError, ModelFileError
+
+FLOAT = TensorProto.FLOAT
+
+
+@pytest.fixture
+def low_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let 1 MB stand for protobuf's 2 GiB; `test_llama_1b_...` crosses the real one."""
+    monkeypatch.setattr(models.spec, "PROTOBUF_LIMIT_BYTES", 2**20)
+    monkeypatch.setattr(models.external_data, "PROTOBUF_LIMIT_BYTES", 2**20)
+
+
+def save_symbolic(tmp_path: Path, name: str) -> tuple[OnnxModel, Path]:
+    model = load_model(name, shapes={spec.name: spec.shape for spec in get_preset(name).inputs})
+    return model, save_model(model, tmp_path / f"{name}.onnx")
+
+
+def test_saved_model_loads_with_the_same_signature_and_hash(tmp_path: Path) -> None:
+    model, path = save_symbolic(tmp_path, "gpt2-tiny-decode")
+    loaded = load_model(path)
+    assert loaded.sha256 == model.sha256
+    assert (loaded.inputs, loaded.outputs) == (model.inputs, model.outputs)
+    assert (loaded.name, loaded.path, loaded.data_dir) == ("gpt2-tiny-decode", path, None)
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_zoo_name_wins_and_paths_need_a_suffix_or_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, path = save_symbolic(tmp_path, "vit-tiny")
+    path.rename(tmp_path / "bert-tiny")
+    monkeypatch.chdir(tmp_path)
+    assert load_model("bert-tiny").inputs[0].name == "input_ids"
+    assert load_model("./bert-tiny").inputs[0].name == "pixel_values"
+    (tmp_path / "bert-tiny").rename(tmp_path / "mine")
+    assert load_model("mine").inputs[0].name == "pixel_values"
+
+
+def test_one_override_pins_every_axis_of_the_name(tmp_path: Path) -> None:
+    _, path = save_symbolic(tmp_path, "bert-tiny")
+    symbolic, pinned = load_model(path), load_model(path, shapes={"input_ids": (2, 7)})
+    assert [spec.shape for spec in pinned.inputs] == [(2, 7)] * 3
+    assert [spec.shape for spec in pinned.outputs] == [(2, 7, 128), (2, 128)]
+    assert pinned.sha256 != symbolic.sha256
+    inner = {value.name: value.type.tensor_type.shape.dim for value in pinned.proto.graph.value_info}
+    assert not {dim.dim_param for dims in inner.values() for dim in dims} & {"batch", "sequence"}
+    inputs = random_inputs(pinned, seed=0)
+    for got, expected in zip(run(pinned, inputs), run(symbolic, inputs), strict=True):
+        np.testing.assert_allclose(got, expected, atol=5e-6)
+
+
+def test_pinned_name_reaches_expressions_and_zoo_agrees(tmp_path: Path) -> None:
+    _, path = save_symbolic(tmp_path, "llama-tiny-decode")
+    shapes = {"past_key_values.0.key": (1, 2, 9, 32)}
+    from_file, from_zoo = load_model(path, shapes=shapes), load_model("llama-tiny-decode", shapes=shapes)
+    assert from_file.inputs == from_zoo.inputs
+    assert from_file.outputs == from_zoo.outputs
+    assert dict((spec.name, spec.shape) for spec in from_file.inputs)["attention_mask"] == (1, 10)
+    # The expression itself can be given, and binds the name in it.
+    by_mask = load_model(path, shapes={"attention_mask": (1, 10)})
+    assert by_mask.inputs == from_file.inputs
+
+
+def test_axis_can_be_renamed(tmp_path: Path) -> None:
+    _, path = save_symbolic(tmp_path, "bert-tiny")
+    assert load_model(path, shapes={"input_ids": ("n", "sequence")}).outputs[0].shape == ("n", "sequence", 128)
+
+
+def test_defaults_of_the_zoo_are_batch_1_sequence_128() -> None:
+    assert load_model("t5-tiny").inputs[0].shape == (1, 128)
+    assert load_model("llama-tiny-decode").inputs[1].shape == (1, 128)
+    assert load_model("bert-tiny", shapes={"attention_mask": (4, 9)}).inputs[2].shape == (4, 9)
+
+
+def test_precision_leaves_a_file_as_it_is(tmp_path: Path) -> None:
+    _, path = save_symbolic(tmp_path, "t5-tiny")
+    assert load_model(path, precision="fp16").sha256 == load_model(path).sha256
+
+
+def test_unnamed_axes_get_names_and_can_be_pinned(tmp_path: Path) -> None:
+    x, y = (helper.make_tensor_value_info(name, FLOAT, [None, 4]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [x], [y])
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), path)
+    assert load_model(path).inputs == (TensorSpec("x", "float32", ("x_0", 4)),)
+    pinned = load_model(path, shapes={"x": (3, 4)})
+    assert (pinned.inputs[0].shape, pinned.outputs[0].shape) == ((3, 4), (3, 4))
+
+
+def test_weights_that_are_also_inputs_are_no_inputs(tmp_path: Path) -> None:
+    # Files of IR version 3 list every initializer among the inputs.
+    weight = numpy_helper.from_array(np.ones((400, 4), np.float32), "w")
+    values = [helper.make_tensor_value_info(n, FLOAT, s) for n, s in (("x", [2, 400]), ("w", [400, 4]), ("y", [2, 4]))]
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    graph = helper.make_graph([node], "g", values[:2], values[2:], [weight])
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 8)], ir_version=3), path)
+    assert [spec.name for spec in load_model(path).inputs] == ["x"]
+
+
+def test_output_without_a_shape_is_inferred(tmp_path: Path) -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", FLOAT, ["n", 4])],
+        [helper.make_tensor_value_info("y", FLOAT, None)],
+    )
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), path)
+    assert load_model(path).outputs == (TensorSpec("y", "float32", ("n", 4)),)
+
+
+def test_contrib_operators_and_functions_pass_through(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("FastGelu", ["x"], ["h"], domain="com.microsoft", name="fused"),
+        helper.make_node("Twice", ["h"], ["y"], domain="local", name="call"),
+    ]
+    values = [helper.make_tensor_value_info(name, FLOAT, ["n", 4]) for name in "xy"]
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1), helper.make_opsetid("local", 1)]
+    body = [helper.make_node("Add", ["a", "a"], ["b"])]
+    twice = helper.make_function("local", "Twice", ["a"], ["b"], body, [helper.make_opsetid("", 18)])
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:])
+    model = helper.make_model(graph, opset_imports=opsets, functions=[twice], ir_version=8)
+    path = tmp_path / "m.onnx"
+    onnx.save(model, path)
+    loaded = load_model(path)
+    assert [node.op_type for node in loaded.proto.graph.node] == ["FastGelu", "Twice"]
+    assert loaded.outputs[0].shape == ("n", 4)
+
+
+def test_subgraph_axes_are_pinned(tmp_path: Path) -> None:
+    branch = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["t"])], "b", [], [helper.make_tensor_value_info("t", FLOAT, ["n", 4])]
+    )
+    node = helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch)
+    inputs = [
+        helper.make_tensor_value_info("x", FLOAT, ["n", 4]),
+        helper.make_tensor_value_info("c", TensorProto.BOOL, []),
+    ]
+    graph = helper.make_graph([node], "g", inputs, [helper.make_tensor_value_info("y", FLOAT, ["n", 4])])
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), path)
+    loaded = load_model(path, shapes={"x": (3, 4)})
+    inner = loaded.proto.graph.node[0].attribute[0].g.output[0].type.tensor_type.shape
+    assert [dim.dim_value for dim in inner.dim] == [3, 4]
+    assert loaded.outputs[0].shape == (3, 4)
+
+
+def test_hash_covers_weights_kept_as_typed_lists(tmp_path: Path) -> None:
+    hashes = []
+    for value in (1.0, 2.0):
+        weight = helper.make_tensor("w", FLOAT, [4], [value] * 4)
+        values = [helper.make_tensor_value_info(name, FLOAT, [4]) for name in "xy"]
+        graph = helper.make_graph([helper.make_node("Add", ["x", "w"], ["y"])], "g", values[:1], values[1:], [weight])
+        path = tmp_path / "m.onnx"
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), path)
+        hashes.append(load_model(path).sha256)
+    assert hashes[0] != hashes[1]
+
+
+def test_newest_versions_are_those_of_the_installed_runtime() -> None:
+    def accepted(opset: int, ir_version: int) -> bool:
+        values = [helper.make_tensor_value_info(name, FLOAT, [1]) for name in "xy"]
+        graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", values[:1], values[1:])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir_version)
+        try:
+            ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        except ort.capi.onnxruntime_pybind11_state.Fail:
+            return False
+        return True
+
+    assert accepted(MAX_OPSET, MAX_IR_VERSION)
+    assert not accepted(MAX_OPSET + 1, MAX_IR_VERSION)
+    assert not accepted(MAX_OPSET, MAX_IR_VERSION + 1)
+
+
+@pytest.mark.usefixtures("low_limit")
+def test_model_above_the_limit_is_saved_beside_and_stays_external(tmp_path: Path) -> None:
+    model = load_model("bert-tiny", shapes={"input_ids": (2, 9)})
+    assert not model.fits_protobuf
+    with pytest.raises(ModelFileError, match=r"'bert-tiny' has 0\.00 GiB of weights .*limit 2 GiB.*save_model"):
+        model.serialize()
+    path = save_model(model, tmp_path / "big.onnx")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["big.onnx", "big.onnx.data"]
+    onnx.checker.check_model(str(path), full_check=True)
+    loaded = load_model(path)
+    assert loaded.data_dir == tmp_path
+    assert loaded.sha256 == model.sha256
+    assert loaded.weight_bytes == model.weight_bytes
+    assert all(np.array_equal(value, model.array(name)) for name, value in loaded.arrays())
+    assert sum(t.data_location == TensorProto.EXTERNAL for t in loaded.proto.graph.initializer) == 18
+    inline = loaded.inline_proto()
+    assert not any(t.data_location == TensorProto.EXTERNAL for t in inline.graph.initializer)
+    # A loaded external model can be saved again, elsewhere.
+    other = tmp_path / "other"
+    other.mkdir()
+    copy = load_model(save_model(loaded, other / "copy.onnx"))
+    assert copy.sha256 == model.sha256
+    inputs = random_inputs(model, seed=0)
+    by_path = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, inputs)
+    by_bytes = ort.InferenceSession(inline.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, inputs)
+    np.testing.assert_array_equal(by_path[0], by_bytes[0])
+
+
+@pytest.mark.usefixtures("low_limit")
+def test_external_file_that_changes_after_loading_is_noticed(tmp_path: Path) -> None:
+    path = save_model(load_model("bert-tiny"), tmp_path / "big.onnx")
+    loaded = load_model(path)
+    name = "embeddings.word_embeddings.weight"
+    data = path.with_name("big.onnx.data")
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(ExternalDataError, match=f"tensor '{name}' in .* ends early: expected 524288 bytes"):
+        loaded.array(name)
+    data.unlink()
+    with pytest.raises(ExternalDataError, match=f"tensor '{name}' cannot be read from .*No such file"):
+        loaded.array(name)
+    with pytest.raises(ExternalDataError, match="is external but its model has no folder"):
+        dataclasses.replace(loaded, data_dir=None).array(name)
+
+
+def test_save_into_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"'vit-tiny' cannot be written to .*No such file.*choose another folder"):
+        save_model(load_model("vit-tiny"), tmp_path / "absent" / "m.onnx")
+
+
+def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    path.mkdir()
+    with pytest.raises(ModelFileError, match="cannot be written"):
+        save_model(load_model("vit-tiny"), path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.onnx"]
+    assert path.is_dir()
+
+
+@pytest.mark.slow
+def test_llama_1b_crosses_the_real_limit(tmp_path: Path) -> None:
+    model = load_model("llama-1b", precision="fp16", shapes={"input_ids": (1, 8)})
+    assert not model.fits_protobuf
+    path = save_model(model, tmp_path / "llama.onnx")
+    onnx.checker.check_model(str(path), full_check=True)
+    loaded = load_model(path)
+    assert loaded.sha256 == model.sha256
+    assert loaded.data_dir == tmp_path
+    logits = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(
+        None, random_inputs(loaded, seed=0)
+    )
+    assert np.isfinite(logits[0]).all()
+    assert 0.3 < logits[0].std() < 3
+
+
+def run(model: OnnxModel, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+    return list(ort.InferenceSession(model.serialize(), providers=["CPUExecutionProvider"]).run(None, inputs))
