@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import TypeGuard
 
 import numpy as np
 import tvm
@@ -60,7 +61,7 @@ def users_of(function: relax.Function) -> dict[relax.Var, list[relax.Var]]:
     return users
 
 
-def is_op(expr: tvm.ir.Expr | None, *names: str) -> bool:
+def is_op(expr: tvm.ir.Expr | None, *names: str) -> TypeGuard[relax.Call]:
     """Return whether `expr` is a call of one of the named Relax operators (without the leading `relax.`)."""
     return (
         isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name.removeprefix("relax.") in names
@@ -119,6 +120,26 @@ def dtype_of(expr: tvm.ir.Expr) -> str:
     return str(ty.dtype)
 
 
-def each_constant(expr: tvm.ir.Expr, visit: Callable[[tvm.ir.Expr], None]) -> None:
-    """Call `visit` with every tensor constant inside `expr`."""
-    relax.analysis.post_order_visit(expr, lambda e: visit(e) if is_constant(e) else None)
+def constants_in(expr: tvm.ir.Expr) -> list[tvm.ir.Expr]:
+    """Return the tensor constants inside `expr`, each once."""
+    found: list[tvm.ir.Expr] = []
+    relax.analysis.post_order_visit(expr, lambda e: found.append(e) if is_constant(e) else None)
+    return found
+
+
+def emit_named(mutator: PyExprMutator, var: relax.Var, value: tvm.ir.Expr) -> relax.Var:
+    """Bind `value` under the name and kind of `var` (whose type may differ), let uses of `var` follow, return it."""
+    value = mutator.builder_.normalize(value)
+    kind = relax.DataflowVar if isinstance(var, relax.DataflowVar) else relax.Var
+    new = kind(var.name, value.ty)
+    mutator.builder_.emit_normalized(relax.VarBinding(new, value))
+    mutator.set_var_remap(var, new)
+    return new
+
+
+def emit_extra(mutator: PyExprMutator, name: str, value: tvm.ir.Expr) -> relax.Var:
+    """Bind `value` to a new variable of a dataflow block under the given, unused name."""
+    value = mutator.builder_.normalize(value)
+    new = relax.DataflowVar(name, value.ty)
+    mutator.builder_.emit_normalized(relax.VarBinding(new, value))
+    return new

@@ -11,7 +11,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from pipeline.passes.ir import array_of, bindings_of, each_constant, main_of
+from pipeline.passes.ir import array_of, bindings_of, constants_in, main_of
 from pipeline.passes.state import LoweringState
 
 
@@ -44,11 +44,8 @@ def lift_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         return mod
     readers: dict[tvm.ir.Expr, str] = {}
     for binding in bindings_of(main):
-
-        def visit(constant: tvm.ir.Expr, reader: str = binding.var.name) -> None:
-            readers.setdefault(constant, reader)
-
-        each_constant(binding.value, visit)
+        for constant in constants_in(binding.value):
+            readers.setdefault(constant, binding.var.name)
     names = _Names(state, {param.name for param in main.params})
     params: dict[tvm.ir.Expr, relax.Var] = {}
     by_content: dict[object, relax.Var] = {}

@@ -10,9 +10,15 @@ import tvm
 from tvm.relax import backend
 from tvm.relax import transform as relax_pass
 
+from pipeline.passes.accumulate import accumulate_in_float32
+from pipeline.passes.combine_matmuls import combine_matmuls
+from pipeline.passes.fold_constants import fold_constants
 from pipeline.passes.fuse import fuse_operations
+from pipeline.passes.half_precision import compute_in_half_precision
 from pipeline.passes.lift_weights import lift_weights
 from pipeline.passes.name_bindings import name_bindings
+from pipeline.passes.nan_guard import remove_nan_guards
+from pipeline.passes.recognise_norms import recognise_norms
 from pipeline.passes.step import Phase, Step, stock
 
 _CODE_GENERATOR = "the code generator accepts nothing else"
@@ -24,19 +30,24 @@ def lowering_steps() -> tuple[Step, ...]:
         # 0 canonicalise
         Step(Phase.CANONICALISE, "name_bindings", name_bindings, "every report finds its ONNX nodes by these names"),
         Step(Phase.CANONICALISE, "canonicalise_bindings", stock(relax_pass.CanonicalizeBindings())),
+        Step(Phase.CANONICALISE, "recognise_norms", recognise_norms),
         # 1 fold constants
-        Step(Phase.FOLD_CONSTANTS, "fold_constants", stock(relax_pass.FoldConstant())),
+        Step(Phase.FOLD_CONSTANTS, "fold_constants", fold_constants),
         # 2 remove dead code
         Step(Phase.REMOVE_DEAD_CODE, "remove_dead_code", stock(relax_pass.DeadCodeElimination())),
+        Step(Phase.REMOVE_DEAD_CODE, "remove_nan_guards", remove_nan_guards),
         # 3 precision
+        Step(Phase.PRECISION, "compute_in_half_precision", compute_in_half_precision),
+        Step(Phase.PRECISION, "accumulate_in_float32", accumulate_in_float32),
         # 4 pattern rewrites
+        Step(Phase.PATTERNS, "combine_matmuls", combine_matmuls),
         # 5 legalise
         Step(Phase.LEGALISE, "dispatch_sampling", stock(backend.DispatchSampling()), _CODE_GENERATOR),
         Step(Phase.LEGALISE, "dispatch_sort_scan", stock(backend.DispatchSortScan()), _CODE_GENERATOR),
         Step(Phase.LEGALISE, "legalise_operators", stock(relax_pass.LegalizeOps()), _CODE_GENERATOR),
         # 6 fuse
         Step(Phase.FUSE, "annotate_patterns", stock(relax_pass.AnnotateTIROpPattern()), "fusion reads the annotations"),
-        Step(Phase.FUSE, "fold_legalised_constants", stock(relax_pass.FoldConstant())),
+        Step(Phase.FUSE, "fold_legalised_constants", fold_constants),
         Step(Phase.FUSE, "fuse_operations", fuse_operations),
         Step(Phase.FUSE, "fuse_tir", stock(relax_pass.FuseTIR()), "a kernel is one PrimFunc"),
         Step(

@@ -1,0 +1,138 @@
+"""Pass: precision "fp16": matmuls in half precision, sums and normalisations in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from pipeline.passes.accumulate import contraction_in_float32
+from pipeline.passes.ir import (
+    array_of,
+    dtype_of,
+    emit_named,
+    is_constant,
+    is_op,
+    main_of,
+    rewrite_main,
+    users_of,
+    values_of,
+)
+from pipeline.passes.state import LoweringState
+
+_CONTRACTIONS = ("matmul", "nn.conv1d", "nn.conv2d")
+# Rounding goes through these unchanged, so it is done before them, where it joins the kernel of the producer.
+_VIEWS: Mapping[str, Callable[[relax.Call, tvm.ir.Expr], tvm.ir.Expr]] = {
+    "reshape": lambda call, data: relax.op.reshape(data, call.args[1]),
+    "permute_dims": lambda call, data: relax.op.permute_dims(data, call.attrs.axes),
+    "expand_dims": lambda call, data: relax.op.expand_dims(data, call.attrs.axis),
+    "squeeze": lambda call, data: relax.op.squeeze(data, call.attrs.axis),
+    "broadcast_to": lambda call, data: relax.op.broadcast_to(data, call.args[1]),
+}
+_HALF_MAX = float(np.finfo(np.float16).max)
+
+
+def compute_in_half_precision(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with float32 matmuls and convolutions taking float16 operands and giving float32 results.
+
+    What a matmul reads is rounded once, where it is produced: weights in the constants themselves, activations at the
+    end of the kernel that makes them. What a layer or RMS norm reads or makes is stored rounded too when a matmul reads
+    the norm, as a half-precision network would; the norm itself, softmax (its scores included: a mask's float32 minimum
+    is -inf in float16) and every elementwise operation compute in float32. Inputs and outputs of `main` keep their
+    dtypes. A weight beyond the range of float16 keeps its matmul in float32, with a note.
+    """
+    if state.options.precision != "fp16":
+        return mod
+    rewriter = _Half(main_of(mod), state)
+    result = rewrite_main(mod, rewriter)
+    state.note(f"{rewriter.count} matmuls and convolutions in float16" if rewriter.count else "no float32 matmul found")
+    return result if rewriter.count else mod
+
+
+@mutator
+class _Half(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, main: relax.Function, state: LoweringState) -> None:
+        super().__init__()
+        self._state = state
+        self._values = values_of(main)
+        self._users = users_of(main)
+        self._halves: dict[tvm.ir.Expr, tvm.ir.Expr] = {}
+        self._stored: dict[relax.Var, tvm.ir.Expr] = {}
+        self.count = 0
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        var, value = binding.var, binding.value
+        if self._is_float32_contraction(value):
+            args = [self._half(arg) for arg in value.args]
+            emit_named(self, var, contraction_in_float32(value, args))
+            self.count += 1
+        else:
+            super().visit_var_binding_(binding)
+        if self._is_stored_rounded(var, value):
+            half = self._half(var)
+            self._stored[var] = half
+
+    def visit_var_(self, op: relax.Var) -> tvm.ir.Expr:
+        return self._widened(op, super().visit_var_(op))
+
+    def visit_dataflow_var_(self, op: relax.Var) -> tvm.ir.Expr:
+        return self._widened(op, super().visit_dataflow_var_(op))
+
+    def _widened(self, op: relax.Var, new: tvm.ir.Expr) -> tvm.ir.Expr:
+        """Return what a float32 reader of `op` reads: a fresh widening of it where it is stored rounded.
+
+        One widening for each reader fuses into the reader; a shared one would be a kernel of its own.
+        """
+        half = self._stored.get(op)
+        return new if half is None else self.builder_.emit(relax.op.astype(half, "float32"))
+
+    def _half(self, expr: tvm.ir.Expr) -> tvm.ir.Expr:
+        """Return `expr`, of the old function, rounded to float16."""
+        if expr in self._halves:
+            return self._halves[expr]
+        value = self._values.get(expr) if isinstance(expr, relax.Var) else None
+        name = value.op.name.removeprefix("relax.") if is_op(value, *_VIEWS) else ""
+        if is_constant(expr):
+            half: tvm.ir.Expr = relax.const(array_of(expr).astype(np.float16), "float16")
+        elif name:
+            half = self.builder_.emit(_VIEWS[name](value, self._half(value.args[0])))
+        elif is_op(value, "astype") and dtype_of(value.args[0]) == "float16":
+            half = self.visit_expr(value.args[0])
+        else:
+            half = self.builder_.emit(relax.op.astype(self.visit_expr(expr), "float16"))
+        self._halves[expr] = half
+        return half
+
+    def _is_float32_contraction(self, value: tvm.ir.Expr) -> bool:
+        if not is_op(value, *_CONTRACTIONS) or any(dtype_of(arg) != "float32" for arg in value.args):
+            return False
+        for arg in value.args:
+            if is_constant(arg) and np.abs(array_of(arg)).max(initial=0.0) > _HALF_MAX:
+                self._state.note(f"a matmul stays in float32: its weight {arg.ty} exceeds the range of float16")
+                return False
+        return True
+
+    def _is_stored_rounded(self, var: relax.Var, value: tvm.ir.Expr) -> bool:
+        """Return whether float32 readers of `var` are to read its rounded form.
+
+        True for a norm that a matmul reads, and for a sum that a norm and something else read (a residual stream), so
+        that one half-precision tensor is written where there would be a float32 one, or both.
+        """
+        if dtype_of(var) != "float32" or var in self._stored:
+            return False
+        readers = self._users.get(var, [])
+        if any(reader == var for reader in readers):
+            return False
+        if is_op(value, "nn.layer_norm", "nn.rms_norm"):
+            return any(self._leads_to_contraction(reader) for reader in readers)
+        norms = [r for r in readers if is_op(self._values.get(r), "nn.layer_norm", "nn.rms_norm")]
+        return is_op(value, "add") and bool(norms)
+
+    def _leads_to_contraction(self, var: relax.Var) -> bool:
+        value = self._values.get(var)
+        if is_op(value, *_VIEWS):
+            return any(self._leads_to_contraction(reader) for reader in self._users.get(var, []) if reader != var)
+        return is_op(value, *_CONTRACTIONS)
