@@ -81,7 +81,8 @@ def require_utc(moment: datetime, what: str) -> datetime:
     """Return `moment` in UTC; a naive time is refused, since its zone would be a guess."""
     if moment.tzinfo is None:
         raise InvalidRecordError(f"{what} has no time zone: got {moment!r}. Use datetime.now(UTC).")
-    return moment.astimezone(UTC)
+    # `fold` has no meaning in UTC, yet it would make two equal times look different.
+    return moment.astimezone(UTC).replace(fold=0)
 
 
 def require_quantity(value: float, what: str) -> float:

@@ -316,6 +316,20 @@ class TuningDatabase:
         statement = select_records().where(*conditions(filters)).order_by(RecordRow.id).limit(limit).offset(offset)
         return self.read(lambda session: read_records(session, statement))
 
+    def get_record(self, record_id: int) -> TuningRecord:
+        """Return one record.
+
+        Raises
+        ------
+        NotFoundError
+            There is none with this id.
+        """
+        statement = select_records().where(RecordRow.id == record_id)
+        found = self.read(lambda session: read_records(session, statement))
+        if not found:
+            raise NotFoundError(f"No record {record_id} in {self._location.shown}. `relaxtune db query` lists them.")
+        return found[0]
+
     def count_records(self, filters: RecordFilter = NO_FILTER) -> int:
         """Return how many records a filter selects."""
         statement = select(func.count()).select_from(select_records().where(*conditions(filters)).subquery())
