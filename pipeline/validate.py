@@ -1,0 +1,361 @@
+"""Compare a compiled module with ONNX Runtime on the model as it was given.
+
+Both are run once on the same random inputs (`observe`); what was seen is then compared (`compare`), as often as one
+likes and with any tolerance, without running again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from models import OnnxModel, TensorSpec
+from models.inputs import random_inputs
+from pipeline.errors import ValidationFailedError
+from pipeline.reference import Reference, compute_dtype
+from pipeline.runtime import Module
+from pipeline.tolerances import Tolerance, model_tolerance, output_scale
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class SampleComparison:
+    """One output of one sample.
+
+    Attributes
+    ----------
+    sample
+        Its number.
+    passed, reason
+        Whether it is within tolerance; if not, why, in words.
+    max_abs, mean_abs, max_rel, mean_rel
+        Errors over the elements that are finite in both.
+    cosine
+        Between the two outputs as vectors; None when one of them is all zero.
+    required_atol
+        The smallest `atol` that would have passed with the `rtol` used.
+    required_rtol
+        The smallest `rtol` that would have passed with the `atol` used.
+    argmax_agreement
+        Share of rows whose largest element is in the same place; None for outputs that are not floats or have no rows.
+    """
+
+    sample: int
+    passed: bool
+    reason: str
+    max_abs: float = 0.0
+    mean_abs: float = 0.0
+    max_rel: float = 0.0
+    mean_rel: float = 0.0
+    cosine: float | None = None
+    required_atol: float = 0.0
+    required_rtol: float = 0.0
+    argmax_agreement: float | None = None
+
+
+@dataclass(frozen=True)
+class OutputReport:
+    """One output over all samples."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    samples: tuple[SampleComparison, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every sample passed."""
+        return all(sample.passed for sample in self.samples)
+
+    @property
+    def reason(self) -> str:
+        """Why the first failed sample failed, empty when all passed."""
+        return next((f"sample {s.sample}: {s.reason}" for s in self.samples if not s.passed), "")
+
+    def worst(self, measure: str) -> float | None:
+        """Return the largest value of a measure over the samples; the smallest for cosine and arg-max agreement."""
+        values = [value for sample in self.samples if (value := getattr(sample, measure)) is not None]
+        if not values:
+            return None
+        return float(min(values) if measure in {"cosine", "argmax_agreement"} else max(values))
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """The result of a validation; `tolerance` is for float outputs, all others must be equal."""
+
+    model: str
+    reference: str
+    tolerance: Tolerance
+    samples: int
+    seed: int
+    outputs: tuple[OutputReport, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every output passed in every sample."""
+        return all(output.passed for output in self.outputs)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain JSON data, with the worst of each measure beside the samples."""
+        measures = ("max_abs", "mean_abs", "max_rel", "cosine", "required_atol", "required_rtol", "argmax_agreement")
+        outputs = []
+        for output in self.outputs:
+            worst = {measure: output.worst(measure) for measure in measures}
+            outputs.append({**asdict(output), "passed": output.passed, "reason": output.reason, "worst": worst})
+        return {**asdict(self), "passed": self.passed, "outputs": outputs}
+
+    def raise_if_failed(self) -> None:
+        """Raise for a failed validation.
+
+        Raises
+        ------
+        ValidationFailedError
+            Names the outputs that failed and why.
+        """
+        if not self.passed:
+            failed = "; ".join(
+                f"output {output.name!r}: {output.reason}" for output in self.outputs if not output.passed
+            )
+            raise ValidationFailedError(
+                f"{self.model} disagrees with ONNX Runtime (rtol {self.tolerance.rtol:g}, atol "
+                f"{self.tolerance.atol:g}): {failed}"
+            )
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the reference and the module gave for one sample."""
+
+    expected: Mapping[str, np.ndarray]
+    got: Mapping[str, np.ndarray]
+
+
+def validate(
+    module: Module | Path | str,
+    model: OnnxModel,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    samples: int = DEFAULT_SAMPLES,
+    seed: int = 0,
+    dims: Mapping[str, int] | None = None,
+) -> ValidationReport:
+    """Return how a module's outputs compare with ONNX Runtime's on the original model.
+
+    Parameters
+    ----------
+    module : Module, Path or str
+        A loaded module, or an artifact directory.
+    model : OnnxModel
+        The model as it was given, before any rewriting.
+    rtol, atol : float or None
+        By default from `pipeline.tolerances`, by the model's dtype and the module's precision.
+    samples, seed : int
+        How many random inputs, and from which seed.
+    dims : mapping or None
+        Sizes of symbolic axes; those not given are chosen small.
+
+    Raises
+    ------
+    ValidationFailedError
+        The module and the model have no output in common. (A comparison that fails is a report, not an exception.)
+    """
+    loaded = module if isinstance(module, Module) else Module.load(module)
+    default = model_tolerance(compute_dtype(model), loaded.manifest.precision)
+    tolerance = Tolerance(default.rtol if rtol is None else rtol, default.atol if atol is None else atol)
+    reference = Reference(model)
+    observations = observe(loaded, model, reference, samples=samples, seed=seed, dims=dims)
+    return compare(
+        observations, loaded.outputs, tolerance, model=model.name, reference=reference.description, seed=seed
+    )
+
+
+def observe(
+    module: Module,
+    model: OnnxModel,
+    reference: Reference,
+    *,
+    samples: int,
+    seed: int,
+    dims: Mapping[str, int] | None = None,
+) -> list[Observation]:
+    """Return what both give for each sample; needs `validate`'s arguments, runs each once a sample."""
+    sizes = default_dims(model) | dict(dims or {})
+    seen = []
+    for sample in range(samples):
+        inputs = random_inputs(model, seed=seed, sample=sample, dims=sizes)
+        seen.append(Observation(reference.run(inputs), module.run(inputs)))
+    return seen
+
+
+def default_dims(model: OnnxModel) -> dict[str, int]:
+    """Return a small size for every symbolic axis of the inputs: 2 for a batch, 16 for any other."""
+    names = {axis for spec in model.inputs for axis in spec.shape if isinstance(axis, str) and axis.isidentifier()}
+    return {name: 2 if "batch" in name.lower() else 16 for name in sorted(names)}
+
+
+def compare(
+    observations: Sequence[Observation],
+    specs: Sequence[TensorSpec],
+    tolerance: Tolerance,
+    *,
+    model: str,
+    reference: str,
+    seed: int,
+) -> ValidationReport:
+    """Return the comparison of what was observed.
+
+    Raises
+    ------
+    ValidationFailedError
+        No output is common to both, or nothing was observed.
+    """
+    if not observations:
+        raise ValidationFailedError(f"nothing was compared for {model}: samples must be at least 1")
+    expected_names = set(observations[0].expected)
+    got_names = [spec.name for spec in specs]
+    if not expected_names & set(got_names):
+        raise ValidationFailedError(
+            f"{model} and its module have no output in common: the model has {', '.join(sorted(expected_names))}, the "
+            f"module has {', '.join(got_names) or 'none'}. Is it the artifact of this model?"
+        )
+    outputs = [_compare_output(spec, observations, tolerance) for spec in specs]
+    for name in sorted(expected_names - set(got_names)):
+        lost = SampleComparison(0, False, "the module does not have this output")
+        array = observations[0].expected[name]
+        outputs.append(OutputReport(name, str(array.dtype), array.shape, (lost,)))
+    return ValidationReport(model, reference, tolerance, len(observations), seed, tuple(outputs))
+
+
+def compare_arrays(expected: np.ndarray, got: np.ndarray, tolerance: Tolerance, sample: int = 0) -> SampleComparison:
+    """Return how one array compares with its reference, of the same shape."""
+    if expected.dtype.kind in "biu":
+        return _compare_exact(expected, got, sample)
+    wanted, found = expected.astype(np.float64).ravel(), got.astype(np.float64).ravel()
+    finite = np.isfinite(wanted)
+    broken = int(np.count_nonzero(finite & ~np.isfinite(found)))
+    # Where the reference is not finite, the module must give the same: NaN for NaN, the same infinity.
+    lost = int(np.count_nonzero(~finite & ~((wanted == found) | (np.isnan(wanted) & np.isnan(found)))))
+    both = finite & np.isfinite(found)
+    error = np.abs(wanted[both] - found[both])
+    size = np.abs(wanted[both])
+    scale = output_scale(expected)
+    relative = error / np.maximum(size, np.finfo(np.float32).tiny)
+    # An element of error 0 needs no tolerance, even where the reference is 0.
+    relative[error == 0] = 0.0
+    required_atol = float(np.max(error - tolerance.rtol * size, initial=0.0)) / scale
+    excess = error - tolerance.atol * scale
+    required_rtol = float(np.max(np.where(excess > 0, excess / np.maximum(size, 1e-30), 0.0), initial=0.0))
+    reason = _failure(broken, lost, required_atol, required_rtol, tolerance, error)
+    return SampleComparison(
+        sample=sample,
+        passed=not reason,
+        reason=reason,
+        max_abs=float(np.max(error, initial=0.0)),
+        mean_abs=float(np.mean(error)) if error.size else 0.0,
+        max_rel=float(np.max(relative, initial=0.0)),
+        mean_rel=float(np.mean(relative)) if error.size else 0.0,
+        cosine=_cosine(wanted[both], found[both]),
+        required_atol=required_atol,
+        required_rtol=required_rtol,
+        argmax_agreement=_argmax_agreement(expected, got),
+    )
+
+
+def render(report: ValidationReport) -> Table:
+    """Return the report as a table for a terminal."""
+    verdict = "passed" if report.passed else "FAILED"
+    table = Table(
+        title=f"validation of {report.model}: {verdict}",
+        caption=(
+            f"{report.samples} samples, seed {report.seed}; rtol {report.tolerance.rtol:g}, atol "
+            f"{report.tolerance.atol:g} x max(1, RMS); reference: {report.reference}"
+        ),
+    )
+    for column in ("output", "dtype", "max abs", "mean abs", "max rel", "cosine", "atol needed", "arg-max", "result"):
+        table.add_column(column, justify="left" if column in {"output", "dtype", "result"} else "right")
+    for output in report.outputs:
+        cells = (
+            _number(output.worst(measure))
+            for measure in ("max_abs", "mean_abs", "max_rel", "cosine", "required_atol", "argmax_agreement")
+        )
+        table.add_row(output.name, output.dtype, *cells, "ok" if output.passed else output.reason)
+    return table
+
+
+def _compare_output(spec: TensorSpec, observations: Sequence[Observation], tolerance: Tolerance) -> OutputReport:
+    compared = []
+    for sample, seen in enumerate(observations):
+        got = seen.got[spec.name]
+        expected = seen.expected.get(spec.name)
+        if expected is None:
+            compared.append(SampleComparison(sample, False, "the model does not have this output"))
+        elif expected.shape != got.shape:
+            reason = f"expected shape {_shape(expected.shape)}, got {_shape(got.shape)}"
+            compared.append(SampleComparison(sample, False, reason))
+        elif str(got.dtype) != spec.dtype:
+            compared.append(SampleComparison(sample, False, f"expected dtype {spec.dtype}, got {got.dtype}"))
+        elif _kind(expected) != _kind(got):
+            compared.append(SampleComparison(sample, False, f"expected dtype {expected.dtype}, got {got.dtype}"))
+        else:
+            compared.append(compare_arrays(expected, got, tolerance, sample))
+    return OutputReport(spec.name, spec.dtype, observations[0].got[spec.name].shape, tuple(compared))
+
+
+def _compare_exact(expected: np.ndarray, got: np.ndarray, sample: int) -> SampleComparison:
+    error = np.abs(expected.astype(np.float64) - got.astype(np.float64))
+    wrong = int(np.count_nonzero(expected != got))
+    reason = f"{wrong} of {expected.size} elements differ; {expected.dtype} must be equal" if wrong else ""
+    largest = float(np.max(error, initial=0.0))
+    return SampleComparison(
+        sample, not wrong, reason, largest, float(np.mean(error)) if error.size else 0.0, required_atol=largest
+    )
+
+
+def _failure(
+    broken: int, lost: int, required_atol: float, required_rtol: float, tolerance: Tolerance, error: np.ndarray
+) -> str:
+    if broken:
+        return f"{broken} elements are NaN or infinite where the reference is finite"
+    if lost:
+        return f"{lost} elements differ where the reference is NaN or infinite"
+    # The factor forgives the rounding of this very computation.
+    if required_atol > tolerance.atol * (1 + 1e-9):
+        return (
+            f"largest error {np.max(error):.3g}; it would pass with atol {required_atol:.3g} "
+            f"(is {tolerance.atol:g}) or with rtol {required_rtol:.3g} (is {tolerance.rtol:g})"
+        )
+    return ""
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float | None:
+    length = math.sqrt(float(a @ a)) * math.sqrt(float(b @ b))
+    return float(a @ b) / length if length > 0 else None
+
+
+def _argmax_agreement(expected: np.ndarray, got: np.ndarray) -> float | None:
+    if expected.ndim < 1 or expected.shape[-1] < 2 or expected.size == 0:
+        return None
+    return float(np.mean(np.argmax(expected, axis=-1) == np.argmax(got, axis=-1)))
+
+
+def _kind(array: np.ndarray) -> str:
+    return "exact" if array.dtype.kind in "biu" else "float"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(str(size) for size in shape) or "a scalar"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if abs(value) < 0.99 else f"{value:.6f}"
