@@ -1,0 +1,63 @@
+"""Values of the arguments that candidates are measured and checked with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+_UNKNOWN_BOUND = 2
+
+
+@dataclass(frozen=True)
+class ArgumentSpec:
+    """Shape and TVM dtype name of a kernel's parameter."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def make_arrays(arguments: Sequence[ArgumentSpec], ranges: Mapping[int, int], seed: int) -> list[np.ndarray]:
+    """Return one random array per parameter.
+
+    Parameters
+    ----------
+    arguments : sequence of ArgumentSpec
+        The kernel's parameters, outputs included.
+    ranges : mapping
+        Parameter position -> exclusive upper bound of its integers; integers without one are 0 or 1.
+    seed : int
+        Of the random numbers.
+
+    Notes
+    -----
+    Floats are uniform in [-1, 1), so that a sum of 60,000 products stays far below the largest float16, and are never
+    all zero, which a device may compute faster.
+    """
+    generator = np.random.default_rng(seed)
+    arrays = []
+    for position, spec in enumerate(arguments):
+        dtype = numpy_dtype(spec.dtype)
+        if dtype.kind in "iub":
+            bound = ranges.get(position, _UNKNOWN_BOUND)
+            if dtype.kind != "b":
+                bound = min(bound, int(np.iinfo(dtype).max))
+            arrays.append(generator.integers(0, bound, spec.shape).astype(dtype))
+        else:
+            arrays.append(generator.uniform(-1.0, 1.0, spec.shape).astype(dtype))
+    return arrays
+
+
+def numpy_dtype(name: str) -> np.dtype[np.generic]:
+    """Return the NumPy dtype of a TVM dtype name, those of `ml_dtypes` included.
+
+    Raises
+    ------
+    TypeError
+        NumPy has no such dtype, for example a vector such as `float16x2`.
+    """
+    if name == "bool":
+        return np.dtype(np.bool_)
+    return np.dtype(getattr(ml_dtypes, name, name))

@@ -1,0 +1,86 @@
+"""The child's side of `pipeline.tuning.process`: the loop that answers requests.
+
+`python -m pipeline.tuning.child MODULE FD PARENT` serves with the function that `MODULE.start()` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_ERROR_CHARS_MAX = 4000
+
+
+def serve(module: str, descriptor: int, parent_pid: int) -> None:
+    """Answer requests until the parent closes the connection.
+
+    Parameters
+    ----------
+    module : str
+        Its `start()` does the slow imports and returns the function that answers a request; what that raises goes
+        back as text.
+    descriptor : int
+        The socket to the parent.
+    parent_pid : int
+        The process to die with.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(descriptor)
+    _die_with_parent(parent_pid)
+    start: Callable[[], Callable[[object], object]] = importlib.import_module(module).start
+    handle = start()
+    connection.send((None, None, _resident_bytes()))
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        if request is None:
+            return
+        try:
+            reply = (handle(request), None, _resident_bytes())
+        # The border of the process: whatever a candidate raises is the parent's to record.
+        except Exception as e:
+            reply = (None, _error_text(e), _resident_bytes())
+        connection.send(reply)
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent is gone; only Linux offers that."""
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        # It died before the request above.
+        os._exit(1)
+
+
+def _resident_bytes() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGESIZE")
+
+
+def _error_text(error: Exception) -> str:
+    """Return the exception's own message last, where a reader looks, after a shortened traceback."""
+    text = "".join(traceback.format_exception(error))
+    if len(text) > _ERROR_CHARS_MAX:
+        half = _ERROR_CHARS_MAX // 2
+        text = text[:half] + "\n[...]\n" + text[-half:]
+    return text.strip()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,72 @@
+"""The note that travels with a candidate from the tuner to the process that measures it.
+
+MetaSchedule's builder and runner interfaces carry a module and the shapes of its arguments, no more. What else the
+measuring process must know rides on an attribute of the PrimFunc; the builder takes it off and writes it as JSON beside
+the artifact, where the runner finds it, on this machine or another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tvm
+
+_ATTR = "relaxtune.note"
+
+
+@dataclass(frozen=True)
+class CandidateNote:
+    """What the measuring process must know of a candidate.
+
+    Attributes
+    ----------
+    workload
+        Workload hash: candidates of one workload share arguments, reference and the best time so far.
+    index_ranges
+        Parameter position (as text) -> exclusive upper bound of its integers.
+    outputs
+        Positions of the parameters that the kernel writes.
+    reference
+        Shared object that computes the same on the CPU, or on the device where `reference_on_device`; None compares
+        nothing.
+    rtol, atol
+        Largest accepted difference, `atol` relative to the largest magnitude of the reference output.
+    """
+
+    workload: str
+    index_ranges: Mapping[str, int]
+    outputs: tuple[int, ...]
+    reference: str | None = None
+    reference_on_device: bool = False
+    rtol: float = 0.0
+    atol: float = 0.0
+
+
+def attach_note(mod: tvm.ir.IRModule, note: CandidateNote) -> tvm.ir.IRModule:
+    """Return the module with the note on its `main`."""
+    return tvm.ir.IRModule({**_functions(mod), "main": mod["main"].with_attr(_ATTR, json.dumps(asdict(note)))})
+
+
+def take_note(mod: tvm.ir.IRModule) -> tuple[tvm.ir.IRModule, dict[str, object] | None]:
+    """Return the module without its note, and the note's fields; None when it has none."""
+    attrs = mod["main"].attrs
+    if not attrs or _ATTR not in attrs:
+        return mod, None
+    note = dict(json.loads(str(attrs[_ATTR])))
+    return tvm.ir.IRModule({**_functions(mod), "main": mod["main"].without_attr(_ATTR)}), note
+
+
+def read_note(artifact_path: str) -> CandidateNote | None:
+    """Return the note beside an artifact, or None when there is none."""
+    path = Path(artifact_path).with_suffix(".json")
+    if not path.exists():
+        return None
+    fields = json.loads(path.read_text())
+    return CandidateNote(**{**fields, "outputs": tuple(fields["outputs"])})
+
+
+def _functions(mod: tvm.ir.IRModule) -> dict[str, tvm.ir.BaseFunc]:
+    return {var.name_hint: func for var, func in mod.functions.items()}

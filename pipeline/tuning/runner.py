@@ -1,0 +1,267 @@
+"""A MetaSchedule runner over one killable measuring process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from tvm.ir.utils import derived_object
+from tvm.s_tir import meta_schedule as ms
+
+from pipeline.tuning.arguments import ArgumentSpec
+from pipeline.tuning.failure import CANCELLED, StopSignal, failure_text
+from pipeline.tuning.measure_worker import (
+    MeasureOptions,
+    MeasureReply,
+    MeasureRequest,
+    ReferenceRequest,
+    check_seeds,
+    reference_file,
+)
+from pipeline.tuning.note import read_note
+from pipeline.tuning.process import ChildDiedError, ChildProcess, Reply
+from tuning_db.records import Status
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "pipeline.tuning.measure_worker"
+_START_TIMEOUT_S = 120.0
+_REFERENCE_TIMEOUT_S = 120.0
+NO_REFERENCE = "the reference cannot be computed"
+_STARTS_MAX = 3
+_POLL_S = 0.1
+
+
+class MeasuringProcess:
+    """One device's measuring process, replaced whenever a candidate kills it or is killed in it.
+
+    Parameters
+    ----------
+    device : str
+        TVM device text, `cpu:0` or `cuda:1`.
+    options : MeasureOptions
+        How candidates are timed.
+    timeout_s : float
+        Seconds for one candidate, checks included.
+    stop : StopSignal
+        When it is set, the candidate in flight is given up.
+    seed : int
+        Of the arguments' values.
+    """
+
+    def __init__(self, device: str, options: MeasureOptions, timeout_s: float, stop: StopSignal, seed: int) -> None:
+        self._device = device
+        self._options = options
+        self._timeout_s = timeout_s
+        self._stop = stop
+        self._seed = seed
+        self.restarts = 0
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the measuring process of the moment."""
+        return self._process.pid
+
+    def request(self, item: ms.runner.RunnerInput) -> MeasureRequest:
+        """Return the request for a runner's input."""
+        arguments = tuple(
+            ArgumentSpec(tuple(int(dim) for dim in info.shape), str(info.dtype)) for info in item.args_info
+        )
+        artifact = str(item.artifact_path)
+        return MeasureRequest(
+            artifact=artifact,
+            device=self._device,
+            arguments=arguments,
+            note=read_note(artifact),
+            options=self._options,
+            seed=self._seed,
+        )
+
+    def run(self, request: MeasureRequest) -> ms.runner.RunnerResult:
+        """Return the result of one candidate; a failed one has a text made by `failure_text`."""
+        paths = [reference_file(request, seed) for seed in check_seeds(request)]
+        if any(path is not None and not path.exists() for path in paths):
+            made = self._ask(ReferenceRequest(request), _REFERENCE_TIMEOUT_S)
+            if isinstance(made, ms.runner.RunnerResult):
+                reason = str(made.error_msg)
+                return made if reason.startswith(CANCELLED) else _failed(Status.RUN_ERROR, f"{NO_REFERENCE}: {reason}")
+        answer = self._ask(request, self._timeout_s)
+        if isinstance(answer, ms.runner.RunnerResult):
+            return answer
+        if not isinstance(answer, MeasureReply):
+            return _failed(Status.RUN_ERROR, f"the measuring process answered with {type(answer).__name__}")
+        if answer.mismatch is not None:
+            return _failed(Status.WRONG_RESULT, answer.mismatch)
+        return ms.runner.RunnerResult(list(answer.seconds), None)
+
+    def _ask(self, request: object, timeout_s: float) -> object:
+        """Return the value that the process answers, or a failed result."""
+        if not self._ready():
+            return ms.runner.RunnerResult(None, f"{CANCELLED}: the run was stopped")
+        try:
+            self._process.send(request)
+            reply = self._answer(timeout_s)
+        except ChildDiedError as e:
+            self._replace()
+            return _failed(Status.RUN_ERROR, str(e))
+        if reply is None:
+            self._replace()
+            if self._stop:
+                return ms.runner.RunnerResult(None, f"{CANCELLED}: the run was stopped")
+            return _failed(Status.TIMEOUT, f"the measurement was killed after {timeout_s:g} s (run_timeout_s)")
+        if reply.error is not None and self._device.startswith("cuda"):
+            # An error may have broken the CUDA context, which would fail every later candidate.
+            self._replace()
+        return _failed(Status.RUN_ERROR, reply.error) if reply.error is not None else reply.value
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+
+    def _start(self) -> ChildProcess:
+        threads = self._options.threads
+        return ChildProcess(_MODULE, {"TVM_NUM_THREADS": str(threads)} if threads else {})
+
+    def _replace(self) -> None:
+        self._process.kill()
+        self._process = self._start()
+        self.restarts += 1
+
+    def _ready(self) -> bool:
+        """Wait until the process has started; return False when the run was stopped meanwhile."""
+        reason = ""
+        for _ in range(_STARTS_MAX):
+            if self._process.ready:
+                return True
+            try:
+                if self._answer(_START_TIMEOUT_S) is not None:
+                    return True
+                if self._stop:
+                    return False
+                reason = f"not ready after {_START_TIMEOUT_S:g} s"
+            except ChildDiedError as e:
+                reason = str(e)
+            self._replace()
+        raise ChildDiedError(f"the measuring process ({_MODULE}) failed to start {_STARTS_MAX} times: {reason}")
+
+    def _answer(self, timeout_s: float) -> Reply | None:
+        """Return the next message, or None when time is up or the run was stopped."""
+        until = time.monotonic() + timeout_s
+        while not self._process.connection.poll(_POLL_S):
+            if time.monotonic() > until or self._stop:
+                return None
+        return self._process.receive()
+
+
+class _Pending:
+    """One result that a thread will deliver."""
+
+    def __init__(self) -> None:
+        self.result: ms.runner.RunnerResult | None = None
+        self.ready = threading.Event()
+
+
+class MeasureQueue:
+    """A thread that hands candidates to a `MeasuringProcess` in order, while the caller builds the next."""
+
+    def __init__(self, process: MeasuringProcess) -> None:
+        self._process = process
+        self._waiting: deque[tuple[ms.runner.RunnerInput, _Pending]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="relaxtune-measure", daemon=True)
+        self._thread.start()
+
+    def submit(self, item: ms.runner.RunnerInput) -> _Pending:
+        """Return where the result of a candidate will appear."""
+        pending = _Pending()
+        with self._changed:
+            self._waiting.append((item, pending))
+            self._changed.notify()
+        return pending
+
+    def close(self) -> None:
+        """Let the thread end after the candidate in flight."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                item, pending = self._waiting.popleft()
+            # A border of the thread: an error here must reach the caller as a result, or it would wait for ever.
+            try:
+                pending.result = self._process.run(self._process.request(item))
+            except Exception as e:
+                logger.exception("the measuring process cannot be used")
+                pending.result = _failed(Status.RUN_ERROR, str(e))
+            pending.ready.set()
+
+
+@derived_object
+class _Future(ms.runner.PyRunnerFuture):  # type: ignore[misc]
+    def __init__(self, pending: _Pending) -> None:
+        super().__init__()
+        self._pending = pending
+
+    def done(self) -> bool:
+        """Return whether the result is there."""
+        return self._pending.ready.is_set()
+
+    def result(self) -> ms.runner.RunnerResult:
+        """Wait for the result and return it."""
+        self._pending.ready.wait()
+        return self._pending.result
+
+
+@derived_object
+class ProcessRunner(ms.runner.PyRunner):  # type: ignore[misc]
+    """MetaSchedule's runner interface over one measuring process; a context manager that ends it.
+
+    `run` returns at once; the candidates are measured one after another, in order.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        options: MeasureOptions | None = None,
+        timeout_s: float = 30.0,
+        stop: StopSignal | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.process = MeasuringProcess(device, options or MeasureOptions(), timeout_s, stop or StopSignal(), seed)
+        self._queue = MeasureQueue(self.process)
+
+    def run(self, runner_inputs: Sequence[ms.runner.RunnerInput]) -> list[ms.runner.RunnerFuture]:
+        """Return one future per input."""
+        return [_Future(self._queue.submit(item)) for item in runner_inputs]
+
+    def close(self) -> None:
+        """End the measuring process and the thread that feeds it."""
+        self.process.close()
+        self._queue.close()
+
+    def __enter__(self) -> Self:
+        """Return the runner."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """End the measuring process."""
+        self.close()
+
+
+def _failed(status: Status, error: str) -> ms.runner.RunnerResult:
+    return ms.runner.RunnerResult(None, failure_text(status, error))
