@@ -11,6 +11,7 @@ from tvm.s_tir.dlight.base import ScheduleRule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
+from schedules.cpu.convolution import Convolution
 from schedules.cpu.elementwise import Elementwise
 from schedules.cpu.generic import Generic
 from schedules.cpu.matmul import Matmul
@@ -70,7 +71,7 @@ def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
     """
     if target.kind.name == "llvm":
         register_vector_math()
-        return [(rule.name, rule) for rule in (Elementwise(), Matmul(), RowReduction(), Generic())]
+        return [(rule.name, rule) for rule in (Elementwise(), Matmul(), Convolution(), RowReduction(), Generic())]
     if target.kind.name == "cuda":
         return cuda_rules()
     raise TargetError(f"no default schedules for target kind {target.kind.name!r}; expected llvm or cuda.")

@@ -1,4 +1,4 @@
-"""exp, erf, tanh and sigmoid as vector arithmetic for LLVM, instead of one call to libm per lane.
+"""exp, erf, tanh, sigmoid and whole powers as vector arithmetic for LLVM, instead of one call to libm per lane.
 
 TVM lowers `exp` to LLVM's intrinsic and `erf` to a call of `erff`; neither has a vector form without a vector libm, so
 LLVM takes a vector apart and calls a scalar function for every lane. The functions here are lowered to polynomials that
@@ -49,6 +49,7 @@ def register_vector_math() -> None:
     """Make this process lower exp, erf, tanh and sigmoid for LLVM to vector arithmetic; repeating it is harmless."""
     for name, function in (("exp", _exp), ("erf", _erf), ("tanh", _tanh), ("sigmoid", _sigmoid)):
         tirx.register_intrin_lowering(f"tirx.{name}", target="llvm", f=_lowering(function), level=_LEVEL)
+    tirx.register_intrin_lowering("tirx.pow", target="llvm", f=_lower_power, level=_LEVEL)
 
 
 class _Lanes:
@@ -137,6 +138,19 @@ def _tanh(v: _Lanes, x: Expr) -> Expr:
 def _sigmoid(v: _Lanes, x: Expr) -> Expr:
     negated = v.bind("negated", v.const(0.0) - x)
     return v.const(1.0) / (v.const(1.0) + _exp(v, negated))
+
+
+def _lower_power(call: Call) -> Expr:
+    """Return a product for the small whole exponents of norms and GELU, LLVM's `pow` for every other."""
+    base, exponent = call.args
+    value = exponent.value if isinstance(exponent, tirx.Broadcast) else exponent
+    power = float(value.value) if isinstance(value, tirx.FloatImm | tirx.IntImm) else None
+    if power not in (1.0, 2.0, 3.0, 4.0):
+        return tirx.call_llvm_pure_intrin(call.ty, "llvm.pow", base, exponent)
+    x = tirx.Var("x", base.ty)
+    square = tirx.Var("square", base.ty)
+    product = {1.0: x, 2.0: square, 3.0: square * x, 4.0: square * square}[power]
+    return tirx.Let(x, base, tirx.Let(square, x * x, product))
 
 
 def _select(condition: Expr, when_true: Expr, when_false: Expr) -> Expr:

@@ -20,6 +20,7 @@ rows x vectors times.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -138,11 +139,12 @@ def classify(block: BlockFacts, left: TensorLoad, right: TensorLoad, column: int
     return Contraction(block, left, right, tuple(batch), tuple(rows), column, reduce, row, contiguous)
 
 
-def choose_tile(con: Contraction, limits: CpuLimits) -> Tile:
+def choose_tile(con: Contraction, limits: CpuLimits, exact: bool = False) -> Tile:
     """Return the tile that takes the fewest cycles by count of multiply-adds, loads, and wasted lanes.
 
     A tile of r rows and v vectors needs r * v accumulators, v vectors of the right operand and one broadcast. Per
-    step of k it issues r * v multiply-adds and v + r loads, of which two go out per cycle.
+    step of k it issues r * v multiply-adds and v + r loads, of which two go out per cycle. With `exact`, only tiles
+    that divide the vector axis are considered, and a tile that does not is the answer where none does.
     """
     dtype = str(con.block.stmt.writes[0].source.dtype)
     lanes = max(1, limits.vector_bytes // dtype_bytes(dtype))
@@ -154,7 +156,7 @@ def choose_tile(con: Contraction, limits: CpuLimits) -> Tile:
             few = rows is not None and rows <= 2
             if r * v + v + 1 > limits.vector_registers or (v > MAX_VECTORS and not few):
                 continue
-            if rows is not None and r > rows:
+            if (rows is not None and r > rows) or (exact and (columns is None or columns % (v * lanes))):
                 continue
             row_tiles = 1 / r if rows is None else math.ceil(rows / r) / rows
             column_tiles = 1 / (v * lanes) if columns is None else math.ceil(columns / (v * lanes)) / columns
@@ -166,12 +168,11 @@ def choose_tile(con: Contraction, limits: CpuLimits) -> Tile:
     return best
 
 
-def schedule_contraction(sch: Schedule, con: Contraction, limits: CpuLimits) -> list[str]:
+def schedule_contraction(sch: Schedule, con: Contraction, tile: Tile, limits: CpuLimits) -> list[str]:
     """Tile, pack, vectorise, unroll and parallelise a contraction with its epilogue; return the names of its blocks.
 
     Blocks that are not returned (producers of the operands, unrelated ones) are left for the caller.
     """
-    tile = choose_tile(con, limits)
     block = con.block
     padded = needs_padding(con, tile)
     epilogue, pack = _isolate(sch, con, tile, padded)
@@ -181,6 +182,10 @@ def schedule_contraction(sch: Schedule, con: Contraction, limits: CpuLimits) -> 
     if staged:
         stage = sch.cache_write(block.rv, 0, "local")
         sch.set_scope(stage, 0, "local")
+        if not column_last:
+            at = sorted((*con.batch, *con.rows, con.column)).index(con.column)
+            sch.transform_layout(block.rv, ("write", 0), _moved_last(at))
+            sch.transform_layout(stage, ("write", 0), _moved_last(at))
     else:
         sch.set_scope(block.rv, 0, "local")
     loops = _tile_loops(sch, con, tile)
@@ -305,11 +310,16 @@ def _put_column_last(sch: Schedule, con: Contraction, pack: SBlockRV) -> None:
     """Lay the packed operand out with the vector axis innermost."""
     column = con.block.stmt.iter_vars[con.column].var
     at = next(dim for dim, index in enumerate(con.right.indices) if column in used_vars(index))
+    sch.transform_layout(pack, ("write", 0), _moved_last(at))
+
+
+def _moved_last(at: int) -> Callable[..., list[Var]]:
+    """Return the index map that moves one axis behind all others."""
 
     def moved(*axes: Var) -> list[Var]:
         return [*axes[:at], *axes[at + 1 :], axes[at]]
 
-    sch.transform_layout(pack, ("write", 0), moved)
+    return moved
 
 
 def _vectorize_pack(sch: Schedule, pack: SBlockRV, tile: Tile) -> None:

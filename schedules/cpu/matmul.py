@@ -14,7 +14,7 @@ from tvm.tirx import PrimFunc, Var
 
 from schedules.cpu.analysis import BlockFacts, find_path_to, is_canonical, list_blocks, used_vars
 from schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise
-from schedules.cpu.contraction import Contraction, classify, find_operands, schedule_contraction
+from schedules.cpu.contraction import Contraction, choose_tile, classify, find_operands, schedule_contraction
 
 
 class Matmul(CpuRule):
@@ -37,7 +37,7 @@ class Matmul(CpuRule):
         if con is None:
             return None
         limits = cpu_limits(target)
-        done = schedule_contraction(sch, con, limits)
+        done = schedule_contraction(sch, con, choose_tile(con, limits), limits)
         for other in list_blocks(sch):
             if other.name not in done and other.is_spatial:
                 schedule_elementwise(sch, other, limits)
