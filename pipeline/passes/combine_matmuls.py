@@ -32,22 +32,23 @@ _VIEWS = ("reshape", "permute_dims", "expand_dims", "split", "strided_slice")
 
 @dataclass(frozen=True)
 class _Branch:
-    """One matmul by a constant [K, N] matrix, its constant bias [N] if it has one, and the variable it ends in."""
+    """One matmul by a constant [K, N] matrix and what follows it: cast, constant bias [N], cast, each where present."""
 
     matmul: relax.Var
     weight: tvm.ir.Expr
-    bias: tvm.ir.Expr | None
     end: relax.Var
+    first_cast: str
+    bias: tvm.ir.Expr | None
+    last_cast: str
+    steps: tuple[relax.Var, ...]
 
     @property
     def width(self) -> int:
-        return int(array_shape(self.weight)[1])
+        return _shape_of_constant(self.weight)[1]
 
 
-def array_shape(constant: tvm.ir.Expr) -> tuple[int, ...]:
-    """Return the shape of a constant."""
-    shape = static_shape(constant)
-    return shape if shape is not None else ()
+def _shape_of_constant(constant: tvm.ir.Expr) -> tuple[int, ...]:
+    return static_shape(constant) or ()
 
 
 def combine_matmuls(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -85,7 +86,8 @@ def _find_groups(main: relax.Function) -> dict[relax.Var, list[_Branch]]:
         branch = _branch(binding.var, value.args[1], values, users)
         if branch is None or not _read_by_views_only(branch.end, values, users):
             continue
-        key = (value.args[0], array_shape(branch.weight)[0], dtype_of(branch.weight), str(value.attrs.out_dtype))
+        dtypes = (dtype_of(branch.weight), dtype_of(branch.matmul), branch.first_cast, branch.last_cast)
+        key = (value.args[0], _shape_of_constant(branch.weight)[0], *dtypes)
         groups.setdefault(key, []).append(branch)
     return {group[0].matmul: group for group in groups.values() if len(group) > 1}
 
@@ -96,15 +98,30 @@ def _branch(
     values: Mapping[relax.Var, tvm.ir.Expr],
     users: Mapping[relax.Var, list[relax.Var]],
 ) -> _Branch | None:
-    if len(array_shape(weight)) != 2:
+    if len(_shape_of_constant(weight)) != 2:
         return None
-    readers = users.get(var, [])
-    if len(readers) == 1 and readers[0] != var and is_op(values.get(readers[0]), "add"):
-        left, right = values[readers[0]].args
-        bias = right if isinstance(left, relax.Var) and left == var else left
-        if is_constant(bias) and array_shape(bias) == array_shape(weight)[1:]:
-            return _Branch(var, weight, bias, readers[0])
-    return _Branch(var, weight, None, var)
+    steps, casts, bias = [var], ["", ""], None
+    while True:
+        readers = users.get(steps[-1], [])
+        value = values.get(readers[0]) if len(readers) == 1 and readers[0] != steps[-1] else None
+        stage = 0 if bias is None else 1
+        if is_op(value, "astype") and not casts[stage]:
+            casts[stage] = dtype_of(readers[0])
+        elif is_op(value, "add") and bias is None and (found := _bias_of(value, steps[-1], weight)) is not None:
+            bias = found
+        else:
+            break
+        steps.append(readers[0])
+    return _Branch(var, weight, steps[-1], casts[0], bias, casts[1], tuple(steps))
+
+
+def _bias_of(add: relax.Call, data: relax.Var, weight: tvm.ir.Expr) -> tvm.ir.Expr | None:
+    """Return the constant vector that is added to `data`, None when it is something else."""
+    for operand, other in (tuple(add.args), tuple(add.args)[::-1]):
+        fits = is_constant(operand) and _shape_of_constant(operand) == _shape_of_constant(weight)[1:]
+        if fits and isinstance(other, relax.Var) and other == data:
+            return operand
+    return None
 
 
 def _read_by_views_only(
@@ -121,6 +138,11 @@ class _Combine(PyExprMutator):  # type: ignore[misc]
         self._groups = groups
         self._state = state
         self._slices: dict[relax.Var, tvm.ir.Expr] = {}
+        self._nodes = {
+            first: state.nodes_of(step.name for branch in group for step in branch.steps)
+            for first, group in groups.items()
+        }
+        self._count = 0
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         if binding.var in self._groups:
@@ -131,27 +153,30 @@ class _Combine(PyExprMutator):  # type: ignore[misc]
             super().visit_var_binding_(binding)
 
     def _emit(self, group: list[_Branch], matmul: relax.Call) -> None:
-        sources = self._state.sources
-        name = f"{group[0].matmul.name}__combined"
-        weight = np.concatenate([array_of(branch.weight) for branch in group], axis=1)
+        first = group[0]
         left = self.visit_expr(matmul.args[0])
-        combined = relax.op.matmul(left, relax.const(weight, dtype_of(group[0].weight)), matmul.attrs.out_dtype)
-        result = emit_extra(self, name, combined)
-        sources[name] = self._state.nodes_of(branch.matmul.name for branch in group)
+        weight = np.concatenate([array_of(branch.weight) for branch in group], axis=1)
+        product = relax.op.matmul(left, relax.const(weight, dtype_of(first.weight)), matmul.attrs.out_dtype)
+        result = self._bind(group, product)
+        if first.first_cast:
+            result = self._bind(group, relax.op.astype(result, first.first_cast))
         if any(branch.bias is not None for branch in group):
             dtype = dtype_of(result)
-            parts = [_bias_of(branch, dtype) for branch in group]
-            result = emit_extra(self, f"{name}_bias", relax.op.add(result, relax.const(np.concatenate(parts), dtype)))
-            sources[f"{name}_bias"] = self._state.nodes_of(b.end.name for b in group if b.bias is not None)
+            biases = [np.zeros(b.width, dtype) if b.bias is None else array_of(b.bias) for b in group]
+            result = self._bind(group, relax.op.add(result, relax.const(np.concatenate(biases), dtype)))
+        if first.last_cast:
+            result = self._bind(group, relax.op.astype(result, first.last_cast))
+        axis = int(result.ty.ndim) - 1
         start = 0
         for branch in group:
-            axis = int(result.ty.ndim) - 1
             part = relax.op.strided_slice(result, [axis], [start], [start + branch.width], assume_inbound=True)
             self._slices[branch.end] = part
-            # The slice computes no node: the combined matmul already stands for it.
-            sources[branch.end.name] = ()
+            # The slice computes no node: the combined bindings already stand for the branch.
+            self._state.sources[branch.end.name] = ()
             start += branch.width
 
-
-def _bias_of(branch: _Branch, dtype: str) -> np.ndarray:
-    return np.zeros(branch.width, dtype) if branch.bias is None else array_of(branch.bias)
+    def _bind(self, group: list[_Branch], value: tvm.ir.Expr) -> relax.Var:
+        self._count += 1
+        name = f"{group[0].matmul.name}__combined_{self._count}"
+        self._state.sources[name] = self._nodes[group[0].matmul]
+        return emit_extra(self, name, value)

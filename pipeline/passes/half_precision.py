@@ -13,6 +13,7 @@ from pipeline.passes.accumulate import contraction_in_float32
 from pipeline.passes.ir import (
     array_of,
     dtype_of,
+    emit_extra,
     emit_named,
     is_constant,
     is_op,
@@ -94,17 +95,22 @@ class _Half(PyExprMutator):  # type: ignore[misc]
         if expr in self._halves:
             return self._halves[expr]
         value = self._values.get(expr) if isinstance(expr, relax.Var) else None
-        name = value.op.name.removeprefix("relax.") if is_op(value, *_VIEWS) else ""
         if is_constant(expr):
             half: tvm.ir.Expr = relax.const(array_of(expr).astype(np.float16), "float16")
-        elif name:
-            half = self.builder_.emit(_VIEWS[name](value, self._half(value.args[0])))
+        elif is_op(value, *_VIEWS):
+            half = self._bind(expr, _VIEWS[value.op.name.removeprefix("relax.")](value, self._half(value.args[0])))
         elif is_op(value, "astype") and dtype_of(value.args[0]) == "float16":
             half = self.visit_expr(value.args[0])
         else:
             half = self.builder_.emit(relax.op.astype(self.visit_expr(expr), "float16"))
         self._halves[expr] = half
         return half
+
+    def _bind(self, var: relax.Var, half: tvm.ir.Expr) -> relax.Var:
+        """Bind the half-precision form of a view, which stands for the same ONNX nodes."""
+        name = f"{var.name}__half"
+        self._state.sources[name] = self._state.nodes_of([var.name])
+        return emit_extra(self, name, half)
 
     def _is_float32_contraction(self, value: tvm.ir.Expr) -> bool:
         if not is_op(value, *_CONTRACTIONS) or any(dtype_of(arg) != "float32" for arg in value.args):

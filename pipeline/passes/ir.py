@@ -27,9 +27,13 @@ def with_main(mod: tvm.ir.IRModule, function: relax.Function) -> tvm.ir.IRModule
 
 
 def rewrite_main(mod: tvm.ir.IRModule, mutator: PyExprMutator) -> tvm.ir.IRModule:
-    """Return `mod` with `main` rewritten by `mutator` and bindings nobody reads dropped."""
+    """Return `mod` with `main` rewritten by `mutator` and bindings nobody reads dropped.
+
+    A mutator that makes PrimFuncs is constructed over `mod`, so that its builder holds both.
+    """
     function: relax.Function = mutator.visit_expr(main_of(mod))
-    return with_main(mod, function)
+    made = mutator.builder_.get()
+    return with_main(made if len(made.functions) else mod, function)
 
 
 def bindings_of(function: relax.Function) -> Iterator[relax.Binding]:

@@ -16,10 +16,14 @@ from pipeline.passes.fold_constants import fold_constants
 from pipeline.passes.fuse import fuse_operations
 from pipeline.passes.half_precision import compute_in_half_precision
 from pipeline.passes.lift_weights import lift_weights
+from pipeline.passes.merge_common import merge_common_subexpressions
 from pipeline.passes.name_bindings import name_bindings
 from pipeline.passes.nan_guard import remove_nan_guards
+from pipeline.passes.recognise_activations import recognise_activations
 from pipeline.passes.recognise_norms import recognise_norms
+from pipeline.passes.simplify_views import simplify_views
 from pipeline.passes.step import Phase, Step, stock
+from pipeline.passes.transposed_matmul import write_matmuls_transposed
 
 _CODE_GENERATOR = "the code generator accepts nothing else"
 
@@ -31,16 +35,20 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.CANONICALISE, "name_bindings", name_bindings, "every report finds its ONNX nodes by these names"),
         Step(Phase.CANONICALISE, "canonicalise_bindings", stock(relax_pass.CanonicalizeBindings())),
         Step(Phase.CANONICALISE, "recognise_norms", recognise_norms),
+        Step(Phase.CANONICALISE, "recognise_activations", recognise_activations),
         # 1 fold constants
         Step(Phase.FOLD_CONSTANTS, "fold_constants", fold_constants),
         # 2 remove dead code
         Step(Phase.REMOVE_DEAD_CODE, "remove_dead_code", stock(relax_pass.DeadCodeElimination())),
+        Step(Phase.REMOVE_DEAD_CODE, "merge_common_subexpressions", merge_common_subexpressions),
+        Step(Phase.REMOVE_DEAD_CODE, "simplify_views", simplify_views),
         Step(Phase.REMOVE_DEAD_CODE, "remove_nan_guards", remove_nan_guards),
         # 3 precision
         Step(Phase.PRECISION, "compute_in_half_precision", compute_in_half_precision),
         Step(Phase.PRECISION, "accumulate_in_float32", accumulate_in_float32),
         # 4 pattern rewrites
         Step(Phase.PATTERNS, "combine_matmuls", combine_matmuls),
+        Step(Phase.PATTERNS, "write_matmuls_transposed", write_matmuls_transposed),
         # 5 legalise
         Step(Phase.LEGALISE, "dispatch_sampling", stock(backend.DispatchSampling()), _CODE_GENERATOR),
         Step(Phase.LEGALISE, "dispatch_sort_scan", stock(backend.DispatchSortScan()), _CODE_GENERATOR),

@@ -15,47 +15,28 @@ import tvm
 from tvm import relax
 
 from pipeline.passes.ir import bindings_of, called_function, main_of, with_main
+from pipeline.passes.keys import Key, key_of
 from pipeline.passes.module import KernelCall
 from pipeline.passes.name_bindings import rename_bindings
 from pipeline.passes.state import LoweringState
-
-Atom = str | tuple["Atom", ...]
 
 
 @dataclass
 class UnfusedBindings:
     """The bindings of `main` before fusion: operation key -> names, in order (equal operations queue up)."""
 
-    names: dict[Atom, deque[str]] = field(default_factory=lambda: defaultdict(deque))
+    names: dict[Key, deque[str]] = field(default_factory=lambda: defaultdict(deque))
     readers: dict[str, list[str]] = field(default_factory=dict)
     inputs: dict[str, list[str]] = field(default_factory=dict)
-
-
-def _key(expr: tvm.ir.Expr, env: dict[relax.Var, Atom]) -> Atom:
-    """Return a hashable identity of an expression, with variables named by `env`."""
-    if isinstance(expr, relax.Var):
-        return env.get(expr, f"var:{expr.name}")
-    if isinstance(expr, tvm.ir.GlobalVar):
-        return f"global:{expr.name_hint}"
-    if isinstance(expr, tvm.ir.GenericConst):
-        return f"const:{hash(expr)}"
-    if isinstance(expr, relax.Call):
-        op = expr.op.name if isinstance(expr.op, tvm.ir.Op) else _key(expr.op, env)
-        return ("call", op, *(_key(arg, env) for arg in expr.args), str(expr.attrs) if expr.attrs is not None else "")
-    if isinstance(expr, relax.Tuple):
-        return ("tuple", *(_key(item, env) for item in expr.fields))
-    if isinstance(expr, relax.TupleGetItem):
-        return ("item", _key(expr.tuple_value, env), str(expr.index))
-    return str(expr)
 
 
 def record_unfused(mod: tvm.ir.IRModule) -> UnfusedBindings:
     """Return the operations of `main` before `FuseOps`."""
     record = UnfusedBindings()
-    env: dict[relax.Var, Atom] = {}
+    env: dict[relax.Var, Key] = {}
     for binding in bindings_of(main_of(mod)):
         name = binding.var.name
-        key = _key(binding.value, env)
+        key = key_of(binding.value, env)
         record.names[key].append(name)
         env[binding.var] = f"var:{name}"
         record.inputs[name] = [used.name for used in relax.analysis.free_vars(binding.value)]
@@ -67,7 +48,7 @@ def record_unfused(mod: tvm.ir.IRModule) -> UnfusedBindings:
 def name_fused(mod: tvm.ir.IRModule, unfused: UnfusedBindings, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod`, the result of `FuseOps`, with unique names in `main`, and record each one's ONNX nodes."""
     main = main_of(mod)
-    env: dict[relax.Var, Atom] = {}
+    env: dict[relax.Var, Key] = {}
     groups: dict[relax.Var, list[str]] = {}
     for binding in bindings_of(main):
         groups[binding.var] = _replay(mod, binding, env, unfused)
@@ -87,33 +68,33 @@ def name_fused(mod: tvm.ir.IRModule, unfused: UnfusedBindings, state: LoweringSt
 
 
 def _replay(
-    mod: tvm.ir.IRModule, binding: relax.Binding, env: dict[relax.Var, Atom], unfused: UnfusedBindings
+    mod: tvm.ir.IRModule, binding: relax.Binding, env: dict[relax.Var, Key], unfused: UnfusedBindings
 ) -> list[str]:
     """Return the names, before fusion, of the bindings that `binding` now stands for, and teach `env` its result."""
     value = binding.value
     callee = mod[value.op] if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.GlobalVar) else None
     if not isinstance(callee, relax.Function):
-        key = _key(value, env)
+        key = key_of(value, env)
         if isinstance(value, relax.TupleGetItem) and isinstance(source := env.get(value.tuple_value), tuple):
             env[binding.var] = source[1 + int(value.index)]
             return []
         name = _take(unfused, key)
         env[binding.var] = f"var:{name}" if name else f"var:{binding.var.name}"
         return [name] if name else []
-    inner: dict[relax.Var, Atom] = {p: _key(a, env) for p, a in zip(callee.params, value.args, strict=True)}
+    inner: dict[relax.Var, Key] = {p: key_of(a, env) for p, a in zip(callee.params, value.args, strict=True)}
     members = []
     for step in bindings_of(callee):
         if isinstance(step.value, relax.Var | relax.Tuple):
-            inner[step.var] = _key(step.value, inner)
+            inner[step.var] = key_of(step.value, inner)
             continue
-        name = _take(unfused, _key(step.value, inner))
+        name = _take(unfused, key_of(step.value, inner))
         inner[step.var] = f"var:{name}" if name else f"var:{step.var.name}"
         members += [name] if name else []
-    env[binding.var] = _key(callee.body.body, inner)
+    env[binding.var] = key_of(callee.body.body, inner)
     return members
 
 
-def _take(unfused: UnfusedBindings, key: Atom) -> str | None:
+def _take(unfused: UnfusedBindings, key: Key) -> str | None:
     """Return the name of the next binding with this operation; the last one stays, for operations FuseOps repeats."""
     queue = unfused.names.get(key)
     if not queue:
