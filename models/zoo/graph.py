@@ -7,6 +7,7 @@ their weights, and adding a layer changes no other weight.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -20,6 +21,7 @@ Dim = int | str
 OPSET = 18
 # The IR version that came with opset 18; older readers keep working.
 IR_VERSION = 8
+_CHUNK = 2**18
 
 
 class Precision(StrEnum):
@@ -50,7 +52,10 @@ class GraphBuilder:
         self._scopes: list[str] = []
         self._node_names: dict[str, int] = {}
         self._nodes: list[onnx.NodeProto] = []
-        self._weights: dict[str, onnx.TensorProto] = {}
+        # Weights go straight into the model they end in: a copy of each would be gigabytes for the large presets.
+        self._model = onnx.ModelProto(ir_version=IR_VERSION, producer_name="relaxtune")
+        self._model.opset_import.append(helper.make_opsetid("", OPSET))
+        self._drawn: set[str] = set()
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
@@ -100,7 +105,7 @@ class GraphBuilder:
         if key not in self._constants:
             name = f"constant_{len(self._constants)}"
             self._constants[key] = name
-            self._store(name, array, element_type)
+            self._store(name, array.tobytes(), array.shape, element_type)
         return self._constants[key]
 
     def int64(self, value: int | Sequence[int]) -> str:
@@ -125,28 +130,35 @@ class GraphBuilder:
 
     def build(self) -> onnx.ModelProto:
         """Return the model."""
-        model = onnx.ModelProto(ir_version=IR_VERSION, producer_name="relaxtune")
-        model.opset_import.append(helper.make_opsetid("", OPSET))
-        model.graph.CopyFrom(helper.make_graph(self._nodes, self.name, self._inputs, self._outputs))
-        # append() copies: handed over one by one, so that only one weight is held twice.
-        for name in list(self._weights):
-            model.graph.initializer.append(self._weights.pop(name))
-        return model
+        graph = self._model.graph
+        graph.name = self.name
+        graph.node.extend(self._nodes)
+        graph.input.extend(self._inputs)
+        graph.output.extend(self._outputs)
+        return self._model
 
     def _draw(self, name: str, shape: tuple[int, ...], mean: float, std: float, element_type: int) -> str:
         full_name = ".".join([*self._scopes, name])
-        if full_name not in self._weights:
+        if full_name not in self._drawn:
+            self._drawn.add(full_name)
             words = np.frombuffer(hashlib.sha256(full_name.encode()).digest(), dtype=np.uint32)
             rng = np.random.default_rng([self._seed, *(int(word) for word in words)])
-            array = rng.standard_normal(shape, dtype=np.float32)
-            array *= np.float32(std)
-            array += np.float32(mean)
-            self._store(
-                full_name, array.astype(helper.tensor_dtype_to_np_dtype(element_type), copy=False), element_type
-            )
+            data = _normal_bytes(rng, math.prod(shape), mean, std, helper.tensor_dtype_to_np_dtype(element_type))
+            self._store(full_name, data, shape, element_type)
         return full_name
 
-    def _store(self, name: str, array: np.ndarray, element_type: int) -> None:
-        tensor = TensorProto(name=name, data_type=element_type, dims=array.shape)
-        tensor.raw_data = array.tobytes()
-        self._weights[name] = tensor
+    def _store(self, name: str, data: bytes, shape: tuple[int, ...], element_type: int) -> None:
+        self._model.graph.initializer.add(name=name, data_type=element_type, dims=shape, raw_data=data)
+
+
+def _normal_bytes(rng: np.random.Generator, count: int, mean: float, std: float, dtype: np.dtype[np.generic]) -> bytes:
+    """Return normal values as bytes, drawn in float32 through one small buffer that stays in the cache."""
+    buffer = np.empty(min(count, _CHUNK), np.float32)
+    chunks = []
+    for start in range(0, count, _CHUNK):
+        chunk = buffer[: min(_CHUNK, count - start)]
+        rng.standard_normal(dtype=np.float32, out=chunk)
+        chunk *= np.float32(std)
+        chunk += np.float32(mean)
+        chunks.append(chunk.astype(dtype, copy=False).tobytes())
+    return b"".join(chunks)

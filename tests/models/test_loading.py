@@ -260,7 +260,7 @@ def test_llama_1b_crosses_the_real_limit(tmp_path: Path) -> None:
         None, random_inputs(loaded, seed=0)
     )
     assert np.isfinite(logits[0]).all()
-    assert 0.3 < logits[0].std() < 3
+    assert 0.3 < logits[0].astype(np.float32).std() < 3
 
 
 def run(model: OnnxModel, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
