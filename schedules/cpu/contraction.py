@@ -47,6 +47,7 @@ MAX_ROWS = 14
 # A row alone reuses nothing, so wider tiles only serve to hide the latency of the multiply-add.
 MAX_VECTORS = 4
 MAX_VECTORS_FEW_ROWS = 8
+FEW_ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def choose_tile(con: Contraction, limits: CpuLimits, exact: bool = False) -> Til
     best, best_cost = Tile(1, 1, lanes), math.inf
     for v in range(1, MAX_VECTORS_FEW_ROWS + 1):
         for r in range(1, MAX_ROWS + 1):
-            few = rows is not None and rows <= 2
+            few = rows is not None and rows <= FEW_ROWS
             if r * v + v + 1 > limits.vector_registers or (v > MAX_VECTORS and not few):
                 continue
             if (rows is not None and r > rows) or (exact and (columns is None or columns % (v * lanes))):
@@ -174,7 +175,8 @@ def schedule_contraction(sch: Schedule, con: Contraction, tile: Tile, limits: Cp
     Blocks that are not returned (producers of the operands, unrelated ones) are left for the caller.
     """
     block = con.block
-    padded = needs_padding(con, tile)
+    partitioned = _can_partition(con, tile)
+    padded = needs_padding(con, tile) and not partitioned
     epilogue, pack = _isolate(sch, con, tile, padded)
     column_last = con.column == max((*con.batch, *con.rows, con.column))
     staged = padded or not column_last or is_costly(block_facts(sch, epilogue))
@@ -189,6 +191,8 @@ def schedule_contraction(sch: Schedule, con: Contraction, tile: Tile, limits: Cp
     else:
         sch.set_scope(block.rv, 0, "local")
     loops = _tile_loops(sch, con, tile)
+    if partitioned:
+        sch.annotate(loops.panel, PARTITION_HINT, 1)
     if stage is not None:
         sch.reverse_compute_at(stage, loops.row_tile, preserve_unit_loops=True)
         _unroll_tile(sch, con, stage, tile)
@@ -200,10 +204,27 @@ def schedule_contraction(sch: Schedule, con: Contraction, tile: Tile, limits: Cp
     if pack is not None:
         sch.compute_at(pack, loops.panel, preserve_unit_loops=True)
         _vectorize_pack(sch, pack, tile)
-    _parallelize(sch, con, loops, limits, packs=pack is not None)
+    if partitioned:
+        sch.parallel(loops.panel)
+    else:
+        _parallelize(sch, con, loops, limits, packs=pack is not None)
     names = [str(sch.get(rv).name_hint) for rv in (block.rv, epilogue, stage, pack) if rv is not None]
     sch.decompose_reduction(block.rv, loops.reduce)
     return names
+
+
+def _can_partition(con: Contraction, tile: Tile) -> bool:
+    """Whether the last, partial panel can run in a loop of its own instead of padding the right operand.
+
+    Padding copies the whole operand, which pays off only when many rows use the copy. A partial panel is scalar code,
+    which pays off when few rows run through it. The panel loop has to be
+    the only parallel one: a fused loop cannot be cut.
+    """
+    columns = static_extent(con.block.stmt.iter_vars[con.column].dom.extent)
+    rows = math.prod(_extent(con.block, position) for position in con.rows)
+    batch = math.prod(_extent(con.block, position) for position in con.batch)
+    wide = columns is not None and columns % tile.columns != 0 and columns > 8 * tile.columns
+    return wide and con.contiguous and rows <= FEW_ROWS and batch == 1
 
 
 def needs_padding(con: Contraction, tile: Tile) -> bool:
