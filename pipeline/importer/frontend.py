@@ -166,8 +166,3 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
 def _domain(node: onnx.NodeProto) -> str:
     return "" if node.domain == "ai.onnx" else str(node.domain)
-
-
-def parameter_names(importer: NodeByNodeImporter) -> Mapping[str, str]:
-    """Return ONNX input name -> name of the Relax parameter it became."""
-    return {name: value.name for name, value in importer._inputs.items() if isinstance(value, relax.Var)}

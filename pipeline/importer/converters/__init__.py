@@ -9,10 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pipeline.importer.converters.base import Converter, ConverterInput
+from pipeline.importer.converters.constants import CONSTANT_CONVERTERS
 from pipeline.importer.converters.elementwise import ELEMENTWISE_CONVERTERS
 from pipeline.importer.converters.gather import GATHER_CONVERTERS
 from pipeline.importer.converters.shape import SHAPE_CONVERTERS
 
-CONVERTERS: Mapping[tuple[str, str], Converter] = {**ELEMENTWISE_CONVERTERS, **GATHER_CONVERTERS, **SHAPE_CONVERTERS}
+CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    **CONSTANT_CONVERTERS,
+    **ELEMENTWISE_CONVERTERS,
+    **GATHER_CONVERTERS,
+    **SHAPE_CONVERTERS,
+}
 
 __all__ = ["CONVERTERS", "Converter", "ConverterInput"]

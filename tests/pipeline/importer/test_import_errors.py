@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx import helper
+
+from models import OnnxModel
+from pipeline.errors import ImportFailedError
+from pipeline.importer import import_model
+from tests.pipeline.importer.onnx_cases import make_model
+
+VECTOR = ("float32", (4,))
+
+
+def unknown_operators() -> OnnxModel:
+    nodes = [
+        helper.make_node("Det", ["m"], ["d"], name="/head/Det"),
+        helper.make_node("Wobble", ["x", "", "w"], ["a"], name="/head/Wobble", domain="com.example"),
+        helper.make_node("Wobble", ["a", "", "w"], ["y"], name="/head/Wobble_1", domain="com.example"),
+    ]
+    return make_model(
+        nodes,
+        {"x": VECTOR, "m": ("float32", (2, 2))},
+        {"y": VECTOR, "d": ("float32", ())},
+        {"w": np.zeros(3, "float32")},
+        domains={"com.example": 2},
+    )
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        r"model 'case': no converter for ai\.onnx\.Det \(opset 18\), node '/head/Det', inputs \(m: float32\[2x2\]\)",
+        r"Unsupported operators in this model: ai\.onnx\.Det \(opset 18\) x1, com\.example\.Wobble \(opset 2\) x2",
+        r"standard ONNX operators .* or add a converter",
+    ],
+)
+def test_import_names_the_node_and_lists_all_operators_when_some_are_unknown(part: str) -> None:
+    with pytest.raises(ImportFailedError, match=part):
+        import_model(unknown_operators())
+
+
+def test_import_describes_constants_and_left_out_inputs_when_an_operator_is_unknown() -> None:
+    nodes = [helper.make_node("Wobble", ["x", "", "w", "n"], ["y"], domain="com.example")]
+    model = make_model(
+        nodes,
+        {"x": ("int64", ("batch", 3)), "n": VECTOR},
+        {"y": VECTOR},
+        {"w": np.zeros((2, 3), "float16")},
+        domains={"com.example": 1},
+    )
+    model.proto.graph.input[1].type.tensor_type.ClearField("shape")
+    described = r"x: int64\[batchx3\], \(left out\): unknown, w: float16\[2x3\] constant, n: float32\[unknown rank\]"
+    with pytest.raises(ImportFailedError, match=described):
+        import_model(model)
+
+
+def test_import_refuses_a_contrib_operator_in_the_standard_domain() -> None:
+    model = make_model([helper.make_node("BiasGelu", ["x", "x"], ["y"])], {"x": VECTOR}, {"y": VECTOR})
+    with pytest.raises(ImportFailedError, match=r"no converter for ai\.onnx\.BiasGelu"):
+        import_model(model)
+
+
+def test_import_accepts_the_same_operator_in_its_own_domain() -> None:
+    model = make_model(
+        [helper.make_node("BiasGelu", ["x", "x"], ["y"], domain="com.microsoft", name="act")],
+        {"x": VECTOR},
+        {"y": VECTOR},
+        domains={"com.microsoft": 1},
+    )
+    assert ("act",) in import_model(model).source_map.values()
+
+
+def test_import_refuses_a_standard_name_in_a_foreign_domain() -> None:
+    model = make_model(
+        [helper.make_node("Add", ["x", "x"], ["y"], domain="com.example")],
+        {"x": VECTOR},
+        {"y": VECTOR},
+        domains={"com.example": 1},
+    )
+    with pytest.raises(ImportFailedError, match=r"no converter for com\.example\.Add \(opset 1\)"):
+        import_model(model)
+
+
+def test_import_finds_an_unknown_operator_inside_a_branch() -> None:
+    branch = helper.make_graph(
+        [helper.make_node("Det", ["m"], ["d"], name="inner")], "b", [], [helper.make_tensor_value_info("d", 1, [])]
+    )
+    model = make_model(
+        [helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch)],
+        {"c": ("bool", ()), "m": ("float32", (2, 2))},
+        {"y": ("float32", ())},
+    )
+    with pytest.raises(ImportFailedError, match=r"ai\.onnx\.Det \(opset 18\) x2"):
+        import_model(model)
+
+
+def conversion_failure() -> OnnxModel:
+    """Return a model on which TVM's converter raises: it wants the sizes of a split known."""
+    return make_model(
+        [helper.make_node("Split", ["x", "n"], ["y", "z"], name="/cut")],
+        {"x": VECTOR, "n": ("int64", (2,))},
+        {"y": ("float32", ("a",)), "z": ("float32", ("b",))},
+    )
+
+
+def test_import_names_the_node_and_keeps_the_cause_when_a_conversion_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    expected = (
+        r"(?s)cannot convert ai\.onnx\.Split \(opset 18\), node '/cut', inputs \(x: float32\[4\], n: int64\[2\]\)\.\n"
+    )
+    expected += r"Cause: ValueError: Dynamic Split not yet supported\n.*another opset"
+    with pytest.raises(ImportFailedError, match=expected) as caught:
+        import_model(conversion_failure())
+    assert caught.value.__cause__ is not None
+    del caught
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "")
