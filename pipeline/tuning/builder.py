@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
@@ -197,7 +195,9 @@ def _failed(status: Status, error: str) -> ms.builder.BuilderResult:
 
 @derived_object
 class PoolBuilder(ms.builder.PyBuilder):  # type: ignore[misc]
-    """MetaSchedule's builder interface over a `BuildPool`; a context manager that ends the pool's processes.
+    """MetaSchedule's builder interface over a `BuildPool`.
+
+    `close` ends the processes; `contextlib.closing` sees to it.
 
     Candidates may carry a `pipeline.tuning.note.CandidateNote`, which is written beside the artifact.
     """
@@ -219,11 +219,3 @@ class PoolBuilder(ms.builder.PyBuilder):  # type: ignore[misc]
     def close(self) -> None:
         """End the pool's processes."""
         self.pool.close()
-
-    def __enter__(self) -> Self:
-        """Return the builder."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """End the pool's processes."""
-        self.close()

@@ -7,8 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
@@ -228,7 +226,9 @@ class _Future(ms.runner.PyRunnerFuture):  # type: ignore[misc]
 
 @derived_object
 class ProcessRunner(ms.runner.PyRunner):  # type: ignore[misc]
-    """MetaSchedule's runner interface over one measuring process; a context manager that ends it.
+    """MetaSchedule's runner interface over one measuring process.
+
+    `close` ends it; `contextlib.closing` sees to it.
 
     `run` returns at once; the candidates are measured one after another, in order.
     """
@@ -253,14 +253,6 @@ class ProcessRunner(ms.runner.PyRunner):  # type: ignore[misc]
         """End the measuring process and the thread that feeds it."""
         self.process.close()
         self._queue.close()
-
-    def __enter__(self) -> Self:
-        """Return the runner."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """End the measuring process."""
-        self.close()
 
 
 def _failed(status: Status, error: str) -> ms.runner.RunnerResult:

@@ -1,0 +1,105 @@
+"""The start of a task: a reference to compare with, and the fallback schedule's latency as "before"."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import tvm
+from tvm.s_tir import meta_schedule as ms
+
+from pipeline.tuning.evaluate import Evaluator, Job, Outcome
+from pipeline.tuning.kernel_ir import written_params
+from pipeline.tuning.note import CandidateNote
+from pipeline.tuning.state import TaskState
+from pipeline.tuning.tolerance import kernel_tolerance
+from schedules.errors import ScheduleError
+from schedules.fallback import apply_fallback, fallback_rule_names
+from schedules.targets import ResolvedTarget
+from tuning_db.records import canonical_json
+
+logger = logging.getLogger(__name__)
+
+# An unscheduled PrimFunc runs at about 0.3 GFLOP/s; beyond this the reference has the CPU's fallback schedule, which
+# shares nothing with MetaSchedule's.
+_PLAIN_FLOPS_MAX = 1e8
+
+
+def measure_fallbacks(
+    states: Sequence[TaskState],
+    evaluator: Evaluator,
+    target: ResolvedTarget,
+    take: Callable[[TaskState, str, Outcome], None],
+) -> None:
+    """Give every task its reference, and measure the fallback of those whose `before_us` is not known yet.
+
+    Parameters
+    ----------
+    take : callable
+        Told task, decision and outcome of each fallback.
+    """
+    host = target.target.host if target.target.host is not None else target.target
+    mods = [_reference_mod(state, host) for state in states]
+    built = evaluator.build(mods, host)
+    for state, result in zip(states, built, strict=True):
+        state.note = _note(state, None if result.error_msg is not None else str(result.artifact_path))
+        if result.error_msg is not None:
+            logger.warning("task %s has no reference on the CPU: %s", state.task.name, result.error_msg)
+    _references_on_device([state for state in states if state.note and state.note.reference is None], evaluator, target)
+    jobs, chosen, decisions = [], [], []
+    for state in states:
+        if state.before_us is not None or state.note is None or state.note.reference is None:
+            continue
+        scheduled = _fallback(state, target)
+        if scheduled is not None:
+            args_info = ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False)
+            jobs.append(Job(scheduled[0], args_info, state.note))
+            chosen.append(state)
+            decisions.append(scheduled[1])
+    evaluator.evaluate(jobs, lambda index, outcome: take(chosen[index], decisions[index], outcome))
+
+
+def _reference_mod(state: TaskState, host: tvm.target.Target) -> tvm.ir.IRModule:
+    if state.task.flops <= _PLAIN_FLOPS_MAX:
+        return state.task.mod
+    try:
+        return apply_fallback(state.task.mod, host)
+    except ScheduleError as e:
+        logger.warning("the reference of task %s is unscheduled: %s", state.task.name, e)
+        return state.task.mod
+
+
+def _note(state: TaskState, reference: str | None, *, on_device: bool = False) -> CandidateNote:
+    func = state.task.mod["main"]
+    accepted = kernel_tolerance(func)
+    return CandidateNote(
+        workload=state.task.workload_hash,
+        index_ranges={str(position): bound for position, bound in state.task.index_ranges.items()},
+        outputs=written_params(func),
+        reference=reference,
+        reference_on_device=on_device,
+        rtol=accepted.rtol,
+        atol=accepted.atol,
+    )
+
+
+def _references_on_device(states: Sequence[TaskState], evaluator: Evaluator, target: ResolvedTarget) -> None:
+    """Take the device's fallback as the reference of tasks that the host cannot compute, such as some 8-bit floats."""
+    scheduled = [(state, found[0]) for state in states if (found := _fallback(state, target)) is not None]
+    results = evaluator.build([mod for _, mod in scheduled], target.target) if scheduled else []
+    for (state, _), result in zip(scheduled, results, strict=True):
+        if result.error_msg is None:
+            state.note = _note(state, str(result.artifact_path), on_device=True)
+    for state in states:
+        if state.note is None or state.note.reference is None:
+            state.skipped = "no reference could be built to check its candidates with"
+
+
+def _fallback(state: TaskState, target: ResolvedTarget) -> tuple[tvm.ir.IRModule, str] | None:
+    try:
+        names = fallback_rule_names(state.task.mod, target.target)
+        return apply_fallback(state.task.mod, target.target), canonical_json({"rule": names["main"]})
+    except ScheduleError as e:
+        logger.warning("task %s has no fallback schedule: %s", state.task.name, e)
+        state.last_error = str(e)
+        return None

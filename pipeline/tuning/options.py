@@ -1,0 +1,130 @@
+"""What a tuning run is asked for, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipeline.tuning.measure_worker import MeasureOptions
+from pipeline.tuning.task import TuningTask
+from tuning_db.records import Mode, Route, Status
+
+
+@dataclass(frozen=True)
+class TuningOptions:
+    """What a tuning run is asked for.
+
+    Attributes
+    ----------
+    trials
+        Candidates over all tasks, fallbacks not counted; None leaves it to the time budget.
+    time_budget_s
+        Seconds after which no candidate is started and those in flight are given up; None sets no limit.
+    trials_per_iteration
+        Candidates a task proposes at a time; a round builds and measures them, and the cost model learns from it.
+    population
+        Schedules that evolve between two rounds; searching takes time in proportion to it.
+    seed
+        Of the search and of the arguments' values.
+    build_timeout_s, run_timeout_s
+        Seconds for building and for measuring one candidate.
+    workers
+        Build processes; None takes the cores this process may use.
+    mode
+        `tune` takes what the database knows for granted: a candidate recorded here is not measured again, and a task
+        with `enough_records` valid ones is skipped. `force` measures everything again.
+    enough_records
+        Valid MetaSchedule records of a task in this environment that make further search unnecessary.
+    overlap
+        Build and measure at the same time; None does so on a GPU only, since on a CPU building would disturb the
+        clock.
+    measure
+        How a candidate is timed.
+    """
+
+    trials: int | None = 256
+    time_budget_s: float | None = None
+    trials_per_iteration: int = 16
+    population: int = 64
+    seed: int = 0
+    build_timeout_s: float = 30.0
+    run_timeout_s: float = 10.0
+    workers: int | None = None
+    mode: Mode = Mode.TUNE
+    enough_records: int = 512
+    overlap: bool | None = None
+    measure: MeasureOptions = field(default_factory=MeasureOptions)
+
+
+@dataclass(frozen=True)
+class TaskSummary:
+    """What came of one task.
+
+    Attributes
+    ----------
+    valid, failed
+        Candidates measured in this run, the fallback not counted.
+    failures
+        How many failed, by status.
+    known
+        Valid records of earlier runs that this run took for granted.
+    before_us, after_us
+        Median latency of the fallback and of the best kernel known now, of this run or an earlier one.
+    route
+        The route of that best kernel; None when nothing valid is known.
+    share
+        The part of the model's kernel time that the task takes with its best kernel, from 0 to 1; calls counted.
+    seconds
+        Searching, building and measuring.
+    skipped
+        Why the task was not searched, or None.
+    """
+
+    task: TuningTask
+    valid: int
+    failed: int
+    failures: Mapping[Status, int]
+    known: int
+    before_us: float | None
+    after_us: float | None
+    route: Route | None
+    weight: int
+    share: float
+    seconds: float
+    skipped: str | None = None
+    last_error: str | None = None
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster than the fallback the best kernel is; None when either is unknown."""
+        return self.before_us / self.after_us if self.before_us and self.after_us else None
+
+
+@dataclass(frozen=True)
+class TuningSummary:
+    """What came of a tuning run.
+
+    Attributes
+    ----------
+    seconds_by_phase
+        `start`, `search` (proposing candidates and training the cost model), `build`, `measure`, `database`; with
+        overlap, `build` is until the last candidate is built and `measure` the waiting after that.
+    interrupted
+        Somebody stopped the run; what was finished is recorded and in here.
+    """
+
+    tasks: tuple[TaskSummary, ...]
+    seconds: float
+    seconds_by_phase: Mapping[str, float]
+    interrupted: bool
+    restarts: int = 0
+
+    @property
+    def candidates(self) -> int:
+        """Candidates measured or failed in this run, fallbacks not counted."""
+        return sum(task.valid + task.failed for task in self.tasks)
+
+    @property
+    def candidates_per_s(self) -> float:
+        """Candidates over the whole time of the run."""
+        return self.candidates / self.seconds if self.seconds > 0 else 0.0

@@ -1,0 +1,110 @@
+"""Progress of a tuning run, for whoever watches."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+_PLAIN_INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True)
+class ProgressEvent:
+    """One candidate is finished.
+
+    Attributes
+    ----------
+    task
+        Name of its task.
+    done, total
+        Candidates finished in the run, and how many there may be; `total` is None where only time limits the run.
+    valid, failed
+        Of the finished ones.
+    best_us
+        Best latency of the task so far, or None.
+    seconds_left
+        Until the time budget ends, or None.
+    """
+
+    task: str
+    done: int
+    total: int | None
+    valid: int
+    failed: int
+    best_us: float | None
+    seconds_left: float | None
+
+
+class ProgressListener(Protocol):
+    """Told of every finished candidate, from the thread that tunes; what it raises ends the run."""
+
+    def candidate_measured(self, event: ProgressEvent) -> None:
+        """Take note of a finished candidate."""
+
+
+class SilentProgress:
+    """A listener that says nothing."""
+
+    def candidate_measured(self, event: ProgressEvent) -> None:
+        """Do nothing."""
+
+
+class ConsoleProgress:
+    """Progress on stderr: a live bar on a terminal, one line every few seconds otherwise. A context manager.
+
+    Parameters
+    ----------
+    console : rich.console.Console or None
+        Where to write; None is stderr.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._bar = (
+            Progress(
+                TextColumn("tuning"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}"),
+                console=self._console,
+            )
+            if self._console.is_terminal
+            else None
+        )
+        self._row = self._bar.add_task("", total=None) if self._bar else None
+        self._last_line = 0.0
+
+    def __enter__(self) -> Self:
+        """Show the bar."""
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def candidate_measured(self, event: ProgressEvent) -> None:
+        """Show a finished candidate."""
+        if self._bar is not None and self._row is not None:
+            self._bar.update(self._row, completed=event.done, total=event.total, description=describe(event))
+            return
+        now = time.monotonic()
+        if now - self._last_line >= _PLAIN_INTERVAL_S or event.done == event.total:
+            self._last_line = now
+            total = "" if event.total is None else f"/{event.total}"
+            self._console.print(f"tuning {event.done}{total} {describe(event)}", highlight=False, soft_wrap=True)
+
+
+def describe(event: ProgressEvent) -> str:
+    """Return what an event says beside the count."""
+    best = "nothing valid yet" if event.best_us is None else f"best {event.best_us:.1f} us"
+    left = "" if event.seconds_left is None else f", {event.seconds_left:.0f} s left"
+    return f"{event.task}: {best}; {event.valid} valid, {event.failed} failed{left}"

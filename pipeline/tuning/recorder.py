@@ -1,0 +1,138 @@
+"""What a tuning run reads from and writes to the tuning database."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import tvm
+
+from pipeline.tuning.evaluate import Outcome
+from pipeline.tuning.options import TaskSummary
+from pipeline.tuning.task import TuningTask
+from tuning_db.lookup import DeviceRank, device_rank
+from tuning_db.metaschedule import ir_to_json
+from tuning_db.records import (
+    Environment,
+    JobTask,
+    RecordFilter,
+    Route,
+    Status,
+    TargetKey,
+    TuningRecord,
+    Workload,
+)
+from tuning_db.store import TuningDatabase
+
+_US_PER_S = 1e6
+
+
+def describe_workload(task: TuningTask) -> Workload:
+    """Return the database's form of a task."""
+    return Workload(
+        workload_hash=task.workload_hash,
+        family=task.family,
+        signature=task.signature,
+        name=task.name,
+        flops=task.flops,
+        bytes=task.bytes,
+        ir_json=ir_to_json(task.mod),
+        tvm_version=tvm.__version__,
+    )
+
+
+class Recorder:
+    """Gathers records and writes them in batches; `flush` must be called in the end, whatever happened.
+
+    Parameters
+    ----------
+    database, target, environment, job_id, seed
+        Where records go, and what each is stamped with.
+    seconds : dict
+        Where the time of the phase `database` is added.
+    """
+
+    def __init__(
+        self,
+        database: TuningDatabase,
+        target: TargetKey,
+        environment: Environment,
+        *,
+        job_id: str | None,
+        seed: int,
+        seconds: dict[str, float],
+    ) -> None:
+        self._database = database
+        self._target = target
+        self._environment = environment
+        self._job_id = job_id
+        self._seed = seed
+        self._seconds = seconds
+        self._signature_keys: dict[str, str] = {}
+        self._pending: list[TuningRecord] = []
+
+    def start(self, tasks: Sequence[TuningTask]) -> None:
+        """Record the workloads, and that the job has these tasks."""
+        began = time.monotonic()
+        for task in tasks:
+            workload = describe_workload(task)
+            self._signature_keys[task.workload_hash] = workload.signature_key
+            self._database.record_workload(workload)
+        if self._job_id is not None:
+            self._database.record_job_tasks(self._job_id, [_job_task(task, 0.0) for task in tasks])
+        self._seconds["database"] += time.monotonic() - began
+
+    def finish(self, summaries: Sequence[TaskSummary]) -> None:
+        """Record the seconds that each task of the job took."""
+        if self._job_id is not None:
+            self._database.record_job_tasks(self._job_id, [_job_task(s.task, s.seconds) for s in summaries])
+
+    def known(self, task: TuningTask) -> list[TuningRecord]:
+        """Return the records of a task on this very device, target and TVM version, failed ones included."""
+        began = time.monotonic()
+        records = self._database.list_records(
+            RecordFilter(
+                workload_hash=task.workload_hash,
+                target_kind=self._target.kind,
+                arch=self._target.arch,
+                tvm_version=self._environment.tvm_version,
+                device_name=self._environment.device_name,
+            )
+        )
+        self._seconds["database"] += time.monotonic() - began
+        return [
+            record for record in records if device_rank(self._environment, record.environment) is DeviceRank.SAME_DEVICE
+        ]
+
+    def add(self, task: TuningTask, route: Route, decision: str, outcome: Outcome) -> None:
+        """Keep a finished candidate for the next `flush`."""
+        ok = outcome.status is Status.OK
+        self._pending.append(
+            TuningRecord(
+                workload_hash=task.workload_hash,
+                signature_key=self._signature_keys[task.workload_hash],
+                target=self._target,
+                environment=self._environment,
+                route=route,
+                decision=decision,
+                status=outcome.status,
+                latencies_us=tuple(value * _US_PER_S for value in outcome.seconds) if ok else (),
+                error=outcome.error,
+                seed=self._seed,
+                duration_s=outcome.duration_s,
+                job_id=self._job_id,
+            )
+        )
+
+    def flush(self) -> None:
+        """Write what is pending, all or none."""
+        if not self._pending:
+            return
+        began = time.monotonic()
+        self._database.record_measurements(self._pending)
+        self._pending = []
+        self._seconds["database"] += time.monotonic() - began
+
+
+def _job_task(task: TuningTask, seconds: float) -> JobTask:
+    return JobTask(task.workload_hash, tvm.__version__, task.weight, task.onnx_nodes, seconds)

@@ -1,0 +1,132 @@
+"""The search for one task: MetaSchedule's evolutionary search, asked for candidates one round at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tvm
+from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir.meta_schedule import _ffi_api
+from tvm.s_tir.meta_schedule.logging import get_logging_func
+
+from tuning_db.metaschedule import trace_to_json
+
+_SEARCH_LOG = logging.getLogger("relaxtune.metaschedule")
+# MetaSchedule's search ends after so many candidates; the run's own limits come first.
+_TRIALS_MAX = 1 << 20
+# What MetaSchedule's cost model and database take as the latency of a failed candidate.
+_FAILED_S = 1e10
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One schedule to try: MetaSchedule's candidate, and its trace as the decision that is recorded."""
+
+    measure: ms.MeasureCandidate
+    decision: str
+
+
+class QuietTuneContext(ms.TuneContext):  # type: ignore[misc]
+    """A TuneContext whose construction does not import all of TVM's tensor intrinsics.
+
+    That import takes 15 seconds of CPU time in every process; a space generator that needs some brings its own.
+    """
+
+    def __init__(
+        self,
+        mod: tvm.ir.IRModule,
+        target: tvm.target.Target,
+        space: ms.SpaceGenerator,
+        strategy: ms.SearchStrategy,
+        name: str,
+        seed: int,
+        threads: int,
+    ) -> None:
+        self.__init_handle_by_constructor__(
+            _ffi_api.TuneContext, mod, target, space, strategy, name, threads, seed, get_logging_func(_SEARCH_LOG)
+        )
+        _ffi_api.TuneContextInitialize(self)
+
+
+class TaskSearch:
+    """Proposes candidates of one task and learns from their results.
+
+    Parameters
+    ----------
+    mod : IRModule
+        The task's module.
+    target : Target
+        What is compiled for.
+    space : SpaceGenerator
+        The design space; one per search, since it keeps state.
+    cost_model : CostModel
+        May be shared by the searches of a run.
+    known : sequence of TuningRecord
+        MetaSchedule records of earlier runs; they are parents from the first round on.
+    seed, per_round, population, threads : int
+        See `TuningOptions`.
+    """
+
+    def __init__(
+        self,
+        mod: tvm.ir.IRModule,
+        target: tvm.target.Target,
+        space: ms.SpaceGenerator,
+        cost_model: ms.CostModel,
+        known: Sequence[ms.database.TuningRecord],
+        *,
+        name: str,
+        seed: int,
+        per_round: int,
+        population: int,
+        threads: int,
+    ) -> None:
+        strategy = ms.search_strategy.EvolutionarySearch(
+            population_size=population, init_min_unmeasured=min(50, population), genetic_num_iters=3
+        )
+        # MetaSchedule takes seeds from 1 on.
+        self.context = QuietTuneContext(mod, target, space, strategy, name, 1 + seed % (2**31 - 2), threads)
+        self._target = target
+        self._database = ms.database.MemoryDatabase()
+        self._workload = self._database.commit_workload(mod)
+        for record in known:
+            self._database.commit_tuning_record(
+                ms.database.TuningRecord(record.trace, self._workload, record.run_secs, target, record.args_info)
+            )
+        self._cost_model = cost_model
+        self.spaces = self.context.generate_design_space()
+        self.context.pre_tuning(_TRIALS_MAX, per_round, self.spaces, self._database, cost_model)
+        self._open = True
+
+    def propose(self) -> list[Candidate]:
+        """Return the candidates of the next round; none when the space is exhausted."""
+        found = self.context.generate_measure_candidates() if self._open else None
+        return [Candidate(item, trace_to_json(item.sch.trace)) for item in found or []]
+
+    def learn(self, candidates: Sequence[Candidate], seconds: Sequence[Sequence[float] | None]) -> None:
+        """Take in the raw seconds of a round's candidates; None for one that failed."""
+        measured = [candidate.measure for candidate in candidates]
+        results = [
+            ms.runner.RunnerResult(list(values), None) if values else ms.runner.RunnerResult(None, "failed")
+            for values in seconds
+        ]
+        for item, values in zip(measured, seconds, strict=True):
+            self._database.commit_tuning_record(
+                ms.database.TuningRecord(
+                    item.sch.trace,
+                    self._workload,
+                    list(values) if values else [_FAILED_S],
+                    self._target,
+                    item.args_info,
+                )
+            )
+        self.context.notify_runner_results(measured, results)
+        self._cost_model.update(self.context, measured, results)
+
+    def close(self) -> None:
+        """End the search."""
+        if self._open:
+            self.context.post_tuning()
+        self._open = False
