@@ -177,33 +177,14 @@ def schedule_contraction(sch: Schedule, con: Contraction, tile: Tile, limits: Cp
     block = con.block
     partitioned = _can_partition(con, tile)
     padded = needs_padding(con, tile) and not partitioned
-    epilogue, pack = _isolate(sch, con, tile, padded)
-    column_last = con.column == max((*con.batch, *con.rows, con.column))
-    staged = padded or not column_last or is_costly(block_facts(sch, epilogue))
-    stage = None
-    if staged:
-        stage = sch.cache_write(block.rv, 0, "local")
-        sch.set_scope(stage, 0, "local")
-        if not column_last:
-            at = sorted((*con.batch, *con.rows, con.column)).index(con.column)
-            sch.transform_layout(block.rv, ("write", 0), _moved_last(at))
-            sch.transform_layout(stage, ("write", 0), _moved_last(at))
-    else:
-        sch.set_scope(block.rv, 0, "local")
+    epilogue, pack = isolate(sch, con, tile.columns if padded else None)
+    stage = stage_accumulators(sch, con, epilogue, padded)
     loops = _tile_loops(sch, con, tile)
     if partitioned:
         sch.annotate(loops.panel, PARTITION_HINT, 1)
-    if stage is not None:
-        sch.reverse_compute_at(stage, loops.row_tile, preserve_unit_loops=True)
-        _unroll_tile(sch, con, stage, tile)
-    sch.reverse_compute_at(epilogue, loops.row_tile, preserve_unit_loops=True)
-    if stage is None:
-        _unroll_tile(sch, con, epilogue, tile)
-    elif column_last:
-        vectorize_loop(sch, sch.get_loops(epilogue)[-1], tile.lanes)
+    finish_tile(sch, con, loops.row_tile, (epilogue, stage), tile.lanes)
     if pack is not None:
-        sch.compute_at(pack, loops.panel, preserve_unit_loops=True)
-        _vectorize_pack(sch, pack, tile)
+        place_pack(sch, pack, loops.panel, tile.lanes)
     if partitioned:
         sch.parallel(loops.panel)
     else:
@@ -245,13 +226,19 @@ class _Loops:
     row_exact: bool
 
 
-def _isolate(sch: Schedule, con: Contraction, tile: Tile, padded: bool) -> tuple[SBlockRV, SBlockRV | None]:
-    """Return the epilogue block (a plain copy where there is none) and the block that packs the right operand."""
+def isolate(
+    sch: Schedule, con: Contraction, pad_to: int | None, force_pack: bool = False
+) -> tuple[SBlockRV, SBlockRV | None]:
+    """Return the epilogue block (a plain copy where there is none) and the block that packs the right operand.
+
+    The vector axis is padded to a multiple of `pad_to`, which packs. Without padding, the operand is packed where it is
+    not contiguous or `force_pack` says so.
+    """
     block = con.block
     epilogue = _find_epilogue(sch, con)
     pack: SBlockRV | None = None
-    if padded:
-        sch.pad_einsum(block.rv, [tile.columns if i == con.column else 1 for i in range(len(block.kinds))])
+    if pad_to is not None:
+        sch.pad_einsum(block.rv, [pad_to if i == con.column else 1 for i in range(len(block.kinds))])
         crop = sch.get_consumers(block.rv)[0]
         for producer in sch.get_producers(block.rv):
             if any(read.source.same_as(con.right.source) for read in sch.get(producer).reads):
@@ -260,13 +247,58 @@ def _isolate(sch: Schedule, con: Contraction, tile: Tile, padded: bool) -> tuple
             epilogue = crop
         else:
             sch.compute_inline(crop)
-    elif not con.contiguous:
+    elif force_pack or not con.contiguous:
         pack = sch.cache_read(block.rv, _read_index(sch, block.rv, con.right), "global")
     if pack is not None and not con.contiguous:
         _put_column_last(sch, con, pack)
     if epilogue is None:
         epilogue = sch.cache_write(block.rv, 0, "global")
     return epilogue, pack
+
+
+def stage_accumulators(sch: Schedule, con: Contraction, epilogue: SBlockRV, padded: bool) -> SBlockRV | None:
+    """Put the accumulators in registers; return the block that copies them to a tile on the stack, None without one.
+
+    The epilogue addresses registers only if it is unrolled. It stays a loop, and reads the stack, where unrolling would
+    repeat much code, where it is bound-checked, and where the output is not contiguous along the vectors.
+    """
+    column_last = con.column == max((*con.batch, *con.rows, con.column))
+    if not padded and column_last and not is_costly(block_facts(sch, epilogue)):
+        sch.set_scope(con.block.rv, 0, "local")
+        return None
+    stage = sch.cache_write(con.block.rv, 0, "local")
+    sch.set_scope(stage, 0, "local")
+    if not column_last:
+        at = sorted((*con.batch, *con.rows, con.column)).index(con.column)
+        sch.transform_layout(con.block.rv, ("write", 0), _moved_last(at))
+        sch.transform_layout(stage, ("write", 0), _moved_last(at))
+    return stage
+
+
+def finish_tile(
+    sch: Schedule, con: Contraction, tile_loop: LoopRV, readers: tuple[SBlockRV, SBlockRV | None], lanes: int
+) -> None:
+    """Move the epilogue and the stage, if any, under the loop over tiles, and vectorise them."""
+    epilogue, stage = readers
+    if stage is not None:
+        sch.reverse_compute_at(stage, tile_loop, preserve_unit_loops=True)
+        _unroll_tile(sch, con, stage, lanes)
+    sch.reverse_compute_at(epilogue, tile_loop, preserve_unit_loops=True)
+    if stage is None:
+        _unroll_tile(sch, con, epilogue, lanes)
+    elif con.column == max((*con.batch, *con.rows, con.column)):
+        vectorize_loop(sch, sch.get_loops(epilogue)[-1], lanes)
+
+
+def place_pack(sch: Schedule, pack: SBlockRV, loop: LoopRV, lanes: int) -> None:
+    """Pack under a loop, and write the packed panel in vectors along its innermost axis."""
+    sch.compute_at(pack, loop, preserve_unit_loops=True)
+    facts = block_facts(sch, pack)
+    inner = sch.get_loops(pack)[-len(facts.kinds) :]
+    last = facts.stmt.body.indices[-1]
+    at = next(i for i, iter_var in enumerate(facts.stmt.iter_vars) if last.same_as(iter_var.var))
+    sch.reorder(*(loop for i, loop in enumerate(inner) if i != at), inner[at])
+    vectorize_loop(sch, inner[at], lanes)
 
 
 def _find_epilogue(sch: Schedule, con: Contraction) -> SBlockRV | None:
@@ -314,12 +346,12 @@ def _tile_loops(sch: Schedule, con: Contraction, tile: Tile) -> _Loops:
     return _Loops(outer, panel, rest, row_tile, reduce[0], row_exact)
 
 
-def _unroll_tile(sch: Schedule, con: Contraction, rv: SBlockRV, tile: Tile) -> None:
+def _unroll_tile(sch: Schedule, con: Contraction, rv: SBlockRV, lanes: int) -> None:
     """Unroll rows and vectors of a block that reads the accumulators, so that each is addressed by a constant."""
     spatial = sorted((*con.batch, *con.rows, con.column))
     inner = sch.get_loops(rv)[-len(spatial) :]
     by_position = dict(zip(spatial, inner, strict=True))
-    vector, lane = sch.split(by_position[con.column], [None, tile.lanes])
+    vector, lane = sch.split(by_position[con.column], [None, lanes])
     row = [by_position[con.row]] if con.row is not None else []
     sch.reorder(*row, vector, lane)
     for loop in (*row, vector):
@@ -341,16 +373,6 @@ def _moved_last(at: int) -> Callable[..., list[Var]]:
         return [*axes[:at], *axes[at + 1 :], axes[at]]
 
     return moved
-
-
-def _vectorize_pack(sch: Schedule, pack: SBlockRV, tile: Tile) -> None:
-    """Write the packed panel in vectors along its innermost axis."""
-    facts = block_facts(sch, pack)
-    inner = sch.get_loops(pack)[-len(facts.kinds) :]
-    last = facts.stmt.body.indices[-1]
-    at = next(i for i, iter_var in enumerate(facts.stmt.iter_vars) if last.same_as(iter_var.var))
-    sch.reorder(*(loop for i, loop in enumerate(inner) if i != at), inner[at])
-    vectorize_loop(sch, inner[at], tile.lanes)
 
 
 def _parallelize(sch: Schedule, con: Contraction, loops: _Loops, limits: CpuLimits, packs: bool) -> None:
