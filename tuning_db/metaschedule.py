@@ -22,6 +22,7 @@ from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
 from tvm.target import Target
 
+from tuning_db import errors
 from tuning_db.errors import InvalidRecordError
 from tuning_db.records import (
     Environment,
@@ -45,6 +46,20 @@ UNKNOWN_FAMILY = "unknown"
 #: What replaying a trace that does not fit raises: ScheduleError and TVM's checks are RuntimeErrors, the rest comes
 #: from texts that are not a trace.
 REPLAY_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError)
+
+
+# TVM turns an error of a Python callback into a RuntimeError, unless its class is registered under its name.
+for _error in (
+    errors.TuningDatabaseError,
+    errors.DatabaseUrlError,
+    errors.DatabaseOpenError,
+    errors.SchemaVersionError,
+    errors.DatabaseBusyError,
+    errors.DatabaseWriteError,
+    errors.InvalidRecordError,
+    errors.NotFoundError,
+):
+    tvm_ffi.register_error(_error)
 
 
 def workload_hash(mod: tvm.ir.IRModule) -> str:

@@ -133,7 +133,7 @@ def test_latency_us_is_nan_when_one_latency_is(samples):
 
 @pytest.mark.parametrize("latencies", [(), (math.nan,), (1.0, math.inf), (0.0,), (-1.0,)])
 def test_ok_record_is_refused_when_a_latency_is_not_true(samples, latencies):
-    with pytest.raises(InvalidRecordError, match="status ok and latencies_us=.*at least one, all finite and above 0"):
+    with pytest.raises(InvalidRecordError, match=r"status ok and latencies_us=.*at least one, all finite and above 0"):
         samples.record(latencies_us=latencies)
 
 
@@ -168,7 +168,7 @@ def test_error_text_is_storable_when_it_holds_nul_and_broken_utf8(samples):
 
 
 def test_workload_is_refused_when_its_signature_is_not_json(samples):
-    with pytest.raises(InvalidRecordError, match="Workload.signature is not valid JSON"):
+    with pytest.raises(InvalidRecordError, match=r"Workload\.signature is not valid JSON"):
         samples.workload(signature="{M:1}")
 
 
@@ -190,7 +190,7 @@ def test_times_are_in_utc_in_jobs_and_filters(samples):
     assert job.finished_at is not None
     assert job.finished_at.tzinfo is UTC
     assert RecordFilter(since=moment).since == moment
-    with pytest.raises(InvalidRecordError, match="RecordFilter.until has no time zone"):
+    with pytest.raises(InvalidRecordError, match=r"RecordFilter\.until has no time zone"):
         RecordFilter(until=datetime(2026, 1, 1))
 
 

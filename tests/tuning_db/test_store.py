@@ -88,7 +88,7 @@ class TestRecords:
     def test_nothing_is_kept_when_one_record_of_a_batch_has_an_unknown_workload(self, database, samples):
         database.record_workload(samples.workload())
         batch = [samples.record(), samples.record(samples.workload(2))]
-        with pytest.raises(NotFoundError, match="refers to workload hash2 of TVM .*Call record_workload first"):
+        with pytest.raises(NotFoundError, match=r"refers to workload hash2 of TVM .*Call record_workload first"):
             database.record_measurements(batch)
         assert database.count_records() == 0
         assert database.info().targets == 0

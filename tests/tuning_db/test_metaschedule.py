@@ -1,0 +1,357 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm import te
+from tvm.ir.utils import derived_object
+from tvm.s_tir import meta_schedule as ms
+
+from tuning_db.errors import InvalidRecordError
+from tuning_db.metaschedule import (
+    MetaScheduleAdapter,
+    describe_unknown,
+    ir_from_json,
+    ir_to_json,
+    is_failure,
+    replay_decision,
+    trace_to_json,
+    workload_hash,
+)
+from tuning_db.records import Mode, RecordFilter, Status
+from tuning_db.store import TuningDatabase
+
+TARGET = tvm.target.Target({"kind": "llvm", "num-cores": 2})
+SIZE = 64
+TRIALS = 8
+
+
+def matmul(size: int = SIZE) -> tvm.ir.IRModule:
+    a, b = te.placeholder((size, size), name="A"), te.placeholder((size, size), name="B")
+    k = te.reduce_axis((0, size), name="k")
+    c = te.compute((size, size), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="C")
+    return tvm.IRModule({"main": te.create_prim_func([a, b, c])})
+
+
+def split(mod: tvm.ir.IRModule, factor: int = 8) -> tvm.s_tir.Schedule:
+    schedule = tvm.s_tir.Schedule(mod)
+    schedule.split(schedule.get_loops(schedule.get_sblock("C"))[0], [None, factor])
+    return schedule
+
+
+def stock_record(workload: ms.database.Workload, run_secs: list[float], factor: int = 8) -> ms.database.TuningRecord:
+    args = ms.arg_info.ArgInfo.from_entry_func(workload.mod)
+    return ms.database.TuningRecord(split(workload.mod, factor).trace, workload, run_secs, TARGET, args)
+
+
+@pytest.fixture(scope="module")
+def environment(samples):
+    return samples.environment(tvm_version=tvm.__version__, tvm_ffi_version=tvm_ffi.__version__)
+
+
+@pytest.fixture
+def adapter(database, samples, environment):
+    return MetaScheduleAdapter(database, samples.target(), environment, tvm_target=TARGET, seed=5)
+
+
+@derived_object
+class InProcessBuilder(ms.builder.PyBuilder):
+    """Builds to files in this process; the third candidate is made to fail."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+        self.count = 0
+
+    def build(self, build_inputs):
+        results = []
+        for build_input in build_inputs:
+            self.count += 1
+            if self.count == 3:
+                results.append(ms.builder.BuilderResult(None, "made to fail"))
+                continue
+            # MetaSchedule deletes the folder of an artifact when it has been measured.
+            path = str(self.folder / str(self.count) / "candidate.so")
+            (self.folder / str(self.count)).mkdir()
+            tvm.compile(build_input.mod, target=build_input.target).export_library(path)
+            results.append(ms.builder.BuilderResult(path, None))
+        return results
+
+
+@derived_object
+class Done(ms.runner.PyRunnerFuture):
+    def __init__(self, run_secs):
+        super().__init__()
+        self.run_secs = run_secs
+
+    def done(self):
+        return True
+
+    def result(self):
+        return ms.runner.RunnerResult(self.run_secs, None)
+
+
+@derived_object
+class InProcessRunner(ms.runner.PyRunner):
+    def run(self, runner_inputs):
+        futures = []
+        for runner_input in runner_inputs:
+            arrays = [tvm.runtime.tensor(np.ones((SIZE, SIZE), "float32")) for _ in range(3)]
+            module = tvm.runtime.load_module(str(runner_input.artifact_path))
+            timer = module.time_evaluator("main", tvm.cpu(), number=2, repeat=3)
+            futures.append(Done([float(value) for value in timer(*arrays).results]))
+        return futures
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory, samples, environment):
+    """Return the path of a database that a real MetaSchedule run filled."""
+    folder = tmp_path_factory.mktemp("tuned")
+    path = folder / "tuning.db"
+    with TuningDatabase.open(path) as database:
+        job = database.start_job(model="matmul", model_sha256="0" * 64, target=samples.target())
+        adapter = MetaScheduleAdapter(database, samples.target(), environment, tvm_target=TARGET, job_id=job.id, seed=1)
+        ms.tune_tir(
+            matmul(),
+            TARGET,
+            str(folder / "work"),
+            TRIALS,
+            num_trials_per_iter=4,
+            builder=InProcessBuilder(folder),
+            runner=InProcessRunner(),
+            database=adapter,
+            cost_model="random",
+            strategy=ms.search_strategy.EvolutionarySearch(
+                population_size=8, init_min_unmeasured=4, genetic_num_iters=1, genetic_max_fail_count=2
+            ),
+            num_tuning_cores=2,
+            seed=1,
+        )
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("tvm.s_tir.meta_schedule"):
+            for handler in logging.getLogger(name).handlers:
+                handler.close()
+    return path
+
+
+READ = """
+import sys
+import numpy as np, tvm, tvm_ffi
+from tvm import te
+from tvm.s_tir import meta_schedule as ms
+from tuning_db.metaschedule import MetaScheduleAdapter
+from tuning_db.records import Environment, Mode, TargetKey
+from tuning_db.store import TuningDatabase
+a, b = te.placeholder((64, 64), name="A"), te.placeholder((64, 64), name="B")
+k = te.reduce_axis((0, 64), name="k")
+c = te.compute((64, 64), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="C")
+mod = tvm.IRModule({"main": te.create_prim_func([a, b, c])})
+here = Environment("cpu", "EPYC 9654", "znver4", None, None, tvm.__version__, tvm_ffi.__version__, 2)
+target = tvm.target.Target({"kind": "llvm", "num-cores": 2})
+with TuningDatabase.open(sys.argv[1], mode=Mode.READ_ONLY) as database:
+    adapter = MetaScheduleAdapter(database, TargetKey("llvm", "znver4"), here, tvm_target=target)
+    schedule = adapter.query_schedule(mod, target, "main")
+    (best,) = adapter.get_top_k(adapter.commit_workload(mod), 1)
+    x = np.random.default_rng(0).random((2, 64, 64), dtype="float32")
+    arrays = [tvm.runtime.tensor(v) for v in (x[0], x[1], np.zeros_like(x[0]))]
+    tvm.compile(schedule.mod, target=target)(*arrays)
+    np.testing.assert_allclose(arrays[2].numpy(), x[0] @ x[1], rtol=1e-4)
+    print(sorted(float(value) for value in best.run_secs)[1] * 1e6, adapter.skipped_traces, tvm_ffi.structural_equal(schedule.mod, mod))
+"""
+
+
+def test_run_of_metaschedule_keeps_every_candidate(tuned):
+    with TuningDatabase.open(tuned, mode=Mode.READ_ONLY) as database:
+        assert [w.workload_hash for w in database.list_workloads()] == [workload_hash(matmul())]
+        records = database.list_records()
+        assert len(records) == TRIALS
+        (failed,) = [record for record in records if record.status is not Status.OK]
+        assert failed.error == "MetaSchedule reported a failed build or run and gave no reason"
+        assert failed.latencies_us == ()
+        assert all(len(record.latencies_us) == 3 for record in records if record is not failed)
+        assert {record.seed for record in records} == {1}
+        assert {record.job_id for record in records} == {database.list_jobs()[0].id}
+
+
+def test_best_schedule_is_found_replayed_and_right_in_a_fresh_process(tuned, python, samples, environment):
+    process = python(READ, tuned)
+    latency, skipped, unchanged = process.communicate()[0].split()
+    assert process.returncode == 0
+    with TuningDatabase.open(tuned, mode=Mode.READ_ONLY) as database:
+        records = database.list_records(RecordFilter(status=Status.OK))
+        assert float(latency) == pytest.approx(min(record.latency_us for record in records), rel=1e-12)
+    assert (skipped, unchanged) == ("0", "False")
+
+
+def test_reads_of_a_run_are_ordered_limited_and_complete(tuned, samples, environment):
+    with TuningDatabase.open(tuned, mode=Mode.READ_ONLY) as database:
+        adapter = MetaScheduleAdapter(database, samples.target(), environment, tvm_target=TARGET)
+        workload = adapter.commit_workload(matmul())
+        top = [sorted(float(value) for value in record.run_secs)[1] for record in adapter.get_top_k(workload, 100)]
+        assert top == sorted(top)
+        assert len(top) == len(adapter) == len(adapter.get_all_tuning_records()) == TRIALS - 1
+        assert len(adapter.get_top_k(workload, 2)) == 2
+        assert adapter.query_tuning_record(matmul(), TARGET, "main").args_info[0].shape == (SIZE, SIZE)
+        assert adapter.query_schedule(matmul(32), TARGET, "main") is None
+        assert not adapter.has_workload(matmul(16))
+
+
+@pytest.mark.parametrize("changed", ["target", "tvm_version"])
+def test_nothing_is_found_when_target_or_tvm_differs(tuned, samples, environment, changed, monkeypatch):
+    target = samples.target("llvm", "znver5") if changed == "target" else samples.target()
+    if changed == "tvm_version":
+        monkeypatch.setattr(tvm, "__version__", "0.28")
+        environment = dataclasses.replace(environment, tvm_version="0.28")
+    with TuningDatabase.open(tuned, mode=Mode.READ_ONLY) as database:
+        adapter = MetaScheduleAdapter(database, target, environment)
+        assert adapter.query_tuning_record(matmul(), TARGET, "main") is None
+        assert len(adapter) == 0
+
+
+def test_workload_is_described_by_the_caller_and_kept_once(database, samples, environment):
+    described = dataclasses.replace(describe_unknown(matmul()), family="matmul", name="dense", flops=2.0 * SIZE**3)
+    adapter = MetaScheduleAdapter(database, samples.target(), environment, describe=lambda mod: described)
+    assert not adapter.has_workload(matmul())
+    first = adapter.commit_workload(matmul())
+    assert adapter.has_workload(matmul())
+    assert adapter.commit_workload(matmul()).same_as(first)
+    assert database.list_workloads() == [described]
+
+
+def test_workload_recorded_beforehand_keeps_its_description_and_gets_its_ir(database, adapter):
+    described = dataclasses.replace(describe_unknown(matmul()), family="matmul", ir_json=None)
+    database.record_workload(described)
+    adapter.commit_workload(matmul())
+    (stored,) = database.list_workloads()
+    assert stored == dataclasses.replace(described, ir_json=ir_to_json(matmul()))
+
+
+def test_module_is_not_taken_for_another_when_their_hashes_collide(database, adapter):
+    other = dataclasses.replace(describe_unknown(matmul()), ir_json=ir_to_json(matmul(32)))
+    database.record_workload(other)
+    assert not adapter.has_workload(matmul())
+    with pytest.raises(InvalidRecordError, match="Another module with the structural hash"):
+        adapter.commit_workload(matmul())
+
+
+def test_record_committed_by_metaschedule_is_stored_whole(database, adapter, samples, environment):
+    adapter.commit_tuning_record(stock_record(adapter.commit_workload(matmul()), [2e-6, 1e-6, 3e-6]))
+    (record,) = database.list_records()
+    assert record.latencies_us == pytest.approx((2.0, 1.0, 3.0))
+    assert (record.target, record.environment, record.seed) == (samples.target(), environment, 5)
+    assert record.decision == trace_to_json(split(matmul()).trace)
+    assert tvm_ffi.structural_equal(replay_decision(matmul(), record.decision).mod, split(matmul()).mod)
+
+
+@pytest.mark.parametrize("run_secs", [[], [1e10], [1e-6, 1e10], [0.0], [float("nan")]])
+def test_failure_marker_is_a_failure_and_never_returned(database, adapter, run_secs):
+    assert is_failure(run_secs)
+    workload = adapter.commit_workload(matmul())
+    adapter.commit_tuning_record(stock_record(workload, run_secs))
+    assert [record.status for record in database.list_records()] == [Status.RUN_ERROR]
+    assert list(adapter.get_top_k(workload, 5)) == []
+    assert len(adapter) == 0
+
+
+def test_nothing_is_recorded_twice_when_the_caller_records(database, samples, environment):
+    adapter = MetaScheduleAdapter(database, samples.target(), environment, commit_records=False)
+    workload = adapter.commit_workload(matmul())
+    adapter.commit_tuning_record(stock_record(workload, [1e-6]))
+    assert database.count_records() == 0
+    own = samples.record(
+        describe_unknown(matmul()), environment=environment, decision=trace_to_json(split(matmul()).trace)
+    )
+    database.record_measurement(own)
+    assert len(adapter.get_top_k(workload, 1)) == 1
+
+
+def test_commits_are_dropped_when_the_database_is_read_only(path, samples, environment):
+    TuningDatabase.open(path).close()
+    with TuningDatabase.open(path, mode=Mode.READ_ONLY) as database:
+        adapter = MetaScheduleAdapter(database, samples.target(), environment)
+        adapter.commit_tuning_record(stock_record(adapter.commit_workload(matmul()), [1e-6]))
+        assert database.info().workloads == 0
+        assert list(adapter.get_top_k(ms.database.Workload(matmul()), 1)) == []
+
+
+BAD_DECISIONS = [
+    "not json",
+    '"text"',
+    "{}",
+    '[["a"]]',
+    '[[["NoSuch",[],[],[]]],[]]',
+    '[[["GetSBlock",[],["Q","main"],["b0"]]],[]]',
+]
+
+
+def test_trace_that_does_not_replay_is_skipped_and_counted(database, adapter, samples, environment):
+    workload = adapter.commit_workload(matmul())
+    described = describe_unknown(matmul())
+    bad = [samples.record(described, environment=environment, decision=d, latencies_us=(1.0,)) for d in BAD_DECISIONS]
+    database.record_measurements(bad)
+    for factor, seconds in ((8, 3e-6), (4, 2e-6)):
+        adapter.commit_tuning_record(stock_record(workload, [seconds], factor))
+    (best,) = adapter.get_top_k(workload, 1)
+    assert [float(value) for value in best.run_secs] == pytest.approx([2e-6])
+    assert adapter.skipped_traces == len(BAD_DECISIONS)
+    assert len(adapter.get_all_tuning_records()) == 2
+    assert adapter.skipped_traces == len(BAD_DECISIONS)
+
+
+@pytest.mark.parametrize("decision", BAD_DECISIONS)
+def test_replay_is_refused_when_the_decision_does_not_fit(decision):
+    with pytest.raises(InvalidRecordError, match=r"cannot replay a stored trace on workload \d+ .*tune the task again"):
+        replay_decision(matmul(), decision)
+
+
+def test_records_without_ir_are_left_out_of_the_full_list(database, samples, environment):
+    described = dataclasses.replace(describe_unknown(matmul()), ir_json=None)
+    database.record_workload(described)
+    database.record_measurement(samples.record(described, environment=environment))
+    adapter = MetaScheduleAdapter(database, samples.target(), environment)
+    assert list(adapter.get_all_tuning_records()) == []
+    assert len(adapter) == 1
+
+
+def test_adapter_is_refused_when_the_environment_names_another_tvm(database, samples):
+    with pytest.raises(InvalidRecordError, match=r"says TVM 0\.1, running is .*Detect the environment"):
+        MetaScheduleAdapter(database, samples.target(), samples.environment(tvm_version="0.1"))
+
+
+def test_error_of_the_database_keeps_its_class_through_tvm(samples, environment):
+    database = TuningDatabase.open("sqlite://")
+    adapter = MetaScheduleAdapter(database, samples.target(), environment)
+    broken = dataclasses.replace(describe_unknown(matmul()), ir_json="broken")
+    database.record_workload(broken)
+    with pytest.raises(InvalidRecordError, match="cannot read the IR of a workload"):
+        adapter.query_schedule(matmul(), TARGET, "main")
+    database.close()
+
+
+def test_module_comes_back_from_json_with_its_hash():
+    again = ir_from_json(ir_to_json(matmul()))
+    assert tvm_ffi.structural_equal(again, matmul())
+    assert workload_hash(again) == workload_hash(matmul())
+    assert workload_hash(matmul(32)) != workload_hash(matmul())
+
+
+@pytest.mark.parametrize("text", ["", "{}", "not json", '{"root_index":0}'])
+def test_ir_is_refused_when_it_is_not_a_module(text):
+    with pytest.raises(InvalidRecordError, match="cannot read the IR of a workload"):
+        ir_from_json(text)
+
+
+def test_ir_is_refused_when_it_is_another_object():
+    with pytest.raises(InvalidRecordError, match="expected an IRModule"):
+        ir_from_json(tvm.ir.save_json(tvm.tirx.IntImm("int32", 1)))
+
+
+def test_trace_json_has_plain_values():
+    instructions, decisions = json.loads(trace_to_json(split(matmul()).trace))
+    assert [instruction[0] for instruction in instructions] == ["GetSBlock", "GetLoops", "Split"]
+    assert decisions == []
