@@ -6,7 +6,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from pipeline.passes.ir import dtype_of, emit_named, is_op, rewrite_main
+from pipeline.passes.ir import dtype_of, emit_extra, emit_named, is_op, rewrite_main
 from pipeline.passes.state import LoweringState
 
 _CONTRACTIONS = ("matmul", "nn.conv1d", "nn.conv2d")
@@ -19,7 +19,7 @@ def accumulate_in_float32(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.
     Operands and results keep their dtype; what they are rounded from does not. TVM's default is to add up in the
     operands' own dtype, which no peer does: it loses about a digit at K = 1024 and half of the tensor cores' use.
     """
-    rewriter = _Accumulate()
+    rewriter = _Accumulate(state)
     result = rewrite_main(mod, rewriter)
     if rewriter.count:
         state.note(f"{rewriter.count} operations accumulate in float32")
@@ -29,8 +29,9 @@ def accumulate_in_float32(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.
 
 @mutator
 class _Accumulate(PyExprMutator):  # type: ignore[misc]
-    def __init__(self) -> None:
+    def __init__(self, state: LoweringState) -> None:
         super().__init__()
+        self._sources = state.sources
         self.count = 0
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
@@ -48,7 +49,9 @@ class _Accumulate(PyExprMutator):  # type: ignore[misc]
             super().visit_var_binding_(binding)
             return
         self.count += 1
-        emit_named(self, binding.var, relax.op.astype(self.builder_.emit(wide), dtype))
+        name = f"{binding.var.name}__float32"
+        self._sources[name] = self._sources.get(binding.var.name, ())
+        emit_named(self, binding.var, relax.op.astype(emit_extra(self, name, wide), dtype))
 
     def _widened(self, arg: tvm.ir.Expr) -> relax.Var:
         widened: relax.Var = self.builder_.emit(relax.op.astype(self.visit_expr(arg), "float32"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import tvm
@@ -86,10 +86,20 @@ def _find_groups(main: relax.Function) -> dict[relax.Var, list[_Branch]]:
         branch = _branch(binding.var, value.args[1], values, users)
         if branch is None or not _read_by_views_only(branch.end, values, users):
             continue
-        dtypes = (dtype_of(branch.weight), dtype_of(branch.matmul), branch.first_cast, branch.last_cast)
+        dtypes = (dtype_of(branch.weight), dtype_of(branch.matmul), branch.first_cast)
         key = (value.args[0], _shape_of_constant(branch.weight)[0], *dtypes)
         groups.setdefault(key, []).append(branch)
-    return {group[0].matmul: group for group in groups.values() if len(group) > 1}
+    return {group[0].matmul: _aligned(group) for group in groups.values() if len(group) > 1}
+
+
+def _aligned(group: list[_Branch]) -> list[_Branch]:
+    """Return the branches ending in one dtype: a last cast that they do not share is left to their readers."""
+    if len({branch.last_cast for branch in group}) == 1:
+        return group
+    return [
+        replace(branch, end=branch.steps[-2], steps=branch.steps[:-1], last_cast="") if branch.last_cast else branch
+        for branch in group
+    ]
 
 
 def _branch(
@@ -112,6 +122,8 @@ def _branch(
         else:
             break
         steps.append(readers[0])
+    if bias is None:
+        casts = ["", casts[0]]
     return _Branch(var, weight, steps[-1], casts[0], bias, casts[1], tuple(steps))
 
 

@@ -40,10 +40,10 @@ def compute_in_half_precision(mod: tvm.ir.IRModule, state: LoweringState) -> tvm
     """Return `mod` with float32 matmuls and convolutions taking float16 operands and giving float32 results.
 
     What a matmul reads is rounded once, where it is produced: weights in the constants themselves, activations at the
-    end of the kernel that makes them. What a layer or RMS norm reads or makes is stored rounded too when a matmul reads
-    the norm, as a half-precision network would; the norm itself, softmax (its scores included: a mask's float32 minimum
-    is -inf in float16) and every elementwise operation compute in float32. Inputs and outputs of `main` keep their
-    dtypes. A weight beyond the range of float16 keeps its matmul in float32, with a note.
+    end of the kernel that makes them. A layer or RMS norm that a matmul reads takes and gives float16 too, as does the
+    residual stream before it, and computes in float32 inside. Softmax (its scores included: a mask's float32 minimum is
+    -inf in float16) and every elementwise operation stay in float32. Inputs and outputs of `main` keep their dtypes.
+    A weight beyond the range of float16 keeps its matmul in float32, with a note.
     """
     if state.options.precision != "fp16":
         return mod
@@ -70,11 +70,15 @@ class _Half(PyExprMutator):  # type: ignore[misc]
             args = [self._half(arg) for arg in value.args]
             emit_named(self, var, contraction_in_float32(value, args))
             self.count += 1
+        elif self._is_half_norm(var):
+            # TVM's norms over float16 widen inside: one kernel that reads and writes half precision.
+            make = relax.op.nn.layer_norm if is_op(value, "nn.layer_norm") else relax.op.nn.rms_norm
+            half = make(*[self._half(arg) for arg in value.args], value.attrs.axes, value.attrs.epsilon)
+            self._stored[var] = self._halves[var] = self._bind(var, half)
         else:
             super().visit_var_binding_(binding)
-        if self._is_stored_rounded(var, value):
-            half = self._half(var)
-            self._stored[var] = half
+        if self._is_residual_stream(var, value):
+            self._stored[var] = self._half(var)
 
     def visit_var_(self, op: relax.Var) -> tvm.ir.Expr:
         return self._widened(op, super().visit_var_(op))
@@ -121,21 +125,22 @@ class _Half(PyExprMutator):  # type: ignore[misc]
                 return False
         return True
 
-    def _is_stored_rounded(self, var: relax.Var, value: tvm.ir.Expr) -> bool:
-        """Return whether float32 readers of `var` are to read its rounded form.
-
-        True for a norm that a matmul reads, and for a sum that a norm and something else read (a residual stream), so
-        that one half-precision tensor is written where there would be a float32 one, or both.
-        """
-        if dtype_of(var) != "float32" or var in self._stored:
-            return False
+    def _is_half_norm(self, var: relax.Var) -> bool:
+        """Return whether `var` is a float32 norm that a matmul reads and that is not a result of `main` itself."""
         readers = self._users.get(var, [])
-        if any(reader == var for reader in readers):
+        if not is_op(self._values.get(var), "nn.layer_norm", "nn.rms_norm") or dtype_of(var) != "float32":
             return False
-        if is_op(value, "nn.layer_norm", "nn.rms_norm"):
-            return any(self._leads_to_contraction(reader) for reader in readers)
-        norms = [r for r in readers if is_op(self._values.get(r), "nn.layer_norm", "nn.rms_norm")]
-        return is_op(value, "add") and bool(norms)
+        return all(reader != var for reader in readers) and any(map(self._leads_to_contraction, readers))
+
+    def _is_residual_stream(self, var: relax.Var, value: tvm.ir.Expr) -> bool:
+        """Return whether `var` is a float32 sum that a half-precision norm reads.
+
+        Other readers are to read the same rounded tensor, so that it is written once.
+        """
+        readers = self._users.get(var, [])
+        if not is_op(value, "add") or dtype_of(var) != "float32" or any(reader == var for reader in readers):
+            return False
+        return any(map(self._is_half_norm, readers))
 
     def _leads_to_contraction(self, var: relax.Var) -> bool:
         value = self._values.get(var)

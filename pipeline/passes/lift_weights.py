@@ -14,11 +14,22 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from pipeline.passes.ir import array_of, bindings_of, constants_in, main_of
 from pipeline.passes.state import LoweringState
 
+Fingerprint = tuple[str, tuple[int, ...], bytes]
 
-def _digest(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
-    """Return the identity of an array's content: dtype, shape, hash of its bytes."""
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return str(array.dtype), array.shape, hashlib.blake2b(data.data, digest_size=16).digest()
+_SAMPLE = 4096
+
+
+def _fingerprint(array: np.ndarray) -> Fingerprint:
+    """Return dtype, shape and a hash of a sample: equal for equal arrays; those with equal ones are to be compared."""
+    flat = array.reshape(-1)
+    sample = np.ascontiguousarray(flat[:: max(1, flat.size // _SAMPLE)])
+    return str(array.dtype), array.shape, hashlib.blake2b(sample.tobytes(), digest_size=16).digest()
+
+
+def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
+    """Return whether two arrays of one dtype and shape hold the same bits (NaN equals itself, -0 is not 0)."""
+    left, right = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
+    return bool(np.array_equal(left, right))
 
 
 @mutator
@@ -47,24 +58,25 @@ def lift_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         for constant in constants_in(binding.value):
             readers.setdefault(constant, binding.var.name)
     names = _Names(state, {param.name for param in main.params})
+    lifted: list[relax.Var] = []
     params: dict[tvm.ir.Expr, relax.Var] = {}
-    by_content: dict[object, relax.Var] = {}
+    shared: dict[Fingerprint, list[relax.Var]] = {}
     for constant, reader in readers.items():
         array = array_of(constant)
         if array.nbytes < state.options.weight_bytes_min:
             continue
-        key = _digest(array)
-        if key not in by_content:
-            name = names.choose(array, key, state.sources.get(reader, ()))
-            by_content[key] = relax.Var(name, constant.ty)
-            state.weights[name] = array
-        params[constant] = by_content[key]
+        alike = shared.setdefault(_fingerprint(array), [])
+        param = next((var for var in alike if _same_bytes(state.weights[var.name], array)), None)
+        if param is None:
+            param = relax.Var(names.choose(array, state.sources.get(reader, ())), constant.ty)
+            state.weights[param.name] = array
+            alike.append(param)
+            lifted.append(param)
+        params[constant] = param
     body: relax.Function = _Replace(params).visit_expr(main)
-    lifted = relax.Function(
-        [*body.params, *by_content.values()], body.body, body.ret_ty, body.is_pure, body.attrs
-    ).with_attr("num_input", inputs)
+    function = relax.Function([*body.params, *lifted], body.body, body.ret_ty, body.is_pure, body.attrs)
     mod = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
-    mod[mod.get_global_var("main")] = lifted
+    mod[mod.get_global_var("main")] = function.with_attr("num_input", inputs)
     return mod
 
 
@@ -80,11 +92,11 @@ class _Names:
         self._by_shape: dict[tuple[int, ...], list[str]] = {}
         for name, shape in self._shapes.items():
             self._by_shape.setdefault(shape, []).append(name)
-        self._by_content: dict[object, str] = {}
+        self._by_content: dict[Fingerprint, list[str]] = {}
 
-    def choose(self, array: np.ndarray, key: object, nodes: Iterable[str]) -> str:
+    def choose(self, array: np.ndarray, nodes: Iterable[str]) -> str:
         """Return a free name for `array`, read by a kernel that computes `nodes`."""
-        name = self._of_content(array.shape, key) or self._of_nodes(array, nodes)
+        name = self._of_content(array) or self._of_nodes(array, nodes)
         base = re.sub(r"\W", "_", name) if name else ""
         if base and base[0].isdigit():
             base = f"w_{base}"
@@ -95,10 +107,11 @@ class _Names:
         self._taken.add(candidate)
         return candidate
 
-    def _of_content(self, shape: tuple[int, ...], key: object) -> str | None:
-        for name in self._by_shape.pop(shape, ()):
-            self._by_content.setdefault(_digest(self._array(name)), name)
-        return self._by_content.get(key)
+    def _of_content(self, array: np.ndarray) -> str | None:
+        for name in self._by_shape.pop(array.shape, ()):
+            self._by_content.setdefault(_fingerprint(self._array(name)), []).append(name)
+        alike = self._by_content.get(_fingerprint(array), [])
+        return next((name for name in alike if _same_bytes(self._array(name), array)), None)
 
     def _of_nodes(self, array: np.ndarray, nodes: Iterable[str]) -> str | None:
         """Return the names of the readers' initialisers that could make up `array`: same rank, same size in total."""

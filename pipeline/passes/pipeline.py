@@ -58,6 +58,8 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.FUSE, "fold_legalised_constants", fold_constants),
         Step(Phase.FUSE, "fuse_operations", fuse_operations),
         Step(Phase.FUSE, "fuse_tir", stock(relax_pass.FuseTIR()), "a kernel is one PrimFunc"),
+        # A reshape that nothing fused with is a view, not a kernel to tune.
+        Step(Phase.FUSE, "reshapes_to_views", stock(relax_pass.RewriteDataflowReshape())),
         Step(
             Phase.FUSE,
             "remove_unused_functions",

@@ -14,27 +14,28 @@ _MOVES = ("reshape", "permute_dims", "expand_dims", "squeeze", "broadcast_to", "
 _NEUTRAL = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}
 
 
-def simplify_views(mod: tvm.ir.IRModule, _state: LoweringState) -> tvm.ir.IRModule:
+def simplify_views(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with chains of reshapes and of transposes as one each, and without operations that change nothing.
 
     Nothing is changed by a reshape, broadcast or cast to what the tensor is, a transpose in the old order, `x + 0`,
     `x - 0`, `x * 1`, `x / 1`; `split` becomes slices, which fuse into their readers where a split is a kernel. Matmuls
     of [1, S, H] by [H, N] keep their three axes: the schedules treat an axis of length one as no axis.
     """
-    return rewrite_main(mod, _Simplify())
+    return rewrite_main(mod, _Simplify(state))
 
 
 @mutator
 class _Simplify(PyExprMutator):  # type: ignore[misc]
-    def __init__(self) -> None:
+    def __init__(self, state: LoweringState) -> None:
         super().__init__()
+        self._state = state
         self._splits: dict[relax.Var, relax.Call] = {}
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         var, value = binding.var, binding.value
         if is_op(value, "split") and not isinstance(value.attrs.indices_or_sections, int | tvm.tirx.IntImm):
             self._splits[var] = value  # `emit_named` of each part makes the split itself dead
-        new = self._simplified(value)
+        new = self._simplified(var, value)
         if new is None:
             super().visit_var_binding_(binding)
         elif isinstance(new, relax.Var) and isinstance(var, relax.DataflowVar):
@@ -42,7 +43,7 @@ class _Simplify(PyExprMutator):  # type: ignore[misc]
         else:
             emit_named(self, var, new)
 
-    def _simplified(self, value: tvm.ir.Expr) -> tvm.ir.Expr | None:
+    def _simplified(self, var: relax.Var, value: tvm.ir.Expr) -> tvm.ir.Expr | None:
         """Return a simpler expression of the new function, None when there is none."""
         if isinstance(value, relax.TupleGetItem) and value.tuple_value in self._splits:
             return self._slice(self._splits[value.tuple_value], int(value.index))
@@ -55,6 +56,8 @@ class _Simplify(PyExprMutator):  # type: ignore[misc]
             return None
         data = self.visit_expr(value.args[0])
         inner = self.lookup_binding(data) if isinstance(data, relax.Var) else None
+        if is_op(inner, value.op.name.removeprefix("relax.")):
+            self._state.sources[var.name] = self._state.nodes_of([data.name, var.name])
         if is_op(value, "reshape") and is_op(inner, "reshape"):
             return relax.op.reshape(inner.args[0], self.visit_expr(value.args[1]))
         if is_op(value, "permute_dims") and is_op(inner, "permute_dims"):

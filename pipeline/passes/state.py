@@ -36,10 +36,14 @@ class LoweringState:
     notes: list[str] = field(default_factory=list)
     constants_folded: int = 0
     weights: dict[str, np.ndarray] = field(default_factory=dict)
+    _order: dict[str, int] = field(default_factory=dict)
 
     def nodes_of(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the ONNX nodes behind bindings, each once, in order."""
-        return tuple(dict.fromkeys(node for name in names for node in self.sources.get(name, ())))
+        """Return the ONNX nodes behind bindings, each once, in the order of the graph."""
+        if not self._order:
+            nodes = (node for found in self.graph.source_map.values() for node in found)
+            self._order.update((node, index) for index, node in enumerate(dict.fromkeys(nodes)))
+        return tuple(sorted({n for name in names for n in self.sources.get(name, ())}, key=self._order.__getitem__))
 
     def note(self, text: str) -> None:
         """Report `text` once with the running pass."""
