@@ -25,6 +25,7 @@ from pipeline.environment import target_key
 from pipeline.errors import NothingMeasuredError, UsageError
 from pipeline.tuning.baseline import measure_fallbacks
 from pipeline.tuning.builder import BuilderLimits, PoolBuilder
+from pipeline.tuning.cost_model import FastCostModel
 from pipeline.tuning.evaluate import Evaluator, Job, Outcome
 from pipeline.tuning.failure import StopSignal
 from pipeline.tuning.measure_worker import MeasureOptions
@@ -272,9 +273,7 @@ class _Session:
 
     def _new_search(self, state: TaskState, workers: int) -> TaskSearch:
         if self._cost_model is None:
-            self._cost_model = ms.cost_model.XGBModel(
-                num_warmup_samples=_WARMUP_CANDIDATES, num_tuning_cores=workers, verbose_eval=0
-            )
+            self._cost_model = FastCostModel(_WARMUP_CANDIDATES, self._options.seed)
         seeds = (
             []
             if self._options.mode is Mode.FORCE
@@ -283,7 +282,7 @@ class _Session:
         return TaskSearch(
             state.task.mod,
             self._target.target,
-            make_space(self._target),
+            make_space(self._target.target),
             self._cost_model,
             seeds,
             name=state.task.name,
