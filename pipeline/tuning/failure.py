@@ -46,4 +46,5 @@ class StopSignal:
         return self._asked.is_set()
 
     def __bool__(self) -> bool:
+        """Return whether the run has to end."""
         return self.asked or (self.deadline is not None and time.monotonic() >= self.deadline)

@@ -1,8 +1,8 @@
 """A warm child process that answers one request at a time and may be killed at any moment.
 
-The child runs `python -m pipeline.tuning.child MODULE FD PARENT`, says "ready" when its imports are done, and then answers requests in order over a
-socket. It leads its own session, so that a Ctrl-C of the terminal does not reach it and everything it started dies
-with it; on Linux the kernel kills it when its parent dies, however that happened.
+The child runs `python -m pipeline.tuning.child MODULE FD PARENT`, says "ready" when its imports are done, and then
+answers requests in order over a socket. It leads its own session, so that a Ctrl-C of the terminal does not reach it
+and everything it started dies with it; on Linux the kernel kills it when its parent dies, however that happened.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class ChildProcess:
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         ours, theirs = Pipe(duplex=True)
         self._connection = ours
-        self._log = tempfile.TemporaryFile()
+        # Closed by `kill`; it has no name, so nothing is left behind.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         # The child must import the same packages as this process, wherever they were found.
         search_path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         try:

@@ -16,6 +16,8 @@ from tuning_db.metaschedule import trace_to_json
 _SEARCH_LOG = logging.getLogger("relaxtune.metaschedule")
 # MetaSchedule's search ends after so many candidates; the run's own limits come first.
 _TRIALS_MAX = 1 << 20
+# Generations between two rounds. Each asks the cost model about the whole population, at 3 ms a schedule for its features.
+_GENERATIONS = 2
 # What MetaSchedule's cost model and database take as the latency of a failed candidate.
 _FAILED_S = 1e10
 
@@ -84,7 +86,7 @@ class TaskSearch:
         threads: int,
     ) -> None:
         strategy = ms.search_strategy.EvolutionarySearch(
-            population_size=population, init_min_unmeasured=min(50, population), genetic_num_iters=3
+            population_size=population, init_min_unmeasured=min(50, population), genetic_num_iters=_GENERATIONS
         )
         # MetaSchedule takes seeds from 1 on.
         self.context = QuietTuneContext(mod, target, space, strategy, name, 1 + seed % (2**31 - 2), threads)

@@ -264,9 +264,7 @@ class _Session:
         except REPLAY_ERRORS as e:
             # A space that cannot be searched must not end the other tasks' run.
             logger.warning("the search of task %s failed: %s", state.task.name, e)
-            state.skipped = (
-                f"its search failed: {str(e).strip().splitlines()[-1] if str(e).strip() else type(e).__name__}"
-            )
+            state.skipped = f"its search failed: {_last_line(e)}"
             return []
         finally:
             self.seconds["search"] += time.monotonic() - began
@@ -321,6 +319,11 @@ class _Session:
         if self._options.trials is None:
             return None
         return max(0, self._options.trials - sum(state.valid + state.failed for state in self._states))
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
 
 
 def _check(options: TuningOptions) -> None:
