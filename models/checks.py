@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import onnx
+from google.protobuf.message import Message  # type: ignore[import-untyped]
 from onnx import defs
 
 from models.errors import InvalidModelError, ModelShapeError, UnsupportedModelError
@@ -18,6 +19,26 @@ _MIN_IR_VERSION = 3
 _STANDARD_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml"})
 # ONNX Runtime's fused operators have no schema here; they are passed through to whoever imports the graph.
 _CONTRIB_DOMAINS = frozenset({"com.microsoft"})
+
+
+def check_text(message: Message, where: str = "the model") -> None:
+    """Check that every name in the message is text; bytes that are none are kept by protobuf and crash readers later.
+
+    Raises
+    ------
+    InvalidModelError
+        A field of text holds bytes that are not UTF-8.
+    """
+    for descriptor, value in message.ListFields():
+        if descriptor.type == descriptor.TYPE_STRING:
+            for text in (value,) if isinstance(value, str | bytes) else value:
+                if isinstance(text, bytes):
+                    msg = f"{where} has a {descriptor.name} that is not UTF-8 text: {text[:40]!r}; the file is damaged"
+                    raise InvalidModelError(msg)
+        elif descriptor.type == descriptor.TYPE_MESSAGE:
+            nested = (value,) if isinstance(value, Message) else value
+            for inner in nested:
+                check_text(inner, f"a {descriptor.name} of {where}" if where == "the model" else where)
 
 
 def check_versions(model: onnx.ModelProto) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import onnx
 
 from models.errors import ExternalDataError
-from models.spec import PROTOBUF_LIMIT_BYTES, read_external_bytes, tensor_bytes
+from models.spec import PROTOBUF_LIMIT_BYTES, element_type_name, is_numeric, read_external_bytes, tensor_bytes
 
 # Shape inference reads small constants (shapes, axes): they are always inline.
 _ALWAYS_INLINE_BYTES = 1024
@@ -69,10 +69,9 @@ def _read_in(tensor: onnx.TensorProto, folder: Path) -> None:
 def _check_tensor(tensor: onnx.TensorProto, folder: Path) -> int:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     what = f"external data of tensor {tensor.name!r}"
-    if tensor.data_type == onnx.TensorProto.STRING or any(dim < 0 for dim in tensor.dims):
-        msg = (
-            f"{what} has dtype {tensor.data_type} and dims {list(tensor.dims)}; expected numbers and dims of 0 or more"
-        )
+    if not is_numeric(tensor.data_type) or any(dim < 0 for dim in tensor.dims):
+        dtype = element_type_name(tensor.data_type)
+        msg = f"{what} has dtype {dtype} and dims {list(tensor.dims)}; expected numbers and dims of 0 or more"
         raise ExternalDataError(msg)
     path = _checked_path(entries.get("location", ""), folder, what)
     offset = _entry_number(entries, "offset", what) or 0

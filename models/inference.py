@@ -8,7 +8,7 @@ from onnx import checker, helper, shape_inference
 from models.checks import check_ranks
 from models.errors import InvalidModelError
 from models.hashing import without_weights
-from models.spec import tensor_bytes
+from models.spec import element_type_name, is_numeric, tensor_bytes
 
 # Shapes, axes and scalars feed shape inference; a larger tensor is a weight and only its type matters.
 _CONSTANT_BYTES = 1024
@@ -25,18 +25,22 @@ def check_and_infer(model: onnx.ModelProto) -> None:
     light = _light_copy(model)
     if any(not value.type.tensor_type.HasField("shape") for value in light.graph.output):
         # The checker wants every output's shape; files that leave it to the reader are common, and it can be inferred.
-        guessed = shape_inference.infer_shapes(light)
+        try:
+            guessed = shape_inference.infer_shapes(light)
+        except (shape_inference.InferenceError, ValueError, RuntimeError) as e:
+            msg = f"the shapes of the outputs of graph {model.graph.name!r} cannot be inferred: {_first_lines(e)}"
+            raise InvalidModelError(msg) from e
         check_ranks(guessed.graph.output)
         del light.graph.output[:]
         light.graph.output.extend(guessed.graph.output)
     try:
         checker.check_model(light, full_check=False)
-    except checker.ValidationError as e:
+    except (checker.ValidationError, ValueError) as e:
         msg = f"the graph {model.graph.name!r} is not valid ONNX: {_first_lines(e)}; fix the export"
         raise InvalidModelError(msg) from e
     try:
         inferred = shape_inference.infer_shapes(light, check_type=True, strict_mode=True, data_prop=True)
-    except shape_inference.InferenceError as e:
+    except (shape_inference.InferenceError, ValueError, RuntimeError) as e:
         msg = f"the graph {model.graph.name!r} has types or shapes that do not agree: {_first_lines(e)}; fix the export"
         raise InvalidModelError(msg) from e
     for field in ("output", "value_info"):
@@ -65,8 +69,8 @@ def _check_payload(tensor: onnx.TensorProto) -> None:
     if any(dim < 0 for dim in tensor.dims):
         msg = f"{what} has the dims {list(tensor.dims)}, expected 0 or more"
         raise InvalidModelError(msg)
-    if tensor.data_type in {onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING}:
-        msg = f"{what} has the dtype {onnx.TensorProto.DataType.Name(tensor.data_type)}, expected numbers or bool"
+    if not is_numeric(tensor.data_type):
+        msg = f"{what} has the dtype {element_type_name(tensor.data_type)}, expected numbers or bool"
         raise InvalidModelError(msg)
     expected = tensor_bytes(tensor)
     if tensor.HasField("raw_data") and len(tensor.raw_data) != expected:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnx
 
-from models.checks import check_graph, check_signature, check_versions
+from models.checks import check_graph, check_signature, check_text, check_versions
 from models.dims import Dim, evaluate_dim
 from models.errors import ModelShapeError
 from models.external_data import check_external_data, inline_external_data
@@ -56,6 +56,7 @@ def _is_path(source: str | Path) -> bool:
 
 def _load_file(path: Path, shapes: Shapes) -> OnnxModel:
     proto = read_proto(path)
+    check_text(proto)
     check_versions(proto)
     check_signature(proto)
     check_graph(proto)

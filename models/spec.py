@@ -10,7 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import onnx
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 
 from models.errors import ExternalDataError, ModelFileError, UnsupportedModelError
 
@@ -47,9 +47,8 @@ def dtype_name(element_type: int, what: str) -> str:
     """
     name = _DTYPE_NAMES.get(element_type)
     if name is None:
-        got = onnx.TensorProto.DataType.Name(element_type) if element_type in _known_types() else str(element_type)
         msg = (
-            f"{what} has element type {got}, which is not supported; expected one of "
+            f"{what} has element type {element_type_name(element_type)}, which is not supported; expected one of "
             f"{', '.join(sorted(_DTYPE_NAMES.values()))}. Move the conversion (tokenising, for strings) out of it."
         )
         raise UnsupportedModelError(msg)
@@ -62,8 +61,17 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
     return np.dtype(extension if extension is not None else name)
 
 
-def _known_types() -> frozenset[int]:
-    return frozenset(onnx.TensorProto.DataType.values())
+def element_type_name(element_type: int) -> str:
+    """Return ONNX's name of an element type, or the number where it has none."""
+    known = element_type in onnx.TensorProto.DataType.values()
+    return str(onnx.TensorProto.DataType.Name(element_type)) if known else str(element_type)
+
+
+def is_numeric(element_type: int) -> bool:
+    """Return whether a tensor of this type has a payload of a known size: numbers or bool, not text."""
+    if element_type == onnx.TensorProto.STRING:
+        return False
+    return element_type in set(helper.get_all_tensor_dtypes()) - {onnx.TensorProto.UNDEFINED}
 
 
 @dataclass(frozen=True)
@@ -179,7 +187,7 @@ def tensor_bytes(tensor: onnx.TensorProto) -> int:
     }
     if tensor.data_type in packed:
         return (count + 1) // 2
-    return count * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+    return count * int(helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
 
 
 def read_tensor(tensor: onnx.TensorProto, data_dir: Path | None) -> np.ndarray:

@@ -425,7 +425,7 @@ def test_negative_external_dims_are_refused(tmp_path: Path) -> None:
     model = onnx.ModelProto.FromString(path.read_bytes())
     model.graph.initializer[0].dims[0] = -4
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(ExternalDataError, match=r"tensor 'w' has dtype 1 and dims \[-4, 4\]"):
+    with pytest.raises(ExternalDataError, match=r"tensor 'w' has dtype FLOAT and dims \[-4, 4\]"):
         load_model(path)
 
 
