@@ -78,15 +78,13 @@ def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
 
 
 def _schedule_module(mod: IRModule, target: Target) -> tuple[IRModule, dict[str, str]]:
-    rules = rules_for(target)
     names: dict[str, str] = {}
     scheduled: dict[GlobalVar, PrimFunc] = {}
     for var, func in mod.functions_items():
         if not isinstance(func, PrimFunc) or is_scheduled(func):
             continue
         name = str(var.name_hint)
-        with target:
-            rule_name, sch = _first_schedule(name, func, target, rules)
+        rule_name, sch = schedule_by_rules(name, func, target)
         names[name] = rule_name
         scheduled[var] = sch.mod["main"].with_attr(SCHEDULED_ATTR, True)
     result = IRModule(dict(mod.functions_items()), attrs=mod.attrs)
@@ -95,18 +93,25 @@ def _schedule_module(mod: IRModule, target: Target) -> tuple[IRModule, dict[str,
     return result, names
 
 
-def _first_schedule(
-    name: str, func: PrimFunc, target: Target, rules: list[tuple[str, ScheduleRule]]
-) -> tuple[str, Schedule]:
-    for rule_name, rule in rules:
-        try:
-            sch = rule.apply(func, target, False)
-        except (ScheduleError, tvm.error.InternalError) as error:
-            # A rule that misjudged a function must not stop the compilation: the next one is more modest.
-            logger.warning("rule %s failed on %s and is skipped: %s", rule_name, name, _last_line(error))
-            continue
-        if sch is not None:
-            return rule_name, sch
+def schedule_by_rules(name: str, func: PrimFunc, target: Target) -> tuple[str, Schedule]:
+    """Return the first rule that takes a function, and its schedule; the name is for messages.
+
+    Raises
+    ------
+    TargetError, UnscheduledError
+        As `apply_fallback`.
+    """
+    rules = rules_for(target)
+    with target:
+        for rule_name, rule in rules:
+            try:
+                sch = rule.apply(func, target, False)
+            except (ScheduleError, tvm.error.InternalError) as error:
+                # A rule that misjudged a function must not stop the compilation: the next one is more modest.
+                logger.warning("rule %s failed on %s and is skipped: %s", rule_name, name, _last_line(error))
+                continue
+            if sch is not None:
+                return rule_name, sch
     raise UnscheduledError(
         f"no default rule for {target.kind.name} took the function {name!r}; tried "
         f"{', '.join(rule_name for rule_name, _ in rules)}. Its body is no nest of loops over blocks."

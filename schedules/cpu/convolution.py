@@ -16,15 +16,8 @@ from tvm.tirx import PrimFunc
 
 from schedules.cpu.analysis import BlockFacts, find_path_to, is_canonical, list_blocks
 from schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise
-from schedules.cpu.contraction import (
-    Contraction,
-    Tile,
-    choose_tile,
-    classify,
-    find_operands,
-    needs_padding,
-    schedule_contraction,
-)
+from schedules.cpu.contraction import Contraction, Tile, choose_tile, classify, find_operands, needs_padding
+from schedules.cpu.tiling import schedule_contraction
 from schedules.targets import CpuLimits
 
 

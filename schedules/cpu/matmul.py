@@ -14,7 +14,8 @@ from tvm.tirx import PrimFunc, Var
 
 from schedules.cpu.analysis import BlockFacts, find_path_to, is_canonical, list_blocks, used_vars
 from schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise
-from schedules.cpu.contraction import Contraction, choose_tile, classify, find_operands, schedule_contraction
+from schedules.cpu.contraction import Contraction, choose_tile, classify, find_operands
+from schedules.cpu.tiling import schedule_contraction
 
 
 class Matmul(CpuRule):

@@ -1,0 +1,243 @@
+"""The schedule of a contraction: packing, register tile, epilogue, threads (see `contraction` for the picture)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.ir import Var
+from tvm.ir.expr import TensorLoad
+from tvm.s_tir import Schedule
+from tvm.s_tir.schedule import LoopRV, SBlockRV
+
+from schedules.cpu.analysis import block_facts, is_canonical, is_costly, is_zero, loop_extents, static_extent, used_vars
+from schedules.cpu.base import PARTITION_HINT, vectorize_loop, worth_parallel
+from schedules.cpu.contraction import FEW_ROWS, Contraction, Tile, axis_extent, needs_padding
+from schedules.targets import CpuLimits
+
+
+def schedule_contraction(sch: Schedule, con: Contraction, tile: Tile, limits: CpuLimits) -> list[str]:
+    """Tile, pack, vectorise, unroll and parallelise a contraction with its epilogue; return the names of its blocks.
+
+    Blocks that are not returned (producers of the operands, unrelated ones) are left for the caller.
+    """
+    block = con.block
+    partitioned = _can_partition(con, tile)
+    padded = needs_padding(con, tile) and not partitioned
+    epilogue, pack = isolate(sch, con, tile.columns if padded else None)
+    stage = stage_accumulators(sch, con, epilogue, padded)
+    loops = _tile_loops(sch, con, tile)
+    if partitioned:
+        sch.annotate(loops.panel, PARTITION_HINT, 1)
+    finish_tile(sch, con, loops.row_tile, (epilogue, stage), tile.lanes)
+    if pack is not None:
+        place_pack(sch, pack, loops.panel, tile.lanes)
+    if partitioned:
+        sch.parallel(loops.panel)
+    else:
+        _parallelize(sch, con, loops, limits, packs=pack is not None)
+    names = [str(sch.get(rv).name_hint) for rv in (block.rv, epilogue, stage, pack) if rv is not None]
+    sch.decompose_reduction(block.rv, loops.reduce)
+    return names
+
+
+def _can_partition(con: Contraction, tile: Tile) -> bool:
+    """Whether the last, partial panel can run in a loop of its own instead of padding the right operand.
+
+    Padding copies the whole operand, which pays off only when many rows use the copy. A partial panel is scalar code,
+    which pays off when few rows run through it. The panel loop has to be
+    the only parallel one: a fused loop cannot be cut.
+    """
+    columns = static_extent(con.block.stmt.iter_vars[con.column].dom.extent)
+    rows = math.prod(axis_extent(con.block, position) for position in con.rows)
+    batch = math.prod(axis_extent(con.block, position) for position in con.batch)
+    wide = columns is not None and columns % tile.columns != 0 and columns > 8 * tile.columns
+    return wide and con.contiguous and rows <= FEW_ROWS and batch == 1
+
+
+@dataclass(frozen=True)
+class _Loops:
+    """The loops of a tiled contraction, outermost first; `panel` is in `outer`, and `row_tile` is the innermost."""
+
+    outer: list[LoopRV]
+    panel: LoopRV
+    rest: list[LoopRV]
+    row_tile: LoopRV
+    reduce: LoopRV
+    row_exact: bool
+
+
+def isolate(
+    sch: Schedule, con: Contraction, pad_to: int | None, force_pack: bool = False
+) -> tuple[SBlockRV, SBlockRV | None]:
+    """Return the epilogue block (a plain copy where there is none) and the block that packs the right operand.
+
+    The vector axis is padded to a multiple of `pad_to`, which packs. Without padding, the operand is packed where it is
+    not contiguous or `force_pack` says so.
+    """
+    block = con.block
+    epilogue = _find_epilogue(sch, con)
+    pack: SBlockRV | None = None
+    if pad_to is not None:
+        sch.pad_einsum(block.rv, [pad_to if i == con.column else 1 for i in range(len(block.kinds))])
+        crop = sch.get_consumers(block.rv)[0]
+        for producer in sch.get_producers(block.rv):
+            if any(read.source.same_as(con.right.source) for read in sch.get(producer).reads):
+                pack = producer
+        if epilogue is None:
+            epilogue = crop
+        else:
+            sch.compute_inline(crop)
+    elif force_pack or not con.contiguous:
+        pack = sch.cache_read(block.rv, _read_index(sch, block.rv, con.right), "global")
+    if pack is not None and not con.contiguous:
+        _put_column_last(sch, con, pack)
+    if epilogue is None:
+        epilogue = sch.cache_write(block.rv, 0, "global")
+    return epilogue, pack
+
+
+def stage_accumulators(sch: Schedule, con: Contraction, epilogue: SBlockRV, padded: bool) -> SBlockRV | None:
+    """Put the accumulators in registers; return the block that copies them to a tile on the stack, None without one.
+
+    The epilogue addresses registers only if it is unrolled. It stays a loop, and reads the stack, where unrolling would
+    repeat much code, where it is bound-checked, and where the output is not contiguous along the vectors.
+    """
+    column_last = con.column == max((*con.batch, *con.rows, con.column))
+    if not padded and column_last and not is_costly(block_facts(sch, epilogue)):
+        sch.set_scope(con.block.rv, 0, "local")
+        return None
+    stage = sch.cache_write(con.block.rv, 0, "local")
+    sch.set_scope(stage, 0, "local")
+    if not column_last:
+        at = sorted((*con.batch, *con.rows, con.column)).index(con.column)
+        sch.transform_layout(con.block.rv, ("write", 0), _moved_last(at))
+        sch.transform_layout(stage, ("write", 0), _moved_last(at))
+    return stage
+
+
+def finish_tile(
+    sch: Schedule, con: Contraction, tile_loop: LoopRV, readers: tuple[SBlockRV, SBlockRV | None], lanes: int
+) -> None:
+    """Move the epilogue and the stage, if any, under the loop over tiles, and vectorise them."""
+    epilogue, stage = readers
+    if stage is not None:
+        sch.reverse_compute_at(stage, tile_loop, preserve_unit_loops=True)
+        _unroll_tile(sch, con, stage, lanes)
+    sch.reverse_compute_at(epilogue, tile_loop, preserve_unit_loops=True)
+    if stage is None:
+        _unroll_tile(sch, con, epilogue, lanes)
+    elif con.column == max((*con.batch, *con.rows, con.column)):
+        vectorize_loop(sch, sch.get_loops(epilogue)[-1], lanes)
+
+
+def place_pack(sch: Schedule, pack: SBlockRV, loop: LoopRV, lanes: int) -> None:
+    """Pack under a loop, and write the packed panel in vectors along its innermost axis."""
+    sch.compute_at(pack, loop, preserve_unit_loops=True)
+    facts = block_facts(sch, pack)
+    inner = sch.get_loops(pack)[-len(facts.kinds) :]
+    last = facts.stmt.body.indices[-1]
+    at = next(i for i, iter_var in enumerate(facts.stmt.iter_vars) if last.same_as(iter_var.var))
+    sch.reorder(*(loop for i, loop in enumerate(inner) if i != at), inner[at])
+    vectorize_loop(sch, inner[at], lanes)
+
+
+def _find_epilogue(sch: Schedule, con: Contraction) -> SBlockRV | None:
+    """Return the only reader of C when it walks C element by element in C's own order, else None."""
+    readers = sch.get_consumers(con.block.rv)
+    if len(readers) != 1:
+        return None
+    reader = block_facts(sch, readers[0])
+    if not reader.is_spatial or not is_canonical(sch, reader) or not isinstance(reader.stmt.body, tirx.BufferStore):
+        return None
+    iters = [iter_var.var for iter_var in reader.stmt.iter_vars]
+    accumulator = con.block.stmt.body.buffer
+    for read in reader.stmt.reads:
+        if read.source.same_as(accumulator):
+            starts = [axis.min for axis in read.region]
+            same = len(starts) == len(iters) and all(
+                start.same_as(var) or (is_zero(start) and extent == 1)
+                for start, var, extent in zip(starts, iters, loop_extents(sch, reader.rv), strict=True)
+            )
+            return readers[0] if same else None
+    return None
+
+
+def _tile_loops(sch: Schedule, con: Contraction, tile: Tile) -> _Loops:
+    loops = sch.get_loops(con.block.rv)
+    panel, inner_column = sch.split(loops[con.column], [None, tile.columns])
+    vector, lane = sch.split(inner_column, [None, tile.lanes])
+    reduce = [loops[index] for index in con.reduce]
+    rest = [loops[index] for index in con.rows if index != con.row]
+    outer = [*(loops[index] for index in con.batch), panel]
+    row_exact = True
+    if con.row is None:
+        sch.reorder(*outer, *rest, *reduce, vector, lane)
+        row_tile = panel
+    else:
+        row_extent = static_extent(sch.get(loops[con.row]).extent)
+        row_exact = row_extent is not None and row_extent % tile.rows == 0
+        row_tile, inner_row = sch.split(loops[con.row], [None, tile.rows])
+        sch.reorder(*outer, *rest, row_tile, *reduce, inner_row, vector, lane)
+        sch.unroll(inner_row)
+        if not row_exact:
+            sch.annotate(row_tile, PARTITION_HINT, 1)
+    sch.unroll(vector)
+    sch.vectorize(lane)
+    return _Loops(outer, panel, rest, row_tile, reduce[0], row_exact)
+
+
+def _unroll_tile(sch: Schedule, con: Contraction, rv: SBlockRV, lanes: int) -> None:
+    """Unroll rows and vectors of a block that reads the accumulators, so that each is addressed by a constant."""
+    spatial = sorted((*con.batch, *con.rows, con.column))
+    inner = sch.get_loops(rv)[-len(spatial) :]
+    by_position = dict(zip(spatial, inner, strict=True))
+    vector, lane = sch.split(by_position[con.column], [None, lanes])
+    row = [by_position[con.row]] if con.row is not None else []
+    sch.reorder(*row, vector, lane)
+    for loop in (*row, vector):
+        sch.unroll(loop)
+    sch.vectorize(lane)
+
+
+def _put_column_last(sch: Schedule, con: Contraction, pack: SBlockRV) -> None:
+    """Lay the packed operand out with the vector axis innermost."""
+    column = con.block.stmt.iter_vars[con.column].var
+    at = next(dim for dim, index in enumerate(con.right.indices) if column in used_vars(index))
+    sch.transform_layout(pack, ("write", 0), _moved_last(at))
+
+
+def _moved_last(at: int) -> Callable[..., list[Var]]:
+    """Return the index map that moves one axis behind all others."""
+
+    def moved(*axes: Var) -> list[Var]:
+        return [*axes[:at], *axes[at + 1 :], axes[at]]
+
+    return moved
+
+
+def _parallelize(sch: Schedule, con: Contraction, loops: _Loops, limits: CpuLimits, packs: bool) -> None:
+    """Share panels among the cores; where they are few, row tiles too (not under a packed panel, which all share)."""
+    extents = [static_extent(iter_var.dom.extent) for iter_var in con.block.stmt.iter_vars]
+    known = [extent for extent in extents if extent is not None]
+    if not worth_parallel(math.prod(known) if len(known) == len(extents) else None):
+        return
+    taken = list(loops.outer)
+    further = list(loops.rest)
+    if loops.row_exact and con.row is not None:
+        further.append(loops.row_tile)
+    while further and not packs and _jobs(sch, taken) < 4 * limits.cores:
+        taken.append(further.pop(0))
+    sch.parallel(sch.fuse(*taken))
+
+
+def _jobs(sch: Schedule, loops: list[LoopRV]) -> float:
+    extents = [static_extent(sch.get(loop).extent) for loop in loops]
+    return math.prod(math.inf if extent is None else extent for extent in extents)
+
+
+def _read_index(sch: Schedule, rv: SBlockRV, load: TensorLoad) -> int:
+    reads = sch.get(rv).reads
+    return next(index for index, read in enumerate(reads) if read.source.same_as(load.source))

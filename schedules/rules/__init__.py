@@ -1,0 +1,1 @@
+"""Rules of our MetaSchedule search spaces, one a file."""

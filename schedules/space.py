@@ -1,0 +1,63 @@
+"""Our MetaSchedule search spaces: what a tuning run may try for a kernel."""
+
+from __future__ import annotations
+
+from tvm.ir import IRModule
+from tvm.s_tir import Schedule
+from tvm.s_tir import meta_schedule as ms
+from tvm.target import Target
+
+from schedules.errors import TargetError
+from schedules.fallback import schedule_by_rules
+from schedules.rules.cuda import cuda_rules
+from schedules.rules.llvm import llvm_rules
+from schedules.rules.register_tile import contraction_designs
+from schedules.targets import CpuLimits, target_limits
+
+
+def make_space(target: Target) -> ms.SpaceGenerator:
+    """Return the space generator for a target.
+
+    The schedule of the fallback is always one design of the space, so that tuning cannot end below it. On LLVM,
+    contractions get the register-tile designs; everything else, and everything on CUDA, gets schedule rules applied in
+    post-order. TVM's own post-processors and mutators are kept.
+
+    Raises
+    ------
+    TargetError
+        The target is neither `llvm` nor `cuda`.
+    """
+    kind = str(target.kind.name)
+    if kind not in ("llvm", "cuda"):
+        raise TargetError(f"no search space for target kind {kind!r}; expected llvm or cuda.")
+
+    def designs(sch: Schedule) -> list[Schedule]:
+        return list_designs(sch.mod, target)
+
+    return ms.space_generator.ScheduleFn(
+        designs,
+        sch_rules=[],
+        postprocs=ms.postproc.Postproc.create(kind),
+        mutator_probs=ms.mutator.Mutator.create(kind),
+    )
+
+
+def list_designs(mod: IRModule, target: Target) -> list[Schedule]:
+    """Return the designs of a module with one function `main`, the fallback's first."""
+    limits = target_limits(target)
+    func = mod["main"]
+    _, fallback = schedule_by_rules("main", func, target)
+    if isinstance(limits, CpuLimits):
+        designs = contraction_designs(func, limits)
+        rules = llvm_rules(limits)
+    else:
+        designs = []
+        rules = cuda_rules(limits)
+    if not designs:
+        context = ms.TuneContext(
+            mod,
+            target=target,
+            space_generator=ms.space_generator.PostOrderApply(sch_rules=rules, postprocs=[], mutator_probs={}),
+        )
+        designs = list(context.generate_design_space())
+    return [fallback, *designs]
