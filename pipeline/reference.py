@@ -20,10 +20,23 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from models import OnnxModel
 from models.spec import PROTOBUF_LIMIT_BYTES
 from pipeline.errors import PipelineError
+
+# ONNX Runtime's errors have no base class below Exception.
+_ORT_ERRORS = (
+    state.EPFail,
+    state.Fail,
+    state.InvalidArgument,
+    state.InvalidGraph,
+    state.InvalidProtobuf,
+    state.NoModel,
+    state.NotImplemented,
+    state.RuntimeException,
+)
 
 HALF_TYPES = frozenset({onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 HALF_NAMES = frozenset({"float16", "bfloat16"})
@@ -169,7 +182,7 @@ def _session(
     try:
         with _loadable(proto) as model:
             return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    except (RuntimeError, ValueError) as e:
+    except (*_ORT_ERRORS, RuntimeError, ValueError) as e:
         last = str(e).strip().splitlines()[-1]
         raise PipelineError(
             f"ONNX Runtime {onnxruntime.__version__} does not load the model {name!r}: {last}. It is the reference for "

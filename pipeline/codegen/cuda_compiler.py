@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import tvm
 import tvm_ffi
 from tvm.support.nvcc import compile_cuda
 
@@ -133,12 +134,14 @@ def compile_cubin(code: str, arch: str, toolchain: CudaToolchain) -> bytes:
     # libcu++ has its own folder since CUDA 13; TVM looks for it in the layout of an installed toolkit only.
     options = [f"-I{folder}" for folder in (include, include / "cccl") if folder.is_dir()]
     path = f"{toolchain.root / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
-    with _environment(CUDA_PATH=str(toolchain.root), PATH=path):
+    # TVM's nvcc driver asks the current target for the architecture although it is given.
+    target = tvm.target.Target({"kind": "cuda", "arch": arch})
+    with _environment(CUDA_PATH=str(toolchain.root), PATH=path), target:
         try:
             cubin = bytes(
                 compile_cuda(code, target_format="cubin", arch=arch, options=options, compiler=toolchain.kind.value)
             )
-        except (RuntimeError, OSError) as e:
+        except (RuntimeError, ValueError, OSError) as e:
             tail = "\n".join(str(e).splitlines()[-12:])
             raise LoweringError(f"{toolchain.kind.value} did not compile the kernels for {arch}:\n{tail}") from e
     if not cubin.startswith(ELF_MAGIC):

@@ -1,7 +1,7 @@
 """Make a whole `main` capturable as one CUDA graph.
 
-`RewriteCUDAGraph` lifts only what works in memory of a fixed address that the function allocated itself, so as things
-are it captures nothing (all depends on the caller's inputs), nor what writes the outputs (which belong to the caller).
+`RewriteCUDAGraph` lifts only calls whose arguments lie at fixed addresses, in memory of the function's own. What reads
+an input therefore stays outside, splitting the graph wherever it stands, and so does what writes an output.
 Here every input is first copied into a tensor of the function, and the outputs are returned as views of its memory:
 
 ::

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+import tvm
+from tvm import relax
+
+from models import OnnxModel, load_model
+from pipeline.codegen.cuda_graph import COPY_PREFIX, capture_whole_function
+from pipeline.compile import _pass_context, _plan_memory
+from pipeline.importer import import_model
+from pipeline.passes import lower
+from pipeline.passes.module import LoweredModule
+from schedules.targets import ResolvedTarget, resolve_target
+
+
+@pytest.fixture(scope="module")
+def target() -> ResolvedTarget:
+    return resolve_target("cuda:sm_90a")
+
+
+@pytest.fixture(scope="module")
+def lowered_cuda(bert_tiny: OnnxModel, target: ResolvedTarget) -> LoweredModule:
+    return lower(import_model(bert_tiny), target.target)
+
+
+def planned(mod: tvm.ir.IRModule, target: ResolvedTarget) -> tvm.ir.IRModule:
+    with _pass_context(True), target.target:
+        return _plan_memory(mod, target, True)
+
+
+def kernels_of(mod: tvm.ir.IRModule, function: str) -> list[str]:
+    """Return the names of the PrimFuncs that a Relax function calls, in order."""
+    primitive = {str(var.name_hint) for var, f in mod.functions_items() if isinstance(f, tvm.tirx.PrimFunc)}
+    found: list[str] = []
+
+    def visit(node: object) -> None:
+        if isinstance(node, tvm.ir.Call) and isinstance(node.op, tvm.ir.GlobalVar):
+            found.append(str(node.op.name_hint))
+
+    relax.analysis.post_order_visit(mod[function], visit)
+    return [name for name in found if name in primitive]
+
+
+def test_only_the_input_copies_stay_outside_the_graph(lowered_cuda: LoweredModule, target: ResolvedTarget) -> None:
+    calls = sum(map(len, lowered_cuda.kernels.values()))
+    mod = planned(capture_whole_function(lowered_cuda.mod, len(lowered_cuda.graph.inputs)), target)
+    captured = [str(v.name_hint) for v in mod.get_global_vars() if "cuda_graph_capture" in str(v.name_hint)]
+    assert len(captured) == 1
+    assert len(kernels_of(mod, captured[0])) == calls
+    outside = kernels_of(mod, "main")
+    assert len(outside) == len(lowered_cuda.graph.inputs)
+    assert all(name.startswith(COPY_PREFIX) for name in outside)
+    assert "builtin.alloc_tensor" not in mod["main"].script()
+
+
+def test_the_rewrite_captures_more_than_tvm_does_by_itself(lowered_cuda: LoweredModule, target: ResolvedTarget) -> None:
+    mod = planned(lowered_cuda.mod, target)
+    inside = [
+        name
+        for var in mod.get_global_vars()
+        if "cuda_graph_capture" in str(var.name_hint)
+        for name in kernels_of(mod, str(var.name_hint))
+    ]
+    assert len(inside) < sum(map(len, lowered_cuda.kernels.values()))
+
+
+def test_the_signature_stays(lowered_cuda: LoweredModule) -> None:
+    before = lowered_cuda.mod["main"]
+    after = capture_whole_function(lowered_cuda.mod, len(lowered_cuda.graph.inputs))["main"]
+    assert [p.name for p in after.params] == [p.name for p in before.params]
+    tvm.ir.assert_structural_equal(after.ret_ty, before.ret_ty)
+    assert int(after.attrs["num_input"]) == len(lowered_cuda.graph.inputs)
+
+
+def test_symbolic_inputs_are_left_alone(target: ResolvedTarget) -> None:
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    model = load_model("bert-tiny", shapes=dict.fromkeys(names, ("batch", 16)))
+    lowered = lower(import_model(model), target.target)
+    mod = planned(capture_whole_function(lowered.mod, len(lowered.graph.inputs)), target)
+    assert not [name for name in kernels_of(mod, "main") if name.startswith(COPY_PREFIX)]

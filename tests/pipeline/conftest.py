@@ -1,0 +1,72 @@
+"""One small model compiled once for all tests of compiling, artifacts, running, validating and measuring."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models import OnnxModel, load_model
+from models.inputs import random_inputs
+from pipeline.compile import CompiledModule, compile_module, select_kernels
+from pipeline.environment import detect_environment
+from pipeline.export import write_artifact
+from pipeline.importer import import_model
+from pipeline.passes import lower
+from pipeline.passes.module import LoweredModule
+from pipeline.tuning.task import TuningTask
+from pipeline.tuning.tasks import extract_tasks
+from schedules.targets import ResolvedTarget, resolve_target
+
+
+@pytest.fixture(scope="session")
+def llvm_target() -> ResolvedTarget:
+    return resolve_target("llvm")
+
+
+@pytest.fixture(scope="session")
+def bert_tiny() -> OnnxModel:
+    return load_model("bert-tiny", shapes=dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), (1, 32)))
+
+
+@pytest.fixture(scope="session")
+def bert_inputs(bert_tiny: OnnxModel) -> dict[str, np.ndarray]:
+    return random_inputs(bert_tiny, seed=0)
+
+
+@pytest.fixture(scope="session")
+def lowered(bert_tiny: OnnxModel, llvm_target: ResolvedTarget) -> LoweredModule:
+    return lower(import_model(bert_tiny), llvm_target.target)
+
+
+@pytest.fixture(scope="session")
+def tasks(lowered: LoweredModule) -> list[TuningTask]:
+    return extract_tasks([lowered])
+
+
+@pytest.fixture(scope="session")
+def compiled(lowered: LoweredModule, tasks: list[TuningTask], llvm_target: ResolvedTarget) -> CompiledModule:
+    environment = detect_environment(llvm_target)
+    choices = select_kernels(lowered, tasks, database=None, target=llvm_target, environment=environment)
+    return compile_module(lowered, choices, llvm_target)
+
+
+@pytest.fixture(scope="session")
+def artifact(compiled: CompiledModule, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact that tests only read."""
+    directory = tmp_path_factory.mktemp("artifacts") / "bert-tiny"
+    write_artifact(compiled, directory)
+    return directory
+
+
+@pytest.fixture
+def artifact_copy(artifact: Path, tmp_path: Path) -> Callable[[], Path]:
+    """Return a maker of copies that a test may damage."""
+
+    def make() -> Path:
+        return Path(shutil.copytree(artifact, tmp_path / "copy"))
+
+    return make
