@@ -6,12 +6,15 @@ import onnx
 from onnx import checker, helper, shape_inference
 
 from models.checks import check_ranks
-from models.errors import InvalidModelError
+from models.errors import InvalidModelError, ModelShapeError
 from models.hashing import without_weights
 from models.spec import element_type_name, is_numeric, tensor_bytes
 
 # Shapes, axes and scalars feed shape inference; a larger tensor is a weight and only its type matters.
 _CONSTANT_BYTES = 1024
+_MAX_DIM = 2**31
+# onnx 1.23 takes 0.4 us for each element of a vector it propagates: this is 0.4 s.
+_MAX_PROPAGATED = 2**20
 
 
 def check_and_infer(model: onnx.ModelProto) -> None:
@@ -21,15 +24,13 @@ def check_and_infer(model: onnx.ModelProto) -> None:
     ------
     InvalidModelError
         onnx's checker refuses the graph, or types and shapes do not agree.
+    ModelShapeError
+        A tensor inside the graph is larger than any machine's memory.
     """
     light = _light_copy(model)
     if any(not value.type.tensor_type.HasField("shape") for value in light.graph.output):
         # The checker wants every output's shape; files that leave it to the reader are common, and it can be inferred.
-        try:
-            guessed = shape_inference.infer_shapes(light)
-        except (shape_inference.InferenceError, ValueError, RuntimeError) as e:
-            msg = f"the shapes of the outputs of graph {model.graph.name!r} cannot be inferred: {_first_lines(e)}"
-            raise InvalidModelError(msg) from e
+        guessed = _infer(light, strict=False, data_prop=False)
         check_ranks(guessed.graph.output)
         del light.graph.output[:]
         light.graph.output.extend(guessed.graph.output)
@@ -38,16 +39,40 @@ def check_and_infer(model: onnx.ModelProto) -> None:
     except (checker.ValidationError, ValueError) as e:
         msg = f"the graph {model.graph.name!r} is not valid ONNX: {_first_lines(e)}; fix the export"
         raise InvalidModelError(msg) from e
-    try:
-        inferred = shape_inference.infer_shapes(light, check_type=True, strict_mode=True, data_prop=True)
-    except (shape_inference.InferenceError, ValueError, RuntimeError) as e:
-        msg = f"the graph {model.graph.name!r} has types or shapes that do not agree: {_first_lines(e)}; fix the export"
-        raise InvalidModelError(msg) from e
+    inferred = _infer(light, strict=True, data_prop=False)
+    _check_sizes(inferred.graph)
+    if not _has_long_vector(inferred.graph):
+        inferred = _infer(light, strict=True, data_prop=True)
     for field in ("output", "value_info"):
         values = getattr(model.graph, field)
         del values[:]
         values.extend(getattr(inferred.graph, field))
     check_ranks(model.graph.output)
+
+
+def _infer(light: onnx.ModelProto, *, strict: bool, data_prop: bool) -> onnx.ModelProto:
+    try:
+        return shape_inference.infer_shapes(light, check_type=strict, strict_mode=strict, data_prop=data_prop)
+    except (shape_inference.InferenceError, ValueError, RuntimeError) as e:
+        msg = f"the graph {light.graph.name!r} has types or shapes that do not agree: {_first_lines(e)}; fix the export"
+        raise InvalidModelError(msg) from e
+
+
+def _check_sizes(graph: onnx.GraphProto) -> None:
+    for value in (*graph.output, *graph.value_info):
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.dim_value > _MAX_DIM:
+                msg = (
+                    f"axis {axis} of tensor {value.name!r} is {dim.dim_value}, expected at most {_MAX_DIM}; "
+                    f"no machine holds it: fix the shape that the graph computes"
+                )
+                raise ModelShapeError(msg)
+
+
+def _has_long_vector(graph: onnx.GraphProto) -> bool:
+    """Tell whether data propagation would follow a vector of millions of elements one by one, as a hostile file may."""
+    shapes = (value.type.tensor_type.shape.dim for value in graph.value_info)
+    return any(len(dims) == 1 and dims[0].dim_value > _MAX_PROPAGATED for dims in shapes)
 
 
 def _light_copy(model: onnx.ModelProto) -> onnx.ModelProto:

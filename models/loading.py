@@ -84,10 +84,12 @@ def _load_zoo(preset: Preset, shapes: Shapes, precision: Precision, seed: int) -
             raise ModelShapeError(msg)
     proto = preset.build(preset.name, dims, precision, seed)
     check_and_infer(proto)
-    return make_model(preset.name, proto, path=None, data_dir=None)
+    return make_model(preset.name, proto, path=None, data_dir=None, seed=seed)
 
 
-def make_model(name: str, proto: onnx.ModelProto, *, path: Path | None, data_dir: Path | None) -> OnnxModel:
+def make_model(
+    name: str, proto: onnx.ModelProto, *, path: Path | None, data_dir: Path | None, seed: int | None = None
+) -> OnnxModel:
     """Return the model's value from a checked proto: its hash and its signature."""
     weights = {tensor.name for tensor in proto.graph.initializer}
     return OnnxModel(
@@ -98,6 +100,7 @@ def make_model(name: str, proto: onnx.ModelProto, *, path: Path | None, data_dir
         inputs=signature_of([value for value in proto.graph.input if value.name not in weights], "input"),
         outputs=signature_of(proto.graph.output, "output"),
         data_dir=data_dir,
+        seed=seed,
     )
 
 

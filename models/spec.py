@@ -102,7 +102,7 @@ class OnnxModel:
     into bytes, only written by `models.save_model`. `inline_proto()` always gives every weight in memory.
 
     `sha256` covers what is in `proto` (pinned shapes included) and every weight's bytes, inline or external, so the
-    same model has one hash in either form.
+    same model has one hash in either form. `seed` is that of a zoo model's weights, None for a file.
     """
 
     name: str
@@ -112,6 +112,7 @@ class OnnxModel:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     data_dir: Path | None = None
+    seed: int | None = None
 
     @cached_property
     def _initializers(self) -> dict[str, onnx.TensorProto]:

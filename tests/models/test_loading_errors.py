@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from models import load_model
@@ -488,3 +490,64 @@ def test_zoo_limits_and_precision_are_checked() -> None:
         load_model("bert-tiny", precision="int3")
     with pytest.raises(ModelShapeError, match=r"axis 1 of input 'attention_mask' is 'past_sequence \+ 1', got 'n'"):
         load_model("gpt2-tiny-decode", shapes={"attention_mask": (1, "n")})
+
+
+# Damaged bytes: whatever they say, the answer is a model or a ModelError.
+
+
+def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    data = graph_model([relu(name="relu")]).SerializeToString()
+    path = tmp_path / "model.onnx"
+    path.write_bytes(data.replace(b"Relu", b"R\xfflu"))
+    with pytest.raises(
+        InvalidModelError, match=r"has a op_type that is not UTF-8 text: b'R.xfflu'; the file is damaged"
+    ):
+        load_model(path)
+
+
+def test_unknown_element_type_of_a_weight_is_refused(tmp_path: Path) -> None:
+    model = graph_model([helper.make_node("MatMul", ["x", "w"], ["y"])], weights=[weight()])
+    model.graph.initializer[0].data_type = 64
+    with pytest.raises(InvalidModelError, match="initializer 'w' has the dtype 64, expected numbers or bool"):
+        load_model(write(tmp_path, model))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(flips=st.lists(st.tuples(st.integers(0, 2**20), st.integers(0, 255)), min_size=1, max_size=4))
+def test_flipped_bytes_give_a_model_or_a_model_error(tmp_path: Path, flips: list[tuple[int, int]]) -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], name="mm"),
+        helper.make_node("Reshape", ["h", "s"], ["r"], name="reshape"),
+        helper.make_node("Softmax", ["r"], ["y"], name="softmax", axis=-1),
+    ]
+    shape = numpy_helper.from_array(np.array([0, 4]), "s")
+    data = bytearray(graph_model(nodes, weights=[weight(), shape]).SerializeToString())
+    for place, value in flips:
+        data[place % len(data)] = value
+    path = tmp_path / "model.onnx"
+    path.write_bytes(data)
+    try:
+        model = load_model(path)
+    except ModelError:
+        return
+    assert model.outputs
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("size", [2**62, 10**9])
+def test_computed_shape_too_large_to_follow_does_not_hang(tmp_path: Path, size: int) -> None:
+    # onnx's data propagation would walk every element of the reshaped vector.
+    nodes = [
+        helper.make_node("Shape", ["x"], ["s"]),
+        helper.make_node("Reshape", ["s", "huge"], ["r"]),
+        helper.make_node("Equal", ["r", "r"], ["e"]),
+        helper.make_node("Where", ["e", "r", "r"], ["w"]),
+        helper.make_node("Expand", ["x", "w"], ["y"]),
+    ]
+    huge = numpy_helper.from_array(np.array([size]), "huge")
+    path = write(tmp_path, graph_model(nodes, weights=[huge], outputs=[tensor("y", ["a", "b"])]))
+    if size > 2**31:
+        with pytest.raises(ModelShapeError, match=f"axis 0 of tensor 'r' is {size}, expected at most 2147483648"):
+            load_model(path)
+    else:
+        assert load_model(path).outputs[0].shape == ("a", "b")
