@@ -108,6 +108,15 @@ class InProcessRunner(ms.runner.PyRunner):
         return futures
 
 
+def tiled(schedule: tvm.s_tir.Schedule) -> None:
+    """Tile the rows and columns by sampled factors: a space that is quick to search."""
+    block = schedule.get_sblock("C")
+    i, j, k = schedule.get_loops(block)
+    i0, i1 = schedule.split(i, schedule.sample_perfect_tile(i, n=2, max_innermost_factor=16))
+    j0, j1 = schedule.split(j, schedule.sample_perfect_tile(j, n=2, max_innermost_factor=16))
+    schedule.reorder(i0, j0, k, i1, j1)
+
+
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory, samples, environment):
     """Return the path of a database that a real MetaSchedule run filled."""
@@ -126,6 +135,7 @@ def tuned(tmp_path_factory, samples, environment):
             runner=InProcessRunner(),
             database=adapter,
             cost_model="random",
+            space=ms.space_generator.ScheduleFn(tiled, sch_rules=[], postprocs=[], mutator_probs={}),
             strategy=ms.search_strategy.EvolutionarySearch(
                 population_size=8, init_min_unmeasured=4, genetic_num_iters=1, genetic_max_fail_count=2
             ),
@@ -161,7 +171,8 @@ with TuningDatabase.open(sys.argv[1], mode=Mode.READ_ONLY) as database:
     arrays = [tvm.runtime.tensor(v) for v in (x[0], x[1], np.zeros_like(x[0]))]
     tvm.compile(schedule.mod, target=target)(*arrays)
     np.testing.assert_allclose(arrays[2].numpy(), x[0] @ x[1], rtol=1e-4)
-    print(sorted(float(value) for value in best.run_secs)[1] * 1e6, adapter.skipped_traces, tvm_ffi.structural_equal(schedule.mod, mod))
+    latency = sorted(float(value) for value in best.run_secs)[1] * 1e6
+    print(latency, adapter.skipped_traces, tvm_ffi.structural_equal(schedule.mod, mod))
 """
 
 

@@ -197,7 +197,8 @@ def test_protected_file_is_read_but_not_written(open_folder, python, samples):
     open_folder.chmod(0o555)
     count, refusal = python(PROTECTED, path, "read-only").communicate()[0].splitlines()
     assert count == "1"
-    assert refusal.startswith("DatabaseWriteError: The database") and "opened in mode read-only" in refusal
+    assert refusal.startswith("DatabaseWriteError: The database")
+    assert "opened in mode read-only" in refusal
     refusal = python(PROTECTED, path, "tune").communicate()[0].splitlines()[-1]
     assert refusal.startswith(("DatabaseWriteError", "DatabaseOpenError")), refusal
 
