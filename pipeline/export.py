@@ -48,9 +48,12 @@ def write_artifact(compiled: CompiledModule, destination: Path) -> Manifest:
 def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
     """Return what the artifact of a compiled module says about itself, without the hashes of its files."""
     lowered, target = compiled.lowered, compiled.target
+    model = lowered.graph.model
     host = target.target.host or target.target
     return Manifest(
         model=lowered.graph.name,
+        source=str(model.path.absolute()) if model.path is not None else model.name,
+        seed=model.seed,
         model_sha256=lowered.graph.source_sha256,
         inputs=lowered.graph.inputs,
         outputs=lowered.graph.outputs,
@@ -109,7 +112,7 @@ def _link(compiled: CompiledModule, path: Path) -> float:
     started = time.perf_counter()
     try:
         compiled.executable.export_library(str(path))
-    except (RuntimeError, ValueError) as e:
+    except (RuntimeError, ValueError, FileNotFoundError) as e:
         raise LoweringError(
             f"linking {MODULE_FILE} failed: {e}. It needs a C++ compiler on the path (Debian: apt install g++)"
         ) from e
