@@ -18,8 +18,9 @@ from pipeline.importer.graph import ImportedGraph
 from pipeline.passes import LoweredModule, LoweringOptions, plan_memory_passes
 from pipeline.passes.ir import bindings_of, main_of
 from pipeline.passes.state import LoweringState
+from schedules.targets import resolve_target
 
-LLVM = tvm.target.Target("llvm")
+LLVM = resolve_target("llvm").target
 
 
 def small_model(name: str, precision: str | None = None) -> OnnxModel:
@@ -32,7 +33,7 @@ def small_model(name: str, precision: str | None = None) -> OnnxModel:
 def _size(axis: int | str, sizes: Mapping[str, int]) -> int:
     if isinstance(axis, int):
         return axis
-    return sum(sizes[term] for term in axis.replace(" ", "").split("+"))
+    return sum(sizes.get(term) or int(term) for term in axis.replace(" ", "").split("+"))
 
 
 def graph_of(build: Callable[..., relax.Expr], inputs: Mapping[str, tuple[Sequence[object], str]]) -> ImportedGraph:

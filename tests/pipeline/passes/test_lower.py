@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -193,7 +194,8 @@ def test_lower_names_the_pass_when_one_fails(monkeypatch: pytest.MonkeyPatch) ->
         raise ValueError("shapes of operands differ")
 
     steps = (Step(Phase.PATTERNS, "failing_pass", fail),)
-    monkeypatch.setattr("pipeline.passes.lower.lowering_steps", lambda: steps)
+    # The package's function `lower` hides its module of the same name.
+    monkeypatch.setattr(sys.modules["pipeline.passes.lower"], "lowering_steps", lambda: steps)
     expected = r"pass 'failing_pass' \(4 pattern rewrites\) failed on function 'main' of model 't5-tiny'.*shapes of"
     with pytest.raises(LoweringError, match=expected) as caught:
         lower(graph_of_zoo("t5-tiny"), LLVM)
