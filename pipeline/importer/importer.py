@@ -25,7 +25,7 @@ def import_model(model: OnnxModel) -> ImportedGraph:
     ImportFailedError
         An operator has no converter (all of them are listed), or a converter failed on a node.
     """
-    graph = normalise(model.proto)
+    graph = normalise(model.proto, model.data_dir)
     _LOG.info("%s: %d ONNX nodes, %d after normalisation", model.name, graph.nodes_before, graph.nodes_after)
     check_operators(model, graph)
     with quiet_libraries():

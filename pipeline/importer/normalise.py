@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import onnx
 import onnx_ir as ir
@@ -56,10 +57,15 @@ class NormalisedGraph:
     nodes_after: int
 
 
-def normalise(proto: onnx.ModelProto) -> NormalisedGraph:
-    """Return `proto` with functions inlined, constants folded and unique node names; `proto` is not changed."""
+def normalise(proto: onnx.ModelProto, data_dir: Path | None = None) -> NormalisedGraph:
+    """Return `proto` with functions inlined, constants folded and unique node names; `proto` is not changed.
+
+    Weights that are references into `data_dir` stay references; one small enough to be folded is read.
+    """
     with quiet_libraries():
         model = ir.serde.deserialize_model(proto)
+        if data_dir is not None:
+            ir.external_data.set_base_dir(model.graph, data_dir)
         nodes_before = len(model.graph)
         writers = _mark_sources(model)
         ir_passes.InlinePass()(model)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import tvm
 from onnx import helper
@@ -127,6 +130,26 @@ def test_weights_listed_among_the_inputs_are_constants() -> None:
     )
     model.proto.graph.input.append(helper.make_tensor_value_info("w", 1, [2]))
     assert len(import_model(model).mod["main"].params) == 1
+
+
+def test_weights_kept_in_a_file_are_read_and_folded(tmp_path: Path) -> None:
+    weight = np.arange(6, dtype="float32").reshape(2, 3)
+    nodes = [
+        helper.make_node("Transpose", ["w"], ["t"]),
+        helper.make_node("MatMul", ["x", "t"], ["a"]),
+        helper.make_node("MatMul", ["a", "w"], ["y"]),
+    ]
+    inline = make_model(nodes, {"x": ("float32", (1, 3))}, {"y": ("float32", (1, 3))}, {"w": weight})
+    proto = onnx.ModelProto()
+    proto.CopyFrom(inline.proto)
+    (tmp_path / "weights.bin").write_bytes(b"\0" * 64 + weight.tobytes())
+    (tensor,) = proto.graph.initializer
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", "weights.bin"), ("offset", "64"), ("length", str(weight.nbytes))):
+        tensor.external_data.add(key=key, value=value)
+    model = replace(inline, proto=proto, data_dir=tmp_path)
+    assert_agrees(model, {"x": np.array([[1, 2, 3]], "float32")})
 
 
 def test_several_outputs_come_back_in_order_and_their_tuple_leads_to_all_nodes() -> None:
