@@ -8,7 +8,7 @@ import onnx
 
 from models.checks import check_graph, check_signature, check_text, check_versions
 from models.dims import Dim, evaluate_dim
-from models.errors import ModelShapeError
+from models.errors import ModelShapeError, UnsupportedModelError
 from models.external_data import check_external_data, inline_external_data
 from models.files import read_proto
 from models.hashing import content_sha256
@@ -111,4 +111,4 @@ def _parse_precision(precision: str | None) -> Precision:
         return Precision(precision)
     except ValueError as e:
         msg = f"precision {precision!r} is not known; expected one of {', '.join(p.value for p in Precision)}"
-        raise ModelShapeError(msg) from e
+        raise UnsupportedModelError(msg) from e

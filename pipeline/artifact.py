@@ -45,10 +45,7 @@ def write_directory(destination: Path, write_files: Callable[[Path], Manifest]) 
         The destination exists and is no artifact, or cannot be written (read-only, disk full). Nothing is left.
     """
     destination = destination.absolute()
-    _check_replaceable(destination)
-    with _os_errors(destination):
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.staging-", dir=destination.parent))
+    staging = _stage(destination)
     try:
         with _os_errors(destination):
             # mkdtemp makes private directories; an artifact is as readable as any other output.
@@ -64,6 +61,22 @@ def write_directory(destination: Path, write_files: Callable[[Path], Manifest]) 
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return complete
+
+
+def check_destination(destination: Path) -> None:
+    """Check that an artifact can be written, before hours of work go into it; nothing is left there.
+
+    Raises
+    ------
+    ArtifactError
+        As `write_directory` would raise for the same reason.
+    """
+    destination = destination.absolute()
+    with _os_errors(destination):
+        missing = [folder for folder in (destination.parent, *destination.parent.parents) if not folder.exists()]
+        _stage(destination).rmdir()
+        for folder in missing:
+            folder.rmdir()
 
 
 def load_manifest(directory: Path) -> Manifest:
@@ -148,6 +161,14 @@ def hash_file(path: Path) -> FileEntry:
             digest.update(chunk)
             size += len(chunk)
     return FileEntry(digest.hexdigest(), size)
+
+
+def _stage(destination: Path) -> Path:
+    """Return a new empty directory beside the destination, which must be free or an artifact."""
+    _check_replaceable(destination)
+    with _os_errors(destination):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{destination.name}.staging-", dir=destination.parent))
 
 
 def _check_replaceable(destination: Path) -> None:

@@ -98,9 +98,21 @@ class KernelEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything an artifact says about itself; `validation` is the report's JSON data, None before a validation."""
+    """Everything an artifact says about itself.
+
+    Attributes
+    ----------
+    model, source, seed
+        The model's name; the path of its `.onnx` file or its zoo name; the seed of a zoo model's weights.
+    model_sha256
+        Content hash of the ONNX model it was compiled from.
+    validation
+        The report's JSON data, None before a validation.
+    """
 
     model: str
+    source: str
+    seed: int | None
     model_sha256: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -171,6 +183,8 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         target[name] = tuple(target[name])
     return Manifest(
         model=data["model"],
+        source=data["source"],
+        seed=data["seed"],
         model_sha256=data["model_sha256"],
         inputs=_specs(data["inputs"]),
         outputs=_specs(data["outputs"]),

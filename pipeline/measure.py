@@ -29,6 +29,7 @@ DEFAULT_RUNS = 50
 DEFAULT_WARMUP = 10
 
 OWN_ARM = "relaxtune"
+ORT_ARM = "ort"
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def measure_module(
     model: OnnxModel,
     inputs: Mapping[str, np.ndarray],
     *,
-    against: frozenset[str] = frozenset({"ort"}),
+    against: frozenset[str] = frozenset({ORT_ARM}),
     runs: int = DEFAULT_RUNS,
     warmup: int = DEFAULT_WARMUP,
 ) -> BenchmarkReport:
@@ -168,22 +169,28 @@ def measure_module(
     UsageError
         `against` names something unknown.
     """
-    unknown = against - {"ort"}
+    unknown = against - {ORT_ARM}
     if unknown:
-        raise UsageError(f"cannot measure against {', '.join(sorted(unknown))}; expected ort")
+        raise UsageError(f"cannot measure against {', '.join(sorted(unknown))}; expected {ORT_ARM}")
     # Before anything else of this thread: a pool that exists cannot grow, and pins whatever starts after it.
     threads = configure_threads()
     arms: dict[str, Arm] = {OWN_ARM: module_arm(module, inputs)}
-    conditions = {
+    if ORT_ARM in against:
+        arms[ORT_ARM] = onnxruntime_arm(model, inputs, threads=threads)
+    return measure(arms, runs=runs, warmup=warmup, conditions=run_conditions(module))
+
+
+def run_conditions(module: Module) -> dict[str, str]:
+    """Return what the latencies of a module and of ONNX Runtime beside it are true for."""
+    threads = str(configure_threads())
+    return {
         "device": str(module.device),
         "target": f"{module.manifest.target.kind} {module.manifest.target.arch}",
         "tvm": tvm.__version__,
-        "tvm_threads": str(threads),
+        "tvm_threads": threads,
+        "onnxruntime": onnxruntime.__version__,
+        "onnxruntime_threads": threads,
     }
-    if "ort" in against:
-        arms["ort"] = onnxruntime_arm(model, inputs, threads=threads)
-        conditions |= {"onnxruntime": onnxruntime.__version__, "onnxruntime_threads": str(threads)}
-    return measure(arms, runs=runs, warmup=warmup, conditions=conditions)
 
 
 def module_arm(module: Module, inputs: Mapping[str, np.ndarray]) -> Arm:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.table import Table
 
 
@@ -66,7 +65,8 @@ def emit(output_format: OutputFormat, value: Mapping[str, object] | Sequence[obj
 
 def configure_logging(*, verbose: bool) -> None:
     """Send the project's log records to stderr: what was detected and decided, from INFO when `verbose`."""
-    handler = RichHandler(console=stderr_console(), show_path=False, show_time=False, markup=False)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     for package in ("models", "schedules", "tuning_db", "pipeline"):
         logger = logging.getLogger(package)
         logger.handlers = [handler]

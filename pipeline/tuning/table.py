@@ -76,19 +76,21 @@ def shorten_nodes(nodes: tuple[str, ...]) -> str:
     return " ".join([*shown, f"+{more}"] if more > 0 else shown)
 
 
+def to_data(summary: TuningSummary) -> dict[str, object]:
+    """Return a run as plain JSON data: the table with all node names, failures by status and seconds by phase."""
+    return {
+        "candidates": summary.candidates,
+        "candidates_per_s": summary.candidates_per_s,
+        "seconds": summary.seconds,
+        "seconds_by_phase": dict(summary.seconds_by_phase),
+        "interrupted": summary.interrupted,
+        "tasks": [_task_fields(task) for task in summary.tasks],
+    }
+
+
 def to_json(summary: TuningSummary) -> str:
-    """Return a run as JSON: the table's figures with all node names, failures by status and seconds by phase."""
-    return json.dumps(
-        {
-            "candidates": summary.candidates,
-            "candidates_per_s": summary.candidates_per_s,
-            "seconds": summary.seconds,
-            "seconds_by_phase": dict(summary.seconds_by_phase),
-            "interrupted": summary.interrupted,
-            "tasks": [_task_fields(task) for task in summary.tasks],
-        },
-        indent=2,
-    )
+    """Return `to_data` as JSON text."""
+    return json.dumps(to_data(summary), indent=2)
 
 
 def _task_fields(task: TaskSummary) -> dict[str, object]:

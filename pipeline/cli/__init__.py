@@ -1,0 +1,10 @@
+"""The command line: `main` is what the `relaxtune` script calls; `app.py` joins the commands."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    from pipeline.cli import app
+
+    app.main()

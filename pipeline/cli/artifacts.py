@@ -1,0 +1,134 @@
+"""`relaxtune validate`, `bench` and `run`: what can be done with an artifact."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from models import OnnxModel, load_model
+from models.inputs import random_inputs
+from pipeline.artifact import record_validation
+from pipeline.cli.options import ArtifactArgument, FormatOption, SeedOption
+from pipeline.cli.output import OutputFormat, TableView, emit, print_json, stdout_console
+from pipeline.errors import PipelineError, UsageError
+from pipeline.measure import DEFAULT_RUNS, DEFAULT_WARMUP, measure_module
+from pipeline.measure import render as render_benchmark
+from pipeline.runtime import Module
+from pipeline.validate import default_dims
+from pipeline.validate import render as render_validation
+from pipeline.validate import validate as validate_module
+
+ReferenceOption = Annotated[
+    str | None,
+    typer.Option("--model", metavar="MODEL", help="The ONNX model. Default: the one it was compiled from."),
+]
+
+
+def validate(
+    directory: ArtifactArgument,
+    model: ReferenceOption = None,
+    rtol: Annotated[float | None, typer.Option("--rtol", min=0.0, help="Default: by dtype and precision.")] = None,
+    atol: Annotated[float | None, typer.Option("--atol", min=0.0, help="Default: by dtype and precision.")] = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Random inputs to compare.")] = 3,
+    seed: SeedOption = 0,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Compare an artifact with ONNX Runtime on random inputs. Exits 3 when they disagree."""
+    module = Module.load(directory)
+    reference = _reference_model(module, model)
+    report = validate_module(module, reference, rtol=rtol, atol=atol, samples=samples, seed=seed)
+    record_validation(directory, report.to_json())
+    if output_format is OutputFormat.JSON:
+        print_json(report.to_json())
+    else:
+        stdout_console().print(render_validation(report))
+    report.raise_if_failed()
+
+
+def bench(
+    directory: ArtifactArgument,
+    model: ReferenceOption = None,
+    against: Annotated[str, typer.Option("--against", metavar="ort,...", help="Peers, or nothing: ''.")] = "ort",
+    runs: Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each arm.")] = DEFAULT_RUNS,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Runs of each arm before.")] = DEFAULT_WARMUP,
+    seed: SeedOption = 0,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Measure the latency of an artifact, side by side with peers, taking turns."""
+    module = Module.load(directory)
+    reference = _reference_model(module, model)
+    inputs = random_inputs(reference, seed=seed, dims=default_dims(reference))
+    peers = frozenset(name.strip() for name in against.split(",") if name.strip())
+    report = measure_module(module, reference, inputs, against=peers, runs=runs, warmup=warmup)
+    if output_format is OutputFormat.JSON:
+        print_json(report.to_json())
+    else:
+        stdout_console().print(render_benchmark(report))
+
+
+def run(
+    directory: ArtifactArgument,
+    inputs: Annotated[Path, typer.Option("--inputs", metavar="X.npz", help="An array for each input, by name.")],
+    outputs: Annotated[Path, typer.Option("--outputs", metavar="Y.npz", help="Where to write the outputs.")],
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Run an artifact once on the arrays of a .npz file."""
+    module = Module.load(directory)
+    results = module.run(_read_arrays(inputs))
+    _write_arrays(outputs, results)
+    rows = tuple((name, str(array.dtype), "x".join(map(str, array.shape))) for name, array in results.items())
+    data = {name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in results.items()}
+    emit(output_format, data, TableView(f"written to {outputs}", ("output", "dtype", "shape"), rows))
+
+
+def register(app: typer.Typer) -> None:
+    """Attach the commands to `app`."""
+    for command in (validate, bench, run):
+        app.command()(command)
+
+
+def _reference_model(module: Module, source: str | None) -> OnnxModel:
+    """Return the ONNX model an artifact is compared with, at the artifact's shapes; it must be the one it came from.
+
+    Raises
+    ------
+    UsageError
+        The model's content is not that which the artifact was compiled from.
+    """
+    manifest = module.manifest
+    shapes = {spec.name: spec.shape for spec in module.inputs}
+    model = load_model(source or manifest.source, shapes=shapes, seed=manifest.seed)
+    if model.sha256 != manifest.model_sha256:
+        raise UsageError(
+            f"{source or manifest.source} is not the model this artifact was compiled from: expected sha256 "
+            f"{manifest.model_sha256}, got {model.sha256}. Name that model with --model, or compile this one"
+        )
+    return model
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, zipfile.BadZipFile, AttributeError) as error:
+        raise UsageError(
+            f"--inputs {path} cannot be read ({error}); expected a .npz file with one array for each input, "
+            "as numpy.savez(path, input_ids=..., ...) writes"
+        ) from error
+
+
+def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write a .npz file whole or not at all."""
+    staged = path.with_name(f".{path.name}.staged")
+    try:
+        with staged.open("wb") as file:
+            np.savez(file, **arrays)
+        staged.replace(path)
+    except OSError as error:
+        raise PipelineError(f"--outputs {path} cannot be written: {error.strerror or error}") from error
+    finally:
+        staged.unlink(missing_ok=True)

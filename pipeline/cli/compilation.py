@@ -1,0 +1,212 @@
+"""`relaxtune tune` and `relaxtune compile`: from a model to an artifact."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.cli.options import (
+    DEFAULT_DATABASE,
+    DatabaseOption,
+    DisablePassOption,
+    DumpIrOption,
+    EmbedWeightsOption,
+    FormatOption,
+    ModelArgument,
+    PrecisionOption,
+    SeedOption,
+    ShapeOption,
+    TargetOption,
+    parse_shapes,
+)
+from pipeline.cli.output import OutputFormat, TableView, print_json, print_table, stderr_console, stdout_console
+from pipeline.errors import UsageError
+from pipeline.jobs import CompileResult, TuneRequest, compile_model, tune_model
+from pipeline.measure import render as render_benchmark
+from pipeline.passes.module import LoweringOptions
+from pipeline.prepare import ModelRequest
+from pipeline.tuning.options import TuningOptions
+from pipeline.tuning.progress import ConsoleProgress
+from pipeline.tuning.table import summary_table, to_data
+from pipeline.validate import render as render_validation
+from tuning_db.records import Mode
+
+
+class TuningMode(StrEnum):
+    """The database modes under which a tuning run can write."""
+
+    TUNE = Mode.TUNE.value
+    FORCE = Mode.FORCE.value
+
+
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Artifact directory. Default: out/MODEL-TARGET.")
+]
+SamplesOption = Annotated[
+    int, typer.Option("--samples", min=0, help="Random inputs to validate with; 0 leaves the validation out.")
+]
+
+
+def tune(
+    model: ModelArgument,
+    target: TargetOption = "auto",
+    db: DatabaseOption = DEFAULT_DATABASE,
+    trials: Annotated[
+        int | None, typer.Option("--trials", min=1, help="Candidates over all tasks. Default: 256, or the time budget.")
+    ] = None,
+    time_budget: Annotated[
+        float | None, typer.Option("--time-budget", min=1.0, metavar="S", help="Seconds of tuning.")
+    ] = None,
+    precision: PrecisionOption = None,
+    shape: ShapeOption = None,
+    out: OutOption = None,
+    seed: SeedOption = 0,
+    mode: Annotated[
+        TuningMode, typer.Option("--mode", help="force measures again what the database already knows.")
+    ] = TuningMode.TUNE,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Build processes. Default: the cores.")
+    ] = None,
+    bench: Annotated[bool, typer.Option("--bench/--no-bench", help="Time tuned, untuned and ONNX Runtime.")] = True,
+    samples: SamplesOption = 3,
+    disable_pass: DisablePassOption = None,
+    dump_ir: DumpIrOption = None,
+    embed_weights: EmbedWeightsOption = False,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Import, tune, compile, validate and export a model: the main job."""
+    request = _model_request(model, shape, target, precision, disable_pass, dump_ir, embed_weights, seed)
+    options = TuningOptions(
+        trials=_trials(trials, time_budget),
+        time_budget_s=time_budget,
+        seed=seed,
+        mode=Mode(mode.value),
+        workers=workers,
+    )
+    destination = out or _default_out(model, target)
+    with ConsoleProgress(stderr_console()) as progress:
+        result = tune_model(request, TuneRequest(db, options, bench, samples), destination, progress=progress)
+    if output_format is OutputFormat.JSON:
+        print_json(
+            {
+                "job": result.job_id,
+                "tuning": to_data(result.summary),
+                **_compile_data(result.compiled),
+                "benchmark": result.benchmark.to_json() if result.benchmark else None,
+            }
+        )
+    else:
+        console = stdout_console()
+        console.print(summary_table(result.summary))
+        _print_compiled(result.compiled)
+        if result.benchmark is not None:
+            console.print(render_benchmark(result.benchmark))
+    _raise_if_invalid(result.compiled)
+
+
+def compile_command(
+    model: ModelArgument,
+    target: TargetOption = "auto",
+    db: Annotated[
+        str | None, typer.Option("--db", metavar="URL", help="Tuning database to read. Default: none, all fallback.")
+    ] = None,
+    precision: PrecisionOption = None,
+    shape: ShapeOption = None,
+    out: OutOption = None,
+    seed: SeedOption = 0,
+    samples: SamplesOption = 3,
+    disable_pass: DisablePassOption = None,
+    dump_ir: DumpIrOption = None,
+    embed_weights: EmbedWeightsOption = False,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Compile a model from records only, without measuring; tasks without a record take the fallback and are listed."""
+    request = _model_request(model, shape, target, precision, disable_pass, dump_ir, embed_weights, seed)
+    result = compile_model(request, out or _default_out(model, target), database=db, samples=samples)
+    if output_format is OutputFormat.JSON:
+        print_json(_compile_data(result))
+    else:
+        _print_compiled(result)
+    _raise_if_invalid(result)
+
+
+def register(app: typer.Typer) -> None:
+    """Attach the commands to `app`."""
+    app.command()(tune)
+    app.command(name="compile")(compile_command)
+
+
+def _model_request(
+    model: str,
+    shape: list[str] | None,
+    target: str,
+    precision: str | None,
+    disable_pass: list[str] | None,
+    dump_ir: Path | None,
+    embed_weights: bool,
+    seed: int,
+) -> ModelRequest:
+    lowering = LoweringOptions(
+        precision=precision,
+        disabled_passes=frozenset(disable_pass or ()),
+        dump_dir=dump_ir,
+        embed_weights=embed_weights,
+    )
+    return ModelRequest(source=model, shapes=parse_shapes(shape), target=target, lowering=lowering, seed=seed)
+
+
+def _trials(trials: int | None, time_budget_s: float | None) -> int | None:
+    """Return the candidate budget: the one given; none when only time was given; else the default."""
+    if trials is not None or time_budget_s is not None:
+        return trials
+    return TuningOptions().trials
+
+
+def _default_out(model: str, target: str) -> Path:
+    if target.lstrip().startswith("{"):
+        raise UsageError("--target is JSON, which gives no name for the artifact; name its directory with --out DIR")
+    return Path("out") / f"{Path(model).stem}-{target.replace(':', '-').replace('/', '-')}"
+
+
+def _compile_data(result: CompileResult) -> dict[str, object]:
+    return {
+        "artifact": str(result.directory),
+        "model": result.manifest.model,
+        "target": asdict(result.manifest.target),
+        "kernels": [asdict(kernel) for kernel in result.manifest.kernels],
+        "without_record": list(result.without_record),
+        "compile_seconds": dict(result.manifest.compile_seconds),
+        "validation": result.validation.to_json() if result.validation else None,
+    }
+
+
+def _print_compiled(result: CompileResult) -> None:
+    rows = tuple(
+        (
+            kernel.function,
+            str(kernel.calls),
+            _shorten(kernel.onnx_nodes),
+            kernel.route,
+            "" if kernel.latency_us is None else f"{kernel.latency_us:.1f}",
+            "" if kernel.record_id is None else str(kernel.record_id),
+            kernel.note,
+        )
+        for kernel in result.manifest.kernels
+    )
+    columns = ("kernel", "calls", "ONNX nodes", "route", "us", "record", "note")
+    print_table(TableView(f"kernels of {result.directory}", columns, rows))
+    if result.validation is not None:
+        stdout_console().print(render_validation(result.validation))
+
+
+def _shorten(nodes: tuple[str, ...]) -> str:
+    return nodes[0] + (f" and {len(nodes) - 1} more" if len(nodes) > 1 else "") if nodes else ""
+
+
+def _raise_if_invalid(result: CompileResult) -> None:
+    if result.validation is not None:
+        result.validation.raise_if_failed()

@@ -1,0 +1,221 @@
+"""`relaxtune db`: create, inspect and query the tuning database."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption, FormatOption
+from pipeline.cli.output import OutputFormat, TableView, emit
+from tuning_db import queries
+from tuning_db.queries import DEFAULT_LIMIT
+from tuning_db.records import RecordFilter, Route, Status, TuningRecord
+from tuning_db.store import Mode, TuningDatabase, upgrade
+
+app = typer.Typer(help="Create, inspect and query the tuning database.", no_args_is_help=True)
+
+ModelFilter = Annotated[str | None, typer.Option("--model", help="Only workloads that a job found in this model.")]
+FamilyFilter = Annotated[str | None, typer.Option("--family", help="Only this operator family: matmul, softmax, ...")]
+WorkloadFilter = Annotated[str | None, typer.Option("--workload", help="Only this workload hash.")]
+TargetFilter = Annotated[str | None, typer.Option("--target", help="Only this target kind: llvm, cuda.")]
+ArchFilter = Annotated[str | None, typer.Option("--arch", help="Only this architecture: sm_90a, znver4.")]
+RouteFilter = Annotated[Route | None, typer.Option("--route", help="Only kernels made by this route.")]
+StatusFilter = Annotated[Status | None, typer.Option("--status", help="Only candidates that ended like this.")]
+JobFilter = Annotated[str | None, typer.Option("--job", help="Only candidates of this job.")]
+SinceFilter = Annotated[datetime | None, typer.Option("--since", help="Only records of this time (UTC) or later.")]
+UntilFilter = Annotated[datetime | None, typer.Option("--until", help="Only records before this time (UTC).")]
+LimitOption = Annotated[int, typer.Option("--limit", min=1, help="Most rows to return.")]
+
+
+@app.command()
+def init(db: DatabaseOption = DEFAULT_DATABASE, output_format: FormatOption = OutputFormat.TABLE) -> None:
+    """Create the database if it is not there, and say what it holds."""
+    with TuningDatabase.open(db) as database:
+        _print_info(database, output_format)
+
+
+@app.command()
+def info(db: DatabaseOption = DEFAULT_DATABASE, output_format: FormatOption = OutputFormat.TABLE) -> None:
+    """Say what the database holds: schema, records by status and by route, size."""
+    with _open_for_reading(db) as database:
+        _print_info(database, output_format)
+
+
+@app.command(name="upgrade")
+def upgrade_schema(db: DatabaseOption = DEFAULT_DATABASE, output_format: FormatOption = OutputFormat.TABLE) -> None:
+    """Bring an older database to the schema of this version."""
+    before = upgrade(db)
+    with _open_for_reading(db) as database:
+        after = database.info().schema_revision
+    view = TableView("relaxtune db upgrade", ("database", "schema before", "schema now"), ((db, str(before), after),))
+    emit(output_format, {"database": db, "before": before, "after": after}, view)
+
+
+@app.command()
+def top(
+    db: DatabaseOption = DEFAULT_DATABASE,
+    model: ModelFilter = None,
+    family: FamilyFilter = None,
+    workload: WorkloadFilter = None,
+    target: TargetFilter = None,
+    arch: ArchFilter = None,
+    route: RouteFilter = None,
+    job: JobFilter = None,
+    since: SinceFilter = None,
+    until: UntilFilter = None,
+    limit: LimitOption = DEFAULT_LIMIT,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """List the best valid record of every workload, the slowest first."""
+    filters = _filters(model, family, workload, target, arch, route, None, job, since, until)
+    with _open_for_reading(db) as database:
+        lines = queries.top(database, filters, limit=limit)
+    rows = tuple(
+        (
+            line.name,
+            line.family,
+            line.best.route.value,
+            _microseconds(line.best.latency_us),
+            f"{line.valid}/{line.failed}",
+            line.best.environment.device_name,
+            f"{line.best.created_at:%Y-%m-%d %H:%M}",
+        )
+        for line in lines
+    )
+    columns = ("task", "family", "route", "best us", "valid/failed", "device", "measured (UTC)")
+    data = [{**asdict(line), "best": _record_data(line.best)} for line in lines]
+    emit(output_format, data, TableView("best record per task", columns, rows))
+
+
+@app.command()
+def query(
+    db: DatabaseOption = DEFAULT_DATABASE,
+    model: ModelFilter = None,
+    family: FamilyFilter = None,
+    workload: WorkloadFilter = None,
+    target: TargetFilter = None,
+    arch: ArchFilter = None,
+    route: RouteFilter = None,
+    status: StatusFilter = None,
+    job: JobFilter = None,
+    since: SinceFilter = None,
+    until: UntilFilter = None,
+    limit: LimitOption = DEFAULT_LIMIT,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """List records, the newest first; failed candidates with the end of their error text."""
+    filters = _filters(model, family, workload, target, arch, route, status, job, since, until)
+    with _open_for_reading(db) as database:
+        lines = queries.query(database, filters, limit=limit)
+    rows = tuple(
+        (
+            str(line.record.id),
+            line.name,
+            line.model or "",
+            line.record.route.value,
+            line.record.status.value,
+            _microseconds(line.record.latency_us),
+            _last_line(line.record.error),
+            f"{line.record.created_at:%Y-%m-%d %H:%M:%S}",
+        )
+        for line in lines
+    )
+    columns = ("id", "task", "model", "route", "status", "median us", "error", "measured (UTC)")
+    data = [{**asdict(line), "record": _record_data(line.record)} for line in lines]
+    emit(output_format, data, TableView("records", columns, rows))
+
+
+@app.command()
+def workloads(
+    db: DatabaseOption = DEFAULT_DATABASE,
+    model: ModelFilter = None,
+    family: FamilyFilter = None,
+    workload: WorkloadFilter = None,
+    limit: LimitOption = DEFAULT_LIMIT,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """List the workloads with their work and how much was measured of them."""
+    filters = RecordFilter(model=model, family=family, workload_hash=workload)
+    with _open_for_reading(db) as database:
+        lines = queries.workloads(database, filters, limit=limit)
+    rows = tuple(
+        (
+            line.name,
+            line.family,
+            line.workload_hash,
+            f"{line.flops / 1e6:.3f}",
+            f"{line.bytes / 1e6:.3f}",
+            f"{line.valid}/{line.failed}",
+            _microseconds(line.best_us),
+        )
+        for line in lines
+    )
+    columns = ("task", "family", "workload", "MFLOP", "MB", "valid/failed", "best us")
+    emit(output_format, [asdict(line) for line in lines], TableView("workloads", columns, rows))
+
+
+def _open_for_reading(url: str) -> TuningDatabase:
+    return TuningDatabase.open(url, mode=Mode.READ_ONLY, create=False)
+
+
+def _print_info(database: TuningDatabase, output_format: OutputFormat) -> None:
+    found = database.info()
+    rows = [
+        ("database", found.url),
+        ("dialect", found.dialect),
+        ("schema", found.schema_revision),
+        ("workloads", str(found.workloads)),
+        ("jobs", str(found.jobs)),
+        ("records", str(found.records)),
+        *((f"records {status.value}", str(count)) for status, count in found.records_by_status),
+        *((f"records {route.value}", str(count)) for route, count in found.records_by_route),
+        ("size", f"{found.size_bytes / 1e6:.2f} MB"),
+    ]
+    emit(output_format, asdict(found), TableView("tuning database", ("what", "value"), tuple(rows)))
+
+
+def _filters(
+    model: str | None,
+    family: str | None,
+    workload: str | None,
+    target: str | None,
+    arch: str | None,
+    route: Route | None,
+    status: Status | None,
+    job: str | None,
+    since: datetime | None,
+    until: datetime | None,
+) -> RecordFilter:
+    return RecordFilter(
+        model=model,
+        family=family,
+        workload_hash=workload,
+        target_kind=target,
+        arch=arch,
+        route=route,
+        status=status,
+        job_id=job,
+        since=_as_utc(since),
+        until=_as_utc(until),
+    )
+
+
+def _as_utc(moment: datetime | None) -> datetime | None:
+    return None if moment is None else moment.replace(tzinfo=UTC)
+
+
+def _record_data(record: TuningRecord) -> dict[str, object]:
+    """Return a record as plain data, with its median beside the raw latencies."""
+    return {**asdict(record), "latency_us": record.latency_us}
+
+
+def _microseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _last_line(text: str | None) -> str:
+    lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
+    return lines[-1][:100] if lines else ""

@@ -1,0 +1,224 @@
+"""The jobs people run, from request to result: `compile_model` from records alone, `tune_model` with measuring.
+
+Both end with an artifact that was compared with ONNX Runtime where the target can run here. What a job found is in
+its result; a validation that failed is in there too (`raise_if_failed`), and in the artifact's manifest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from models.inputs import random_inputs
+from pipeline.artifact import check_destination, record_validation
+from pipeline.compile import KernelChoice, compile_module, select_kernels, tasks_without_record
+from pipeline.environment import target_key
+from pipeline.errors import NothingMeasuredError
+from pipeline.export import write_artifact
+from pipeline.manifest import Manifest
+from pipeline.measure import ORT_ARM, OWN_ARM, BenchmarkReport, measure, module_arm, onnxruntime_arm, run_conditions
+from pipeline.prepare import ModelRequest, PreparedModel, prepare_model, stage
+from pipeline.runtime import Module
+from pipeline.tuning.options import TuningOptions, TuningSummary
+from pipeline.tuning.progress import ProgressListener, SilentProgress
+from pipeline.tuning.session import tune
+from pipeline.validate import ValidationReport, default_dims, validate
+from tuning_db.records import Mode
+from tuning_db.store import TuningDatabase
+
+logger = logging.getLogger(__name__)
+
+UNTUNED_ARM = "untuned"
+BENCHMARK_RUNS = 30
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """A written artifact.
+
+    Attributes
+    ----------
+    directory, manifest
+        Where it is and what it says about itself.
+    choices
+        How each kernel got its schedule.
+    without_record
+        Names of the tuning tasks that had no usable record and took the fallback.
+    validation
+        The comparison with ONNX Runtime; None where the target cannot run here or it was not asked for.
+    """
+
+    directory: Path
+    manifest: Manifest
+    choices: tuple[KernelChoice, ...]
+    without_record: tuple[str, ...]
+    validation: ValidationReport | None
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """A tuning run and the artifact made of its records; `benchmark` is None when it was not asked for."""
+
+    job_id: str
+    summary: TuningSummary
+    compiled: CompileResult
+    benchmark: BenchmarkReport | None
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """What `tune_model` is asked for, beside the model.
+
+    Attributes
+    ----------
+    database
+        File or URL of the tuning database; created when missing.
+    tuning
+        Budgets, seed and mode.
+    benchmark
+        Whether the tuned artifact is timed beside the untuned one and ONNX Runtime.
+    samples
+        Random inputs that the artifact is validated with.
+    """
+
+    database: str | Path
+    tuning: TuningOptions = field(default_factory=TuningOptions)
+    benchmark: bool = True
+    samples: int = 3
+
+
+def compile_model(
+    request: ModelRequest, out: Path, *, database: str | Path | None = None, samples: int = 3
+) -> CompileResult:
+    """Compile a model from records alone; nothing is measured.
+
+    Parameters
+    ----------
+    request : ModelRequest
+        The model, its shapes and the target.
+    out : Path
+        The artifact's directory.
+    database : str, Path or None
+        Tuning database to read, by file or URL; with None every kernel takes the fallback.
+    samples : int
+        Random inputs to validate with; 0 leaves the validation out.
+
+    Raises
+    ------
+    ModelError, ScheduleError, TuningDatabaseError, PipelineError
+        See `pipeline.errors`. Nothing is written then.
+    """
+    check_destination(out)
+    if database is None:
+        return _compile(prepare_model(request), None, out, samples)
+    with TuningDatabase.open(database, mode=Mode.READ_ONLY, create=False) as opened:
+        return _compile(prepare_model(request), opened, out, samples)
+
+
+def tune_model(
+    request: ModelRequest, tune_request: TuneRequest, out: Path, *, progress: ProgressListener | None = None
+) -> TuneResult:
+    """Import, tune, compile, validate and export a model: the main job.
+
+    Ctrl-C during the tuning keeps every finished measurement and still compiles.
+
+    Raises
+    ------
+    NothingMeasuredError
+        Not one candidate nor fallback was measured validly, and the database knew none; the failures are recorded.
+    ModelError, ScheduleError, TuningDatabaseError, PipelineError
+        See `pipeline.errors`.
+    """
+    check_destination(out)
+    with TuningDatabase.open(tune_request.database, mode=tune_request.tuning.mode) as database:
+        prepared = prepare_model(request)
+        job_id, summary = _tune(prepared, request, tune_request, database, progress or SilentProgress())
+        compiled = _compile(prepared, database, out, tune_request.samples)
+    benchmark = None
+    if tune_request.benchmark and prepared.can_run:
+        with stage("benchmark"):
+            benchmark = _benchmark(prepared, compiled.directory)
+    return TuneResult(job_id, summary, compiled, benchmark)
+
+
+def _tune(
+    prepared: PreparedModel,
+    request: ModelRequest,
+    tune_request: TuneRequest,
+    database: TuningDatabase,
+    progress: ProgressListener,
+) -> tuple[str, TuningSummary]:
+    options = {"source": str(request.source), "target": request.target, **_plain(tune_request.tuning)}
+    job = database.start_job(
+        model=prepared.model.name,
+        model_sha256=prepared.lowered.graph.source_sha256,
+        target=target_key(prepared.target),
+        options=json.dumps(options, default=str),
+    )
+    try:
+        summary = tune(
+            prepared.tasks,
+            target=prepared.target,
+            database=database,
+            environment=prepared.environment,
+            options=tune_request.tuning,
+            job_id=job.id,
+            progress=progress,
+        )
+    except NothingMeasuredError:
+        database.finish_job(job.id, "nothing measured")
+        raise
+    except BaseException as error:
+        database.finish_job(job.id, f"failed: {type(error).__name__}")
+        raise
+    database.finish_job(job.id, "interrupted" if summary.interrupted else "done")
+    return job.id, summary
+
+
+def _compile(prepared: PreparedModel, database: TuningDatabase | None, out: Path, samples: int) -> CompileResult:
+    choices = select_kernels(
+        prepared.lowered,
+        prepared.tasks,
+        database=database,
+        target=prepared.target,
+        environment=prepared.environment,
+    )
+    with stage("compile"):
+        compiled = compile_module(prepared.lowered, choices, prepared.target)
+    with stage("export"):
+        manifest = write_artifact(compiled, out)
+    validation = None
+    if samples and prepared.can_run:
+        with stage("validate"):
+            validation = validate(out, prepared.model, samples=samples)
+        manifest = record_validation(out, validation.to_json())
+    elif samples:
+        logger.warning("not validated: %s cannot run on this machine", prepared.target.arch)
+    return CompileResult(out, manifest, choices, tasks_without_record(choices), validation)
+
+
+def _benchmark(prepared: PreparedModel, directory: Path) -> BenchmarkReport:
+    """Return the latencies of the tuned artifact, of the same model untuned, and of ONNX Runtime, taking turns."""
+    inputs = random_inputs(prepared.model, seed=0, dims=default_dims(prepared.model))
+    untuned = select_kernels(
+        prepared.lowered, (), database=None, target=prepared.target, environment=prepared.environment
+    )
+    with tempfile.TemporaryDirectory(prefix="relaxtune-untuned-") as folder:
+        path = Path(folder) / "untuned"
+        write_artifact(compile_module(prepared.lowered, untuned, prepared.target), path)
+        module = Module.load(directory)
+        arms = {
+            OWN_ARM: module_arm(module, inputs),
+            UNTUNED_ARM: module_arm(Module.load(path), inputs),
+            ORT_ARM: onnxruntime_arm(prepared.model, inputs),
+        }
+        return measure(arms, runs=BENCHMARK_RUNS, conditions=run_conditions(module))
+
+
+def _plain(options: TuningOptions) -> dict[str, object]:
+    data = dataclasses.asdict(options)
+    return {name: value.value if isinstance(value, Mode) else value for name, value in data.items()}

@@ -1,0 +1,103 @@
+"""From what a user names to what can be tuned or compiled: model, target, passes and tasks, in one value."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from models import OnnxModel, load_model
+from pipeline.environment import UNKNOWN_DEVICE, detect_environment
+from pipeline.importer import import_model
+from pipeline.passes import lower
+from pipeline.passes.module import LoweredModule, LoweringOptions
+from pipeline.tuning.task import TuningTask
+from pipeline.tuning.tasks import UntunableKernel, extract_tasks, list_untunable
+from schedules.targets import ResolvedTarget, resolve_target
+from tuning_db.records import Environment
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """What a user asks to have compiled.
+
+    Attributes
+    ----------
+    source
+        Path of an `.onnx` file, or a zoo name.
+    shapes
+        Input name -> shape that replaces the model's own; a name instead of a size stays symbolic.
+    target
+        Text for `schedules.targets.resolve_target`.
+    lowering
+        Precision, passes switched off, IR dump, whether weights are embedded.
+    seed
+        Seed of the zoo's weights.
+    """
+
+    source: str | Path
+    shapes: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
+    target: str = "auto"
+    lowering: LoweringOptions = field(default_factory=LoweringOptions)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A model lowered for its target, with its tuning tasks and the environment that measurements are true for."""
+
+    model: OnnxModel
+    target: ResolvedTarget
+    environment: Environment
+    lowered: LoweredModule
+    tasks: tuple[TuningTask, ...]
+    untunable: tuple[UntunableKernel, ...]
+
+    @property
+    def can_run(self) -> bool:
+        """Whether code for the target can run on this machine."""
+        return self.environment.device_name != UNKNOWN_DEVICE
+
+
+def prepare_model(request: ModelRequest) -> PreparedModel:
+    """Return the model of a request, imported, lowered and cut into tuning tasks.
+
+    Raises
+    ------
+    ModelError, ScheduleError, PipelineError
+        The model, the target, or the lowering cannot be had; see `pipeline.errors`.
+    """
+    target = resolve_target(request.target)
+    with stage("load"):
+        model = load_model(request.source, shapes=request.shapes or None, seed=request.seed)
+    with stage("import"):
+        graph = import_model(model)
+    with stage("lower"):
+        lowered = lower(graph, target.target, request.lowering)
+    with stage("tasks"):
+        tasks = tuple(extract_tasks([lowered]))
+        untunable = tuple(list_untunable([lowered]))
+    logger.info(
+        "%s: %d ONNX nodes, %d kernels, %d tuning tasks, %d kernels that cannot be tuned",
+        model.name,
+        len(model.proto.graph.node),
+        len(lowered.kernels),
+        len(tasks),
+        len(untunable),
+    )
+    for kernel in untunable:
+        logger.info("not tunable: %s", kernel)
+    return PreparedModel(model, target, detect_environment(target), lowered, tasks, untunable)
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Log how long a stage of a job took."""
+    started = time.perf_counter()
+    yield
+    logger.info("%s: %.1f s", name, time.perf_counter() - started)
