@@ -40,8 +40,8 @@ def split_offset(dim: str) -> tuple[str, int] | None:
 def parse_shape_override(text: str) -> tuple[str, tuple[Dim, ...]]:
     """Return (name, shape) of one override such as `input_ids=1x128` or `input_ids=batchx128`.
 
-    Axes are separated by `x` or `,`-free `*`; a name is symbolic. Because `x` separates, a symbolic name that holds an
-    `x` is written with `*` as the separator: `input_ids=max_len*128`.
+    Axes are separated by `x`, and a name is a symbolic axis. A symbolic name that holds an `x` itself needs `*` as the
+    separator: `input_ids=max_len*128`.
 
     Raises
     ------

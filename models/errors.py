@@ -5,7 +5,7 @@
     ModelError
     ├── UnknownModelError     a name that is neither a file nor a model of the zoo
     ├── ModelFileError        the file cannot be read, or is not an ONNX model
-    ├── UnsupportedModelError a valid model that asks for more than the installed stack offers
+    ├── UnsupportedModelError a valid model that asks for what the installed stack does not offer
     ├── InvalidModelError     the graph breaks a rule of ONNX
     ├── ExternalDataError     weights outside the file are missing, of the wrong size, or outside its folder
     └── ModelShapeError       a shape override or a dimension that does not fit the model
@@ -27,7 +27,7 @@ class ModelFileError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model asks for an opset, an IR version, an operator or a type that is not supported."""
+    """The model (or the call) asks for an opset, IR version, operator, type or precision that is not supported."""
 
 
 class InvalidModelError(ModelError):

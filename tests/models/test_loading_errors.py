@@ -486,7 +486,7 @@ def test_zoo_limits_and_precision_are_checked() -> None:
         ModelShapeError, match="dimension 'sequence' of zoo model 'bert-tiny' is 513, expected at most 512"
     ):
         load_model("bert-tiny", shapes={"input_ids": (1, 513)})
-    with pytest.raises(ModelShapeError, match="precision 'int3' is not known; expected one of fp32, fp16"):
+    with pytest.raises(UnsupportedModelError, match="precision 'int3' is not known; expected one of fp32, fp16"):
         load_model("bert-tiny", precision="int3")
     with pytest.raises(ModelShapeError, match=r"axis 1 of input 'attention_mask' is 'past_sequence \+ 1', got 'n'"):
         load_model("gpt2-tiny-decode", shapes={"attention_mask": (1, "n")})
