@@ -91,13 +91,18 @@ def _fold(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
 
 
 def _large_results(mod: tvm.ir.IRModule, state: LoweringState) -> set[relax.Var]:
-    """Return the variables that depend on constants alone but are too large to become one."""
+    """Return the variables that depend on constants alone but are too large to become one, and all they are made of.
+
+    What they are made of has to stay as well: folded, it would leave them with constant operands of their own.
+    """
     known: dict[relax.Var, int] = {}
+    made_from: dict[relax.Var, list[relax.Var]] = {}
     large: set[relax.Var] = set()
     for binding in bindings_of(main_of(mod)):
         used = relax.analysis.free_vars(binding.value)
         if not all(var in known for var in used) or isinstance(binding.value, relax.Function):
             continue
+        made_from[binding.var] = used
         made_of = sum(map(_bytes, constants_in(binding.value))) + sum(known[var] for var in used)
         size = _bytes(binding.var)
         if size > FOLD_BYTES_MAX and size > FOLD_GROWTH_MAX * made_of:
@@ -107,6 +112,10 @@ def _large_results(mod: tvm.ir.IRModule, state: LoweringState) -> set[relax.Var]
             )
         else:
             known[binding.var] = size
+    waiting = list(large)
+    while waiting:
+        waiting = [var for kept in waiting for var in made_from[kept] if var not in large]
+        large.update(waiting)
     return large
 
 

@@ -33,7 +33,7 @@ class _Simplify(PyExprMutator):  # type: ignore[misc]
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         var, value = binding.var, binding.value
-        if is_op(value, "split") and not isinstance(value.attrs.indices_or_sections, int | tvm.tirx.IntImm):
+        if is_op(value, "split") and _split_points(value) is not None:
             self._splits[var] = value  # `emit_named` of each part makes the split itself dead
         new = self._simplified(var, value)
         if new is None:
@@ -84,12 +84,25 @@ class _Simplify(PyExprMutator):  # type: ignore[misc]
 
     def _slice(self, split: relax.Call, index: int) -> tvm.ir.Expr:
         data = self.visit_expr(split.args[0])
-        ends = [int(end) for end in split.attrs.indices_or_sections]
+        ends = _split_points(split) or []
         axis = int(split.attrs.axis) % int(data.ty.ndim)
         start = ends[index - 1] if index else 0
         if index < len(ends):
             return relax.op.strided_slice(data, [axis], [start], [ends[index]], assume_inbound=True)
         return relax.op.strided_slice(data, [axis], [start], [data.ty.shape.values[axis]], assume_inbound=True)
+
+
+def _split_points(split: relax.Call) -> list[int] | None:
+    """Return where the parts of a split after the first start, None when it depends on a symbolic axis."""
+    sections = split.attrs.indices_or_sections
+    if not isinstance(sections, int | tvm.tirx.IntImm):
+        return [int(point) for point in sections]
+    shape = shape_of(split.args[0])
+    length = shape[int(split.attrs.axis)] if shape is not None else None
+    if not isinstance(length, tvm.tirx.IntImm):
+        return None
+    step = -(-int(length) // int(sections))
+    return list(range(step, int(length), step))
 
 
 def _axes(call: relax.Call) -> list[int]:
