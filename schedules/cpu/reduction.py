@@ -73,14 +73,18 @@ def count_shared_rows(sch: Schedule, blocks: list[BlockFacts]) -> int:
 
 
 def split_lanes(sch: Schedule, block: BlockFacts, limits: CpuLimits) -> None:
-    """Give a reduction along a contiguous axis one partial result a lane; leave any other as it is."""
+    """Give a reduction along a contiguous axis one partial result a lane; leave any other as it is.
+
+    A symbolic axis stays serial: it may be shorter than a vector, and then `rfactor` leaves the partial results of the
+    lanes past its end without an initial value.
+    """
     if block.kinds.count("R") != 1 or not block.kinds.endswith("R"):
         return
     reduced = block.stmt.iter_vars[-1]
     extent = static_extent(reduced.dom.extent)
     lanes = limits.vector_bytes // dtype_bytes(str(block.stmt.writes[0].source.dtype))
     contiguous = any(read.region and read.region[-1].min.same_as(reduced.var) for read in block.stmt.reads)
-    if not contiguous or (extent is not None and extent < 2 * lanes):
+    if not contiguous or extent is None or extent < 2 * lanes:
         return
     _, lane = sch.split(sch.get_loops(block.rv)[-1], [None, lanes])
     sch.rfactor(lane, len(block.stmt.writes[0].region))

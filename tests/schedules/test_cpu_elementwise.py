@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tvm import te, tirx, topi
+
+from schedules.fallback import apply_fallback
+from tests.schedules.kernel_cases import Case, host, loop_kinds, prim_func, run
+
+
+def transpose_case(shape: tuple[int, ...], order: tuple[int, ...]) -> Case:
+    a = te.placeholder(shape, "float32", name="A")
+    x = np.random.default_rng(0).standard_normal(shape).astype("float32")
+    return Case(prim_func([a, topi.transpose(a, order)]), [x], [np.transpose(x, order)])
+
+
+@given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=4))
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_chain_matches_numpy_when_shapes_are_drawn(shape):
+    a = te.placeholder(shape, "float32", name="A")
+    x = np.random.default_rng(0).standard_normal(shape).astype("float32")
+    out = topi.multiply(topi.exp(topi.add(a, a)), a)
+    assert run(Case(prim_func([a, out]), [x], [np.exp(x + x) * x])) == "cpu-elementwise"
+
+
+@pytest.mark.parametrize(
+    ("shape", "order"), [((7, 5, 3), (2, 0, 1)), ((1, 12, 33, 8), (0, 2, 1, 3)), ((64, 50), (1, 0))]
+)
+def test_transpose_matches_numpy_when_axes_are_odd(shape, order):
+    assert run(transpose_case(shape, order)) == "cpu-elementwise"
+
+
+def test_gather_matches_numpy_when_indices_are_integers():
+    table = te.placeholder((50, 24), "float32", name="T")
+    index = te.placeholder((3, 5), "int64", name="I")
+    x = np.random.default_rng(0).standard_normal((50, 24)).astype("float32")
+    i = np.random.default_rng(1).integers(0, 50, (3, 5))
+    func = prim_func([table, index, topi.take(table, index, axis=0, mode="fast")])
+    assert run(Case(func, [x, i], [x[i]])) == "cpu-elementwise"
+
+
+def test_add_matches_numpy_when_the_shape_is_symbolic():
+    n, m = te.var("n", "int64"), te.var("m", "int64")
+    a = te.placeholder((n, m), "float32", name="A")
+    func = prim_func([a, topi.add(a, tirx.const(1.0, "float32"))])
+    for shape in ((1, 1), (3, 50), (40, 700)):
+        x = np.random.default_rng(0).standard_normal(shape).astype("float32")
+        run(Case(func, [x], [x + 1]))
+
+
+def test_costly_value_is_kept_when_two_stages_read_it():
+    a = te.placeholder((8, 40), "float32", name="A")
+    e = topi.exp(a)
+    func = prim_func([a, topi.add(e, a), topi.multiply(e, a)])
+    x = np.random.default_rng(0).standard_normal((8, 40)).astype("float32")
+    case = Case(func, [x], [np.exp(x) + x, np.exp(x) * x])
+    run(case)
+    assert apply_fallback(case.module, host().target).script(show_meta=False).count("T.exp") == 1
+
+
+def test_flat_tensor_is_shared_among_cores_when_it_is_large():
+    a = te.placeholder((100_003,), "float32", name="A")
+    x = np.random.default_rng(0).standard_normal(100_003).astype("float32")
+    case = Case(prim_func([a, topi.nn.relu(a)]), [x], [np.maximum(x, 0)])
+    run(case)
+    assert loop_kinds(apply_fallback(case.module, host().target)) >= {"parallel", "vectorized"}
+
+
+def test_scalar_matches_numpy_when_there_are_no_loops():
+    a = te.placeholder((), "float32", name="A")
+    func = prim_func([a, topi.multiply(a, tirx.const(2.0, "float32"))])
+    run(Case(func, [np.float32(3.0).reshape(())], [np.float32(6.0).reshape(())]))
