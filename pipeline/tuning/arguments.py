@@ -43,7 +43,7 @@ def make_arrays(arguments: Sequence[ArgumentSpec], ranges: Mapping[int, int], se
         if dtype.kind in "iub":
             bound = ranges.get(position, _UNKNOWN_BOUND)
             if dtype.kind != "b":
-                bound = min(bound, int(np.iinfo(dtype).max))
+                bound = min(bound, int(np.iinfo(str(dtype)).max))
             arrays.append(generator.integers(0, bound, spec.shape).astype(dtype))
         else:
             arrays.append(generator.uniform(-1.0, 1.0, spec.shape).astype(dtype))

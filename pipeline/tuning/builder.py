@@ -91,7 +91,7 @@ class BuildPool:
         results: list[ms.builder.BuilderResult | None] = [None] * len(requests)
         waiting = deque(range(len(requests)))
         while any(result is None for result in results):
-            if self._stop:
+            if self._stop.due:
                 self._give_up(results)
                 break
             for slot in self._slots:
@@ -210,7 +210,7 @@ class PoolBuilder(ms.builder.PyBuilder):  # type: ignore[misc]
         stop: StopSignal | None = None,
     ) -> None:
         super().__init__()
-        self.pool = BuildPool(workers, directory, limits or BuilderLimits(), stop or StopSignal())
+        self.pool = BuildPool(workers, directory, limits or BuilderLimits(), StopSignal() if stop is None else stop)
 
     def build(self, build_inputs: list[ms.builder.BuilderInput]) -> list[ms.builder.BuilderResult]:
         """Return one result per input, in order."""

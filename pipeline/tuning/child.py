@@ -46,6 +46,7 @@ def serve(module: str, descriptor: int, parent_pid: int) -> None:
             return
         if request is None:
             return
+        reply: tuple[object, str | None, int]
         try:
             reply = (handle(request), None, _resident_bytes())
         # The border of the process: whatever a candidate raises is the parent's to record.

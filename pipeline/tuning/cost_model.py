@@ -37,6 +37,7 @@ class FastCostModel(ms.cost_model.XGBModel._cls):  # type: ignore[misc]
         packed = PackSum(xs=xs, ys=ys)
 
         def objective(predicted: np.ndarray, _data: xgb.DMatrix) -> tuple[np.ndarray, np.ndarray]:
-            return packed.obj_square_error(predicted)
+            gradient, hessian = packed.obj_square_error(predicted)
+            return gradient, hessian
 
         self.booster = xgb.train(self.config.to_dict(), packed.dmatrix, num_boost_round=_BOOST_ROUNDS, obj=objective)

@@ -45,6 +45,7 @@ class StopSignal:
         """Whether somebody asked for the end."""
         return self._asked.is_set()
 
-    def __bool__(self) -> bool:
-        """Return whether the run has to end."""
+    @property
+    def due(self) -> bool:
+        """Whether the run has to end."""
         return self.asked or (self.deadline is not None and time.monotonic() >= self.deadline)

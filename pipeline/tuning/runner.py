@@ -110,7 +110,7 @@ class MeasuringProcess:
             return _failed(Status.RUN_ERROR, str(e))
         if reply is None:
             self._replace()
-            if self._stop:
+            if self._stop.due:
                 return ms.runner.RunnerResult(None, f"{CANCELLED}: the run was stopped")
             return _failed(Status.TIMEOUT, f"the measurement was killed after {timeout_s:g} s (run_timeout_s)")
         if reply.error is not None and self._device.startswith("cuda"):
@@ -140,7 +140,7 @@ class MeasuringProcess:
             try:
                 if self._answer(_START_TIMEOUT_S) is not None:
                     return True
-                if self._stop:
+                if self._stop.due:
                     return False
                 reason = f"not ready after {_START_TIMEOUT_S:g} s"
             except ChildDiedError as e:
@@ -152,7 +152,7 @@ class MeasuringProcess:
         """Return the next message, or None when time is up or the run was stopped."""
         until = time.monotonic() + timeout_s
         while not self._process.connection.poll(_POLL_S):
-            if time.monotonic() > until or self._stop:
+            if time.monotonic() > until or self._stop.due:
                 return None
         return self._process.receive()
 
@@ -242,7 +242,9 @@ class ProcessRunner(ms.runner.PyRunner):  # type: ignore[misc]
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.process = MeasuringProcess(device, options or MeasureOptions(), timeout_s, stop or StopSignal(), seed)
+        self.process = MeasuringProcess(
+            device, options or MeasureOptions(), timeout_s, StopSignal() if stop is None else stop, seed
+        )
         self._queue = MeasureQueue(self.process)
 
     def run(self, runner_inputs: Sequence[ms.runner.RunnerInput]) -> list[ms.runner.RunnerFuture]:

@@ -16,7 +16,8 @@ from tuning_db.metaschedule import trace_to_json
 _SEARCH_LOG = logging.getLogger("relaxtune.metaschedule")
 # MetaSchedule's search ends after so many candidates; the run's own limits come first.
 _TRIALS_MAX = 1 << 20
-# Generations between two rounds. Each asks the cost model about the whole population, at 3 ms a schedule for its features.
+# Generations between two rounds. Each asks the cost model about the whole population, and the features of a schedule
+# take 3 ms.
 _GENERATIONS = 2
 # What MetaSchedule's cost model and database take as the latency of a failed candidate.
 _FAILED_S = 1e10

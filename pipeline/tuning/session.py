@@ -135,8 +135,8 @@ def require_valid(summary: TuningSummary) -> None:
     told = ", ".join(f"{count} {status}" for status, count in failures.items() if count) or "no candidate was finished"
     last = next((task.last_error for task in summary.tasks if task.last_error), "no error text")
     raise NothingMeasuredError(
-        f"Nothing valid was measured for {len(summary.tasks)} tasks: {told}, expected at least one valid candidate. The "
-        f"last error was: {last.strip().splitlines()[-1]}. Run `relaxtune doctor`, give more --trials or a longer "
+        f"Nothing valid was measured for {len(summary.tasks)} tasks: {told}, expected at least one valid candidate. "
+        f"The last error was: {last.strip().splitlines()[-1]}. Run `relaxtune doctor`, give more --trials or a longer "
         "--time-budget, or look at the failed records with `relaxtune db query --status`."
     )
 
@@ -220,7 +220,7 @@ class _Session:
         random_state = np.random.get_state()
         np.random.seed(self._options.seed % 2**32)
         try:
-            while not self._stop and self._remaining() != 0:
+            while not self._stop.due and self._remaining() != 0:
                 state = choose_task(self._states)
                 if state is None:
                     return

@@ -59,7 +59,9 @@ def extract_tasks(modules: Sequence[LoweredModule]) -> list[TuningTask]:
             else:
                 unique = _unique_name(name, taken)
                 taken.add(unique)
-                found[key] = _new_task(unique, mod, key, lowered.graph.name, name, calls)
+                found[key] = make_task(
+                    unique, mod, model=lowered.graph.name, function=name, calls=[call.onnx_nodes for call in calls]
+                )
     return sorted(found.values(), key=lambda task: (-task.weight * task.flops, -task.weight * task.bytes, task.name))
 
 
@@ -107,31 +109,44 @@ def as_workload(func: tirx.PrimFunc) -> tvm.ir.IRModule:
     return tvm.ir.IRModule({"main": func})
 
 
-def _called_kernels(lowered: LoweredModule) -> Iterator[tuple[str, tirx.PrimFunc, tuple[KernelCall, ...]]]:
-    functions = {var.name_hint: func for var, func in lowered.mod.functions.items()}
-    for name, calls in lowered.kernels.items():
-        if calls:
-            yield name, functions[name], calls
-
-
-def _new_task(
-    task_name: str, mod: tvm.ir.IRModule, key: str, model: str, name: str, calls: tuple[KernelCall, ...]
+def make_task(
+    name: str, mod: tvm.ir.IRModule, *, model: str, function: str, calls: Sequence[Sequence[str]]
 ) -> TuningTask:
+    """Return the task of one workload.
+
+    Parameters
+    ----------
+    name : str
+        Name of the task.
+    mod : IRModule
+        As `as_workload` returns it.
+    model, function : str
+        The model, and the PrimFunc's name in it.
+    calls : sequence of sequences of str
+        The ONNX nodes of each call.
+    """
     func = mod["main"]
     meaning = describe_kernel(func)
     return TuningTask(
-        name=task_name,
+        name=name,
         mod=mod,
-        workload_hash=key,
+        workload_hash=workload_hash(mod),
         family=meaning.family,
         signature=meaning.signature,
         weight=len(calls),
         flops=float(s_tir.analysis.estimate_tir_flops(mod)),
         bytes=float(sum(buffer_bytes(param) for param in func.params)),
-        onnx_nodes=_nodes(calls),
-        functions={model: (name,)},
+        onnx_nodes=tuple(dict.fromkeys(node for nodes in calls for node in nodes)),
+        functions={model: (function,)},
         index_ranges=index_ranges(func),
     )
+
+
+def _called_kernels(lowered: LoweredModule) -> Iterator[tuple[str, tirx.PrimFunc, tuple[KernelCall, ...]]]:
+    functions = {var.name_hint: func for var, func in lowered.mod.functions.items()}
+    for name, calls in lowered.kernels.items():
+        if calls:
+            yield name, functions[name], calls
 
 
 def _merged(task: TuningTask, model: str, name: str, calls: tuple[KernelCall, ...]) -> TuningTask:

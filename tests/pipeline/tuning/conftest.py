@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.environment import detect_environment, target_key
+from schedules.targets import resolve_target
+from tests.pipeline.tuning.tuning_cases import Place
+from tuning_db.store import TuningDatabase
+
+
+@pytest.fixture(scope="session")
+def place() -> Place:
+    target = resolve_target("llvm")
+    return Place(target, detect_environment(target), target_key(target))
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[TuningDatabase]:
+    with TuningDatabase.open(f"sqlite:///{tmp_path}/tuning.db") as opened:
+        yield opened

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+import tvm
+from tvm.s_tir import meta_schedule as ms
+
+from pipeline.tuning.builder import BuilderLimits, PoolBuilder
+from pipeline.tuning.failure import StopSignal, read_failure
+from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, extern_mod, matmul_mod, unbuildable_mod
+from tuning_db.records import Status
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolBuilder]:
+    with closing(PoolBuilder(1, tmp_path_factory.mktemp("artifacts"))) as opened:
+        yield opened
+
+
+def inputs(place: Place, *mods: tvm.ir.IRModule) -> list[ms.builder.BuilderInput]:
+    return [ms.builder.BuilderInput(mod, place.target.target) for mod in mods]
+
+
+def test_build_returns_a_loadable_artifact(builder: PoolBuilder, place: Place) -> None:
+    results = builder.build(inputs(place, add_one_mod(), matmul_mod()))
+    assert [result.error_msg for result in results] == [None, None]
+    module = tvm.runtime.load_module(str(results[0].artifact_path))
+    a = tvm.runtime.tensor([float(i) for i in range(16)]).numpy().astype("float32")
+    out = tvm.runtime.empty((16,), "float32")
+    module["main"](tvm.runtime.tensor(a), out)
+    assert (out.numpy() == a + 1).all()
+
+
+def test_build_tells_the_error_text_when_the_compiler_refuses(builder: PoolBuilder, place: Place) -> None:
+    good, failed, also_good = builder.build(inputs(place, add_one_mod(), unbuildable_mod(), add_one_mod(2.0)))
+    assert good.error_msg is None
+    assert also_good.error_msg is None
+    status, text = read_failure(str(failed.error_msg), Status.OK)
+    assert status is Status.BUILD_ERROR
+    assert "Traceback" in text
+
+
+def test_build_goes_on_when_a_worker_is_killed(builder: PoolBuilder, place: Place) -> None:
+    assert builder.build(inputs(place, add_one_mod()))[0].error_msg is None
+    os.kill(builder.pool.pids[0], signal.SIGKILL)
+    time.sleep(0.2)
+    restarts = builder.pool.restarts
+    assert builder.build(inputs(place, add_one_mod()))[0].error_msg is None
+    assert builder.pool.restarts == restarts + 1
+
+
+def test_build_reports_a_timeout_and_replaces_the_worker(tmp_path: Path, place: Place) -> None:
+    with closing(PoolBuilder(1, tmp_path, BuilderLimits(timeout_s=0.001))) as builder:
+        first = builder.pool.pids[0]
+        # One long enough to be sure that a millisecond does not do.
+        status, text = read_failure(str(builder.build(inputs(place, matmul_mod()))[0].error_msg), Status.OK)
+        assert status is Status.TIMEOUT
+        assert "build_timeout_s" in text
+        assert builder.pool.pids[0] != first
+        assert not psutil.pid_exists(first)
+
+
+def test_build_replaces_a_worn_worker(tmp_path: Path, place: Place) -> None:
+    with closing(PoolBuilder(1, tmp_path, BuilderLimits(builds_max=2))) as builder:
+        first = builder.pool.pids[0]
+        results = builder.build(inputs(place, add_one_mod(), add_one_mod(2.0), add_one_mod(3.0)))
+        assert [result.error_msg for result in results] == [None] * 3
+        assert builder.pool.restarts == 1
+        assert builder.pool.pids[0] != first
+
+
+def test_build_gives_up_when_the_run_is_stopped(tmp_path: Path, place: Place) -> None:
+    stop = StopSignal()
+    with closing(PoolBuilder(1, tmp_path, stop=stop)) as builder:
+        stop.request()
+        assert str(builder.build(inputs(place, add_one_mod()))[0].error_msg).startswith("cancelled")
+
+
+def test_close_leaves_no_process(tmp_path: Path, place: Place) -> None:
+    builder = PoolBuilder(2, tmp_path)
+    pids = builder.pool.pids
+    builder.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_build_links_code_with_external_calls(builder: PoolBuilder, place: Place) -> None:
+    assert builder.build(inputs(place, extern_mod("abs", -3)))[0].error_msg is None

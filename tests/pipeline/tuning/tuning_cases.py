@@ -1,0 +1,69 @@
+"""Small tasks and modules, some of them made to fail, for the tests of tuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm import te
+from tvm.s_tir import meta_schedule as ms
+
+from pipeline.tuning.task import TuningTask
+from pipeline.tuning.tasks import as_workload, make_task
+from schedules.targets import ResolvedTarget
+from tuning_db.records import Environment, TargetKey
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the tests tune."""
+
+    target: ResolvedTarget
+    environment: Environment
+    key: TargetKey
+
+
+def matmul_mod(m: int = 16, k: int = 16, n: int = 16) -> tvm.ir.IRModule:
+    a = te.placeholder((m, k), name="A")
+    b = te.placeholder((k, n), name="B")
+    r = te.reduce_axis((0, k), name="r")
+    c = te.compute((m, n), lambda i, j: te.sum(a[i, r] * b[r, j], axis=r), name="matmul")
+    return as_workload(te.create_prim_func([a, b, c]))
+
+
+def matmul_task(m: int = 16, k: int = 16, n: int = 16, name: str = "matmul") -> TuningTask:
+    return make_task(name, matmul_mod(m, k, n), model="tiny", function=name, calls=((f"{name}_node",),))
+
+
+def extern_mod(symbol: str, *arguments: object, size: int = 16) -> tvm.ir.IRModule:
+    """Return `C = A + 1` whose every element also calls a C function: how a test makes a real crash or hang."""
+    a = te.placeholder((size,), name="A")
+
+    def element(i: tvm.ir.Var) -> tvm.ir.Expr:
+        call = tvm.tirx.call_extern("int32", symbol, *arguments)
+        return a[i] + tvm.tirx.Cast("float32", call)
+
+    return as_workload(te.create_prim_func([a, te.compute((size,), element, name="C")]))
+
+
+def add_one_mod(offset: float = 1.0, size: int = 16) -> tvm.ir.IRModule:
+    a = te.placeholder((size,), name="A")
+    return as_workload(te.create_prim_func([a, te.compute((size,), lambda i: a[i] + offset, name="C")]))
+
+
+def args_info(mod: tvm.ir.IRModule) -> list[ms.arg_info.ArgInfo]:
+    return list(ms.arg_info.ArgInfo.from_entry_func(mod, False))
+
+
+def unbuildable_mod(size: int = 16) -> tvm.ir.IRModule:
+    """Return a module that LLVM cannot compile: it asks which threads of a GPU's warp are active."""
+    a = te.placeholder((size,), name="A")
+
+    def element(i: tvm.ir.Var) -> tvm.ir.Expr:
+        return a[i] + tvm.tirx.Cast("float32", tvm.tirx.call_intrin("uint32", "tirx.tvm_warp_activemask"))
+
+    return as_workload(te.create_prim_func([a, te.compute((size,), element, name="C")]))
+
+
+def task_of(name: str, mod: tvm.ir.IRModule) -> TuningTask:
+    return make_task(name, mod, model="tiny", function=name, calls=((f"{name}_node",),))
