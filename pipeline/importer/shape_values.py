@@ -114,7 +114,7 @@ def _broadcast(left: _Sizes, right: _Sizes) -> list[tuple[tvm.ir.Expr | int, tvm
 def _divide(a: tvm.ir.Expr | int, b: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
     """Return the quotient as ONNX rounds it, towards zero; floor division simplifies better where they agree."""
     if isinstance(a, int) and isinstance(b, int):
-        return int(a / b)
+        return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
     return tirx.floordiv(a, b) if _is_size(a) and _is_size(b) else tirx.truncdiv(a, b)
 
 

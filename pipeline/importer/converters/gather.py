@@ -17,27 +17,38 @@ from tvm import relax, tirx
 from pipeline.importer.converters.base import Converter, ConverterInput, constant, constant_value, int_attribute
 
 
-def convert_gather(node: ConverterInput) -> tvm.ir.Expr:
+def convert_gather(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return rows of `data` along one axis."""
     data, indices = node.input(0), node.input(1)
+    if not _has_sizes(data):
+        return None
     axis = _axis(int_attribute(node, "axis", 0), data)
     return relax.op.take(data, _non_negative(node, indices, data, [axis]), axis, mode="clip")
 
 
-def convert_gather_elements(node: ConverterInput) -> tvm.ir.Expr:
+def convert_gather_elements(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return one element of `data` an index, everything but one axis taken from the index's own place."""
     data, indices = node.input(0), node.input(1)
+    if not _has_sizes(data):
+        return None
     axis = _axis(int_attribute(node, "axis", 0), data)
     return relax.op.gather_elements(data, _non_negative(node, indices, data, [axis]), axis)
 
 
-def convert_gather_nd(node: ConverterInput) -> tvm.ir.Expr:
+def convert_gather_nd(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return slices of `data` at index tuples; the last axis of the indices runs over axes of `data`."""
     data, indices = node.input(0), node.input(1)
+    if not (_has_sizes(data) and _has_sizes(indices)):
+        return None
     batch_dims = int_attribute(node, "batch_dims", 0)
     depth = int(indices.ty.shape.values[-1])
     axes = list(range(batch_dims, batch_dims + depth))
     return relax.op.gather_nd(data, _non_negative(node, indices, data, axes), batch_dims)
+
+
+def _has_sizes(tensor: tvm.ir.Expr) -> bool:
+    """Return whether the sizes of a tensor are known, as numbers or symbols; TVM's converters read them at run time."""
+    return isinstance(tensor.ty.shape, relax.ShapeExpr)
 
 
 def _axis(axis: int, data: tvm.ir.Expr) -> int:

@@ -13,6 +13,7 @@ from pipeline.importer import import_model
 from pipeline.importer.converters import CONVERTERS
 from pipeline.importer.converters.base import ConverterInput, constant, int_attribute, tensor_attribute
 from pipeline.importer.converters.shape import convert_constant_of_shape
+from pipeline.importer.shape_values import fold_shape_value
 from tests.pipeline.importer.onnx_cases import assert_agrees, float_tensor, make_model
 
 DATA = np.random.default_rng(1).standard_normal((3, 4, 5)).astype("float32")
@@ -249,6 +250,60 @@ def test_symbolic_shape_arithmetic_agrees_at_two_sizes(case: str) -> None:
     model.proto.graph.output[0].type.tensor_type.ClearField("shape")
     for n, m in ((3, 6), (1, 8)):
         assert_agrees(model, {"x": np.random.default_rng(n).standard_normal((n, 4, m)).astype("float32")})
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (3, 4)])
+def test_shapes_known_only_at_run_time_agree(shape: tuple[int, int]) -> None:
+    nodes = [
+        helper.make_node("ConstantOfShape", ["s"], ["twos"], **FILL),
+        helper.make_node("Gather", ["twos", "minus"], ["y"], axis=0),
+    ]
+    model = make_model(nodes, {"s": ("int64", (2,))}, {"y": ("float32", (1, "m"))}, {"minus": np.array([-1])})
+    assert_agrees(model, {"s": np.array(shape)})
+
+
+@pytest.mark.parametrize(
+    ("op_type", "value"), [("Add", 9), ("Sub", 3), ("Mul", 18), ("Div", 2), ("Max", 6), ("Min", 3)]
+)
+def test_arithmetic_on_sizes_and_numbers_folds_to_a_number(op_type: str, value: int) -> None:
+    sizes = relax.ShapeExpr([6])
+    node = ConverterInput(relax.BlockBuilder(), (sizes, constant(np.array([3]))), {}, 18)
+    assert fold_shape_value(op_type, node).value.numpy().tolist() == [value]
+
+
+def test_division_of_sizes_rounds_towards_zero_as_onnx_does() -> None:
+    node = ConverterInput(relax.BlockBuilder(), (relax.ShapeExpr([-7]), constant(np.array([2]))), {}, 18)
+    assert fold_shape_value("Div", node).value.numpy().tolist() == [-3]
+
+
+@pytest.mark.parametrize(
+    ("op_type", "inputs", "attributes"),
+    [
+        ("Concat", (2, 1), {"axis": 0}),
+        ("Squeeze", (3,), {}),
+        ("Cast", (3,), {"to": 1}),
+        ("ReduceProd", (3,), {"keepdims": 1}),
+        ("Reshape", (4, [2, 2]), {}),
+        ("Add", (3, [1, 2]), {}),
+        ("Where", (3, [1, 2], [3, 4]), {}),
+        ("Equal", (3, [1, 2]), {}),
+        ("Tanh", (3,), {}),
+        ("Add", (3, np.zeros((1, 3), "int64")), {}),
+        ("Add", (3, np.zeros(3, "float32")), {}),
+    ],
+)
+def test_what_is_no_arithmetic_on_sizes_is_left_to_the_converters(
+    op_type: str, inputs: tuple[object, ...], attributes: dict[str, object]
+) -> None:
+    sizes = [tvm.tirx.Var(f"n{i}", "int64") for i in range(4)]
+    operands = [
+        (sizes[0] if item == 1 else relax.ShapeExpr(sizes[:item]))
+        if isinstance(item, int)
+        else constant(np.array(item))
+        for item in inputs
+    ]
+    node = ConverterInput(relax.BlockBuilder(), tuple(operands), attributes, 18)
+    assert fold_shape_value(op_type, node) is None
 
 
 def test_constant_of_shape_is_scalar_when_the_shape_is_empty() -> None:

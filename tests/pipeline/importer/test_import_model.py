@@ -111,6 +111,12 @@ def test_zoo_model_with_symbolic_axes_agrees_at_several_sizes(name: str) -> None
     assert_agrees(model, random_feeds(model, {"batch": 2, "seq": 7}), tolerance=1e-4)
 
 
+def test_decode_step_with_a_cache_of_symbolic_length_agrees() -> None:
+    model = load_model("llama-tiny-decode", shapes={"past_key_values.0.key": ["batch", 2, "past", 32]})
+    sizes = {"batch": 2, "past": 9, "past + 1": 10}
+    assert_agrees(model, random_feeds(model, sizes), tolerance=1e-4)
+
+
 def test_parameters_keep_the_order_of_the_inputs_when_names_are_no_identifiers() -> None:
     model = make_model(
         [helper.make_node("Sub", ["input.1", "0/b"], ["y:0"])],
