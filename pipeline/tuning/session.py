@@ -32,7 +32,7 @@ from pipeline.tuning.measure_worker import MeasureOptions
 from pipeline.tuning.options import TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressEvent, ProgressListener, SilentProgress
 from pipeline.tuning.recorder import Recorder
-from pipeline.tuning.runner import ProcessRunner
+from pipeline.tuning.runner import NO_REFERENCE, ProcessRunner
 from pipeline.tuning.search import Candidate, TaskSearch
 from pipeline.tuning.state import TaskState, choose_task, summarise
 from pipeline.tuning.task import TuningTask
@@ -308,6 +308,8 @@ class _Session:
         self._recorder.add(state.task, route, decision, outcome)
         state.take(route, outcome)
         if route is Route.FALLBACK:
+            if outcome.error is not None and outcome.error.startswith(NO_REFERENCE):
+                state.skipped = NO_REFERENCE
             return
         left = None if self._stop.deadline is None else max(0.0, self._stop.deadline - time.monotonic())
         valid, failed = sum(s.valid for s in self._states), sum(s.failed for s in self._states)

@@ -14,7 +14,7 @@ from tvm.s_tir import meta_schedule as ms
 from pipeline.errors import NothingMeasuredError, UsageError
 from pipeline.tuning import search as search_module
 from pipeline.tuning.measure_worker import MeasureOptions
-from pipeline.tuning.options import TuningOptions
+from pipeline.tuning.options import TaskSummary, TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressEvent
 from pipeline.tuning.search import Candidate, TaskSearch
 from pipeline.tuning.session import require_valid, tune
@@ -107,42 +107,53 @@ def test_tune_measures_nothing_again_when_enough_is_known(place: Place, database
     assert forced.candidates == 2
 
 
-def test_tune_goes_on_when_kernels_crash_hang_or_do_not_build(place: Place, database: TuningDatabase) -> None:
-    tasks = [
-        task_of("crash", extern_mod("raise", 11)),
-        task_of("unbuildable", unbuildable_mod()),
-        task_of("good", add_one_mod(size=64)),
-    ]
+def test_tune_skips_a_task_whose_reference_cannot_be_computed(place: Place, database: TuningDatabase) -> None:
     summary = tune(
-        tasks,
+        [task_of("crash", extern_mod("raise", 11)), task_of("good", add_one_mod(size=64))],
         target=place.target,
         database=database,
         environment=place.environment,
-        options=dataclasses.replace(OPTIONS, trials=9, trials_per_iteration=3),
+        options=dataclasses.replace(OPTIONS, trials=2, trials_per_iteration=2),
     )
     by_name = {task.task.name: task for task in summary.tasks}
     assert by_name["good"].valid > 0
-    assert by_name["crash"].valid == by_name["unbuildable"].valid == 0
+    assert by_name["crash"].valid + by_name["crash"].failed == 0
+    assert by_name["crash"].skipped == "the reference cannot be computed"
     assert "SIGSEGV" in str(by_name["crash"].last_error)
-    statuses = Counter(record.status for record in database.list_records())
-    assert statuses[Status.RUN_ERROR] > 0
-    assert statuses[Status.OK] > 0
+    statuses = Counter(record.status for record in database.list_records(RecordFilter(route=Route.FALLBACK)))
+    assert statuses == {Status.RUN_ERROR: 1, Status.OK: 1}
     assert children() == []
 
 
-def test_tune_records_wrong_results_and_selects_none_of_them(
-    place: Place, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("bad", "status", "text"),
+    [
+        (add_one_mod(2.0, size=64), Status.WRONG_RESULT, "elements are off"),
+        (extern_mod("raise", 11, size=64), Status.RUN_ERROR, "SIGSEGV"),
+        (extern_mod("sleep", 100, size=64), Status.TIMEOUT, "run_timeout_s"),
+        (unbuildable_mod(64), Status.BUILD_ERROR, "activemask"),
+    ],
+    ids=["wrong", "crash", "hang", "unbuildable"],
+)
+def test_tune_goes_on_and_records_the_status_when_candidates_fail(
+    place: Place,
+    database: TuningDatabase,
+    monkeypatch: pytest.MonkeyPatch,
+    bad: tvm.ir.IRModule,
+    status: Status,
+    text: str,
 ) -> None:
-    # Nothing makes a scheduler err on request: the candidates are exchanged for kernels that add 2 instead of 1.
+    # Nothing makes a scheduler err on request: its candidates, but for the last, are exchanged for bad kernels.
     honest = TaskSearch.propose
 
-    def wrong(self: TaskSearch) -> list[Candidate]:
-        schedule = tvm.s_tir.Schedule(add_one_mod(2.0, size=64))
+    def spoilt(self: TaskSearch) -> list[Candidate]:
+        good = honest(self)
+        schedule = tvm.s_tir.Schedule(bad)
         return [
-            dataclasses.replace(c, measure=ms.MeasureCandidate(schedule, c.measure.args_info)) for c in honest(self)
-        ]
+            dataclasses.replace(c, measure=ms.MeasureCandidate(schedule, c.measure.args_info)) for c in good[:-1]
+        ] + good[-1:]
 
-    monkeypatch.setattr(search_module.TaskSearch, "propose", wrong)
+    monkeypatch.setattr(search_module.TaskSearch, "propose", spoilt)
     monkeypatch.setattr(search_module.TaskSearch, "learn", lambda self, candidates, seconds: None)
     task = task_of("add", add_one_mod(size=64))
     summary = tune(
@@ -150,19 +161,20 @@ def test_tune_records_wrong_results_and_selects_none_of_them(
         target=place.target,
         database=database,
         environment=place.environment,
-        options=dataclasses.replace(OPTIONS, trials=3),
+        options=dataclasses.replace(OPTIONS, trials=2, trials_per_iteration=2, run_timeout_s=1.0),
     )
     (result,) = summary.tasks
-    assert result.failures == {Status.WRONG_RESULT: result.failed}
-    assert result.failed > 0
-    assert result.route is Route.FALLBACK
+    assert result.failures == {status: 1}
+    assert result.valid == 1
+    failed = database.list_records(RecordFilter(status=status))
+    assert len(failed) == 1
+    assert text in str(failed[0].error)
     best = database.find_best(
         workload_hash=task.workload_hash, signature_key=None, target=place.key, environment=place.environment
     )
     assert best is not None
-    assert best.route is Route.FALLBACK
-    with pytest.raises(NothingMeasuredError, match=r"wrong_result.*elements are off"):
-        require_valid(summary)
+    assert best.decision != failed[0].decision
+    assert children() == []
 
 
 @pytest.mark.parametrize("how", ["signal", "exception"])
@@ -215,6 +227,29 @@ def test_tune_ends_when_the_time_is_up(place: Place, database: TuningDatabase) -
     )
     assert summary.seconds < 60
     assert not summary.interrupted
+
+
+def test_require_valid_raises_when_every_candidate_failed() -> None:
+    failed = TaskSummary(
+        task=matmul_task(),
+        valid=0,
+        failed=2,
+        failures={Status.BUILD_ERROR: 2},
+        known=0,
+        before_us=10.0,
+        after_us=10.0,
+        route=Route.FALLBACK,
+        weight=1,
+        share=1.0,
+        seconds=1.0,
+        last_error="Traceback\nValueError: no such intrinsic",
+    )
+    summary = TuningSummary((failed,), 1.0, {"build": 1.0}, interrupted=False)
+    with pytest.raises(NothingMeasuredError, match=r"2 build_error.*ValueError: no such intrinsic") as raised:
+        require_valid(summary)
+    assert raised.value.exit_code == 4
+    require_valid(dataclasses.replace(summary, tasks=(dataclasses.replace(failed, known=1),)))
+    require_valid(dataclasses.replace(summary, tasks=()))
 
 
 @pytest.mark.parametrize(
