@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import tvm_ffi
 from tvm import tirx
 from tvm.ir import Call
+from tvm.ir.expr import TensorLoad
 from tvm.s_tir import SBlock, Schedule
 from tvm.s_tir.schedule import SBlockRV
 
@@ -109,6 +110,26 @@ def has_bound_check(sch: Schedule, block: BlockFacts) -> bool:
     """Whether the block runs only for a part of its loops' iterations (a split that does not divide)."""
     predicate = _get_realize(sch, block.rv).predicate
     return not (isinstance(predicate, tirx.IntImm) and int(predicate) == 1)
+
+
+def can_partition_loops(sch: Schedule) -> bool:
+    """Whether TVM may be asked to split constant loops at their bound checks.
+
+    LoopPartition mixes 32-bit zeros into 64-bit indices, which the next pass refuses. Only where every index can be
+    narrowed to 32 bits before (no symbolic extent, no 64-bit index read from a tensor) does it go well.
+    """
+    blockers: list[object] = []
+
+    def note_loop(loop: tirx.For) -> None:
+        if static_extent(loop.extent) is None:
+            blockers.append(loop)
+
+    def note_load(load: TensorLoad) -> None:
+        if str(load.ty.dtype) == "int64":
+            blockers.append(load)
+
+    tvm_ffi.structural_walk(sch.mod["main"].body, [(tirx.For, note_loop), (TensorLoad, note_load)])
+    return not blockers
 
 
 def find_path_to(sch: Schedule, block: BlockFacts) -> list[str]:

@@ -14,6 +14,7 @@ from tvm.target import Target
 from schedules.cpu.analysis import (
     BlockFacts,
     can_inline,
+    can_partition_loops,
     is_canonical,
     is_costly,
     list_blocks,
@@ -103,15 +104,21 @@ def schedule_elementwise(sch: Schedule, block: BlockFacts, limits: CpuLimits) ->
 
 
 def vectorize_loop(sch: Schedule, loop: LoopRV, lanes: int) -> None:
-    """Make the innermost loop a vector loop of so many lanes; a remainder runs in a loop of its own."""
+    """Make the innermost loop a vector loop of so many lanes; a remainder runs in a loop of its own.
+
+    A constant loop that the lanes do not divide is left to LLVM's vectoriser where TVM cannot split it.
+    """
     extent = static_extent(sch.get(loop).extent)
     if extent is not None and extent <= 1:
         return
     if extent is not None and extent <= lanes:
         sch.vectorize(loop)
         return
+    partial = extent is not None and extent % lanes != 0
+    if partial and not can_partition_loops(sch):
+        return
     body, vector = sch.split(loop, [None, lanes])
-    if extent is None or extent % lanes:
+    if partial:
         sch.annotate(body, PARTITION_HINT, 1)
     sch.vectorize(vector)
 

@@ -21,7 +21,14 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from schedules.cpu.analysis import BlockFacts, has_bound_check, is_canonical, list_blocks, static_extent
+from schedules.cpu.analysis import (
+    BlockFacts,
+    can_partition_loops,
+    has_bound_check,
+    is_canonical,
+    list_blocks,
+    static_extent,
+)
 from schedules.cpu.base import (
     PARTITION_HINT,
     CpuRule,
@@ -85,6 +92,8 @@ def split_lanes(sch: Schedule, block: BlockFacts, limits: CpuLimits) -> None:
     lanes = limits.vector_bytes // dtype_bytes(str(block.stmt.writes[0].source.dtype))
     contiguous = any(read.region and read.region[-1].min.same_as(reduced.var) for read in block.stmt.reads)
     if not contiguous or extent is None or extent < 2 * lanes:
+        return
+    if extent % lanes and not can_partition_loops(sch):
         return
     _, lane = sch.split(sch.get_loops(block.rv)[-1], [None, lanes])
     sch.rfactor(lane, len(block.stmt.writes[0].region))

@@ -12,7 +12,16 @@ from tvm.ir.expr import TensorLoad
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from schedules.cpu.analysis import block_facts, is_canonical, is_costly, is_zero, loop_extents, static_extent, used_vars
+from schedules.cpu.analysis import (
+    block_facts,
+    can_partition_loops,
+    is_canonical,
+    is_costly,
+    is_zero,
+    loop_extents,
+    static_extent,
+    used_vars,
+)
 from schedules.cpu.base import PARTITION_HINT, vectorize_loop, worth_parallel
 from schedules.cpu.contraction import FEW_ROWS, Contraction, Tile, axis_extent, needs_padding
 from schedules.targets import CpuLimits
@@ -24,7 +33,7 @@ def schedule_contraction(sch: Schedule, con: Contraction, tile: Tile, limits: Cp
     Blocks that are not returned (producers of the operands, unrelated ones) are left for the caller.
     """
     block = con.block
-    partitioned = _can_partition(con, tile)
+    partitioned = _can_partition(con, tile) and can_partition_loops(sch)
     padded = needs_padding(con, tile) and not partitioned
     epilogue, pack = isolate(sch, con, tile.columns if padded else None)
     stage = stage_accumulators(sch, con, epilogue, padded)
@@ -182,7 +191,7 @@ def _tile_loops(sch: Schedule, con: Contraction, tile: Tile) -> _Loops:
         row_tile, inner_row = sch.split(loops[con.row], [None, tile.rows])
         sch.reorder(*outer, *rest, row_tile, *reduce, inner_row, vector, lane)
         sch.unroll(inner_row)
-        if not row_exact:
+        if row_extent is not None and not row_exact and can_partition_loops(sch):
             sch.annotate(row_tile, PARTITION_HINT, 1)
     sch.unroll(vector)
     sch.vectorize(lane)

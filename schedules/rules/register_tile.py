@@ -21,7 +21,7 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import ExprRV, LoopRV
 from tvm.tirx import PrimFunc
 
-from schedules.cpu.analysis import find_path_to, is_canonical, list_blocks, static_extent
+from schedules.cpu.analysis import can_partition_loops, find_path_to, is_canonical, list_blocks, static_extent
 from schedules.cpu.base import PARTITION_HINT, dtype_bytes, inline_spatial, schedule_elementwise
 from schedules.cpu.contraction import MAX_ROWS, Contraction, axis_extent
 from schedules.cpu.convolution import find_convolution
@@ -136,5 +136,6 @@ def _split_rows(sch: Schedule, con: Contraction, loop: LoopRV) -> tuple[LoopRV |
     candidates = [tile for tile in ROW_TILES if tile <= extent]
     tile = sch.sample_categorical(candidates, [1.0 / len(candidates)] * len(candidates))
     m1, row = sch.split(loop, [None, tile])
-    sch.annotate(m1, PARTITION_HINT, 1)
+    if can_partition_loops(sch):
+        sch.annotate(m1, PARTITION_HINT, 1)
     return None, m1, row

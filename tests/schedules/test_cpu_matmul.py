@@ -30,9 +30,17 @@ def test_matmul_matches_numpy_when_right_operand_is_transposed(m, n, k, batch):
     assert run(matmul_case(m, n, k, batch=batch, transposed=True, epilogue="bias")) == "cpu-matmul"
 
 
-@pytest.mark.parametrize("symbolic", ["m", "n", "k", "mn", "mk", "mnk"])
-@pytest.mark.parametrize("batch", [None, 3])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("symbolic", "batch", "transposed"),
+    [
+        ("m", None, False),
+        ("n", None, True),
+        ("k", 3, False),
+        ("mk", None, True),
+        ("mn", 3, False),
+        ("mnk", 3, True),
+    ],
+)
 def test_matmul_matches_numpy_when_axes_are_symbolic(symbolic, batch, transposed):
     case = matmul_case(37, 53, 20, batch=batch, transposed=transposed, epilogue="gelu", symbolic=symbolic)
     assert run(case) == "cpu-matmul"
