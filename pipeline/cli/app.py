@@ -1,4 +1,8 @@
-"""`relaxtune`: the command line. One file a command; this one joins them and owns errors and exit codes."""
+"""`relaxtune`: the command line. One file a group of commands; this one joins them and owns errors and exit codes.
+
+The command files import what is heavy (TVM, ONNX, SQLAlchemy) inside the command that needs it, so that `--help` and
+usage errors answer at once.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,10 @@ from typing import Annotated
 
 import typer
 
-from models.errors import ModelError
+from pipeline.cli import artifacts, compilation, database, diagnosis
 from pipeline.cli.output import configure_logging, stderr_console
 from pipeline.errors import PipelineError
-from schedules.errors import ScheduleError
-from tuning_db.errors import TuningDatabaseError
 
-KNOWN_ERRORS = (PipelineError, ModelError, ScheduleError, TuningDatabaseError)
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
@@ -36,14 +37,18 @@ def _root(
     configure_logging(verbose=verbose or debug)
 
 
-def _register_commands() -> None:
-    """Attach the commands; imported here so that `relaxtune --help` does not load TVM twice over."""
-    from pipeline.cli import artifacts, compilation, database, diagnosis
+for group in (compilation, artifacts, diagnosis):
+    group.register(app)
+app.add_typer(database.app, name="db")
 
-    compilation.register(app)
-    artifacts.register(app)
-    diagnosis.register(app)
-    app.add_typer(database.app, name="db")
+
+def expected_errors() -> tuple[type[BaseException], ...]:
+    """Return the errors whose message is meant for the user; any other is a defect and keeps its traceback."""
+    from models.errors import ModelError
+    from schedules.errors import ScheduleError
+    from tuning_db.errors import TuningDatabaseError
+
+    return (PipelineError, ModelError, ScheduleError, TuningDatabaseError, OSError, KeyboardInterrupt)
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -62,10 +67,11 @@ def main(arguments: list[str] | None = None) -> None:
     # `--debug` and `--verbose` read the same before and after the command.
     leading = [flag for flag in ("--debug", "--verbose") if flag in arguments]
     rest = [argument for argument in arguments if argument not in leading]
-    _register_commands()
     try:
         app(args=[*leading, *rest], prog_name="relaxtune")
-    except (*KNOWN_ERRORS, OSError, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:
+        if not isinstance(error, expected_errors()):
+            raise
         if debug:
             traceback.print_exc()
         text = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__

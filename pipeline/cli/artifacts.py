@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
 
-from models import OnnxModel, load_model
-from models.inputs import random_inputs
-from pipeline.artifact import record_validation
 from pipeline.cli.options import ArtifactArgument, FormatOption, SeedOption
 from pipeline.cli.output import OutputFormat, TableView, emit, print_json, stdout_console
 from pipeline.errors import PipelineError, UsageError
-from pipeline.measure import DEFAULT_RUNS, DEFAULT_WARMUP, measure_module
-from pipeline.measure import render as render_benchmark
-from pipeline.runtime import Module
-from pipeline.validate import default_dims
-from pipeline.validate import render as render_validation
-from pipeline.validate import validate as validate_module
+
+if TYPE_CHECKING:
+    from models import OnnxModel
+    from pipeline.runtime import Module
 
 ReferenceOption = Annotated[
     str | None,
@@ -28,7 +23,7 @@ ReferenceOption = Annotated[
 ]
 
 
-def validate(
+def validate_command(
     directory: ArtifactArgument,
     model: ReferenceOption = None,
     rtol: Annotated[float | None, typer.Option("--rtol", min=0.0, help="Default: by dtype and precision.")] = None,
@@ -38,14 +33,18 @@ def validate(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Compare an artifact with ONNX Runtime on random inputs. Exits 3 when they disagree."""
+    from pipeline.artifact import record_validation
+    from pipeline.runtime import Module
+    from pipeline.validate import render, validate
+
     module = Module.load(directory)
     reference = _reference_model(module, model)
-    report = validate_module(module, reference, rtol=rtol, atol=atol, samples=samples, seed=seed)
+    report = validate(module, reference, rtol=rtol, atol=atol, samples=samples, seed=seed)
     record_validation(directory, report.to_json())
     if output_format is OutputFormat.JSON:
         print_json(report.to_json())
     else:
-        stdout_console().print(render_validation(report))
+        stdout_console().print(render(report))
     report.raise_if_failed()
 
 
@@ -53,12 +52,17 @@ def bench(
     directory: ArtifactArgument,
     model: ReferenceOption = None,
     against: Annotated[str, typer.Option("--against", metavar="ort,...", help="Peers, or nothing: ''.")] = "ort",
-    runs: Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each arm.")] = DEFAULT_RUNS,
-    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Runs of each arm before.")] = DEFAULT_WARMUP,
+    runs: Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each arm.")] = 50,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Runs of each arm before.")] = 10,
     seed: SeedOption = 0,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Measure the latency of an artifact, side by side with peers, taking turns."""
+    from models.inputs import random_inputs
+    from pipeline.measure import measure_module, render
+    from pipeline.runtime import Module
+    from pipeline.validate import default_dims
+
     module = Module.load(directory)
     reference = _reference_model(module, model)
     inputs = random_inputs(reference, seed=seed, dims=default_dims(reference))
@@ -67,7 +71,7 @@ def bench(
     if output_format is OutputFormat.JSON:
         print_json(report.to_json())
     else:
-        stdout_console().print(render_benchmark(report))
+        stdout_console().print(render(report))
 
 
 def run(
@@ -77,6 +81,8 @@ def run(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Run an artifact once on the arrays of a .npz file."""
+    from pipeline.runtime import Module
+
     module = Module.load(directory)
     results = module.run(_read_arrays(inputs))
     _write_arrays(outputs, results)
@@ -87,8 +93,9 @@ def run(
 
 def register(app: typer.Typer) -> None:
     """Attach the commands to `app`."""
-    for command in (validate, bench, run):
-        app.command()(command)
+    app.command(name="validate")(validate_command)
+    app.command()(bench)
+    app.command()(run)
 
 
 def _reference_model(module: Module, source: str | None) -> OnnxModel:
@@ -99,6 +106,8 @@ def _reference_model(module: Module, source: str | None) -> OnnxModel:
     UsageError
         The model's content is not that which the artifact was compiled from.
     """
+    from models import load_model
+
     manifest = module.manifest
     shapes = {spec.name: spec.shape for spec in module.inputs}
     model = load_model(source or manifest.source, shapes=shapes, seed=manifest.seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,15 +25,11 @@ from pipeline.cli.options import (
 )
 from pipeline.cli.output import OutputFormat, TableView, print_json, print_table, stderr_console, stdout_console
 from pipeline.errors import UsageError
-from pipeline.jobs import CompileResult, TuneRequest, compile_model, tune_model
-from pipeline.measure import render as render_benchmark
-from pipeline.passes.module import LoweringOptions
-from pipeline.prepare import ModelRequest
-from pipeline.tuning.options import TuningOptions
-from pipeline.tuning.progress import ConsoleProgress
-from pipeline.tuning.table import summary_table, to_data
-from pipeline.validate import render as render_validation
 from tuning_db.records import Mode
+
+if TYPE_CHECKING:
+    from pipeline.jobs import CompileResult, TuneResult
+    from pipeline.prepare import ModelRequest
 
 
 class TuningMode(StrEnum):
@@ -79,9 +75,15 @@ def tune(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Import, tune, compile, validate and export a model: the main job."""
+    from pipeline.jobs import TuneRequest, tune_model
+    from pipeline.tuning.options import TuningOptions
+    from pipeline.tuning.progress import ConsoleProgress
+
     request = _model_request(model, shape, target, precision, disable_pass, dump_ir, embed_weights, seed)
+    # Only time given means no limit on candidates; nothing given means the default budget.
+    unlimited = time_budget is not None
     options = TuningOptions(
-        trials=_trials(trials, time_budget),
+        trials=trials if trials is not None or unlimited else TuningOptions().trials,
         time_budget_s=time_budget,
         seed=seed,
         mode=Mode(mode.value),
@@ -90,21 +92,7 @@ def tune(
     destination = out or _default_out(model, target)
     with ConsoleProgress(stderr_console()) as progress:
         result = tune_model(request, TuneRequest(db, options, bench, samples), destination, progress=progress)
-    if output_format is OutputFormat.JSON:
-        print_json(
-            {
-                "job": result.job_id,
-                "tuning": to_data(result.summary),
-                **_compile_data(result.compiled),
-                "benchmark": result.benchmark.to_json() if result.benchmark else None,
-            }
-        )
-    else:
-        console = stdout_console()
-        console.print(summary_table(result.summary))
-        _print_compiled(result.compiled)
-        if result.benchmark is not None:
-            console.print(render_benchmark(result.benchmark))
+    _print_tuned(result, output_format)
     _raise_if_invalid(result.compiled)
 
 
@@ -125,6 +113,8 @@ def compile_command(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Compile a model from records only, without measuring; tasks without a record take the fallback and are listed."""
+    from pipeline.jobs import compile_model
+
     request = _model_request(model, shape, target, precision, disable_pass, dump_ir, embed_weights, seed)
     result = compile_model(request, out or _default_out(model, target), database=db, samples=samples)
     if output_format is OutputFormat.JSON:
@@ -150,6 +140,9 @@ def _model_request(
     embed_weights: bool,
     seed: int,
 ) -> ModelRequest:
+    from pipeline.passes.module import LoweringOptions
+    from pipeline.prepare import ModelRequest
+
     lowering = LoweringOptions(
         precision=precision,
         disabled_passes=frozenset(disable_pass or ()),
@@ -159,17 +152,25 @@ def _model_request(
     return ModelRequest(source=model, shapes=parse_shapes(shape), target=target, lowering=lowering, seed=seed)
 
 
-def _trials(trials: int | None, time_budget_s: float | None) -> int | None:
-    """Return the candidate budget: the one given; none when only time was given; else the default."""
-    if trials is not None or time_budget_s is not None:
-        return trials
-    return TuningOptions().trials
-
-
 def _default_out(model: str, target: str) -> Path:
     if target.lstrip().startswith("{"):
         raise UsageError("--target is JSON, which gives no name for the artifact; name its directory with --out DIR")
     return Path("out") / f"{Path(model).stem}-{target.replace(':', '-').replace('/', '-')}"
+
+
+def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
+    from pipeline.measure import render as render_benchmark
+    from pipeline.tuning.table import summary_table, to_data
+
+    if output_format is OutputFormat.JSON:
+        benchmark = result.benchmark.to_json() if result.benchmark else None
+        tuned = {"job": result.job_id, "tuning": to_data(result.summary)}
+        print_json({**tuned, **_compile_data(result.compiled), "benchmark": benchmark})
+        return
+    stdout_console().print(summary_table(result.summary))
+    _print_compiled(result.compiled)
+    if result.benchmark is not None:
+        stdout_console().print(render_benchmark(result.benchmark))
 
 
 def _compile_data(result: CompileResult) -> dict[str, object]:
@@ -185,6 +186,8 @@ def _compile_data(result: CompileResult) -> dict[str, object]:
 
 
 def _print_compiled(result: CompileResult) -> None:
+    from pipeline.validate import render as render_validation
+
     rows = tuple(
         (
             kernel.function,

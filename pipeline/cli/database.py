@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption, FormatOption
 from pipeline.cli.output import OutputFormat, TableView, emit
-from tuning_db import queries
-from tuning_db.queries import DEFAULT_LIMIT
-from tuning_db.records import RecordFilter, Route, Status, TuningRecord
-from tuning_db.store import Mode, TuningDatabase, upgrade
+from tuning_db.records import Mode, RecordFilter, Route, Status, TuningRecord
+
+if TYPE_CHECKING:
+    from tuning_db.store import TuningDatabase
 
 app = typer.Typer(help="Create, inspect and query the tuning database.", no_args_is_help=True)
 
@@ -29,10 +29,14 @@ SinceFilter = Annotated[datetime | None, typer.Option("--since", help="Only reco
 UntilFilter = Annotated[datetime | None, typer.Option("--until", help="Only records before this time (UTC).")]
 LimitOption = Annotated[int, typer.Option("--limit", min=1, help="Most rows to return.")]
 
+DEFAULT_LIMIT = 50
+
 
 @app.command()
 def init(db: DatabaseOption = DEFAULT_DATABASE, output_format: FormatOption = OutputFormat.TABLE) -> None:
     """Create the database if it is not there, and say what it holds."""
+    from tuning_db.store import TuningDatabase
+
     with TuningDatabase.open(db) as database:
         _print_info(database, output_format)
 
@@ -47,6 +51,8 @@ def info(db: DatabaseOption = DEFAULT_DATABASE, output_format: FormatOption = Ou
 @app.command(name="upgrade")
 def upgrade_schema(db: DatabaseOption = DEFAULT_DATABASE, output_format: FormatOption = OutputFormat.TABLE) -> None:
     """Bring an older database to the schema of this version."""
+    from tuning_db.store import upgrade
+
     before = upgrade(db)
     with _open_for_reading(db) as database:
         after = database.info().schema_revision
@@ -70,6 +76,8 @@ def top(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """List the best valid record of every workload, the slowest first."""
+    from tuning_db import queries
+
     filters = _filters(model, family, workload, target, arch, route, None, job, since, until)
     with _open_for_reading(db) as database:
         lines = queries.top(database, filters, limit=limit)
@@ -107,6 +115,8 @@ def query(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """List records, the newest first; failed candidates with the end of their error text."""
+    from tuning_db import queries
+
     filters = _filters(model, family, workload, target, arch, route, status, job, since, until)
     with _open_for_reading(db) as database:
         lines = queries.query(database, filters, limit=limit)
@@ -138,6 +148,8 @@ def workloads(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """List the workloads with their work and how much was measured of them."""
+    from tuning_db import queries
+
     filters = RecordFilter(model=model, family=family, workload_hash=workload)
     with _open_for_reading(db) as database:
         lines = queries.workloads(database, filters, limit=limit)
@@ -158,6 +170,8 @@ def workloads(
 
 
 def _open_for_reading(url: str) -> TuningDatabase:
+    from tuning_db.store import TuningDatabase
+
     return TuningDatabase.open(url, mode=Mode.READ_ONLY, create=False)
 
 
@@ -174,7 +188,12 @@ def _print_info(database: TuningDatabase, output_format: OutputFormat) -> None:
         *((f"records {route.value}", str(count)) for route, count in found.records_by_route),
         ("size", f"{found.size_bytes / 1e6:.2f} MB"),
     ]
-    emit(output_format, asdict(found), TableView("tuning database", ("what", "value"), tuple(rows)))
+    data = {
+        **asdict(found),
+        "records_by_status": {status.value: count for status, count in found.records_by_status},
+        "records_by_route": {route.value: count for route, count in found.records_by_route},
+    }
+    emit(output_format, data, TableView("tuning database", ("what", "value"), tuple(rows)))
 
 
 def _filters(

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from models import parse_shape_override
-from models.errors import ModelError
 from pipeline.cli.output import OutputFormat
 from pipeline.errors import UsageError
 
@@ -51,6 +49,9 @@ def parse_shapes(texts: list[str] | None) -> dict[str, tuple[int | str, ...]]:
     UsageError
         A text is not `name=AxBxC`, or names an input twice.
     """
+    from models import parse_shape_override
+    from models.errors import ModelError
+
     shapes: dict[str, tuple[int | str, ...]] = {}
     for text in texts or []:
         for part in text.split(","):

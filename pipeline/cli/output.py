@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
 class OutputFormat(StrEnum):
@@ -50,7 +51,8 @@ def print_table(view: TableView) -> None:
     for column in view.columns:
         table.add_column(column, overflow="fold")
     for row in view.rows:
-        table.add_row(*row)
+        # As plain text: names and messages may hold brackets, which rich would read as markup.
+        table.add_row(*(Text(cell) for cell in row))
     stdout_console().print(table)
 
 
