@@ -10,13 +10,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import tvm
 from tvm import relax, tirx
+from tvm.target import codegen
 
 from pipeline.codegen.cuda_compiler import cuda_compiler
 from pipeline.codegen.cuda_graph import capture_whole_function, fix_output_memory
+from pipeline.codegen.gpu_check import bind_all_kernels
 from pipeline.environment import target_key
 from pipeline.errors import LoweringError
 from pipeline.passes import plan_memory_passes
@@ -175,18 +177,34 @@ def compile_module(
     LoweringError
         Code generation refused the module, or the CUDA toolchain is missing.
     """
+    target = portable_host(target)
     seconds: dict[str, float] = {}
     with _timed(seconds, "schedule"):
         mod = apply_choices(lowered.mod, choices)
         graph = cuda_graph and target.kind == "cuda"
         if graph:
             mod = capture_whole_function(mod, len(lowered.graph.inputs))
-        mod = apply_fallback(mod, target.target)
+        scheduled = apply_fallback(mod, target.target)
+        mod = bind_all_kernels(mod, scheduled, target.target) if target.kind == "cuda" else scheduled
     with _timed(seconds, "plan_memory"), _pass_context(graph), target.target:
         mod = _plan_memory(mod, target, graph)
     with _timed(seconds, "codegen"), _toolchain(target), _pass_context(graph), target.target:
         executable = _generate(mod, target, lowered.graph.name)
     return CompiledModule(lowered, tuple(choices), target, executable, graph, seconds)
+
+
+def portable_host(target: ResolvedTarget) -> ResolvedTarget:
+    """Return a GPU target whose host code runs on any processor of its kind, not on this machine's only.
+
+    The host code of a GPU module packs arguments and launches kernels; a module compiled here is to run beside another
+    machine's GPU. A host that was chosen otherwise than by detection, and any CPU target, stays as it is.
+    """
+    host = target.target.host
+    detected = host is not None and str(host.attrs.get("mcpu", "")) == str(codegen.llvm_get_system_cpu())
+    if target.kind != "cuda" or not detected:
+        return target
+    generic = tvm.target.Target({"kind": "llvm", "mtriple": str(host.attrs["mtriple"])})
+    return replace(target, target=tvm.target.Target(target.target, host=generic))
 
 
 def apply_choices(mod: tvm.ir.IRModule, choices: Sequence[KernelChoice]) -> tvm.ir.IRModule:

@@ -91,7 +91,11 @@ def find_toolchain() -> CudaToolchain:
     nvcc = _find_nvcc()
     if nvcc is not None:
         return CudaToolchain(CompilerKind.NVCC, nvcc.parent.parent, f"{nvcc}")
-    headers = f"CUDA headers in {roots[0]}" if roots else f"no CUDA headers (nvidia-cuda-runtime, {TOOLKIT})"
+    headers = (
+        f"CUDA headers in {roots[0]}"
+        if roots
+        else f"no CUDA headers (nvidia-cuda-runtime with nvidia-cuda-cccl, {TOOLKIT})"
+    )
     raise LoweringError(
         f"no CUDA compiler was found: {'the package' if binding else 'no package'} cuda-bindings, {headers}, no nvcc "
         f"on the path or in {TOOLKIT}/bin; {INSTALL_HINT}"
@@ -191,7 +195,10 @@ def _find_nvcc() -> Path | None:
 
 
 def _has_headers(root: Path) -> bool:
-    return (root / "include" / "cuda_runtime.h").is_file()
+    """Whether both CUDA's headers and libcu++ are there: on PyPI they are two distributions."""
+    include = root / "include"
+    libcu = any((folder / "cuda" / "std" / "cstdint").is_file() for folder in (include, include / "cccl"))
+    return libcu and (include / "cuda_runtime.h").is_file()
 
 
 @contextmanager

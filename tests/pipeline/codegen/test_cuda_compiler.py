@@ -11,7 +11,7 @@ from models import OnnxModel
 from pipeline.codegen import cuda_compiler, cuda_libraries
 from pipeline.codegen.cuda_compiler import COMPILE_CALLBACK, CompilerKind, compile_cubin, find_toolchain
 from pipeline.codegen.cuda_libraries import load_library, pypi_folders, pypi_root
-from pipeline.compile import compile_module
+from pipeline.compile import compile_module, portable_host
 from pipeline.errors import ArtifactError, LoweringError
 from pipeline.export import write_artifact
 from pipeline.importer import import_model
@@ -58,6 +58,28 @@ def test_artifact_says_what_it_needs(cuda_artifact: Path) -> None:
     target = verify_artifact(cuda_artifact).target
     assert (target.kind, target.arch, target.cuda_graph) == ("cuda", "sm_90a", True)
     assert target.libraries == ("libcudart.so.13", "libcuda.so.1")
+    # Host code for any x86-64 processor, which SSE2 belongs to.
+    assert not [name for name in target.cpu_features if name.startswith(("avx", "fma", "sse3", "sse4"))]
+
+
+def test_headers_without_libcu_are_not_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    half, whole = tmp_path / "half", tmp_path / "whole"
+    for root in (half, whole):
+        (root / "include").mkdir(parents=True)
+        (root / "include" / "cuda_runtime.h").touch()
+    (whole / "include" / "cuda" / "std").mkdir(parents=True)
+    (whole / "include" / "cuda" / "std" / "cstdint").touch()
+    monkeypatch.setattr(cuda_compiler, "pypi_root", lambda _: half)
+    monkeypatch.setattr(cuda_compiler, "TOOLKIT", whole)
+    assert find_toolchain().root == whole
+
+
+def test_a_host_that_was_given_is_kept() -> None:
+    given = resolve_target('{"kind": "cuda", "arch": "sm_90a", "host": {"kind": "llvm", "mcpu": "skylake-avx512"}}')
+    assert portable_host(given) == given
+    detected = portable_host(resolve_target("cuda:sm_90a"))
+    assert detected.arch == "sm_90a"
+    assert "mcpu" not in detected.target.host.attrs
 
 
 @pytest.mark.skipif(tvm.cuda(0).exist, reason="needs a machine without a GPU")
