@@ -11,6 +11,7 @@ from schedules.errors import ScheduleError, TargetError
 from schedules.targets import CpuLimits, CudaLimits, resolve_target, target_limits
 
 HAS_GPU = tvm.cuda(0).exist
+WITHOUT_GPU = pytest.mark.skipif(HAS_GPU, reason="a GPU is here")
 
 
 @pytest.mark.parametrize(
@@ -33,9 +34,7 @@ def test_resolve_target_names_kind_and_arch_when_text_is_accepted(text, kind, ar
     assert resolved.target.host is not None
 
 
-@pytest.mark.parametrize(
-    "text", ["llvm", pytest.param("auto", marks=pytest.mark.skipif(HAS_GPU, reason="a GPU is here"))]
-)
+@pytest.mark.parametrize("text", ["llvm", pytest.param("auto", marks=WITHOUT_GPU)])
 def test_resolve_target_detects_this_processor_when_asked(text, caplog):
     with caplog.at_level(logging.INFO, "schedules.targets"):
         resolved = resolve_target(text)
