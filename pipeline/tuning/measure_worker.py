@@ -219,9 +219,9 @@ def find_mismatch(output: np.ndarray, expected: np.ndarray, rtol: float, atol: f
     finite = np.isfinite(want)
     scale = float(np.abs(want[finite]).max(initial=0.0))
     with np.errstate(invalid="ignore"):
-        wrong = ~(np.abs(got - want) <= rtol * np.abs(want) + atol * scale)
-    # Equal infinities, and NaN where NaN is expected, are right.
-    wrong &= ~((got == want) | (np.isnan(got) & np.isnan(want)))
+        near = finite & (np.abs(got - want) <= rtol * np.abs(want) + atol * scale)
+    # Where an infinity or NaN is expected, nothing else is right: the bound above would be infinite there.
+    wrong = ~(near | (got == want) | (np.isnan(got) & np.isnan(want)))
     if not wrong.any():
         return None
     where = tuple(int(i) for i in np.argwhere(wrong)[0])

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+from rich.console import Console
+
+from pipeline.tuning.options import TaskSummary, TuningSummary
+from pipeline.tuning.progress import ConsoleProgress, ProgressEvent, SilentProgress
+from pipeline.tuning.state import TaskState, choose_task
+from pipeline.tuning.table import print_table, shorten_nodes, to_data, to_json
+from tests.pipeline.tuning.tuning_cases import matmul_task
+from tuning_db.records import Route, Status
+
+TASK = TaskSummary(
+    task=matmul_task(),
+    valid=6,
+    failed=2,
+    failures={Status.TIMEOUT: 2},
+    known=3,
+    before_us=100.0,
+    after_us=25.0,
+    route=Route.METASCHEDULE,
+    weight=12,
+    share=1.0,
+    seconds=4.0,
+)
+SUMMARY = TuningSummary((TASK,), 4.0, {"search": 1.0, "build": 2.0}, interrupted=True)
+EVENT = ProgressEvent("matmul", 8, 16, 6, 2, 25.0, 30.0)
+
+
+def test_print_table_shows_the_figures() -> None:
+    text = io.StringIO()
+    print_table(SUMMARY, Console(file=text, width=200))
+    shown = text.getvalue()
+    for part in ("matmul_node", "metaschedule", "6/2", "100.0", "25.0", "4.00x", "100.0%", "2 timeout, 3 known"):
+        assert part in shown
+    assert "8 candidates in 4.0 s (2.00/s), interrupted" in shown
+    assert "1.200 ms before, 0.300 ms after" in shown
+    assert "search 1.0 s, build 2.0 s" in shown
+
+
+def test_print_table_shows_dashes_when_nothing_is_known() -> None:
+    text = io.StringIO()
+    empty = dataclasses.replace(TASK, before_us=None, after_us=None, route=None, skipped="no reference")
+    print_table(dataclasses.replace(SUMMARY, tasks=(empty,)), Console(file=text, width=200))
+    assert "none" in text.getvalue()
+    assert "no reference" in text.getvalue()
+
+
+def test_to_json_has_every_status_and_all_nodes() -> None:
+    assert json.loads(to_json(SUMMARY)) == to_data(SUMMARY)
+    (task,) = json.loads(to_json(SUMMARY))["tasks"]
+    assert task["failures"] == {"build_error": 0, "run_error": 0, "timeout": 2, "wrong_result": 0}
+    assert task["speedup"] == 4.0
+
+
+def test_shorten_nodes_keeps_the_ends_of_names() -> None:
+    assert shorten_nodes(("a", "b", "c")) == "a b +1"
+    cut = shorten_nodes(("/encoder/layer.0/attention/self/query/MatMul",))
+    assert cut.startswith("…")
+    assert cut.endswith("query/MatMul")
+
+
+def test_progress_prints_plain_lines_off_a_terminal() -> None:
+    text = io.StringIO()
+    with ConsoleProgress(Console(file=text)) as progress:
+        progress.candidate_measured(EVENT)
+        progress.candidate_measured(dataclasses.replace(EVENT, done=9))
+        progress.candidate_measured(dataclasses.replace(EVENT, done=16, best_us=None))
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "tuning 8/16 matmul: best 25.0 us; 6 valid, 2 failed, 30 s left"
+    assert lines[1].startswith("tuning 16/16 matmul: nothing valid yet")
+    assert len(lines) == 2
+    SilentProgress().candidate_measured(EVENT)
+
+
+def test_progress_draws_a_bar_on_a_terminal() -> None:
+    text = io.StringIO()
+    with ConsoleProgress(Console(file=text, force_terminal=True, width=120)) as progress:
+        progress.candidate_measured(EVENT)
+    assert "8/16" in text.getvalue()
+
+
+def state(weight: int, progress: list[float | None]) -> TaskState:
+    made = TaskState(dataclasses.replace(matmul_task(), weight=weight), {})
+    made.progress, made.best_us = progress, progress[-1] if progress else None
+    return made
+
+
+def test_choose_task_gives_every_task_a_round_then_follows_the_gain() -> None:
+    heavy, light, new = state(10, [50.0]), state(1, [50.0]), state(1, [])
+    assert choose_task([heavy, light, new]) is new
+    assert choose_task([heavy, light]) is heavy
+    settled, improving = state(1, [50.0] * 9), state(1, [90.0, 70.0, 60.0, 50.0])
+    assert choose_task([settled, improving]) is improving
+    heavy.exhausted = True
+    assert choose_task([heavy]) is None
