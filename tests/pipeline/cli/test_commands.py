@@ -1,0 +1,331 @@
+"""The commands from end to end on a small model: what they print, write and return."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from pipeline.cli.app import main
+from tuning_db.records import Status
+from tuning_db.store import TuningDatabase
+
+CLASSES = 8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def data(self) -> dict:
+        return json.loads(self.stdout)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    model: Path
+    database: Path
+    artifact: Path
+    tuned: Outcome
+
+
+def classifier(bias: float = 0.5) -> onnx.ModelProto:
+    """Two dense layers and a softmax over 8 classes."""
+    rng = np.random.default_rng(0)
+    weights = {
+        "w1": rng.standard_normal((32, 64)).astype(np.float32),
+        "b1": np.full((64,), bias, np.float32),
+        "w2": rng.standard_normal((64, CLASSES)).astype(np.float32),
+    }
+    nodes = [
+        helper.make_node("MatMul", ["x", "w1"], ["h1"], name="first/MatMul"),
+        helper.make_node("Add", ["h1", "b1"], ["h2"], name="first/Add"),
+        helper.make_node("Relu", ["h2"], ["h3"], name="first/Relu"),
+        helper.make_node("MatMul", ["h3", "w2"], ["logits"], name="second/MatMul"),
+        helper.make_node("Softmax", ["logits"], ["scores"], name="scores", axis=-1),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "classifier",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ("batch", 32))],
+        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ("batch", CLASSES))],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+def call(capsys, *arguments: object) -> Outcome:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return Outcome(int(ended.value.code or 0), captured.out, captured.err)
+
+
+@pytest.fixture
+def relaxtune(capsys) -> Callable[..., Outcome]:
+    return lambda *arguments: call(capsys, *arguments)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Workspace:
+    """A model tuned once, by the command, with its output kept."""
+    folder = tmp_path_factory.mktemp("commands")
+    model = folder / "classifier.onnx"
+    model.write_bytes(classifier().SerializeToString())
+    database, artifact = folder / "tuning.db", folder / "artifact"
+    command = ["tune", model, "--target", "llvm", "--shape", "x=16x32", "--trials", 4, "--db", database]
+    with pytest.MonkeyPatch.context() as patch:
+        printed: dict[str, list[str]] = {"stdout": [], "stderr": []}
+        for stream, lines in printed.items():
+            patch.setattr(f"sys.{stream}", _Recorder(lines))
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in [*command, "--out", artifact, "--format", "json"]])
+    outcome = Outcome(int(ended.value.code or 0), "".join(printed["stdout"]), "".join(printed["stderr"]))
+    return Workspace(model, database, artifact, outcome)
+
+
+class _Recorder:
+    """A text stream that keeps what is written to it."""
+
+    encoding = "utf-8"
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+
+    def write(self, text: str) -> int:
+        self._lines.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return False
+
+
+def test_tune_reports_tasks_artifact_validation_and_latencies(workspace) -> None:
+    assert workspace.tuned.code == 0, workspace.tuned.stderr
+    data = workspace.tuned.data
+    assert data["tuning"]["candidates"] == 4
+    tasks = data["tuning"]["tasks"]
+    assert {node for task in tasks for node in task["onnx_nodes"]} >= {"first/MatMul", "second/MatMul", "scores"}
+    assert all(task["before_us"] > 0 and task["after_us"] <= task["before_us"] for task in tasks)
+    assert data["validation"]["passed"]
+    assert {arm["name"] for arm in data["benchmark"]["arms"]} == {"relaxtune", "untuned", "ort"}
+    assert data["without_record"] == []
+
+
+def test_tune_shows_progress_and_stages_on_stderr(workspace) -> None:
+    assert "tuning 4/4" in workspace.tuned.stderr
+    assert "INFO compile:" in workspace.tuned.stderr
+
+
+def test_tune_records_every_candidate_under_its_job(workspace) -> None:
+    with TuningDatabase.open(workspace.database) as database:
+        (job,) = database.list_jobs()
+        assert job.id == workspace.tuned.data["job"]
+        assert job.outcome == "done"
+        assert job.finished_at is not None
+        tasks = workspace.tuned.data["tuning"]["tasks"]
+        measured = sum(task["valid"] + task["failed"] for task in tasks) + len(tasks)
+        assert database.count_records() == measured
+
+
+def test_tuning_again_takes_what_is_known_for_granted(relaxtune, workspace, tmp_path) -> None:
+    command = ["tune", workspace.model, "--target", "llvm", "--shape", "x=16x32", "--trials", 1, "--no-bench"]
+    again = relaxtune(*command, "--db", workspace.database, "--out", tmp_path / "again", "--format", "json")
+    assert again.code == 0
+    valid = sum(task["valid"] for task in workspace.tuned.data["tuning"]["tasks"])
+    assert sum(task["known"] for task in again.data["tuning"]["tasks"]) == valid > 0
+    assert again.data["tuning"]["candidates"] == 1
+
+
+def test_compile_takes_the_same_records(relaxtune, workspace, tmp_path) -> None:
+    command = ["compile", workspace.model, "--target", "llvm", "--shape", "x=16x32", "--db", workspace.database]
+    outcome = relaxtune(*command, "--out", tmp_path / "again", "--format", "json")
+    assert outcome.code == 0
+    records = {kernel["function"]: kernel["record_id"] for kernel in outcome.data["kernels"]}
+    with TuningDatabase.open(workspace.database) as database:
+        assert all(database.get_record(number).status is Status.OK for number in records.values())
+    assert outcome.data["without_record"] == []
+    assert outcome.data["validation"]["passed"]
+
+
+def test_compile_without_records_names_the_tasks_and_takes_the_fallback(relaxtune, workspace, tmp_path) -> None:
+    command = ["compile", workspace.model, "--target", "llvm", "--shape", "x=3x32", "--out", tmp_path / "a"]
+    outcome = relaxtune(*command, "--format", "json")
+    assert outcome.code == 0
+    assert {kernel["route"] for kernel in outcome.data["kernels"]} == {"fallback"}
+    assert len(outcome.data["without_record"]) == len(outcome.data["kernels"])
+    assert "tasks without a record" in outcome.stderr
+
+
+def test_compile_prints_tables_by_default(relaxtune, workspace, tmp_path) -> None:
+    command = ["compile", workspace.model, "--target", "llvm", "--shape", "x=3x32", "--out", tmp_path / "a"]
+    outcome = relaxtune(*command)
+    assert outcome.code == 0
+    assert "kernels of" in outcome.stdout
+    assert "first/MatMul" in outcome.stdout
+    assert "validation of classifier: passed" in outcome.stdout
+
+
+def test_compile_writes_the_ir_of_each_phase_when_asked(relaxtune, workspace, tmp_path) -> None:
+    command = ["compile", workspace.model, "--target", "llvm", "--shape", "x=3x32", "--out", tmp_path / "a"]
+    assert relaxtune(*command, "--dump-ir", tmp_path / "ir").code == 0
+    names = sorted(path.name for path in (tmp_path / "ir").iterdir())
+    assert len(names) >= 5
+    assert names[0].startswith("00-")
+
+
+def test_embedded_weights_need_no_parameter_file(relaxtune, workspace, tmp_path) -> None:
+    command = ["compile", workspace.model, "--target", "llvm", "--shape", "x=3x32", "--out", tmp_path / "a"]
+    outcome = relaxtune(*command, "--embed-weights", "--format", "json")
+    assert outcome.code == 0
+    assert outcome.data["validation"]["passed"]
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {"manifest.json", "model.so"}
+
+
+def test_run_gives_what_onnx_runtime_gives(relaxtune, workspace, tmp_path) -> None:
+    import onnxruntime
+
+    x = np.random.default_rng(1).standard_normal((16, 32)).astype(np.float32)
+    np.savez(tmp_path / "x.npz", x=x)
+    arguments = ["--inputs", tmp_path / "x.npz", "--outputs", tmp_path / "y.npz"]
+    outcome = relaxtune("run", workspace.artifact, *arguments, "--format", "json")
+    assert outcome.data == {"scores": {"dtype": "float32", "shape": [16, CLASSES]}}
+    (expected,) = onnxruntime.InferenceSession(workspace.model.read_bytes()).run(None, {"x": x})
+    np.testing.assert_allclose(np.load(tmp_path / "y.npz")["scores"], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_run_says_when_outputs_cannot_be_written(relaxtune, workspace, tmp_path) -> None:
+    np.savez(tmp_path / "x.npz", x=np.zeros((16, 32), np.float32))
+    outputs = tmp_path / "missing" / "y.npz"
+    outcome = relaxtune("run", workspace.artifact, "--inputs", tmp_path / "x.npz", "--outputs", outputs)
+    assert outcome.code == 1
+    assert "y.npz cannot be written" in outcome.stderr
+
+
+def test_validate_finds_the_model_by_itself_and_stores_the_result(relaxtune, workspace) -> None:
+    outcome = relaxtune("validate", workspace.artifact, "--samples", 2, "--format", "json")
+    assert outcome.code == 0
+    assert outcome.data["samples"] == 2
+    stored = json.loads((workspace.artifact / "manifest.json").read_text())["validation"]
+    assert stored["passed"]
+    assert stored["samples"] == 2
+
+
+def test_validate_exits_3_when_the_tolerance_is_not_met(relaxtune, workspace) -> None:
+    outcome = relaxtune("validate", workspace.artifact, "--rtol", 0, "--atol", 1e-12)
+    assert outcome.code == 3
+    assert "FAILED" in outcome.stdout
+    assert "scores" in outcome.stderr
+    assert relaxtune("validate", workspace.artifact).code == 0
+
+
+def test_validate_refuses_another_model(relaxtune, workspace, tmp_path) -> None:
+    other = tmp_path / "classifier.onnx"
+    other.write_bytes(classifier(bias=0.25).SerializeToString())
+    outcome = relaxtune("validate", workspace.artifact, "--model", other)
+    assert outcome.code == 2
+    assert "is not the model this artifact was compiled from" in outcome.stderr
+
+
+def test_bench_measures_against_onnx_runtime(relaxtune, workspace) -> None:
+    outcome = relaxtune("bench", workspace.artifact, "--runs", 5, "--warmup", 1, "--format", "json")
+    assert outcome.code == 0
+    arms = {arm["name"]: arm for arm in outcome.data["arms"]}
+    assert set(arms) == {"relaxtune", "ort"}
+    assert all(len(arm["latencies_ms"]) == 5 for arm in arms.values())
+
+
+def test_bench_prints_a_table_and_refuses_unknown_peers(relaxtune, workspace) -> None:
+    assert "latency, ms" in relaxtune("bench", workspace.artifact, "--runs", 2, "--warmup", 0).stdout
+    outcome = relaxtune("bench", workspace.artifact, "--against", "abacus")
+    assert outcome.code == 2
+    assert "abacus" in outcome.stderr
+
+
+def test_db_top_lists_the_best_record_of_each_task(relaxtune, workspace) -> None:
+    outcome = relaxtune("db", "top", "--db", workspace.database, "--format", "json")
+    tuned = {task["task"]: task["after_us"] for task in workspace.tuned.data["tuning"]["tasks"]}
+    best = {line["name"]: line["best"]["latency_us"] for line in outcome.data}
+    assert set(best) == set(tuned)
+    assert all(best[name] <= latency * 1.001 for name, latency in tuned.items())
+    assert "matmul" in relaxtune("db", "top", "--db", workspace.database, "--family", "matmul").stdout
+
+
+def test_db_query_filters_records(relaxtune, workspace) -> None:
+    options = ["--db", workspace.database, "--route", "fallback", "--since", "2020-01-01", "--format", "json"]
+    lines = relaxtune("db", "query", *options).data
+    assert lines
+    assert {line["record"]["route"] for line in lines} == {"fallback"}
+    assert relaxtune("db", "query", "--db", workspace.database, "--until", "2020-01-01", "--format", "json").data == []
+    assert "classifier" in relaxtune("db", "query", "--db", workspace.database, "--model", "classifier").stdout
+
+
+def test_db_workloads_and_info_count(relaxtune, workspace) -> None:
+    lines = relaxtune("db", "workloads", "--db", workspace.database, "--format", "json").data
+    assert sum(line["records"] for line in lines) > 4
+    info = relaxtune("db", "info", "--db", workspace.database, "--format", "json").data
+    assert info["workloads"] == len(lines)
+    assert sum(info["records_by_route"].values()) == info["records"]
+    assert "records ok" in relaxtune("db", "info", "--db", workspace.database).stdout
+
+
+def test_db_upgrade_leaves_a_current_database_alone(relaxtune, workspace) -> None:
+    data = relaxtune("db", "upgrade", "--db", workspace.database, "--format", "json").data
+    assert data["before"] == data["after"]
+
+
+def test_db_info_does_not_create_a_database(relaxtune, tmp_path) -> None:
+    outcome = relaxtune("db", "info", "--db", tmp_path / "none.db")
+    assert outcome.code == 1
+    assert "none.db" in outcome.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_doctor_prints_every_check_and_its_fix(relaxtune) -> None:
+    outcome = relaxtune("doctor", "--format", "json")
+    assert outcome.code == 0
+    findings = {finding["name"]: finding for finding in json.loads(outcome.stdout)}
+    assert findings["tvm pair"]["status"] == "ok"
+    if findings["torch"]["status"] == "missing":
+        assert "relaxtune[export]" in relaxtune("doctor").stdout
+
+
+def test_debug_shows_the_traceback(relaxtune) -> None:
+    outcome = relaxtune("compile", "no-such-model", "--target", "llvm", "--debug")
+    assert outcome.code == 1
+    assert "Traceback" in outcome.stderr
+    assert "no-such-model" in outcome.stderr
+
+
+def test_json_target_needs_an_output_directory(relaxtune) -> None:
+    outcome = relaxtune("compile", "bert-tiny", "--target", '{"kind": "llvm"}')
+    assert outcome.code == 2
+    assert "--out" in outcome.stderr
+
+
+def test_help_and_version_of_every_command_load_no_tvm() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\n"
+        "from pipeline.cli.app import main\n"
+        "try:\n    main(['tune', '--help'])\n"
+        "except SystemExit as ended:\n    assert not ended.code\n"
+        "sys.exit(any(name in sys.modules for name in ('tvm', 'onnx', 'sqlalchemy')))\n"
+    )
+    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "--time-budget" in outcome.stdout
