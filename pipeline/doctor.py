@@ -98,7 +98,9 @@ def check_linker() -> Finding:
         path = shutil.which(name)
         if path is not None:
             return Finding("C++ linker", FindingStatus.OK, name, path, True)
-    return Finding("C++ linker", FindingStatus.MISSING, "", "PATH", True, "install g++ or clang (Debian: apt install g++)")
+    return Finding(
+        "C++ linker", FindingStatus.MISSING, "", "PATH", True, "install g++ or clang (Debian: apt install g++)"
+    )
 
 
 def check_cpu() -> Finding:
