@@ -18,7 +18,7 @@ from tvm.target import codegen
 
 from pipeline.codegen.cuda_compiler import cuda_compiler
 from pipeline.codegen.cuda_graph import capture_whole_function, fix_output_memory
-from pipeline.codegen.gpu_check import bind_all_kernels
+from pipeline.codegen.gpu_check import bind_all_kernels, unroll_bool_vectors
 from pipeline.environment import target_key
 from pipeline.errors import LoweringError
 from pipeline.passes import plan_memory_passes
@@ -185,7 +185,9 @@ def compile_module(
         if graph:
             mod = capture_whole_function(mod, len(lowered.graph.inputs))
         scheduled = apply_fallback(mod, target.target)
-        mod = bind_all_kernels(mod, scheduled, target.target) if target.kind == "cuda" else scheduled
+        if target.kind == "cuda":
+            scheduled = unroll_bool_vectors(bind_all_kernels(mod, scheduled, target.target))
+        mod = scheduled
     with _timed(seconds, "plan_memory"), _pass_context(graph), target.target:
         mod = _plan_memory(mod, target, graph)
     with _timed(seconds, "codegen"), _toolchain(target), _pass_context(graph), target.target:

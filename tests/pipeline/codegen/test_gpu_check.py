@@ -5,7 +5,7 @@ import tvm
 from tvm import te
 from tvm.s_tir import Schedule
 
-from pipeline.codegen.gpu_check import bind_all_kernels, unbound_kernels
+from pipeline.codegen.gpu_check import bind_all_kernels, unbound_kernels, unroll_bool_vectors
 from pipeline.errors import LoweringError
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}, host="llvm")
@@ -49,3 +49,13 @@ def test_a_kernel_that_no_rule_binds_is_an_error(two_blocks: tvm.ir.IRModule, mo
     monkeypatch.setattr("pipeline.codegen.gpu_check.dlight.gpu.Fallback.apply", lambda *_: None)
     with pytest.raises(LoweringError, match="kernels kernel have blocks that no GPU thread runs"):
         bind_all_kernels(two_blocks, two_blocks, TARGET)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bool", "T.unroll"), ("int8", "T.vectorized")])
+def test_loops_over_booleans_are_not_vectorised(dtype: str, expected: str) -> None:
+    mask = te.placeholder((64,), dtype, name="mask")
+    out = te.compute((64,), lambda i: tvm.tirx.Select(mask[i].astype("bool"), 1.0, 0.0), name="pick")
+    schedule = Schedule(tvm.IRModule({"main": te.create_prim_func([mask, out])}))
+    schedule.vectorize(schedule.split(schedule.get_loops(schedule.get_sblock("pick"))[0], [None, 4])[1])
+    kernel = unroll_bool_vectors(tvm.IRModule({"kernel": schedule.mod["main"]}))["kernel"].script()
+    assert expected in kernel
