@@ -1,0 +1,308 @@
+"""Recognise a matmul with an elementwise epilogue in a PrimFunc as FuseTIR leaves it.
+
+::
+
+    for b, i, j, k:                                     accumulator[b, i, j] = sum_k A[b, i, k] * B[k, j]
+        acc[b, i, j] += f32(A[b, i, k]) * f32(B[k, j])
+    for b, i, j:                                   ->   C[b, i, j] = value(accumulator, b, i, j)
+        t[b, i, j] = acc[b, i, j] + bias[j]
+    for b, i, j:
+        C[b, i, j] = f16(gelu(t[b, i, j]))
+
+The blocks after the matmul are inlined into one expression over the accumulator and the output's axes; every buffer
+that it still loads from is a parameter of the function. Leading axes of A are rows: M is their product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm import tirx
+from tvm.ir.expr import TensorLoad
+from tvm.s_tir import SBlock, SBlockRealize
+from tvm.sym import Analyzer
+
+from schedules.templates.base import Refusal
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What becomes of an accumulator.
+
+    Attributes
+    ----------
+    value
+        The output element; its variables are `accumulator` and `axes`.
+    accumulator
+        Stands for the float32 accumulator.
+    axes
+        One variable per output axis.
+    shape
+        The output's shape.
+    """
+
+    value: tirx.Expr
+    accumulator: tirx.Var
+    axes: tuple[tirx.Var, ...]
+    shape: tuple[int, ...]
+
+    def loads(self) -> tuple[TensorLoad, ...]:
+        """Return the distinct elements of external buffers that one output element depends on."""
+        found: list[TensorLoad] = []
+
+        def note(load: TensorLoad) -> None:
+            if not any(tvm_ffi.structural_equal(load, other) for other in found):
+                found.append(load)
+
+        tvm_ffi.structural_walk(self.value, (TensorLoad, note))
+        return tuple(found)
+
+    def is_aligned(self, load: TensorLoad) -> bool:
+        """Whether the load reads, of a buffer shaped like the output, the element at the output's own position."""
+        return _shape(load.source) == self.shape and _same_position(load.indices, self.axes, self.shape)
+
+    def is_per_column(self, load: TensorLoad) -> bool:
+        """Whether the load reads the output's last axis alone, all of it (a bias)."""
+        shape, last = _shape(load.source), len(self.axes) - 1
+        if shape is None or shape[-1:] != self.shape[last:] or math.prod(shape) != self.shape[last]:
+            return False
+        return _same_position(load.indices[-1:], self.axes[last:], self.shape[last:]) and all(
+            _constant(index) == 0 for index in load.indices[:-1]
+        )
+
+
+@dataclass(frozen=True)
+class MatmulFunction:
+    """`C[M, N] = epilogue(A[M, K] @ B)` with B as `[K, N]`, or as `[N, K]` when `b_transposed`.
+
+    `a`, `b` and `output` are positions of the function's parameters.
+    """
+
+    a: int
+    b: int
+    output: int
+    b_transposed: bool
+    m: int
+    n: int
+    k: int
+    input_dtype: str
+    output_dtype: str
+    epilogue: Epilogue
+
+
+def recognise_matmul(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
+    """Return the matmul that a function is, or why it is none with an elementwise epilogue."""
+    blocks = _blocks(func)
+    if isinstance(blocks, Refusal):
+        return blocks
+    reductions = [block for block in blocks if block.init is not None]
+    if len(reductions) != 1 or blocks[0] is not reductions[0]:
+        return Refusal(
+            f"expected one reduction before everything else, found {len(reductions)} among {len(blocks)} blocks"
+        )
+    core = _core(func, reductions[0])
+    if isinstance(core, Refusal):
+        return core
+    epilogue = _inline(func, blocks)
+    if isinstance(epilogue, Refusal):
+        return epilogue
+    output, value = epilogue
+    operand_a, operand_b, transposed, (m, n, k) = core
+    return MatmulFunction(
+        a=operand_a,
+        b=operand_b,
+        output=output,
+        b_transposed=transposed,
+        m=m,
+        n=n,
+        k=k,
+        input_dtype=str(func.params[operand_a].ty.dtype),
+        output_dtype=str(func.params[output].ty.dtype),
+        epilogue=value,
+    )
+
+
+def _blocks(func: tirx.PrimFunc) -> list[SBlock] | Refusal:
+    if not all(_shape(param) for param in func.params):
+        return Refusal("a parameter is no tensor of static shape")
+    found: list[SBlockRealize] = []
+    tvm_ffi.structural_walk(func.body, (SBlockRealize, found.append))
+    root = [realize for realize in found if not realize.block.iter_vars]
+    inner = [realize for realize in found if realize.block.iter_vars]
+    if len(root) != 1 or not inner:
+        return Refusal(f"expected blocks under one root, found {len(inner)} under {len(root)}")
+    for realize in inner:
+        block = realize.block
+        if _constant(realize.predicate) != 1 or not isinstance(block.body, tirx.BufferStore):
+            return Refusal(f"block {block.name_hint} is guarded, or more than one assignment")
+        if not all(isinstance(value, tirx.Var) for value in realize.iter_values if _constant(value) != 0):
+            return Refusal(f"block {block.name_hint} is scheduled already: its axes are not plain loops")
+        if _extents(block) is None:
+            return Refusal(f"block {block.name_hint} has an axis of symbolic size")
+    return [realize.block for realize in inner]
+
+
+Core = tuple[int, int, bool, tuple[int, int, int]]
+
+
+def _core(func: tirx.PrimFunc, block: SBlock) -> Core | Refusal:
+    """Return the positions of A and B, whether B is transposed, and M, N and K."""
+    store, name = block.body, block.name_hint
+    if str(store.buffer.ty.dtype) != "float32":
+        return Refusal(f"the accumulator is {store.buffer.ty.dtype}, expected float32")
+    if _constant(block.init.value) != 0:
+        return Refusal(f"the sum of block {name} does not start at 0")
+    reduced = [axis.var for axis in block.iter_vars if axis.iter_type == tirx.IterVar.CommReduce]
+    spatial = [axis.var for axis in block.iter_vars if axis.iter_type == tirx.IterVar.DataPar]
+    operands = _operands(store)
+    if operands is None or len(reduced) != 1 or len(reduced) + len(spatial) != len(block.iter_vars):
+        return Refusal(f"block {name} is not a sum of products of two operands over one axis")
+    if len(store.indices) != len(spatial) or not all(
+        index.same_as(axis) for index, axis in zip(store.indices, spatial, strict=True)
+    ):
+        return Refusal(f"block {name} does not write its axes in their order")
+    a, b = operands
+    positions = [_position(func, load.source) for load in operands]
+    if positions[0] is None or positions[1] is None:
+        return Refusal("an operand is computed inside the function, expected two of its parameters")
+    dtypes = {str(load.source.ty.dtype) for load in operands}
+    if len(dtypes) != 1:
+        return Refusal(f"the operands' dtypes differ: {sorted(dtypes)}")
+    *rows, column = spatial
+    if len(a.indices) != len(rows) + 1 or not _are(a.indices, [*rows, reduced[0]]):
+        return Refusal("the left operand is not indexed as [rows..., k]")
+    if _are(b.indices, [reduced[0], column]):
+        transposed = False
+    elif _are(b.indices, [column, reduced[0]]):
+        transposed = True
+    else:
+        return Refusal("the right operand is neither [k, n] nor [n, k] (a batched matmul has its own template)")
+    shape_a, shape_b = _shape(a.source), _shape(b.source)
+    if shape_a is None or shape_b is None or _shape(store.buffer) is None:
+        return Refusal("an operand has a symbolic shape")
+    n = shape_b[0 if transposed else 1]
+    return positions[0], positions[1], transposed, (math.prod(shape_a[:-1]), n, shape_a[-1])
+
+
+def _operands(store: tirx.BufferStore) -> tuple[TensorLoad, TensorLoad] | None:
+    """Return the loads of x and y in `C[...] = C[...] + x * y`, casts to float32 removed."""
+    total = store.value
+    if not isinstance(total, tirx.Add) or not isinstance(total.b, tirx.Mul):
+        return None
+    accumulated = total.a
+    if not isinstance(accumulated, TensorLoad) or not accumulated.source.same_as(store.buffer):
+        return None
+    loads = [factor.value if isinstance(factor, tirx.Cast) else factor for factor in (total.b.a, total.b.b)]
+    x, y = loads
+    return (x, y) if isinstance(x, TensorLoad) and isinstance(y, TensorLoad) else None
+
+
+def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock]) -> tuple[int, Epilogue] | Refusal:
+    """Return the position of the output, and its value with every block inlined into it."""
+    matmul, last = blocks[0], blocks[-1]
+    written = [_position(func, block.body.buffer) for block in blocks]
+    output = written[-1]
+    if output is None or any(position is not None for position in written[:-1]):
+        return Refusal("expected the last block alone to write a parameter (one output)")
+    shape = _shape(last.body.buffer)
+    if shape is None or shape != _shape(matmul.body.buffer):
+        return Refusal(f"the output's shape {shape} is not the matmul's {_shape(matmul.body.buffer)}")
+    if last is matmul:
+        axes = tuple(axis.var for axis in matmul.iter_vars if axis.iter_type == tirx.IterVar.DataPar)
+        accumulator = tirx.Var("accumulator", "float32")
+        return output, Epilogue(accumulator, accumulator, axes, shape)
+    producers = {}
+    for block in blocks[1:]:
+        if not all(isinstance(index, tirx.Var) for index in block.body.indices):
+            return Refusal(f"block {block.name_hint} writes a rearranged output")
+        if any(axis.iter_type != tirx.IterVar.DataPar for axis in block.iter_vars):
+            return Refusal(f"block {block.name_hint} is not elementwise")
+        producers[block.body.buffer] = block.body
+    axes = tuple(last.body.indices)
+    accumulator = tirx.Var("accumulator", "float32")
+    value = _Inliner(func, matmul.body.buffer, producers, accumulator, axes, shape).value()
+    return value if isinstance(value, Refusal) else (output, Epilogue(value, accumulator, axes, shape))
+
+
+class _Inliner:
+    def __init__(
+        self,
+        func: tirx.PrimFunc,
+        matmul: tirx.Var,
+        producers: Mapping[tirx.Var, tirx.BufferStore],
+        accumulator: tirx.Var,
+        axes: tuple[tirx.Var, ...],
+        shape: tuple[int, ...],
+    ) -> None:
+        self._func = func
+        self._matmul = matmul
+        self._producers = producers
+        self._accumulator = accumulator
+        self._axes = axes
+        self._shape = shape
+        self._refusal: Refusal | None = None
+
+    def value(self) -> tirx.Expr | Refusal:
+        last = list(self._producers.values())[-1]
+        value = self._expand(last.value)
+        return self._refusal or value
+
+    def _expand(self, expr: tirx.Expr) -> tirx.Expr:
+        return tvm_ffi.structural_map(expr, (TensorLoad, self._load))
+
+    def _load(self, load: TensorLoad) -> tirx.Expr:
+        if load.source.same_as(self._matmul):
+            if not _same_position(load.indices, self._axes, self._shape):
+                self._refusal = Refusal("the epilogue reads the matmul's result at another position than it writes")
+            return self._accumulator
+        store = self._producers.get(load.source)
+        if store is None:
+            if _position(self._func, load.source) is None:
+                self._refusal = Refusal(f"the epilogue reads {load.source.name}, which nothing computes before it")
+            return load
+        inner = dict(zip(store.indices, load.indices, strict=True))
+        return self._expand(substitute(store.value, inner))
+
+
+def substitute(expr: tirx.Expr, values: Mapping[tirx.Var, tirx.Expr]) -> tirx.Expr:
+    """Return the expression with variables replaced."""
+    return tvm_ffi.structural_map(expr, (tirx.Var, lambda var: values.get(var, var)))
+
+
+def _same_position(indices: Sequence[tirx.Expr], axes: Sequence[tirx.Var], shape: Sequence[int]) -> bool:
+    """Whether the indices are the axes; an axis of size 1 may be written as 0."""
+    return len(indices) == len(axes) and all(
+        index.same_as(axis) or (size == 1 and _constant(index) == 0)
+        for index, axis, size in zip(indices, axes, shape, strict=True)
+    )
+
+
+def _are(indices: Sequence[tirx.Expr], axes: Sequence[tirx.Var]) -> bool:
+    return len(indices) == len(axes) and all(index.same_as(axis) for index, axis in zip(indices, axes, strict=True))
+
+
+def _position(func: tirx.PrimFunc, buffer: tirx.Var) -> int | None:
+    return next((i for i, param in enumerate(func.params) if param.same_as(buffer)), None)
+
+
+def _shape(buffer: tirx.Var) -> tuple[int, ...] | None:
+    """Return a buffer's shape when all its sizes are numbers."""
+    shape = getattr(buffer.ty, "shape", None)
+    if shape is None or not all(isinstance(size, tirx.IntImm) for size in shape):
+        return None
+    return tuple(int(size) for size in shape)
+
+
+def _extents(block: SBlock) -> tuple[int, ...] | None:
+    extents = [axis.dom.extent for axis in block.iter_vars]
+    if not all(isinstance(extent, tirx.IntImm) for extent in extents):
+        return None
+    return tuple(int(extent) for extent in extents)
+
+
+def _constant(value: tirx.Expr) -> int | float | None:
+    simple = Analyzer().simplify(value)
+    return simple.value if isinstance(simple, (tirx.IntImm, tirx.FloatImm)) else None
