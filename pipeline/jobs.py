@@ -17,7 +17,7 @@ from models.inputs import random_inputs
 from pipeline.artifact import check_destination, record_validation
 from pipeline.compile import KernelChoice, compile_module, select_kernels, tasks_without_record
 from pipeline.environment import target_key
-from pipeline.errors import NothingMeasuredError
+from pipeline.errors import NothingMeasuredError, PipelineError
 from pipeline.export import write_artifact
 from pipeline.manifest import Manifest
 from pipeline.measure import ORT_ARM, OWN_ARM, BenchmarkReport, measure, module_arm, onnxruntime_arm, run_conditions
@@ -25,7 +25,7 @@ from pipeline.prepare import ModelRequest, PreparedModel, prepare_model, stage
 from pipeline.runtime import Module
 from pipeline.tuning.options import TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressListener, SilentProgress
-from pipeline.tuning.session import tune
+from pipeline.tuning.session import require_valid, tune
 from pipeline.validate import ValidationReport, default_dims, validate
 from tuning_db.records import Mode
 from tuning_db.store import TuningDatabase
@@ -136,6 +136,11 @@ def tune_model(
     check_destination(out)
     with TuningDatabase.open(tune_request.database, mode=tune_request.tuning.mode) as database:
         prepared = prepare_model(request)
+        if not prepared.can_run:
+            raise PipelineError(
+                f"tuning measures on the device, and {prepared.target.arch} is not on this machine; run the tune where "
+                "it is, or make the artifact from records alone with `relaxtune compile`"
+            )
         job_id, summary = _tune(prepared, request, tune_request, database, progress or SilentProgress())
         compiled = _compile(prepared, database, out, tune_request.samples)
     benchmark = None
@@ -169,6 +174,8 @@ def _tune(
             job_id=job.id,
             progress=progress,
         )
+        if not summary.interrupted:
+            require_valid(summary)
     except NothingMeasuredError:
         database.finish_job(job.id, "nothing measured")
         raise

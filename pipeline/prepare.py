@@ -73,6 +73,7 @@ def prepare_model(request: ModelRequest) -> PreparedModel:
         The model, the target, or the lowering cannot be had; see `pipeline.errors`.
     """
     target = resolve_target(request.target)
+    logger.info("target %s %s: %s; %s", target.kind, target.arch, target.source, target.limits)
     with stage("load"):
         model = load_model(request.source, shapes=request.shapes or None, seed=request.seed)
     with stage("import"):

@@ -121,7 +121,7 @@ def resolve_target(text: str = "auto") -> ResolvedTarget:
         resolved = _resolve_config(json.loads(str(list_tags()[text])), f"TVM tag {text}")
     else:
         raise TargetError(f"target {text!r} is not known. Accepted: {ACCEPTED_FORMS}.")
-    logger.info("target %s %s: %s; limits %s", resolved.kind, resolved.arch, resolved.source, resolved.limits)
+    logger.debug("target %s %s: %s; limits %s", resolved.kind, resolved.arch, resolved.source, resolved.limits)
     return resolved
 
 

@@ -110,7 +110,7 @@ def _reference_model(module: Module, source: str | None) -> OnnxModel:
 
     manifest = module.manifest
     shapes = {spec.name: spec.shape for spec in module.inputs}
-    model = load_model(source or manifest.source, shapes=shapes, seed=manifest.seed)
+    model = load_model(source or manifest.source, shapes=shapes, seed=manifest.seed or 0)
     if model.sha256 != manifest.model_sha256:
         raise UsageError(
             f"{source or manifest.source} is not the model this artifact was compiled from: expected sha256 "
@@ -135,7 +135,7 @@ def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
     staged = path.with_name(f".{path.name}.staged")
     try:
         with staged.open("wb") as file:
-            np.savez(file, **arrays)
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # the stub takes every keyword for `allow_pickle`
         staged.replace(path)
     except OSError as error:
         raise PipelineError(f"--outputs {path} cannot be written: {error.strerror or error}") from error

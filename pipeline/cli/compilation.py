@@ -67,6 +67,12 @@ def tune(
     workers: Annotated[
         int | None, typer.Option("--workers", min=1, help="Build processes. Default: the cores.")
     ] = None,
+    build_timeout: Annotated[
+        float, typer.Option("--build-timeout", min=0.0, metavar="S", help="Seconds to build one candidate.")
+    ] = 30.0,
+    run_timeout: Annotated[
+        float, typer.Option("--run-timeout", min=0.0, metavar="S", help="Seconds to measure one candidate.")
+    ] = 10.0,
     bench: Annotated[bool, typer.Option("--bench/--no-bench", help="Time tuned, untuned and ONNX Runtime.")] = True,
     samples: SamplesOption = 3,
     disable_pass: DisablePassOption = None,
@@ -88,6 +94,8 @@ def tune(
         seed=seed,
         mode=Mode(mode.value),
         workers=workers,
+        build_timeout_s=build_timeout,
+        run_timeout_s=run_timeout,
     )
     destination = out or _default_out(model, target)
     with ConsoleProgress(stderr_console()) as progress:

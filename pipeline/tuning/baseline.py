@@ -9,6 +9,7 @@ import tvm
 from tvm.s_tir import meta_schedule as ms
 
 from pipeline.tuning.evaluate import Evaluator, Job, Outcome
+from pipeline.tuning.failure import read_failure
 from pipeline.tuning.kernel_ir import written_params
 from pipeline.tuning.note import CandidateNote
 from pipeline.tuning.state import TaskState
@@ -16,7 +17,7 @@ from pipeline.tuning.tolerance import kernel_tolerance
 from schedules.errors import ScheduleError
 from schedules.fallback import apply_fallback, fallback_rule_names
 from schedules.targets import ResolvedTarget
-from tuning_db.records import canonical_json
+from tuning_db.records import Status, canonical_json
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ def measure_fallbacks(
         state.note = _note(state, None if result.error_msg is not None else str(result.artifact_path))
         if result.error_msg is not None:
             logger.warning("task %s has no reference on the CPU: %s", state.task.name, result.error_msg)
-    _references_on_device([state for state in states if state.note and state.note.reference is None], evaluator, target)
+    missing = [state for state in states if state.note and state.note.reference is None]
+    _references_on_device(missing, evaluator, target, take)
     jobs, chosen, decisions = [], [], []
     for state in states:
         if state.before_us is not None or state.note is None or state.note.reference is None:
@@ -83,13 +85,24 @@ def _note(state: TaskState, reference: str | None, *, on_device: bool = False) -
     )
 
 
-def _references_on_device(states: Sequence[TaskState], evaluator: Evaluator, target: ResolvedTarget) -> None:
-    """Take the device's fallback as the reference of tasks that the host cannot compute, such as some 8-bit floats."""
-    scheduled = [(state, found[0]) for state in states if (found := _fallback(state, target)) is not None]
-    results = evaluator.build([mod for _, mod in scheduled], target.target) if scheduled else []
-    for (state, _), result in zip(scheduled, results, strict=True):
+def _references_on_device(
+    states: Sequence[TaskState],
+    evaluator: Evaluator,
+    target: ResolvedTarget,
+    take: Callable[[TaskState, str, Outcome], None],
+) -> None:
+    """Take the device's fallback as the reference of tasks that the host cannot compute, such as some 8-bit floats.
+
+    A fallback that does not build either is told as failed, and its task is skipped.
+    """
+    scheduled = [(state, *found) for state in states if (found := _fallback(state, target)) is not None]
+    results = evaluator.build([mod for _, mod, _ in scheduled], target.target) if scheduled else []
+    for (state, _, decision), result in zip(scheduled, results, strict=True):
         if result.error_msg is None:
             state.note = _note(state, str(result.artifact_path), on_device=True)
+        else:
+            status, reason = read_failure(str(result.error_msg), Status.BUILD_ERROR)
+            take(state, decision, Outcome(status, error=reason))
     for state in states:
         if state.note is None or state.note.reference is None:
             state.skipped = "no reference could be built to check its candidates with"

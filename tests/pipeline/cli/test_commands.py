@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +17,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.cli.app import main
-from tuning_db.records import Status
+from tuning_db.errors import TuningDatabaseError
+from tuning_db.records import Mode, RecordFilter, Route, Status
 from tuning_db.store import TuningDatabase
 
 CLASSES = 8
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,67 @@ def test_tuning_again_takes_what_is_known_for_granted(relaxtune, workspace, tmp_
     valid = sum(task["valid"] for task in workspace.tuned.data["tuning"]["tasks"])
     assert sum(task["known"] for task in again.data["tuning"]["tasks"]) == valid > 0
     assert again.data["tuning"]["candidates"] == 1
+
+
+def test_tune_exits_4_when_no_candidate_could_be_built(relaxtune, workspace, tmp_path, monkeypatch) -> None:
+    # Without a linker on the path no candidate can be built.
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command = ["tune", workspace.model, "--target", "llvm", "--shape", "x=7x32", "--trials", 2, "--no-bench"]
+    options = ["--db", tmp_path / "tuning.db", "--out", tmp_path / "artifact"]
+    outcome = relaxtune(*command, *options)
+    assert outcome.code == 4, outcome.stderr
+    assert "Nothing valid was measured" in outcome.stderr
+    assert "build_error" in outcome.stderr
+    assert not (tmp_path / "artifact").exists()
+    with TuningDatabase.open(tmp_path / "tuning.db") as database:
+        (job,) = database.list_jobs()
+        assert job.outcome == "nothing measured"
+        statuses = {record.status for record in database.list_records()}
+        assert statuses == {Status.BUILD_ERROR}
+
+
+def test_tune_refuses_a_device_that_is_not_here(relaxtune, workspace, tmp_path) -> None:
+    options = ["--db", tmp_path / "tuning.db", "--out", tmp_path / "artifact"]
+    outcome = relaxtune("tune", workspace.model, "--target", "cuda:sm_75", "--shape", "x=7x32", *options)
+    assert outcome.code == 1
+    assert "sm_75 is not on this machine" in outcome.stderr
+    assert "relaxtune compile" in outcome.stderr
+
+
+def test_ctrl_c_keeps_what_was_measured_and_still_compiles(workspace, tmp_path) -> None:
+    database, artifact = tmp_path / "tuning.db", tmp_path / "artifact"
+    command = [sys.executable, "-c", "from pipeline.cli import main; main()", "tune", str(workspace.model)]
+    options = ["--target", "llvm", "--shape", "x=64x32", "--trials", "5000", "--db", str(database)]
+    job = subprocess.Popen(
+        [*command, *options, "--no-bench", "--out", str(artifact)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not _valid_records(database):
+        time.sleep(0.5)
+    job.send_signal(signal.SIGINT)
+    stdout, stderr = job.communicate(timeout=120)
+    assert job.returncode == 0, stderr
+    assert "interrupted" in stdout
+    assert "validation of classifier: passed" in stdout
+    assert json.loads((artifact / "manifest.json").read_text())["validation"]["passed"]
+    with TuningDatabase.open(database) as opened:
+        (recorded,) = opened.list_jobs()
+        assert recorded.outcome == "interrupted"
+
+
+def _valid_records(database: Path) -> int:
+    if not database.exists():
+        return 0
+    try:
+        with TuningDatabase.open(database, mode=Mode.READ_ONLY, create=False) as opened:
+            return opened.count_records(RecordFilter(status=Status.OK, route=Route.METASCHEDULE))
+    except TuningDatabaseError:
+        # The job is creating it at this moment.
+        return 0
 
 
 def test_compile_takes_the_same_records(relaxtune, workspace, tmp_path) -> None:
@@ -316,9 +383,6 @@ def test_json_target_needs_an_output_directory(relaxtune) -> None:
 
 
 def test_help_and_version_of_every_command_load_no_tvm() -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys\n"
         "from pipeline.cli.app import main\n"
