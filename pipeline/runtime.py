@@ -22,7 +22,7 @@ from pipeline.artifact import load_manifest, verify_artifact
 from pipeline.codegen.cuda_libraries import load_cuda_runtime
 from pipeline.errors import ArtifactError, PipelineError
 from pipeline.manifest import MODULE_FILE, PARAMS_FILE, Manifest
-from pipeline.threads import configure_threads
+from pipeline.threads import configure_threads, default_threads
 from schedules.targets import resolve_target
 
 
@@ -49,7 +49,8 @@ class Module:
         self._machine = machine
         self._device = device
         self._weights = tuple(weights)
-        self._threads = threads
+        # Asked of the system once: a run must not read /sys again.
+        self._threads = threads if threads is not None else default_threads()
         self._turn = threading.Lock()
 
     @classmethod

@@ -34,12 +34,13 @@ def configure_threads(count: int | None = None) -> int:
     Fewer than asked for are given when code of this thread used TVM's pool before, since a pool never grows.
     """
     wanted = count if count is not None else default_threads()
-    if getattr(_configured, "count", None) == wanted:
-        return int(tvm.runtime.num_threads())
+    known = getattr(_configured, "threads", None)
+    if known is not None and known[0] == wanted:
+        return int(known[1])
     cpus = [str(cpu) for cpu in usable_cpus()]
     tvm.get_global_func("runtime.config_threadpool")(_SHARE_ALL_CPUS, wanted, cpus)
     got = int(tvm.runtime.num_threads())
     if got < wanted:
         logger.warning("TVM's thread pool has %d threads where %d were asked for; it was started before", got, wanted)
-    _configured.count = wanted
+    _configured.threads = (wanted, got)
     return got
