@@ -16,9 +16,8 @@ import tvm
 from tvm import relax, tirx
 from tvm.target import codegen
 
-from pipeline.codegen.cuda_compiler import cuda_compiler
 from pipeline.codegen.cuda_graph import capture_whole_function, fix_output_memory
-from pipeline.codegen.gpu_check import bind_all_kernels, unroll_bool_vectors
+from pipeline.codegen.finish import device_toolchain, finish_kernels
 from pipeline.environment import target_key
 from pipeline.errors import LoweringError
 from pipeline.passes import plan_memory_passes
@@ -169,8 +168,8 @@ def compile_module(
     target : ResolvedTarget
         What to generate code for; a CUDA target needs a compiler toolchain and no GPU.
     cuda_graph : bool
-        On CUDA, whether the kernels of a module with static shapes run as one captured graph. Its inputs are copied to
-        fixed memory first, and its outputs stay valid until the next run.
+        On CUDA, whether the kernels of a module with static shapes run as one captured graph. It then reads its
+        inputs at fixed addresses, and its outputs stay valid until the next run.
 
     Raises
     ------
@@ -184,13 +183,10 @@ def compile_module(
         graph = cuda_graph and target.kind == "cuda"
         if graph:
             mod = capture_whole_function(mod, len(lowered.graph.inputs))
-        scheduled = apply_fallback(mod, target.target)
-        if target.kind == "cuda":
-            scheduled = unroll_bool_vectors(bind_all_kernels(mod, scheduled, target.target))
-        mod = scheduled
+        mod = finish_kernels(apply_fallback(mod, target.target), target.target, mod)
     with _timed(seconds, "plan_memory"), _pass_context(graph), target.target:
         mod = _plan_memory(mod, target, graph)
-    with _timed(seconds, "codegen"), _toolchain(target), _pass_context(graph), target.target:
+    with _timed(seconds, "codegen"), device_toolchain(target.target), _pass_context(graph), target.target:
         executable = _generate(mod, target, lowered.graph.name)
     return CompiledModule(lowered, tuple(choices), target, executable, graph, seconds)
 
@@ -336,15 +332,6 @@ def _generate(mod: tvm.ir.IRModule, target: ResolvedTarget, name: str) -> relax.
 @contextmanager
 def _pass_context(cuda_graph: bool) -> Iterator[None]:
     with tvm.transform.PassContext(opt_level=3, config={"relax.backend.use_cuda_graph": cuda_graph}):
-        yield
-
-
-@contextmanager
-def _toolchain(target: ResolvedTarget) -> Iterator[None]:
-    if target.kind != "cuda":
-        yield
-        return
-    with cuda_compiler(target.arch):
         yield
 
 

@@ -3,7 +3,8 @@
 TVM hands CUDA source to the callback `tvm_callback_cuda_compile` while its CUDA runtime makes a module of it. Without
 that runtime it keeps the *source*, silently, to be compiled where it is loaded. So two things are arranged here:
 
-- a compiler: NVRTC where its Python binding and CUDA's headers are installed (PyPI has all of it), else nvcc;
+- a compiler: NVRTC where its Python binding and CUDA's headers are installed (PyPI has all of it), else nvcc
+  (`pipeline.codegen.cuda_compile` has both, with options of our own);
 - TVM's CUDA runtime, which needs the driver's library: where there is none, a stand-in of the nine functions it links
   to, each answering "no device". It can compile and cannot run.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import shutil
 import subprocess
 import tempfile
@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import tvm
 import tvm_ffi
-from tvm.support.nvcc import compile_cuda
 
+from pipeline.codegen.cuda_compile import ELF_MAGIC, compile_with_nvcc, compile_with_nvrtc
 from pipeline.codegen.cuda_libraries import DRIVER, load_cuda_runtime, load_library, pypi_root
 from pipeline.errors import LoweringError
 
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 COMPILE_CALLBACK = "tvm_callback_cuda_compile"
 TOOLKIT = Path("/usr/local/cuda")
-ELF_MAGIC = b"\x7fELF"
 
 INSTALL_HINT = (
     "install it with: pip install 'relaxtune[cuda]' (NVRTC and headers from PyPI), or install CUDA 13 with nvcc"
@@ -103,8 +101,15 @@ def find_toolchain() -> CudaToolchain:
 
 
 @contextmanager
-def cuda_compiler(arch: str) -> Iterator[CudaToolchain]:
+def cuda_compiler(arch: str, *, fast_math: bool = False) -> Iterator[CudaToolchain]:
     """Make TVM compile CUDA source to a cubin for `arch` inside the block, with or without a GPU.
+
+    Parameters
+    ----------
+    arch : str
+        Such as `sm_90a`.
+    fast_math : bool
+        See `pipeline.codegen.cuda_compile.FAST_MATH`.
 
     Raises
     ------
@@ -116,7 +121,7 @@ def cuda_compiler(arch: str) -> Iterator[CudaToolchain]:
     ensure_cuda_runtime()
 
     def compile_source(code: str) -> bytes:
-        return compile_cubin(code, arch, toolchain)
+        return compile_cubin(code, arch, toolchain, fast_math=fast_math)
 
     original = tvm_ffi.get_global_func(COMPILE_CALLBACK)
     tvm_ffi.register_global_func(COMPILE_CALLBACK, compile_source, override=True)
@@ -126,7 +131,7 @@ def cuda_compiler(arch: str) -> Iterator[CudaToolchain]:
         tvm_ffi.register_global_func(COMPILE_CALLBACK, original, override=True)
 
 
-def compile_cubin(code: str, arch: str, toolchain: CudaToolchain) -> bytes:
+def compile_cubin(code: str, arch: str, toolchain: CudaToolchain, *, fast_math: bool = False) -> bytes:
     """Return the cubin of CUDA source for an architecture such as `sm_90a`.
 
     Raises
@@ -134,20 +139,13 @@ def compile_cubin(code: str, arch: str, toolchain: CudaToolchain) -> bytes:
     LoweringError
         The compiler refused the source; the message has its last lines.
     """
-    include = toolchain.root / "include"
-    # libcu++ has its own folder since CUDA 13; TVM looks for it in the layout of an installed toolkit only.
-    options = [f"-I{folder}" for folder in (include, include / "cccl") if folder.is_dir()]
-    path = f"{toolchain.root / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
-    # TVM's nvcc driver asks the current target for the architecture although it is given.
-    target = tvm.target.Target({"kind": "cuda", "arch": arch})
-    with _environment(CUDA_PATH=str(toolchain.root), PATH=path), target:
-        try:
-            cubin = bytes(
-                compile_cuda(code, target_format="cubin", arch=arch, options=options, compiler=toolchain.kind.value)
-            )
-        except (RuntimeError, ValueError, OSError) as e:
-            tail = "\n".join(str(e).splitlines()[-12:])
-            raise LoweringError(f"{toolchain.kind.value} did not compile the kernels for {arch}:\n{tail}") from e
+    root = toolchain.root / "include"
+    # libcu++ has its own folder since CUDA 13.
+    include = tuple(folder for folder in (root, root / "cccl") if folder.is_dir())
+    if toolchain.kind is CompilerKind.NVRTC:
+        cubin = compile_with_nvrtc(code, arch, include, fast_math=fast_math)
+    else:
+        cubin = compile_with_nvcc(code, arch, toolchain.root / "bin" / "nvcc", include, fast_math=fast_math)
     if not cubin.startswith(ELF_MAGIC):
         raise LoweringError(f"{toolchain.kind.value} gave no cubin for {arch}: its output starts with {cubin[:8]!r}")
     return cubin
@@ -199,18 +197,3 @@ def _has_headers(root: Path) -> bool:
     include = root / "include"
     libcu = any((folder / "cuda" / "std" / "cstdint").is_file() for folder in (include, include / "cccl"))
     return libcu and (include / "cuda_runtime.h").is_file()
-
-
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Set environment variables for the block: the only way to tell TVM's compiler driver where CUDA is."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

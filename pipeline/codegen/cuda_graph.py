@@ -2,21 +2,21 @@
 
 `RewriteCUDAGraph` lifts only calls whose arguments lie at fixed addresses, in memory of the function's own. What reads
 an input therefore stays outside, splitting the graph wherever it stands, and so does what writes an output.
-Here every input is first copied into a tensor of the function, and the outputs are returned as views of its memory:
+Here the inputs are declared to be at fixed addresses too, and the outputs are returned as views of the graph's memory:
 
 ::
 
-    main(x, weights...)                main(x, weights...)                 outside the graph: one copy per input
-        y = kernel_1(x)         ->         x_fixed = copy(x)
-        z = kernel_2(y)                    y = kernel_1(x_fixed)           inside the graph: everything else
-        return z                           z = kernel_2(y)
-                                           return view(z)
+    main(x, weights...)                main(x, weights...)
+        y = kernel_1(x)         ->         y = kernel_1(x)            inside the graph: all kernels
+        z = kernel_2(y)                    z = kernel_2(y)
+        return z                           return view(z)
 
 This takes two passes: `capture_whole_function` before memory is planned, and after it `fix_output_memory`, since the
 planner leaves outputs to be allocated anew by each run.
 
-Hence the outputs of a run live in the graph's memory and are overwritten by the next run. Weights keep their address
-(`num_input` says from where on parameters never move), so the caller must pass the same weight tensors every time.
+Hence the caller must pass the same input and weight tensors in every run (`pipeline.runtime.Module` owns them), and
+the outputs live in the graph's memory and are overwritten by the next run. No kernel is spent on copying inputs,
+which matters where an input is a large key-value cache.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from __future__ import annotations
 import math
 
 import tvm
-from tvm import relax, te, tirx
+from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 # Read by RewriteCUDAGraph: parameters from this position on are at fixed addresses.
 NUM_INPUT = "num_input"
-COPY_PREFIX = "copy_input_"
 
 
 def capture_whole_function(mod: tvm.ir.IRModule, inputs: int) -> tvm.ir.IRModule:
-    """Return the module with `main` rewritten so that every kernel but the input copies can be captured.
+    """Return the module with `main` rewritten so that every kernel can be captured.
 
     Parameters
     ----------
@@ -44,16 +43,15 @@ def capture_whole_function(mod: tvm.ir.IRModule, inputs: int) -> tvm.ir.IRModule
 
     Notes
     -----
-    An input or output with a symbolic shape is left as it is: a graph is captured for one set of shapes.
+    With a symbolic input the inputs stay the caller's: a graph is captured for one set of shapes.
     """
-    builder = relax.BlockBuilder(mod)
     main = mod["main"]
-    copies, fixed = _copy_inputs(builder, main.params[:inputs])
-    body = _Replace(fixed).visit_expr(main.body)
-    views, value = _view_outputs(body)
-    blocks = [*_block(copies), *body.blocks, *_block(views)]
+    fixed = all(_static_shape(param) is not None for param in main.params[:inputs])
+    views, value = _view_outputs(main.body)
+    blocks = [*main.body.blocks, *_block(views)]
     function = relax.Function(main.params, relax.SeqExpr(blocks, value), main.ret_ty, main.is_pure, main.attrs)
-    builder.update_func(mod.get_global_var("main"), function.with_attr(NUM_INPUT, inputs))
+    builder = relax.BlockBuilder(mod)
+    builder.update_func(mod.get_global_var("main"), function.with_attr(NUM_INPUT, 0 if fixed else inputs))
     return relax.transform.Normalize()(builder.get())
 
 
@@ -82,34 +80,6 @@ class _FixedMemory(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry 
         size = math.prod(shape) * ((tvm.DataType(str(dtype)).bits + 7) // 8)
         storage = self.builder_.emit(relax.op.memory.alloc_storage(relax.ShapeExpr([size]), 0, "global", str(dtype)))
         return relax.op.memory.alloc_tensor(storage, 0, relax.ShapeExpr(shape), str(dtype))
-
-
-@mutator
-class _Replace(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no types
-    """Replace variables by others."""
-
-    def __init__(self, replacements: dict[relax.Var, relax.Var]) -> None:
-        super().__init__()
-        self._replacements = replacements
-
-    def visit_var_(self, op: relax.Var) -> relax.Expr:
-        return self._replacements.get(op, op)
-
-
-def _copy_inputs(
-    builder: relax.BlockBuilder, params: list[relax.Var]
-) -> tuple[list[relax.VarBinding], dict[relax.Var, relax.Var]]:
-    bindings, fixed = [], {}
-    for index, param in enumerate(params):
-        shape = _static_shape(param)
-        if not shape:
-            continue
-        kernel = builder.add_func(_copy_kernel(shape, str(param.ty.dtype)), f"{COPY_PREFIX}{index}")
-        call = relax.call_tir(kernel, (param,), relax.TensorType(shape, param.ty.dtype))
-        copy = relax.Var(f"{param.name}_fixed", relax.TensorType(shape, param.ty.dtype))
-        bindings.append(relax.VarBinding(copy, call))
-        fixed[param] = copy
-    return bindings, fixed
 
 
 def _view_outputs(body: relax.SeqExpr) -> tuple[list[relax.VarBinding], relax.Expr]:
@@ -149,9 +119,3 @@ def _static_shape(value: relax.Expr) -> list[int] | None:
     if shape is None or not all(isinstance(size, tirx.IntImm) for size in shape):
         return None
     return [int(size) for size in shape]
-
-
-def _copy_kernel(shape: list[int], dtype: str) -> tirx.PrimFunc:
-    source = te.placeholder(shape, dtype, name="source")
-    copied = te.compute(shape, lambda *axes: source[axes], name="copied")
-    return te.create_prim_func([source, copied])

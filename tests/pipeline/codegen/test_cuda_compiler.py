@@ -148,7 +148,7 @@ def test_no_toolchain_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_an_output_that_is_no_cubin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_compiler, "compile_cuda", lambda *_, **__: b"//ptx of some sort")
+    monkeypatch.setattr(cuda_compiler, "compile_with_nvrtc", lambda *_, **__: b"//ptx of some sort")
     with pytest.raises(LoweringError, match=r"gave no cubin for sm_90a: its output starts with b'//ptx of'"):
         compile_cubin(KERNEL, "sm_90a", find_toolchain())
 

@@ -5,7 +5,7 @@ import tvm
 from tvm import relax
 
 from models import OnnxModel, load_model
-from pipeline.codegen.cuda_graph import COPY_PREFIX, capture_whole_function
+from pipeline.codegen.cuda_graph import capture_whole_function
 from pipeline.compile import _pass_context, _plan_memory
 from pipeline.importer import import_model
 from pipeline.passes import lower
@@ -41,15 +41,13 @@ def kernels_of(mod: tvm.ir.IRModule, function: str) -> list[str]:
     return [name for name in found if name in primitive]
 
 
-def test_only_the_input_copies_stay_outside_the_graph(lowered_cuda: LoweredModule, target: ResolvedTarget) -> None:
+def test_all_kernels_are_inside_one_graph(lowered_cuda: LoweredModule, target: ResolvedTarget) -> None:
     calls = sum(map(len, lowered_cuda.kernels.values()))
     mod = planned(capture_whole_function(lowered_cuda.mod, len(lowered_cuda.graph.inputs)), target)
     captured = [str(v.name_hint) for v in mod.get_global_vars() if "cuda_graph_capture" in str(v.name_hint)]
     assert len(captured) == 1
     assert len(kernels_of(mod, captured[0])) == calls
-    outside = kernels_of(mod, "main")
-    assert len(outside) == len(lowered_cuda.graph.inputs)
-    assert all(name.startswith(COPY_PREFIX) for name in outside)
+    assert kernels_of(mod, "main") == []
     assert "builtin.alloc_tensor" not in mod["main"].script()
 
 
@@ -69,12 +67,13 @@ def test_the_signature_stays(lowered_cuda: LoweredModule) -> None:
     after = capture_whole_function(lowered_cuda.mod, len(lowered_cuda.graph.inputs))["main"]
     assert [p.name for p in after.params] == [p.name for p in before.params]
     tvm.ir.assert_structural_equal(after.ret_ty, before.ret_ty)
-    assert int(after.attrs["num_input"]) == len(lowered_cuda.graph.inputs)
+    assert int(after.attrs["num_input"]) == 0
 
 
-def test_symbolic_inputs_are_left_alone(target: ResolvedTarget) -> None:
+def test_symbolic_inputs_stay_with_the_caller(target: ResolvedTarget) -> None:
     names = ("input_ids", "attention_mask", "token_type_ids")
     model = load_model("bert-tiny", shapes=dict.fromkeys(names, ("batch", 16)))
     lowered = lower(import_model(model), target.target)
-    mod = planned(capture_whole_function(lowered.mod, len(lowered.graph.inputs)), target)
-    assert not [name for name in kernels_of(mod, "main") if name.startswith(COPY_PREFIX)]
+    mod = capture_whole_function(lowered.mod, len(lowered.graph.inputs))
+    assert int(mod["main"].attrs["num_input"]) == len(lowered.graph.inputs)
+    assert kernels_of(planned(mod, target), "main")

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tvm.backend.cuda.codegen.header import header_generator
+
+from pipeline.codegen import cuda_compile
+from pipeline.codegen.cuda_compile import FAST_MATH, compile_with_nvcc, compile_with_nvrtc, uses_fast_math
+from pipeline.codegen.cuda_compiler import TOOLKIT, compile_cubin, find_toolchain
+from pipeline.codegen.cuda_source import DeviceSource, prepare_source
+from pipeline.errors import LoweringError
+from schedules.targets import resolve_target
+from tests.pipeline.codegen.cubins import machine_code
+
+KERNEL = """
+extern "C" __global__ void kernel(half* __restrict__ out, float* __restrict__ a, int64_t n) {
+  if (threadIdx.x < n) out[threadIdx.x] = __float2half(a[threadIdx.x] / a[threadIdx.x + 1] - INFINITY);
+}
+"""
+# Every name that TVM's prologue takes from type_traits, on types of each kind.
+TRAITS = """
+enum Kind { one };
+template <class T> __device__ int flags() {
+  return std::is_integral<T>::value + 2 * std::is_signed<T>::value + 4 * std::is_unsigned<T>::value
+    + 8 * std::is_floating_point<T>::value + 16 * std::is_same_v<T, int> + 32 * std::is_same<T, const T>::value
+    + 64 * int(sizeof(typename std::conditional<std::is_integral<T>::value, char, T*>::type));
+}
+template <class T> __device__ typename std::enable_if<std::is_integral<T>::value, int>::type pick(T) { return 1; }
+template <class T> __device__ typename std::enable_if<!std::is_integral<T>::value, int>::type pick(T) { return 2; }
+extern "C" __global__ void kernel(int* out) {
+  out[0] = flags<int>(); out[1] = flags<const int>(); out[2] = flags<bool>(); out[3] = flags<char>();
+  out[4] = flags<volatile unsigned long long>(); out[5] = flags<float>(); out[6] = flags<const double>();
+  out[7] = flags<int*>(); out[8] = flags<Kind>(); out[9] = flags<__int128_t>(); out[10] = flags<unsigned char>();
+  out[11] = flags<float4>(); out[12] = pick(1) + 4 * pick(1.0f); out[13] = flags<wchar_t>(); out[14] = flags<void>();
+}
+""".replace("flags<void>()", "flags<signed char>()")
+
+
+def header(*tags: str) -> str:
+    return str(header_generator(list(tags)))
+
+
+def include() -> tuple[Path, ...]:
+    root = find_toolchain().root / "include"
+    return tuple(folder for folder in (root, root / "cccl") if folder.is_dir())
+
+
+@pytest.mark.parametrize("code", [header("fp16") + KERNEL, header() + TRAITS], ids=["half", "traits"])
+def test_light_headers_give_the_machine_code_of_the_real_ones(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prepare_source(code).headers
+    light = machine_code(compile_with_nvrtc(code, "sm_90a", include()))
+    monkeypatch.setattr(cuda_compile, "prepare_source", lambda text: DeviceSource(prepare_source(text).code, {}))
+    assert machine_code(compile_with_nvrtc(code, "sm_90a", include())) == light
+    assert set(light) == {"kernel"}
+
+
+@pytest.mark.parametrize(
+    "tags", [("bf16", "fp16"), ("fp8", "fp16", "bf16"), ("math_constants", "warp_shuffle"), ("int8",)]
+)
+def test_every_header_block_compiles(tags: tuple[str, ...]) -> None:
+    code = header(*tags) + 'extern "C" __global__ void kernel(int* x) { x[0] += 1; }'
+    assert "kernel" in machine_code(compile_with_nvrtc(code, "sm_90a", include()))
+
+
+def test_barriers_are_dropped_when_nothing_uses_them() -> None:
+    block = header("cuda/barrier", "cooperative_groups")
+    source = prepare_source(block + KERNEL)
+    assert "#include <cuda/barrier>" not in source.code
+    assert source.headers
+    used = prepare_source(block + "__shared__ cuda::barrier<cuda::thread_scope_block> b;")
+    assert "#include <cuda/barrier>" in used.code
+    assert not used.headers
+
+
+def test_other_headers_of_libcu_take_the_real_type_traits() -> None:
+    assert not prepare_source(header() + "#include <cuda/std/array>\n").headers
+
+
+def test_tensor_maps_have_the_size_of_the_drivers() -> None:
+    code = header() + 'static_assert(sizeof(CUtensorMap) == 128 && alignof(CUtensorMap) == 64, "");'
+    compile_with_nvrtc(code + KERNEL.replace("half", "float").replace("__float2float", ""), "sm_90a", include())
+
+
+def test_fast_math_is_an_attribute_of_the_target_and_changes_division() -> None:
+    plain = resolve_target("cuda:sm_90a").target
+    fast = resolve_target(f'{{"kind": "cuda", "arch": "sm_90a", "{FAST_MATH}": true}}').target
+    assert (uses_fast_math(plain), uses_fast_math(fast)) == (False, True)
+    assert FAST_MATH in str(fast)
+    code = header("fp16") + KERNEL
+    exact = machine_code(compile_with_nvrtc(code, "sm_90a", include()))["kernel"]
+    approximate = machine_code(compile_with_nvrtc(code, "sm_90a", include(), fast_math=True))["kernel"]
+    assert len(approximate) < len(exact)
+
+
+def test_a_compile_error_is_shown() -> None:
+    with pytest.raises(LoweringError, match=r"nvrtc did not compile the kernels for sm_90a:(.|\n)*no_such_name"):
+        compile_cubin("__global__ void broken() { no_such_name(); }", "sm_90a", find_toolchain())
+
+
+@pytest.mark.skipif(not (TOOLKIT / "bin" / "nvcc").is_file(), reason="needs nvcc")
+def test_nvcc_compiles_the_same_source() -> None:
+    nvcc = TOOLKIT / "bin" / "nvcc"
+    folder = TOOLKIT / "include"
+    code = header("fp16") + KERNEL
+    assert set(machine_code(compile_with_nvcc(code, "sm_90a", nvcc, (folder, folder / "cccl")))) == {"kernel"}
+    with pytest.raises(LoweringError, match=r"nvcc did not compile the kernels for sm_90a:(.|\n)*no_such_name"):
+        compile_with_nvcc("__global__ void broken() { no_such_name(); }", "sm_90a", nvcc, (folder,))
+
+
+def test_nvcc_that_cannot_run_is_told(tmp_path: Path) -> None:
+    with pytest.raises(LoweringError, match=r"nvcc \(.*\) could not be run"):
+        compile_with_nvcc(KERNEL, "sm_90a", tmp_path / "nvcc", ())
