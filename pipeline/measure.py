@@ -194,8 +194,12 @@ def run_conditions(module: Module) -> dict[str, str]:
 
 
 def module_arm(module: Module, inputs: Mapping[str, np.ndarray]) -> Arm:
-    """Return an arm that runs a module on inputs already on its device and waits for the result."""
+    """Return an arm that runs a module on inputs already where it reads them, and waits for the result."""
     tensors = module.to_device(inputs)
+    if module.input_buffers is not None:
+        for tensor, buffer in zip(tensors, module.input_buffers, strict=True):
+            tensor.copyto(buffer)
+        tensors = module.input_buffers
 
     def run() -> None:
         module.run_device(tensors)

@@ -25,12 +25,17 @@ from pipeline.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from pipeline.threads import configure_threads, default_threads
 from schedules.targets import resolve_target
 
+_SAVED_MAIN = "relaxtune_saved_main"
+
 
 class Module:
     """A loaded artifact.
 
     `run` takes and returns NumPy arrays by name. `run_device` takes tensors already on the device and leaves the
     outputs there; on CUDA such outputs live in memory that the next run writes again, so copy what must last.
+
+    A module that runs as a CUDA graph reads its inputs at fixed addresses: tensors given to `run_device` are copied
+    into `input_buffers` first, except those that are these buffers themselves.
 
     Threads may call one module; calls take turns, since a run works in buffers that belong to the module.
     """
@@ -52,6 +57,11 @@ class Module:
         # Asked of the system once: a run must not read /sys again.
         self._threads = threads if threads is not None else default_threads()
         self._turn = threading.Lock()
+        self._buffers = self._fixed_inputs() if manifest.target.cuda_graph else None
+        if self._buffers is not None:
+            # Saved with its arguments, so that a run does not hand over every weight again.
+            machine.save_function("main", _SAVED_MAIN, *self._buffers, *self._weights)
+            self._saved_main = machine[_SAVED_MAIN]
 
     @classmethod
     def load(
@@ -115,8 +125,18 @@ class Module:
         """
         check_inputs(inputs, self.inputs)
         with self._turn:
-            outputs = self._call(self.to_device(inputs))
+            if self._buffers is None:
+                outputs = self._call(self.to_device(inputs))
+            else:
+                for buffer, spec in zip(self._buffers, self.inputs, strict=True):
+                    buffer.copyfrom(np.ascontiguousarray(inputs[spec.name]))
+                outputs = self._call(self._buffers)
             return {spec.name: tensor.numpy() for spec, tensor in zip(self.outputs, outputs, strict=True)}
+
+    @property
+    def input_buffers(self) -> tuple[Tensor, ...] | None:
+        """The tensors that a CUDA graph reads its inputs from, to be filled by the caller; None without a graph."""
+        return self._buffers
 
     def to_device(self, inputs: Mapping[str, np.ndarray]) -> tuple[Tensor, ...]:
         """Return the inputs as tensors on the device, in the model's order, for `run_device`."""
@@ -142,8 +162,20 @@ class Module:
     def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # TVM keeps one thread pool for each calling thread, so every thread sets its own.
         configure_threads(self._threads)
-        result = self._main(*tensors, *self._weights)
+        if self._buffers is None:
+            result = self._main(*tensors, *self._weights)
+        else:
+            for buffer, tensor in zip(self._buffers, tensors, strict=True):
+                if tensor is not buffer:
+                    tensor.copyto(buffer)
+            result = self._saved_main()
         return (result,) if isinstance(result, Tensor) else tuple(result)
+
+    def _fixed_inputs(self) -> tuple[Tensor, ...] | None:
+        """Return a tensor on the device for each input, or None when one has a symbolic shape."""
+        if not all(spec.is_static for spec in self.inputs):
+            return None
+        return tuple(tvm.runtime.empty(spec.shape, spec.dtype, self._device) for spec in self.inputs)
 
 
 def check_inputs(inputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) -> None:
