@@ -13,13 +13,14 @@ import argparse
 import datetime
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
-from pipeline.measure import measure
+from models import load_model
+from models.inputs import random_inputs
+from pipeline.measure import OWN_ARM, Arm, measure, module_arm, run_conditions
 from pipeline.runtime import Module
+
+TORCH_ARM = "torch_graph"
 
 # preset name -> transformers' BertConfig fields
 PRESETS = {
@@ -28,7 +29,7 @@ PRESETS = {
 }
 
 
-def torch_graph_arm(preset: str, batch: int, sequence: int) -> Callable[[], None]:
+def torch_graph_arm(preset: str, batch: int, sequence: int) -> Arm:
     """Return a function that replays torch's eager float16 BERT (SDPA attention) captured in a CUDA graph."""
     import torch
     from transformers import BertConfig, BertModel
@@ -54,19 +55,6 @@ def torch_graph_arm(preset: str, batch: int, sequence: int) -> Callable[[], None
     return run
 
 
-def artifact_arm(directory: Path) -> tuple[Callable[[], None], tuple[int, int]]:
-    """Return a function that runs the artifact on device-resident inputs, and its batch and sequence."""
-    module = Module.load(directory)
-    batch, sequence = (int(size) for size in module.inputs[0].shape)
-    rng = np.random.default_rng(0)
-    inputs = {
-        "input_ids": rng.integers(0, 30000, (batch, sequence), dtype=np.int64),
-        "attention_mask": np.ones((batch, sequence), np.int64),
-        "token_type_ids": np.zeros((batch, sequence), np.int64),
-    }
-    return module.bind(inputs), (batch, sequence)
-
-
 def main() -> None:
     """Time every artifact beside torch at the same shape and print medians and ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -78,12 +66,17 @@ def main() -> None:
 
     results = []
     for directory in arguments.artifacts:
-        ours, (batch, sequence) = artifact_arm(directory)
-        arms = {"relaxtune": ours, "torch_graph": torch_graph_arm(arguments.preset, batch, sequence)}
-        report = measure(arms, runs=arguments.runs, warmup=20)
-        medians = {arm.name: arm.median_us for arm in report.arms}
-        ratio = medians["torch_graph"] / medians["relaxtune"]
-        print(f"{directory.name} {batch}x{sequence}: {medians} us, torch graph / relaxtune = {ratio:.2f}")
+        module = Module.load(directory)
+        batch, sequence = (int(size) for size in module.inputs[0].shape)
+        shapes = {spec.name: spec.shape for spec in module.inputs}
+        inputs = random_inputs(load_model(module.manifest.source, shapes=shapes), seed=0)
+        arms = {
+            OWN_ARM: module_arm(module, inputs),
+            TORCH_ARM: torch_graph_arm(arguments.preset, batch, sequence),
+        }
+        report = measure(arms, runs=arguments.runs, warmup=20, conditions=run_conditions(module))
+        medians = ", ".join(f"{arm.name} {arm.median_ms:.3f} ms (p95 {arm.p95_ms:.3f})" for arm in report.arms)
+        print(f"{directory.name} {batch}x{sequence}: {medians}, ratio {report.ratio(TORCH_ARM):.2f}")
         results.append({"artifact": directory.name, "batch": batch, "sequence": sequence, "report": report.to_json()})
 
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
