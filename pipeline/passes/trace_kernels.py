@@ -3,6 +3,10 @@
 `FuseOps` outlines groups of bindings into functions and merges equal functions, so the names inside a merged function
 are those of its first use only. The group behind every call is found by replay: each operation in the outlined
 body, with the call's own arguments put in, is looked up among the operations `main` had before fusion.
+
+Fusion also moves operations: a group stands where its last member stood. Of several equal operations (two `arange` over
+one symbolic size, say) the order does not tell which is which, the names do: a binding that was not grouped keeps its
+own.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ def record_unfused(mod: tvm.ir.IRModule) -> UnfusedBindings:
 def name_fused(mod: tvm.ir.IRModule, unfused: UnfusedBindings, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod`, the result of `FuseOps`, with unique names in `main`, and record each one's ONNX nodes."""
     main = main_of(mod)
+    _reserve_ungrouped(main, unfused)
     env: dict[relax.Var, Key] = {}
     groups: dict[relax.Var, list[str]] = {}
     for binding in bindings_of(main):
@@ -67,19 +72,30 @@ def name_fused(mod: tvm.ir.IRModule, unfused: UnfusedBindings, state: LoweringSt
     return with_main(mod, rename_bindings(main, names))
 
 
+def _reserve_ungrouped(main: relax.Function, unfused: UnfusedBindings) -> None:
+    """Keep the names of the bindings that fusion left alone from being handed to an equal operation in a group."""
+    ungrouped = {binding.var.name for binding in bindings_of(main)} & unfused.inputs.keys()
+    for queue in unfused.names.values():
+        if len(queue) > 1 and any(name not in ungrouped for name in queue):
+            kept = [name for name in queue if name not in ungrouped]
+            queue.clear()
+            queue.extend(kept)
+
+
 def _replay(
     mod: tvm.ir.IRModule, binding: relax.Binding, env: dict[relax.Var, Key], unfused: UnfusedBindings
 ) -> list[str]:
     """Return the names, before fusion, of the bindings that `binding` now stands for, and teach `env` its result."""
     value = binding.value
+    own_name = binding.var.name
     callee = mod[value.op] if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.GlobalVar) else None
     if not isinstance(callee, relax.Function):
         key = key_of(value, env)
         if isinstance(value, relax.TupleGetItem) and isinstance(source := env.get(value.tuple_value), tuple):
             env[binding.var] = source[1 + int(value.index)]
             return []
-        name = _take(unfused, key)
-        env[binding.var] = f"var:{name}" if name else f"var:{binding.var.name}"
+        name = own_name if own_name in unfused.inputs else _take(unfused, key, own_name)
+        env[binding.var] = f"var:{name or own_name}"
         return [name] if name else []
     inner: dict[relax.Var, Key] = {p: key_of(a, env) for p, a in zip(callee.params, value.args, strict=True)}
     members = []
@@ -87,19 +103,27 @@ def _replay(
         if isinstance(step.value, relax.Var | relax.Tuple):
             inner[step.var] = key_of(step.value, inner)
             continue
-        name = _take(unfused, key_of(step.value, inner))
+        name = _take(unfused, key_of(step.value, inner), step.var.name)
         inner[step.var] = f"var:{name}" if name else f"var:{step.var.name}"
         members += [name] if name else []
     env[binding.var] = key_of(callee.body.body, inner)
     return members
 
 
-def _take(unfused: UnfusedBindings, key: Key) -> str | None:
-    """Return the name of the next binding with this operation; the last one stays, for operations FuseOps repeats."""
+def _take(unfused: UnfusedBindings, key: Key, hint: str) -> str | None:
+    """Return the name of a binding with this operation: `hint` where it is one and is not taken yet, else the next.
+
+    The last one stays, for operations FuseOps repeats.
+    """
     queue = unfused.names.get(key)
     if not queue:
         return None
-    return queue.popleft() if len(queue) > 1 else queue[0]
+    if len(queue) == 1:
+        return queue[0]
+    if hint not in queue:
+        return queue.popleft()
+    queue.remove(hint)
+    return hint
 
 
 def _inherited(members: Iterable[str], unfused: UnfusedBindings, state: LoweringState) -> tuple[str, ...]:

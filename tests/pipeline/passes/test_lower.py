@@ -17,7 +17,15 @@ from pipeline.passes import LoweredModule, LoweringOptions, lower, lowering_step
 from pipeline.passes.ir import bindings_of, called_function, main_of
 from pipeline.passes.module import PassReport
 from pipeline.passes.step import Phase, Step
-from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, feeds_of, run_lowered, run_reference, small_model
+from tests.pipeline.passes.pass_cases import (
+    LLVM,
+    assert_agrees,
+    feeds_of,
+    graph_of,
+    run_lowered,
+    run_reference,
+    small_model,
+)
 
 TINY = (
     "bert-tiny",
@@ -219,3 +227,24 @@ def test_lower_leaves_the_imported_module_as_it_was() -> None:
     lower(graph, LLVM, LoweringOptions(precision="fp16"))
     assert graph.mod.script() == before
     assert isinstance(main_of(graph.mod), relax.Function)
+
+
+def test_kernels_name_every_node_when_equal_operations_of_symbolic_size_are_grouped_apart() -> None:
+    def build(builder: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
+        (n,) = x.ty.shape.values
+        wide = builder.emit(relax.op.expand_dims(builder.emit(relax.op.arange(0, n, 1, "int64"), "columns"), 0), "wide")
+        rows = builder.emit(relax.op.arange(0, n, 1, "int64"), "rows")
+        tall = builder.emit(relax.op.expand_dims(rows, 1), "tall")
+        flat = builder.emit(relax.op.expand_dims(rows, 0), "flat")
+        difference = builder.emit(relax.op.subtract(flat, tall), "difference")
+        distance = builder.emit(relax.op.abs(difference), "distance")
+        total = builder.emit(relax.op.add(builder.emit(relax.op.add(distance, wide), "shifted"), distance), "total")
+        signed = builder.emit(relax.op.sum(builder.emit(relax.op.astype(difference, "float32"), "cast"), [1]), "signed")
+        return relax.op.add(signed, relax.op.sum(builder.emit(relax.op.astype(total, "float32"), "cast2"), [1]))
+
+    graph = graph_of(build, {"x": ((tvm.tirx.Var("n", "int64"),), "float32")})
+    lowered = lower(graph, LLVM, LoweringOptions(disabled_passes=frozenset({"merge_common_subexpressions"})))
+    named = [node for calls in lowered.kernels.values() for call in calls for node in call.onnx_nodes]
+    assert all(call.onnx_nodes for calls in lowered.kernels.values() for call in calls)
+    assert {"node_distance", "node_rows", "node_columns", "node_cast", "node_difference", "node_shifted"} <= set(named)
+    assert len(named) == len(set(named))
