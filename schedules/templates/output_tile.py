@@ -4,14 +4,21 @@ A warp owns 16 rows. In each 8 columns, lane l holds of rows `l / 4` and `l / 4 
 next (PTX ISA 9.0, register fragments of wgmma's D). It evaluates the epilogue for such pairs, puts them into a patch of
 shared memory of its own, 16 rows of up to 64 columns, and writes the patch out 16 bytes a lane, whole rows together.
 
-Loads of external buffers at the output's own position, and of one element a column, are made by pairs. Rows and columns
-outside the output are clamped for loads, and not written.
+What the epilogue reads from other buffers:
+
+- at the output's own position (a residual): read as it is written, 16 bytes a lane and through a patch; where registers
+  are left, before the sum is made, so that the sum hides the latency;
+- one element a column (a bias): copied to shared memory before the sum is made, a copy for each warp;
+- anything else: read in place, element by element.
+
+Rows and columns outside the output are clamped for reads, and not written.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import tvm
 import tvm_ffi
@@ -22,6 +29,9 @@ from tvm.tirx.script import builder as T
 
 from schedules.templates.epilogue import Epilogue, MatmulFunction, substitute
 
+PATCH_WIDTH_MAX = 64
+# Elements after each row of a patch: rows then start in different banks (2-byte pairs and 4-byte pairs alike).
+_PATCH_PAD = 8
 _VECTOR_BYTES = 16
 
 # Abramowitz and Stegun 7.1.26: |error| <= 1.5e-7 in exact arithmetic, below 1e-6 with these float32 functions; CUDA's
@@ -37,8 +47,67 @@ __forceinline__ __device__ float relaxtune_erf(float x) {
 """
 
 
+@dataclass(frozen=True)
+class Shares:
+    """How much of a tile is written by whom.
+
+    Attributes
+    ----------
+    warps
+        Warps that write.
+    m_blocks
+        Times 16 rows, 64 apart, which a warp writes.
+    columns
+        Columns that a warp writes of each row: a multiple of 8.
+    prefetched
+        Whether residuals are read before the sum is made.
+    """
+
+    warps: int
+    m_blocks: int
+    columns: int
+    prefetched: bool
+
+    @property
+    def width(self) -> int:
+        """Columns of a patch."""
+        return min(self.columns, PATCH_WIDTH_MAX)
+
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """Start and width of the parts that go through a patch at a time."""
+        return tuple((s, min(self.width, self.columns - s)) for s in range(0, self.columns, self.width))
+
+
+def shared_bytes(matmul: MatmulFunction, shares: Shares) -> int:
+    """Return the shared memory that `OutputTile` allocates, at most."""
+    patches, columns = _buffers(matmul)
+    patch_bytes = 16 * (shares.width + _PATCH_PAD) * sum(_bytes(dtype) for dtype in patches)
+    column_bytes = shares.columns * sum(_bytes(str(load.source.ty.dtype)) for load in columns)
+    return shares.warps * (patch_bytes + column_bytes) + 128 * (len(patches) + len(columns))
+
+
+def residual_registers(matmul: MatmulFunction, m_blocks: int, columns: int) -> int:
+    """Return the registers a thread needs to hold its part of every residual."""
+    epilogue = matmul.epilogue
+    size = sum(_bytes(str(load.source.ty.dtype)) for load in epilogue.loads() if epilogue.is_aligned(load))
+    return m_blocks * 16 * columns * size // (32 * 4)
+
+
+def _buffers(matmul: MatmulFunction) -> tuple[list[str], list[TensorLoad]]:
+    """Return the dtypes of the patches (the output's first), and the loads of one element a column."""
+    epilogue = matmul.epilogue
+    patches, shared = [matmul.output_dtype], False
+    for dtype in (str(load.source.ty.dtype) for load in epilogue.loads() if epilogue.is_aligned(load)):
+        # The first residual of the output's dtype shares its patch: each lane reads a pair, then writes the same place.
+        if shared or dtype != matmul.output_dtype:
+            patches.append(dtype)
+        shared = shared or dtype == matmul.output_dtype
+    return patches, [load for load in epilogue.loads() if epilogue.is_per_column(load)]
+
+
 class OutputTile:
-    """Emits one warp's part of an output tile into the current IRBuilder.
+    """Emits the writing of output tiles into the current IRBuilder.
 
     Parameters
     ----------
@@ -46,103 +115,161 @@ class OutputTile:
         The function, whose epilogue is over the parameters of `source`.
     source, params : sequence of Var
         Parameters of the original function and, in the same order, those of the kernel under construction.
-    patch : Var
-        Shared memory `[warps, 16, at least width]` of the output's dtype.
-    width : int
-        Columns of a patch in use.
-    warp, lane : Expr
-        Which patch, and which thread of the warp.
+    shares : Shares
+        Who writes what.
     """
 
     def __init__(
-        self,
-        matmul: MatmulFunction,
-        source: Sequence[tirx.Var],
-        params: Sequence[tirx.Var],
-        patch: tirx.Var,
-        width: int,
-        warp: tirx.Expr,
-        lane: tirx.Expr,
+        self, matmul: MatmulFunction, source: Sequence[tirx.Var], params: Sequence[tirx.Var], shares: Shares
     ) -> None:
         self._matmul = matmul
         self._epilogue: Epilogue = matmul.epilogue
-        self._params = params
         self._renamed = dict(zip(source, params, strict=True))
-        self._patch = patch
-        self._width = width
-        self._warp = warp
-        self._lane = lane
+        self._shares = shares
         self._loads = self._epilogue.loads()
-        self._output = _matrix(params[matmul.output], matmul.m, matmul.n)
+        self._residuals = [load for load in self._loads if self._epilogue.is_aligned(load)]
+        self._columns = [load for load in self._loads if self._epilogue.is_per_column(load)]
+        self._output_param = params[matmul.output]
 
-    def emit(
-        self,
-        accumulators: tirx.Var,
-        first: int,
-        row: tirx.Expr,
-        column: tirx.Expr,
-        *,
-        ragged: tuple[bool, bool],
-        columns: int,
-    ) -> None:
-        """Emit 16 rows from `row` on, `columns` columns from `column` on.
+    def allocate(self, pool: T.SMEMPool) -> None:
+        """Take shared memory from a pool."""
+        shares = self._shares
+        shape = (shares.warps, 16, shares.width + _PATCH_PAD)
+        self._patch = pool.alloc(shape, self._matmul.output_dtype, align=128)
+        self._residual_patches: list[tirx.Var] = []
+        free = True
+        for load in self._residuals:
+            dtype = str(load.source.ty.dtype)
+            shared = free and dtype == self._matmul.output_dtype
+            free = free and not shared
+            self._residual_patches.append(self._patch if shared else pool.alloc(shape, dtype, align=128))
+        self._column_copies = [
+            pool.alloc((shares.warps, shares.columns), str(load.source.ty.dtype), align=128) for load in self._columns
+        ]
+
+    def begin(self, row: tirx.Expr, column: tirx.Expr, warp: tirx.Expr, lane: tirx.Expr) -> None:
+        """Emit the reads that are made before the sum.
+
+        Parameters
+        ----------
+        row, column : Expr
+            First row of this warp, first column of its part of the tile.
+        warp, lane : Expr
+            Which patch, and which thread of the warp.
+        """
+        self._row, self._column, self._warp, self._lane = row, column, warp, lane
+        shares, matmul = self._shares, self._matmul
+        # The reads of the tile before must be done.
+        if self._columns:
+            T.evaluate(T.cuda.warp_sync())
+        for load, copy in zip(self._columns, self._column_copies, strict=True):
+            source = _matrix(self._renamed[load.source], 1, matmul.n)
+            for step in range(math.ceil(shares.columns / 32)):
+                position = lane + step * 32
+                at = tirx.min(column + position, matmul.n - 1)
+                with T.If(position < shares.columns), T.Then():
+                    T.buffer_store(copy, source[0, at], [warp, position])
+        self._held: dict[tuple[int, int, int], tirx.Var] = {}
+        if shares.prefetched:
+            for block in range(shares.m_blocks):
+                for start, width in shares.chunks:
+                    self._read_residuals(block, start, width)
+
+    def write(self, accumulators: tirx.Var, *, ragged: tuple[bool, bool], column_end: tirx.Expr | int) -> None:
+        """Emit the evaluation and writing of this warp's part.
 
         Parameters
         ----------
         accumulators : Var
-            Registers; `first` is the position of this warp's first.
+            Registers, 4 for every 8 columns, the blocks of rows one after another.
         ragged : pair of bool
-            Whether rows, columns may lie outside the output.
+            Whether rows, columns may lie outside the output or this warp's part.
+        column_end : Expr or int
+            The column at which this warp's part ends.
         """
-        for start in range(0, columns, self._width):
-            width = min(self._width, columns - start)
-            for eight in range(start // 8, (start + width) // 8):
-                for half in range(2):
-                    self._pair(accumulators, first + eight * 4 + half * 2, row, column, eight, half, start, ragged)
-            T.evaluate(T.cuda.warp_sync())
-            self._write(row, column + start, width, ragged)
+        self._ragged = ragged
+        self._column_end = column_end
+        self._output = _matrix(self._output_param, self._matmul.m, self._matmul.n)
+        shares = self._shares
+        for block in range(shares.m_blocks):
+            for start, width in shares.chunks:
+                if not shares.prefetched:
+                    self._read_residuals(block, start, width)
+                self._lay_out_residuals(block, start, width)
+                first = block * shares.columns // 2
+                for eight in range(start // 8, (start + width) // 8):
+                    for half in range(2):
+                        self._pair(accumulators, first + eight * 4 + half * 2, block, eight, half, start)
+                T.evaluate(T.cuda.warp_sync())
+                self._write_patch(block, start, width)
+                T.evaluate(T.cuda.warp_sync())
+
+    def _vectors(self, dtype: str, width: int) -> list[tuple[tirx.Expr, tirx.Expr, int, bool]]:
+        """Return, for each 16-byte vector of a patch that a lane handles, its row, column, elements, and if partial."""
+        lanes = _VECTOR_BYTES // _bytes(dtype)
+        across = width // lanes
+        vectors = []
+        for step in range(math.ceil(16 * across / 32)):
+            position = self._lane + step * 32
+            vectors.append((position // across, position % across * lanes, lanes, 16 * across % 32 != 0))
+        return vectors
+
+    def _read_residuals(self, block: int, start: int, width: int) -> None:
+        """Emit reads of a chunk of every residual into registers, 4 words a vector."""
+        for index, load in enumerate(self._residuals):
+            dtype = str(load.source.ty.dtype)
+            source = _matrix(self._renamed[load.source], self._matmul.m, self._matmul.n)
+            vectors = self._vectors(dtype, width)
+            words = T.alloc_local([4 * len(vectors)], "uint32")
+            for number, (line, inside, lanes, _) in enumerate(vectors):
+                at_row = tirx.min(self._row + block * 64 + line, self._matmul.m - 1)
+                at_column = tirx.min(self._column + start + inside, self._matmul.n - lanes)
+                registers = [words[number * 4 + word] for word in range(4)]
+                T.evaluate(T.ptx["ld.global.v4.u32"](*registers, source.ptr_to([at_row, at_column])))
+            self._held[index, block, start] = words
+
+    def _lay_out_residuals(self, block: int, start: int, width: int) -> None:
+        for index, patch in enumerate(self._residual_patches):
+            words = self._held[index, block, start]
+            for number, (line, inside, _, partial) in enumerate(self._vectors(str(patch.ty.dtype), width)):
+                registers = [words[number * 4 + word] for word in range(4)]
+                store = T.ptx["st.shared.v4.u32"](patch.ptr_to([self._warp, line, inside]), *registers)
+                if partial:
+                    with T.If(line < 16), T.Then():
+                        T.evaluate(store)
+                else:
+                    T.evaluate(store)
+        if self._residual_patches:
             T.evaluate(T.cuda.warp_sync())
 
-    def _pair(
-        self,
-        accumulators: tirx.Var,
-        register: int,
-        row: tirx.Expr,
-        column: tirx.Expr,
-        eight: int,
-        half: int,
-        start: int,
-        ragged: tuple[bool, bool],
-    ) -> None:
+    def _pair(self, accumulators: tirx.Var, register: int, block: int, eight: int, half: int, start: int) -> None:
         line = self._lane // 4 + half * 8
-        at_row, at_column = row + line, column + eight * 8 + self._lane % 4 * 2
-        if ragged[0]:
-            at_row = tirx.min(at_row, self._matmul.m - 1)
-        if ragged[1]:
-            at_column = tirx.min(at_column, self._matmul.n - 2)
-        loaded = [self._load_pair(load, at_row, at_column) for load in self._loads]
+        two = self._lane % 4 * 2
+        inside = eight * 8 - start + two
+        loaded = [self._load_pair(load, line, inside, eight * 8 + two) for load in self._loads]
+        at_row = tirx.min(self._row + block * 64 + line, self._matmul.m - 1)
+        at_column = tirx.min(self._column + eight * 8 + two, self._matmul.n - 2)
         pair = T.alloc_local([2], self._matmul.output_dtype)
         for index in range(2):
             value = self._value(accumulators[register + index], loaded, index, at_row, at_column + index)
             T.buffer_store(pair, value, [index])
         with T.vectorized(2) as lane:
-            inside = eight * 8 - start + self._lane % 4 * 2
             T.buffer_store(self._patch, pair[lane], [self._warp, line, inside + lane])
 
-    def _load_pair(self, load: TensorLoad, row: tirx.Expr, column: tirx.Expr) -> tirx.Var | None:
+    def _load_pair(self, load: TensorLoad, line: tirx.Expr, inside: tirx.Expr, column: tirx.Expr) -> tirx.Var | None:
         """Emit the load of two neighbouring elements into registers; None where the load is made in place."""
-        buffer = self._renamed[load.source]
-        if self._epilogue.is_aligned(load):
-            matrix = _matrix(buffer, self._matmul.m, self._matmul.n)
-            indices: list[tirx.Expr] = [row, column]
-        elif self._epilogue.is_per_column(load):
-            matrix = _matrix(buffer, 1, self._matmul.n)
-            indices = [tirx.IntImm("int32", 0), column]
-        else:
+        patch, indices = None, [self._warp, line, inside]
+        for known, residual_patch in zip(self._residuals, self._residual_patches, strict=True):
+            if known.same_as(load):
+                patch = residual_patch
+        for known, copy in zip(self._columns, self._column_copies, strict=True):
+            if known.same_as(load):
+                patch, indices = copy, [self._warp, column]
+        if patch is None:
             return None
-        pair = T.alloc_local([2], str(buffer.ty.dtype))
+        pair = T.alloc_local([2], str(load.source.ty.dtype))
         with T.vectorized(2) as lane:
-            T.buffer_store(pair, matrix[indices[0], indices[1] + lane], [lane])
+            T.buffer_store(pair, patch[(*indices[:-1], indices[-1] + lane)], [lane])
         return pair
 
     def _value(
@@ -167,29 +294,24 @@ class OutputTile:
         value = tvm_ffi.structural_map(value, (Call, _fast_call))
         return substitute(value, {**axes, epilogue.accumulator: accumulator})
 
-    def _write(self, row: tirx.Expr, column: tirx.Expr, width: int, ragged: tuple[bool, bool]) -> None:
-        lanes = _VECTOR_BYTES // _bytes(self._matmul.output_dtype)
-        across = width // lanes
-        for step in range(math.ceil(16 * across / 32)):
-            position = self._lane + step * 32
-            line, inside = position // across, position % across
-            guards = []
-            if 16 * across % 32:
-                guards.append(position < 16 * across)
-            if ragged[0]:
-                guards.append(row + line < self._matmul.m)
-            if ragged[1]:
-                guards.append(column + inside * lanes < self._matmul.n)
+    def _write_patch(self, block: int, start: int, width: int) -> None:
+        for line, inside, lanes, partial in self._vectors(self._matmul.output_dtype, width):
+            row, column = self._row + block * 64 + line, self._column + start + inside
+            guards = [line < 16] if partial else []
+            if self._ragged[0]:
+                guards.append(row < self._matmul.m)
+            if self._ragged[1]:
+                guards.append(column < self._column_end)
             if guards:
                 with T.If(tirx.all(*guards)), T.Then():
-                    self._write_vector(row + line, column, line, inside, lanes)
+                    self._write_vector(row, column, line, inside, lanes)
             else:
-                self._write_vector(row + line, column, line, inside, lanes)
+                self._write_vector(row, column, line, inside, lanes)
 
     def _write_vector(self, row: tirx.Expr, column: tirx.Expr, line: tirx.Expr, inside: tirx.Expr, lanes: int) -> None:
         with T.vectorized(lanes) as lane:
-            value = self._patch[self._warp, line, inside * lanes + lane]
-            T.buffer_store(self._output, value, [row, column + inside * lanes + lane])
+            value = self._patch[self._warp, line, inside + lane]
+            T.buffer_store(self._output, value, [row, column + lane])
 
 
 def _matrix(buffer: tirx.Var, rows: int, columns: int) -> tirx.Var:

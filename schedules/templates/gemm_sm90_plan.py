@@ -1,0 +1,186 @@
+"""What follows from a shape and parameters for the kernel of `schedules.templates.gemm_sm90`: sizes, or a refusal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from schedules.targets import CudaLimits
+from schedules.templates.base import Parameters, Refusal
+from schedules.templates.epilogue import MatmulFunction
+from schedules.templates.output_tile import Shares, residual_registers, shared_bytes
+
+BLOCK_K = 64
+WARPGROUP = 128
+ELEMENT_BYTES = 2
+PTX_TYPES = {"float16": "f16", "bfloat16": "bf16"}
+# Width of a chunk of columns -> (TMA's and wgmma's swizzle mode), the widest first.
+SWIZZLES = {64: 3, 32: 2, 16: 1}
+
+_TMA_BOX_MAX = 256
+_STAGES_MAX = 16
+# Blocks of a cluster that every sm_90 device runs (CUDA C++ Programming Guide 13.0, "Thread Block Clusters").
+_CLUSTER_MAX = 8
+# Registers that a consumer needs beside its accumulators (addresses, descriptors, the epilogue's values), measured.
+_REGISTERS_BESIDE = 40
+_REGISTERS_BESIDE_RESIDUAL = 56
+
+
+@dataclass(frozen=True)
+class GemmParameters(Parameters):
+    """Tile sizes and roles of one kernel.
+
+    Attributes
+    ----------
+    block_m, block_n
+        Tile of C that a block (with `pingpong`, a warpgroup) makes at a time.
+    stages
+        Depth of the ring of tiles in shared memory.
+    consumers
+        Warpgroups that compute.
+    blocks
+        Thread blocks, each of which makes every `blocks`-th tile; 0 for a block per tile.
+    split_k
+        Blocks, one cluster, that share the sum over K of a tile.
+    pingpong
+        Whether two warpgroups make tiles by turns instead of each a half.
+    dependent
+        Whether the kernel may start before the one before it has ended.
+    """
+
+    template: ClassVar[str] = "gemm_sm90"
+
+    block_m: int = 128
+    block_n: int = 128
+    stages: int = 4
+    consumers: int = 2
+    blocks: int = 0
+    split_k: int = 1
+    pingpong: bool = False
+    dependent: bool = False
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """Sizes of one kernel.
+
+    Attributes
+    ----------
+    parameters
+        What it is made from.
+    threads
+        Of a block: the consumers and one warp.
+    tiles, tiles_n
+        Tiles of C, and in one row of them.
+    blocks
+        Blocks, or clusters with `split_k`, of the grid.
+    k_tiles, k_share
+        Tiles of K, and those that one block sums at most.
+    m_blocks
+        Instructions of 64 rows a warpgroup needs for its part of a tile.
+    groups
+        Warpgroups that read a stage.
+    chunk
+        Columns of B in one swizzled row of shared memory.
+    early
+        Tiles of B that are loaded before the kernel waits for the one before it.
+    shares
+        Who writes what of a tile.
+    stage_bytes, shared_bytes
+        Of the tiles of A and B in one stage; of a block's dynamic shared memory.
+    """
+
+    parameters: GemmParameters
+    threads: int
+    tiles: int
+    tiles_n: int
+    blocks: int
+    k_tiles: int
+    k_share: int
+    m_blocks: int
+    groups: int
+    chunk: int
+    early: int
+    shares: Shares
+    stage_bytes: int
+    shared_bytes: int
+
+
+def make_plan(
+    matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits, *, constant_b: bool = False
+) -> GemmPlan | Refusal:
+    """Return the sizes of the kernel for a matmul, or why there is none with these parameters.
+
+    Parameters
+    ----------
+    constant_b : bool
+        Whether no kernel writes B.
+    """
+    refusal = _refuse_parameters(p)
+    if refusal is not None:
+        return refusal
+    k_tiles = math.ceil(matmul.k / BLOCK_K)
+    k_share = math.ceil(k_tiles / p.split_k)
+    if k_share * (p.split_k - 1) >= k_tiles:
+        return Refusal(f"split_k is {p.split_k}, K has {k_tiles} tiles of {BLOCK_K}: a block would have none")
+    groups = 1 if p.pingpong else p.consumers
+    m_blocks = p.block_m // 64 // groups
+    threads = p.consumers * WARPGROUP + 32
+    accumulators = m_blocks * p.block_n // 2
+    registers = min(limits.registers_per_thread, limits.registers_per_block // threads)
+    if accumulators + _REGISTERS_BESIDE > registers or threads > limits.max_threads_per_block:
+        return Refusal(f"{accumulators} accumulators a thread beside {_REGISTERS_BESIDE} registers, {registers} exist")
+    columns = 8 * math.ceil(p.block_n // 8 / p.split_k)
+    held = residual_registers(matmul, m_blocks, columns)
+    shares = Shares(
+        warps=4 * p.consumers,
+        m_blocks=m_blocks,
+        columns=columns,
+        prefetched=accumulators + held + _REGISTERS_BESIDE_RESIDUAL <= registers,
+    )
+    stage_bytes = (p.block_m + p.block_n) * BLOCK_K * ELEMENT_BYTES
+    partial_bytes = p.block_m * p.block_n * 4 if p.split_k > 1 else 0
+    total = max(p.stages * stage_bytes, partial_bytes) + shared_bytes(matmul, shares) + 8 * (2 * p.stages + 2)
+    if total > limits.shared_bytes_optin:
+        return Refusal(f"{total} bytes of shared memory, the target has {limits.shared_bytes_optin}")
+    tiles_n = math.ceil(matmul.n / p.block_n)
+    tiles = math.ceil(matmul.m / p.block_m) * tiles_n
+    one_tile = p.blocks in (0, tiles) and not p.pingpong
+    least = k_tiles - k_share * (p.split_k - 1)
+    return GemmPlan(
+        parameters=p,
+        threads=threads,
+        tiles=tiles,
+        tiles_n=tiles_n,
+        blocks=min(p.blocks or tiles, tiles),
+        k_tiles=k_tiles,
+        k_share=k_share,
+        m_blocks=m_blocks,
+        groups=groups,
+        # The widest that divides the tile.
+        chunk=next(width for width in SWIZZLES if p.block_n % width == 0),
+        early=min(p.stages, least) if p.dependent and constant_b and one_tile else 0,
+        shares=shares,
+        stage_bytes=stage_bytes,
+        shared_bytes=total,
+    )
+
+
+def _refuse_parameters(p: GemmParameters) -> Refusal | None:
+    rows = 64 if p.pingpong else 64 * p.consumers
+    if p.consumers < 1 or p.block_m < 64 or p.block_m % rows or p.block_m > _TMA_BOX_MAX:
+        return Refusal(f"block_m is {p.block_m}, expected a multiple of {rows} up to {_TMA_BOX_MAX}")
+    if p.block_n % 16 or not 16 <= p.block_n <= 256:
+        return Refusal(f"block_n is {p.block_n}, expected a multiple of 16 up to 256 (wgmma's N)")
+    if not 2 <= p.stages <= _STAGES_MAX:
+        return Refusal(f"stages is {p.stages}, expected 2 to {_STAGES_MAX}")
+    if p.blocks < 0:
+        return Refusal(f"blocks is {p.blocks}, expected 0 or more")
+    if not 1 <= p.split_k <= _CLUSTER_MAX:
+        return Refusal(f"split_k is {p.split_k}, expected 1 to {_CLUSTER_MAX} (a portable cluster)")
+    if p.pingpong and p.consumers != 2:
+        return Refusal(f"pingpong has {p.consumers} consumers, expected 2")
+    if p.split_k > 1 and (p.pingpong or p.blocks):
+        return Refusal("split_k does not go with pingpong or a fixed number of blocks")
+    return None
