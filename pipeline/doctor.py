@@ -103,6 +103,15 @@ def check_linker() -> Finding:
     )
 
 
+def check_ld() -> Finding:
+    """Return the `ld` with which tuning links its candidates."""
+    path = shutil.which("ld")
+    if path is None:
+        return Finding("ld", FindingStatus.MISSING, "", "PATH", True, "install binutils (Debian: apt install binutils)")
+    outcome = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    return Finding("ld", FindingStatus.OK, next(iter(outcome.stdout.splitlines()), ""), path, True)
+
+
 def check_cpu() -> Finding:
     """Return what `--target llvm` resolves to on this machine."""
     from schedules.targets import resolve_target
@@ -145,6 +154,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     lambda: check_package("sqlalchemy"),
     lambda: check_package("alembic"),
     check_linker,
+    check_ld,
     check_cpu,
     check_gpu,
     lambda: check_package("nvidia-cuda-nvrtc", required=False, extra="cuda"),

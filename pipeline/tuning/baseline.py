@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import tvm
 from tvm.s_tir import meta_schedule as ms
 
+from pipeline.codegen.finish import finish_kernels
+from pipeline.errors import LoweringError
 from pipeline.tuning.evaluate import Evaluator, Job, Outcome
 from pipeline.tuning.failure import read_failure
 from pipeline.tuning.kernel_ir import written_params
@@ -111,8 +113,11 @@ def _references_on_device(
 def _fallback(state: TaskState, target: ResolvedTarget) -> tuple[tvm.ir.IRModule, str] | None:
     try:
         names = fallback_rule_names(state.task.mod, target.target)
-        return apply_fallback(state.task.mod, target.target), canonical_json({"rule": names["main"]})
-    except ScheduleError as e:
+        scheduled = apply_fallback(state.task.mod, target.target)
+        # As `compile_module` does it: what is measured is what an artifact gets.
+        finished = finish_kernels(scheduled, target.target, state.task.mod)
+        return finished, canonical_json({"rule": names["main"]})
+    except (ScheduleError, LoweringError) as e:
         logger.warning("task %s has no fallback schedule: %s", state.task.name, e)
         state.last_error = str(e)
         return None

@@ -39,12 +39,15 @@ class BuilderLimits:
     builds_max, rss_max_bytes
         A process is replaced after that many builds, or when it holds that much memory afterwards: LLVM and TVM keep
         some of what every build allocates.
+    build_rss_max_bytes
+        A process that grows beyond this during a build is killed: some candidates unroll to gigabytes of code.
     """
 
     timeout_s: float = 30.0
     start_timeout_s: float = 120.0
     builds_max: int = 2000
     rss_max_bytes: int = 1 << 30
+    build_rss_max_bytes: int = 4 << 30
 
 
 @dataclass
@@ -98,7 +101,8 @@ class BuildPool:
                 if waiting and slot.job is None and slot.process.ready:
                     self._hand_over(slot, waiting, requests, results)
             self._collect(results)
-            self._end_late(waiting, results)
+            self._end_late(results)
+            self._end_large(results)
         return [r or ms.builder.BuilderResult(None, f"{CANCELLED}: the run was stopped") for r in results]
 
     def close(self) -> None:
@@ -160,7 +164,7 @@ class BuildPool:
             if worn:
                 self._replace(slot)
 
-    def _end_late(self, waiting: deque[int], results: list[ms.builder.BuilderResult | None]) -> None:
+    def _end_late(self, results: list[ms.builder.BuilderResult | None]) -> None:
         """Kill processes that work too long on a candidate, or do not start."""
         now = time.monotonic()
         for slot in self._slots:
@@ -171,6 +175,20 @@ class BuildPool:
                 self._replace(slot)
             elif not slot.process.ready and now - slot.since > self._limits.start_timeout_s:
                 self._failed_start(slot, f"not ready after {self._limits.start_timeout_s:g} s")
+                self._replace(slot)
+
+    def _end_large(self, results: list[ms.builder.BuilderResult | None]) -> None:
+        """Kill processes that take too much memory for a candidate."""
+        for slot in self._slots:
+            if slot.job is None:
+                continue
+            rss_bytes = slot.process.rss_bytes()
+            if rss_bytes > self._limits.build_rss_max_bytes:
+                results[slot.job] = _failed(
+                    Status.BUILD_ERROR,
+                    f"the build was killed at {rss_bytes / 2**20:.0f} MiB of memory, "
+                    f"{self._limits.build_rss_max_bytes / 2**20:.0f} are allowed (build_rss_max_bytes)",
+                )
                 self._replace(slot)
 
     def _failed_start(self, slot: _Slot, reason: str) -> None:

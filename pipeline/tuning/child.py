@@ -38,7 +38,7 @@ def serve(module: str, descriptor: int, parent_pid: int) -> None:
     _die_with_parent(parent_pid)
     start: Callable[[], Callable[[object], object]] = importlib.import_module(module).start
     handle = start()
-    connection.send((None, None, _resident_bytes()))
+    connection.send((None, None, resident_bytes()))
     while True:
         try:
             request = connection.recv()
@@ -48,10 +48,10 @@ def serve(module: str, descriptor: int, parent_pid: int) -> None:
             return
         reply: tuple[object, str | None, int]
         try:
-            reply = (handle(request), None, _resident_bytes())
+            reply = (handle(request), None, resident_bytes())
         # The border of the process: whatever a candidate raises is the parent's to record.
         except Exception as e:
-            reply = (None, _error_text(e), _resident_bytes())
+            reply = (None, _error_text(e), resident_bytes())
         connection.send(reply)
 
 
@@ -66,10 +66,11 @@ def _die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def _resident_bytes() -> int:
+def resident_bytes(pid: int | None = None) -> int:
+    """Return the resident memory of a process, by default this one; 0 where the system does not tell."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
+        pages = int(Path(f"/proc/{'self' if pid is None else pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
         return 0
     return pages * os.sysconf("SC_PAGESIZE")
 

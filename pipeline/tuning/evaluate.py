@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from tvm.s_tir import meta_schedule as ms
 from pipeline.tuning.failure import CANCELLED, read_failure
 from pipeline.tuning.note import CandidateNote, attach_note
 from tuning_db.records import Status
+
+# Workload and sha256 of the binary.
+_CodeKey = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,18 @@ class Outcome:
     duration_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Started:
+    """A built job: its artifact, its code's key, and the result to come; None when equal code is measured already."""
+
+    index: int
+    artifact: str
+    key: _CodeKey | None
+    future: ms.runner.RunnerFuture | None
+
+
 class Evaluator:
-    """Builds and measures batches.
+    """Builds and measures batches; candidates of a workload that compiled to the same binary are measured once.
 
     Parameters
     ----------
@@ -63,6 +77,8 @@ class Evaluator:
         self._target = target
         self._chunk = chunk
         self._seconds = seconds
+        # Valid measurements by workload and sha256 of the binary.
+        self._known: dict[_CodeKey | None, Outcome | None] = {}
 
     def build(self, mods: Sequence[tvm.ir.IRModule], target: tvm.target.Target) -> list[ms.builder.BuilderResult]:
         """Return the artifacts of modules that are not measured, such as references."""
@@ -85,21 +101,26 @@ class Evaluator:
         """
         outcomes: list[Outcome | None] = [None] * len(jobs)
         began = time.monotonic()
-        futures: list[tuple[int, ms.runner.RunnerFuture, str]] = []
+        started: list[_Started] = []
+        found = dict(self._known)
         step = self._chunk or max(1, len(jobs))
         for first in range(0, len(jobs), step):
-            futures += self._start(jobs, range(first, min(first + step, len(jobs))), outcomes, on_outcome)
+            started += self._start(jobs, range(first, min(first + step, len(jobs))), outcomes, on_outcome, found)
         built = time.monotonic()
         self._seconds["build"] += built - began
         share = (built - began) / max(1, len(jobs))
-        for index, future, artifact in futures:
+        for one in started:
             waited = time.monotonic()
-            result = future.result()
-            outcome = _measured(result, share + time.monotonic() - waited)
-            outcomes[index] = outcome
-            _remove(artifact)
-            if outcome is not None:
-                on_outcome(index, outcome)
+            if one.future is not None:
+                found[one.key] = _measured(one.future.result(), share + time.monotonic() - waited)
+            outcome = found[one.key]
+            outcomes[one.index] = outcome
+            _remove(one.artifact)
+            if outcome is None:
+                continue
+            if outcome.status is Status.OK and one.key is not None:
+                self._known[one.key] = outcome
+            on_outcome(one.index, outcome)
         self._seconds["measure"] += time.monotonic() - built
         return outcomes
 
@@ -109,24 +130,38 @@ class Evaluator:
         indices: range,
         outcomes: list[Outcome | None],
         on_outcome: Callable[[int, Outcome], None],
-    ) -> list[tuple[int, ms.runner.RunnerFuture, str]]:
-        """Build some jobs and hand those that built to the runner."""
+        found: dict[_CodeKey | None, Outcome | None],
+    ) -> list[_Started]:
+        """Build some jobs and hand those that built to the runner, but for those whose code is in `found`."""
         began = time.monotonic()
         inputs = [ms.builder.BuilderInput(attach_note(jobs[i].mod, jobs[i].note), self._target) for i in indices]
         results = self._builder.build(inputs)
         share = (time.monotonic() - began) / len(inputs)
-        ready: list[tuple[int, str]] = []
+        started: list[_Started] = []
         for index, result in zip(indices, results, strict=True):
             if result.error_msg is None:
-                ready.append((index, str(result.artifact_path)))
+                path = str(result.artifact_path)
+                key = _code_key(jobs[index], path)
+                future = None
+                if key is None or key not in found:
+                    run = ms.runner.RunnerInput(path, self._target.kind.name, jobs[index].args_info)
+                    (future,) = self._runner.run([run])
+                    found[key] = None
+                started.append(_Started(index, path, key, future))
             elif not str(result.error_msg).startswith(CANCELLED):
                 status, error = read_failure(str(result.error_msg), Status.BUILD_ERROR)
                 outcome = Outcome(status, (), error, share)
                 outcomes[index] = outcome
                 on_outcome(index, outcome)
-        runs = [ms.runner.RunnerInput(path, self._target.kind.name, jobs[i].args_info) for i, path in ready]
-        futures = self._runner.run(runs) if runs else []
-        return [(index, future, path) for (index, path), future in zip(ready, futures, strict=True)]
+        return started
+
+
+def _code_key(job: Job, artifact: str) -> _CodeKey | None:
+    """Return workload and sha256 of a built job; None when its file is on another machine."""
+    try:
+        return job.note.workload, hashlib.sha256(Path(artifact).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def _measured(result: ms.runner.RunnerResult, duration_s: float) -> Outcome | None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
+from pipeline.tuning.child import resident_bytes
+
 _STDERR_TAIL_BYTES = 2000
 
 
@@ -80,6 +82,10 @@ class ChildProcess:
     def pid(self) -> int:
         """Process id of the child."""
         return self._process.pid
+
+    def rss_bytes(self) -> int:
+        """Return the resident memory of the child now; 0 when it is gone or the system does not tell."""
+        return resident_bytes(self._process.pid)
 
     def send(self, request: object) -> None:
         """Hand a request to the child.

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tvm
 from tvm.s_tir import meta_schedule as ms
-from tvm.s_tir.meta_schedule import _ffi_api
-from tvm.s_tir.meta_schedule.logging import get_logging_func
 
+from schedules.context import QuietTuneContext
 from tuning_db.metaschedule import trace_to_json
 
-_SEARCH_LOG = logging.getLogger("relaxtune.metaschedule")
 # MetaSchedule's search ends after so many candidates; the run's own limits come first.
 _TRIALS_MAX = 1 << 20
 # Generations between two rounds. Each asks the cost model about the whole population, and the features of a schedule
@@ -29,28 +26,6 @@ class Candidate:
 
     measure: ms.MeasureCandidate
     decision: str
-
-
-class QuietTuneContext(ms.TuneContext):  # type: ignore[misc]
-    """A TuneContext whose construction does not import all of TVM's tensor intrinsics.
-
-    That import takes 15 seconds of CPU time in every process; a space generator that needs some brings its own.
-    """
-
-    def __init__(
-        self,
-        mod: tvm.ir.IRModule,
-        target: tvm.target.Target,
-        space: ms.SpaceGenerator,
-        strategy: ms.SearchStrategy,
-        name: str,
-        seed: int,
-        threads: int,
-    ) -> None:
-        self.__init_handle_by_constructor__(
-            _ffi_api.TuneContext, mod, target, space, strategy, name, threads, seed, get_logging_func(_SEARCH_LOG)
-        )
-        _ffi_api.TuneContextInitialize(self)
 
 
 class TaskSearch:
@@ -90,7 +65,8 @@ class TaskSearch:
             population_size=population, init_min_unmeasured=min(50, population), genetic_num_iters=_GENERATIONS
         )
         # MetaSchedule takes seeds from 1 on.
-        self.context = QuietTuneContext(mod, target, space, strategy, name, 1 + seed % (2**31 - 2), threads)
+        seed_from_one = 1 + seed % (2**31 - 2)
+        self.context = QuietTuneContext(mod, target, space, strategy, name=name, seed=seed_from_one, threads=threads)
         self._target = target
         self._database = ms.database.MemoryDatabase()
         self._workload = self._database.commit_workload(mod)

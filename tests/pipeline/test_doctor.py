@@ -54,3 +54,5 @@ def test_missing_linker_says_how_to_get_one(monkeypatch) -> None:
     assert finding.status is FindingStatus.MISSING
     assert "apt install g++" in finding.fix
     assert doctor.check_nvcc().status is FindingStatus.MISSING
+    assert doctor.check_ld().status is FindingStatus.MISSING
+    assert "binutils" in doctor.check_ld().fix

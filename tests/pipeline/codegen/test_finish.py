@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import tvm
 
+from pipeline.codegen import cuda_compiler
+from pipeline.codegen.cuda_compiler import CudaToolchain
 from pipeline.codegen.finish import device_toolchain, finish_kernels
 from pipeline.codegen.gpu_check import unbound_kernels
 from pipeline.errors import LoweringError
@@ -29,9 +29,16 @@ def test_an_unbound_kernel_is_bound_from_its_unscheduled_form_or_refused() -> No
         finish_kernels(mod, CUDA)
 
 
-def test_the_toolchain_makes_a_cubin(tmp_path: Path) -> None:
-    mod = finish_kernels(add_one_mod(), CUDA, add_one_mod())
+def test_the_toolchain_makes_a_cubin(monkeypatch: pytest.MonkeyPatch) -> None:
+    cubins: list[bytes] = []
+    compile_cubin = cuda_compiler.compile_cubin
+
+    def keep(code: str, arch: str, toolchain: CudaToolchain, *, fast_math: bool) -> bytes:
+        cubins.append(compile_cubin(code, arch, toolchain, fast_math=fast_math))
+        return cubins[-1]
+
+    monkeypatch.setattr(cuda_compiler, "compile_cubin", keep)
     with device_toolchain(CUDA), CUDA:
-        executable = tvm.compile(mod, CUDA)
-    executable.mod.imports[0].write_to_file(str(tmp_path / "kernels.cubin"), "cubin")
-    assert set(machine_code((tmp_path / "kernels.cubin").read_bytes())) == {"main_kernel"}
+        tvm.compile(finish_kernels(add_one_mod(), CUDA, add_one_mod()), CUDA)
+    (cubin,) = cubins
+    assert set(machine_code(cubin)) == {"main_kernel"}

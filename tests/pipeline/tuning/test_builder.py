@@ -12,9 +12,18 @@ import pytest
 import tvm
 from tvm.s_tir import meta_schedule as ms
 
+from pipeline.codegen.finish import finish_kernels
 from pipeline.tuning.builder import BuilderLimits, PoolBuilder
 from pipeline.tuning.failure import StopSignal, read_failure
-from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, extern_mod, matmul_mod, unbuildable_mod
+from schedules.targets import resolve_target
+from tests.pipeline.tuning.tuning_cases import (
+    Place,
+    add_one_mod,
+    extern_mod,
+    matmul_mod,
+    slow_build_mod,
+    unbuildable_mod,
+)
 from tuning_db.records import Status
 
 
@@ -59,12 +68,31 @@ def test_build_goes_on_when_a_worker_is_killed(builder: PoolBuilder, place: Plac
 def test_build_reports_a_timeout_and_replaces_the_worker(tmp_path: Path, place: Place) -> None:
     with closing(PoolBuilder(1, tmp_path, BuilderLimits(timeout_s=0.001))) as builder:
         first = builder.pool.pids[0]
-        # One long enough to be sure that a millisecond does not do.
-        status, text = read_failure(str(builder.build(inputs(place, matmul_mod()))[0].error_msg), Status.OK)
+        status, text = read_failure(str(builder.build(inputs(place, slow_build_mod()))[0].error_msg), Status.OK)
         assert status is Status.TIMEOUT
         assert "build_timeout_s" in text
         assert builder.pool.pids[0] != first
         assert not psutil.pid_exists(first)
+
+
+def test_build_kills_a_worker_that_takes_too_much_memory(tmp_path: Path, place: Place) -> None:
+    with closing(PoolBuilder(1, tmp_path, BuilderLimits(build_rss_max_bytes=1 << 20))) as builder:
+        first = builder.pool.pids[0]
+        status, text = read_failure(str(builder.build(inputs(place, slow_build_mod()))[0].error_msg), Status.OK)
+        assert status is Status.BUILD_ERROR
+        assert "1 are allowed (build_rss_max_bytes)" in text
+        assert not psutil.pid_exists(first)
+
+
+def test_build_makes_gpu_code_like_an_artifact(builder: PoolBuilder) -> None:
+    cuda = resolve_target("cuda:sm_90a").target
+    bound = finish_kernels(add_one_mod(), cuda, add_one_mod())
+    good, unbound = builder.build([ms.builder.BuilderInput(mod, cuda) for mod in (bound, add_one_mod())])
+    assert good.error_msg is None
+    data = Path(str(good.artifact_path)).read_bytes()
+    assert b"main_kernel" in data
+    assert b"__global__" not in data
+    assert "have blocks that no GPU thread runs" in str(unbound.error_msg)
 
 
 def test_build_replaces_a_worn_worker(tmp_path: Path, place: Place) -> None:

@@ -67,3 +67,19 @@ def unbuildable_mod(size: int = 16) -> tvm.ir.IRModule:
 
 def task_of(name: str, mod: tvm.ir.IRModule) -> TuningTask:
     return make_task(name, mod, model="tiny", function=name, calls=((f"{name}_node",),))
+
+
+def slow_build_mod(size: int = 2048) -> tvm.ir.IRModule:
+    """Return a module that takes seconds to compile: a loop of polynomials, unrolled."""
+    a = te.placeholder((size,), name="A")
+
+    def element(i: tvm.ir.Var) -> tvm.ir.Expr:
+        value = a[i]
+        for power in range(4):
+            value = value * a[(i * 7 + power) % size] + tvm.tirx.exp(value)
+        return value
+
+    mod = as_workload(te.create_prim_func([a, te.compute((size,), element, name="C")]))
+    schedule = tvm.s_tir.Schedule(mod)
+    schedule.unroll(schedule.get_loops(schedule.get_sblock("C"))[0])
+    return schedule.mod
