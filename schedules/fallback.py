@@ -15,6 +15,7 @@ from schedules.cpu.convolution import Convolution
 from schedules.cpu.elementwise import Elementwise
 from schedules.cpu.generic import Generic
 from schedules.cpu.matmul import Matmul
+from schedules.cpu.plain import Plain
 from schedules.cpu.reduction import RowReduction
 from schedules.errors import TargetError, UnscheduledError
 from schedules.gpu.dlight_rules import cuda_rules
@@ -71,7 +72,8 @@ def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
     """
     if target.kind.name == "llvm":
         register_vector_math()
-        return [(rule.name, rule) for rule in (Elementwise(), Matmul(), Convolution(), RowReduction(), Generic())]
+        rules = (Elementwise(), Matmul(), Convolution(), RowReduction(), Generic(), Plain())
+        return [(rule.name, rule) for rule in rules]
     if target.kind.name == "cuda":
         return cuda_rules()
     raise TargetError(f"no default schedules for target kind {target.kind.name!r}; expected llvm or cuda.")
@@ -114,7 +116,8 @@ def schedule_by_rules(name: str, func: PrimFunc, target: Target) -> tuple[str, S
                 return rule_name, sch
     raise UnscheduledError(
         f"no default rule for {target.kind.name} took the function {name!r}; tried "
-        f"{', '.join(rule_name for rule_name, _ in rules)}. Its body is no nest of loops over blocks."
+        f"{', '.join(rule_name for rule_name, _ in rules)}. Its body is no nest of loops over blocks, or no "
+        "rule could bind all its blocks to threads."
     )
 
 

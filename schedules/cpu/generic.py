@@ -1,4 +1,4 @@
-"""The last CPU rule: always valid, never clever.
+"""The last CPU rule that schedules anything: never clever.
 
 Data-parallel blocks are inlined and scheduled as in `elementwise`; a reduction gets its data-parallel loops fused and
 parallel, and keeps its reduction loops serial inside, where LLVM may vectorise them. Anything that is not a plain

@@ -171,3 +171,19 @@ def conv1d_case(n: int, c: int, size: int, f: int, kernel: int, stride: int, pad
     windows = windows[:, :, ::stride].reshape(n, groups, c // groups, -1, kernel)
     want = np.einsum("ngcxi,gfci->ngfx", windows, k.reshape(groups, f // groups, c // groups, kernel))
     return Case(prim_func([a, w, out]), [x, k], [want.reshape(n, f, -1).astype("float32")], 1e-3, 1e-3)
+
+
+def conv2d_symbolic(channels: int, size: int, filters: int, kernel: int) -> tirx.PrimFunc:
+    """Return a patch embedding over a symbolic batch `b`."""
+    image = te.placeholder((te.var("b", "int64"), channels, size, size), "float32", name="image")
+    weight = te.placeholder((filters, channels, kernel, kernel), "float32", name="weight")
+    bias = te.placeholder((1, filters, 1, 1), "float32", name="bias")
+    return prim_func([image, weight, bias, topi.add(topi.nn.conv2d_nchw(image, weight, kernel, 0, 1), bias)])
+
+
+def conv1d_symbolic(channels: int, filters: int) -> tirx.PrimFunc:
+    """Return the first layer of an audio front end over a symbolic batch `b`."""
+    audio = te.placeholder((te.var("b", "int64"), channels, 64), "float32", name="audio")
+    weight = te.placeholder((filters, channels, 3), "float32", name="weight")
+    bias = te.placeholder((1, filters, 1), "float32", name="bias")
+    return prim_func([audio, weight, bias, topi.add(topi.nn.conv1d(audio, weight, 1, 1, 1, 1, "NCW", "OIW"), bias)])
