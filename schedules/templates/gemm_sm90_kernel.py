@@ -10,12 +10,22 @@ from tvm.tirx.script import builder as T
 
 from schedules.fallback import SCHEDULED_ATTR
 from schedules.templates.epilogue import MatmulFunction
-from schedules.templates.gemm_sm90_plan import BLOCK_K, ELEMENT_BYTES, PTX_TYPES, SWIZZLES, WARPGROUP, GemmPlan
+from schedules.templates.gemm_sm90_plan import (
+    BLOCK_K,
+    CONSUMER_REGISTERS,
+    ELEMENT_BYTES,
+    PRODUCER_REGISTERS,
+    PTX_TYPES,
+    SWIZZLES,
+    WARPGROUP,
+    GemmPlan,
+)
 from schedules.templates.lowering import KERNEL_ATTR
 from schedules.templates.output_tile import OutputTile
 
 # Launch attributes of a PrimFunc; the spelling is TVM's.
 _LAUNCH_ATTR = "tirx.kernel_launch_params"
+_MIN_BLOCKS_ATTR = "tirx.launch_bounds_min_blocks_per_sm"
 _DEPENDENT_LAUNCH = "tirx.use_programtic_dependent_launch"
 
 _TMA_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -66,12 +76,23 @@ class _Kernel:
             self._initialise()
             if self._p.dependent:
                 T.evaluate(T.ptx.griddepcontrol.launch_dependents())
-            with T.If(self._thread >= self._p.consumers * WARPGROUP):
-                with T.Then(), T.If(self._thread == self._p.consumers * WARPGROUP), T.Then():
-                    self._produce()
+            # setmaxnreg takes effect in a kernel whose registers are capped at its start.
+            with (
+                T.attr({_MIN_BLOCKS_ATTR: 1}),
+                T.If(self._thread >= self._p.consumers * WARPGROUP),
+            ):
+                with T.Then():
+                    self._take_registers("dec", PRODUCER_REGISTERS)
+                    with T.If(self._thread == self._p.consumers * WARPGROUP), T.Then():
+                        self._produce()
                 with T.Else():
+                    self._take_registers("inc", CONSUMER_REGISTERS)
                     self._consume()
         return builder.get()
+
+    def _take_registers(self, change: str, count: int) -> None:
+        if self._p.consumers > 1:
+            T.evaluate(T.ptx[f"setmaxnreg.{change}.sync.aligned.u32"](count))
 
     def _encode_maps(self) -> None:
         matmul, p, plan = self._matmul, self._p, self._plan

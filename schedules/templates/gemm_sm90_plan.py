@@ -22,9 +22,12 @@ _TMA_BOX_MAX = 256
 _STAGES_MAX = 16
 # Blocks of a cluster that every sm_90 device runs (CUDA C++ Programming Guide 13.0, "Thread Block Clusters").
 _CLUSTER_MAX = 8
-# Registers that a consumer needs beside its accumulators (addresses, descriptors, the epilogue's values), measured.
-_REGISTERS_BESIDE = 40
-_REGISTERS_BESIDE_RESIDUAL = 56
+# Registers of a thread: the file's 65536 hold 168 for each thread of three warpgroups when the kernel starts; then the
+# producer's give up theirs (setmaxnreg): 128 * (2 * 232 + 40) <= 65536. With one consumer there is no shortage.
+CONSUMER_REGISTERS = 232
+PRODUCER_REGISTERS = 40
+# What a consumer needs beside its accumulators (addresses, descriptors, the epilogue's values), measured.
+_REGISTERS_BESIDE = 48
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class GemmPlan:
     parameters
         What it is made from.
     threads
-        Of a block: the consumers and one warp.
+        Of a block: the consumers, and a warp or a warpgroup for the producer.
     tiles, tiles_n
         Tiles of C, and in one row of them.
     blocks
@@ -126,10 +129,10 @@ def make_plan(
         return Refusal(f"split_k is {p.split_k}, K has {k_tiles} tiles of {BLOCK_K}: a block would have none")
     groups = 1 if p.pingpong else p.consumers
     m_blocks = p.block_m // 64 // groups
-    threads = p.consumers * WARPGROUP + 32
+    threads = p.consumers * WARPGROUP + (WARPGROUP if p.consumers > 1 else 32)
     accumulators = m_blocks * p.block_n // 2
-    registers = min(limits.registers_per_thread, limits.registers_per_block // threads)
-    if accumulators + _REGISTERS_BESIDE > registers or threads > limits.max_threads_per_block:
+    registers = CONSUMER_REGISTERS if p.consumers > 1 else limits.registers_per_thread
+    if accumulators + _REGISTERS_BESIDE > registers:
         return Refusal(f"{accumulators} accumulators a thread beside {_REGISTERS_BESIDE} registers, {registers} exist")
     columns = 8 * math.ceil(p.block_n // 8 / p.split_k)
     held = residual_registers(matmul, m_blocks, columns)
@@ -137,7 +140,7 @@ def make_plan(
         warps=4 * p.consumers,
         m_blocks=m_blocks,
         columns=columns,
-        prefetched=accumulators + held + _REGISTERS_BESIDE_RESIDUAL <= registers,
+        prefetched=accumulators + held + _REGISTERS_BESIDE <= registers,
     )
     stage_bytes = (p.block_m + p.block_n) * BLOCK_K * ELEMENT_BYTES
     partial_bytes = p.block_m * p.block_n * 4 if p.split_k > 1 else 0
@@ -169,7 +172,9 @@ def make_plan(
 
 def _refuse_parameters(p: GemmParameters) -> Refusal | None:
     rows = 64 if p.pingpong else 64 * p.consumers
-    if p.consumers < 1 or p.block_m < 64 or p.block_m % rows or p.block_m > _TMA_BOX_MAX:
+    if not 1 <= p.consumers <= 2:
+        return Refusal(f"consumers is {p.consumers}, expected 1 or 2")
+    if p.block_m < 64 or p.block_m % rows or p.block_m > _TMA_BOX_MAX:
         return Refusal(f"block_m is {p.block_m}, expected a multiple of {rows} up to {_TMA_BOX_MAX}")
     if p.block_n % 16 or not 16 <= p.block_n <= 256:
         return Refusal(f"block_n is {p.block_n}, expected a multiple of 16 up to 256 (wgmma's N)")

@@ -27,6 +27,11 @@ def register_mixed_pipeline() -> str:
     return MIXED_PIPELINE
 
 
+def tir_pipeline_for(mod: IRModule) -> str:
+    """Return the name of the TIR pipeline that a module needs: TVM's own unless it has a TIRx kernel."""
+    return register_mixed_pipeline() if has_kernels(mod) else "default"
+
+
 def has_kernels(mod: IRModule) -> bool:
     """Whether the module has a TIRx kernel, and so needs the mixed pipeline."""
     return any(_is_kernel(func) for func in mod.functions.values())
