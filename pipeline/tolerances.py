@@ -1,8 +1,8 @@
-"""How much a result may differ from its reference: one table, with the reasons.
+"""How much a result may differ from its reference: of a whole model, and of one kernel. One place, with the reasons.
 
-A test element passes when ``|got - expected| <= atol * scale + rtol * |expected|``, where `scale` is the root mean
-square of the expected output, or 1 when that is smaller. Rounding errors follow the size of the values that were
-summed, not of the sum: a logit near 0 among logits of size 30 carries the error of its neighbours.
+**A model.** A test element passes when ``|got - expected| <= atol * scale + rtol * |expected|``, where `scale` is the
+root mean square of the expected output, or 1 when that is smaller. Rounding errors follow the size of the values that
+were summed, not of the sum: a logit near 0 among logits of size 30 carries the error of its neighbours.
 
 Where the numbers come from. Rounding to a format with unit roundoff u perturbs each intermediate tensor by about u of
 its size. A dot product of K terms adds about sqrt(K) * u of the accumulator (errors of random sign). A transformer of
@@ -17,6 +17,22 @@ wrong mask, axis or epilogue shows as 0.1 and more.
 - float16 storage, float16 accumulators: sqrt(4096) * 5e-4 = 3e-2 for one dot product alone.
 - bfloat16 storage, float32 accumulators: u = 4e-3, times 18 is 7e-2.
 - integers and booleans: equal.
+
+**A kernel** (a tuning candidate) is compared on arguments uniform in [-1, 1) with a reference that sums in another
+order: ``|got - expected| <= rtol * |expected| + atol * max|expected| + accumulated``. Honest differences are:
+
+- the last rounding of a value, and vectorised or GPU intrinsics: `rtol`, a few eps of the coarsest dtype stored, at
+  least 32 ulp of float32 (CUDA's `__expf`, into which TVM turns every `exp`, is off by 2 + 1.17 |x| ulp);
+- roundings of intermediates, which cancellation lets through, as much relative to the largest value: `atol`;
+- a sum in another order: about eps * sqrt(K) relative to the largest value, in `atol` too;
+- for a sum of K products, the same in absolute terms, `accumulated`. Products of such arguments have variance 1/9, so
+  the partial sum of j terms has size sqrt(j)/3; rounding each to unit roundoff u adds errors of random sign, together
+  u * sqrt(1/9 + 2/9 + ... + K/9) = u * K / (3 sqrt 2). The factor 16 is five standard deviations (the largest of a
+  million elements), two results, and a margin of 2. Without this term an epilogue that squashes (tanh, sigmoid) would
+  make the largest output, and so the bound, much smaller than the accumulators whose error passes through its steep
+  part.
+
+At K = 3072 in float32 `accumulated` is 7e-4, where one lost term of the sum is 0.25 in the mean.
 """
 
 from __future__ import annotations
@@ -24,7 +40,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
+from tvm import tirx
+
+from pipeline.tuning.arguments import numpy_dtype
+from pipeline.tuning.contraction import find_contraction
+from pipeline.tuning.kernel_ir import list_blocks
 
 
 @dataclass(frozen=True)
@@ -35,7 +57,17 @@ class Tolerance:
     atol: float
 
 
+@dataclass(frozen=True)
+class KernelTolerance:
+    """Accepted difference: `rtol` of each value, `atol` of the output's largest magnitude, plus `accumulated`."""
+
+    rtol: float
+    atol: float
+    accumulated: float = 0.0
+
+
 EXACT = Tolerance(0.0, 0.0)
+EXACT_KERNEL = KernelTolerance(0.0, 0.0)
 
 # (storage dtype, accumulator dtype) -> tolerance of a whole model.
 MODEL_TOLERANCES: dict[tuple[str, str], Tolerance] = {
@@ -46,8 +78,12 @@ MODEL_TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("bfloat16", "float32"): Tolerance(1e-1, 1e-1),
 }
 
-# Unit roundoff: half the distance from 1 to the next number.
-UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# Of a kernel: eps of the coarsest dtype for the roundings of a value, and of eps * sqrt(K) for a sum's.
+_ROUNDINGS = 4.0
+_SUM_FACTOR = 2.0
+_INTRINSICS_RTOL = 32 * 2.0**-23
+# Times unit roundoff times K, see above.
+_ACCUMULATION = 16.0 / (3.0 * math.sqrt(2.0))
 
 # Compute precision of the pipeline -> what it stores and accumulates in.
 _PRECISIONS = {"fp16": ("float16", "float32"), "bf16": ("bfloat16", "float32")}
@@ -69,24 +105,34 @@ def model_tolerance(compute_dtype: str, precision: str | None = None) -> Toleran
     return MODEL_TOLERANCES.get((compute_dtype, accumulator), EXACT)
 
 
-def kernel_tolerance(storage: str, accumulator: str, k: int) -> Tolerance:
-    """Return the tolerance of one kernel against a reference computed more precisely.
-
-    Parameters
-    ----------
-    storage, accumulator : str
-        Dtype of the output and of the sums.
-    k : int
-        How many terms each output element sums.
-    """
-    if storage not in UNIT_ROUNDOFF:
-        return EXACT
-    # 8: the largest of a million normal errors is five standard deviations, plus elementwise work after the sum.
-    bound = 8.0 * (UNIT_ROUNDOFF[storage] + math.sqrt(max(k, 1)) * UNIT_ROUNDOFF[accumulator])
-    return Tolerance(bound, bound)
+def kernel_tolerance(func: tirx.PrimFunc) -> KernelTolerance:
+    """Return the tolerance for the outputs of an unscheduled PrimFunc; integers must be equal."""
+    blocks = list_blocks(func)
+    coarsest = max((_eps(str(store.buffer.dtype)) for block in blocks for store in block.stores), default=0.0)
+    if coarsest == 0.0:
+        return EXACT_KERNEL
+    sums = [
+        _eps(str(store.buffer.dtype)) * math.sqrt(math.prod(extent for _, extent in block.reduction))
+        for block in blocks
+        if block.reduction
+        for store in block.stores
+    ]
+    products = [
+        _eps(contraction.acc_dtype) / 2 * contraction.k for block in blocks if (contraction := find_contraction(block))
+    ]
+    return KernelTolerance(
+        rtol=max(_ROUNDINGS * coarsest, _INTRINSICS_RTOL),
+        atol=_ROUNDINGS * coarsest + _SUM_FACTOR * max(sums, default=0.0),
+        accumulated=_ACCUMULATION * max(products, default=0.0),
+    )
 
 
 def output_scale(expected: np.ndarray) -> float:
     """Return what `atol` is in units of: the root mean square of the finite expected values, at least 1."""
     values = expected[np.isfinite(expected)].astype(np.float64) if expected.dtype.kind in "fV" else np.zeros(0)
     return max(1.0, float(np.sqrt(np.mean(values**2)))) if values.size else 1.0
+
+
+def _eps(dtype: str) -> float:
+    kind = numpy_dtype(dtype)
+    return 0.0 if kind.kind in "iub" else float(ml_dtypes.finfo(kind).eps)

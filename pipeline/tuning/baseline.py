@@ -10,12 +10,12 @@ from tvm.s_tir import meta_schedule as ms
 
 from pipeline.codegen.finish import finish_kernels
 from pipeline.errors import LoweringError
+from pipeline.tolerances import kernel_tolerance
 from pipeline.tuning.evaluate import Evaluator, Job, Outcome
 from pipeline.tuning.failure import read_failure
 from pipeline.tuning.kernel_ir import written_params
 from pipeline.tuning.note import CandidateNote
 from pipeline.tuning.state import TaskState
-from pipeline.tuning.tolerance import kernel_tolerance
 from schedules.errors import ScheduleError
 from schedules.fallback import apply_fallback, fallback_rule_names
 from schedules.targets import ResolvedTarget
@@ -84,6 +84,7 @@ def _note(state: TaskState, reference: str | None, *, on_device: bool = False) -
         reference_on_device=on_device,
         rtol=accepted.rtol,
         atol=accepted.atol,
+        accumulated=accepted.accumulated,
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import tvm
 
 from pipeline.threads import configure_threads
+from pipeline.tolerances import KernelTolerance
 from pipeline.tuning.arguments import ArgumentSpec, make_arrays
 from pipeline.tuning.note import CandidateNote
 
@@ -193,20 +194,15 @@ class _Measurer:
             return elapsed, None
         for position, expected in zip(outputs, pickle.loads(path.read_bytes()), strict=True):
             got = workload.tensors[position].numpy()
-            mismatch = find_mismatch(got, expected, request.note.rtol, request.note.atol)
+            accepted = KernelTolerance(request.note.rtol, request.note.atol, request.note.accumulated)
+            mismatch = find_mismatch(got, expected, accepted)
             if mismatch is not None:
                 return elapsed, f"output parameter {position}: {mismatch}"
         return elapsed, None
 
 
-def find_mismatch(output: np.ndarray, expected: np.ndarray, rtol: float, atol: float) -> str | None:
-    """Return how an output differs from what is expected, or None when it is within tolerance.
-
-    Parameters
-    ----------
-    rtol, atol : float
-        The accepted difference is `rtol * |expected| + atol * max |expected|`; integers must be equal.
-    """
+def find_mismatch(output: np.ndarray, expected: np.ndarray, accepted: KernelTolerance) -> str | None:
+    """Return how an output differs from what is expected, or None when it is within tolerance; integers are equal."""
     if expected.dtype.kind in "iub":
         wrong = output != expected
         if not wrong.any():
@@ -217,17 +213,17 @@ def find_mismatch(output: np.ndarray, expected: np.ndarray, rtol: float, atol: f
         )
     got, want = output.astype(np.float64), expected.astype(np.float64)
     finite = np.isfinite(want)
-    scale = float(np.abs(want[finite]).max(initial=0.0))
+    absolute = accepted.atol * float(np.abs(want[finite]).max(initial=0.0)) + accepted.accumulated
     with np.errstate(invalid="ignore"):
-        near = finite & (np.abs(got - want) <= rtol * np.abs(want) + atol * scale)
+        near = finite & (np.abs(got - want) <= accepted.rtol * np.abs(want) + absolute)
     # Where an infinity or NaN is expected, nothing else is right: the bound above would be infinite there.
     wrong = ~(near | (got == want) | (np.isnan(got) & np.isnan(want)))
     if not wrong.any():
         return None
     where = tuple(int(i) for i in np.argwhere(wrong)[0])
     return (
-        f"{int(wrong.sum())} of {wrong.size} elements are off by more than {rtol:.2g} relative + {atol * scale:.2g} "
-        f"absolute, first at {where}: got {got[where]:.6g}, expected {want[where]:.6g}"
+        f"{int(wrong.sum())} of {wrong.size} elements are off by more than {accepted.rtol:.2g} relative + "
+        f"{absolute:.2g} absolute, first at {where}: got {got[where]:.6g}, expected {want[where]:.6g}"
     )
 
 

@@ -32,8 +32,8 @@ class CandidateNote:
     reference
         Shared object that computes the same on the CPU, or on the device where `reference_on_device`; None compares
         nothing.
-    rtol, atol
-        Largest accepted difference, `atol` relative to the largest magnitude of the reference output.
+    rtol, atol, accumulated
+        Largest accepted difference, see `pipeline.tolerances.KernelTolerance`.
     """
 
     workload: str
@@ -43,6 +43,7 @@ class CandidateNote:
     reference_on_device: bool = False
     rtol: float = 0.0
     atol: float = 0.0
+    accumulated: float = 0.0
 
 
 def attach_note(mod: tvm.ir.IRModule, note: CandidateNote) -> tvm.ir.IRModule:
