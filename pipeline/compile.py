@@ -25,6 +25,9 @@ from pipeline.passes.module import LoweredModule
 from pipeline.tuning.task import TuningTask
 from schedules.fallback import SCHEDULED_ATTR, apply_fallback
 from schedules.targets import ResolvedTarget
+from schedules.templates.base import TemplateError
+from schedules.templates.lowering import tir_pipeline_for
+from schedules.templates.registry import apply_decision
 from tuning_db.errors import TuningDatabaseError
 from tuning_db.metaschedule import replay_decision
 from tuning_db.records import Environment, Route, TuningRecord, Workload
@@ -45,6 +48,10 @@ TVM_ERRORS = (
 
 # Records tried for one kernel, the best first, before the fallback is taken.
 RECORDS_TRIED = 8
+# Records looked at when some routes are left aside, whose records may be the best ones.
+RECORDS_LISTED = 1000
+
+ALL_ROUTES = frozenset(Route)
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,7 @@ def select_kernels(
     database: TuningDatabase | None,
     target: ResolvedTarget,
     environment: Environment,
+    routes: frozenset[Route] = ALL_ROUTES,
 ) -> tuple[KernelChoice, ...]:
     """Return how each PrimFunc of the module gets its schedule, in execution order.
 
@@ -129,6 +137,8 @@ def select_kernels(
         Where records are looked up; with None every kernel takes the fallback.
     target, environment : ResolvedTarget, Environment
         Where the code is to run.
+    routes : frozenset of Route
+        Records of other routes are left aside.
     """
     by_function = {name: task for task in tasks for name in task.functions.get(lowered.graph.name, ())}
     choices = []
@@ -139,7 +149,7 @@ def select_kernels(
         elif database is None:
             choice = KernelChoice(function, task.name, Route.FALLBACK, note="no database was given")
         else:
-            choice = _choose(function, task, database, target, environment)
+            choice = _choose(function, task, database, target, environment, routes)
         choices.append(choice)
     _log_choices(choices)
     return tuple(choices)
@@ -227,7 +237,7 @@ def replay_record(task: TuningTask, record: TuningRecord, target: ResolvedTarget
         raise LoweringError(f"record {record.id} of task {task.name}: route {record.route.value} is not known here")
     try:
         scheduled = replay(task, record, target)
-    except (TuningDatabaseError, *TVM_ERRORS) as e:
+    except (TuningDatabaseError, TemplateError, *TVM_ERRORS) as e:
         lines = [line for line in str(e).splitlines() if line.strip()]
         reason = lines[-1].strip() if lines else type(e).__name__
         raise LoweringError(f"record {record.id} of task {task.name} cannot be replayed: {reason}") from e
@@ -239,13 +249,23 @@ def _replay_metaschedule(task: TuningTask, record: TuningRecord, target: Resolve
         return replay_decision(task.mod, record.decision).mod["main"]
 
 
+def _replay_template(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> tirx.PrimFunc:
+    return apply_decision(task.mod["main"], target, record.decision)
+
+
 _REPLAY: Mapping[Route, Callable[[TuningTask, TuningRecord, ResolvedTarget], tirx.PrimFunc]] = {
     Route.METASCHEDULE: _replay_metaschedule,
+    Route.TEMPLATE: _replay_template,
 }
 
 
 def _choose(
-    function: str, task: TuningTask, database: TuningDatabase, target: ResolvedTarget, environment: Environment
+    function: str,
+    task: TuningTask,
+    database: TuningDatabase,
+    target: ResolvedTarget,
+    environment: Environment,
+    routes: frozenset[Route],
 ) -> KernelChoice:
     workload = Workload(
         task.workload_hash, task.family, task.signature, task.name, task.flops, task.bytes, None, tvm.__version__
@@ -255,8 +275,9 @@ def _choose(
         signature_key=workload.signature_key,
         target=target_key(target),
         environment=environment,
-        k=RECORDS_TRIED,
+        k=RECORDS_TRIED if routes == ALL_ROUTES else RECORDS_LISTED,
     )
+    records = [record for record in records if record.route in routes][:RECORDS_TRIED]
     passed_over: list[tuple[int, str]] = []
     for record in records:
         if record.route is Route.FALLBACK:
@@ -324,7 +345,7 @@ def _plan_memory(mod: tvm.ir.IRModule, target: ResolvedTarget, graph: bool) -> t
 
 def _generate(mod: tvm.ir.IRModule, target: ResolvedTarget, name: str) -> relax.VMExecutable:
     try:
-        return relax.build(mod, target.target, relax_pipeline=None)
+        return relax.build(mod, target.target, relax_pipeline=None, tir_pipeline=tir_pipeline_for(mod))
     except TVM_ERRORS as e:
         raise LoweringError(f"code generation of {name} for {target.kind} {target.arch} failed: {e}") from e
 

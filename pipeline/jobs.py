@@ -27,7 +27,7 @@ from pipeline.tuning.options import TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressListener, SilentProgress
 from pipeline.tuning.session import require_valid, tune
 from pipeline.validate import ValidationReport, default_dims, validate
-from tuning_db.records import Mode
+from tuning_db.records import Mode, Route
 from tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def tune_model(
                 f"tuning measures on the device, and {prepared.target.arch} is not on this machine; run the tune where "
                 "it is, or make the artifact from records alone with `relaxtune compile`"
             )
-        job_id, summary = _tune(prepared, request, tune_request, database, progress or SilentProgress())
+        job_id, summary = _tune(prepared, tune_request, database, progress or SilentProgress())
         compiled = _compile(prepared, database, out, tune_request.samples)
     benchmark = None
     if tune_request.benchmark and prepared.can_run:
@@ -152,12 +152,12 @@ def tune_model(
 
 def _tune(
     prepared: PreparedModel,
-    request: ModelRequest,
     tune_request: TuneRequest,
     database: TuningDatabase,
     progress: ProgressListener,
 ) -> tuple[str, TuningSummary]:
-    options = {"source": str(request.source), "target": request.target, **_plain(tune_request.tuning)}
+    tuning = dataclasses.replace(tune_request.tuning, routes=tune_request.tuning.routes & prepared.request.routes)
+    options = {"source": str(prepared.request.source), "target": prepared.request.target, **_plain(tuning)}
     job = database.start_job(
         model=prepared.model.name,
         model_sha256=prepared.lowered.graph.source_sha256,
@@ -170,7 +170,7 @@ def _tune(
             target=prepared.target,
             database=database,
             environment=prepared.environment,
-            options=tune_request.tuning,
+            options=tuning,
             job_id=job.id,
             progress=progress,
         )
@@ -193,6 +193,7 @@ def _compile(prepared: PreparedModel, database: TuningDatabase | None, out: Path
         database=database,
         target=prepared.target,
         environment=prepared.environment,
+        routes=prepared.request.routes | {Route.FALLBACK},
     )
     with stage("compile"):
         compiled = compile_module(prepared.lowered, choices, prepared.target)
@@ -227,5 +228,4 @@ def _benchmark(prepared: PreparedModel, directory: Path) -> BenchmarkReport:
 
 
 def _plain(options: TuningOptions) -> dict[str, object]:
-    data = dataclasses.asdict(options)
-    return {name: value.value if isinstance(value, Mode) else value for name, value in data.items()}
+    return {**dataclasses.asdict(options), "mode": options.mode.value, "routes": sorted(options.routes)}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from models import OnnxModel, load_model
+from pipeline.compile import ALL_ROUTES
 from pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from pipeline.importer import import_model
 from pipeline.passes import lower
@@ -17,7 +18,7 @@ from pipeline.passes.module import LoweredModule, LoweringOptions
 from pipeline.tuning.task import TuningTask
 from pipeline.tuning.tasks import UntunableKernel, extract_tasks, list_untunable
 from schedules.targets import ResolvedTarget, resolve_target
-from tuning_db.records import Environment
+from tuning_db.records import Environment, Route
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class ModelRequest:
         Precision, passes switched off, IR dump, whether weights are embedded.
     seed
         Seed of the zoo's weights.
+    routes
+        Who may make kernels; the fallback always may.
     """
 
     source: str | Path
@@ -45,12 +48,14 @@ class ModelRequest:
     target: str = "auto"
     lowering: LoweringOptions = field(default_factory=LoweringOptions)
     seed: int = 0
+    routes: frozenset[Route] = ALL_ROUTES
 
 
 @dataclass(frozen=True)
 class PreparedModel:
     """A model lowered for its target, with its tuning tasks and the environment that measurements are true for."""
 
+    request: ModelRequest
     model: OnnxModel
     target: ResolvedTarget
     environment: Environment
@@ -93,7 +98,7 @@ def prepare_model(request: ModelRequest) -> PreparedModel:
     )
     for kernel in untunable:
         logger.info("not tunable: %s", kernel)
-    return PreparedModel(model, target, detect_environment(target), lowered, tasks, untunable)
+    return PreparedModel(request, model, target, detect_environment(target), lowered, tasks, untunable)
 
 
 @contextmanager

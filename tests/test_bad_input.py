@@ -251,6 +251,13 @@ def test_unknown_precision_exits_2(relaxtune, tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_unknown_route_exits_2(relaxtune, tmp_path) -> None:
+    outcome = relaxtune("compile", "bert-tiny", "--target", "llvm", "--routes", "magic", "--out", tmp_path / "artifact")
+    assert outcome.code == 2
+    assert "magic is no route" in outcome.stderr
+    assert "template" in outcome.stderr
+
+
 def test_unknown_option_exits_2(relaxtune) -> None:
     assert relaxtune("compile", "bert-tiny", "--no-such-option").code == 2
 

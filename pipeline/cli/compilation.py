@@ -18,9 +18,11 @@ from pipeline.cli.options import (
     FormatOption,
     ModelArgument,
     PrecisionOption,
+    RoutesOption,
     SeedOption,
     ShapeOption,
     TargetOption,
+    parse_routes,
     parse_shapes,
 )
 from pipeline.cli.output import OutputFormat, TableView, print_json, print_table, stderr_console, stdout_console
@@ -78,6 +80,7 @@ def tune(
     disable_pass: DisablePassOption = None,
     dump_ir: DumpIrOption = None,
     embed_weights: EmbedWeightsOption = False,
+    routes: RoutesOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Import, tune, compile, validate and export a model: the main job."""
@@ -85,7 +88,7 @@ def tune(
     from pipeline.tuning.options import TuningOptions
     from pipeline.tuning.progress import ConsoleProgress
 
-    request = _model_request(model, shape, target, precision, disable_pass, dump_ir, embed_weights, seed)
+    request = _model_request(model, shape, target, precision, disable_pass, dump_ir, embed_weights, seed, routes)
     # Only time given means no limit on candidates; nothing given means the default budget.
     unlimited = time_budget is not None
     options = TuningOptions(
@@ -118,12 +121,13 @@ def compile_command(
     disable_pass: DisablePassOption = None,
     dump_ir: DumpIrOption = None,
     embed_weights: EmbedWeightsOption = False,
+    routes: RoutesOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Compile a model from records only, without measuring; tasks without a record take the fallback and are listed."""
     from pipeline.jobs import compile_model
 
-    request = _model_request(model, shape, target, precision, disable_pass, dump_ir, embed_weights, seed)
+    request = _model_request(model, shape, target, precision, disable_pass, dump_ir, embed_weights, seed, routes)
     result = compile_model(request, out or _default_out(model, target), database=db, samples=samples)
     if output_format is OutputFormat.JSON:
         print_json(_compile_data(result))
@@ -147,6 +151,7 @@ def _model_request(
     dump_ir: Path | None,
     embed_weights: bool,
     seed: int,
+    routes: str | None,
 ) -> ModelRequest:
     from pipeline.passes.module import LoweringOptions
     from pipeline.prepare import ModelRequest
@@ -157,7 +162,14 @@ def _model_request(
         dump_dir=dump_ir,
         embed_weights=embed_weights,
     )
-    return ModelRequest(source=model, shapes=parse_shapes(shape), target=target, lowering=lowering, seed=seed)
+    return ModelRequest(
+        source=model,
+        shapes=parse_shapes(shape),
+        target=target,
+        lowering=lowering,
+        seed=seed,
+        routes=parse_routes(routes),
+    )
 
 
 def _default_out(model: str, target: str) -> Path:

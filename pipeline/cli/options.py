@@ -9,6 +9,7 @@ import typer
 
 from pipeline.cli.output import OutputFormat
 from pipeline.errors import UsageError
+from tuning_db.records import Route
 
 DEFAULT_DATABASE = "relaxtune.db"
 
@@ -39,6 +40,28 @@ DumpIrOption = Annotated[
 EmbedWeightsOption = Annotated[
     bool, typer.Option("--embed-weights", help="Keep the weights inside model.so instead of params.safetensors.")
 ]
+RoutesOption = Annotated[
+    str | None,
+    typer.Option("--routes", metavar="ROUTE,...", help="Who may make kernels: metaschedule, template. Default: all."),
+]
+
+
+def parse_routes(text: str | None) -> frozenset[Route]:
+    """Return the routes of a `--routes` value, all without one.
+
+    Raises
+    ------
+    UsageError
+        A name is not a route.
+    """
+    if text is None:
+        return frozenset(Route)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in {route.value for route in Route}]
+    if unknown:
+        known = ", ".join(route.value for route in Route)
+        raise UsageError(f"--routes {text!r}: {', '.join(unknown)} is no route; expected names from {known}")
+    return frozenset(Route(name) for name in names)
 
 
 def parse_shapes(texts: list[str] | None) -> dict[str, tuple[int | str, ...]]:

@@ -43,6 +43,7 @@ def start() -> Callable[[object], object]:
 
     from pipeline.codegen.finish import device_toolchain, finish_kernels
     from pipeline.tuning.note import take_note
+    from schedules.templates.lowering import tir_pipeline_for
 
     without_layout_blocks = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)
 
@@ -53,7 +54,9 @@ def start() -> Callable[[object], object]:
         target = pickle.loads(request.target)
         finished = finish_kernels(without_layout_blocks(mod), target)
         with device_toolchain(target), target:
-            executable = _with_intrinsics(lambda: tvm.compile(finished, target))
+            executable = _with_intrinsics(
+                lambda: tvm.compile(finished, target, tir_pipeline=tir_pipeline_for(finished))
+            )
         path = _link(executable.mod, request.stem)
         if note is not None:
             Path(request.stem + ".json").write_text(json.dumps(note))

@@ -9,6 +9,9 @@ from pipeline.tuning.measure_worker import MeasureOptions
 from pipeline.tuning.task import TuningTask
 from tuning_db.records import Mode, Route, Status
 
+# The routes that offer candidates; fallbacks are measured in any case, as what the others are compared with.
+SEARCHED_ROUTES = frozenset({Route.METASCHEDULE, Route.TEMPLATE})
+
 
 @dataclass(frozen=True)
 class TuningOptions:
@@ -38,6 +41,8 @@ class TuningOptions:
     overlap
         Build and measure at the same time; None does so on a GPU only, since on a CPU building would disturb the
         clock.
+    routes
+        Who may offer candidates; without `metaschedule` nothing is searched, without `template` none is tried.
     measure
         How a candidate is timed.
     """
@@ -53,6 +58,7 @@ class TuningOptions:
     mode: Mode = Mode.TUNE
     enough_records: int = 512
     overlap: bool | None = None
+    routes: frozenset[Route] = SEARCHED_ROUTES
     measure: MeasureOptions = field(default_factory=MeasureOptions)
 
 

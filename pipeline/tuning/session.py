@@ -29,13 +29,15 @@ from pipeline.tuning.cost_model import FastCostModel
 from pipeline.tuning.evaluate import Evaluator, Job, Outcome
 from pipeline.tuning.failure import StopSignal
 from pipeline.tuning.measure_worker import MeasureOptions
-from pipeline.tuning.options import TuningOptions, TuningSummary
+from pipeline.tuning.note import CandidateNote
+from pipeline.tuning.options import SEARCHED_ROUTES, TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressEvent, ProgressListener, SilentProgress
 from pipeline.tuning.recorder import Recorder
 from pipeline.tuning.runner import NO_REFERENCE, ProcessRunner
 from pipeline.tuning.search import Candidate, TaskSearch
 from pipeline.tuning.state import TaskState, choose_task, summarise
 from pipeline.tuning.task import TuningTask
+from pipeline.tuning.template_candidates import template_candidates
 from schedules.host import physical_cores
 from schedules.space import make_space
 from schedules.targets import ResolvedTarget
@@ -209,11 +211,14 @@ class _Session:
                     state.offer(record.route, record.latency_us)
                     if record.route is Route.FALLBACK:
                         state.before_us = record.latency_us
-                if record.route is Route.METASCHEDULE:
+                if record.route in SEARCHED_ROUTES:
                     state.known += ok
                     state.decided[record.decision] = tuple(v / 1e6 for v in record.latencies_us) if ok else None
             if state.known >= self._options.enough_records:
                 state.skipped = f"{state.known} valid records of it are known (mode force measures again)"
+        if Route.TEMPLATE in self._options.routes:
+            for state in self._states:
+                state.templates = template_candidates(state.task, self._target, state.decided)
 
     def _rounds(self, evaluator: Evaluator, workers: int) -> None:
         # Its random predictions of the first rounds come from NumPy's global generator.
@@ -231,7 +236,34 @@ class _Session:
             np.random.set_state(random_state)
 
     def _round(self, state: TaskState, evaluator: Evaluator, workers: int) -> None:
-        """Propose, build, measure and record the next candidates of one task, and learn from them."""
+        """Build, measure and record the next candidates of one task: those of templates first, then of the search."""
+        if state.templates:
+            self._template_round(state, evaluator)
+        elif Route.METASCHEDULE in self._options.routes:
+            self._search_round(state, evaluator, workers)
+        else:
+            state.exhausted = True
+
+    def _template_round(self, state: TaskState, evaluator: Evaluator) -> None:
+        remaining = self._remaining()
+        size = self._round_size() if remaining is None else min(self._round_size(), remaining)
+        batch, state.templates = state.templates[:size], state.templates[size:]
+        note = self._note_of(state)
+        args_info = ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False)
+        jobs = [Job(candidate.make(self._target), args_info, note) for candidate in batch]
+        evaluator.evaluate(
+            jobs, lambda index, outcome: self._take(state, Route.TEMPLATE, batch[index].decision, outcome)
+        )
+        self._recorder.flush()
+        state.close_round()
+
+    def _note_of(self, state: TaskState) -> CandidateNote:
+        if state.note is None:
+            raise UsageError(f"task {state.task.name} has no reference to compare candidates with.")
+        return state.note
+
+    def _search_round(self, state: TaskState, evaluator: Evaluator, workers: int) -> None:
+        """Propose, build, measure and record candidates, and learn from them."""
         proposed = self._propose(state, workers)
         if not proposed:
             state.exhausted = True
@@ -241,9 +273,7 @@ class _Session:
         state.exhausted = state.empty_rounds >= _EMPTY_ROUNDS_MAX
         remaining = self._remaining()
         fresh = fresh if remaining is None else fresh[:remaining]
-        note = state.note
-        if note is None:
-            raise UsageError(f"task {state.task.name} has no reference to compare candidates with.")
+        note = self._note_of(state)
 
         def take(index: int, outcome: Outcome) -> None:
             decision = fresh[index].decision

@@ -12,6 +12,7 @@ from pipeline.tuning.note import CandidateNote
 from pipeline.tuning.options import TaskSummary
 from pipeline.tuning.search import TaskSearch
 from pipeline.tuning.task import TuningTask
+from pipeline.tuning.template_candidates import TemplateCandidate
 from tuning_db.records import Route, Status
 
 _US_PER_S = 1e6
@@ -25,12 +26,14 @@ _HOPE = 0.2
 class TaskState:
     """One task of a run.
 
-    `decided` holds what earlier runs recorded: decision -> raw seconds, or None for a failure. `progress` is the best
-    latency after each round.
+    `decided` holds what earlier runs recorded: decision -> raw seconds, or None for a failure. `templates` are the
+    candidates of kernel templates still to be measured, the most promising first; they come before any search.
+    `progress` is the best latency after each round.
     """
 
     task: TuningTask
     decided: dict[str, tuple[float, ...] | None]
+    templates: list[TemplateCandidate] = field(default_factory=list)
     known: int = 0
     note: CandidateNote | None = None
     search: TaskSearch | None = None
