@@ -12,7 +12,7 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from pipeline.threads import configure_threads
 from pipeline.tolerances import KernelTolerance
 from pipeline.tuning.arguments import ArgumentSpec, make_arrays
 from pipeline.tuning.note import CandidateNote
+from pipeline.tuning.rotation import RotatedTimer, can_rotate, launches, sets_needed
 
 _ENTRY = "main"
 # Arguments of this many workloads stay allocated: enough for a batch of mixed tasks, little memory.
@@ -45,6 +46,9 @@ class MeasureOptions:
         of single runs.
     cold_cache
         Time every run with caches flushed of all but the first argument; CPU only.
+    rotate
+        Time on several copies of the arguments, together larger than twice the L2, since a model's weights are cold;
+        GPU only (see `pipeline.tuning.rotation`).
     threads
         Threads of a CPU kernel; None leaves the default.
     """
@@ -54,6 +58,7 @@ class MeasureOptions:
     hopeless_factor: float = 3.0
     hopeless_repeats: int = 2
     cold_cache: bool = False
+    rotate: bool = True
     threads: int | None = None
 
 
@@ -86,9 +91,17 @@ class MeasureReply:
 
 @dataclass
 class _Workload:
+    """Arguments of one workload; `copies` are made when a GPU candidate is timed."""
+
     arrays: list[np.ndarray]
     tensors: list[tvm.runtime.Tensor]
     best_s: float = math.inf
+    copies: list[list[tvm.runtime.Tensor]] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Size of one set of arguments."""
+        return sum(array.nbytes for array in self.arrays)
 
 
 def start() -> Callable[[object], object]:
@@ -120,6 +133,7 @@ def check_seeds(request: MeasureRequest) -> tuple[int, int]:
 class _Measurer:
     def __init__(self) -> None:
         self._workloads: dict[tuple[object, ...], _Workload] = {}
+        self._timer: RotatedTimer | None = None
 
     def make_references(self, request: MeasureRequest) -> bool:
         """Compute the reference outputs for both seeds and keep them in files."""
@@ -152,7 +166,10 @@ class _Measurer:
         elapsed, mismatch = self._run_and_compare(function_module, workload, request, timed_seed, device)
         if mismatch is not None:
             return MeasureReply((), mismatch)
-        seconds = _time(function_module, device, workload, request.options, elapsed)
+        if _is_cpu(device) or not request.options.rotate or not can_rotate():
+            seconds = _time(function_module, device, workload, request.options, elapsed)
+        else:
+            seconds = self._time_rotated(function_module, device, workload, request, elapsed)
         median = float(np.median(seconds))
         if median < workload.best_s:
             other = self._workload(request, fresh_seed, device)
@@ -161,6 +178,30 @@ class _Measurer:
                 return MeasureReply((), f"on other inputs, {mismatch}")
             workload.best_s = median
         return MeasureReply(tuple(seconds), None)
+
+    def _time_rotated(
+        self,
+        module: tvm.runtime.Module,
+        device: tvm.runtime.Device,
+        workload: _Workload,
+        request: MeasureRequest,
+        first_s: float,
+    ) -> list[float]:
+        """Return the raw seconds of a candidate on arguments that are not in the L2 cache."""
+        options = request.options
+        if _is_hopeless(first_s, workload, options):
+            return [first_s]
+        self._timer = timer = self._timer or RotatedTimer(device)
+        if not workload.copies:
+            more = range(sets_needed(workload.bytes, timer.l2_bytes) - 1)
+            copies = [_tensors(workload.arrays, request.arguments, device) for _ in more]
+            workload.copies = [workload.tensors, *copies]
+        function = module[_ENTRY]
+        quick = timer.time(function, workload.copies, 1, 1)[0]
+        if quick > options.hopeless_factor * workload.best_s:
+            return [quick, *timer.time(function, workload.copies, 1, max(0, options.hopeless_repeats - 1))]
+        number = launches(workload.bytes, len(workload.copies), timer.l2_bytes, quick, options.min_repeat_s)
+        return timer.time(function, workload.copies, number, options.repeats)
 
     def _workload(self, request: MeasureRequest, seed: int, device: tvm.runtime.Device) -> _Workload:
         key = (request.note.workload if request.note else None, request.arguments, seed, request.device)
@@ -235,8 +276,7 @@ def _time(
     first_s: float,
 ) -> list[float]:
     """Return the raw seconds of a candidate whose first run took `first_s`."""
-    if first_s > max(_SLOW_S, 2 * options.hopeless_factor * workload.best_s):
-        # So far behind that even its first run, on cold caches, tells enough.
+    if _is_hopeless(first_s, workload, options):
         return [first_s]
     flush = "cache_flush_cpu_non_first_arg" if options.cold_cache and _is_cpu(device) else ""
 
@@ -250,6 +290,11 @@ def _time(
         return [quick, *timed(1, options.hopeless_repeats - 1)] if options.hopeless_repeats > 1 else [quick]
     number = 1 if flush else max(1, math.ceil(options.min_repeat_s / quick))
     return timed(number, options.repeats)
+
+
+def _is_hopeless(first_s: float, workload: _Workload, options: MeasureOptions) -> bool:
+    """Whether a candidate is so far behind that even its first run, on cold caches, tells enough."""
+    return first_s > max(_SLOW_S, 2 * options.hopeless_factor * workload.best_s)
 
 
 def _is_cpu(device: tvm.runtime.Device) -> bool:

@@ -28,7 +28,8 @@ class ProgressEvent:
     best_us
         Best latency of the task so far, or None.
     seconds_left
-        Until the time budget ends, or None.
+        Until the run ends: by the time budget, or by the rate so far for the candidates that are left, whichever
+        comes first; None where nothing tells.
     """
 
     task: str
@@ -38,6 +39,22 @@ class ProgressEvent:
     failed: int
     best_us: float | None
     seconds_left: float | None
+
+
+def estimate_left(done: int, total: int | None, elapsed_s: float, budget_left_s: float | None) -> float | None:
+    """Return the seconds until a run ends.
+
+    Parameters
+    ----------
+    done, total : int
+        Candidates finished and asked for; `total` is None where only time limits the run.
+    elapsed_s : float
+        What the finished ones took.
+    budget_left_s : float or None
+        Until the time budget ends.
+    """
+    by_rate = None if total is None or done <= 0 else elapsed_s / done * max(0, total - done)
+    return min((left for left in (by_rate, budget_left_s) if left is not None), default=None)
 
 
 class ProgressListener(Protocol):
@@ -106,5 +123,11 @@ class ConsoleProgress:
 def describe(event: ProgressEvent) -> str:
     """Return what an event says beside the count."""
     best = "nothing valid yet" if event.best_us is None else f"best {event.best_us:.1f} us"
-    left = "" if event.seconds_left is None else f", {event.seconds_left:.0f} s left"
+    left = "" if event.seconds_left is None else f", about {_duration(event.seconds_left)} left"
     return f"{event.task}: {best}; {event.valid} valid, {event.failed} failed{left}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

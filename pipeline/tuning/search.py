@@ -13,9 +13,9 @@ from tuning_db.metaschedule import trace_to_json
 
 # MetaSchedule's search ends after so many candidates; the run's own limits come first.
 _TRIALS_MAX = 1 << 20
-# Generations between two rounds. Each asks the cost model about the whole population, and the features of a schedule
-# take 3 ms.
-_GENERATIONS = 2
+# Generations between two rounds. Each mutates the whole population, runs the postprocessors on it and asks the cost
+# model about it: most of the time of a search.
+_GENERATIONS = 1
 # What MetaSchedule's cost model and database take as the latency of a failed candidate.
 _FAILED_S = 1e10
 

@@ -31,7 +31,7 @@ from pipeline.tuning.failure import StopSignal
 from pipeline.tuning.measure_worker import MeasureOptions
 from pipeline.tuning.note import CandidateNote
 from pipeline.tuning.options import SEARCHED_ROUTES, TuningOptions, TuningSummary
-from pipeline.tuning.progress import ProgressEvent, ProgressListener, SilentProgress
+from pipeline.tuning.progress import ProgressEvent, ProgressListener, SilentProgress, estimate_left
 from pipeline.tuning.recorder import Recorder
 from pipeline.tuning.runner import NO_REFERENCE, ProcessRunner
 from pipeline.tuning.search import Candidate, TaskSearch
@@ -169,6 +169,7 @@ class _Session:
             database, target_key(target), environment, tvm_target=target.target, commit_records=False
         )
         self._cost_model: ms.CostModel | None = None
+        self._rounds_began = 0.0
 
     def run(self, evaluator: Evaluator, workers: int, began: float) -> TuningSummary:
         interrupted = False
@@ -182,6 +183,7 @@ class _Session:
                 lambda state, decision, outcome: self._take(state, Route.FALLBACK, decision, outcome),
             )
             self._recorder.flush()
+            self._rounds_began = time.monotonic()
             self._rounds(evaluator, workers)
         except KeyboardInterrupt:
             self._stop.request()
@@ -341,8 +343,10 @@ class _Session:
             if outcome.error is not None and outcome.error.startswith(NO_REFERENCE):
                 state.skipped = NO_REFERENCE
             return
-        left = None if self._stop.deadline is None else max(0.0, self._stop.deadline - time.monotonic())
+        now = time.monotonic()
+        budget_left = None if self._stop.deadline is None else max(0.0, self._stop.deadline - now)
         valid, failed = sum(s.valid for s in self._states), sum(s.failed for s in self._states)
+        left = estimate_left(valid + failed, self._options.trials, now - self._rounds_began, budget_left)
         self._progress.candidate_measured(
             ProgressEvent(state.task.name, valid + failed, self._options.trials, valid, failed, state.best_us, left)
         )

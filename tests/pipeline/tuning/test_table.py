@@ -4,10 +4,11 @@ import dataclasses
 import io
 import json
 
+import pytest
 from rich.console import Console
 
 from pipeline.tuning.options import TaskSummary, TuningSummary
-from pipeline.tuning.progress import ConsoleProgress, ProgressEvent, SilentProgress
+from pipeline.tuning.progress import ConsoleProgress, ProgressEvent, SilentProgress, describe, estimate_left
 from pipeline.tuning.state import TaskState, choose_task
 from pipeline.tuning.table import print_table, shorten_nodes, to_data, to_json
 from tests.pipeline.tuning.tuning_cases import matmul_task
@@ -70,10 +71,26 @@ def test_progress_prints_plain_lines_off_a_terminal() -> None:
         progress.candidate_measured(dataclasses.replace(EVENT, done=9))
         progress.candidate_measured(dataclasses.replace(EVENT, done=16, best_us=None))
     lines = text.getvalue().splitlines()
-    assert lines[0] == "tuning 8/16 matmul: best 25.0 us; 6 valid, 2 failed, 30 s left"
+    assert lines[0] == "tuning 8/16 matmul: best 25.0 us; 6 valid, 2 failed, about 30 s left"
     assert lines[1].startswith("tuning 16/16 matmul: nothing valid yet")
     assert len(lines) == 2
     SilentProgress().candidate_measured(EVENT)
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "budget_left", "expected"),
+    [(0, 10, None, None), (5, 10, None, 20.0), (5, 10, 7.0, 7.0), (5, None, 7.0, 7.0), (5, None, None, None)],
+)
+def test_estimate_left_takes_the_limit_that_comes_first(
+    done: int, total: int | None, budget_left: float | None, expected: float | None
+) -> None:
+    assert estimate_left(done, total, 20.0, budget_left) == expected
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(59.0, "59 s"), (240.0, "4 min"), (5400.0, "1.5 h")])
+def test_describe_tells_the_time_left(seconds: float, text: str) -> None:
+    assert describe(dataclasses.replace(EVENT, seconds_left=seconds)).endswith(f"about {text} left")
+    assert "left" not in describe(dataclasses.replace(EVENT, seconds_left=None))
 
 
 def test_progress_draws_a_bar_on_a_terminal() -> None:

@@ -1,0 +1,94 @@
+"""Timing a kernel on a GPU with its arguments out of the L2 cache, as a model's weights are.
+
+A kernel that is run again and again on the same arguments finds them in L2 (50 MB on an H200), where a whole model
+reads every weight from memory once an inference. So several copies of the arguments are made, and a raw latency is that
+of a row of launches, each on the next copy; before the row, a memset larger than twice the L2 evicts what is there.
+The memset does a second thing: the launches are queued while it runs, so that the host's 4 us a launch are not
+measured. Events are recorded on the stream of the launches, around the row.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import tvm
+
+# Copies of the arguments at most; small ones are cold after the memset however few copies there are.
+_SETS_MAX = 32
+_SETS_MIN = 2
+# Queueing one launch takes 4 to 5 us on the host; a memset writes about 3 TB/s.
+_LAUNCH_S = 6e-6
+_MEMSET_BYTES_PER_S = 3e12
+_L2_FACTOR = 2
+
+
+def can_rotate() -> bool:
+    """Whether the package cuda-bindings, by which events are recorded, is installed."""
+    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+
+
+def sets_needed(argument_bytes: int, l2_bytes: int) -> int:
+    """Return how many copies of the arguments make up more than twice the L2, within limits."""
+    return min(_SETS_MAX, max(_SETS_MIN, math.ceil(_L2_FACTOR * l2_bytes / max(1, argument_bytes)) + 1))
+
+
+def launches(argument_bytes: int, sets: int, l2_bytes: int, quick_s: float, min_repeat_s: float) -> int:
+    """Return how many launches one raw latency is the mean of.
+
+    Where all copies together fit into twice the L2, no copy may come twice.
+    """
+    wanted = max(1, math.ceil(min_repeat_s / quick_s))
+    return min(wanted, sets) if sets * argument_bytes <= _L2_FACTOR * l2_bytes else wanted
+
+
+class RotatedTimer:
+    """Times launches on one GPU between two events.
+
+    Parameters
+    ----------
+    device : tvm.runtime.Device
+        A CUDA device, whose context is current in this thread.
+    """
+
+    def __init__(self, device: tvm.runtime.Device) -> None:
+        self.l2_bytes = int(device.l2_cache_size_bytes or 0)
+        self._driver: ModuleType = importlib.import_module("cuda.bindings.driver")
+        self._scratch_bytes = max(_L2_FACTOR * self.l2_bytes, 1 << 26)
+        self._scratch = self._call("cuMemAlloc", self._scratch_bytes)
+        self._start, self._stop = self._call("cuEventCreate", 0), self._call("cuEventCreate", 0)
+
+    def time(
+        self,
+        function: Callable[..., object],
+        sets: Sequence[Sequence[tvm.runtime.Tensor]],
+        number: int,
+        repeats: int,
+    ) -> list[float]:
+        """Return the seconds of one launch, `repeats` times, each the mean of `number` launches."""
+        memsets = max(1, math.ceil(number * _LAUNCH_S * _MEMSET_BYTES_PER_S / self._scratch_bytes))
+        stream = 0  # TVM launches on the default stream.
+        seconds = []
+        position = 0
+        for _ in range(repeats):
+            for _ in range(memsets):
+                self._call("cuMemsetD8Async", self._scratch, 0, self._scratch_bytes, stream)
+            self._call("cuEventRecord", self._start, stream)
+            for _ in range(number):
+                function(*sets[position % len(sets)])
+                position += 1
+            self._call("cuEventRecord", self._stop, stream)
+            self._call("cuEventSynchronize", self._stop)
+            elapsed_ms = float(self._call("cuEventElapsedTime", self._start, self._stop))
+            seconds.append(max(elapsed_ms / 1e3 / number, 1e-9))
+        return seconds
+
+    def _call(self, name: str, *arguments: object) -> Any:
+        status, *values = getattr(self._driver, name)(*arguments)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"CUDA: {name} failed with {status.name}")
+        return values[0] if values else None
