@@ -23,6 +23,8 @@ from schedules.templates.gemm_sm90_plan import (
 from schedules.templates.lowering import KERNEL_ATTR
 from schedules.templates.output_tile import OutputTile
 
+# On a PrimFunc made of blocks, which the kernel is not.
+_BLOCKS_ATTR = "s_tir"
 # Launch attributes of a PrimFunc; the spelling is TVM's.
 _LAUNCH_ATTR = "tirx.kernel_launch_params"
 _MIN_BLOCKS_ATTR = "tirx.launch_bounds_min_blocks_per_sm"
@@ -41,9 +43,9 @@ __forceinline__ __device__ void relaxtune_pin(float& value) { asm volatile("" : 
 def build_kernel(func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan) -> tirx.PrimFunc:
     """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
     made = _Kernel(func, matmul, plan).build()
-    attrs = dict(func.attrs.items()) if func.attrs else {}
-    for key, value in attrs.items():
-        made = made.with_attr(key, value)
+    for key, value in func.attrs.items() if func.attrs else ():
+        if key != _BLOCKS_ATTR:
+            made = made.with_attr(key, value)
     if plan.parameters.dependent:
         made = made.with_attr(_LAUNCH_ATTR, [_DEPENDENT_LAUNCH])
     return made.with_attr(SCHEDULED_ATTR, True).with_attr(KERNEL_ATTR, True)

@@ -1,0 +1,97 @@
+"""Matmuls with elementwise epilogues as FuseTIR leaves them, and what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvm import te, tirx
+
+
+@dataclass(frozen=True)
+class MatmulCase:
+    """Shape, dtypes and epilogue of a fused matmul; `rows` are the leading axes of A and C."""
+
+    rows: tuple[int, ...]
+    n: int
+    k: int
+    epilogue: Sequence[str] = ()
+    dtype: str = "float16"
+    output: str = "float16"
+    transposed: bool = False
+    accumulator: str = "float32"
+
+    def func(self) -> tirx.PrimFunc:
+        """Return the function: parameters A, B, those of the epilogue in its order, and the output."""
+        a = te.placeholder((*self.rows, self.k), self.dtype, name="A")
+        b = te.placeholder((self.n, self.k) if self.transposed else (self.k, self.n), self.dtype, name="B")
+        over = te.reduce_axis((0, self.k), name="k")
+
+        def product(*axes: tirx.Var) -> tirx.Expr:
+            right = b[axes[-1], over] if self.transposed else b[over, axes[-1]]
+            return te.sum(a[(*axes[:-1], over)].astype(self.accumulator) * right.astype(self.accumulator), axis=over)
+
+        value = te.compute((*self.rows, self.n), product, name="matmul")
+        params = [a, b]
+        for step in self.epilogue:
+            value, more = _STEPS[step](self, value)
+            params += more
+        if self.output != str(value.dtype):
+            value = _map(lambda x: x.astype(self.output), value, "cast")
+        return te.create_prim_func([*params, value], index_dtype_override="int64")
+
+
+def _map(function, value: te.Tensor, name: str) -> te.Tensor:
+    return te.compute(value.shape, lambda *axes: function(value(*axes)), name=name)
+
+
+def _bias(case: MatmulCase, value: te.Tensor):
+    bias = te.placeholder((case.n,), "float32", name="bias")
+    return te.compute(value.shape, lambda *axes: value(*axes) + bias[axes[-1]], name="add_bias"), [bias]
+
+
+def _gelu(_case: MatmulCase, value: te.Tensor):
+    half = tirx.const(0.5, "float32")
+
+    def gelu(x):
+        return x * (half + te.erf(x * tirx.const(0.5**0.5, "float32")) * half)
+
+    return _map(gelu, value, "gelu"), []
+
+
+def _tanh(_case: MatmulCase, value: te.Tensor):
+    return _map(te.tanh, value, "tanh"), []
+
+
+def _residual(case: MatmulCase, value: te.Tensor):
+    residual = te.placeholder((*case.rows, case.n), case.dtype, name="residual")
+    wide = te.compute(value.shape, lambda *axes: residual(*axes).astype("float32"), name="widen")
+    return te.compute(value.shape, lambda *axes: value(*axes) + wide(*axes), name="add_residual"), [residual]
+
+
+def _row_scale(case: MatmulCase, value: te.Tensor):
+    scale = te.placeholder((*case.rows, 1), "float32", name="scale")
+    return te.compute(value.shape, lambda *axes: value(*axes) * scale[(*axes[:-1], 0)], name="rescale"), [scale]
+
+
+def _shifted(_case: MatmulCase, value: te.Tensor):
+    """Read the result at another position than is written."""
+    last = value.shape[-1] - 1
+    return te.compute(value.shape, lambda *axes: value(*axes[:-1], last - axes[-1]), name="flip"), []
+
+
+def _summed(_case: MatmulCase, value: te.Tensor):
+    """Sum the result over its last axis."""
+    over = te.reduce_axis((0, value.shape[-1]), name="r")
+    return te.compute(value.shape[:-1], lambda *axes: te.sum(value(*axes, over), axis=over), name="total"), []
+
+
+_STEPS = {
+    "bias": _bias,
+    "gelu": _gelu,
+    "tanh": _tanh,
+    "residual": _residual,
+    "row_scale": _row_scale,
+    "shifted": _shifted,
+    "summed": _summed,
+}

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm import te, tirx
+from tvm.ir.expr import TensorLoad
+
+from schedules.templates.base import Refusal
+from schedules.templates.epilogue import MatmulFunction, recognise_matmul, substitute
+from tests.schedules.templates.matmul_cases import MatmulCase
+
+PLAIN = MatmulCase((4, 6), 24, 16)
+ALL = replace(PLAIN, epilogue=("bias", "gelu", "row_scale", "residual"), output="float32")
+
+
+def recognised(case: MatmulCase) -> MatmulFunction:
+    found = recognise_matmul(case.func())
+    assert isinstance(found, MatmulFunction), found
+    return found
+
+
+def refused(func: tirx.PrimFunc) -> str:
+    found = recognise_matmul(func)
+    assert isinstance(found, Refusal)
+    return found.reason
+
+
+def test_leading_axes_are_rows() -> None:
+    found = recognised(PLAIN)
+    assert (found.m, found.n, found.k) == (24, 24, 16)
+    assert (found.a, found.b, found.output) == (0, 1, 2)
+    assert (found.input_dtype, found.output_dtype, found.b_transposed) == ("float16", "float16", False)
+    assert recognised(replace(PLAIN, transposed=True)).b_transposed
+
+
+def test_matmul_alone_has_the_accumulator_as_epilogue() -> None:
+    found = recognised(replace(PLAIN, output="float32"))
+    assert found.epilogue.value.same_as(found.epilogue.accumulator)
+    assert found.epilogue.loads() == ()
+
+
+def test_external_loads_are_told_apart_and_counted_once() -> None:
+    epilogue = recognised(ALL).epilogue
+    kinds = {
+        str(load.source.name): (epilogue.is_aligned(load), epilogue.is_per_column(load)) for load in epilogue.loads()
+    }
+    assert kinds == {"bias": (False, True), "residual": (True, False), "scale": (False, False)}
+    assert len(epilogue.loads()) == 3
+
+
+def test_inlined_epilogue_computes_what_the_blocks_do() -> None:
+    """Both forms run on the CPU over the same float32 accumulators."""
+    func = ALL.func()
+    found = recognise_matmul(func)
+    assert isinstance(found, MatmulFunction)
+    epilogue = found.epilogue
+    rng = np.random.default_rng(0)
+    shapes = [tuple(int(size) for size in param.ty.shape) for param in func.params]
+    arrays = [rng.normal(size=s).astype(str(p.ty.dtype)) for s, p in zip(shapes, func.params, strict=True)]
+    whole = [tvm.runtime.tensor(array) for array in arrays]
+    tvm.compile(tvm.IRModule({"main": func.with_attr("global_symbol", "main")}), target="llvm")["main"](*whole)
+
+    total = te.placeholder(epilogue.shape, "float32", name="total")
+    inputs = {
+        param: te.placeholder(shape, str(param.ty.dtype), name=str(param.name))
+        for param, shape in zip(func.params, shapes, strict=True)
+    }
+
+    def value(*axes: tirx.Var) -> tirx.Expr:
+        known = dict(zip(epilogue.axes, axes, strict=True)) | {epilogue.accumulator: total(*axes)}
+        moved = tvm_ffi.structural_map(
+            epilogue.value,
+            (TensorLoad, lambda load: inputs[load.source](*load.indices) if load.source in inputs else load),
+        )
+        return substitute(moved, known)
+
+    result = te.compute(epilogue.shape, value)
+    used = [inputs[param] for param in func.params[2:-1]]
+    inlined = te.create_prim_func([total, *used, result], index_dtype_override="int64")
+    a, b = (array.astype("float32") for array in arrays[:2])
+    output = tvm.runtime.tensor(np.full(epilogue.shape, np.nan, "float32"))
+    module = tvm.compile(tvm.IRModule({"main": inlined.with_attr("global_symbol", "main")}), target="llvm")
+    module["main"](tvm.runtime.tensor(a @ b), *(tvm.runtime.tensor(array) for array in arrays[2:-1]), output)
+    np.testing.assert_allclose(output.numpy(), whole[-1].numpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (replace(PLAIN, accumulator="float16"), "the accumulator is float16, expected float32"),
+        (replace(PLAIN, epilogue=("shifted",)), "at another position than it writes"),
+        (replace(PLAIN, epilogue=("summed",)), "found 2 among 3 blocks"),
+    ],
+)
+def test_recognise_says_why_not(case: MatmulCase, message: str) -> None:
+    assert message in refused(case.func())
+
+
+def test_elementwise_function_is_no_matmul() -> None:
+    x = te.placeholder((4, 4), "float16", name="x")
+    func = te.create_prim_func([x, te.compute((4, 4), lambda i, j: x[i, j] + x[i, j])])
+    assert "expected one reduction before everything else, found 0" in refused(func)
+
+
+def test_batched_matmul_is_refused() -> None:
+    a, b = (te.placeholder((2, 8, 8), "float16", name=name) for name in "ab")
+    k = te.reduce_axis((0, 8))
+
+    def product(i: tirx.Var, m: tirx.Var, n: tirx.Var) -> tirx.Expr:
+        return te.sum(a[i, m, k].astype("float32") * b[i, k, n].astype("float32"), axis=k)
+
+    assert "a batched matmul has its own template" in refused(
+        te.create_prim_func([a, b, te.compute((2, 8, 8), product)])
+    )
+
+
+def test_symbolic_shape_is_refused() -> None:
+    m = te.var("m", "int64")
+    x = te.placeholder((m, 4), "float32", name="x")
+    func = te.create_prim_func([x, te.compute((m, 4), lambda i, j: x[i, j])], index_dtype_override="int64")
+    assert refused(func) == "a parameter is no tensor of static shape"
+
+
+def test_sum_of_one_operand_is_refused() -> None:
+    x = te.placeholder((4, 8), "float32", name="x")
+    k = te.reduce_axis((0, 8))
+    func = te.create_prim_func([x, te.compute((4,), lambda i: te.sum(x[i, k], axis=k))])
+    assert "is not a sum of products of two operands" in refused(func)
+
+
+def test_two_outputs_are_refused() -> None:
+    a, b = (te.placeholder((8, 8), "float16", name=name) for name in "ab")
+    k = te.reduce_axis((0, 8))
+    total = te.compute(
+        (8, 8), lambda m, n: te.sum(a[m, k].astype("float32") * b[k, n].astype("float32"), axis=k), name="total"
+    )
+    twice = te.compute((8, 8), lambda m, n: total[m, n] * 2.0, name="twice")
+    assert "one output" in refused(te.create_prim_func([a, b, total, twice]))

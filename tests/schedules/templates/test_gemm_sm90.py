@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import special
+from tvm import tirx
+
+from schedules.fallback import SCHEDULED_ATTR
+from schedules.targets import CudaLimits, ResolvedTarget, resolve_target
+from schedules.templates import output_tile
+from schedules.templates.base import Parameters, Refusal, TemplateError
+from schedules.templates.epilogue import MatmulFunction, recognise_matmul
+from schedules.templates.gemm_sm90 import CONSTANT_PARAMS_ATTR, GemmSm90
+from schedules.templates.gemm_sm90_plan import GemmParameters, GemmPlan, make_plan
+from schedules.templates.lowering import KERNEL_ATTR
+from tests.schedules.templates.matmul_cases import MatmulCase
+
+CASE = MatmulCase((128,), 768, 768, ("bias", "residual"))
+SMALL = GemmParameters(64, 64, 4, 1)
+WAIT = 'T.ptx.griddepcontrol("wait"'
+
+
+@pytest.fixture(scope="module")
+def target() -> ResolvedTarget:
+    return resolve_target("cuda:sm_90a")
+
+
+def matmul(case: MatmulCase) -> MatmulFunction:
+    found = recognise_matmul(case.func())
+    assert isinstance(found, MatmulFunction)
+    return found
+
+
+def plan(case: MatmulCase, parameters: GemmParameters, *, constant_b: bool = False) -> GemmPlan | Refusal:
+    return make_plan(matmul(case), parameters, CudaLimits(227 * 1024), constant_b=constant_b)
+
+
+def test_kernel_keeps_parameters_and_is_marked(target: ResolvedTarget) -> None:
+    func = replace(CASE, rows=(2, 64)).func()
+    made = GemmSm90().apply(func, target, SMALL)
+    assert isinstance(made, tirx.PrimFunc)
+    before, after = (
+        [(str(p.name), [int(size) for size in p.ty.shape], str(p.ty.dtype)) for p in f.params] for f in (func, made)
+    )
+    assert before == after
+    assert made.attrs[SCHEDULED_ATTR]
+    assert made.attrs[KERNEL_ATTR]
+    assert made.attrs["tirx.noalias"]
+    assert "s_tir" not in made.attrs
+
+
+def test_dependent_launch_is_an_attribute_of_the_kernel(target: ResolvedTarget) -> None:
+    made = GemmSm90().apply(CASE.func(), target, replace(SMALL, dependent=True))
+    assert list(made.attrs["tirx.kernel_launch_params"]) == ["tirx.use_programtic_dependent_launch"]
+    # The producer and the consumers wait for the kernel before.
+    assert made.script().count(WAIT) == 2
+
+
+def test_only_a_constant_b_is_loaded_before_the_wait(target: ResolvedTarget) -> None:
+    parameters = replace(SMALL, dependent=True)
+
+    def loads_before_wait(func: tirx.PrimFunc) -> int:
+        text = GemmSm90().apply(func, target, parameters).script()
+        return text[: text.index(WAIT)].count("T.ptx.cp(")
+
+    assert loads_before_wait(CASE.func()) == 0
+    assert loads_before_wait(CASE.func().with_attr(CONSTANT_PARAMS_ATTR, [1])) == SMALL.stages
+
+
+def test_candidates_fit_and_differ(target: ResolvedTarget) -> None:
+    for rows in ((1,), (128,), (32, 128)):
+        case = replace(CASE, rows=rows)
+        found = GemmSm90().candidates(case.func(), target)
+        assert not isinstance(found, Refusal)
+        assert len({one.to_json() for one in found}) == len(found) >= 8
+        assert all(isinstance(plan(case, one), GemmPlan) for one in found)
+
+
+def test_candidates_split_a_long_sum_of_few_tiles(target: ResolvedTarget) -> None:
+    found = GemmSm90().candidates(MatmulCase((128,), 768, 3072).func(), target)
+    assert any(one.split_k > 1 for one in found[:4])
+
+
+def test_parse_reads_a_decision() -> None:
+    assert GemmSm90().parse(SMALL.to_json()) == SMALL
+
+
+def test_parameters_of_another_template_are_an_error(target: ResolvedTarget) -> None:
+    class Other(Parameters):
+        template = "other"
+
+    with pytest.raises(TemplateError, match="expected GemmParameters"):
+        GemmSm90().apply(CASE.func(), target, Other())
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (replace(CASE, k=772), "K is 772, expected a multiple of 8"),
+        (replace(CASE, n=762), "N is 762, expected a multiple of 8"),
+        (replace(CASE, dtype="float32"), "the operands are float32, expected one of float16, bfloat16"),
+        (replace(CASE, output="float64"), "the output is float64"),
+        (replace(CASE, rows=(2**22,)), "2**31 elements or more"),
+        (replace(CASE, epilogue=("shifted",)), "at another position"),
+    ],
+)
+def test_candidates_say_why_there_are_none(case: MatmulCase, message: str, target: ResolvedTarget) -> None:
+    for found in (GemmSm90().candidates(case.func(), target), GemmSm90().apply(case.func(), target, SMALL)):
+        assert isinstance(found, Refusal)
+        assert message in found.reason
+
+
+@pytest.mark.parametrize("text", ["llvm", "cuda:sm_80", "cuda:sm_100a"])
+def test_other_targets_are_refused(text: str) -> None:
+    found = GemmSm90().candidates(CASE.func(), resolve_target(text))
+    assert isinstance(found, Refusal)
+    assert "expected cuda sm_90a" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (replace(SMALL, block_m=96), "block_m is 96, expected a multiple of 64"),
+        (replace(SMALL, block_m=320), "block_m is 320, expected a multiple of 64 up to 256"),
+        (replace(SMALL, consumers=2), "block_m is 64, expected a multiple of 128"),
+        (replace(SMALL, consumers=3), "consumers is 3, expected 1 or 2"),
+        (replace(SMALL, block_n=40), "block_n is 40, expected a multiple of 16"),
+        (replace(SMALL, stages=1), "stages is 1, expected 2 to 16"),
+        (replace(SMALL, blocks=-1), "blocks is -1"),
+        (replace(SMALL, split_k=9), "split_k is 9, expected 1 to 8"),
+        (replace(SMALL, split_k=2, blocks=4), "split_k does not go with"),
+        (replace(SMALL, split_k=5), "a block would have none"),
+        (replace(SMALL, pingpong=True), "pingpong has 1 consumers, expected 2"),
+        (GemmParameters(256, 256, 2, 2), "256 accumulators a thread"),
+        (GemmParameters(128, 256, 5, 2), "bytes of shared memory, the target has 232448"),
+    ],
+)
+def test_plan_says_why_parameters_do_not_fit(parameters: GemmParameters, message: str) -> None:
+    case = replace(CASE, k=256) if parameters.split_k == 5 else CASE
+    if parameters.split_k == 5:
+        parameters = replace(parameters, split_k=3)
+    found = plan(case, parameters)
+    assert isinstance(found, Refusal)
+    assert message in found.reason
+
+
+def test_plan_shares_columns_among_the_blocks_of_a_cluster() -> None:
+    found = plan(MatmulCase((128,), 768, 3072), GemmParameters(64, 64, 4, 1, 0, 3))
+    assert isinstance(found, GemmPlan)
+    assert (found.k_tiles, found.k_share, found.shares.columns) == (48, 16, 24)
+    assert (found.tiles, found.blocks) == (24, 24)
+
+
+def test_plan_prefetches_residuals_while_registers_last() -> None:
+    assert plan(CASE, GemmParameters(128, 192, 4, 2)).shares.prefetched
+    assert not plan(replace(CASE, epilogue=("residual",)), GemmParameters(128, 256, 3, 2)).shares.prefetched
+
+
+def test_erf_is_within_its_stated_error() -> None:
+    """The coefficients of the CUDA source, evaluated in float32 steps."""
+    coefficients = [np.float32(text) for text in re.findall(r"-?\d\.\d{3,}", output_tile._ERF_SOURCE)]
+    head, *rest = coefficients
+    assert len(coefficients) == 5
+    x = np.linspace(-8, 8, 200_001, dtype=np.float32)
+    t = np.abs(x)
+    q = np.full_like(t, head)
+    for coefficient in rest:
+        q = q * t + coefficient
+    found = np.copysign(np.float32(1) - np.exp2(-t * q), x)
+    assert np.abs(found - special.erf(x.astype(np.float64))).max() < 8e-7

@@ -1,0 +1,69 @@
+"""The machine code of the kernels, without a GPU: wgmma and TMA are there, registers and stack within bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import tvm
+
+from schedules.targets import ResolvedTarget, resolve_target
+from schedules.templates.gemm_sm90 import CONSTANT_PARAMS_ATTR, GemmSm90
+from schedules.templates.gemm_sm90_plan import GemmParameters
+from schedules.templates.lowering import register_mixed_pipeline
+from tests.schedules.templates.cubin import (
+    LOCAL_LOAD,
+    LOCAL_STORE,
+    MMA_SYNC,
+    TMA_LOAD,
+    WGMMA,
+    Cubin,
+    captured_cubins,
+    read_cubin,
+)
+from tests.schedules.templates.matmul_cases import MatmulCase
+
+WIDE = MatmulCase((4096,), 768, 768, ("bias", "residual"))
+
+
+@pytest.fixture(scope="module")
+def target() -> ResolvedTarget:
+    return resolve_target("cuda:sm_90a")
+
+
+def compiled(case: MatmulCase, parameters: GemmParameters, target: ResolvedTarget) -> Cubin:
+    func = GemmSm90().apply(case.func().with_attr(CONSTANT_PARAMS_ATTR, [1]), target, parameters)
+    mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
+    with captured_cubins("sm_90a") as cubins:
+        tvm.tirx.build(mod, target=target.target, pipeline=register_mixed_pipeline())
+    (data,) = cubins
+    return read_cubin(data)
+
+
+@pytest.mark.parametrize(
+    ("case", "parameters", "registers_max"),
+    [
+        (replace(WIDE, rows=(128,)), GemmParameters(64, 48, 8, 1, split_k=2, dependent=True), 100),
+        (replace(WIDE, rows=(1,), n=200, k=200), GemmParameters(64, 32, 3, 1), 100),
+        # Three warpgroups start with 168 registers a thread; the consumers get more by setmaxnreg.
+        (WIDE, GemmParameters(128, 192, 4, 2), 168),
+        (replace(WIDE, n=3072, epilogue=("bias", "gelu")), GemmParameters(128, 128, 5, 2, 132, 1, True, True), 168),
+        (replace(WIDE, n=3072, epilogue=("bias",)), GemmParameters(128, 256, 4, 2, 132), 168),
+        (
+            replace(WIDE, rows=(129,), dtype="bfloat16", output="float32", transposed=True, epilogue=("row_scale",)),
+            GemmParameters(128, 96, 3, 2),
+            168,
+        ),
+    ],
+    ids=["split_k", "ragged", "cooperative", "pingpong", "wide", "bfloat16"],
+)
+def test_cubin_has_wgmma_and_no_spills(
+    case: MatmulCase, parameters: GemmParameters, registers_max: int, target: ResolvedTarget
+) -> None:
+    cubin = compiled(case, parameters, target)
+    # Four instructions of 16 deep for every 64 rows, at least once; none of the slower tensor-core path.
+    assert cubin.count(WGMMA) >= 4 * (parameters.block_m // 64 // (1 if parameters.pingpong else parameters.consumers))
+    assert cubin.count(TMA_LOAD) >= 2
+    assert cubin.count(MMA_SYNC) == 0
+    assert cubin.count(LOCAL_LOAD) == cubin.count(LOCAL_STORE) == cubin.frame_bytes == 0
+    assert cubin.registers <= registers_max

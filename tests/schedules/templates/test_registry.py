@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+from tvm import tirx
+
+from schedules.targets import resolve_target
+from schedules.templates.base import TemplateError
+from schedules.templates.registry import apply_decision, list_candidates
+from tests.schedules.templates.matmul_cases import MatmulCase
+
+CASE = MatmulCase((128,), 256, 128, ("bias",))
+
+
+def test_every_candidate_can_be_applied_from_its_decision() -> None:
+    target, func = resolve_target("cuda:sm_90a"), CASE.func()
+    found, refused = list_candidates(func, target)
+    assert found
+    assert refused == []
+    for parameters in found[:3]:
+        assert isinstance(apply_decision(func, target, parameters.to_json()), tirx.PrimFunc)
+
+
+def test_refusals_are_named() -> None:
+    found, refused = list_candidates(CASE.func(), resolve_target("llvm"))
+    assert found == []
+    assert len(refused) == 1
+    assert refused[0].startswith("gemm_sm90: the target is llvm")
+
+
+@pytest.mark.parametrize(
+    ("decision", "message"),
+    [
+        ('{"template":"gemm_sm999"}', "template 'gemm_sm999' is not known here"),
+        (
+            '{"block_m":64,"block_n":64,"blocks":0,"consumers":9,"dependent":false,"pingpong":false,"split_k":1,'
+            '"stages":4,"template":"gemm_sm90"}',
+            "does not make this function: consumers is 9",
+        ),
+    ],
+)
+def test_apply_decision_says_what_is_wrong(decision: str, message: str) -> None:
+    with pytest.raises(TemplateError, match=message):
+        apply_decision(CASE.func(), resolve_target("cuda:sm_90a"), decision)
