@@ -1,0 +1,94 @@
+"""Whole models on a GPU: compiled here and elsewhere, with and without a CUDA graph, against ONNX Runtime."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tvm
+
+from models import OnnxModel, load_model
+from models.inputs import random_inputs
+from pipeline.compile import compile_module
+from pipeline.export import write_artifact
+from pipeline.importer import import_model
+from pipeline.passes import lower
+from pipeline.passes.module import LoweringOptions
+from pipeline.runtime import Module
+from pipeline.validate import validate
+from schedules.targets import resolve_target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs a CUDA device"),
+]
+
+SHAPES = {
+    "bert-tiny": dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), (1, 32)),
+    # A causal mask: booleans in memory.
+    "gpt2-tiny": dict.fromkeys(("input_ids", "attention_mask"), (1, 32)),
+}
+
+# Run where no GPU is visible, as on a build machine; what it needs is on the command line.
+OFFLINE = """
+import sys
+from pathlib import Path
+from models import load_model
+from pipeline.compile import compile_module
+from pipeline.export import write_artifact
+from pipeline.importer import import_model
+from pipeline.passes import lower
+from schedules.targets import resolve_target
+import tvm
+assert not tvm.cuda(0).exist
+target = resolve_target(sys.argv[1])
+model = load_model("bert-tiny", shapes=dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), (1, 32)))
+write_artifact(compile_module(lower(import_model(model), target.target), (), target), Path(sys.argv[2]))
+"""
+
+
+def model_of(name: str) -> OnnxModel:
+    return load_model(name, shapes=SHAPES[name])
+
+
+def write(model: OnnxModel, directory: Path, precision: str | None = None, *, cuda_graph: bool = True) -> Path:
+    target = resolve_target("cuda")
+    lowered = lower(import_model(model), target.target, LoweringOptions(precision=precision))
+    write_artifact(compile_module(lowered, (), target, cuda_graph=cuda_graph), directory)
+    return directory
+
+
+@pytest.mark.parametrize("cuda_graph", [True, False], ids=["graph", "launches"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("bert-tiny", None), ("bert-tiny", "fp16"), ("gpt2-tiny", None), ("gpt2-tiny", "fp16")],
+)
+def test_model_agrees_with_onnxruntime(name: str, precision: str | None, cuda_graph: bool, tmp_path: Path) -> None:
+    model = model_of(name)
+    artifact = write(model, tmp_path / "artifact", precision, cuda_graph=cuda_graph)
+    report = validate(artifact, model, samples=2)
+    assert report.passed, report
+
+
+def test_repeated_runs_follow_their_inputs(tmp_path: Path) -> None:
+    model = model_of("bert-tiny")
+    module = Module.load(write(model, tmp_path / "artifact"))
+    first, second = random_inputs(model, seed=1), random_inputs(model, seed=2)
+    once = module.run(first)
+    other = module.run(second)
+    again = module.run(first)
+    for name, array in once.items():
+        assert (again[name] == array).all()
+        assert (other[name] != array).any()
+
+
+def test_artifact_compiled_without_a_gpu_runs_here(tmp_path: Path) -> None:
+    arch = resolve_target("cuda").arch
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)}
+    command = [sys.executable, "-c", OFFLINE, f"cuda:{arch}", str(tmp_path / "artifact")]
+    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert outcome.returncode == 0, outcome.stderr[-2000:]
+    assert validate(tmp_path / "artifact", model_of("bert-tiny"), samples=1).passed

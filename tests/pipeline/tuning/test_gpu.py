@@ -1,0 +1,131 @@
+"""Tuning on a GPU: a search, measuring out of L2, and a candidate that breaks its CUDA context."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+from tvm import te
+from tvm.s_tir import meta_schedule as ms
+
+from pipeline.codegen.finish import finish_kernels
+from pipeline.environment import detect_environment
+from pipeline.tuning.builder import PoolBuilder
+from pipeline.tuning.failure import read_failure
+from pipeline.tuning.measure_worker import MeasureOptions
+from pipeline.tuning.note import CandidateNote, attach_note
+from pipeline.tuning.options import TuningOptions
+from pipeline.tuning.rotation import RotatedTimer
+from pipeline.tuning.runner import ProcessRunner
+from pipeline.tuning.session import require_valid, tune
+from pipeline.tuning.tasks import as_workload
+from schedules.targets import ResolvedTarget, resolve_target
+from tests.pipeline.tuning.tuning_cases import add_one_mod, args_info, matmul_task
+from tuning_db.records import RecordFilter, Route, Status
+from tuning_db.store import TuningDatabase
+
+HAS_GPU = bool(tvm.cuda(0).exist)
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+
+
+@pytest.fixture(scope="module")
+def target() -> ResolvedTarget:
+    return resolve_target("cuda" if HAS_GPU else "cuda:sm_90a")
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolBuilder]:
+    with closing(PoolBuilder(1, tmp_path_factory.mktemp("artifacts"))) as opened:
+        yield opened
+
+
+def far_mod(size: int = 64) -> tvm.ir.IRModule:
+    """Return a module that reads four terabytes past its argument."""
+    a = te.placeholder((size,), name="A")
+    away = tvm.tirx.IntImm("int64", 1 << 40)
+    return as_workload(
+        te.create_prim_func([a, te.compute((size,), lambda i: a[tvm.tirx.Cast("int64", i) + away], name="C")])
+    )
+
+
+def build(
+    builder: PoolBuilder, target: ResolvedTarget, mod: tvm.ir.IRModule, note: CandidateNote | None = None
+) -> ms.runner.RunnerInput:
+    bound = finish_kernels(mod, target.target, mod)
+    noted = bound if note is None else attach_note(bound, note)
+    (result,) = builder.build([ms.builder.BuilderInput(noted, target.target)])
+    assert result.error_msg is None, result.error_msg
+    return ms.runner.RunnerInput(str(result.artifact_path), "cuda", args_info(mod))
+
+
+def test_the_cases_build_without_a_gpu(builder: PoolBuilder, target: ResolvedTarget) -> None:
+    for mod in (add_one_mod(), far_mod()):
+        assert Path(str(build(builder, target, mod).artifact_path)).stat().st_size > 0
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_tune_finds_valid_candidates(target: ResolvedTarget, database: TuningDatabase) -> None:
+    task = matmul_task(64, 128, 64)
+    summary = tune(
+        [task],
+        target=target,
+        database=database,
+        environment=detect_environment(target),
+        options=TuningOptions(trials=4, trials_per_iteration=4, population=16, workers=2),
+    )
+    require_valid(summary)
+    (result,) = summary.tasks
+    assert result.valid > 0
+    assert result.failures.get(Status.WRONG_RESULT, 0) == 0
+    records = database.list_records(RecordFilter(workload_hash=task.workload_hash))
+    assert Counter(record.route for record in records) == {Route.METASCHEDULE: 4, Route.FALLBACK: 1}
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_broken_context_does_not_poison_the_next(builder: PoolBuilder, target: ResolvedTarget) -> None:
+    options = MeasureOptions(repeats=3, min_repeat_s=0.0005)
+    with closing(ProcessRunner("cuda:0", options, timeout_s=20.0)) as runner:
+        good = build(builder, target, add_one_mod())
+        results = [future.result() for future in runner.run([good, build(builder, target, far_mod()), good])]
+        assert runner.process.restarts == 1
+    assert results[0].error_msg is None
+    assert read_failure(str(results[1].error_msg), Status.OK)[0] is Status.RUN_ERROR
+    assert results[2].error_msg is None
+    assert len(results[2].run_secs) == options.repeats
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_rotated_arguments_cost_more_than_warm_ones(builder: PoolBuilder, target: ResolvedTarget) -> None:
+    """16 MiB in and out fit into L2, and take longer from memory."""
+    mod = add_one_mod(size=2 << 20)
+    item = build(builder, target, mod)
+    seconds = {}
+    for rotate in (True, False):
+        options = MeasureOptions(rotate=rotate)
+        with closing(ProcessRunner("cuda:0", options, timeout_s=20.0)) as runner:
+            (future,) = runner.run([item])
+            result = future.result()
+        assert result.error_msg is None
+        assert len(result.run_secs) == options.repeats
+        seconds[rotate] = float(np.median([float(value) for value in result.run_secs]))
+    assert 1e-6 < seconds[False] < seconds[True] < 1e-3
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_timer_agrees_with_tvms_on_a_long_kernel(builder: PoolBuilder, target: ResolvedTarget) -> None:
+    mod = add_one_mod(size=64 << 20)
+    module = tvm.runtime.load_module(str(build(builder, target, mod).artifact_path))
+    device = tvm.cuda(0)
+    tensors = [tvm.runtime.empty((64 << 20,), "float32", device) for _ in range(2)]
+    theirs = float(module.time_evaluator("main", device, number=10, repeat=3)(*tensors).median)
+    ours = float(np.median(RotatedTimer(device).time(module["main"], [tensors], 10, 3)))
+    assert ours == pytest.approx(theirs, rel=0.1)
