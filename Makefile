@@ -5,26 +5,32 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test test-all check bench bench-gpu clean
 
+# What the main job needs; the tests need more.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[dev,cuda]'
 	touch $@
 
 demo: $(VENV)/.installed  ## the main job on the embedded default: this CPU, SQLite, a zoo model
+	mkdir -p .demo
 	$(BIN)/relaxtune tune bert-tiny --target llvm --trials 64 --db .demo/tuning.db --out .demo/bert-tiny
 
-test: $(VENV)/.installed  ## what CI runs
+test: $(VENV)/.installed-dev  ## what CI runs
 	$(BIN)/python -m pytest -m "not gpu and not slow and not export" --cov --cov-report=term:skip-covered
 
-test-all: $(VENV)/.installed  ## every test that needs no GPU; the exports need `pip install -e .[export]`
+test-all: $(VENV)/.installed-dev  ## every test that needs no GPU; the exports need `pip install -e .[export]`
 	$(BIN)/python -m pytest -m "not gpu"
 
-check: $(VENV)/.installed  ## lint, format, strict types
+check: $(VENV)/.installed-dev  ## lint, format, strict types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed  ## side-by-side runs on this CPU; raw values under benchmarks/results
+bench: $(VENV)/.installed-dev  ## side-by-side runs on this CPU; raw values under benchmarks/results
 	$(BIN)/python benchmarks/bench_fallback_cpu.py
 
 clean:
