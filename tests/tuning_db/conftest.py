@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psycopg
 import pytest
 
+from tests.tuning_db.postgres_server import running_server
 from tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord, Workload
+from tuning_db.schema import Base
 from tuning_db.store import TuningDatabase
 
 TVM_VERSION = "0.27.0.post1"
@@ -81,11 +84,53 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "tuning.db"
 
 
-# One more parameter makes the contract run over PostgreSQL.
-@pytest.fixture(params=["sqlite-file", "sqlite-memory"])
-def database(request: pytest.FixtureRequest, path: Path) -> Iterator[TuningDatabase]:
-    url = {"sqlite-file": f"sqlite:///{path}", "sqlite-memory": "sqlite://"}[request.param]
-    with TuningDatabase.open(url) as opened:
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[str]:
+    """Return the URL of a running server's database `postgres`."""
+    with running_server() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def migrated_postgres(postgres_server: str) -> str:
+    """Return the URL of a database with our tables, which tests share one after another."""
+    url = new_database(postgres_server, "shared")
+    TuningDatabase.open(url).close()
+    return url
+
+
+@pytest.fixture
+def postgres_url(migrated_postgres: str) -> str:
+    """Return the URL of a database with our tables, all empty and counting from 1."""
+    tables = ", ".join(Base.metadata.tables)
+    with psycopg.connect(migrated_postgres, autocommit=True) as connection:
+        connection.execute(f"TRUNCATE {tables} RESTART IDENTITY")
+    return migrated_postgres
+
+
+@pytest.fixture
+def empty_postgres(request: pytest.FixtureRequest, postgres_server: str) -> str:
+    """Return the URL of a database without tables, of this test alone."""
+    return new_database(postgres_server, f"t{abs(hash(request.node.nodeid))}")
+
+
+def new_database(server: str, name: str) -> str:
+    with psycopg.connect(server, autocommit=True) as connection:
+        connection.execute(f'CREATE DATABASE "{name}"')
+    return server.replace("/postgres?", f"/{name}?")
+
+
+@pytest.fixture(params=["sqlite-file", "sqlite-memory", "postgresql"])
+def database_url(request: pytest.FixtureRequest, path: Path) -> str:
+    if request.param == "postgresql":
+        # Started by the first test that needs it, not by those over SQLite.
+        return str(request.getfixturevalue("postgres_url"))
+    return {"sqlite-file": f"sqlite:///{path}", "sqlite-memory": "sqlite://"}[request.param]
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[TuningDatabase]:
+    with TuningDatabase.open(database_url) as opened:
         yield opened
 
 

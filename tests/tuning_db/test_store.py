@@ -11,6 +11,7 @@ import pytest
 
 from tuning_db.errors import NotFoundError, TuningDatabaseError
 from tuning_db.records import JobTask, RecordFilter, Route, Status
+from tuning_db.schema import HEAD_REVISION
 from tuning_db.store import TuningDatabase
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -309,7 +310,7 @@ def test_info_counts_everything(database, samples):
     database.record_measurements([samples.record(), samples.record(route=Route.TEMPLATE), samples.failure()])
     info = database.info()
     assert (info.workloads, info.signatures, info.targets, info.environments, info.jobs) == (2, 2, 1, 1, 1)
-    assert (info.records, info.dialect, info.schema_revision) == (3, "sqlite", "0001")
+    assert (info.records, info.dialect, info.schema_revision) == (3, database._location.dialect, HEAD_REVISION)
     assert dict(info.records_by_status) == {**dict.fromkeys(Status, 0), Status.OK: 2, Status.BUILD_ERROR: 1}
     assert dict(info.records_by_route) == {**dict.fromkeys(Route, 0), Route.METASCHEDULE: 2, Route.TEMPLATE: 1}
     assert info.size_bytes > 0
