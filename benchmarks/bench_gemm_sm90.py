@@ -87,8 +87,8 @@ def build(directory: Path, candidates: int) -> None:
                         "case": case,
                         "decision": parameters.to_json(),
                         "cubin": name,
-                        "params": [str(param.name) for param in func.params],
-                        "arguments": [str(param.name) for param in lowered["main_kernel"].params],
+                        # The data pointer of a buffer has the buffer's name and a suffix.
+                        "arguments": [str(p.name).removesuffix("_ptr") for p in lowered["main_kernel"].params],
                         "grid": plan.blocks * parameters.split_k,
                         "block": plan.threads,
                         "cluster": parameters.split_k,

@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import tvm
 import tvm_ffi
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
@@ -26,6 +27,9 @@ from tvm.s_tir import SBlock, SBlockRealize
 from tvm.sym import Analyzer
 
 from schedules.templates.base import Refusal
+
+# Inlining repeats what is used twice; a compiler finds the repetitions of small trees.
+_NODES_MAX = 400
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,9 @@ def _core(func: tirx.PrimFunc, block: SBlock) -> Core | Refusal:
     shape_a, shape_b = _shape(a.source), _shape(b.source)
     if shape_a is None or shape_b is None or _shape(store.buffer) is None:
         return Refusal("an operand has a symbolic shape")
-    n = shape_b[0 if transposed else 1]
+    n, k = shape_b if transposed else reversed(shape_b)
+    if _extents(block) != (*shape_a[:-1], n, k) or k != shape_a[-1]:
+        return Refusal(f"block {name} sums over a part of an operand")
     return positions[0], positions[1], transposed, (math.prod(shape_a[:-1]), n, shape_a[-1])
 
 
@@ -220,11 +226,18 @@ def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock]) -> tuple[int, Epilogu
             return Refusal(f"block {block.name_hint} writes a rearranged output")
         if any(axis.iter_type != tirx.IterVar.DataPar for axis in block.iter_vars):
             return Refusal(f"block {block.name_hint} is not elementwise")
+        if _extents(block) != _shape(block.body.buffer):
+            return Refusal(f"block {block.name_hint} writes a part of its output")
         producers[block.body.buffer] = block.body
     axes = tuple(last.body.indices)
     accumulator = tirx.Var("accumulator", "float32")
     value = _Inliner(func, matmul.body.buffer, producers, accumulator, axes, shape).value()
-    return value if isinstance(value, Refusal) else (output, Epilogue(value, accumulator, axes, shape))
+    if isinstance(value, Refusal):
+        return value
+    size = _size(value)
+    if size > _NODES_MAX:
+        return Refusal(f"the epilogue has {size} operations when inlined, more than {_NODES_MAX}")
+    return output, Epilogue(value, accumulator, axes, shape)
 
 
 class _Inliner:
@@ -270,6 +283,18 @@ class _Inliner:
 def substitute(expr: tirx.Expr, values: Mapping[tirx.Var, tirx.Expr]) -> tirx.Expr:
     """Return the expression with variables replaced."""
     return tvm_ffi.structural_map(expr, (tirx.Var, lambda var: values.get(var, var)))
+
+
+def _size(expr: tirx.Expr) -> int:
+    """Return the nodes of an expression's tree."""
+    count = 0
+
+    def note(_node: object) -> None:
+        nonlocal count
+        count += 1
+
+    tvm_ffi.structural_walk(expr, (tvm.ir.Expr, note))
+    return count
 
 
 def _same_position(indices: Sequence[tirx.Expr], axes: Sequence[tirx.Var], shape: Sequence[int]) -> bool:

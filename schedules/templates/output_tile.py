@@ -33,6 +33,8 @@ PATCH_WIDTH_MAX = 64
 # Elements after each row of a patch: rows then start in different banks (2-byte pairs and 4-byte pairs alike).
 _PATCH_PAD = 8
 _VECTOR_BYTES = 16
+# Elements whose rows of a multiple of 8 start at multiples of 16 bytes.
+_PAIRED = ("float16", "bfloat16", "float32")
 
 # 1 - erf(t) = 2^(-t q(t)) for t >= 0, q the polynomial of degree 4 that was fitted to the least maximum of
 # |error of erf| on [0, 4.2]: 6e-7, in float32 arithmetic 7e-7; ex2.approx adds less than 3e-7. About 8 instructions;
@@ -83,29 +85,37 @@ class Shares:
 
 def shared_bytes(matmul: MatmulFunction, shares: Shares) -> int:
     """Return the shared memory that `OutputTile` allocates, at most."""
-    patches, columns = _buffers(matmul)
+    patches, columns = _patch_dtypes(matmul), _columns(matmul)
     patch_bytes = 16 * (shares.width + _PATCH_PAD) * sum(_bytes(dtype) for dtype in patches)
-    column_bytes = shares.columns * sum(_bytes(str(load.source.ty.dtype)) for load in columns)
+    column_bytes = shares.columns * sum(_bytes(_dtype(load)) for load in columns)
     return shares.warps * (patch_bytes + column_bytes) + 128 * (len(patches) + len(columns))
 
 
 def residual_registers(matmul: MatmulFunction, m_blocks: int, columns: int) -> int:
     """Return the registers a thread needs to hold its part of every residual."""
-    epilogue = matmul.epilogue
-    size = sum(_bytes(str(load.source.ty.dtype)) for load in epilogue.loads() if epilogue.is_aligned(load))
+    size = sum(_bytes(_dtype(load)) for load in _residuals(matmul))
     return m_blocks * 16 * columns * size // (32 * 4)
 
 
-def _buffers(matmul: MatmulFunction) -> tuple[list[str], list[TensorLoad]]:
-    """Return the dtypes of the patches (the output's first), and the loads of one element a column."""
-    epilogue = matmul.epilogue
-    patches, shared = [matmul.output_dtype], False
-    for dtype in (str(load.source.ty.dtype) for load in epilogue.loads() if epilogue.is_aligned(load)):
-        # The first residual of the output's dtype shares its patch: each lane reads a pair, then writes the same place.
-        if shared or dtype != matmul.output_dtype:
-            patches.append(dtype)
-        shared = shared or dtype == matmul.output_dtype
-    return patches, [load for load in epilogue.loads() if epilogue.is_per_column(load)]
+def _residuals(matmul: MatmulFunction) -> list[TensorLoad]:
+    """Return the loads at the output's own position that are made 16 bytes at a time."""
+    return [load for load in matmul.epilogue.loads() if matmul.epilogue.is_aligned(load) and _dtype(load) in _PAIRED]
+
+
+def _columns(matmul: MatmulFunction) -> list[TensorLoad]:
+    """Return the loads of one element a column that are made from a copy."""
+    return [load for load in matmul.epilogue.loads() if matmul.epilogue.is_per_column(load) and _dtype(load) in _PAIRED]
+
+
+def _patch_dtypes(matmul: MatmulFunction) -> list[str]:
+    """Return the dtypes of the patches, the output's first.
+
+    The first residual of the output's dtype shares its patch: each lane reads a pair, then writes the same place.
+    """
+    dtypes = [_dtype(load) for load in _residuals(matmul)]
+    if matmul.output_dtype in dtypes:
+        dtypes.remove(matmul.output_dtype)
+    return [matmul.output_dtype, *dtypes]
 
 
 class OutputTile:
@@ -128,9 +138,8 @@ class OutputTile:
         self._epilogue: Epilogue = matmul.epilogue
         self._renamed = dict(zip(source, params, strict=True))
         self._shares = shares
-        loads = self._epilogue.loads()
-        self._residuals = [load for load in loads if self._epilogue.is_aligned(load)]
-        self._columns = [load for load in loads if self._epilogue.is_per_column(load)]
+        self._residuals = _residuals(matmul)
+        self._columns = _columns(matmul)
         self._output_param = params[matmul.output]
 
     def allocate(self, pool: T.SMEMPool) -> None:
@@ -141,12 +150,12 @@ class OutputTile:
         self._residual_patches: list[tirx.Var] = []
         free = True
         for load in self._residuals:
-            dtype = str(load.source.ty.dtype)
+            dtype = _dtype(load)
             shared = free and dtype == self._matmul.output_dtype
             free = free and not shared
             self._residual_patches.append(self._patch if shared else pool.alloc(shape, dtype, align=128))
         self._column_copies = [
-            pool.alloc((shares.warps, shares.columns), str(load.source.ty.dtype), align=128) for load in self._columns
+            pool.alloc((shares.warps, shares.columns), _dtype(load), align=128) for load in self._columns
         ]
 
     def begin(self, row: tirx.Expr, column: tirx.Expr, warp: tirx.Expr, lane: tirx.Expr) -> None:
@@ -216,7 +225,7 @@ class OutputTile:
     def _read_residuals(self, block: int, start: int, width: int) -> None:
         """Emit reads of a chunk of every residual into registers, 4 words a vector."""
         for index, load in enumerate(self._residuals):
-            dtype = str(load.source.ty.dtype)
+            dtype = _dtype(load)
             source = _matrix(self._renamed[load.source], self._matmul.m, self._matmul.n)
             vectors = self._vectors(dtype, width)
             words = T.alloc_local([4 * len(vectors)], "uint32")
@@ -351,6 +360,10 @@ def _fast_call(call: Call) -> tirx.Expr:
     if getattr(call.op, "name", "") != "tirx.erf" or str(call.ty.dtype) != "float32":
         return call
     return T.cuda.func_call(_ERF, call.args[0], source_code=_ERF_SOURCE, return_type="float32")
+
+
+def _dtype(load: TensorLoad) -> str:
+    return str(load.source.ty.dtype)
 
 
 def _bytes(dtype: str) -> int:

@@ -74,6 +74,21 @@ def _row_scale(case: MatmulCase, value: te.Tensor):
     return te.compute(value.shape, lambda *axes: value(*axes) * scale[(*axes[:-1], 0)], name="rescale"), [scale]
 
 
+def _masked(case: MatmulCase, value: te.Tensor):
+    """Keep the elements that a mask of one byte an element marks."""
+    mask = te.placeholder((*case.rows, case.n), "int8", name="mask")
+    zero = tirx.const(0, "float32")
+
+    def keep(*axes):
+        return tirx.Select(mask(*axes) > tirx.const(0, "int8"), value(*axes), zero)
+
+    return te.compute(value.shape, keep, name="keep"), [mask]
+
+
+def _squared(_case: MatmulCase, value: te.Tensor):
+    return _map(lambda x: x * x, value, "square"), []
+
+
 def _shifted(_case: MatmulCase, value: te.Tensor):
     """Read the result at another position than is written."""
     last = value.shape[-1] - 1
@@ -92,6 +107,8 @@ _STEPS = {
     "tanh": _tanh,
     "residual": _residual,
     "row_scale": _row_scale,
+    "masked": _masked,
+    "squared": _squared,
     "shifted": _shifted,
     "summed": _summed,
 }

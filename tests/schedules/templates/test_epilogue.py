@@ -94,6 +94,7 @@ def test_inlined_epilogue_computes_what_the_blocks_do() -> None:
         (replace(PLAIN, accumulator="float16"), "the accumulator is float16, expected float32"),
         (replace(PLAIN, epilogue=("shifted",)), "at another position than it writes"),
         (replace(PLAIN, epilogue=("summed",)), "found 2 among 3 blocks"),
+        (replace(PLAIN, epilogue=("squared",) * 9), "operations when inlined, more than 400"),
     ],
 )
 def test_recognise_says_why_not(case: MatmulCase, message: str) -> None:

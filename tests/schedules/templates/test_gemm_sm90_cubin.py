@@ -24,6 +24,7 @@ from tests.schedules.templates.cubin import (
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 WIDE = MatmulCase((4096,), 768, 768, ("bias", "residual"))
+BFLOAT16 = MatmulCase((3, 43), 768, 768, dtype="bfloat16", output="float32", transposed=True)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,14 @@ def compiled(case: MatmulCase, parameters: GemmParameters, target: ResolvedTarge
         (replace(WIDE, n=3072, epilogue=("bias", "gelu")), GemmParameters(128, 128, 5, 2, 132, 1, True, True), 168),
         (replace(WIDE, n=3072, epilogue=("bias",)), GemmParameters(128, 256, 4, 2, 132), 168),
         (
-            replace(WIDE, rows=(129,), dtype="bfloat16", output="float32", transposed=True, epilogue=("row_scale",)),
+            replace(
+                WIDE,
+                rows=(3, 43),
+                dtype="bfloat16",
+                output="float32",
+                transposed=True,
+                epilogue=("row_scale", "masked"),
+            ),
             GemmParameters(128, 96, 3, 2),
             168,
         ),
