@@ -251,8 +251,8 @@ def largest_error(case: str, kernel: Kernel) -> float:
     return worst
 
 
-def graphs_of(case: str, kernels: dict[str, Kernel]) -> tuple[dict[str, Any], int]:
-    """Return a captured graph for every arm, and the launches in one."""
+def graphs_of(case: str, kernels: dict[str, Kernel]) -> tuple[dict[str, Any], int, Any]:
+    """Return a captured graph for every arm, the launches in one, and what must live as long as the graphs."""
     import torch
 
     first = inputs(case)
@@ -278,7 +278,7 @@ def graphs_of(case: str, kernels: dict[str, Kernel]) -> tuple[dict[str, Any], in
                 arm(i % len(sets))
         graphs[name].replay()
     torch.cuda.synchronize()
-    return graphs, len(sets) * repeats
+    return graphs, len(sets) * repeats, (sets, bias)
 
 
 def time_by_turns(graphs: dict[str, Any], launches: int, rounds: int) -> dict[str, list[float]]:
@@ -311,7 +311,7 @@ def run(directory: Path, rounds: int, out: Path | None) -> int:
         errors = {decision: largest_error(case, kernel) for decision, kernel in kernels.items()}
         right = {decision: kernel for decision, kernel in kernels.items() if errors[decision] <= ERROR_MAX}
         wrong += len(kernels) - len(right)
-        graphs, launches = graphs_of(case, right)
+        graphs, launches, _alive = graphs_of(case, right)
         times = time_by_turns(graphs, launches, rounds)
         results["cases"][case] = {"errors": errors, "times_us": times}
         medians = {name: statistics.median(values) for name, values in times.items()}
