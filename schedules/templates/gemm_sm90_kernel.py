@@ -10,16 +10,16 @@ from tvm.tirx.script import builder as T
 
 from schedules.fallback import SCHEDULED_ATTR
 from schedules.templates.epilogue import MatmulFunction
+from schedules.templates.gemm_sm90_multiply import Multiply
 from schedules.templates.gemm_sm90_plan import (
     BLOCK_K,
     CONSUMER_REGISTERS,
-    ELEMENT_BYTES,
     PRODUCER_REGISTERS,
-    PTX_TYPES,
     SWIZZLES,
     WARPGROUP,
     GemmPlan,
 )
+from schedules.templates.hopper import Ring, arrive, encode_map, initialise_barrier, load_box, pin
 from schedules.templates.lowering import KERNEL_ATTR
 from schedules.templates.output_tile import OutputTile
 
@@ -30,14 +30,7 @@ _LAUNCH_ATTR = "tirx.kernel_launch_params"
 _MIN_BLOCKS_ATTR = "tirx.launch_bounds_min_blocks_per_sm"
 _DEPENDENT_LAUNCH = "tirx.use_programtic_dependent_launch"
 
-_TMA_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
 _CONSUMERS_BARRIER = 1
-
-# Keeps the compiler from moving a use of an accumulator above the wait for the wgmma that writes it.
-_PIN = "relaxtune_pin"
-_PIN_SOURCE = """
-__forceinline__ __device__ void relaxtune_pin(float& value) { asm volatile("" : "+f"(value) :: "memory"); }
-"""
 
 
 def build_kernel(func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan) -> tirx.PrimFunc:
@@ -98,28 +91,13 @@ class _Kernel:
 
     def _encode_maps(self) -> None:
         matmul, p, plan = self._matmul, self._p, self._plan
-        self._map_a = self._encode("map_a", matmul.a, (matmul.m, matmul.k), (p.block_m, BLOCK_K), 3)
+        a, b, dtype = self._params[matmul.a], self._params[matmul.b], matmul.input_dtype
+        self._map_a = encode_map("map_a", a, dtype, (matmul.m, matmul.k), (p.block_m, BLOCK_K), 3)
         if matmul.b_transposed:
-            self._map_b = self._encode("map_b", matmul.b, (matmul.n, matmul.k), (p.block_n, BLOCK_K), 3)
+            self._map_b = encode_map("map_b", b, dtype, (matmul.n, matmul.k), (p.block_n, BLOCK_K), 3)
         else:
             box = (BLOCK_K, plan.chunk)
-            self._map_b = self._encode("map_b", matmul.b, (matmul.k, matmul.n), box, SWIZZLES[plan.chunk])
-
-    def _encode(self, name: str, param: int, shape: tuple[int, int], box: tuple[int, int], swizzle: int) -> tirx.Var:
-        """Emit the encoding of a row-major matrix's tensor map (host code) and return the map.
-
-        After the address: sizes and byte strides, box and element strides, all innermost first; interleave 0, the
-        swizzle mode, L2 promotion 2 (128 bytes), fill 0 (zeros).
-        """
-        rows, columns = shape
-        encoded = T.Bind(T.tvm_stack_alloca("tensormap", 1), T.handle("tensormap"))
-        IRBuilder.name(name, encoded)
-        sizes = (columns, rows, columns * ELEMENT_BYTES, box[1], box[0], 1, 1, 0, swizzle, 2, 0)
-        call = T.call_packed(
-            "runtime.cuTensorMapEncodeTiled", encoded, self._matmul.input_dtype, 2, self._params[param].data, *sizes
-        )
-        T.evaluate(call)
-        return encoded
+            self._map_b = encode_map("map_b", b, dtype, (matmul.k, matmul.n), box, SWIZZLES[plan.chunk])
 
     def _allocate(self) -> None:
         p, dtype = self._p, self._matmul.input_dtype
@@ -140,23 +118,17 @@ class _Kernel:
         pool.commit()
 
     def _initialise(self) -> None:
-        def initialise(barrier: tirx.Expr, arrivals: int) -> None:
-            T.evaluate(T.ptx.mbarrier.init.shared.b64(barrier, T.uint32(arrivals)))
-
         with T.If(self._thread == 0), T.Then():
             for stage in range(self._p.stages):
-                initialise(self._full.ptr_to([stage]), 1)
-                initialise(self._empty.ptr_to([stage]), self._plan.groups)
+                initialise_barrier(self._full.ptr_to([stage]), 1)
+                initialise_barrier(self._empty.ptr_to([stage]), self._plan.groups)
             for group in range(2):
-                initialise(self._turn.ptr_to([group]), 1)
+                initialise_barrier(self._turn.ptr_to([group]), 1)
             T.evaluate(T.ptx.fence.mbarrier_init.release.cluster())
             if self._p.pingpong:
                 # The first turn is the first warpgroup's.
-                self._arrive(self._turn.ptr_to([0]))
+                arrive(self._turn.ptr_to([0]))
         T.evaluate(T.cuda.cta_sync())
-
-    def _arrive(self, barrier: tirx.Expr) -> None:
-        T.evaluate(T.ptx.mbarrier.arrive.shared.b64(barrier, T.uint32(1)))
 
     def _each_tile(
         self, make: Callable[[tirx.Expr, tirx.Expr, tirx.Expr], None], *, first: tirx.Expr | int = 0, every: int = 1
@@ -196,7 +168,7 @@ class _Kernel:
 
     def _produce(self) -> None:
         plan = self._plan
-        ring = _Ring(self._p.stages)
+        ring = Ring(self._p.stages)
         start, count = self._k_range()
         early = plan.early
         if self._p.dependent and not early:
@@ -240,14 +212,14 @@ class _Kernel:
     def _load(
         self, to: tirx.Expr, source: tirx.Var, inner: tirx.Expr, outer: tirx.Expr, stage: tirx.Expr | int
     ) -> None:
-        T.evaluate(T.ptx[_TMA_LOAD](to, T.address_of(source), inner, outer, self._full.ptr_to([stage])))
+        load_box(to, source, inner, outer, self._full.ptr_to([stage]))
 
     def _consume(self) -> None:
         p, plan = self._p, self._plan
-        ring = _Ring(p.stages)
+        ring = Ring(p.stages)
         group = self._thread // WARPGROUP
         accumulators = T.alloc_local([plan.m_blocks * p.block_n // 2], "float32")
-        multiply = _Multiply(self._matmul, plan)
+        multiply = Multiply(self._matmul, plan)
         base_a, base_b = (T.alloc_local([1], "uint64")[0] for _ in range(2))
         first_row = 0 if p.pingpong else group * (plan.m_blocks * 64)
         multiply.describe_a(base_a, self._tile_a.ptr_to([0, first_row * BLOCK_K]))
@@ -269,16 +241,15 @@ class _Kernel:
                 # The multiplications of the stage before are done: its memory may be overwritten.
                 T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
                 with T.If(tirx.all(leader, step > 0)), T.Then():
-                    self._arrive(self._empty.ptr_to([ring.previous]))
+                    arrive(self._empty.ptr_to([ring.previous]))
                 ring.advance()
             if p.pingpong:
                 with T.If(leader), T.Then():
-                    self._arrive(self._turn.ptr_to([1 - group]))
+                    arrive(self._turn.ptr_to([1 - group]))
             T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
-            for index in range(plan.m_blocks * p.block_n // 2):
-                T.evaluate(T.cuda.func_call(_PIN, accumulators[index], source_code=_PIN_SOURCE))
+            pin(accumulators, plan.m_blocks * p.block_n // 2)
             with T.If(leader), T.Then():
-                self._arrive(self._empty.ptr_to([ring.previous]))
+                arrive(self._empty.ptr_to([ring.previous]))
             self._finish(accumulators, column)
 
         self._each_tile(make_tile, first=group if p.pingpong else 0, every=2 if p.pingpong else 1)
@@ -346,86 +317,3 @@ class _Kernel:
 def _declare(param: tirx.Var) -> tirx.Var:
     shape = [int(size) for size in param.ty.shape]
     return T.arg(param.name, T.Buffer(shape, str(param.ty.dtype)))
-
-
-class _Ring:
-    """Stage and parity of a ring of mbarriers, in two registers."""
-
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._stage = T.alloc_local([1], "int32")
-        self._phase = T.alloc_local([1], "int32")
-        self.set(0, 0)
-
-    @property
-    def stage(self) -> tirx.Expr:
-        return self._stage[0]
-
-    @property
-    def phase(self) -> tirx.Expr:
-        return self._phase[0]
-
-    @property
-    def previous(self) -> tirx.Expr:
-        return (self.stage + self._depth - 1) % self._depth
-
-    def set(self, stage: tirx.Expr | int, phase: tirx.Expr | int) -> None:
-        T.buffer_store(self._stage, stage, [0])
-        T.buffer_store(self._phase, phase, [0])
-
-    def advance(self) -> None:
-        T.buffer_store(self._stage, self.stage + 1, [0])
-        with T.If(self.stage == self._depth), T.Then():
-            self.set(0, self.phase ^ 1)
-
-
-class _Multiply:
-    """The wgmma instructions of one stage.
-
-    Matrix descriptors hold addresses and byte offsets in units of 16 bytes. With rows of K swizzled 128 bytes, 8 rows
-    ("stride") are 1024 bytes apart, and 16 elements of K are 32 bytes further along the row. With rows of N swizzled
-    2*w bytes, 8 rows of K are 16*w bytes apart ("stride"), chunks of w columns 64 such rows ("leading"), and 16
-    elements of K are 16 rows further.
-    """
-
-    def __init__(self, matmul: MatmulFunction, plan: GemmPlan) -> None:
-        self._plan = plan
-        self._transposed = matmul.b_transposed
-        kind = PTX_TYPES[matmul.input_dtype]
-        self._instruction = f"wgmma.mma_async.sync.aligned.m64n{plan.parameters.block_n}k16.f32.{kind}.{kind}"
-
-    def describe_a(self, descriptor: tirx.Expr, address: tirx.Expr) -> None:
-        T.evaluate(T.cuda.wgmma.encode_matrix_descriptor(T.address_of(descriptor), address, 1, 64, 3))
-
-    def describe_b(self, descriptor: tirx.Expr, address: tirx.Expr) -> None:
-        chunk = self._plan.chunk
-        row_units = chunk * ELEMENT_BYTES // 16
-        fields = (1, 64, 3) if self._transposed else (BLOCK_K * row_units, 8 * row_units, SWIZZLES[chunk])
-        T.evaluate(T.cuda.wgmma.encode_matrix_descriptor(T.address_of(descriptor), address, *fields))
-
-    def emit(
-        self, accumulators: tirx.Var, base_a: tirx.Expr, base_b: tirx.Expr, stage: tirx.Expr, step: tirx.Expr
-    ) -> None:
-        """Emit one stage's products; the first step of a tile overwrites the accumulators."""
-        p = self._plan.parameters
-        units_a, units_b = (size * BLOCK_K * ELEMENT_BYTES // 16 for size in (p.block_m, p.block_n))
-        step_b = 2 if self._transposed else 16 * self._plan.chunk * ELEMENT_BYTES // 16
-        lanes = p.block_n // 2
-        T.evaluate(T.ptx.wgmma.fence.sync.aligned())
-        for part in range(BLOCK_K // 16):
-            for block in range(self._plan.m_blocks):
-                offset_a = stage * units_a + block * (64 * BLOCK_K * ELEMENT_BYTES // 16) + part * 2
-                offset_b = stage * units_b + part * step_b
-                T.evaluate(
-                    T.ptx[self._instruction](
-                        *(accumulators[block * lanes + lane] for lane in range(lanes)),
-                        base_a + tirx.Cast("uint64", offset_a),
-                        base_b + tirx.Cast("uint64", offset_b),
-                        tirx.const(True, "bool") if part else step > 0,
-                        1,
-                        1,
-                        0,
-                        int(not self._transposed),
-                    )
-                )
-        T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
