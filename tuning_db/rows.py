@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 
 from tuning_db.records import Environment, Job, JobTask, TargetKey, TuningRecord, Workload, canonical_json
 from tuning_db.schema import (
@@ -41,16 +40,18 @@ def latencies_from_text(text: str) -> tuple[float, ...]:
     return tuple(float(value) for value in json.loads(text))
 
 
-def record_columns(record: TuningRecord, ids: Mapping[str, int]) -> dict[str, object]:
-    """Return the columns of a record; `ids` holds the rows of its workload, signature, target and environment."""
+def record_columns(
+    record: TuningRecord, workload_id: int, signature_id: int, target_id: int, environment_id: int
+) -> dict[str, object]:
+    """Return the columns of a record, which refers to the rows with these ids."""
     median = record.latency_us
     kind = number_kind(median)
     return {
         "key": record.key,
-        "workload_id": ids["workload"],
-        "signature_id": ids["signature"],
-        "target_id": ids["target"],
-        "environment_id": ids["environment"],
+        "workload_id": workload_id,
+        "signature_id": signature_id,
+        "target_id": target_id,
+        "environment_id": environment_id,
         "job_id": record.job_id,
         "route": record.route,
         "status": record.status,

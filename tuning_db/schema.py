@@ -5,6 +5,7 @@
     signatures 1──n workloads 1──n records n──1 targets
          └───────────────────────n records n──1 environments
     jobs 1──n job_tasks n──1 workloads            jobs 1──n records (a record may have no job)
+    jobs 1──n artifacts 1──n validations, benchmarks n──1 environments
 
 Every table with content of its own has a natural key that is unique: a sha256, or (workload_hash, tvm_version).
 A record keeps the signature it was measured under, since the signature of a workload may be refined later.
@@ -29,6 +30,7 @@ from sqlalchemy import (
     String,
     Text,
     UniqueConstraint,
+    text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
@@ -36,7 +38,7 @@ from sqlalchemy.types import TypeDecorator
 from tuning_db.records import Route, Status
 
 #: The revision that this package writes and reads; a test holds it equal to the head of the migrations.
-HEAD_REVISION = "0001"
+HEAD_REVISION = "0002"
 #: Not Alembic's default name, so that a database of another application is never taken for ours.
 VERSION_TABLE = "relaxtune_schema_version"
 KEY_LENGTH = 64
@@ -47,6 +49,11 @@ NAMING_CONVENTION = {
     "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
     "pk": "pk_%(table_name)s",
 }
+
+
+#: The condition of the index by signature, in the very words that a query repeats.
+BY_SIGNATURE = text("route IN ('template', 'library')")
+_LOOKUP_ORDER = ("status", "target_id", "latency_us", "route", "environment_id")
 
 
 class NumberKind(StrEnum):
@@ -179,22 +186,29 @@ class RecordRow(Base):
 
     __tablename__ = "records"
     __table_args__ = (
-        # The two ways of `lookup.py`; the latency last, so that the best k are the first k of the index.
-        Index("ix_records_by_workload", "workload_id", "route", "target_id", "environment_id", "status", "latency_us"),
+        # As unique as the key alone, which covers the time, and new rows go to its end (migration 0002).
+        UniqueConstraint("created_at", "key"),
+        # The two ways of `lookup.py`: walked in the order of latency, with all that decides inside.
+        Index("ix_records_by_workload", "workload_id", *_LOOKUP_ORDER),
         Index(
-            "ix_records_by_signature", "signature_id", "route", "target_id", "environment_id", "status", "latency_us"
+            "ix_records_by_signature",
+            "signature_id",
+            *_LOOKUP_ORDER,
+            sqlite_where=BY_SIGNATURE,
+            postgresql_where=BY_SIGNATURE,
         ),
+        Index(None, "status", "created_at"),
     )
     # SQLite counts rows by itself only for a plain INTEGER key, which has 64 bits there.
     id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
-    key: Mapped[str] = mapped_column(String(KEY_LENGTH), unique=True)
+    key: Mapped[str] = mapped_column(String(KEY_LENGTH))
     workload_id: Mapped[int] = mapped_column(ForeignKey("workloads.id"))
     signature_id: Mapped[int] = mapped_column(ForeignKey("signatures.id"))
     target_id: Mapped[int] = mapped_column(ForeignKey("targets.id"))
     environment_id: Mapped[int] = mapped_column(ForeignKey("environments.id"))
     job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), index=True)
     route: Mapped[Route] = mapped_column(text_enum(Route))
-    status: Mapped[Status] = mapped_column(text_enum(Status), index=True)
+    status: Mapped[Status] = mapped_column(text_enum(Status))
     latency_us: Mapped[float | None] = mapped_column(Double)
     latency_kind: Mapped[NumberKind] = mapped_column(text_enum(NumberKind))
     latencies: Mapped[str] = mapped_column(Text)
@@ -203,6 +217,53 @@ class RecordRow(Base):
     spill_bytes: Mapped[int | None] = mapped_column(BigInteger)
     seed: Mapped[int | None] = mapped_column(BigInteger)
     duration_s: Mapped[float] = mapped_column(Double)
-    created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     error: Mapped[str | None] = mapped_column(Text)
     decision: Mapped[str] = mapped_column(Text)
+
+
+class ArtifactRow(Base):
+    """A compiled module."""
+
+    __tablename__ = "artifacts"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(String(KEY_LENGTH), unique=True)
+    model: Mapped[str] = mapped_column(Text, index=True)
+    model_sha256: Mapped[str] = mapped_column(String(KEY_LENGTH), index=True)
+    target_id: Mapped[int] = mapped_column(ForeignKey("targets.id"))
+    job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), index=True)
+    location: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    manifest: Mapped[str] = mapped_column(Text)
+
+
+class ValidationRow(Base):
+    """A comparison of an artifact with the reference."""
+
+    __tablename__ = "validations"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(String(KEY_LENGTH), unique=True)
+    artifact_id: Mapped[int] = mapped_column(ForeignKey("artifacts.id"), index=True)
+    environment_id: Mapped[int] = mapped_column(ForeignKey("environments.id"))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    passed: Mapped[bool]
+    samples: Mapped[int]
+    max_abs: Mapped[float | None] = mapped_column(Double)
+    max_abs_kind: Mapped[NumberKind] = mapped_column(text_enum(NumberKind))
+    report: Mapped[str] = mapped_column(Text)
+
+
+class BenchmarkRow(Base):
+    """Latencies of an artifact, or of a peer measured beside it."""
+
+    __tablename__ = "benchmarks"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(String(KEY_LENGTH), unique=True)
+    artifact_id: Mapped[int] = mapped_column(ForeignKey("artifacts.id"), index=True)
+    environment_id: Mapped[int] = mapped_column(ForeignKey("environments.id"))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    arm: Mapped[str] = mapped_column(String(64))
+    latency_us: Mapped[float | None] = mapped_column(Double)
+    latency_kind: Mapped[NumberKind] = mapped_column(text_enum(NumberKind))
+    latencies: Mapped[str] = mapped_column(Text)
+    conditions: Mapped[str] = mapped_column(Text)

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import random
-import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
-from sqlalchemy import Engine, func, select
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session, undefer
 
-from tuning_db import ranking, writing
-from tuning_db.engine import WRITE_OPTION, Location, database_size, make_engine, parse_location, translate_error
-from tuning_db.errors import (
-    DatabaseBusyError,
-    DatabaseOpenError,
-    DatabaseWriteError,
-    NotFoundError,
-    TuningDatabaseError,
-)
+from tuning_db import outcomes, ranking, writing
+from tuning_db.engine import database_size, make_engine, parse_location
+from tuning_db.errors import DatabaseOpenError, NotFoundError
 from tuning_db.migrate import check_revision, current_revision, migrate
+from tuning_db.outcomes import Artifact, Benchmark, Validation
 from tuning_db.records import (
     DatabaseInfo,
     Environment,
@@ -55,18 +41,12 @@ from tuning_db.schema import (
     WorkloadRow,
 )
 from tuning_db.selection import conditions, read_records, select_records
+from tuning_db.transactions import Transactions
 
-_LOG = logging.getLogger(__name__)
-T = TypeVar("T")
-
-#: Attempts of a transaction that meets a lock; each waits up to `engine.BUSY_TIMEOUT_S` by itself.
-LOCK_ATTEMPTS = 8
-#: First pause between attempts; it doubles, and each pause is drawn from 0.5 to 1.5 times its length.
-LOCK_PAUSE_S = 0.02
 NO_FILTER = RecordFilter()
 
 
-class TuningDatabase:
+class TuningDatabase(Transactions):
     """The tuning database behind a URL. This docstring is the contract; every dialect keeps it.
 
     **Values.** All that goes in and comes out is a frozen value of `tuning_db.records`; no row, session or connection
@@ -98,15 +78,6 @@ class TuningDatabase:
 
     **Errors.** Nothing but `TuningDatabaseError` and its leaves is raised for what can go wrong outside the caller.
     """
-
-    def __init__(self, location: Location, engine: Engine, mode: Mode) -> None:
-        """Hold an engine; use `TuningDatabase.open`."""
-        self._location = location
-        self._engine = engine
-        self._mode = mode
-        self._pid = os.getpid()
-        # A memory database has one connection, so its transactions take turns.
-        self._memory_turn = threading.RLock()
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
@@ -155,88 +126,6 @@ class TuningDatabase:
             return
         check_revision(revision, self._location)
 
-    def close(self) -> None:
-        """Close all connections; a memory database is gone."""
-        self._engine.dispose(close=self._pid == os.getpid())
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Close."""
-        self.close()
-
-    @property
-    def mode(self) -> Mode:
-        """How it was opened."""
-        return self._mode
-
-    @property
-    def url(self) -> str:
-        """Where it is, without a password."""
-        return self._location.shown
-
-    # -- transactions ------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _transaction(self, *, write: bool) -> Iterator[Session]:
-        """Begin, then commit or roll back, and turn driver errors into ours. Nothing else commits."""
-        self._follow_fork()
-        turn = self._memory_turn if self._location.is_memory else None
-        if turn is not None:
-            turn.acquire()
-        try:
-            with self._engine.connect() as connection:
-                connection = connection.execution_options(**{WRITE_OPTION: write})
-                with connection.begin(), Session(connection, autoflush=False) as session:
-                    yield session
-                    session.flush()
-        except DBAPIError as e:
-            raise translate_error(e.orig, self._location) from e
-        except PoolTimeoutError as e:
-            raise DatabaseBusyError(f"All connections to {self._location.shown} are in use ({e}).") from e
-        finally:
-            if turn is not None:
-                turn.release()
-
-    def read(self, work: Callable[[Session], T]) -> T:
-        """Return `work(session)` on one consistent state. For modules of `tuning_db` only: rows must not leave it."""
-        return self._retrying(work, write=False)
-
-    def write(self, work: Callable[[Session], T]) -> T:
-        """Return `work(session)`, committed whole; it may be run again after a lock. For `tuning_db` only."""
-        if self._mode is Mode.READ_ONLY:
-            raise DatabaseWriteError(
-                f"The database {self._location.shown} was opened in mode read-only. Open it in mode tune to write."
-            )
-        return self._retrying(work, write=True)
-
-    def _retrying(self, work: Callable[[Session], T], *, write: bool) -> T:
-        for attempt in range(LOCK_ATTEMPTS):
-            try:
-                with self._transaction(write=write) as session:
-                    return work(session)
-            except DatabaseBusyError:
-                if attempt == LOCK_ATTEMPTS - 1:
-                    raise
-                time.sleep(LOCK_PAUSE_S * 2**attempt * random.uniform(0.5, 1.5))
-                _LOG.debug("database %s is locked, attempt %d", self._location.shown, attempt + 2)
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
-    def _follow_fork(self) -> None:
-        if self._pid == os.getpid():
-            return
-        if self._location.is_memory:
-            raise TuningDatabaseError(
-                f"The memory database was opened by process {self._pid}, this is process {os.getpid()}: a write here "
-                "would be lost. Use a file (for instance --db tuning.db) to share records between processes."
-            )
-        self._engine.dispose(close=False)
-        self._pid = os.getpid()
-
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def record_workload(self, workload: Workload) -> None:
@@ -272,6 +161,18 @@ class TuningDatabase:
     def record_job_tasks(self, job_id: str, tasks: Sequence[JobTask]) -> None:
         """Keep the tasks of a job, all or none; a task already there gets the weight, nodes and seconds given now."""
         self.write(lambda session: writing.put_job_tasks(session, job_id, tasks))
+
+    def record_artifact(self, artifact: Artifact) -> None:
+        """Keep a compiled module; the same one written again, wherever, is kept once."""
+        self.write(lambda session: outcomes.put_artifact(session, artifact))
+
+    def record_validation(self, validation: Validation) -> None:
+        """Keep a validation of an artifact that was recorded."""
+        self.write(lambda session: outcomes.put_validation(session, validation))
+
+    def record_benchmark(self, benchmark: Benchmark) -> None:
+        """Keep a benchmark of an artifact that was recorded."""
+        self.write(lambda session: outcomes.put_benchmark(session, benchmark))
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -415,6 +316,18 @@ class TuningDatabase:
             .order_by(JobTaskRow.id)
         )
         return self.read(lambda session: [to_job_task(*row) for row in session.execute(statement)])
+
+    def list_artifacts(self, *, model: str | None = None) -> list[Artifact]:
+        """Return the artifacts, in the order they were recorded."""
+        return self.read(lambda session: outcomes.list_artifacts(session, model))
+
+    def list_validations(self, *, artifact_key: str | None = None) -> list[Validation]:
+        """Return the validations, in the order they were recorded."""
+        return self.read(lambda session: outcomes.list_validations(session, artifact_key))
+
+    def list_benchmarks(self, *, artifact_key: str | None = None) -> list[Benchmark]:
+        """Return the benchmarks, in the order they were recorded."""
+        return self.read(lambda session: outcomes.list_benchmarks(session, artifact_key))
 
     def info(self) -> DatabaseInfo:
         """Return what the database holds, of one moment."""

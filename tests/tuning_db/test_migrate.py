@@ -1,19 +1,25 @@
 from __future__ import annotations
 
+import math
 import sqlite3
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
+from tuning_db.engine import make_engine, parse_location
 from tuning_db.errors import DatabaseOpenError, SchemaVersionError
 from tuning_db.migrate import alembic_config, known_revisions
+from tuning_db.outcomes import Artifact, Benchmark, Validation
 from tuning_db.records import JobTask, Mode, Route, Status
 from tuning_db.schema import HEAD_REVISION, VERSION_TABLE, Base
 from tuning_db.store import TuningDatabase, upgrade
 
+MADE = datetime(2026, 11, 20, 13, tzinfo=UTC)
 ASSETS = Path(__file__).parent / "assets"
 
 
@@ -70,11 +76,39 @@ def test_stored_database_is_upgraded_and_used(path, samples, revision):
         ]
         database.record_measurement(samples.record(route=Route.TEMPLATE, latencies_us=(1.0,)))
         assert database.count_records() == 3
+        artifact = Artifact("bert-base", "0" * 64, samples.target(), '{"kernels":[]}', "out/bert", job.id, MADE)
+        database.record_artifact(artifact)
+        validation = Validation(artifact.key, samples.environment(), False, 3, math.inf, "{}", MADE)
+        database.record_validation(validation)
+        database.record_benchmark(Benchmark(artifact.key, samples.environment(), "ort", (9.0, 8.0), "{}", MADE))
+        # The database of schema 0002 has them already, so they are kept once.
+        assert database.list_artifacts() == [artifact]
+        assert database.list_validations() == [validation]
+        assert [benchmark.latency_us for benchmark in database.list_benchmarks()] == [8.5]
 
 
-def test_older_schema_is_refused_with_the_command_that_upgrades_it(path, monkeypatch):
+@pytest.mark.parametrize("revision", sorted(known_revisions() - {HEAD_REVISION}))
+def test_older_schema_is_upgraded_in_postgresql_too(empty_postgres, samples, monkeypatch, revision):
+    location = parse_location(empty_postgres)
+    engine = make_engine(location, read_only=False, create=False)
+    with engine.begin() as connection:
+        config = alembic_config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+    engine.dispose()
+    with pytest.raises(SchemaVersionError, match=rf"has schema revision {revision}, .*relaxtune db upgrade --db"):
+        TuningDatabase.open(empty_postgres)
+    assert upgrade(empty_postgres) == revision
+    with TuningDatabase.open(empty_postgres) as database:
+        database.record_workload(samples.workload())
+        assert database.record_measurement(samples.record()) == 1
+        with database._engine.connect() as connection:
+            options = {"target_metadata": Base.metadata, "version_table": VERSION_TABLE}
+            assert compare_metadata(MigrationContext.configure(connection, opts=options), Base.metadata) == []
+
+
+def test_older_schema_is_refused_with_the_command_that_upgrades_it(path):
     restore("0001", path)
-    monkeypatch.setattr("tuning_db.migrate.HEAD_REVISION", "0002")
     command = rf"Run: relaxtune db upgrade --db sqlite:///{path}$"
     with pytest.raises(SchemaVersionError, match=r"has schema revision 0001, this relaxtune needs 0002\. " + command):
         TuningDatabase.open(path)
@@ -84,7 +118,7 @@ def test_older_schema_is_refused_with_the_command_that_upgrades_it(path, monkeyp
 def test_newer_schema_is_refused_with_the_command_that_upgrades_relaxtune(path, mode):
     restore("0001", path)
     set_revision(path, "9999")
-    message = r"has schema revision 9999, newer than 0001, .*pip install --upgrade relaxtune"
+    message = rf"has schema revision 9999, newer than {HEAD_REVISION}, .*pip install --upgrade relaxtune"
     with pytest.raises(SchemaVersionError, match=message):
         TuningDatabase.open(path, mode=mode)
     with pytest.raises(SchemaVersionError, match=message):

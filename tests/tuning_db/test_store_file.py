@@ -135,7 +135,7 @@ def test_writer_waits_and_reader_does_not_when_another_holds_the_lock(path, samp
 
 def test_busy_error_is_raised_when_the_lock_is_never_free(path, samples, monkeypatch):
     monkeypatch.setattr("tuning_db.engine.BUSY_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("tuning_db.store.LOCK_ATTEMPTS", 3)
+    monkeypatch.setattr("tuning_db.transactions.LOCK_ATTEMPTS", 3)
     with TuningDatabase.open(path) as database:
         holder = sqlite3.connect(path, isolation_level=None)
         holder.execute("BEGIN IMMEDIATE")
