@@ -84,6 +84,24 @@ def test_candidates_split_a_long_sum_of_few_tiles(target: ResolvedTarget) -> Non
     assert any(one.split_k > 1 for one in found[:4])
 
 
+@pytest.mark.parametrize(
+    ("case", "tile"),
+    [
+        (MatmulCase((128,), 2304, 768, ("bias",)), (64, 64, 1, False)),
+        (MatmulCase((128,), 768, 768, ("bias", "residual")), (64, 48, 2, False)),
+        (MatmulCase((128,), 3072, 768, ("bias", "gelu")), (128, 32, 1, False)),
+        (MatmulCase((128,), 768, 3072, ("bias", "residual")), (64, 64, 4, False)),
+        (MatmulCase((4096,), 2304, 768, ("bias",)), (64, 192, 1, True)),
+        (MatmulCase((4096,), 768, 768, ("bias", "residual")), (128, 192, 1, False)),
+        (MatmulCase((4096,), 3072, 768, ("bias", "gelu")), (128, 256, 1, False)),
+        (MatmulCase((4096,), 3072, 768), (128, 128, 1, True)),
+    ],
+)
+def test_candidates_have_what_won_on_an_h200(case: MatmulCase, tile: tuple, target: ResolvedTarget) -> None:
+    found = GemmSm90().candidates(case.func(), target)
+    assert tile in [(one.block_m, one.block_n, one.split_k, one.pingpong) for one in found]
+
+
 def test_parse_reads_a_decision() -> None:
     assert GemmSm90().parse(SMALL.to_json()) == SMALL
 
