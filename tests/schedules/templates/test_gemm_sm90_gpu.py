@@ -1,0 +1,94 @@
+"""The kernels on a Hopper GPU: every role, at shapes that no tile divides, against float32 NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tvm
+from scipy import special
+
+from pipeline.codegen.cuda_compiler import cuda_compiler
+from schedules.targets import resolve_target
+from schedules.templates.gemm_sm90 import CONSTANT_PARAMS_ATTR, GemmSm90
+from schedules.templates.gemm_sm90_plan import GemmParameters
+from schedules.templates.lowering import register_mixed_pipeline
+from tests.schedules.templates.matmul_cases import MatmulCase
+
+needs_hopper = pytest.mark.skipif(
+    not tvm.cuda(0).exist or str(tvm.cuda(0).compute_version) != "9.0", reason="needs a GPU of compute capability 9.0"
+)
+
+RAGGED = MatmulCase((129,), 200, 200, ("bias", "residual"))
+CASES = {
+    "plain": (replace(RAGGED, epilogue=()), GemmParameters(64, 64, 3, 1)),
+    "one row": (replace(RAGGED, rows=(1,)), GemmParameters(64, 32, 3, 1, dependent=True)),
+    "prime rows": (replace(RAGGED, rows=(127,)), GemmParameters(128, 48, 4, 2, dependent=True)),
+    "leading axes": (replace(RAGGED, rows=(3, 43), epilogue=("bias", "gelu")), GemmParameters(128, 192, 3, 2, 2)),
+    "by turns": (replace(RAGGED, rows=(1000,), n=776, k=520), GemmParameters(64, 128, 3, 2, 7, 1, True, True)),
+    "split": (replace(RAGGED, k=1032), GemmParameters(64, 64, 3, 1, 0, 3, dependent=True)),
+    "split with two consumers": (replace(RAGGED, k=1032), GemmParameters(128, 64, 3, 2, 0, 2)),
+    "transposed": (replace(RAGGED, transposed=True, epilogue=("row_scale",)), GemmParameters(64, 96, 3, 1)),
+    "bfloat16": (replace(RAGGED, dtype="bfloat16", output="bfloat16"), GemmParameters(128, 96, 3, 2)),
+    "float32 output": (replace(RAGGED, output="float32"), GemmParameters(64, 64, 4, 1)),
+    "mask": (replace(RAGGED, epilogue=("bias", "masked"), output="float32"), GemmParameters(64, 64, 4, 1)),
+}
+
+
+def expected(case: MatmulCase, arrays: list[np.ndarray]) -> np.ndarray:
+    a, b, *others = (array.astype("float32") for array in arrays)
+    value = a @ (b.T if case.transposed else b)
+    for step in case.epilogue:
+        if step == "gelu":
+            value = value * (0.5 + 0.5 * special.erf(value * 0.5**0.5))
+        elif step == "row_scale":
+            value = value * others.pop(0)
+        elif step == "masked":
+            value = np.where(others.pop(0) > 0, value, 0)
+        else:
+            value = value + others.pop(0)
+    return value
+
+
+def random_array(rng: np.random.Generator, param: tvm.tirx.Var) -> np.ndarray:
+    shape, dtype = [int(size) for size in param.ty.shape], str(param.ty.dtype)
+    if dtype == "int8":
+        return rng.integers(0, 2, shape, dtype="int8")
+    return rng.normal(size=shape).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+@pytest.mark.parametrize(("case", "parameters"), CASES.values(), ids=CASES.keys())
+def test_case_can_be_made_and_its_reference_is_right(case: MatmulCase, parameters: GemmParameters) -> None:
+    """Without a GPU: the template takes the case; NumPy agrees with the function itself, built for the CPU."""
+    assert isinstance(GemmSm90().apply(case.func(), resolve_target("cuda:sm_90a"), parameters), tvm.tirx.PrimFunc)
+    small = replace(case, rows=(3, 2)[: len(case.rows)], n=24, k=16)
+    func, rng = small.func(), np.random.default_rng(1)
+    arrays = [random_array(rng, param) for param in func.params]
+    tensors = [tvm.runtime.tensor(array) for array in arrays]
+    tvm.compile(tvm.IRModule({"main": func.with_attr("global_symbol", "main")}), target="llvm")["main"](*tensors)
+    tolerance = 1e-2 if case.output == "bfloat16" else 2e-3
+    right = expected(small, arrays[:-1])
+    np.testing.assert_allclose(tensors[-1].numpy().astype("float32"), right, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(("case", "parameters"), CASES.values(), ids=CASES.keys())
+def test_kernel_agrees_with_float32(case: MatmulCase, parameters: GemmParameters) -> None:
+    target = resolve_target("cuda:sm_90a")
+    func = GemmSm90().apply(case.func().with_attr(CONSTANT_PARAMS_ATTR, [1]), target, parameters)
+    mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
+    with cuda_compiler("sm_90a"):
+        kernel = tvm.tirx.build(mod, target=target.target, pipeline=register_mixed_pipeline())
+    rng, device = np.random.default_rng(0), tvm.cuda(0)
+    for _ in range(5):
+        arrays = [random_array(rng, param) for param in func.params[:-1]]
+        poisoned = np.full_like(random_array(rng, func.params[-1]), np.nan)
+        tensors = [tvm.runtime.tensor(array, device) for array in (*arrays, poisoned)]
+        kernel["main"](*tensors)
+        found, right = tensors[-1].numpy().astype("float32"), expected(case, arrays)
+        error = np.linalg.norm(found - right) / np.linalg.norm(right)
+        # Rounding to 8 or 11 bits of significand, uniformly: 2**-9 or 2**-12 of the value, over the square root of 3.
+        assert error < (4e-3 if case.output == "bfloat16" else 6e-4)
