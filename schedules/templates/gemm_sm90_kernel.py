@@ -101,8 +101,8 @@ class _Kernel:
 
     def _allocate(self) -> None:
         p, dtype = self._p, self._matmul.input_dtype
-        # Its start is 1024-byte aligned, as swizzle atoms need: the system reserves the first KiB of a block's shared memory
-        # on sm_90, and the kernel has no static shared memory.
+        # It starts at a multiple of 1024 bytes, as swizzle atoms need: on sm_90 the system reserves the first KiB of a
+        # block's shared memory, and the kernel has no static shared memory.
         pool = T.SMEMPool()
         self._tile_a = pool.alloc((p.stages, p.block_m * BLOCK_K), dtype, align=1024)
         self._tile_b = pool.alloc((p.stages, p.block_n * BLOCK_K), dtype, align=1024)

@@ -141,3 +141,53 @@ def test_two_outputs_are_refused() -> None:
     )
     twice = te.compute((8, 8), lambda m, n: total[m, n] * 2.0, name="twice")
     assert "one output" in refused(te.create_prim_func([a, b, total, twice]))
+
+
+def product(left: list[int], right: list[int], dtypes: tuple[str, str] = ("float16", "float16")) -> tirx.PrimFunc:
+    """Return a product over the axes m, n, k (0, 1, 2) that index the operands."""
+    a, b = (te.placeholder((8, 8), dtype, name=name) for name, dtype in zip("ab", dtypes, strict=True))
+    k = te.reduce_axis((0, 8))
+
+    def total(*axes: tirx.Var) -> tirx.Expr:
+        three = (*axes, k.var)
+        x, y = a[three[left[0]], three[left[1]]], b[three[right[0]], three[right[1]]]
+        return te.sum(x.astype("float32") * y.astype("float32"), axis=k)
+
+    return te.create_prim_func([a, b, te.compute((8, 8), total)])
+
+
+@pytest.mark.parametrize(
+    ("func", "message"),
+    [
+        (product([2, 0], [2, 1]), "the left operand is not indexed as [rows..., k]"),
+        (product([0, 2], [2, 0]), "the right operand is neither [k, n] nor [n, k]"),
+        (product([0, 2], [2, 1], ("float16", "bfloat16")), "the operands' dtypes differ: ['bfloat16', 'float16']"),
+    ],
+)
+def test_operands_of_another_form_are_refused(func: tirx.PrimFunc, message: str) -> None:
+    assert message in refused(func)
+
+
+def test_scheduled_function_is_refused() -> None:
+    schedule = tvm.s_tir.Schedule(tvm.IRModule({"main": PLAIN.func()}))
+    block = schedule.get_sblock("matmul", "main")
+    schedule.split(schedule.get_loops(block)[-1], [None, 4])
+    assert "is scheduled already" in refused(schedule.mod["main"])
+
+
+def test_transposed_output_is_refused() -> None:
+    a, b = (te.placeholder((8, 8), "float16", name=name) for name in "ab")
+    k = te.reduce_axis((0, 8))
+    total = te.compute((8, 8), lambda m, n: te.sum(a[m, k].astype("float32") * b[k, n].astype("float32"), axis=k))
+    turned = te.compute((8, 8), lambda n, m: total[m, n])
+    assert "at another position than it writes" in refused(te.create_prim_func([a, b, turned]))
+
+
+def test_operand_computed_inside_is_refused() -> None:
+    a, b = (te.placeholder((8, 8), "float16", name=name) for name in "ab")
+    k = te.reduce_axis((0, 8))
+    total = te.compute((8, 8), lambda m, n: te.sum(a[m, k].astype("float32") * b[k, n].astype("float32"), axis=k))
+    doubled = te.compute((8, 8), lambda i, j: a[i, j] + a[i, j], name="doubled")
+    late = te.compute((8, 8), lambda m, n: te.sum(doubled[m, k].astype("float32") * b[k, n].astype("float32"), axis=k))
+    assert "expected one reduction before everything else" in refused(te.create_prim_func([a, b, late]))
+    assert isinstance(recognise_matmul(te.create_prim_func([a, b, total])), MatmulFunction)
