@@ -11,8 +11,15 @@ template       signature                           nothing: parameters of a kern
 library        signature                           nothing: parameters of a vendor primitive
 =============  ==================================  ====================================================
 
-Target: the same kind and the same architecture, in canonical spelling; other attributes are free. So a record never
-crosses kinds, vendors or architectures.
+Target: the same kind and the same architecture, in canonical spelling; other attributes are free. A record of a lower
+architecture of the same family answers too, where its decision is portable, and ranks last. Records never cross kinds
+or vendors. Families, and which of their members is higher:
+
+- `sm_XY` of one compute capability X (sm_80 < sm_86 < sm_89). A suffix (sm_90a) says "this one alone": no family.
+- `znverN`, and `x86-64-vN`.
+
+A decision is portable when it is a trace or the parameters of a template, and on a GPU only when its kernel is known to
+take no more than 48 KiB of shared memory, which every member has. A library's algorithm belongs to its device.
 
 Device: a decision measured on another device of the same architecture can be used, but its latency is not this
 device's. Such records rank after all those of the same device, whatever their latency. The same device is the same
@@ -23,14 +30,26 @@ Inside a rank the lower median latency wins; equal latencies are decided by the 
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 
-from tuning_db.records import Environment, Route, TargetKey
+from tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord
 
 #: Routes whose decision is bound to one workload hash; the others are found by signature.
 WORKLOAD_ROUTES = frozenset({Route.METASCHEDULE, Route.FALLBACK})
 #: Routes whose decision is bound to the TVM that made it.
 TVM_BOUND_ROUTES = frozenset({Route.METASCHEDULE, Route.FALLBACK})
+#: Routes whose decision may be carried to a higher architecture.
+PORTABLE_ROUTES = frozenset({Route.METASCHEDULE, Route.TEMPLATE})
+#: Shared memory that a kernel may take on every GPU, without asking for more.
+PORTABLE_SMEM_BYTES = 48 * 1024
+
+# The family and the place in it. A tensor core generation is the first digit of sm_XY; sm_100 and later have two.
+_FAMILIES = (
+    ("cuda", re.compile(r"(sm_\d+)(\d)")),
+    ("llvm", re.compile(r"(znver)(\d+)")),
+    ("llvm", re.compile(r"(x86-64-v)(\d+)")),
+)
 
 
 class DeviceRank(IntEnum):
@@ -38,11 +57,40 @@ class DeviceRank(IntEnum):
 
     SAME_DEVICE = 0
     SAME_ARCH = 1
+    LOWER_ARCH = 2
 
 
 def target_matches(wanted: TargetKey, found: TargetKey) -> bool:
     """Return whether a record made for `found` may be used for `wanted`."""
     return wanted.kind == found.kind and wanted.arch == found.arch
+
+
+def target_is_lower(wanted: TargetKey, found: TargetKey) -> bool:
+    """Return whether `found` is a lower architecture of the family of `wanted`."""
+    if wanted.kind != found.kind:
+        return False
+    for kind, family in _FAMILIES:
+        higher, lower = family.fullmatch(wanted.arch), family.fullmatch(found.arch)
+        if kind == wanted.kind and higher and lower and higher[1] == lower[1]:
+            return int(lower[2]) < int(higher[2])
+    return False
+
+
+def decision_is_portable(target: TargetKey, route: Route, smem_bytes: int | None) -> bool:
+    """Return whether a record may be used on a higher architecture of its family."""
+    fits = target.kind != "cuda" or (smem_bytes is not None and smem_bytes <= PORTABLE_SMEM_BYTES)
+    return route in PORTABLE_ROUTES and fits
+
+
+def rank_record(target: TargetKey, environment: Environment, record: TuningRecord) -> DeviceRank | None:
+    """Return how well a record fits a place, None when it is not true there. SQL does the same in `ranking`."""
+    if record.status is not Status.OK or not tvm_version_matches(environment, record.environment, record.route):
+        return None
+    if target_matches(target, record.target):
+        return device_rank(environment, record.environment)
+    lower = target_is_lower(target, record.target)
+    portable = decision_is_portable(record.target, record.route, record.smem_bytes)
+    return DeviceRank.LOWER_ARCH if lower and portable else None
 
 
 def tvm_version_matches(wanted: Environment, found: Environment, route: Route) -> bool:

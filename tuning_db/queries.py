@@ -11,15 +11,13 @@ from sqlalchemy.orm import Session
 
 from tuning_db.records import DatabaseInfo, RecordFilter, Status, TuningRecord
 from tuning_db.schema import (
-    EnvironmentRow,
     JobRow,
     JobTaskRow,
     RecordRow,
     SignatureRow,
-    TargetRow,
     WorkloadRow,
 )
-from tuning_db.selection import conditions, read_records, select_records
+from tuning_db.selection import conditions, read_places, read_records, select_records, signature_conditions
 from tuning_db.store import NO_FILTER, TuningDatabase
 
 DEFAULT_LIMIT = 50
@@ -102,37 +100,67 @@ def workloads(
     return database.read(lambda session: _workloads(session, filters, limit))
 
 
+@dataclass
+class _Place:
+    """The records of one workload on one device; a device is a kind, an architecture and a product name."""
+
+    targets: set[int]
+    environments: set[int]
+    valid: int = 0
+    records: int = 0
+    best_us: float | None = None
+
+
 def _top(session: Session, filters: RecordFilter, limit: int | None) -> tuple[TaskBest, ...]:
-    valid = case((RecordRow.status == Status.OK, 1), else_=0)
-    place = (RecordRow.workload_id, TargetRow.kind, TargetRow.arch, EnvironmentRow.device_name)
-    ranked = (
+    """Group by ids alone, which an index holds, and read only the records that are shown."""
+    names = read_places(session.connection())
+    grouped = (
         select(
-            RecordRow.id.label("id"),
-            func.row_number()
-            .over(partition_by=place, order_by=(valid.desc(), RecordRow.latency_us, RecordRow.id))
-            .label("place"),
-            func.sum(valid).over(partition_by=place).label("valid"),
-            func.count().over(partition_by=place).label("records"),
+            RecordRow.workload_id,
+            RecordRow.target_id,
+            RecordRow.environment_id,
+            RecordRow.status,
+            func.count().label("records"),
+            func.min(RecordRow.latency_us).label("best_us"),
         )
-        .join(WorkloadRow, WorkloadRow.id == RecordRow.workload_id)
-        .join(SignatureRow, SignatureRow.id == RecordRow.signature_id)
-        .join(TargetRow, TargetRow.id == RecordRow.target_id)
-        .join(EnvironmentRow, EnvironmentRow.id == RecordRow.environment_id)
         .where(*conditions(filters))
-        .subquery()
+        .group_by(RecordRow.workload_id, RecordRow.target_id, RecordRow.environment_id, RecordRow.status)
     )
-    chosen = (
-        select(ranked.c.id, ranked.c.valid, ranked.c.records, WorkloadRow.name, SignatureRow.family)
-        .join(RecordRow, RecordRow.id == ranked.c.id)
+    places: dict[tuple[int, str, str, str], _Place] = {}
+    for row in session.execute(grouped):
+        target, environment = names.targets[row.target_id], names.environments[row.environment_id]
+        key = (row.workload_id, target.kind, target.arch, environment.device_name)
+        place = places.setdefault(key, _Place(set(), set()))
+        place.targets.add(row.target_id)
+        place.environments.add(row.environment_id)
+        place.records += row.records
+        if row.status is Status.OK:
+            place.valid += row.records
+            place.best_us = row.best_us if place.best_us is None else min(place.best_us, row.best_us)
+    found = [(place.best_us, key[0], place) for key, place in places.items() if place.best_us is not None]
+    # Equal latencies in the order of the workloads, so that answers are stable.
+    found.sort(key=lambda item: (-item[0], item[1]))
+    return tuple(_task_best(session, workload_id, place, filters) for _, workload_id, place in found[:limit])
+
+
+def _task_best(session: Session, workload_id: int, place: _Place, filters: RecordFilter) -> TaskBest:
+    statement = (
+        select(RecordRow.id, WorkloadRow.name, SignatureRow.family)
         .join(WorkloadRow, WorkloadRow.id == RecordRow.workload_id)
         .join(SignatureRow, SignatureRow.id == RecordRow.signature_id)
-        .where(ranked.c.place == 1, RecordRow.status == Status.OK)
-        .order_by(RecordRow.latency_us.desc(), RecordRow.id)
-        .limit(limit)
+        .where(
+            RecordRow.workload_id == workload_id,
+            RecordRow.status == Status.OK,
+            RecordRow.target_id.in_(place.targets),
+            RecordRow.environment_id.in_(place.environments),
+            *conditions(filters),
+        )
+        .order_by(RecordRow.latency_us, RecordRow.id)
+        .limit(1)
     )
-    rows = session.execute(chosen).all()
-    records = _records_by_id(session, [row.id for row in rows])
-    return tuple(TaskBest(r.name, r.family, records[r.id], int(r.valid), int(r.records) - int(r.valid)) for r in rows)
+    row = session.execute(statement).one()
+    best = _records_by_id(session, [row.id])[row.id]
+    return TaskBest(row.name, row.family, best, place.valid, place.records - place.valid)
 
 
 def _query(session: Session, filters: RecordFilter, limit: int | None) -> tuple[RecordLine, ...]:
@@ -140,8 +168,6 @@ def _query(session: Session, filters: RecordFilter, limit: int | None) -> tuple[
         select(RecordRow.id, WorkloadRow.name, SignatureRow.family, JobRow.model)
         .join(WorkloadRow, WorkloadRow.id == RecordRow.workload_id)
         .join(SignatureRow, SignatureRow.id == RecordRow.signature_id)
-        .join(TargetRow, TargetRow.id == RecordRow.target_id)
-        .join(EnvironmentRow, EnvironmentRow.id == RecordRow.environment_id)
         .outerjoin(JobRow, JobRow.id == RecordRow.job_id)
         .where(*conditions(filters))
         .order_by(RecordRow.created_at.desc(), RecordRow.id.desc())
@@ -167,9 +193,18 @@ def _workloads(session: Session, filters: RecordFilter, limit: int | None) -> tu
         workload_hash=filters.workload_hash,
         signature_key=filters.signature_key,
         tvm_version=filters.tvm_version,
+        shape=filters.shape,
+        dtype=filters.dtype,
     )
     of_record = dataclasses.replace(
-        filters, family=None, model=None, workload_hash=None, signature_key=None, tvm_version=None
+        filters,
+        family=None,
+        model=None,
+        workload_hash=None,
+        signature_key=None,
+        tvm_version=None,
+        shape=None,
+        dtype=None,
     )
     counted = _counted_records(of_record)
     statement = (
@@ -209,8 +244,6 @@ def _counted_records(filters: RecordFilter) -> Subquery:
             func.min(case((valid, RecordRow.latency_us))).label("best_us"),
             func.max(RecordRow.created_at).label("last_at"),
         )
-        .join(TargetRow, TargetRow.id == RecordRow.target_id)
-        .join(EnvironmentRow, EnvironmentRow.id == RecordRow.environment_id)
         .where(*conditions(filters))
         .group_by(RecordRow.workload_id)
         .subquery()
@@ -218,13 +251,9 @@ def _counted_records(filters: RecordFilter) -> Subquery:
 
 
 def _workload_conditions(filters: RecordFilter) -> list[ColumnElement[bool]]:
-    wanted: list[ColumnElement[bool]] = []
-    if filters.family is not None:
-        wanted.append(SignatureRow.family == filters.family)
+    wanted = signature_conditions(filters)
     if filters.workload_hash is not None:
         wanted.append(WorkloadRow.workload_hash == filters.workload_hash)
-    if filters.signature_key is not None:
-        wanted.append(SignatureRow.key == filters.signature_key)
     if filters.tvm_version is not None:
         wanted.append(WorkloadRow.tvm_version == filters.tvm_version)
     if filters.model is not None:

@@ -51,9 +51,13 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
+# Made once: `json.dumps` makes a new one for each call with options.
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
 def canonical_json(value: object) -> str:
     """Return the JSON text of `value` with sorted keys and no spaces; non-finite numbers are refused."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return _ENCODER.encode(value)
 
 
 def content_key(value: object) -> str:
@@ -236,6 +240,8 @@ class TuningRecord:
         When, in UTC.
     id : int or None
         Its row in the database it was read from; takes no part in comparison.
+    layer : str or None
+        The database it was read from, when several lie over each other (`tuning_db.layers`); takes no part either.
     """
 
     workload_hash: str
@@ -255,6 +261,7 @@ class TuningRecord:
     job_id: str | None = None
     created_at: datetime = field(default_factory=utc_now)
     id: int | None = field(default=None, compare=False)
+    layer: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what would lie: a success without a true latency, a time without zone, a target of another device."""
@@ -292,7 +299,7 @@ class TuningRecord:
 
     @property
     def key(self) -> str:
-        """The sha256 of everything but `id`: two equal records are one record, however often they are written."""
+        """The sha256 of all but `id` and `layer`: two equal records are one record, however often they are written."""
         raw = [value if math.isfinite(value) else repr(value) for value in self.latencies_us]
         place = [self.workload_hash, self.signature_key, self.target.key, self.environment.key]
         made = [self.route, self.decision, self.status, raw, self.error, self.seed, self.duration_s]
@@ -343,7 +350,7 @@ class RecordFilter:
     """Which records to select; None selects all.
 
     `model` selects the records of every workload that some job found in that model, whoever measured them.
-    `since` is inclusive, `until` exclusive.
+    `shape` and `dtype` are those of any input or output of the kernel. `since` is inclusive, `until` exclusive.
     """
 
     family: str | None = None
@@ -359,6 +366,8 @@ class RecordFilter:
     job_id: str | None = None
     since: datetime | None = None
     until: datetime | None = None
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Bring the times to UTC."""

@@ -31,6 +31,8 @@ def number_kind(value: float | None) -> NumberKind:
 
 def latencies_to_text(latencies_us: tuple[float, ...]) -> str:
     """Return raw latencies as JSON; finite ones keep every bit, the others are written as their kind."""
+    if all(map(math.isfinite, latencies_us)):
+        return canonical_json(latencies_us)
     kinds = ((value, number_kind(value)) for value in latencies_us)
     return canonical_json([value if kind is NumberKind.FINITE else kind.value for value, kind in kinds])
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
 
-from sqlalchemy import ColumnElement, Select, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from tuning_db.records import RecordFilter, TuningRecord
+from tuning_db.records import Environment, RecordFilter, TargetKey, TuningRecord
 from tuning_db.rows import to_environment, to_record, to_target
 from tuning_db.schema import (
     EnvironmentRow,
@@ -19,26 +21,57 @@ from tuning_db.schema import (
     WorkloadRow,
 )
 
-RecordSelect = Select[RecordRow, str, str, TargetRow, EnvironmentRow]
+RecordSelect = Select[Any]
+#: Records read at once where there may be a million.
+PART = 2000
 
 
-def select_records() -> RecordSelect:
-    """Return a SELECT of records with all they refer to."""
-    return (
-        select(RecordRow, WorkloadRow.workload_hash, SignatureRow.key, TargetRow, EnvironmentRow)
-        .join(WorkloadRow, WorkloadRow.id == RecordRow.workload_id)
-        .join(SignatureRow, SignatureRow.id == RecordRow.signature_id)
-        .join(TargetRow, TargetRow.id == RecordRow.target_id)
-        .join(EnvironmentRow, EnvironmentRow.id == RecordRow.environment_id)
+@dataclass(frozen=True)
+class Places:
+    """Targets and environments by their ids."""
+
+    targets: dict[int, TargetKey]
+    environments: dict[int, Environment]
+
+
+def read_places(connection: Connection) -> Places:
+    """Return all targets and environments."""
+    targets = connection.execute(select(TargetRow.__table__))
+    environments = connection.execute(select(EnvironmentRow.__table__))
+    # A Row has the attributes of the model whose columns it holds.
+    return Places(
+        {row.id: to_target(cast(TargetRow, row)) for row in targets},
+        {row.id: to_environment(cast(EnvironmentRow, row)) for row in environments},
     )
 
 
-def read_records(session: Session, statement: RecordSelect) -> list[TuningRecord]:
-    """Return the values that a `select_records` statement selects."""
-    return [
-        to_record(row, workload_hash, signature_key, to_target(target), to_environment(environment))
-        for row, workload_hash, signature_key, target, environment in session.execute(statement)
-    ]
+def select_records() -> RecordSelect:
+    """Return a SELECT of records, joined with their workloads and signatures."""
+    return (
+        select(RecordRow.__table__, WorkloadRow.workload_hash, SignatureRow.key.label("signature_key"))
+        .join(WorkloadRow, WorkloadRow.id == RecordRow.workload_id)
+        .join(SignatureRow, SignatureRow.id == RecordRow.signature_id)
+    )
+
+
+def iterate_records(session: Session, statement: RecordSelect) -> Iterator[TuningRecord]:
+    """Yield the values that a `select_records` statement selects, without holding all of them."""
+    connection = session.connection()
+    places = read_places(connection)
+    for part in connection.execute(statement.execution_options(yield_per=PART)).partitions():
+        yield from (_to_record(row, places) for row in part)
+
+
+def read_records(session: Session, statement: RecordSelect, places: Places | None = None) -> list[TuningRecord]:
+    """Return the values that a `select_records` statement selects, read past the ORM."""
+    connection = session.connection()
+    places = places or read_places(connection)
+    return [_to_record(row, places) for row in connection.execute(statement)]
+
+
+def _to_record(row: Row[Any], places: Places) -> TuningRecord:
+    target, environment = places.targets[row.target_id], places.environments[row.environment_id]
+    return to_record(cast(RecordRow, row), row.workload_hash, row.signature_key, target, environment)
 
 
 def workloads_of_model(model: str) -> ColumnElement[bool]:
@@ -49,24 +82,58 @@ def workloads_of_model(model: str) -> ColumnElement[bool]:
 
 
 def conditions(filters: RecordFilter) -> list[ColumnElement[bool]]:
-    """Return the conditions of a filter on a statement that joins as `select_records` does."""
-    equal: list[tuple[InstrumentedAttribute[Any], object]] = [
-        (SignatureRow.family, filters.family),
-        (WorkloadRow.workload_hash, filters.workload_hash),
-        (SignatureRow.key, filters.signature_key),
-        (TargetRow.kind, filters.target_kind),
-        (TargetRow.arch, filters.arch),
-        (EnvironmentRow.device_name, filters.device_name),
-        (EnvironmentRow.tvm_version, filters.tvm_version),
+    """Return the conditions of a filter on a statement over `RecordRow`, joined with anything or nothing.
+
+    What a record refers to is selected by its ids, which are few, and not joined to a million rows.
+    """
+    wanted: list[ColumnElement[bool]] = []
+    for reference, table, part in _references(filters):
+        if part:
+            wanted.append(reference.in_(select(table.id).where(*part)))
+    own: list[tuple[InstrumentedAttribute[Any], object]] = [
         (RecordRow.route, filters.route),
         (RecordRow.status, filters.status),
         (RecordRow.job_id, filters.job_id),
     ]
-    wanted: list[ColumnElement[bool]] = [column == value for column, value in equal if value is not None]
+    wanted += [column == value for column, value in own if value is not None]
     if filters.since is not None:
         wanted.append(RecordRow.created_at >= filters.since)
     if filters.until is not None:
         wanted.append(RecordRow.created_at < filters.until)
     if filters.model is not None:
         wanted.append(workloads_of_model(filters.model))
+    return wanted
+
+
+def _references(
+    filters: RecordFilter,
+) -> list[tuple[InstrumentedAttribute[int], type[Any], list[ColumnElement[bool]]]]:
+    def equal(*pairs: tuple[InstrumentedAttribute[Any], object]) -> list[ColumnElement[bool]]:
+        return [column == value for column, value in pairs if value is not None]
+
+    targets = equal((TargetRow.kind, filters.target_kind), (TargetRow.arch, filters.arch))
+    environments = equal(
+        (EnvironmentRow.device_name, filters.device_name), (EnvironmentRow.tvm_version, filters.tvm_version)
+    )
+    return [
+        (RecordRow.signature_id, SignatureRow, signature_conditions(filters)),
+        (RecordRow.workload_id, WorkloadRow, equal((WorkloadRow.workload_hash, filters.workload_hash))),
+        (RecordRow.target_id, TargetRow, targets),
+        (RecordRow.environment_id, EnvironmentRow, environments),
+    ]
+
+
+def signature_conditions(filters: RecordFilter) -> list[ColumnElement[bool]]:
+    """Return the conditions of a filter on `SignatureRow`."""
+    wanted: list[ColumnElement[bool]] = []
+    if filters.family is not None:
+        wanted.append(SignatureRow.family == filters.family)
+    if filters.signature_key is not None:
+        wanted.append(SignatureRow.key == filters.signature_key)
+    # Signatures are canonical JSON, in which an input or output is written [[1,128,768],"float16"].
+    if filters.shape is not None:
+        sizes = ",".join(map(str, filters.shape))
+        wanted.append(SignatureRow.signature.contains(f'[[{sizes}],"', autoescape=True))
+    if filters.dtype is not None:
+        wanted.append(SignatureRow.signature.contains(f'],"{filters.dtype}"]', autoescape=True))
     return wanted

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from sqlalchemy import func, select
+from sqlalchemy import Engine, func, select
 from sqlalchemy.orm import Session, undefer
 
 from tuning_db import outcomes, ranking, writing
-from tuning_db.engine import database_size, make_engine, parse_location
+from tuning_db.engine import Location, database_size, make_engine, parse_location
 from tuning_db.errors import DatabaseOpenError, NotFoundError
 from tuning_db.migrate import check_revision, current_revision, migrate
 from tuning_db.outcomes import Artifact, Benchmark, Validation
@@ -78,6 +78,11 @@ class TuningDatabase(Transactions):
 
     **Errors.** Nothing but `TuningDatabaseError` and its leaves is raised for what can go wrong outside the caller.
     """
+
+    def __init__(self, location: Location, engine: Engine, mode: Mode) -> None:
+        """Hold an engine; use `TuningDatabase.open`."""
+        super().__init__(location, engine, mode)
+        self._places = ranking.PlaceCache()
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
@@ -208,7 +213,7 @@ class TuningDatabase(Transactions):
     ) -> list[TuningRecord]:
         """Return up to `k` records that are true here, the best first."""
         question = ranking.Question(workload_hash, signature_key, target, environment, route)
-        return self.read(lambda session: ranking.top_records(session, question, k))
+        return self.read(lambda session: ranking.top_records(session, question, k, self._places))
 
     def list_records(
         self, filters: RecordFilter = NO_FILTER, *, limit: int | None = None, offset: int = 0
@@ -233,7 +238,7 @@ class TuningDatabase(Transactions):
 
     def count_records(self, filters: RecordFilter = NO_FILTER) -> int:
         """Return how many records a filter selects."""
-        statement = select(func.count()).select_from(select_records().where(*conditions(filters)).subquery())
+        statement = select(func.count()).select_from(RecordRow).where(*conditions(filters))
         return self.read(lambda session: session.execute(statement).scalar_one())
 
     def has_workload(self, workload_hash: str, tvm_version: str | None = None) -> bool:

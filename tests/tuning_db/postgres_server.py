@@ -21,11 +21,9 @@ UNPRIVILEGED = "nobody"
 OPTIONS = {
     "listen_addresses": "''",
     "max_connections": "80",
-    # The tests kill writers, never the server or the machine, so nothing has to survive a power cut.
-    "fsync": "off",
-    "full_page_writes": "off",
-    "shared_buffers": "64MB",
 }
+#: The tests kill writers, never the server or the machine, so nothing has to survive a power cut.
+FAST = {"fsync": "off", "full_page_writes": "off"}
 
 
 def _installation() -> Path:
@@ -50,8 +48,8 @@ def _copy(programs: Path, folder: Path) -> Path:
 
 
 @contextmanager
-def running_server() -> Iterator[str]:
-    """Start a server, yield the URL of its database `postgres`, and stop it."""
+def running_server(*, durable: bool = False) -> Iterator[str]:
+    """Start a server, yield the URL of its database `postgres`, and stop it; `durable` as a real one runs."""
     # Not pytest's folder: its parents are private, and a socket path must be shorter than 108 bytes.
     folder = Path(tempfile.mkdtemp(prefix="pg"))
     user: str | None = None
@@ -86,7 +84,8 @@ def running_server() -> Iterator[str]:
 
         data = str(folder / "data")
         call("initdb", "--no-sync", "--auth=trust", "--encoding=UTF8", "--username=postgres", "--pgdata", data)
-        options = " ".join(f"-c {name}={value}" for name, value in OPTIONS.items())
+        settings = OPTIONS if durable else {**OPTIONS, **FAST}
+        options = " ".join(f"-c {name}={value}" for name, value in settings.items())
         call("pg_ctl", "-w", "-D", data, "-l", str(folder / "log"), "-o", f"{options} -k {folder}", "start")
         try:
             yield f"postgresql://postgres@/postgres?host={folder}"

@@ -106,7 +106,7 @@ RECORD_CHANGES: dict[str, object] = {
 }
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(TuningRecord) if f.name != "id"])
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(TuningRecord) if f.compare])
 def test_record_key_changes_when_one_ingredient_changes(samples, field):
     record = samples.record()
     change = RECORD_CHANGES[field] or samples.environment(cores=64)
