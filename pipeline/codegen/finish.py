@@ -15,12 +15,15 @@ from pipeline.codegen.cuda_compile import uses_fast_math
 from pipeline.codegen.cuda_compiler import cuda_compiler
 from pipeline.codegen.gpu_check import bind_all_kernels, unbound_kernels, unroll_bool_vectors
 from pipeline.errors import LoweringError
+from schedules.vector_math import register_vector_math
 
 
 def finish_kernels(
     scheduled: tvm.ir.IRModule, target: tvm.target.Target, unscheduled: tvm.ir.IRModule | None = None
 ) -> tvm.ir.IRModule:
-    """Return the scheduled module ready for code generation; on a CPU as it is.
+    """Return the scheduled module ready for code generation, in a process that generates the project's own code.
+
+    On a CPU the module stays as it is; exp, erf, tanh and sigmoid become vector arithmetic in this process.
 
     Parameters
     ----------
@@ -38,6 +41,7 @@ def finish_kernels(
         A kernel has blocks that no GPU thread runs, and nothing to schedule it anew from or no rule that can.
     """
     if target.kind.name != "cuda":
+        register_vector_math()
         return scheduled
     if unscheduled is not None:
         return unroll_bool_vectors(bind_all_kernels(unscheduled, scheduled, target))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tvm
+from tvm import te
 from tvm.s_tir import meta_schedule as ms
 
 from pipeline.codegen.finish import finish_kernels
@@ -45,6 +47,19 @@ def test_build_returns_a_loadable_artifact(builder: PoolBuilder, place: Place) -
     out = tvm.runtime.empty((16,), "float32")
     module["main"](tvm.runtime.tensor(a), out)
     assert (out.numpy() == a + 1).all()
+
+
+@pytest.mark.parametrize("function", ["exp", "erf", "tanh"])
+def test_candidates_compute_functions_as_artifacts_do(builder: PoolBuilder, place: Place, function: str) -> None:
+    a = te.placeholder((16,), "float32", name="a")
+    out = te.compute((16,), lambda i: getattr(tvm.tirx, function)(a[i]), name="out")
+    (result,) = builder.build(inputs(place, tvm.IRModule({"main": te.create_prim_func([a, out])})))
+    assert result.error_msg is None
+    symbols = subprocess.run(
+        ["nm", "-D", "--undefined-only", str(result.artifact_path)], capture_output=True, text=True, check=True
+    ).stdout
+    # A call of the C library's scalar function would be measured where an artifact has vector arithmetic.
+    assert f"{function}f" not in symbols
 
 
 def test_build_tells_the_error_text_when_the_compiler_refuses(builder: PoolBuilder, place: Place) -> None:
