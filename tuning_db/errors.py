@@ -9,6 +9,7 @@
     ├── DatabaseBusyError      still locked by others after every retry
     ├── DatabaseWriteError     read-only mode, file or folder; disk full
     ├── InvalidRecordError     a value that must not be stored, because it would lie
+    ├── ExchangeError          an imported file is damaged, hostile or of another version; a file cannot be written
     └── NotFoundError          a `get_*` found nothing
 
 A message says what happened, to which object, expected against got, and how to go on.
@@ -47,3 +48,7 @@ class InvalidRecordError(TuningDatabaseError):
 
 class NotFoundError(TuningDatabaseError):
     """A `get_*` call found no such object."""
+
+
+class ExchangeError(TuningDatabaseError):
+    """A file to import is refused, with its line; or a file to export cannot be written."""

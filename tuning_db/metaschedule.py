@@ -58,6 +58,7 @@ for _error in (
     errors.DatabaseWriteError,
     errors.InvalidRecordError,
     errors.NotFoundError,
+    errors.ExchangeError,
 ):
     tvm_ffi.register_error(_error)
 

@@ -81,6 +81,9 @@ class Transactions:
                     session.flush()
         except DBAPIError as e:
             raise translate_error(e.orig, self._location) from e
+        except self._engine.dialect.loaded_dbapi.Error as e:
+            # Of what is done past SQLAlchemy, which is COPY.
+            raise translate_error(e, self._location) from e
         except PoolTimeoutError as e:
             raise DatabaseBusyError(f"All connections to {self._location.shown} are in use ({e}).") from e
         finally:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from sqlalchemy import String, func, select, tuple_
+from sqlalchemy import String, Table, func, select, tuple_
 from sqlalchemy.orm import Session
 
-from tuning_db.engine import insert_or_ignore
+from tuning_db.engine import insert_new_rows, insert_or_ignore
 from tuning_db.errors import NotFoundError
 from tuning_db.records import Job, JobTask, TuningRecord, Workload, canonical_json, utc_now
 from tuning_db.rows import environment_columns, record_columns, target_columns, to_job
@@ -116,16 +116,11 @@ def _insert_records(session: Session, rows: dict[str, dict[str, object]]) -> dic
     Past the ORM: its bookkeeping of a row takes longer than the database does.
     """
     connection = session.connection()
-    insert = insert_or_ignore(connection, RecordRow)
-    found: dict[str, int] = {}
-    if connection.dialect.name == "sqlite":
-        # One statement for each row is faster than RETURNING; nobody else writes before we commit.
-        last = connection.execute(select(func.coalesce(func.max(RecordRow.id), 0))).scalar_one()
-        connection.execute(insert, list(rows.values()))
-        added = connection.execute(select(RecordRow.key, RecordRow.id).where(RecordRow.id > last))
-    else:
-        added = connection.execute(insert.returning(RecordRow.key, RecordRow.id), list(rows.values()))
-    found.update({key: id_ for key, id_ in added})
+    last = connection.execute(select(func.coalesce(func.max(RecordRow.id), 0))).scalar_one()
+    insert_new_rows(connection, cast(Table, RecordRow.__table__), list(rows.values()))
+    # A new row has a higher id, whoever else writes: in PostgreSQL other writers' rows may be among them.
+    added = connection.execute(select(RecordRow.key, RecordRow.id).where(RecordRow.id > last))
+    found = {key: id_ for key, id_ in added if key in rows}
     known = [(row["created_at"], key) for key, row in rows.items() if key not in found]
     for part in chunks(known):
         natural_key = tuple_(RecordRow.created_at, RecordRow.key, types=[UtcDateTime(), String()])
