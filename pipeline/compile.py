@@ -193,7 +193,7 @@ def compile_module(
         graph = cuda_graph and target.kind == "cuda"
         if graph:
             mod = capture_whole_function(mod, len(lowered.graph.inputs))
-        mod = finish_kernels(apply_fallback(mod, target.target), target.target, mod)
+        mod = finish_kernels(apply_fallback(mod, target.target), target.target)
     with _timed(seconds, "plan_memory"), _pass_context(graph), target.target:
         mod = _plan_memory(mod, target, graph)
     with _timed(seconds, "codegen"), device_toolchain(target.target), _pass_context(graph), target.target:

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import tvm
+from tvm import tirx
 
+from pipeline.codegen.bool_vectors import unroll_bool_vectors
 from pipeline.codegen.cuda_compile import uses_fast_math
 from pipeline.codegen.cuda_compiler import cuda_compiler
-from pipeline.codegen.gpu_check import bind_all_kernels, unbound_kernels, unroll_bool_vectors
 from pipeline.errors import LoweringError
+from schedules.gpu.binding import list_unbound_blocks
 from schedules.vector_math import register_vector_math
 
 
-def finish_kernels(
-    scheduled: tvm.ir.IRModule, target: tvm.target.Target, unscheduled: tvm.ir.IRModule | None = None
-) -> tvm.ir.IRModule:
+def finish_kernels(scheduled: tvm.ir.IRModule, target: tvm.target.Target) -> tvm.ir.IRModule:
     """Return the scheduled module ready for code generation, in a process that generates the project's own code.
 
     On a CPU the module stays as it is; exp, erf, tanh and sigmoid become vector arithmetic in this process.
@@ -31,23 +31,25 @@ def finish_kernels(
         All PrimFuncs are scheduled.
     target : tvm.target.Target
         What code is generated for.
-    unscheduled : tvm.ir.IRModule or None
-        The same before scheduling: a kernel with blocks outside every GPU thread is scheduled anew from it. None
-        refuses such a kernel; so is a search's candidate treated, whose record would not be what was measured.
 
     Raises
     ------
     LoweringError
-        A kernel has blocks that no GPU thread runs, and nothing to schedule it anew from or no rule that can.
+        A kernel has blocks that no GPU thread runs. Only a search's candidate can: fallbacks and templates bind all.
     """
     if target.kind.name != "cuda":
         register_vector_math()
         return scheduled
-    if unscheduled is not None:
-        return unroll_bool_vectors(bind_all_kernels(unscheduled, scheduled, target))
-    unbound = unbound_kernels(scheduled)
+    unbound = [
+        str(var.name_hint)
+        for var, func in scheduled.functions_items()
+        if isinstance(func, tirx.PrimFunc) and list_unbound_blocks(func)
+    ]
     if unbound:
-        raise LoweringError(f"kernels {', '.join(unbound)} have blocks that no GPU thread runs")
+        raise LoweringError(
+            f"kernels {', '.join(sorted(unbound))} have blocks that no GPU thread runs: they would run on the host and "
+            "end the process at device memory. Leave the record out (`--routes`), or measure the task again"
+        )
     return unroll_bool_vectors(scheduled)
 
 

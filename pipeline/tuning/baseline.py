@@ -116,7 +116,7 @@ def _fallback(state: TaskState, target: ResolvedTarget) -> tuple[tvm.ir.IRModule
         names = fallback_rule_names(state.task.mod, target.target)
         scheduled = apply_fallback(state.task.mod, target.target)
         # As `compile_module` does it: what is measured is what an artifact gets.
-        finished = finish_kernels(scheduled, target.target, state.task.mod)
+        finished = finish_kernels(scheduled, target.target)
         return finished, canonical_json({"rule": names["main"]})
     except (ScheduleError, LoweringError) as e:
         logger.warning("task %s has no fallback schedule: %s", state.task.name, e)

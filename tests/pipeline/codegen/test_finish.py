@@ -6,8 +6,8 @@ import tvm
 from pipeline.codegen import cuda_compiler
 from pipeline.codegen.cuda_compiler import CudaToolchain
 from pipeline.codegen.finish import device_toolchain, finish_kernels
-from pipeline.codegen.gpu_check import unbound_kernels
 from pipeline.errors import LoweringError
+from schedules.fallback import apply_fallback
 from schedules.targets import resolve_target
 from tests.pipeline.codegen.cubins import machine_code
 from tests.pipeline.tuning.tuning_cases import add_one_mod
@@ -22,9 +22,9 @@ def test_a_cpu_module_stays_as_it_is() -> None:
         assert finish_kernels(mod, target) is mod
 
 
-def test_an_unbound_kernel_is_bound_from_its_unscheduled_form_or_refused() -> None:
+def test_a_kernel_outside_every_thread_is_refused() -> None:
     mod = add_one_mod()
-    assert unbound_kernels(finish_kernels(mod, CUDA, mod)) == []
+    assert "threadIdx.x" in finish_kernels(apply_fallback(mod, CUDA), CUDA).script()
     with pytest.raises(LoweringError, match="kernels main have blocks that no GPU thread runs"):
         finish_kernels(mod, CUDA)
 
@@ -39,6 +39,6 @@ def test_the_toolchain_makes_a_cubin(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cuda_compiler, "compile_cubin", keep)
     with device_toolchain(CUDA), CUDA:
-        tvm.compile(finish_kernels(add_one_mod(), CUDA, add_one_mod()), CUDA)
+        tvm.compile(finish_kernels(apply_fallback(add_one_mod(), CUDA), CUDA), CUDA)
     (cubin,) = cubins
     assert set(machine_code(cubin)) == {"main_kernel"}

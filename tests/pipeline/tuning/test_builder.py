@@ -14,9 +14,9 @@ import tvm
 from tvm import te
 from tvm.s_tir import meta_schedule as ms
 
-from pipeline.codegen.finish import finish_kernels
 from pipeline.tuning.builder import BuilderLimits, PoolBuilder
 from pipeline.tuning.failure import StopSignal, read_failure
+from schedules.fallback import apply_fallback
 from schedules.targets import resolve_target
 from tests.pipeline.tuning.tuning_cases import (
     Place,
@@ -101,7 +101,7 @@ def test_build_kills_a_worker_that_takes_too_much_memory(tmp_path: Path, place: 
 
 def test_build_makes_gpu_code_like_an_artifact(builder: PoolBuilder) -> None:
     cuda = resolve_target("cuda:sm_90a").target
-    bound = finish_kernels(add_one_mod(), cuda, add_one_mod())
+    bound = apply_fallback(add_one_mod(), cuda)
     good, unbound = builder.build([ms.builder.BuilderInput(mod, cuda) for mod in (bound, add_one_mod())])
     assert good.error_msg is None
     data = Path(str(good.artifact_path)).read_bytes()

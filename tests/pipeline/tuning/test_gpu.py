@@ -13,7 +13,6 @@ import tvm
 from tvm import te
 from tvm.s_tir import meta_schedule as ms
 
-from pipeline.codegen.finish import finish_kernels
 from pipeline.environment import detect_environment
 from pipeline.tuning.builder import PoolBuilder
 from pipeline.tuning.failure import read_failure
@@ -24,6 +23,7 @@ from pipeline.tuning.rotation import RotatedTimer
 from pipeline.tuning.runner import ProcessRunner
 from pipeline.tuning.session import require_valid, tune
 from pipeline.tuning.tasks import as_workload
+from schedules.fallback import apply_fallback
 from schedules.targets import ResolvedTarget, resolve_target
 from tests.pipeline.tuning.tuning_cases import add_one_mod, args_info, matmul_task
 from tuning_db.records import RecordFilter, Route, Status
@@ -56,7 +56,7 @@ def far_mod(size: int = 64) -> tvm.ir.IRModule:
 def build(
     builder: PoolBuilder, target: ResolvedTarget, mod: tvm.ir.IRModule, note: CandidateNote | None = None
 ) -> ms.runner.RunnerInput:
-    bound = finish_kernels(mod, target.target, mod)
+    bound = apply_fallback(mod, target.target)
     noted = bound if note is None else attach_note(bound, note)
     (result,) = builder.build([ms.builder.BuilderInput(noted, target.target)])
     assert result.error_msg is None, result.error_msg
