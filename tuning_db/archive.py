@@ -4,8 +4,8 @@ gzip over lines of JSON, each `[kind, fields]`. The first is `["relaxtune-archiv
 `["end", {"lines": n, "sha256": ...}]`, the hash of all bytes before it. Targets and environments are written once and
 referred to by their number. The content decides every byte, so two databases that hold the same give the same file.
 
-Reading trusts nothing: every line is checked as the value it claims to be, the hash at the end has to fit, and only
-then is the whole of it committed. Texts are stored, never run.
+Reading trusts nothing: first the hash at the end has to fit, then every line is checked as the value it claims to be,
+and the whole is committed or nothing. Texts are stored, never run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
+from sqlalchemy.orm import Session
+
 from tuning_db.entries import Entry, Signature, TaskOfJob, Transfer, list_entries, merge_entries
-from tuning_db.errors import ExchangeError, TuningDatabaseError
+from tuning_db.errors import ExchangeError, NotFoundError, TuningDatabaseError
 from tuning_db.outcomes import Artifact, Benchmark, Validation
 from tuning_db.records import Environment, Job, JobTask, RecordFilter, TargetKey, TuningRecord, Workload, canonical_json
 from tuning_db.rows import latencies_from_text, latencies_to_text
@@ -34,6 +36,8 @@ FORMAT = "relaxtune-archive"
 VERSION = 1
 #: No true line is longer; a hostile one would otherwise fill the memory.
 MAX_LINE_BYTES = 256 * 2**20
+
+_END = b'["end",'
 
 Fields = dict[str, Any]
 
@@ -73,7 +77,19 @@ def import_archive(database: TuningDatabase, path: Path) -> Transfer:
     ExchangeError
         The file is no archive, of a newer version, damaged, or holds what must not be stored; the message has the line.
     """
-    return database.write(lambda session: merge_entries(session, read_archive(path)))
+    check_archive(path)
+    position = _Position()
+
+    def work(session: Session) -> Transfer:
+        try:
+            return merge_entries(session, read_archive(path, position))
+        except NotFoundError as e:
+            # A record is written with those after it, so the line is not that of the record itself.
+            raise ExchangeError(
+                f"{path}, line {position.line} or before: {e} The archive was not made by relaxtune."
+            ) from e
+
+    return database.write(work)
 
 
 def merge(database: TuningDatabase, source: TuningDatabase, filters: RecordFilter = NO_FILTER) -> Transfer:
@@ -110,8 +126,7 @@ def _write(raw: Any, entries: Iterable[Entry]) -> int:
         for entry in entries:
             put(*_encode(entry, number))
             entries_written += 1
-        end = canonical_json(["end", {"lines": count, "sha256": digest.hexdigest()}])
-        stream.write(end.encode() + b"\n")
+        stream.write(_END + canonical_json({"lines": count, "sha256": digest.hexdigest()}).encode() + b"]\n")
     return entries_written
 
 
@@ -145,41 +160,64 @@ _KINDS: dict[type, str] = {
 _CLASSES = {kind: cls for cls, kind in _KINDS.items()}
 
 
-def read_archive(path: Path) -> Iterator[Entry]:
-    """Yield the entries of an archive; the last one only after the hash was found right.
+@dataclass
+class _Position:
+    """The line that is being read."""
+
+    line: int = 0
+
+
+def check_archive(path: Path) -> None:
+    """Read an archive through, and accept it when nothing was changed since it was written.
 
     Raises
     ------
     ExchangeError
-        See `import_archive`.
+        It is no archive, of another version, damaged or cut off.
     """
     digest = hashlib.sha256()
-    places: list[TargetKey | Environment] = []
-    ended = False
+    end: tuple[int, Fields] | None = None
     number = 0
     for number, line in _lines(path):
-        where = f"{path}, line {number}"
-        if ended:
-            raise ExchangeError(f"{where}: there is text after the end of the archive. It was changed; get it again.")
-        kind, fields = _parse(line, where)
+        if end is not None:
+            raise ExchangeError(
+                f"{path}, line {number}: there is text after the end of the archive. It was changed; get it again."
+            )
         if number == 1:
-            _check_header(kind, fields, path)
-        elif kind == "end":
-            if fields != {"lines": number - 1, "sha256": digest.hexdigest()}:
-                raise ExchangeError(
-                    f"{where}: the checksum does not fit: expected {fields.get('sha256')}, got {digest.hexdigest()}. "
-                    "The archive is damaged; get it again."
-                )
-            ended = True
+            _check_header(*_parse(line, f"{path}, line 1"), path)
+        if line.startswith(_END):
+            end = number, _parse(line, f"{path}, line {number}")[1]
         else:
-            entry = _decode(kind, fields, places, where)
-            if isinstance(entry, TargetKey | Environment):
-                places.append(entry)
-            else:
-                yield entry
-        digest.update(line)
-    if not ended:
+            digest.update(line)
+    if end is None:
         raise ExchangeError(f"{path} ends after line {number} without its last line. It is cut off; get it again.")
+    if end[1] != {"lines": end[0] - 1, "sha256": digest.hexdigest()}:
+        raise ExchangeError(
+            f"{path}, line {end[0]}: the checksum does not fit: expected {end[1].get('sha256')}, got "
+            f"{digest.hexdigest()}. The archive is damaged; get it again."
+        )
+
+
+def read_archive(path: Path, position: _Position | None = None) -> Iterator[Entry]:
+    """Yield the entries of an archive that `check_archive` accepted, each checked as what it claims to be.
+
+    Raises
+    ------
+    ExchangeError
+        A line holds what must not be stored.
+    """
+    position = position or _Position()
+    places: list[TargetKey | Environment] = []
+    for number, line in _lines(path):
+        position.line = number
+        if number == 1 or line.startswith(_END):
+            continue
+        where = f"{path}, line {number}"
+        entry = _decode(*_parse(line, where), places, where)
+        if isinstance(entry, TargetKey | Environment):
+            places.append(entry)
+        else:
+            yield entry
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
