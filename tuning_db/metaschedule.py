@@ -20,6 +20,7 @@ import tvm_ffi
 from tvm.ir.utils import derived_object
 from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir.schedule import InstructionKind
 from tvm.target import Target
 
 from tuning_db import errors
@@ -114,6 +115,79 @@ def replay_decision(mod: tvm.ir.IRModule, decision: str) -> Schedule:
     return schedule
 
 
+def check_trace(trace: object) -> None:
+    """Accept a trace of MetaSchedule's JSON form; it is parsed, not replayed.
+
+    Raises
+    ------
+    InvalidRecordError
+        It is not a list of instructions and one of decisions, or names an instruction that this TVM does not know.
+    """
+    match trace:
+        case [list() as instructions, list() as decisions]:
+            pass
+        case _:
+            raise InvalidRecordError(f"A trace is [instructions, decisions], got {str(trace)[:60]!r}.")
+    for instruction in instructions:
+        match instruction:
+            case [str() as name, list(), list(), list()]:
+                _check_instruction(name)
+            case _:
+                raise InvalidRecordError(
+                    f"An instruction is [name, inputs, attributes, outputs], got {str(instruction)[:60]!r}."
+                )
+    for decision in decisions:
+        match decision:
+            case [int() as place, _] if 0 <= place < len(instructions):
+                pass
+            case _:
+                raise InvalidRecordError(f"A decision is [instruction, value], got {str(decision)[:60]!r}.")
+
+
+def _check_instruction(name: str) -> None:
+    try:
+        InstructionKind.get(name)
+    except REPLAY_ERRORS as e:
+        raise InvalidRecordError(f"TVM {tvm.__version__} knows no instruction {name[:40]!r} in a trace.") from e
+
+
+def stock_workload(mod: tvm.ir.IRModule) -> list[str]:
+    """Return a module as stock MetaSchedule writes it: its hash, and its JSON in base64."""
+    return [str(part) for part in ms.database.Workload(mod).as_json()]
+
+
+def args_info_json(mod: tvm.ir.IRModule) -> list[object]:
+    """Return the arguments of a module as stock MetaSchedule writes them."""
+    infos = ms.arg_info.ArgInfo.from_entry_func(mod, remove_preproc=True)
+    return [json.loads(canonical_json(_plain(info.as_json()))) for info in infos]
+
+
+def target_to_json(target: TargetKey) -> dict[str, object]:
+    """Return a target as stock MetaSchedule writes it, its architecture included.
+
+    Raises
+    ------
+    InvalidRecordError
+        TVM knows no such target.
+    """
+    attributes: dict[str, object] = json.loads(target.attributes)
+    attributes.setdefault("arch" if target.kind == "cuda" else "mcpu", target.arch)
+    try:
+        return dict(json.loads(str(Target({"kind": target.kind, **attributes}))))
+    except REPLAY_ERRORS as e:
+        raise InvalidRecordError(
+            f"TVM {tvm.__version__} knows no target {target.kind!r} with {target.attributes} ({_first_line(e)})."
+        ) from e
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, str | float | bool) or value is None:
+        return value
+    if isinstance(value, Sequence):
+        return [_plain(item) for item in value]
+    return int(value)  # type: ignore[call-overload]
+
+
 def is_failure(run_secs: Sequence[float]) -> bool:
     """Return whether MetaSchedule's latencies say that the candidate failed."""
     return not run_secs or any(not math.isfinite(value) or value <= 0 or value >= FAILURE_S for value in run_secs)
@@ -137,7 +211,11 @@ def describe_unknown(mod: tvm.ir.IRModule) -> Workload:
 
 
 def _rebuild(
-    workload: ms.database.Workload, decision: str, *, run_secs: list[float] | None, target: Target | None
+    workload: ms.database.Workload,
+    decision: str,
+    *,
+    run_secs: list[float] | None,
+    target: Target | None,
 ) -> ms.database.TuningRecord:
     try:
         record = ms.database.TuningRecord.from_json([json.loads(decision), run_secs, None, None], workload)

@@ -152,6 +152,18 @@ class TuningDatabase(Transactions):
         """Keep one record and return its id."""
         return self.record_measurements([record])[0]
 
+    def record_all(self, *, workloads: Sequence[Workload], records: Sequence[TuningRecord]) -> list[int]:
+        """Keep workloads and records in one transaction, all or none, and return the ids of the records."""
+        batch = list(records)
+
+        def work(session: Session) -> list[int]:
+            for workload in workloads:
+                writing.put_workload(session, workload)
+            session.flush()
+            return writing.put_records(session, batch) if batch else []
+
+        return self.write(work)
+
     def start_job(self, *, model: str, model_sha256: str, target: TargetKey, options: str = "{}") -> Job:
         """Keep and return a new job that starts now; `options` is JSON."""
         job = Job(str(uuid.uuid4()), model, model_sha256, target, options, utc_now())
