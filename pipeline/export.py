@@ -6,10 +6,12 @@ import hashlib
 import importlib.metadata
 import platform
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import onnx
+import safetensors
 import safetensors.numpy
 import tvm
 import tvm_ffi
@@ -37,12 +39,20 @@ def write_artifact(compiled: CompiledModule, destination: Path) -> Manifest:
         link_seconds = _link(compiled, directory / MODULE_FILE)
         weights = {name: np.ascontiguousarray(array) for name, array in compiled.lowered.weights.items()}
         if weights:
-            safetensors.numpy.save_file(weights, directory / PARAMS_FILE)
+            _write_weights(weights, directory / PARAMS_FILE)
             # safetensors makes private files.
             (directory / PARAMS_FILE).chmod((directory / MODULE_FILE).stat().st_mode & 0o666)
         return build_manifest(compiled, link_seconds)
 
     return write_directory(destination, write_files)
+
+
+def _write_weights(weights: Mapping[str, np.ndarray], path: Path) -> None:
+    """Write the weights; a full disk is an OSError, as for every other file, and not one of the library's own."""
+    try:
+        safetensors.numpy.save_file(dict(weights), path)
+    except safetensors.SafetensorError as e:
+        raise OSError(f"{path.name}: {e}") from e
 
 
 def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:

@@ -6,6 +6,7 @@ Every test goes through `pipeline.cli.app.main`, as a user's command does.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -341,17 +342,15 @@ def artifact(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("name", ["model.so", "params.safetensors", "manifest.json"])
 def test_artifact_with_a_changed_byte_is_refused(relaxtune, artifact, tmp_path, name) -> None:
-    path = artifact / name
-    content = path.read_bytes()
-    changed = bytearray(content)
-    changed[len(changed) // 2] ^= 1
+    # A copy: the original's library may be loaded in this process, and must not change under it.
+    copy = tmp_path / "artifact"
+    shutil.copytree(artifact, copy)
+    content = bytearray((copy / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (copy / name).write_bytes(content)
     np.savez(tmp_path / "x.npz", input_ids=np.zeros((1, 16), np.int64))
-    try:
-        path.write_bytes(bytes(changed))
-        outputs = tmp_path / "y.npz"
-        outcome = relaxtune("run", artifact, "--inputs", tmp_path / "x.npz", "--outputs", outputs)
-    finally:
-        path.write_bytes(content)
+    outputs = tmp_path / "y.npz"
+    outcome = relaxtune("run", copy, "--inputs", tmp_path / "x.npz", "--outputs", outputs)
     assert outcome.code == 1
     assert name in outcome.stderr
     assert not outputs.exists()

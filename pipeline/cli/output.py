@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from tuning_db.frame import flatten
 
 
 class OutputFormat(StrEnum):
@@ -19,6 +23,7 @@ class OutputFormat(StrEnum):
 
     TABLE = "table"
     JSON = "json"
+    CSV = "csv"
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,18 @@ def print_json(value: object) -> None:
     sys.stdout.write(json.dumps(value, indent=2, sort_keys=False, default=str) + "\n")
 
 
+def print_csv(value: Mapping[str, object] | Sequence[object]) -> None:
+    """Write `value` to stdout as CSV, a line for each item: nested fields by dotted names, lists as JSON."""
+    rows = [flatten(item) for item in ([value] if isinstance(value, Mapping) else value)]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow(
+            {name: json.dumps(v, default=str) if isinstance(v, list | tuple) else v for name, v in row.items()}
+        )
+
+
 def print_table(view: TableView) -> None:
     """Write `view` to stdout as a table."""
     table = Table(title=view.title, title_justify="left")
@@ -57,9 +74,12 @@ def print_table(view: TableView) -> None:
 
 
 def emit(output_format: OutputFormat, value: Mapping[str, object] | Sequence[object], *views: TableView) -> None:
-    """Write a command's result: `value` as JSON, or `views` as tables."""
+    """Write a command's result: `value` as JSON or CSV, or `views` as tables."""
     if output_format is OutputFormat.JSON:
         print_json(value)
+        return
+    if output_format is OutputFormat.CSV:
+        print_csv(value)
         return
     for view in views:
         print_table(view)
@@ -67,10 +87,17 @@ def emit(output_format: OutputFormat, value: Mapping[str, object] | Sequence[obj
 
 def configure_logging(*, verbose: bool) -> None:
     """Send the project's log records to stderr: what was detected and decided, from INFO when `verbose`."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     for package in ("models", "schedules", "tuning_db", "pipeline"):
         logger = logging.getLogger(package)
         logger.handlers = [handler]
         logger.setLevel(logging.DEBUG if verbose else logging.INFO)
-        logger.propagate = False
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is at the moment of writing, not to what it was when logging was configured."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.setStream(sys.stderr)
+        super().emit(record)
