@@ -36,7 +36,7 @@ def test_resolve_target_names_kind_and_arch_when_text_is_accepted(text, kind, ar
 
 @pytest.mark.parametrize("text", ["llvm", pytest.param("auto", marks=WITHOUT_GPU)])
 def test_resolve_target_detects_this_processor_when_asked(text, caplog):
-    with caplog.at_level(logging.INFO, "schedules.targets"):
+    with caplog.at_level(logging.DEBUG, "schedules.targets"):
         resolved = resolve_target(text)
     assert resolved.arch == str(tvm.target.codegen.llvm_get_system_cpu())
     assert isinstance(resolved.limits, CpuLimits)
