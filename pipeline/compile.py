@@ -48,7 +48,7 @@ TVM_ERRORS = (
 
 # Records tried for one kernel, the best first, before the fallback is taken.
 RECORDS_TRIED = 8
-# Records looked at when some routes are left aside, whose records may be the best ones.
+# Records looked at, the best first: enough to find the fallback's among them, and those of the routes asked for.
 RECORDS_LISTED = 1000
 
 ALL_ROUTES = frozenset(Route)
@@ -275,9 +275,9 @@ def _choose(
         signature_key=workload.signature_key,
         target=target_key(target),
         environment=environment,
-        k=RECORDS_TRIED if routes == ALL_ROUTES else RECORDS_LISTED,
+        k=RECORDS_LISTED,
     )
-    records = [record for record in records if record.route in routes][:RECORDS_TRIED]
+    records = _without_ties([record for record in records if record.route in routes])[:RECORDS_TRIED]
     passed_over: list[tuple[int, str]] = []
     for record in records:
         if record.route is Route.FALLBACK:
@@ -293,6 +293,18 @@ def _choose(
     return KernelChoice(
         function, task.name, Route.FALLBACK, note=note, unusable=tuple(number for number, _ in passed_over)
     )
+
+
+def _without_ties(records: Sequence[TuningRecord]) -> list[TuningRecord]:
+    """Return the records less those whose median is within the spread that the fallback's own latencies show.
+
+    The best of many equal candidates is the luckiest; such a tie goes to the fallback, which needs no replay.
+    """
+    fallback = next((record for record in records if record.route is Route.FALLBACK), None)
+    if fallback is None:
+        return list(records)
+    fastest_us = min(fallback.latencies_us)
+    return [record for record in records if record is fallback or (record.latency_us or 0.0) < fastest_us]
 
 
 def _made(

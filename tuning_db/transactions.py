@@ -41,6 +41,7 @@ class Transactions:
         self._pid = os.getpid()
         # A memory database has one connection, so its transactions take turns.
         self._memory_turn = threading.RLock()
+        self._writes = 0
 
     def close(self) -> None:
         """Close all connections; a memory database is gone."""
@@ -60,6 +61,11 @@ class Transactions:
     def mode(self) -> Mode:
         """How it was opened."""
         return self._mode
+
+    @property
+    def writes(self) -> int:
+        """How many writes of this object have ended, whatever came of them."""
+        return self._writes
 
     @property
     def url(self) -> str:
@@ -100,7 +106,10 @@ class Transactions:
             raise DatabaseWriteError(
                 f"The database {self._location.shown} was opened in mode read-only. Open it in mode tune to write."
             )
-        return self._retrying(work, write=True)
+        try:
+            return self._retrying(work, write=True)
+        finally:
+            self._writes += 1
 
     def _retrying(self, work: Callable[[Session], T], *, write: bool) -> T:
         for attempt in range(LOCK_ATTEMPTS):

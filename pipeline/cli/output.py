@@ -23,6 +23,13 @@ class OutputFormat(StrEnum):
 
     TABLE = "table"
     JSON = "json"
+
+
+class DataFormat(StrEnum):
+    """How a command whose data are rows writes them."""
+
+    TABLE = "table"
+    JSON = "json"
     CSV = "csv"
 
 
@@ -73,12 +80,14 @@ def print_table(view: TableView) -> None:
     stdout_console().print(table)
 
 
-def emit(output_format: OutputFormat, value: Mapping[str, object] | Sequence[object], *views: TableView) -> None:
+def emit(
+    output_format: OutputFormat | DataFormat, value: Mapping[str, object] | Sequence[object], *views: TableView
+) -> None:
     """Write a command's result: `value` as JSON or CSV, or `views` as tables."""
-    if output_format is OutputFormat.JSON:
+    if output_format == OutputFormat.JSON:
         print_json(value)
         return
-    if output_format is OutputFormat.CSV:
+    if output_format == DataFormat.CSV:
         print_csv(value)
         return
     for view in views:

