@@ -293,7 +293,9 @@ def record_data(record: TuningRecord) -> dict[str, object]:
 
 def microseconds(value: float | None) -> str:
     """Return a latency for a table, empty when there is none."""
-    return "" if value is None else f"{value:.1f}"
+    if value is None:
+        return ""
+    return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
 
 
 def _last_line(text: str | None) -> str:

@@ -1,0 +1,101 @@
+"""A user's database over shared ones: one door, several layers.
+
+Writes go to the first layer alone; the others are opened read-only. A look-up asks every layer and ranks the answers
+by the rules of `tuning_db.lookup`, as if they were one database; of equals, the upper layer wins. Every record found
+says in `layer` which database it comes from. Jobs, queries and exchange concern the first layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+from tuning_db.engine import parse_location
+from tuning_db.errors import DatabaseUrlError
+from tuning_db.lookup import DeviceRank, rank_record
+from tuning_db.records import Environment, Mode, Route, TargetKey, TuningRecord, Workload
+from tuning_db.store import TuningDatabase
+
+
+class LayeredDatabase(TuningDatabase):
+    """A `TuningDatabase` that also finds what shared databases know."""
+
+    _below: tuple[TuningDatabase, ...] = ()
+
+    @classmethod
+    def open_layers(cls, urls: Sequence[str | Path], *, mode: Mode = Mode.TUNE, create: bool = True) -> Self:
+        """Return the first of `urls` over the others.
+
+        Raises
+        ------
+        DatabaseUrlError
+            No URL is given, or one twice.
+        TuningDatabaseError
+            See `TuningDatabase.open`; a shared database has to be there.
+        """
+        places = [parse_location(url).shown for url in urls]
+        if not places or len(set(places)) != len(places):
+            raise DatabaseUrlError(f"Layers need one database or more, each once: got {places}.")
+        with ExitStack() as opened:
+            below = [opened.enter_context(TuningDatabase.open(url, mode=Mode.READ_ONLY)) for url in urls[1:]]
+            database = cls.open(urls[0], mode=mode, create=create)
+            database._below = tuple(below)
+            opened.pop_all()
+        return database
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The databases, the upper one first."""
+        return (self.url, *(layer.url for layer in self._below))
+
+    def close(self) -> None:
+        """Close all layers."""
+        super().close()
+        for layer in self._below:
+            layer.close()
+
+    def list_top(
+        self,
+        *,
+        workload_hash: str | None,
+        signature_key: str | None,
+        target: TargetKey,
+        environment: Environment,
+        route: Route | None = None,
+        k: int = 10,
+    ) -> list[TuningRecord]:
+        """Return up to `k` records that are true here from all layers, the best first."""
+
+        def ask(layer: TuningDatabase) -> list[TuningRecord]:
+            find = super(LayeredDatabase, self).list_top if layer is self else layer.list_top
+            return find(
+                workload_hash=workload_hash,
+                signature_key=signature_key,
+                target=target,
+                environment=environment,
+                route=route,
+                k=k,
+            )
+
+        found: list[tuple[DeviceRank, float, int, TuningRecord]] = []
+        seen: set[str] = set()
+        for depth, layer in enumerate((self, *self._below)):
+            for record in ask(layer):
+                rank = rank_record(target, environment, record)
+                # A record merged from one layer into another is one record.
+                if rank is not None and record.latency_us is not None and record.key not in seen:
+                    seen.add(record.key)
+                    named = dataclasses.replace(record, layer=layer.url)
+                    found.append((rank, record.latency_us, depth, named))
+        # Stable: inside a layer the order is that of the answer.
+        found.sort(key=lambda item: item[:3])
+        return [record for *_, record in found[:k]]
+
+    def _find_workload(self, workload_hash: str, tvm_version: str | None) -> Workload | None:
+        found = super()._find_workload(workload_hash, tvm_version)
+        for layer in self._below:
+            found = found or layer._find_workload(workload_hash, tvm_version)
+        return found
