@@ -2,8 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from tuning_db.lookup import DeviceRank, device_rank, routes_to_search, target_matches, tvm_version_matches
-from tuning_db.records import Route, TargetKey
+from tuning_db.lookup import (
+    DeviceRank,
+    decision_is_portable,
+    device_rank,
+    rank_record,
+    routes_to_search,
+    target_is_lower,
+    target_matches,
+    tvm_version_matches,
+)
+from tuning_db.records import Route, Status, TargetKey
 
 
 def test_target_matches_when_only_other_attributes_differ():
@@ -62,3 +71,100 @@ def test_device_rank_ignores_host_cores_on_a_gpu(samples):
 )
 def test_routes_to_search_are_those_whose_key_is_known(route, by_workload, by_signature, expected):
     assert routes_to_search(route, by_workload=by_workload, by_signature=by_signature) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted", "found", "lower"),
+    [
+        ("cuda", "sm_86", "sm_80", True),
+        ("cuda", "sm_89", "sm_86", True),
+        ("cuda", "sm_80", "sm_86", False),
+        ("cuda", "sm_80", "sm_80", False),
+        ("cuda", "sm_90", "sm_80", False),
+        ("cuda", "sm_120", "sm_100", False),
+        ("cuda", "sm_103", "sm_100", True),
+        ("cuda", "sm_90a", "sm_90", False),
+        ("cuda", "sm_91", "sm_90a", False),
+        ("llvm", "znver5", "znver4", True),
+        ("llvm", "znver4", "znver5", False),
+        ("llvm", "x86-64-v4", "x86-64-v3", True),
+        ("llvm", "znver4", "x86-64-v3", False),
+        ("llvm", "sm_86", "sm_80", False),
+    ],
+)
+def test_target_is_lower_only_inside_a_family(kind, wanted, found, lower):
+    assert target_is_lower(TargetKey(kind, wanted), TargetKey(kind, found)) is lower
+
+
+def test_target_is_never_lower_across_kinds():
+    assert not target_is_lower(TargetKey("cuda", "sm_86"), TargetKey("rocm", "sm_80"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "route", "smem_bytes", "portable"),
+    [
+        ("llvm", Route.METASCHEDULE, None, True),
+        ("llvm", Route.LIBRARY, None, False),
+        ("llvm", Route.FALLBACK, None, False),
+        ("cuda", Route.METASCHEDULE, None, False),
+        ("cuda", Route.METASCHEDULE, 48 * 1024, True),
+        ("cuda", Route.TEMPLATE, 48 * 1024 + 1, False),
+        ("cuda", Route.LIBRARY, 0, False),
+    ],
+)
+def test_decision_is_portable_by_route_and_shared_memory(kind, route, smem_bytes, portable):
+    assert decision_is_portable(TargetKey(kind, "a"), route, smem_bytes) is portable
+
+
+def places(samples):
+    """Yield (target, environment) pairs that differ in each way that a rule knows."""
+    for arch in ("znver3", "znver4", "znver5", "x86-64-v4"):
+        for name in ("EPYC 9654", "EPYC 9124"):
+            for version in ("0.27.0.post1", "0.28"):
+                yield samples.target("llvm", arch), samples.environment(device_name=name, tvm_version=version)
+    for arch in ("sm_80", "sm_86", "sm_90a"):
+        yield samples.target("cuda", arch), samples.gpu()
+
+
+def test_sql_finds_what_the_rules_say(database, samples):
+    """The rules are pure functions, and SQL carries them out: both must agree on every record and every place."""
+    for version in ("0.27.0.post1", "0.28"):
+        database.record_workload(samples.workload(tvm_version=version))
+    records = [
+        samples.record(
+            target=target,
+            environment=environment,
+            route=route,
+            smem_bytes=smem_bytes,
+            latencies_us=(1.0 + number,),
+            seed=number,
+        )
+        for number, (target, environment) in enumerate(places(samples))
+        for route in Route
+        for smem_bytes in (None, 1024)
+    ]
+    records += [samples.failure(status=Status.WRONG_RESULT, latencies_us=(0.5,))]
+    database.record_measurements(records)
+    stored = database.list_records()
+    workload = samples.workload()
+    for target, environment in places(samples):
+        ranked = [(rank_record(target, environment, record), record.latency_us, record.id) for record in stored]
+        expected = [id_ for rank, _, id_ in sorted(item for item in ranked if item[0] is not None)]
+        found = database.list_top(
+            workload_hash="hash1",
+            signature_key=workload.signature_key,
+            target=target,
+            environment=environment,
+            k=1000,
+        )
+        assert [record.id for record in found] == expected
+        assert [r.id for r in found[:3]] == [
+            r.id
+            for r in database.list_top(
+                workload_hash="hash1",
+                signature_key=workload.signature_key,
+                target=target,
+                environment=environment,
+                k=3,
+            )
+        ]
