@@ -99,12 +99,10 @@ def import_stock(
         )
     describe = describe or describe_unknown
     workloads = [_read_workload(value, where, describe) for value, where in _read_lines(folder / WORKLOAD_FILE)]
-    moment = datetime.fromtimestamp((folder / RECORD_FILE).stat().st_mtime, UTC) if workloads else datetime.now(UTC)
     known = [_known(database, workload) for workload in workloads]
-    records = [
-        _read_record(value, where, known, environment, target, moment)
-        for value, where in _read_lines(folder / RECORD_FILE)
-    ]
+    lines = _read_lines(folder / RECORD_FILE)
+    moment = datetime.fromtimestamp((folder / RECORD_FILE).stat().st_mtime, UTC)
+    records = [_read_record(value, where, known, environment, target, moment) for value, where in lines]
     there = {_sameness(record) for workload in known for record in _records_of(database, workload)}
     new: dict[tuple[object, ...], TuningRecord] = {}
     for record in records:

@@ -49,6 +49,13 @@ def stock_record(workload: ms.database.Workload, run_secs: list[float], factor: 
     return ms.database.TuningRecord(split(workload.mod, factor).trace, workload, run_secs, TARGET, args)
 
 
+@pytest.fixture
+def database():
+    """Return a database in memory: the adapter talks to the contract, which other tests hold over every dialect."""
+    with TuningDatabase.open("sqlite://") as opened:
+        yield opened
+
+
 @pytest.fixture(scope="module")
 def environment(samples):
     return samples.environment(tvm_version=tvm.__version__, tvm_ffi_version=tvm_ffi.__version__)
