@@ -85,7 +85,7 @@ def test_second_import_takes_only_what_stock_added(memory, stock, environment, s
 
 
 def test_known_workload_keeps_its_description(memory, stock, environment, samples):
-        described = dataclasses.replace(describe_unknown(matmul(8)), family="matmul", name="dense")
+    described = dataclasses.replace(describe_unknown(matmul(8)), family="matmul", name="dense")
     memory.record_workload(described)
     import_stock(memory, stock, environment=environment, target=samples.target("llvm", "znver5"))
     assert memory.get_workload(described.workload_hash).name == "dense"
@@ -114,7 +114,7 @@ def test_export_takes_what_the_filter_selects_and_leaves_other_routes_out(
 ):
     import_stock(memory, stock, environment=environment)
     record = memory.list_records()[0]
-        memory.record_measurement(dataclasses.replace(record, route=Route.TEMPLATE, decision="{}"))
+    memory.record_measurement(dataclasses.replace(record, route=Route.TEMPLATE, decision="{}"))
     chosen = RecordFilter(workload_hash=record.workload_hash, status=Status.OK)
     assert export_stock(memory, tmp_path / "out", chosen) == (1, 2)
 
@@ -124,7 +124,7 @@ def test_export_is_refused_when_it_cannot_be_whole(memory, environment, samples,
         export_stock(memory, tmp_path)
     with pytest.raises(ExchangeError, match="whose parent exists"):
         export_stock(memory, tmp_path / "no" / "out")
-        described = dataclasses.replace(describe_unknown(matmul(8)), ir_json=None)
+    described = dataclasses.replace(describe_unknown(matmul(8)), ir_json=None)
     memory.record_workload(described)
     memory.record_measurement(samples.record(described, environment=environment))
     with pytest.raises(ExchangeError, match="has no IR"):
