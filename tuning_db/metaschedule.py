@@ -301,6 +301,7 @@ class MetaScheduleAdapter(ms.database.PyDatabase):  # type: ignore[misc]
         self._commit_records = commit_records
         self._describe = describe or describe_unknown
         self._workloads: dict[str, ms.database.Workload] = {}
+        self._signature_keys: dict[str, str] = {}
         self._replayed: dict[int | None, ms.database.TuningRecord | None] = {}
 
     @property
@@ -330,11 +331,13 @@ class MetaScheduleAdapter(ms.database.PyDatabase):  # type: ignore[misc]
         failed = is_failure(run_secs)
         key = workload_hash(record.workload.mod)
         self.commit_workload(record.workload.mod)
-        workload = self._database.get_workload(key, self._environment.tvm_version)
+        if key not in self._signature_keys:
+            workload = self._database.get_workload(key, self._environment.tvm_version)
+            self._signature_keys[key] = workload.signature_key
         self._database.record_measurement(
             TuningRecord(
                 workload_hash=key,
-                signature_key=workload.signature_key,
+                signature_key=self._signature_keys[key],
                 target=self._target,
                 environment=self._environment,
                 route=Route.METASCHEDULE,

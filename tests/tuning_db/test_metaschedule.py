@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -127,6 +129,11 @@ def tiled(schedule: tvm.s_tir.Schedule) -> None:
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory, samples, environment):
     """Return the path of a database that a real MetaSchedule run filled."""
+    # MetaSchedule imports these, and TVM's parser walks the whole stack for each of 248 functions, twice: under
+    # pytest's deep stack that takes far longer than in a thread of its own.
+    importing = threading.Thread(target=importlib.import_module, args=("tvm.s_tir.tensor_intrin",))
+    importing.start()
+    importing.join()
     folder = tmp_path_factory.mktemp("tuned")
     path = folder / "tuning.db"
     with TuningDatabase.open(path) as database:
