@@ -157,9 +157,7 @@ class TuningDatabase(Transactions):
         batch = list(records)
 
         def work(session: Session) -> list[int]:
-            for workload in workloads:
-                writing.put_workload(session, workload)
-            session.flush()
+            writing.put_workloads(session, workloads)
             return writing.put_records(session, batch) if batch else []
 
         return self.write(work)
@@ -232,7 +230,7 @@ class TuningDatabase(Transactions):
     ) -> list[TuningRecord]:
         """Return the records a filter selects, in the order they were written."""
         statement = select_records().where(*conditions(filters)).order_by(RecordRow.id).limit(limit).offset(offset)
-        return self.read(lambda session: read_records(session, statement))
+        return self.read(lambda session: read_records(session, statement, self._places.get(session.connection())))
 
     def get_record(self, record_id: int) -> TuningRecord:
         """Return one record.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TypeVar, cast
 
-from sqlalchemy import String, Table, func, select, tuple_
+from sqlalchemy import String, Table, func, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from tuning_db.engine import insert_new_rows, insert_or_ignore
@@ -58,23 +58,35 @@ def put_keyed(session: Session, table: KeyedTable, columns: Mapping[str, dict[st
 
 def put_workload(session: Session, workload: Workload) -> None:
     """Insert a workload, or bring its signature, name and IR up to date."""
-    key = workload.signature_key
-    signature: dict[str, object] = {"key": key, "family": workload.family, "signature": workload.signature}
-    ids = put_keyed(session, SignatureRow, {key: signature})
-    natural_key = {"workload_hash": workload.workload_hash, "tvm_version": workload.tvm_version}
-    content: dict[str, object] = {
-        "signature_id": ids[key],
-        "name": workload.name,
-        "flops": workload.flops,
-        "bytes": workload.bytes,
+    put_workloads(session, [workload])
+
+
+def put_workloads(session: Session, workloads: Sequence[Workload]) -> None:
+    """Insert workloads, or bring their signatures, names and IRs up to date; of two of one key the later wins."""
+    signatures: dict[str, dict[str, object]] = {
+        w.signature_key: {"key": w.signature_key, "family": w.family, "signature": w.signature} for w in workloads
     }
-    if workload.ir_json is not None:
-        content["ir_json"] = workload.ir_json
-    inserted = {**natural_key, "ir_json": None, **content, "created_at": utc_now()}
-    session.execute(insert_or_ignore(session.connection(), WorkloadRow), [inserted])
-    row = session.scalars(select(WorkloadRow).filter_by(**natural_key)).one()
-    for name, value in content.items():
-        setattr(row, name, value)
+    ids = put_keyed(session, SignatureRow, signatures)
+    known = _workload_ids(session, {(w.workload_hash, w.tvm_version) for w in workloads})
+    new: dict[tuple[str, str], dict[str, object]] = {}
+    for workload in workloads:
+        key = (workload.workload_hash, workload.tvm_version)
+        content: dict[str, object] = {
+            "signature_id": ids[workload.signature_key],
+            "name": workload.name,
+            "flops": workload.flops,
+            "bytes": workload.bytes,
+        }
+        if workload.ir_json is not None:
+            content["ir_json"] = workload.ir_json
+        if key in known:
+            session.execute(update(WorkloadRow).where(WorkloadRow.id == known[key]).values(**content))
+        else:
+            row = new.setdefault(key, {"workload_hash": key[0], "tvm_version": key[1], "ir_json": None})
+            row.update(content, created_at=utc_now())
+    if not new:
+        return
+    session.execute(insert_or_ignore(session.connection(), WorkloadRow), list(new.values()))
 
 
 def put_records(session: Session, records: Sequence[TuningRecord]) -> list[int]:

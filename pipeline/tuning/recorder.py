@@ -73,11 +73,10 @@ class Recorder:
 
     def start(self, tasks: Sequence[TuningTask]) -> None:
         """Record the workloads, and that the job has these tasks."""
+        workloads = [describe_workload(task) for task in tasks]
+        self._signature_keys |= {workload.workload_hash: workload.signature_key for workload in workloads}
         began = time.monotonic()
-        for task in tasks:
-            workload = describe_workload(task)
-            self._signature_keys[task.workload_hash] = workload.signature_key
-            self._database.record_workload(workload)
+        self._database.record_all(workloads=workloads, records=[])
         if self._job_id is not None:
             self._database.record_job_tasks(self._job_id, [_job_task(task, 0.0) for task in tasks])
         self._seconds["database"] += time.monotonic() - began
