@@ -189,17 +189,19 @@ def measure_stock(folder: Path, total: int) -> dict[str, object]:
         for loop in schedule.get_loops(block):
             schedule.split(loop, [None, 2])
         traces[workload] = schedule.trace
-    single = [timed(lambda n=n: database.commit_tuning_record(record(workloads[0], n))) for n in range(WORKLOADS)]
+    single = [timed(lambda n=n: database.commit_tuning_record(record(workloads[0], n))) for n in range(100)]
     # The rest is its own lines again, since writing them through it takes minutes: one line of each workload, repeated.
     for number in range(1, WORKLOADS):
         database.commit_tuning_record(record(workloads[number], number))
     lines = Path(files[1]).read_text().splitlines()[-(WORKLOADS - 1) :]
     with open(files[1], "a") as stream:
-        for number in range(total - single.__len__() - WORKLOADS + 1):
+        for number in range(total - len(single) - WORKLOADS + 1):
             stream.write(lines[number % len(lines)] + "\n")
-    opens = [timed(lambda: ms.database.JSONDatabase(*files)) for _ in range(2)]
+    # Once: it takes minutes.
+    began = time.perf_counter()
     database = ms.database.JSONDatabase(*files)
-    asked = [matmul(16 + n * 37 % WORKLOADS) for n in range(50)]
+    opens = [(time.perf_counter() - began) * 1e3]
+    asked = [matmul(16 + n * 37 % WORKLOADS) for n in range(20)]
     best = [timed(lambda mod=mod: database.query_tuning_record(mod, target, "main")) for mod in asked]
     return {"records": total, "open_ms": opens, "best_ms": best, "single_commit_ms": single[-100:]}
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+import shlex
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -200,3 +203,16 @@ def test_metaschedule_files_go_out_and_come_back(call, tmp_path):
     call("db", "export", tmp_path / "out", "--as", "metaschedule", "--db", ours)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {WORKLOAD_FILE, RECORD_FILE}
     assert len(open_stock(tmp_path / "out")) == 1
+
+
+def test_every_command_of_the_page_is_understood(call):
+    """The outputs on the page are of their day; what must stay true is that the commands exist with these options."""
+    text = (Path(__file__).parents[3] / "tuning_db" / "README.md").read_text()
+    commands = [line[2:].split(" | ")[0] for line in text.splitlines() if line.startswith("$ relaxtune db ")]
+    assert len(commands) >= 10
+    assert len(re.findall(r"^### \d+\. ", text, re.MULTILINE)) == 10
+    for command in commands:
+        _, db, name, *arguments = shlex.split(command)
+        described = call(db, name, "--help").out
+        for option in (argument for argument in arguments if argument.startswith("--")):
+            assert option in described, command
