@@ -64,6 +64,15 @@ for _error in (
     tvm_ffi.register_error(_error)
 
 
+#: For modules that must not import TVM themselves.
+IRModule = tvm.ir.IRModule
+
+
+def tvm_version() -> str:
+    """Return the version of the running TVM."""
+    return str(tvm.__version__)
+
+
 def workload_hash(mod: tvm.ir.IRModule) -> str:
     """Return the structural hash of a module as decimal text."""
     return str(tvm_ffi.structural_hash(mod))

@@ -23,12 +23,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import tvm
-
 from tuning_db.errors import ExchangeError, TuningDatabaseError
 from tuning_db.metaschedule import (
     REPLAY_ERRORS,
     US_PER_S,
+    IRModule,
     args_info_json,
     check_trace,
     describe_unknown,
@@ -36,6 +35,7 @@ from tuning_db.metaschedule import (
     is_failure,
     stock_workload,
     target_to_json,
+    tvm_version,
     workload_hash,
 )
 from tuning_db.records import (
@@ -74,7 +74,7 @@ def import_stock(
     *,
     environment: Environment,
     target: TargetKey | None = None,
-    describe: Callable[[tvm.ir.IRModule], Workload] | None = None,
+    describe: Callable[[IRModule], Workload] | None = None,
 ) -> StockImport:
     """Keep what stock MetaSchedule wrote into `folder`, all or nothing.
 
@@ -92,9 +92,9 @@ def import_stock(
     ExchangeError
         A file is missing, damaged, of another TVM version, or holds what must not be stored; with its line.
     """
-    if environment.tvm_version != tvm.__version__:
+    if environment.tvm_version != tvm_version():
         raise ExchangeError(
-            f"{folder}: the environment says TVM {environment.tvm_version}, running is {tvm.__version__}; hashes and "
+            f"{folder}: the environment says TVM {environment.tvm_version}, running is {tvm_version()}; hashes and "
             "traces belong to one version. Import with the TVM that wrote the files."
         )
     describe = describe or describe_unknown
@@ -129,7 +129,7 @@ def export_stock(database: TuningDatabase, folder: Path, filters: RecordFilter =
     chosen = [
         record
         for record in database.list_records(filters)
-        if record.route is Route.METASCHEDULE and record.environment.tvm_version == tvm.__version__
+        if record.route is Route.METASCHEDULE and record.environment.tvm_version == tvm_version()
     ]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(record.workload_hash for record in chosen))}
     modules = {key: _module(database, key) for key in numbers}
@@ -153,14 +153,14 @@ def export_stock(database: TuningDatabase, folder: Path, filters: RecordFilter =
     return len(numbers), len(chosen)
 
 
-def _stock_record(record: TuningRecord, modules: dict[str, tvm.ir.IRModule]) -> list[object]:
+def _stock_record(record: TuningRecord, modules: dict[str, IRModule]) -> list[object]:
     seconds = [us / US_PER_S for us in record.latencies_us] if record.status is Status.OK else [STOCK_FAILURE_S]
     trace = json.loads(record.decision)
     return [trace, seconds, target_to_json(record.target), args_info_json(modules[record.workload_hash])]
 
 
-def _module(database: TuningDatabase, key: str) -> tvm.ir.IRModule:
-    text = database.get_workload(key, tvm.__version__).ir_json
+def _module(database: TuningDatabase, key: str) -> IRModule:
+    text = database.get_workload(key, tvm_version()).ir_json
     if text is None:
         raise ExchangeError(f"Workload {key} has no IR, which MetaSchedule's file needs. Leave it out with a filter.")
     return ir_from_json(text)
@@ -192,7 +192,7 @@ def _parse(line: bytes, where: str) -> Any:
         raise ExchangeError(f"{where}: not JSON ({e}). The file is damaged.") from e
 
 
-def _read_workload(value: Any, where: str, describe: Callable[[tvm.ir.IRModule], Workload]) -> Workload:
+def _read_workload(value: Any, where: str, describe: Callable[[IRModule], Workload]) -> Workload:
     match value:
         case [str() as expected, str() as encoded]:
             pass
@@ -206,12 +206,12 @@ def _read_workload(value: Any, where: str, describe: Callable[[tvm.ir.IRModule],
             raise ExchangeError(f"{where}: the module has {len(raw) - 8} bytes, expected {length}. It is damaged.")
         module = ir_from_json(raw[8:].decode())
     except (binascii.Error, UnicodeDecodeError, TuningDatabaseError) as e:
-        raise ExchangeError(f"{where}: not a module of TVM {tvm.__version__}: {e}") from e
+        raise ExchangeError(f"{where}: not a module of TVM {tvm_version()}: {e}") from e
     found = workload_hash(module)
     if found != expected:
         raise ExchangeError(
             f"{where}: the module has the structural hash {found}, expected {expected}. It was changed, or written by "
-            f"another TVM than {tvm.__version__}."
+            f"another TVM than {tvm_version()}."
         )
     return describe(module)
 
