@@ -101,7 +101,7 @@ def test_nothing_is_lost_or_doubled_when_16_processes_commit_2000_records_each(s
 
 
 def kill_writers(python, url, folder: Path, *, kills: int, seed: int) -> tuple[set[int], set[int]]:
-    """Kill writers at random moments, three at work at any time; return what was acknowledged and what is there."""
+    """Kill writers one after another at random moments; return what was acknowledged and what is there."""
     moments = random.Random(seed)
     log = folder / "log"
     for number in range(kills):
