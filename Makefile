@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check bench bench-gpu clean
+.PHONY: demo test test-all check bench clean
 
 # What the main job needs; the tests need more.
 $(VENV)/.installed: pyproject.toml
@@ -33,10 +33,5 @@ check: $(VENV)/.installed-dev  ## lint, format, strict types
 bench: $(VENV)/.installed-dev  ## side-by-side runs on this CPU; raw values under benchmarks/results
 	$(BIN)/python benchmarks/bench_cpu.py
 
-bench-gpu: $(VENV)/.installed-dev  ## on a machine with a GPU and torch: BERT-base fp16 tuned, beside torch eager in a CUDA graph
-	mkdir -p .bench
-	$(BIN)/relaxtune tune bert-base --precision fp16 --target cuda --time-budget 120 --no-bench --db .bench/tuning.db --out .bench/bert-base
-	$(BIN)/python benchmarks/bench_gpu_bert.py .bench/bert-base
-
 clean:
-	rm -rf .demo .bench build *.egg-info
+	rm -rf .demo build *.egg-info
