@@ -1,0 +1,377 @@
+"""What an attention kernel computes, and the plain PrimFunc that computes it.
+
+Notation
+--------
+::
+
+    s[b, h, i, j] = scale * sum_d Q[b, h, i, d] * K[b, g, j, d] (+ bias[b, h, i, j])
+    p[b, h, i, j] = exp(s[b, h, i, j] - max_j s[b, h, i, j])
+    O[b, h, i, d] = sum_j dtype(p[b, h, i, j]) * V[b, g, j, d] / sum_j p[b, h, i, j]
+    g = h // (heads / kv_heads)
+
+All sums are float32; `dtype` is the dtype of V. Query i stands at position `i + keys - queries` among the keys. A key
+that a query does not see (`causal`, `window`, a `keep` mask) has s = -inf. A row of which all s are -inf is NaN, as
+ONNX's Softmax has it; with a finite bias everywhere, however low, the softmax is an ordinary one.
+
+The tensors lie anywhere in the parameters (`HeadLayout`: three slices of one packed QKV product, say). The pass that
+recognises attention writes down where, as an `AttentionSpec` in the function's attribute `ATTENTION_ATTR`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import tvm
+from tvm import te, tirx
+
+from schedules.errors import ScheduleError
+
+# On a PrimFunc: the JSON text of its AttentionSpec.
+ATTENTION_ATTR = "relaxtune.attention"
+# TVM's OpPatternKind.kOpaque: fused with nothing.
+_OPAQUE = 8
+
+
+class AttentionError(ScheduleError):
+    """An attention whose tensors do not lie within the parameters as its specification says."""
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Where element `[b, h, i, d]` of Q, K, V or O lies in a parameter: strides in elements, those of d being 1.
+
+    Attributes
+    ----------
+    param
+        Position among the PrimFunc's parameters.
+    offset
+        Of element [0, 0, 0, 0].
+    batch_stride, position_stride, head_stride
+        Distances of neighbours along b, i and h.
+    """
+
+    param: int
+    offset: int
+    batch_stride: int
+    position_stride: int
+    head_stride: int
+
+
+@dataclass(frozen=True)
+class ScoreBias:
+    """A mask over the scores; a stride of 0 broadcasts.
+
+    Attributes
+    ----------
+    param
+        Position among the PrimFunc's parameters.
+    kind
+        "add": added to the scaled scores. "keep": where it is 0 or false, the key is not seen.
+    batch_stride, head_stride, query_stride, key_stride
+        In elements; element [0, 0, 0, 0] is the parameter's first.
+    """
+
+    param: int
+    kind: Literal["add", "keep"]
+    batch_stride: int
+    head_stride: int
+    query_stride: int
+    key_stride: int
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """An attention of static shape.
+
+    Attributes
+    ----------
+    batch, heads, kv_heads, queries, keys, head_dim
+        Sizes; `heads` is a multiple of `kv_heads`.
+    scale
+        Factor of the products.
+    causal
+        Whether query i sees only keys `j <= i + keys - queries`.
+    window
+        Query i sees only keys less than this far from position `i + keys - queries`; 0 for all.
+    query, key, value, output
+        Where the tensors lie.
+    bias
+        The mask, if there is one.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    scale: float
+    causal: bool
+    window: int
+    query: HeadLayout
+    key: HeadLayout
+    value: HeadLayout
+    output: HeadLayout
+    bias: ScoreBias | None = None
+
+    @property
+    def group(self) -> int:
+        """Heads that share a head of K and V."""
+        return self.heads // self.kv_heads
+
+    def to_json(self) -> str:
+        """Return canonical JSON text."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> AttentionSpec:
+        """Return the specification that `to_json` wrote.
+
+        Raises
+        ------
+        AttentionError
+            The text is none.
+        """
+        try:
+            document = json.loads(text)
+            layouts = {role: HeadLayout(**document[role]) for role in ("query", "key", "value", "output")}
+            bias = ScoreBias(**document["bias"]) if document["bias"] is not None else None
+            return cls(**{**document, **layouts, "bias": bias})
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise AttentionError(f"{text!r} is no attention specification of this version ({error!r}).") from error
+
+
+def spec_of(func: tirx.PrimFunc) -> AttentionSpec | None:
+    """Return the attention that a PrimFunc computes, or None when it is not marked as one.
+
+    Raises
+    ------
+    AttentionError
+        The mark cannot be read.
+    """
+    text = func.attrs.get(ATTENTION_ATTR) if func.attrs else None
+    return None if text is None else AttentionSpec.from_json(str(text))
+
+
+def attention_function(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ...], str]]) -> tirx.PrimFunc:
+    """Return the PrimFunc of an attention: one block a step, marked, fused with nothing.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        What to compute.
+    params : sequence of (shape, dtype)
+        The inputs, then the output, of which every element must be one of O.
+
+    Raises
+    ------
+    AttentionError
+        The specification and the parameters do not fit together.
+    """
+    check_spec(spec, params)
+    inputs = [te.placeholder(shape, dtype, name=f"p{index}") for index, (shape, dtype) in enumerate(params[:-1])]
+    weights = _weights(spec, inputs)
+    total = _row_sums(spec, weights)
+    dtype = params[spec.value.param][1]
+    last = te.reduce_axis((0, spec.keys), name="j")
+    dims = (spec.batch, spec.heads, spec.queries, spec.head_dim)
+
+    def weigh(b: tirx.Var, h: tirx.Var, i: tirx.Var, d: tirx.Var) -> tirx.Expr:
+        value = _element(inputs, spec.value, (b, last.var, h // spec.group, d), _bounds(spec, b, h, d=d, j=last.var))
+        return te.sum(weights[b, h, i, last].astype(dtype).astype("float32") * value, axis=last)
+
+    values = te.compute(dims, weigh, name="values")
+    shape, output_dtype = params[-1]
+
+    def lay_out(*indices: tirx.Var) -> tirx.Expr:
+        b, h, i, d = _output_position(spec, indices, shape)
+        return (values[b, h, i, d] / total[b, h, i]).astype(output_dtype)
+
+    output = te.compute(shape, lay_out, name="output")
+    func = te.create_prim_func([*inputs, output])
+    return func.with_attr(ATTENTION_ATTR, spec.to_json()).with_attr("op_pattern", _OPAQUE)
+
+
+def check_spec(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ...], str]]) -> None:
+    """Check that an attention's tensors lie within the parameters.
+
+    Raises
+    ------
+    AttentionError
+        They do not; the message says which and what was expected.
+    """
+    sizes = {name: getattr(spec, name) for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")}
+    if min(sizes.values()) < 1 or spec.heads % spec.kv_heads:
+        raise AttentionError(f"sizes {sizes}: expected positive ones, and heads a multiple of kv_heads.")
+    if spec.window < 0:
+        raise AttentionError(f"window is {spec.window}, expected 0 (none) or a positive number of keys.")
+    if spec.output.param != len(params) - 1:
+        raise AttentionError(f"the output is parameter {spec.output.param}, expected the last, {len(params) - 1}.")
+    for role, heads, positions in (
+        ("query", spec.heads, spec.queries),
+        ("key", spec.kv_heads, spec.keys),
+        ("value", spec.kv_heads, spec.keys),
+        ("output", spec.heads, spec.queries),
+    ):
+        layout: HeadLayout = getattr(spec, role)
+        steps = [layout.batch_stride, layout.head_stride, layout.position_stride, 1]
+        _check_inside(role, layout.param, layout.offset, steps, (spec.batch, heads, positions, spec.head_dim), params)
+    if spec.bias is not None:
+        bias = spec.bias
+        steps = [bias.batch_stride, bias.head_stride, bias.query_stride, bias.key_stride]
+        _check_inside("bias", bias.param, 0, steps, (spec.batch, spec.heads, spec.queries, spec.keys), params)
+        if bias.kind not in ("add", "keep"):
+            raise AttentionError(f"the bias is of kind {bias.kind!r}, expected 'add' or 'keep'.")
+    _check_output(spec, params[-1][0])
+
+
+def _check_inside(
+    role: str,
+    param: int,
+    offset: int,
+    steps: Sequence[int],
+    extents: Sequence[int],
+    params: Sequence[tuple[tuple[int, ...], str]],
+) -> None:
+    if not 0 <= param < len(params):
+        raise AttentionError(f"the {role} is parameter {param}, expected one of the {len(params)} there are.")
+    last = offset + sum(step * (extent - 1) for step, extent in zip(steps, extents, strict=True))
+    shape = params[param][0]
+    if offset < 0 or min(steps) < 0 or last >= math.prod(shape):
+        raise AttentionError(
+            f"the {role} spans elements {offset} to {last} (strides {list(steps)} of {list(extents)}), "
+            f"parameter {param} of shape {list(shape)} has {math.prod(shape)}."
+        )
+
+
+def _check_output(spec: AttentionSpec, shape: Sequence[int]) -> None:
+    layout = spec.output
+    axes = [
+        (layout.batch_stride, spec.batch),
+        (layout.head_stride, spec.heads),
+        (layout.position_stride, spec.queries),
+        (1, spec.head_dim),
+    ]
+    filled = 1
+    for stride, extent in sorted((stride, extent) for stride, extent in axes if extent > 1):
+        if stride != filled:
+            break
+        filled *= extent
+    if layout.offset or filled != math.prod(shape):
+        raise AttentionError(
+            f"the output {layout} leaves elements of {list(shape)} out or writes them twice; expected offset 0 and "
+            "the strides of a permutation of batch, heads and positions."
+        )
+
+
+def _weights(spec: AttentionSpec, inputs: Sequence[te.Tensor]) -> te.Tensor:
+    """Return exp(s - max s), float32 [batch, heads, queries, keys]."""
+    over = te.reduce_axis((0, spec.head_dim), name="d")
+    dims = (spec.batch, spec.heads, spec.queries, spec.keys)
+
+    def multiply(b: tirx.Var, h: tirx.Var, i: tirx.Var, j: tirx.Var) -> tirx.Expr:
+        bounds = _bounds(spec, b, h, i=i, j=j, d=over.var)
+        query = _element(inputs, spec.query, (b, i, h, over.var), bounds)
+        return te.sum(query * _element(inputs, spec.key, (b, j, h // spec.group, over.var), bounds), axis=over)
+
+    products = te.compute(dims, multiply, name="products")
+    scores = te.compute(dims, lambda b, h, i, j: _score(spec, inputs, products, (b, h, i, j)), name="scores")
+    last = te.reduce_axis((0, spec.keys), name="j")
+    highest = te.compute(dims[:3], lambda b, h, i: te.max(scores[b, h, i, last], axis=last), name="highest")
+    return te.compute(dims, lambda b, h, i, j: te.exp(scores[b, h, i, j] - highest[b, h, i]), name="weights")
+
+
+def _score(
+    spec: AttentionSpec,
+    inputs: Sequence[te.Tensor],
+    products: te.Tensor,
+    position: tuple[tirx.Var, tirx.Var, tirx.Var, tirx.Var],
+) -> tirx.Expr:
+    b, h, i, j = position
+    score = products[b, h, i, j] * tirx.const(spec.scale, "float32")
+    seen = []
+    if spec.bias is not None:
+        bias = spec.bias
+        flat = b * bias.batch_stride + h * bias.head_stride + i * bias.query_stride + j * bias.key_stride
+        mask = _at(inputs[bias.param], flat, _bounds(spec, b, h, i=i, j=j))
+        if bias.kind == "add":
+            score = score + mask.astype("float32")
+        else:
+            seen.append(mask.astype("float32") != tirx.const(0.0, "float32"))
+    ahead = j - i - (spec.keys - spec.queries)
+    if spec.causal:
+        seen.append(ahead <= 0)
+    if spec.window:
+        seen.append(ahead > -spec.window)
+        if not spec.causal:
+            seen.append(ahead < spec.window)
+    if not seen:
+        return score
+    return tirx.Select(tirx.all(*seen), score, tirx.const(-math.inf, "float32"))
+
+
+def _row_sums(spec: AttentionSpec, weights: te.Tensor) -> te.Tensor:
+    last = te.reduce_axis((0, spec.keys), name="j")
+    dims = (spec.batch, spec.heads, spec.queries)
+    return te.compute(dims, lambda b, h, i: te.sum(weights[b, h, i, last], axis=last), name="total")
+
+
+def _element(
+    inputs: Sequence[te.Tensor],
+    layout: HeadLayout,
+    position: tuple[tirx.Expr, tirx.Expr, tirx.Expr, tirx.Expr],
+    bounds: Mapping[tirx.Var, int],
+) -> tirx.Expr:
+    """Return Q, K or V at batch, position, head and d, as float32."""
+    b, i, h, d = position
+    flat = layout.offset + b * layout.batch_stride + i * layout.position_stride + h * layout.head_stride + d
+    return _at(inputs[layout.param], flat, bounds).astype("float32")
+
+
+def _bounds(
+    spec: AttentionSpec,
+    b: tirx.Var,
+    h: tirx.Var,
+    *,
+    i: tirx.Var | None = None,
+    j: tirx.Var | None = None,
+    d: tirx.Var | None = None,
+) -> dict[tirx.Var, int]:
+    sizes = ((b, spec.batch), (h, spec.heads), (i, spec.queries), (j, spec.keys), (d, spec.head_dim))
+    return {var: size for var, size in sizes if var is not None}
+
+
+def _at(tensor: te.Tensor, flat: tirx.Expr, bounds: Mapping[tirx.Var, int]) -> tirx.Expr:
+    """Return the element of a tensor at a row-major position."""
+    analyzer = tvm.sym.Analyzer()
+    for var, size in bounds.items():
+        analyzer.bind(var, tvm.ir.Range(0, size))
+    shape = [int(size) for size in tensor.shape]
+    inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return tensor[tuple(analyzer.simplify(flat // step % size) for step, size in zip(inner, shape, strict=True))]
+
+
+def _output_position(
+    spec: AttentionSpec, indices: Sequence[tirx.Var], shape: Sequence[int]
+) -> tuple[tirx.Expr, tirx.Expr, tirx.Expr, tirx.Expr]:
+    """Return batch, head, query and d of an element of the output."""
+    layout = spec.output
+    analyzer = tvm.sym.Analyzer()
+    flat: tirx.Expr = tirx.IntImm("int32", 0)
+    for axis, (index, size) in enumerate(zip(indices, shape, strict=True)):
+        analyzer.bind(index, tvm.ir.Range(0, size))
+        flat = flat + index * math.prod(shape[axis + 1 :])
+
+    def coordinate(stride: int, extent: int) -> tirx.Expr:
+        return analyzer.simplify(flat // stride % extent) if extent > 1 else tirx.IntImm("int32", 0)
+
+    return (
+        coordinate(layout.batch_stride, spec.batch),
+        coordinate(layout.head_stride, spec.heads),
+        coordinate(layout.position_stride, spec.queries),
+        coordinate(1, spec.head_dim),
+    )

@@ -1,0 +1,155 @@
+"""Attentions to test with: specifications with their parameters, and what they compute, in numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from schedules.attention import AttentionSpec, HeadLayout, ScoreBias
+
+Params = list[tuple[tuple[int, ...], str]]
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """An attention in a few words.
+
+    `packed`: Q, K and V are slices of one parameter. `heads_first`: [B, H, S, D] instead of [B, S, H * D].
+    `bias`: the kind, dtype and shape [B, H, Q, K], in which a 1 broadcasts.
+    """
+
+    batch: int = 1
+    heads: int = 2
+    queries: int = 8
+    keys: int = 8
+    head_dim: int = 16
+    kv_heads: int = 0
+    dtype: str = "float32"
+    causal: bool = False
+    window: int = 0
+    packed: bool = False
+    heads_first: bool = False
+    bias: tuple[str, str, tuple[int, int, int, int]] | None = None
+
+    @property
+    def shared(self) -> int:
+        return self.kv_heads or self.heads
+
+    def made(self) -> tuple[AttentionSpec, Params]:
+        heads, shared, d = self.heads, self.shared, self.head_dim
+        if self.packed:
+            width = (heads + 2 * shared) * d
+            params: Params = [((self.batch, self.queries, width), self.dtype)]
+            layouts = [
+                HeadLayout(0, offset, self.queries * width, width, d) for offset in (0, heads * d, (heads + shared) * d)
+            ]
+        else:
+            params, layouts = [], []
+            for index, (count, positions) in enumerate(
+                ((heads, self.queries), (shared, self.keys), (shared, self.keys))
+            ):
+                shape, layout = self._tensor(index, count, positions)
+                params.append((shape, self.dtype))
+                layouts.append(layout)
+        bias = None
+        if self.bias is not None:
+            kind, dtype, shape = self.bias
+            steps = [math.prod(shape[axis + 1 :]) if size > 1 else 0 for axis, size in enumerate(shape)]
+            bias = ScoreBias(len(params), kind, *steps)  # type: ignore[arg-type]
+            params.append((shape, dtype))
+        output_shape, output = self._tensor(len(params), heads, self.queries)
+        params.append((output_shape, self.dtype))
+        sizes = (self.batch, heads, shared, self.queries, self.keys, d)
+        spec = AttentionSpec(*sizes, 1 / math.sqrt(d), self.causal, self.window, *layouts, output, bias)
+        return spec, params
+
+    def _tensor(self, param: int, heads: int, positions: int) -> tuple[tuple[int, ...], HeadLayout]:
+        d = self.head_dim
+        if self.heads_first:
+            layout = HeadLayout(param, 0, heads * positions * d, d, positions * d)
+            return (self.batch, heads, positions, d), layout
+        return (self.batch, positions, heads * d), HeadLayout(param, 0, positions * heads * d, heads * d, d)
+
+
+PLAIN = AttentionCase()
+CASES = {
+    "plain": PLAIN,
+    "packed": replace(PLAIN, batch=2, packed=True),
+    "heads first": replace(PLAIN, batch=2, queries=5, keys=7, heads_first=True),
+    "grouped": replace(PLAIN, heads=4, kv_heads=2, queries=3, keys=11),
+    "causal": replace(PLAIN, causal=True),
+    "causal decode": replace(PLAIN, batch=3, queries=1, keys=9, causal=True),
+    "window": replace(PLAIN, causal=True, window=3, queries=6, keys=9),
+    "window of both sides": replace(PLAIN, window=2),
+    "key padding": replace(PLAIN, batch=2, bias=("add", "float32", (2, 1, 1, 8))),
+    "keep": replace(PLAIN, batch=2, keys=13, bias=("keep", "bool", (2, 1, 8, 13))),
+    "keep by number": replace(PLAIN, bias=("keep", "int64", (1, 1, 8, 8))),
+    "relative bias": replace(PLAIN, batch=2, causal=True, bias=("add", "float32", (1, 2, 8, 8))),
+    "half": replace(PLAIN, batch=2, queries=4, keys=17, dtype="float16", bias=("add", "float16", (2, 1, 1, 17))),
+}
+
+
+def draw(params: Params, spec: AttentionSpec, seed: int) -> list[np.ndarray]:
+    """Return random inputs; a `keep` mask leaves every row its first key, an `add` mask has some -inf."""
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for index, (shape, dtype) in enumerate(params[:-1]):
+        bias = spec.bias
+        if bias is not None and index == bias.param and bias.kind == "keep":
+            keep = rng.random(shape) < 0.7
+            keep[..., 0] = True
+            drawn.append(keep.astype(dtype))
+            continue
+        values = rng.standard_normal(shape)
+        if bias is not None and index == bias.param:
+            values[..., 1:][rng.random(values[..., 1:].shape) < 0.2] = -np.inf
+        drawn.append(values.astype(dtype))
+    return drawn
+
+
+def reference(spec: AttentionSpec, params: Params, inputs: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the output in float64, of the output's shape."""
+
+    def tensor(layout: HeadLayout, heads: int, positions: int) -> np.ndarray:
+        return _strided(
+            inputs[layout.param],
+            layout.offset,
+            (spec.batch, heads, positions, spec.head_dim),
+            (layout.batch_stride, layout.head_stride, layout.position_stride, 1),
+        ).astype(np.float64)
+
+    query = tensor(spec.query, spec.heads, spec.queries)
+    key = tensor(spec.key, spec.kv_heads, spec.keys).repeat(spec.group, axis=1)
+    value = tensor(spec.value, spec.kv_heads, spec.keys).repeat(spec.group, axis=1)
+    scores = query @ key.swapaxes(2, 3) * spec.scale
+    ahead = np.arange(spec.keys) - np.arange(spec.queries)[:, None] - (spec.keys - spec.queries)
+    seen = np.ones_like(ahead, bool)
+    if spec.causal:
+        seen &= ahead <= 0
+    if spec.window:
+        seen &= np.abs(ahead) < spec.window
+    if spec.bias is not None:
+        bias = spec.bias
+        steps = (bias.batch_stride, bias.head_stride, bias.query_stride, bias.key_stride)
+        mask = _strided(inputs[bias.param], 0, scores.shape, steps)
+        if bias.kind == "add":
+            scores = scores + mask
+        else:
+            seen = seen & (mask != 0)
+    scores = np.where(seen, scores, -np.inf)
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    values = weights @ value / weights.sum(axis=-1, keepdims=True)
+    output = np.full(math.prod(params[-1][0]), np.nan)
+    layout = spec.output
+    steps = (layout.batch_stride, layout.head_stride, layout.position_stride, 1)
+    _strided(output, layout.offset, values.shape, steps)[...] = values
+    return output.reshape(params[-1][0])
+
+
+def _strided(array: np.ndarray, offset: int, shape: Sequence[int], steps: Sequence[int]) -> np.ndarray:
+    flat = array.reshape(-1)[offset:]
+    return np.lib.stride_tricks.as_strided(flat, shape, [step * array.itemsize for step in steps])
