@@ -19,14 +19,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import tvm
 import tvm_ffi
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
-from tvm.s_tir import SBlock, SBlockRealize
-from tvm.sym import Analyzer
+from tvm.s_tir import SBlock
 
 from schedules.templates.base import Refusal
+from schedules.templates.blocks import (
+    axis_extents,
+    constant_value,
+    list_blocks,
+    position_of,
+    static_shape,
+    substitute,
+    tree_size,
+)
 
 # Inlining repeats what is used twice; a compiler finds the repetitions of small trees.
 _NODES_MAX = 400
@@ -66,15 +73,15 @@ class Epilogue:
 
     def is_aligned(self, load: TensorLoad) -> bool:
         """Whether the load reads, of a buffer shaped like the output, the element at the output's own position."""
-        return _shape(load.source) == self.shape and _same_position(load.indices, self.axes, self.shape)
+        return static_shape(load.source) == self.shape and _same_position(load.indices, self.axes, self.shape)
 
     def is_per_column(self, load: TensorLoad) -> bool:
         """Whether the load reads the output's last axis alone, all of it (a bias)."""
-        shape, last = _shape(load.source), len(self.axes) - 1
+        shape, last = static_shape(load.source), len(self.axes) - 1
         if shape is None or shape[-1:] != self.shape[last:] or math.prod(shape) != self.shape[last]:
             return False
         return _same_position(load.indices[-1:], self.axes[last:], self.shape[last:]) and all(
-            _constant(index) == 0 for index in load.indices[:-1]
+            constant_value(index) == 0 for index in load.indices[:-1]
         )
 
 
@@ -99,9 +106,11 @@ class MatmulFunction:
 
 def recognise_matmul(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     """Return the matmul that a function is, or why it is none with an elementwise epilogue."""
-    blocks = _blocks(func)
+    blocks = list_blocks(func)
     if isinstance(blocks, Refusal):
         return blocks
+    if not all(static_shape(param) for param in func.params):
+        return Refusal("a parameter is a scalar, expected tensors")
     reductions = [block for block in blocks if block.init is not None]
     if len(reductions) != 1 or blocks[0] is not reductions[0]:
         return Refusal(
@@ -129,26 +138,6 @@ def recognise_matmul(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     )
 
 
-def _blocks(func: tirx.PrimFunc) -> list[SBlock] | Refusal:
-    if not all(_shape(param) for param in func.params):
-        return Refusal("a parameter is no tensor of static shape")
-    found: list[SBlockRealize] = []
-    tvm_ffi.structural_walk(func.body, (SBlockRealize, found.append))
-    root = [realize for realize in found if not realize.block.iter_vars]
-    inner = [realize for realize in found if realize.block.iter_vars]
-    if len(root) != 1 or not inner:
-        return Refusal(f"expected blocks under one root, found {len(inner)} under {len(root)}")
-    for realize in inner:
-        block = realize.block
-        if _constant(realize.predicate) != 1 or not isinstance(block.body, tirx.BufferStore):
-            return Refusal(f"block {block.name_hint} is guarded, or more than one assignment")
-        if not all(isinstance(value, tirx.Var) for value in realize.iter_values if _constant(value) != 0):
-            return Refusal(f"block {block.name_hint} is scheduled already: its axes are not plain loops")
-        if _extents(block) is None:
-            return Refusal(f"block {block.name_hint} has an axis of symbolic size")
-    return [realize.block for realize in inner]
-
-
 Core = tuple[int, int, bool, tuple[int, int, int]]
 
 
@@ -157,7 +146,7 @@ def _core(func: tirx.PrimFunc, block: SBlock) -> Core | Refusal:
     store, name = block.body, block.name_hint
     if str(store.buffer.ty.dtype) != "float32":
         return Refusal(f"the accumulator is {store.buffer.ty.dtype}, expected float32")
-    if _constant(block.init.value) != 0:
+    if constant_value(block.init.value) != 0:
         return Refusal(f"the sum of block {name} does not start at 0")
     reduced = [axis.var for axis in block.iter_vars if axis.iter_type == tirx.IterVar.CommReduce]
     spatial = [axis.var for axis in block.iter_vars if axis.iter_type == tirx.IterVar.DataPar]
@@ -169,7 +158,7 @@ def _core(func: tirx.PrimFunc, block: SBlock) -> Core | Refusal:
     ):
         return Refusal(f"block {name} does not write its axes in their order")
     a, b = operands
-    positions = [_position(func, load.source) for load in operands]
+    positions = [position_of(func, load.source) for load in operands]
     if positions[0] is None or positions[1] is None:
         return Refusal("an operand is computed inside the function, expected two of its parameters")
     dtypes = {str(load.source.ty.dtype) for load in operands}
@@ -184,11 +173,11 @@ def _core(func: tirx.PrimFunc, block: SBlock) -> Core | Refusal:
         transposed = True
     else:
         return Refusal("the right operand is neither [k, n] nor [n, k] (a batched matmul has its own template)")
-    shape_a, shape_b = _shape(a.source), _shape(b.source)
-    if shape_a is None or shape_b is None or _shape(store.buffer) is None:
+    shape_a, shape_b = static_shape(a.source), static_shape(b.source)
+    if shape_a is None or shape_b is None or static_shape(store.buffer) is None:
         return Refusal("an operand has a symbolic shape")
     n, k = shape_b if transposed else reversed(shape_b)
-    if _extents(block) != (*shape_a[:-1], n, k) or k != shape_a[-1]:
+    if axis_extents(block) != (*shape_a[:-1], n, k) or k != shape_a[-1]:
         return Refusal(f"block {name} sums over a part of an operand")
     return positions[0], positions[1], transposed, (math.prod(shape_a[:-1]), n, shape_a[-1])
 
@@ -209,13 +198,13 @@ def _operands(store: tirx.BufferStore) -> tuple[TensorLoad, TensorLoad] | None:
 def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock]) -> tuple[int, Epilogue] | Refusal:
     """Return the position of the output, and its value with every block inlined into it."""
     matmul, last = blocks[0], blocks[-1]
-    written = [_position(func, block.body.buffer) for block in blocks]
+    written = [position_of(func, block.body.buffer) for block in blocks]
     output = written[-1]
     if output is None or any(position is not None for position in written[:-1]):
         return Refusal("expected the last block alone to write a parameter (one output)")
-    shape = _shape(last.body.buffer)
-    if shape is None or shape != _shape(matmul.body.buffer):
-        return Refusal(f"the output's shape {shape} is not the matmul's {_shape(matmul.body.buffer)}")
+    shape = static_shape(last.body.buffer)
+    if shape is None or shape != static_shape(matmul.body.buffer):
+        return Refusal(f"the output's shape {shape} is not the matmul's {static_shape(matmul.body.buffer)}")
     if last is matmul:
         axes = tuple(axis.var for axis in matmul.iter_vars if axis.iter_type == tirx.IterVar.DataPar)
         accumulator = tirx.Var("accumulator", "float32")
@@ -226,7 +215,7 @@ def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock]) -> tuple[int, Epilogu
             return Refusal(f"block {block.name_hint} writes a rearranged output")
         if any(axis.iter_type != tirx.IterVar.DataPar for axis in block.iter_vars):
             return Refusal(f"block {block.name_hint} is not elementwise")
-        if _extents(block) != _shape(block.body.buffer):
+        if axis_extents(block) != static_shape(block.body.buffer):
             return Refusal(f"block {block.name_hint} writes a part of its output")
         producers[block.body.buffer] = block.body
     axes = tuple(last.body.indices)
@@ -234,7 +223,7 @@ def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock]) -> tuple[int, Epilogu
     value = _Inliner(func, matmul.body.buffer, producers, accumulator, axes, shape).value()
     if isinstance(value, Refusal):
         return value
-    size = _size(value)
+    size = tree_size(value)
     if size > _NODES_MAX:
         return Refusal(f"the epilogue has {size} operations when inlined, more than {_NODES_MAX}")
     return output, Epilogue(value, accumulator, axes, shape)
@@ -273,61 +262,20 @@ class _Inliner:
             return self._accumulator
         store = self._producers.get(load.source)
         if store is None:
-            if _position(self._func, load.source) is None:
+            if position_of(self._func, load.source) is None:
                 self._refusal = Refusal(f"the epilogue reads {load.source.name}, which nothing computes before it")
             return load
         inner = dict(zip(store.indices, load.indices, strict=True))
         return self._expand(substitute(store.value, inner))
 
 
-def substitute(expr: tirx.Expr, values: Mapping[tirx.Var, tirx.Expr]) -> tirx.Expr:
-    """Return the expression with variables replaced."""
-    return tvm_ffi.structural_map(expr, (tirx.Var, lambda var: values.get(var, var)))
-
-
-def _size(expr: tirx.Expr) -> int:
-    """Return the nodes of an expression's tree."""
-    count = 0
-
-    def note(_node: object) -> None:
-        nonlocal count
-        count += 1
-
-    tvm_ffi.structural_walk(expr, (tvm.ir.Expr, note))
-    return count
-
-
 def _same_position(indices: Sequence[tirx.Expr], axes: Sequence[tirx.Var], shape: Sequence[int]) -> bool:
     """Whether the indices are the axes; an axis of size 1 may be written as 0."""
     return len(indices) == len(axes) and all(
-        index.same_as(axis) or (size == 1 and _constant(index) == 0)
+        index.same_as(axis) or (size == 1 and constant_value(index) == 0)
         for index, axis, size in zip(indices, axes, shape, strict=True)
     )
 
 
 def _are(indices: Sequence[tirx.Expr], axes: Sequence[tirx.Var]) -> bool:
     return len(indices) == len(axes) and all(index.same_as(axis) for index, axis in zip(indices, axes, strict=True))
-
-
-def _position(func: tirx.PrimFunc, buffer: tirx.Var) -> int | None:
-    return next((i for i, param in enumerate(func.params) if param.same_as(buffer)), None)
-
-
-def _shape(buffer: tirx.Var) -> tuple[int, ...] | None:
-    """Return a buffer's shape when all its sizes are numbers."""
-    shape = getattr(buffer.ty, "shape", None)
-    if shape is None or not all(isinstance(size, tirx.IntImm) for size in shape):
-        return None
-    return tuple(int(size) for size in shape)
-
-
-def _extents(block: SBlock) -> tuple[int, ...] | None:
-    extents = [axis.dom.extent for axis in block.iter_vars]
-    if not all(isinstance(extent, tirx.IntImm) for extent in extents):
-        return None
-    return tuple(int(extent) for extent in extents)
-
-
-def _constant(value: tirx.Expr) -> int | float | None:
-    simple = Analyzer().simplify(value)
-    return simple.value if isinstance(simple, (tirx.IntImm, tirx.FloatImm)) else None

@@ -27,7 +27,8 @@ from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
 from tvm.tirx.script import builder as T
 
-from schedules.templates.epilogue import Epilogue, MatmulFunction, substitute
+from schedules.templates.blocks import substitute
+from schedules.templates.epilogue import Epilogue, MatmulFunction
 
 PATCH_WIDTH_MAX = 64
 # Elements after each row of a patch: rows then start in different banks (2-byte pairs and 4-byte pairs alike).

@@ -10,7 +10,8 @@ from tvm import te, tirx
 from tvm.ir.expr import TensorLoad
 
 from schedules.templates.base import Refusal
-from schedules.templates.epilogue import MatmulFunction, recognise_matmul, substitute
+from schedules.templates.blocks import substitute
+from schedules.templates.epilogue import MatmulFunction, recognise_matmul
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 PLAIN = MatmulCase((4, 6), 24, 16)
