@@ -1,0 +1,75 @@
+"""Workloads as texts: structural hash, IR as JSON, and what is said of a module that nobody described."""
+
+from __future__ import annotations
+
+import tvm
+import tvm_ffi
+
+from tuning_db.errors import InvalidRecordError
+from tuning_db.records import Workload, canonical_json
+
+UNKNOWN_FAMILY = "unknown"
+#: What TVM raises for a text that does not fit: ScheduleError and its checks are RuntimeErrors, the rest comes from
+#: texts that are no trace or no module at all.
+REPLAY_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError)
+
+#: For modules that must not import TVM themselves.
+IRModule = tvm.ir.IRModule
+
+
+def tvm_version() -> str:
+    """Return the version of the running TVM."""
+    return str(tvm.__version__)
+
+
+def workload_hash(mod: tvm.ir.IRModule) -> str:
+    """Return the structural hash of a module as decimal text."""
+    return str(tvm_ffi.structural_hash(mod))
+
+
+def ir_to_json(mod: tvm.ir.IRModule) -> str:
+    """Return a module as JSON text, which this TVM version reads back."""
+    return str(tvm.ir.save_json(mod))
+
+
+def ir_from_json(text: str) -> tvm.ir.IRModule:
+    """Return the module of `ir_to_json`.
+
+    Raises
+    ------
+    InvalidRecordError
+        This TVM cannot read it.
+    """
+    try:
+        mod = tvm.ir.load_json(text)
+    except REPLAY_ERRORS as e:
+        raise InvalidRecordError(
+            f"TVM {tvm.__version__} cannot read the IR of a workload ({first_line(e)}); the text begins {text[:80]!r}."
+            " It was written by another TVM version or is damaged: record the workload again."
+        ) from e
+    if not isinstance(mod, tvm.ir.IRModule):
+        raise InvalidRecordError(f"The IR of a workload is a {type(mod).__name__}, expected an IRModule.")
+    return mod
+
+
+def describe_unknown(mod: tvm.ir.IRModule) -> Workload:
+    """Return a workload of which nothing but its IR is known; FLOPs and bytes are 0."""
+    key = workload_hash(mod)
+    names = sorted(str(var.name_hint) for var in mod.get_global_vars())
+    signature = {"family": UNKNOWN_FAMILY, "workload_hash": key, "tvm_version": tvm.__version__}
+    return Workload(
+        workload_hash=key,
+        family=UNKNOWN_FAMILY,
+        signature=canonical_json(signature),
+        name=names[0] if names else UNKNOWN_FAMILY,
+        flops=0.0,
+        bytes=0.0,
+        ir_json=ir_to_json(mod),
+        tvm_version=tvm.__version__,
+    )
+
+
+def first_line(error: Exception) -> str:
+    """Return the kind of an error and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no text'}"

@@ -1,0 +1,97 @@
+"""Decisions of the route `metaschedule`: traces as JSON, checked, and replayed on a module."""
+
+from __future__ import annotations
+
+import json
+
+import tvm
+from tvm.s_tir import Schedule, Trace
+from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir.schedule import InstructionKind
+from tvm.target import Target
+
+from tuning_db.errors import InvalidRecordError
+from tuning_db.metaschedule.texts import REPLAY_ERRORS, first_line, workload_hash
+from tuning_db.records import canonical_json
+
+
+def trace_to_json(trace: Trace) -> str:
+    """Return a trace as JSON text: the decision of a record of the route `metaschedule`."""
+    # Trace.as_json leaves TVM integers inside, which JSON does not know; the record's own form has plain ones.
+    record = ms.database.TuningRecord(trace, ms.database.Workload(tvm.ir.IRModule({})))
+    return canonical_json(record.as_json()[0])
+
+
+def replay_decision(mod: tvm.ir.IRModule, decision: str) -> Schedule:
+    """Return `mod` scheduled by a stored decision.
+
+    Raises
+    ------
+    InvalidRecordError
+        The decision is not a trace, or does not fit this module.
+    """
+    record = rebuild_record(ms.database.Workload(mod), decision, run_secs=None, target=None)
+    schedule = Schedule(mod)
+    record.trace.apply_to_schedule(schedule, remove_postproc=False)
+    return schedule
+
+
+def rebuild_record(
+    workload: ms.database.Workload,
+    decision: str,
+    *,
+    run_secs: list[float] | None,
+    target: Target | None,
+) -> ms.database.TuningRecord:
+    """Return a record as MetaSchedule holds it, its trace parsed and not replayed.
+
+    Raises
+    ------
+    InvalidRecordError
+        The decision is not a trace of this TVM.
+    """
+    try:
+        record = ms.database.TuningRecord.from_json([json.loads(decision), run_secs, None, None], workload)
+        args_info = ms.arg_info.ArgInfo.from_entry_func(workload.mod, remove_preproc=True)
+    except REPLAY_ERRORS as e:
+        raise InvalidRecordError(
+            f"TVM {tvm.__version__} cannot replay a stored trace on workload {workload_hash(workload.mod)} "
+            f"({first_line(e)}). The record is of no use here; tune the task again."
+        ) from e
+    return ms.database.TuningRecord(record.trace, workload, run_secs, target, args_info)
+
+
+def check_trace(trace: object) -> None:
+    """Accept a trace of MetaSchedule's JSON form; it is parsed, not replayed.
+
+    Raises
+    ------
+    InvalidRecordError
+        It is not a list of instructions and one of decisions, or names an instruction that this TVM does not know.
+    """
+    match trace:
+        case [list() as instructions, list() as decisions]:
+            pass
+        case _:
+            raise InvalidRecordError(f"A trace is [instructions, decisions], got {str(trace)[:60]!r}.")
+    for instruction in instructions:
+        match instruction:
+            case [str() as name, list(), list(), list()]:
+                _check_instruction(name)
+            case _:
+                raise InvalidRecordError(
+                    f"An instruction is [name, inputs, attributes, outputs], got {str(instruction)[:60]!r}."
+                )
+    for decision in decisions:
+        match decision:
+            case [int() as place, _] if 0 <= place < len(instructions):
+                pass
+            case _:
+                raise InvalidRecordError(f"A decision is [instruction, value], got {str(decision)[:60]!r}.")
+
+
+def _check_instruction(name: str) -> None:
+    try:
+        InstructionKind.get(name)
+    except REPLAY_ERRORS as e:
+        raise InvalidRecordError(f"TVM {tvm.__version__} knows no instruction {name[:40]!r} in a trace.") from e
