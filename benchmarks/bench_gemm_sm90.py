@@ -15,15 +15,16 @@ do not fit the L2 cache together:
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-MANIFEST = "manifest.json"
+from cubins import Kernel, captured_graph, cubin_writer, read_kernels, time_by_turns
+
 # name -> rows M, columns N, depth K, epilogue
 CASES = {
     f"{name}-{rows}": (rows, n, k, epilogue)
@@ -44,62 +45,21 @@ LAUNCHES_PER_GRAPH = 24
 
 def build(directory: Path, candidates: int) -> None:
     """Compile the first candidates of every case and describe them in a manifest."""
-    import tvm
-    import tvm_ffi
-    from tvm.tirx.compilation_pipeline import PIPELINE_MAP
-
-    from pipeline.codegen.cuda_compiler import COMPILE_CALLBACK, cuda_compiler
     from schedules.targets import resolve_target
     from schedules.templates.base import Refusal
-    from schedules.templates.epilogue import recognise_matmul
     from schedules.templates.gemm_sm90 import CONSTANT_PARAMS_ATTR, GemmSm90
-    from schedules.templates.gemm_sm90_plan import make_plan
-    from schedules.templates.lowering import register_mixed_pipeline
 
-    directory.mkdir(parents=True, exist_ok=True)
     target, template = resolve_target("cuda:sm_90a"), GemmSm90()
-    entries = []
-    with cuda_compiler("sm_90a"):
-        compile_source = tvm_ffi.get_global_func(COMPILE_CALLBACK)
-        cubins: list[bytes] = []
-
-        def capture(code: str) -> bytes:
-            cubins.append(bytes(compile_source(code)))
-            return cubins[-1]
-
-        tvm_ffi.register_global_func(COMPILE_CALLBACK, capture, override=True)
+    with cubin_writer(directory, target) as writer:
         for case, (rows, n, k, epilogue) in CASES.items():
             func = fused_matmul(rows, n, k, epilogue).with_attr(CONSTANT_PARAMS_ATTR, [1])
             found = template.candidates(func, target)
             if isinstance(found, Refusal):
                 sys.exit(f"{case}: {found.reason}")
             for parameters in found[:candidates]:
-                kernel = template.apply(func, target, parameters).with_attr("global_symbol", "main")
-                module = tvm.IRModule({"main": kernel})
-                bound = tvm.tirx.transform.BindTarget(target.target)(module)
-                lowered = PIPELINE_MAP[register_mixed_pipeline()]()[0](bound)
-                tvm.tirx.build(module, target=target.target, pipeline=register_mixed_pipeline())
-                plan = make_plan(recognise_matmul(func), parameters, target.limits, constant_b=True)
-                name = f"{case}-{len(entries)}.cubin"
-                (directory / name).write_bytes(cubins.pop())
-                entries.append(
-                    {
-                        "case": case,
-                        "decision": parameters.to_json(),
-                        "cubin": name,
-                        # The data pointer of a buffer has the buffer's name and a suffix.
-                        "arguments": [str(p.name).removesuffix("_ptr") for p in lowered["main_kernel"].params],
-                        "grid": plan.blocks * parameters.split_k,
-                        "block": plan.threads,
-                        "cluster": parameters.split_k,
-                        "dependent": parameters.dependent,
-                        "shared_bytes": plan.shared_bytes,
-                        "box_a": [parameters.block_m, 64],
-                        "box_b": [64, plan.chunk],
-                    }
-                )
+                kernel = template.apply(func, target, parameters)
+                writer.add(kernel, case=case, decision=parameters.to_json())
             print(f"{case}: {min(candidates, len(found))} of {len(found)} candidates built", file=sys.stderr)
-    (directory / MANIFEST).write_text(json.dumps(entries, indent=1))
 
 
 def fused_matmul(rows: int, n: int, k: int, epilogue: str) -> Any:
@@ -126,86 +86,6 @@ def fused_matmul(rows: int, n: int, k: int, epilogue: str) -> Any:
     biased = te.compute((rows, n), lambda i, j: total[i, j] + bias[j], name="biased")
     output = te.compute((rows, n), finish, name="output")
     return te.create_prim_func([a, b, bias, *([residual] if epilogue == "residual" else []), output])
-
-
-class Kernel:
-    """A cubin's kernel, launched through the driver."""
-
-    def __init__(self, directory: Path, entry: dict[str, Any]) -> None:
-        from cuda.bindings import driver
-
-        self.entry = entry
-        self._driver = driver
-        self._module = self._checked(driver.cuModuleLoadData((directory / entry["cubin"]).read_bytes()))
-        self._function = self._checked(driver.cuModuleGetFunction(self._module, b"main_kernel"))
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        self._checked(driver.cuFuncSetAttribute(self._function, attribute, entry["shared_bytes"]))
-
-    def bind(self, tensors: dict[str, Any]) -> Callable[[], None]:
-        """Return a function that launches the kernel on some tensors, on torch's current stream."""
-        values = [self._argument(name, tensors) for name in self.entry["arguments"]]
-        boxed = [ctypes.c_uint64(value) if isinstance(value, int) else value for value in values]
-        pointers = [ctypes.addressof(box) if isinstance(box, ctypes.c_uint64) else int(box.getPtr()) for box in boxed]
-        packed = (ctypes.c_void_p * len(pointers))(*pointers)
-
-        def launch() -> None:
-            # `boxed` is kept alive by being named here.
-            assert len(boxed) == len(packed)
-            config = self._config()
-            self._checked(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(packed), 0))
-
-        return launch
-
-    def _config(self) -> Any:
-        import torch
-
-        driver, entry = self._driver, self.entry
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = entry["grid"], 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = entry["block"], 1, 1
-        config.sharedMemBytes = entry["shared_bytes"]
-        config.hStream = torch.cuda.current_stream().cuda_stream
-        kinds, attributes = driver.CUlaunchAttributeID, []
-        if entry["dependent"]:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(attribute)
-        if entry["cluster"] > 1:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            size = attribute.value.clusterDim
-            size.x, size.y, size.z = entry["cluster"], 1, 1
-            attributes.append(attribute)
-        config.attrs, config.numAttrs = attributes, len(attributes)
-        return config
-
-    def _argument(self, name: str, tensors: dict[str, Any]) -> Any:
-        if name not in ("map_a", "map_b"):
-            return tensors[name].data_ptr()
-        driver, tensor = self._driver, tensors["A" if name == "map_a" else "B"]
-        box = self.entry["box_a" if name == "map_a" else "box_b"]
-        rows, columns = tensor.shape
-        swizzle = {64: "128B", 32: "64B", 16: "32B"}[box[1]]
-        encoded = driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-            2,
-            tensor.data_ptr(),
-            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(columns * 2)],
-            [driver.cuuint32_t(box[1]), driver.cuuint32_t(box[0])],
-            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-        return self._checked(encoded)
-
-    def _checked(self, result: tuple[Any, ...]) -> Any:
-        if result[0] != self._driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{self.entry['cubin']}: {result[0]}")
-        return result[1] if len(result) == 2 else None
 
 
 def inputs(case: str) -> dict[str, Any]:
@@ -266,35 +146,12 @@ def graphs_of(case: str, kernels: dict[str, Kernel]) -> tuple[dict[str, Any], in
     for decision, kernel in kernels.items():
         bound = [kernel.bind(tensors) for tensors in sets]
         arms[decision] = lambda i, bound=bound: bound[i]()
-    graphs, repeats = {}, max(1, LAUNCHES_PER_GRAPH // len(sets))
-    for name, arm in arms.items():
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for i in range(len(sets)):
-                arm(i)
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for i in range(len(sets) * repeats):
-                arm(i % len(sets))
-        graphs[name].replay()
-    torch.cuda.synchronize()
+    repeats = max(1, LAUNCHES_PER_GRAPH // len(sets))
+    graphs = {
+        name: captured_graph([partial(arm, i % len(sets)) for i in range(len(sets) * repeats)])
+        for name, arm in arms.items()
+    }
     return graphs, len(sets) * repeats, (sets, bias)
-
-
-def time_by_turns(graphs: dict[str, Any], launches: int, rounds: int) -> dict[str, list[float]]:
-    """Return microseconds a launch, one figure a round, for every arm."""
-    import torch
-
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end) * 1e3 / launches)
-    return times
 
 
 def run(directory: Path, rounds: int, out: Path | None) -> int:
@@ -303,11 +160,11 @@ def run(directory: Path, rounds: int, out: Path | None) -> int:
 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.zeros(1, device="cuda")
-    entries = json.loads((directory / MANIFEST).read_text())
+    loaded = read_kernels(directory)
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": {}}
     wrong = 0
     for case in CASES:
-        kernels = {entry["decision"]: Kernel(directory, entry) for entry in entries if entry["case"] == case}
+        kernels = {kernel.entry["decision"]: kernel for kernel in loaded if kernel.entry["case"] == case}
         errors = {decision: largest_error(case, kernel) for decision, kernel in kernels.items()}
         right = {decision: kernel for decision, kernel in kernels.items() if errors[decision] <= ERROR_MAX}
         wrong += len(kernels) - len(right)
