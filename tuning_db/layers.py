@@ -2,7 +2,8 @@
 
 Writes go to the first layer alone; the others are opened read-only. A look-up asks every layer and ranks the answers
 by the rules of `tuning_db.lookup`, as if they were one database; of equals, the upper layer wins. Every record found
-says in `layer` which database it comes from. Jobs, queries and exchange concern the first layer.
+says in `layer` which database it comes from. A record of a workload that only a lower layer has takes the workload
+along. Jobs, queries and exchange concern the first layer.
 """
 
 from __future__ import annotations
@@ -13,17 +14,24 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from tuning_db.engine import parse_location
+from sqlalchemy import Engine
+
+from tuning_db.engine import Location, parse_location
 from tuning_db.errors import DatabaseUrlError
 from tuning_db.lookup import DeviceRank, rank_record
-from tuning_db.records import Environment, Mode, Route, TargetKey, TuningRecord, Workload
-from tuning_db.store import TuningDatabase
+from tuning_db.records import Environment, Mode, RecordFilter, Route, TargetKey, TuningRecord, Workload
+from tuning_db.store import NO_FILTER, TuningDatabase
 
 
 class LayeredDatabase(TuningDatabase):
     """A `TuningDatabase` that also finds what shared databases know."""
 
-    _below: tuple[TuningDatabase, ...] = ()
+    def __init__(self, location: Location, engine: Engine, mode: Mode) -> None:
+        """Hold the first layer; use `LayeredDatabase.open_layers`."""
+        super().__init__(location, engine, mode)
+        self._below: tuple[TuningDatabase, ...] = ()
+        # Workloads, by hash and TVM version, that the first layer is known to have.
+        self._own: set[tuple[str, str]] = set()
 
     @classmethod
     def open_layers(cls, urls: Sequence[str | Path], *, mode: Mode = Mode.TUNE, create: bool = True) -> Self:
@@ -93,6 +101,32 @@ class LayeredDatabase(TuningDatabase):
         # Stable: inside a layer the order is that of the answer.
         found.sort(key=lambda item: item[:3])
         return [record for *_, record in found[:k]]
+
+    def list_known(self, filters: RecordFilter = NO_FILTER) -> list[TuningRecord]:
+        """Return the records a filter selects from all layers, the upper one's first, each once."""
+        found: dict[str, TuningRecord] = {}
+        for layer in (self, *self._below):
+            for record in layer.list_records(filters):
+                found.setdefault(record.key, dataclasses.replace(record, layer=layer.url))
+        return list(found.values())
+
+    def record_all(self, *, workloads: Sequence[Workload], records: Sequence[TuningRecord]) -> list[int]:
+        """Keep workloads and records in one transaction, with those workloads that only a lower layer has."""
+        given = {(workload.workload_hash, workload.tvm_version) for workload in workloads}
+        wanted = {(record.workload_hash, record.environment.tvm_version) for record in records} - given
+        carried = [workload for key in sorted(wanted - self._own) if (workload := self._only_below(*key)) is not None]
+        ids = super().record_all(workloads=[*carried, *workloads], records=records)
+        self._own |= given | wanted
+        return ids
+
+    def record_measurements(self, records: Sequence[TuningRecord]) -> list[int]:
+        """Keep records, all or none, with the workloads of theirs that only a lower layer has."""
+        batch = list(records)
+        return self.record_all(workloads=[], records=batch) if batch else []
+
+    def _only_below(self, workload_hash: str, tvm_version: str) -> Workload | None:
+        own = super()._find_workload(workload_hash, tvm_version)
+        return None if own is not None else self._find_workload(workload_hash, tvm_version)
 
     def _find_workload(self, workload_hash: str, tvm_version: str | None) -> Workload | None:
         found = super()._find_workload(workload_hash, tvm_version)

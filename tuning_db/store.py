@@ -232,6 +232,10 @@ class TuningDatabase(Transactions):
         statement = select_records().where(*conditions(filters)).order_by(RecordRow.id).limit(limit).offset(offset)
         return self.read(lambda session: read_records(session, statement, self._places.get(session.connection())))
 
+    def list_known(self, filters: RecordFilter = NO_FILTER) -> list[TuningRecord]:
+        """Return the records a filter selects; of every layer, where there are several (`tuning_db.layers`)."""
+        return self.list_records(filters)
+
     def get_record(self, record_id: int) -> TuningRecord:
         """Return one record.
 

@@ -4,9 +4,9 @@ import pytest
 
 from tuning_db.archive import merge
 from tuning_db.cache import LookupCache
-from tuning_db.errors import DatabaseOpenError, DatabaseUrlError, DatabaseWriteError
+from tuning_db.errors import DatabaseOpenError, DatabaseUrlError, DatabaseWriteError, NotFoundError
 from tuning_db.layers import LayeredDatabase
-from tuning_db.records import Mode, Route
+from tuning_db.records import Mode, RecordFilter, Route
 from tuning_db.store import TuningDatabase
 
 
@@ -66,6 +66,30 @@ class TestLayers:
             assert layers.get_workload("hash1") == samples.workload()
             assert not layers.has_workload("hash2")
             assert layers.count_records() == 0
+
+    def test_known_records_come_from_all_layers_each_once(self, path, shared, samples):
+        with LayeredDatabase.open_layers([path, shared]) as layers:
+            with TuningDatabase.open(shared, mode=Mode.READ_ONLY) as below:
+                layers.record_workload(samples.workload())
+                layers.record_measurement(below.list_records()[0])
+            put(layers, samples, samples.failure(seed=3))
+            known = layers.list_known(RecordFilter(workload_hash="hash1"))
+            assert [(record.latency_us, record.layer) for record in known] == [
+                (5.0, layers.layers[0]),
+                (None, layers.layers[0]),
+                (1.0, layers.layers[1]),
+            ]
+            assert layers.list_known(RecordFilter(workload_hash="hash2")) == []
+
+    def test_record_takes_along_the_workload_that_only_a_lower_layer_has(self, database_url, shared, samples):
+        with LayeredDatabase.open_layers([database_url, shared]) as layers:
+            for seed in (1, 2):
+                layers.record_measurement(samples.record(seed=seed))
+            with pytest.raises(NotFoundError, match="Call record_workload first"):
+                layers.record_measurement(samples.record(samples.workload(2)))
+            assert layers.record_measurements([]) == []
+            assert [workload.workload_hash for workload in layers.list_workloads()] == ["hash1"]
+            assert layers.count_records() == 2
 
     def test_read_only_layers_refuse_writes(self, path, shared, samples):
         TuningDatabase.open(path).close()

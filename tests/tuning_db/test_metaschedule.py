@@ -15,6 +15,7 @@ from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
 from tuning_db.errors import InvalidRecordError
+from tuning_db.layers import LayeredDatabase
 from tuning_db.metaschedule import (
     MetaScheduleAdapter,
     describe_unknown,
@@ -302,6 +303,24 @@ def test_commits_are_dropped_when_the_database_is_read_only(path, samples, envir
         adapter.commit_tuning_record(stock_record(adapter.commit_workload(matmul()), [1e-6]))
         assert database.info().workloads == 0
         assert list(adapter.get_top_k(ms.database.Workload(matmul()), 1)) == []
+
+
+def test_records_of_several_layers_are_told_apart_and_workloads_carried_up(tmp_path, samples, environment):
+    paths = tmp_path / "mine.db", tmp_path / "shared.db"
+    for path, factor, seconds in zip(paths, (8, 4), (3e-6, 2e-6), strict=True):
+        with TuningDatabase.open(path) as database:
+            adapter = MetaScheduleAdapter(database, samples.target(), environment)
+            adapter.commit_tuning_record(stock_record(adapter.commit_workload(matmul()), [seconds], factor))
+    with LayeredDatabase.open_layers(paths) as layers:
+        adapter = MetaScheduleAdapter(layers, samples.target(), environment)
+        best, second = adapter.get_top_k(ms.database.Workload(matmul()), 2)
+        # Both have the id 1 in their own database.
+        assert [float(value) for value in (*best.run_secs, *second.run_secs)] == pytest.approx([2e-6, 3e-6])
+        assert str(best.trace) != str(second.trace)
+    with LayeredDatabase.open_layers([tmp_path / "new.db", paths[1]]) as layers:
+        adapter = MetaScheduleAdapter(layers, samples.target(), environment)
+        adapter.commit_tuning_record(stock_record(adapter.commit_workload(matmul()), [1e-6]))
+        assert layers.info().workloads == layers.count_records() == 1
 
 
 BAD_DECISIONS = [
