@@ -10,6 +10,7 @@ import tvm_ffi
 from tvm.target import codegen
 
 from schedules.targets import ResolvedTarget
+from schedules.version import fallback_version
 from tuning_db.records import Environment, TargetKey, canonical_json
 
 # The device of a compile-only environment: a lookup with it accepts records of every device of the same architecture.
@@ -40,6 +41,7 @@ def detect_environment(target: ResolvedTarget) -> Environment:
         tvm_version=tvm.__version__,
         tvm_ffi_version=tvm_ffi.__version__,
         cores=target_cores(target),
+        schedules_version=fallback_version(target.kind),
     )
 
 
@@ -87,6 +89,7 @@ def _cuda_environment(target: ResolvedTarget) -> Environment:
         tvm_version=tvm.__version__,
         tvm_ffi_version=tvm_ffi.__version__,
         cores=None,
+        schedules_version=fallback_version(target.kind),
     )
 
 

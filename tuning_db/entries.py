@@ -37,6 +37,7 @@ from tuning_db.rows import target_columns, to_job, to_job_task, to_workload
 from tuning_db.schema import (
     ArtifactRow,
     BenchmarkRow,
+    FeatureRow,
     JobRow,
     JobTaskRow,
     RecordRow,
@@ -275,3 +276,5 @@ COVERED_TABLES = frozenset(
     table.__tablename__
     for table in (SignatureRow, WorkloadRow, JobRow, JobTaskRow, RecordRow, ArtifactRow, ValidationRow, BenchmarkRow)
 ) | {"targets", "environments"}
+#: What can be computed again from the others, and is left out.
+DERIVED_TABLES = frozenset({FeatureRow.__tablename__})

@@ -6,7 +6,8 @@ A record answers a lookup when it is `ok`, its target matches, and the rule of i
 route          found by                            also needs
 =============  ==================================  ====================================================
 metaschedule   workload hash                       the same TVM version: traces and hashes belong to one
-fallback       workload hash                       the same TVM version: the code is TVM's own
+fallback       workload hash                       the same TVM version, and the same version of the schedules:
+                                                   it has no decision, its code alone says what was measured
 template       signature                           nothing: parameters of a kernel of ours
 library        signature                           nothing: parameters of a vendor primitive
 =============  ==================================  ====================================================
@@ -39,6 +40,8 @@ from tuning_db.records import Environment, Route, Status, TargetKey, TuningRecor
 WORKLOAD_ROUTES = frozenset({Route.METASCHEDULE, Route.FALLBACK})
 #: Routes whose decision is bound to the TVM that made it.
 TVM_BOUND_ROUTES = frozenset({Route.METASCHEDULE, Route.FALLBACK})
+#: Routes without a decision, whose kernel is what the code of the default schedules makes.
+SCHEDULES_BOUND_ROUTES = frozenset({Route.FALLBACK})
 #: Routes whose decision may be carried to a higher architecture.
 PORTABLE_ROUTES = frozenset({Route.METASCHEDULE, Route.TEMPLATE})
 #: Shared memory that a kernel may take on every GPU, without asking for more.
@@ -84,7 +87,7 @@ def decision_is_portable(target: TargetKey, route: Route, smem_bytes: int | None
 
 def rank_record(target: TargetKey, environment: Environment, record: TuningRecord) -> DeviceRank | None:
     """Return how well a record fits a place, None when it is not true there. SQL does the same in `ranking`."""
-    if record.status is not Status.OK or not tvm_version_matches(environment, record.environment, record.route):
+    if record.status is not Status.OK or not versions_match(environment, record.environment, record.route):
         return None
     if target_matches(target, record.target):
         return device_rank(environment, record.environment)
@@ -93,8 +96,10 @@ def rank_record(target: TargetKey, environment: Environment, record: TuningRecor
     return DeviceRank.LOWER_ARCH if lower and portable else None
 
 
-def tvm_version_matches(wanted: Environment, found: Environment, route: Route) -> bool:
-    """Return whether the TVM version of a record allows its use by `route`."""
+def versions_match(wanted: Environment, found: Environment, route: Route) -> bool:
+    """Return whether the versions of TVM and of the default schedules allow the use of a record of `route`."""
+    if route in SCHEDULES_BOUND_ROUTES and wanted.schedules_version != found.schedules_version:
+        return False
     return route not in TVM_BOUND_ROUTES or wanted.tvm_version == found.tvm_version
 
 

@@ -20,7 +20,7 @@ from tuning_db.lookup import (
     routes_to_search,
     target_is_lower,
     target_matches,
-    tvm_version_matches,
+    versions_match,
 )
 from tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord
 from tuning_db.schema import BY_SIGNATURE, EnvironmentRow, RecordRow, SignatureRow, TargetRow, WorkloadRow
@@ -90,24 +90,20 @@ def top_records(session: Session, question: Question, k: int, cache: PlaceCache)
 def _statements(
     question: Question, rank: DeviceRank, routes: tuple[Route, ...], places: Places, k: int
 ) -> list[Select[int]]:
-    """Return the statements that find the best ids of one rank: one by workload, one by signature."""
+    """Return the statements that find the best ids of one rank."""
     lower = rank is DeviceRank.LOWER_ARCH
     fits = target_is_lower if lower else target_matches
     targets = [id_ for id_, target in places.targets.items() if fits(question.target, target)]
     if not targets:
         return []
-    wanted = question.environment
+    # Routes that the same environments answer share a statement: most often one by workload and one by signature.
+    groups: dict[tuple[bool, tuple[int, ...]], list[Route]] = {}
+    for route in routes:
+        environments = _environments(question.environment, rank, route, places)
+        if environments and (not lower or route in PORTABLE_ROUTES):
+            groups.setdefault((route in WORKLOAD_ROUTES, environments), []).append(route)
     statements = []
-    for by_workload in (True, False):
-        group = [r for r in routes if (r in WORKLOAD_ROUTES) is by_workload and (not lower or r in PORTABLE_ROUTES)]
-        environments = [
-            id_
-            for id_, found in places.environments.items()
-            if (lower or device_rank(wanted, found) is rank)
-            and any(tvm_version_matches(wanted, found, route) for route in group)
-        ]
-        if not environments:
-            continue
+    for (by_workload, environments), group in groups.items():
         statement = select(RecordRow.id).where(
             RecordRow.status == Status.OK,
             RecordRow.target_id.in_(targets),
@@ -119,6 +115,15 @@ def _statements(
             statement = statement.where(RecordRow.smem_bytes <= PORTABLE_SMEM_BYTES)
         statements.append(statement.order_by(RecordRow.latency_us, RecordRow.id).limit(k))
     return statements
+
+
+def _environments(wanted: Environment, rank: DeviceRank, route: Route, places: Places) -> tuple[int, ...]:
+    return tuple(
+        id_
+        for id_, found in places.environments.items()
+        if (rank is DeviceRank.LOWER_ARCH or device_rank(wanted, found) is rank)
+        and versions_match(wanted, found, route)
+    )
 
 
 def _by_workload(statement: Select[int], question: Question) -> Select[int]:

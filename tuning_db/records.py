@@ -126,6 +126,8 @@ class Environment:
         The versions that compiled the candidate.
     cores : int or None
         CPU cores the measurement could use.
+    schedules_version : str or None
+        The version of the default schedules' code, for which a fallback's record is true; None when it is not known.
     """
 
     device_kind: str
@@ -136,11 +138,15 @@ class Environment:
     tvm_version: str
     tvm_ffi_version: str
     cores: int | None
+    schedules_version: str | None = None
 
     @cached_property
     def key(self) -> str:
-        """The sha256 of all fields."""
-        return content_key(asdict(self))
+        """The sha256 of all fields that are known; the version of the schedules came later and is left out if None."""
+        fields = asdict(self)
+        if self.schedules_version is None:
+            del fields["schedules_version"]
+        return content_key(fields)
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ def environment_columns(environment: Environment) -> dict[str, object]:
         "tvm_version": environment.tvm_version,
         "tvm_ffi_version": environment.tvm_ffi_version,
         "cores": environment.cores,
+        "schedules_version": environment.schedules_version,
     }
 
 
@@ -107,6 +108,7 @@ def to_environment(row: EnvironmentRow) -> Environment:
         tvm_version=row.tvm_version,
         tvm_ffi_version=row.tvm_ffi_version,
         cores=row.cores,
+        schedules_version=row.schedules_version,
     )
 
 

@@ -6,6 +6,7 @@
          └───────────────────────n records n──1 environments
     jobs 1──n job_tasks n──1 workloads            jobs 1──n records (a record may have no job)
     jobs 1──n artifacts 1──n validations, benchmarks n──1 environments
+    records 1──n features (what a cost model sees of a candidate; can be computed again)
 
 Every table with content of its own has a natural key that is unique: a sha256, or (workload_hash, tvm_version).
 A record keeps the signature it was measured under, since the signature of a workload may be refined later.
@@ -26,6 +27,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Text,
@@ -38,7 +40,7 @@ from sqlalchemy.types import TypeDecorator
 from tuning_db.records import Route, Status
 
 #: The revision that this package writes and reads; a test holds it equal to the head of the migrations.
-HEAD_REVISION = "0002"
+HEAD_REVISION = "0003"
 #: Not Alembic's default name, so that a database of another application is never taken for ours.
 VERSION_TABLE = "relaxtune_schema_version"
 KEY_LENGTH = 64
@@ -152,6 +154,7 @@ class EnvironmentRow(Base):
     tvm_version: Mapped[str] = mapped_column(String(64))
     tvm_ffi_version: Mapped[str] = mapped_column(String(64))
     cores: Mapped[int | None]
+    schedules_version: Mapped[str | None] = mapped_column(String(64))
 
 
 class JobRow(Base):
@@ -220,6 +223,19 @@ class RecordRow(Base):
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     error: Mapped[str | None] = mapped_column(Text)
     decision: Mapped[str] = mapped_column(Text)
+
+
+class FeatureRow(Base):
+    """What a cost model sees of a candidate; gone with its record."""
+
+    __tablename__ = "features"
+    record_id: Mapped[int] = mapped_column(
+        BigInteger().with_variant(Integer, "sqlite"), ForeignKey("records.id", ondelete="CASCADE"), primary_key=True
+    )
+    version: Mapped[str] = mapped_column(String(128), primary_key=True)
+    rows: Mapped[int]
+    columns: Mapped[int]
+    data: Mapped[bytes] = mapped_column(LargeBinary)
 
 
 class ArtifactRow(Base):

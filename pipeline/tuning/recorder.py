@@ -10,7 +10,7 @@ import tvm
 from pipeline.tuning.evaluate import Outcome
 from pipeline.tuning.options import TaskSummary
 from pipeline.tuning.task import TuningTask
-from tuning_db.lookup import DeviceRank, device_rank
+from tuning_db.lookup import DeviceRank, device_rank, versions_match
 from tuning_db.metaschedule import ir_to_json
 from tuning_db.records import (
     Environment,
@@ -87,9 +87,9 @@ class Recorder:
             self._database.record_job_tasks(self._job_id, [_job_task(s.task, s.seconds) for s in summaries])
 
     def known(self, task: TuningTask) -> list[TuningRecord]:
-        """Return the records of a task on this very device, target and TVM version, failed ones included."""
+        """Return the records of a task that are true on this very device, failed ones included; those of all layers."""
         began = time.monotonic()
-        records = self._database.list_records(
+        records = self._database.list_known(
             RecordFilter(
                 workload_hash=task.workload_hash,
                 target_kind=self._target.kind,
@@ -100,7 +100,10 @@ class Recorder:
         )
         self._seconds["database"] += time.monotonic() - began
         return [
-            record for record in records if device_rank(self._environment, record.environment) is DeviceRank.SAME_DEVICE
+            record
+            for record in records
+            if device_rank(self._environment, record.environment) is DeviceRank.SAME_DEVICE
+            and versions_match(self._environment, record.environment, record.route)
         ]
 
     def add(self, task: TuningTask, route: Route, decision: str, outcome: Outcome) -> None:

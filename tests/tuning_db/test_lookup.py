@@ -10,7 +10,7 @@ from tuning_db.lookup import (
     routes_to_search,
     target_is_lower,
     target_matches,
-    tvm_version_matches,
+    versions_match,
 )
 from tuning_db.records import Route, Status, TargetKey
 
@@ -33,8 +33,17 @@ def test_target_does_not_match_when_an_arch_only_begins_alike():
     [(Route.METASCHEDULE, False), (Route.FALLBACK, False), (Route.TEMPLATE, True), (Route.LIBRARY, True)],
 )
 def test_other_tvm_version_is_usable_only_by_routes_of_our_own(samples, route, usable):
-    assert tvm_version_matches(samples.environment(), samples.environment(tvm_version="0.28"), route) is usable
-    assert tvm_version_matches(samples.environment(), samples.environment(), route)
+    assert versions_match(samples.environment(), samples.environment(tvm_version="0.28"), route) is usable
+    assert versions_match(samples.environment(), samples.environment(), route)
+
+
+@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("found", ["v2", None])
+def test_other_version_of_the_schedules_makes_fallbacks_stale(samples, route, found):
+    wanted, stale = samples.environment(schedules_version="v1"), samples.environment(schedules_version=found)
+    assert versions_match(wanted, stale, route) is (route is not Route.FALLBACK)
+    assert versions_match(wanted, wanted, route)
+    assert device_rank(wanted, stale) is DeviceRank.SAME_DEVICE
 
 
 @pytest.mark.parametrize(
@@ -122,6 +131,8 @@ def places(samples):
         for name in ("EPYC 9654", "EPYC 9124"):
             for version in ("0.27.0.post1", "0.28"):
                 yield samples.target("llvm", arch), samples.environment(device_name=name, tvm_version=version)
+                newer = samples.environment(device_name=name, tvm_version=version, schedules_version="v2")
+                yield samples.target("llvm", arch), newer
     for arch in ("sm_80", "sm_86", "sm_90a"):
         yield samples.target("cuda", arch), samples.gpu()
 

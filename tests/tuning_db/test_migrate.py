@@ -5,6 +5,7 @@ import sqlite3
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
@@ -13,6 +14,7 @@ from alembic.script import ScriptDirectory
 
 from tuning_db.engine import make_engine, parse_location
 from tuning_db.errors import DatabaseOpenError, SchemaVersionError
+from tuning_db.features import list_features, record_features
 from tuning_db.migrate import alembic_config, known_revisions
 from tuning_db.outcomes import Artifact, Benchmark, Validation
 from tuning_db.records import JobTask, Mode, Route, Status
@@ -81,10 +83,13 @@ def test_stored_database_is_upgraded_and_used(path, samples, revision):
         validation = Validation(artifact.key, samples.environment(), False, 3, math.inf, "{}", MADE)
         database.record_validation(validation)
         database.record_benchmark(Benchmark(artifact.key, samples.environment(), "ort", (9.0, 8.0), "{}", MADE))
-        # The database of schema 0002 has them already, so they are kept once.
+        # The databases of schema 0002 and later have them already, so they are kept once.
         assert database.list_artifacts() == [artifact]
         assert database.list_validations() == [validation]
         assert [benchmark.latency_us for benchmark in database.list_benchmarks()] == [8.5]
+        record_features(database, "per-store/2", {1: np.array([[1.5, 0.0], [2.0, 3.0]])})
+        (features,) = list_features(database, "per-store/2", samples.target())
+        assert features.values.tolist() == [[1.5, 0.0], [2.0, 3.0]]
 
 
 @pytest.mark.parametrize("revision", sorted(known_revisions() - {HEAD_REVISION}))
@@ -110,7 +115,7 @@ def test_older_schema_is_upgraded_in_postgresql_too(empty_postgres, samples, mon
 def test_older_schema_is_refused_with_the_command_that_upgrades_it(path):
     restore("0001", path)
     command = rf"Run: relaxtune db upgrade --db sqlite:///{path}$"
-    with pytest.raises(SchemaVersionError, match=r"has schema revision 0001, this relaxtune needs 0002\. " + command):
+    with pytest.raises(SchemaVersionError, match=r"has schema revision 0001, this relaxtune needs 0003\. " + command):
         TuningDatabase.open(path)
 
 

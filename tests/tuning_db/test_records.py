@@ -33,12 +33,19 @@ ENVIRONMENT_CHANGES = {
     "tvm_version": "0.28",
     "tvm_ffi_version": "0.2",
     "cores": 4,
+    "schedules_version": "0123456789abcdef",
 }
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Environment)])
 def test_environment_key_changes_when_one_ingredient_changes(samples, field):
     assert samples.environment().key != samples.environment(**{field: ENVIRONMENT_CHANGES[field]}).key
+
+
+def test_environment_key_of_earlier_schemas_is_kept(samples):
+    """A database made before `schedules_version` holds this key; another one would double its environments."""
+    earlier = "f62a77be7d03f86395322b42e3b47648615117f72ed80dfb9af1ddad5a61426e"
+    assert samples.environment(schedules_version=None).key == earlier
 
 
 def test_environment_key_is_equal_when_content_is_equal(samples):
