@@ -27,12 +27,14 @@ def load_model(
     Parameters
     ----------
     source
-        A path to an `.onnx` file, or a name from `list_models()`.
+        A path to an `.onnx` file, or a name from `list_models()`, with `:fp16` behind it for the graph in that
+        precision (`bert-base:fp16`).
     shapes
         Input name to shape, numbers or names. For a zoo name the axes of any one input decide the whole graph (batch 1,
         sequence 128 and past_sequence 127 where nothing is said). For a file, axes of one name are pinned everywhere.
     precision
-        "fp32" or "fp16": what a zoo model is built in (fp32 when None). A file keeps the precision it has.
+        "fp32" or "fp16": what a zoo model is built in (when None, as its name says, else fp32). A file keeps the
+        precision it has.
     seed
         Seed of a zoo model's weights.
 
@@ -43,7 +45,8 @@ def load_model(
     """
     if _is_path(source):
         return _load_file(Path(source), shapes or {})
-    return _load_zoo(get_preset(str(source)), shapes or {}, _parse_precision(precision), seed)
+    name, _, suffix = str(source).partition(":")
+    return _load_zoo(str(source), get_preset(name), shapes or {}, _parse_precision(precision or suffix or None), seed)
 
 
 def _is_path(source: str | Path) -> bool:
@@ -69,7 +72,7 @@ def _load_file(path: Path, shapes: Shapes) -> OnnxModel:
     return make_model(path.stem, proto, path=path, data_dir=None if all_inline else folder)
 
 
-def _load_zoo(preset: Preset, shapes: Shapes, precision: Precision, seed: int) -> OnnxModel:
+def _load_zoo(name: str, preset: Preset, shapes: Shapes, precision: Precision, seed: int) -> OnnxModel:
     dims: dict[str, Dim] = {
         axis: DEFAULT_DIMS[axis]
         for spec in preset.inputs
@@ -77,14 +80,14 @@ def _load_zoo(preset: Preset, shapes: Shapes, precision: Precision, seed: int) -
         if isinstance(axis, str) and axis in DEFAULT_DIMS
     }
     dims.update(bind_shapes(preset.inputs, shapes, preset.name))
-    for name, limit in preset.limits.items():
-        value = evaluate_dim(name, {key: number for key, number in dims.items() if isinstance(number, int)})
+    for dim, limit in preset.limits.items():
+        value = evaluate_dim(dim, {key: number for key, number in dims.items() if isinstance(number, int)})
         if isinstance(value, int) and value > limit:
-            msg = f"dimension {name!r} of zoo model {preset.name!r} is {value}, expected at most {limit}"
+            msg = f"dimension {dim!r} of zoo model {preset.name!r} is {value}, expected at most {limit}"
             raise ModelShapeError(msg)
-    proto = preset.build(preset.name, dims, precision, seed)
+    proto = preset.build(name, dims, precision, seed)
     check_and_infer(proto)
-    return make_model(preset.name, proto, path=None, data_dir=None, seed=seed)
+    return make_model(name, proto, path=None, data_dir=None, seed=seed)
 
 
 def make_model(

@@ -15,7 +15,7 @@ import models.external_data
 import models.spec
 from models import OnnxModel, TensorSpec, get_preset, load_model, random_inputs, save_model
 from models.checks import MAX_IR_VERSION, MAX_OPSET
-from models.errors import ExternalDataError, ModelFileError
+from models.errors import ExternalDataError, ModelFileError, UnsupportedModelError
 
 FLOAT = TensorProto.FLOAT
 
@@ -265,3 +265,11 @@ def test_llama_1b_crosses_the_real_limit(tmp_path: Path) -> None:
 
 def run(model: OnnxModel, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
     return list(ort.InferenceSession(model.serialize(), providers=["CPUExecutionProvider"]).run(None, inputs))
+
+
+def test_zoo_name_with_a_precision_is_the_graph_in_it_and_loads_again_by_its_name() -> None:
+    model = load_model("bert-tiny:fp16", shapes={"input_ids": (1, 8)})
+    assert model.outputs[0].dtype == "float16"
+    assert load_model(model.name, shapes={"input_ids": (1, 8)}).sha256 == model.sha256
+    with pytest.raises(UnsupportedModelError, match="precision 'fp8' is not known; expected one of fp32, fp16"):
+        load_model("bert-tiny:fp8")
