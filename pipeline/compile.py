@@ -28,6 +28,7 @@ from schedules.targets import ResolvedTarget
 from schedules.templates.base import TemplateError
 from schedules.templates.lowering import tir_pipeline_for
 from schedules.templates.registry import apply_decision
+from tuning_db.cache import LookupCache
 from tuning_db.errors import TuningDatabaseError
 from tuning_db.metaschedule import replay_decision
 from tuning_db.records import Environment, Route, TuningRecord, Workload
@@ -72,6 +73,8 @@ class KernelChoice:
         Why there is no record, or which better records could not be used.
     unusable
         Ids of the records that were passed over because their decision cannot be replayed.
+    database
+        The database the record is in, when several lie over each other; else None.
     scheduled
         The scheduled PrimFunc, None when the fallback is to make it.
     """
@@ -84,6 +87,7 @@ class KernelChoice:
     decision: str | None = None
     note: str = ""
     unusable: tuple[int, ...] = ()
+    database: str | None = None
     scheduled: tirx.PrimFunc | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -141,15 +145,16 @@ def select_kernels(
         Records of other routes are left aside.
     """
     by_function = {name: task for task in tasks for name in task.functions.get(lowered.graph.name, ())}
+    lookups = None if database is None else LookupCache(database)
     choices = []
     for function in lowered.kernels:
         task = by_function.get(function)
         if task is None:
             choice = KernelChoice(function, None, Route.FALLBACK, note="not tunable: it has no tuning task")
-        elif database is None:
+        elif lookups is None:
             choice = KernelChoice(function, task.name, Route.FALLBACK, note="no database was given")
         else:
-            choice = _choose(function, task, database, target, environment, routes)
+            choice = _choose(function, task, lookups, target, environment, routes)
         choices.append(choice)
     _log_choices(choices)
     return tuple(choices)
@@ -262,7 +267,7 @@ _REPLAY: Mapping[Route, Callable[[TuningTask, TuningRecord, ResolvedTarget], tir
 def _choose(
     function: str,
     task: TuningTask,
-    database: TuningDatabase,
+    lookups: LookupCache,
     target: ResolvedTarget,
     environment: Environment,
     routes: frozenset[Route],
@@ -270,7 +275,7 @@ def _choose(
     workload = Workload(
         task.workload_hash, task.family, task.signature, task.name, task.flops, task.bytes, None, tvm.__version__
     )
-    records = database.list_top(
+    records: Sequence[TuningRecord] = lookups.list_top(
         workload_hash=task.workload_hash,
         signature_key=workload.signature_key,
         target=target_key(target),
@@ -323,6 +328,7 @@ def _made(
         decision=record.decision,
         note=_note(passed_over),
         unusable=tuple(number for number, _ in passed_over),
+        database=record.layer,
         scheduled=scheduled,
     )
 

@@ -115,6 +115,7 @@ def _kernel_entry(compiled: CompiledModule, choice: KernelChoice) -> KernelEntry
         latency_us=choice.latency_us,
         decision_sha256=hashlib.sha256(decision.encode()).hexdigest() if decision is not None else None,
         note=choice.note,
+        database=choice.database,
     )
 
 

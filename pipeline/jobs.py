@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,16 +18,18 @@ from models.inputs import random_inputs
 from pipeline.artifact import check_destination, record_validation
 from pipeline.compile import KernelChoice, compile_module, select_kernels, tasks_without_record
 from pipeline.environment import target_key
-from pipeline.errors import NothingMeasuredError, PipelineError
+from pipeline.errors import NothingMeasuredError, PipelineError, UsageError
 from pipeline.export import write_artifact
 from pipeline.manifest import Manifest
 from pipeline.measure import ORT_ARM, OWN_ARM, BenchmarkReport, measure, module_arm, onnxruntime_arm, run_conditions
+from pipeline.outcomes import artifact_of, note_benchmark, note_validation
 from pipeline.prepare import ModelRequest, PreparedModel, prepare_model, stage
 from pipeline.runtime import Module
 from pipeline.tuning.options import TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressListener, SilentProgress
 from pipeline.tuning.session import require_valid, tune
 from pipeline.validate import ValidationReport, default_dims, validate
+from tuning_db.layers import open_databases
 from tuning_db.records import Mode, Route
 from tuning_db.store import TuningDatabase
 
@@ -83,16 +86,28 @@ class TuneRequest:
         Whether the tuned artifact is timed beside the untuned one and ONNX Runtime.
     samples
         Random inputs that the artifact is validated with.
+    shared
+        Databases under it, by file or URL: they are read and never written.
+    record
+        Whether the artifact, its validation and its benchmark are noted in the database, as measurements always are.
     """
 
     database: str | Path
     tuning: TuningOptions = field(default_factory=TuningOptions)
     benchmark: bool = True
     samples: int = 3
+    shared: tuple[str | Path, ...] = ()
+    record: bool = True
 
 
 def compile_model(
-    request: ModelRequest, out: Path, *, database: str | Path | None = None, samples: int = 3
+    request: ModelRequest,
+    out: Path,
+    *,
+    database: str | Path | None = None,
+    shared: Sequence[str | Path] = (),
+    record: bool = False,
+    samples: int = 3,
 ) -> CompileResult:
     """Compile a model from records alone; nothing is measured.
 
@@ -104,6 +119,10 @@ def compile_model(
         The artifact's directory.
     database : str, Path or None
         Tuning database to read, by file or URL; with None every kernel takes the fallback.
+    shared : sequence of str or Path
+        Databases to read under it.
+    record : bool
+        Whether the artifact and its validation are noted in `database`, which is else only read.
     samples : int
         Random inputs to validate with; 0 leaves the validation out.
 
@@ -113,10 +132,13 @@ def compile_model(
         See `pipeline.errors`. Nothing is written then.
     """
     check_destination(out)
-    if database is None:
-        return _compile(prepare_model(request), None, out, samples)
-    with TuningDatabase.open(database, mode=Mode.READ_ONLY, create=False) as opened:
-        return _compile(prepare_model(request), opened, out, samples)
+    if record and database is None:
+        raise UsageError("nothing says where to note the artifact: expected a database (--db URL) beside --record")
+    urls = [*([database] if database is not None else []), *shared]
+    if not urls:
+        return _compile(prepare_model(request), None, out, samples, record=False)
+    with open_databases(urls, mode=Mode.TUNE if record else Mode.READ_ONLY, create=False) as opened:
+        return _compile(prepare_model(request), opened, out, samples, record=record)
 
 
 def tune_model(
@@ -134,7 +156,8 @@ def tune_model(
         See `pipeline.errors`.
     """
     check_destination(out)
-    with TuningDatabase.open(tune_request.database, mode=tune_request.tuning.mode) as database:
+    urls = [tune_request.database, *tune_request.shared]
+    with open_databases(urls, mode=tune_request.tuning.mode) as database:
         prepared = prepare_model(request)
         if not prepared.can_run:
             raise PipelineError(
@@ -142,11 +165,14 @@ def tune_model(
                 "it is, or make the artifact from records alone with `relaxtune compile`"
             )
         job_id, summary = _tune(prepared, tune_request, database, progress or SilentProgress())
-        compiled = _compile(prepared, database, out, tune_request.samples)
-    benchmark = None
-    if tune_request.benchmark and prepared.can_run:
-        with stage("benchmark"):
-            benchmark = _benchmark(prepared, compiled.directory)
+        compiled = _compile(prepared, database, out, tune_request.samples, record=tune_request.record, job_id=job_id)
+        benchmark = None
+        if tune_request.benchmark:
+            with stage("benchmark"):
+                benchmark = _benchmark(prepared, compiled.directory)
+            if tune_request.record:
+                artifact = artifact_of(compiled.manifest, out, job_id)
+                note_benchmark(database, artifact, prepared.environment, benchmark)
     return TuneResult(job_id, summary, compiled, benchmark)
 
 
@@ -186,7 +212,15 @@ def _tune(
     return job.id, summary
 
 
-def _compile(prepared: PreparedModel, database: TuningDatabase | None, out: Path, samples: int) -> CompileResult:
+def _compile(
+    prepared: PreparedModel,
+    database: TuningDatabase | None,
+    out: Path,
+    samples: int,
+    *,
+    record: bool,
+    job_id: str | None = None,
+) -> CompileResult:
     choices = select_kernels(
         prepared.lowered,
         prepared.tasks,
@@ -199,11 +233,15 @@ def _compile(prepared: PreparedModel, database: TuningDatabase | None, out: Path
         compiled = compile_module(prepared.lowered, choices, prepared.target)
     with stage("export"):
         manifest = write_artifact(compiled, out)
+    if database is not None and record:
+        database.record_artifact(artifact_of(manifest, out, job_id))
     validation = None
     if samples and prepared.can_run:
         with stage("validate"):
             validation = validate(out, prepared.model, samples=samples)
         manifest = record_validation(out, validation.to_json())
+        if database is not None and record:
+            note_validation(database, artifact_of(manifest, out, job_id), prepared.environment, validation)
     elif samples:
         logger.warning("not validated: %s cannot run on this machine", prepared.target.arch)
     return CompileResult(out, manifest, choices, tasks_without_record(choices), validation)

@@ -84,6 +84,8 @@ class KernelEntry:
         Hash of the record's decision, which stays checkable when the database is gone.
     note
         Why it has no record, or why a better one was passed over.
+    database
+        The database of the record, when several lay over each other.
     """
 
     function: str
@@ -94,6 +96,7 @@ class KernelEntry:
     latency_us: float | None
     decision_sha256: str | None
     note: str = ""
+    database: str | None = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,19 @@ from tuning_db.records import Environment, Mode, RecordFilter, Route, TargetKey,
 from tuning_db.store import NO_FILTER, TuningDatabase
 
 
+def open_databases(urls: Sequence[str | Path], *, mode: Mode = Mode.TUNE, create: bool = True) -> TuningDatabase:
+    """Return the first of `urls`, over the others if there are any.
+
+    Raises
+    ------
+    TuningDatabaseError
+        See `LayeredDatabase.open_layers`.
+    """
+    if len(urls) == 1:
+        return TuningDatabase.open(urls[0], mode=mode, create=create)
+    return LayeredDatabase.open_layers(urls, mode=mode, create=create)
+
+
 class LayeredDatabase(TuningDatabase):
     """A `TuningDatabase` that also finds what shared databases know."""
 

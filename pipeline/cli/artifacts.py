@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
 
-from pipeline.cli.options import ArtifactArgument, FormatOption, SeedOption
+from pipeline.cli.options import ArtifactArgument, FormatOption, OutcomeDatabaseOption, SeedOption
 from pipeline.cli.output import OutputFormat, TableView, emit, print_json, stdout_console
 from pipeline.errors import PipelineError, UsageError
 
@@ -30,17 +31,25 @@ def validate_command(
     atol: Annotated[float | None, typer.Option("--atol", min=0.0, help="Default: by dtype and precision.")] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Random inputs to compare.")] = 3,
     seed: SeedOption = 0,
+    db: OutcomeDatabaseOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Compare an artifact with ONNX Runtime on random inputs. Exits 3 when they disagree."""
     from pipeline.artifact import record_validation
+    from pipeline.outcomes import artifact_of, environment_of, note_validation
     from pipeline.runtime import Module
     from pipeline.validate import render, validate
+    from tuning_db.store import TuningDatabase
 
     module = Module.load(directory)
     reference = _reference_model(module, model)
-    report = validate(module, reference, rtol=rtol, atol=atol, samples=samples, seed=seed)
-    record_validation(directory, report.to_json())
+    # Opened first: a database that cannot be had is told before the work.
+    with nullcontext() if db is None else TuningDatabase.open(db) as database:
+        report = validate(module, reference, rtol=rtol, atol=atol, samples=samples, seed=seed)
+        record_validation(directory, report.to_json())
+        if database is not None:
+            manifest = module.manifest
+            note_validation(database, artifact_of(manifest, directory), environment_of(manifest), report)
     if output_format is OutputFormat.JSON:
         print_json(report.to_json())
     else:
@@ -55,19 +64,26 @@ def bench(
     runs: Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each arm.")] = 50,
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Runs of each arm before.")] = 10,
     seed: SeedOption = 0,
+    db: OutcomeDatabaseOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Measure the latency of an artifact, side by side with peers, taking turns."""
     from models.inputs import random_inputs
     from pipeline.measure import measure_module, render
+    from pipeline.outcomes import artifact_of, environment_of, note_benchmark
     from pipeline.runtime import Module
     from pipeline.validate import default_dims
+    from tuning_db.store import TuningDatabase
 
     module = Module.load(directory)
     reference = _reference_model(module, model)
     inputs = random_inputs(reference, seed=seed, dims=default_dims(reference))
     peers = frozenset(name.strip() for name in against.split(",") if name.strip())
-    report = measure_module(module, reference, inputs, against=peers, runs=runs, warmup=warmup)
+    with nullcontext() if db is None else TuningDatabase.open(db) as database:
+        report = measure_module(module, reference, inputs, against=peers, runs=runs, warmup=warmup)
+        if database is not None:
+            manifest = module.manifest
+            note_benchmark(database, artifact_of(manifest, directory), environment_of(manifest), report)
     if output_format is OutputFormat.JSON:
         print_json(report.to_json())
     else:

@@ -21,6 +21,7 @@ from pipeline.cli.options import (
     RoutesOption,
     SeedOption,
     ShapeOption,
+    SharedDatabasesOption,
     TargetOption,
     parse_routes,
     parse_shapes,
@@ -31,6 +32,7 @@ from tuning_db.records import Mode
 
 if TYPE_CHECKING:
     from pipeline.jobs import CompileResult, TuneResult
+    from pipeline.manifest import KernelEntry
     from pipeline.prepare import ModelRequest
 
 
@@ -75,6 +77,10 @@ def tune(
     run_timeout: Annotated[
         float, typer.Option("--run-timeout", min=0.0, metavar="S", help="Seconds to measure one candidate.")
     ] = 10.0,
+    shared_db: SharedDatabasesOption = None,
+    record: Annotated[
+        bool, typer.Option("--record/--no-record", help="Note artifact, validation and latencies in the database too.")
+    ] = True,
     bench: Annotated[bool, typer.Option("--bench/--no-bench", help="Time tuned, untuned and ONNX Runtime.")] = True,
     samples: SamplesOption = 3,
     disable_pass: DisablePassOption = None,
@@ -102,7 +108,12 @@ def tune(
     )
     destination = out or _default_out(model, target)
     with ConsoleProgress(stderr_console()) as progress:
-        result = tune_model(request, TuneRequest(db, options, bench, samples), destination, progress=progress)
+        result = tune_model(
+            request,
+            TuneRequest(db, options, bench, samples, tuple(shared_db or ()), record),
+            destination,
+            progress=progress,
+        )
     _print_tuned(result, output_format)
     _raise_if_invalid(result.compiled)
 
@@ -113,6 +124,10 @@ def compile_command(
     db: Annotated[
         str | None, typer.Option("--db", metavar="URL", help="Tuning database to read. Default: none, all fallback.")
     ] = None,
+    shared_db: SharedDatabasesOption = None,
+    record: Annotated[
+        bool, typer.Option("--record/--no-record", help="Note the artifact and its validation in the database.")
+    ] = False,
     precision: PrecisionOption = None,
     shape: ShapeOption = None,
     out: OutOption = None,
@@ -128,7 +143,14 @@ def compile_command(
     from pipeline.jobs import compile_model
 
     request = _model_request(model, shape, target, precision, disable_pass, dump_ir, embed_weights, seed, routes)
-    result = compile_model(request, out or _default_out(model, target), database=db, samples=samples)
+    result = compile_model(
+        request,
+        out or _default_out(model, target),
+        database=db,
+        shared=shared_db or (),
+        record=record,
+        samples=samples,
+    )
     if output_format is OutputFormat.JSON:
         print_json(_compile_data(result))
     else:
@@ -215,7 +237,7 @@ def _print_compiled(result: CompileResult) -> None:
             _shorten(kernel.onnx_nodes),
             kernel.route,
             "" if kernel.latency_us is None else f"{kernel.latency_us:.1f}",
-            "" if kernel.record_id is None else str(kernel.record_id),
+            _record_place(kernel),
             kernel.note,
         )
         for kernel in result.manifest.kernels
@@ -224,6 +246,13 @@ def _print_compiled(result: CompileResult) -> None:
     print_table(TableView(f"kernels of {result.directory}", columns, rows))
     if result.validation is not None:
         stdout_console().print(render_validation(result.validation))
+
+
+def _record_place(kernel: KernelEntry) -> str:
+    """Return the record's id, with its database where there were several."""
+    if kernel.record_id is None:
+        return ""
+    return str(kernel.record_id) + (f" of {kernel.database}" if kernel.database is not None else "")
 
 
 def _shorten(nodes: tuple[str, ...]) -> str:

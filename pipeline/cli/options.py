@@ -21,6 +21,13 @@ TargetOption = Annotated[
 DatabaseOption = Annotated[
     str, typer.Option("--db", metavar="URL", help="Tuning database: a file or a SQLAlchemy URL.")
 ]
+SharedDatabasesOption = Annotated[
+    list[str] | None,
+    typer.Option("--shared-db", metavar="URL", help="Database to read under --db (repeatable); never written."),
+]
+OutcomeDatabaseOption = Annotated[
+    str | None, typer.Option("--db", metavar="URL", help="Note the result in this tuning database. Default: nowhere.")
+]
 PrecisionOption = Annotated[
     str | None,
     typer.Option("--precision", help="Compute precision, asked for by name (fp16). Default: the graph's own."),
