@@ -1,0 +1,59 @@
+"""The object files that calls of vendor libraries need: each of `schedules.libraries` has a small C source of its own.
+
+A candidate and an artifact are linked with them alike, so that either calls the library without Python.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import tvm
+import tvm_ffi.libinfo
+from tvm import tirx
+
+from pipeline.errors import LoweringError
+from schedules.libraries.cublaslt import SOURCES_ATTR, library_sources
+
+_FLAGS = ("-std=c11", "-O2", "-fPIC", "-c")
+
+
+def list_library_sources(mod: tvm.ir.IRModule) -> list[Path]:
+    """Return the C sources that the scheduled functions of a module need, each once."""
+    names = {
+        str(name)
+        for func in mod.functions.values()
+        if isinstance(func, tirx.PrimFunc) and func.attrs
+        for name in func.attrs.get(SOURCES_ATTR, ())
+    }
+    return library_sources(sorted(names))
+
+
+def compile_library_objects(sources: Sequence[Path], directory: Path) -> list[Path]:
+    """Compile C sources into a directory and return the object files.
+
+    Raises
+    ------
+    LoweringError
+        There is no C compiler, or it failed.
+    """
+    if not sources:
+        return []
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise LoweringError(
+            "no C compiler `cc` on the path, which kernels of the route `library` need: install one (Debian: apt "
+            "install gcc), or leave the route out of --routes"
+        )
+    objects = []
+    for source in sources:
+        made = directory / f"{source.stem}.o"
+        folders = [f"-I{folder}" for folder in tvm_ffi.libinfo.include_paths()]
+        command = [compiler, *_FLAGS, *folders, str(source), "-o", str(made)]
+        finished = subprocess.run(command, capture_output=True, text=True, check=False)
+        if finished.returncode != 0:
+            raise LoweringError(f"{compiler} failed on {source.name}: {finished.stderr.strip()}")
+        objects.append(made)
+    return objects
