@@ -396,6 +396,9 @@ class DatabaseInfo:
     targets: int
     environments: int
     jobs: int
+    artifacts: int
+    validations: int
+    benchmarks: int
     records: int
     records_by_status: tuple[tuple[Status, int], ...]
     records_by_route: tuple[tuple[Route, int], ...]

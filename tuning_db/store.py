@@ -32,12 +32,15 @@ from tuning_db.records import (
 from tuning_db.rows import to_job, to_job_task, to_workload
 from tuning_db.schema import (
     HEAD_REVISION,
+    ArtifactRow,
+    BenchmarkRow,
     EnvironmentRow,
     JobRow,
     JobTaskRow,
     RecordRow,
     SignatureRow,
     TargetRow,
+    ValidationRow,
     WorkloadRow,
 )
 from tuning_db.selection import conditions, read_records, select_records
@@ -368,6 +371,9 @@ class TuningDatabase(Transactions):
             targets=count(TargetRow),
             environments=count(EnvironmentRow),
             jobs=count(JobRow),
+            artifacts=count(ArtifactRow),
+            validations=count(ValidationRow),
+            benchmarks=count(BenchmarkRow),
             records=count(RecordRow),
             records_by_status=tuple((status, by_status.get(status, 0)) for status in Status),
             records_by_route=tuple((route, by_route.get(route, 0)) for route in Route),

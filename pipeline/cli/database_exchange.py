@@ -10,24 +10,11 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.database import (
-    ArchFilter,
-    DataFormatOption,
-    FamilyFilter,
-    JobFilter,
-    ModelFilter,
-    RouteFilter,
-    SinceFilter,
-    StatusFilter,
-    TargetFilter,
-    UntilFilter,
-    WorkloadFilter,
-    app,
-    make_filters,
-    open_for_reading,
-)
+from pipeline.cli.database_common import DataFormatOption, app, emit_counts, open_for_reading
+from pipeline.cli.database_filters import takes_filters
 from pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption
-from pipeline.cli.output import DataFormat, TableView, emit
+from pipeline.cli.output import DataFormat
+from tuning_db.records import RecordFilter
 
 
 class FileForm(StrEnum):
@@ -43,46 +30,27 @@ FormOption = Annotated[
 
 
 @app.command(name="export")
+@takes_filters()
 def export_database(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The archive, or the folder for MetaSchedule's files.")],
     db: DatabaseOption = DEFAULT_DATABASE,
     form: FormOption = FileForm.ARCHIVE,
-    model: ModelFilter = None,
-    family: FamilyFilter = None,
-    workload: WorkloadFilter = None,
-    target: TargetFilter = None,
-    arch: ArchFilter = None,
-    route: RouteFilter = None,
-    status: StatusFilter = None,
-    job: JobFilter = None,
-    since: SinceFilter = None,
-    until: UntilFilter = None,
     output_format: DataFormatOption = DataFormat.TABLE,
+    *,
+    filters: RecordFilter,
 ) -> None:
     """Write the database, or the records that the filters select, whole or not at all."""
-    filters = make_filters(
-        model=model,
-        family=family,
-        workload=workload,
-        target=target,
-        arch=arch,
-        route=route,
-        status=status,
-        job=job,
-        since=since,
-        until=until,
-    )
     with open_for_reading(db) as database:
         if form is FileForm.METASCHEDULE:
             from tuning_db.stock_json import export_stock
 
             workloads, records = export_stock(database, out, filters)
-            _emit_counts(output_format, f"wrote {out}", {"workloads": workloads, "records": records})
+            emit_counts(output_format, f"wrote {out}", {"workloads": workloads, "records": records})
         else:
             from tuning_db.archive import export_archive
 
             entries = export_archive(database, out, filters)
-            _emit_counts(output_format, f"wrote {out}", {"entries": entries, "bytes": out.stat().st_size})
+            emit_counts(output_format, f"wrote {out}", {"entries": entries, "bytes": out.stat().st_size})
 
 
 @app.command(name="import")
@@ -109,7 +77,7 @@ def import_database(
             from tuning_db.archive import import_archive
 
             counts = asdict(import_archive(database, source))
-    _emit_counts(output_format, f"read {source}", counts)
+    emit_counts(output_format, f"read {source}", counts)
 
 
 def _import_stock(database: object, source: Path, measured_for: str, measured_on: str | None) -> dict[str, int]:
@@ -140,10 +108,11 @@ def merge(
 
     with open_for_reading(source) as other, TuningDatabase.open(db) as database:
         counts = asdict(merge_databases(database, other))
-    _emit_counts(output_format, f"merged {source} into {db}", counts)
+    emit_counts(output_format, f"merged {source} into {db}", counts)
 
 
 @app.command()
+@takes_filters()
 def prune(
     db: DatabaseOption = DEFAULT_DATABASE,
     older_than_days: Annotated[
@@ -157,11 +126,9 @@ def prune(
         bool, typer.Option("--dominated", help="Forget records of which a newer one of the same kind is faster.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how many would go.")] = False,
-    model: ModelFilter = None,
-    family: FamilyFilter = None,
-    status: StatusFilter = None,
-    job: JobFilter = None,
     output_format: DataFormatOption = DataFormat.TABLE,
+    *,
+    filters: RecordFilter,
 ) -> None:
     """Forget records by age, count or because better ones are newer; the best of each task and route always stays."""
     from tuning_db.pruning import PruneRules
@@ -170,12 +137,6 @@ def prune(
 
     before = None if older_than_days is None else datetime.now(UTC) - timedelta(days=older_than_days)
     rules = PruneRules(before=before, keep=keep, dominated=dominated)
-    filters = make_filters(model=model, family=family, status=status, job=job)
     with TuningDatabase.open(db, create=False) as database:
         done = prune_records(database, rules, filters, dry_run=dry_run)
-    _emit_counts(output_format, "would remove" if dry_run else "removed", asdict(done))
-
-
-def _emit_counts(output_format: DataFormat, title: str, counts: dict[str, int]) -> None:
-    rows = tuple((name.replace("_", " "), str(count)) for name, count in counts.items())
-    emit(output_format, counts, TableView(title, ("what", "count"), rows))
+    emit_counts(output_format, "would remove" if dry_run else "removed", asdict(done))

@@ -2,64 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Annotated
 
 import typer
 
-from pipeline.cli.database import (
+from pipeline.cli.database_common import (
     DEFAULT_LIMIT,
-    ArchFilter,
     DataFormatOption,
-    DeviceFilter,
-    FamilyFilter,
-    JobFilter,
     LimitOption,
-    ModelFilter,
-    RouteFilter,
-    SinceFilter,
-    TargetFilter,
-    UntilFilter,
-    WorkloadFilter,
     app,
-    as_utc,
-    make_filters,
     microseconds,
     open_for_reading,
 )
+from pipeline.cli.database_filters import as_utc, takes_filters
 from pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption
 from pipeline.cli.output import DataFormat, TableView, emit
 from pipeline.errors import UsageError
-from tuning_db.records import Job
+from tuning_db.records import Job, RecordFilter
 
 
 @app.command()
+@takes_filters()
 def history(
     db: DatabaseOption = DEFAULT_DATABASE,
-    workload: WorkloadFilter = None,
-    model: ModelFilter = None,
-    family: FamilyFilter = None,
-    target: TargetFilter = None,
-    device: DeviceFilter = None,
-    route: RouteFilter = None,
-    since: SinceFilter = None,
-    until: UntilFilter = None,
     output_format: DataFormatOption = DataFormat.TABLE,
+    *,
+    filters: RecordFilter,
 ) -> None:
     """Show tasks over time: each day, TVM version and device, and the best so far."""
     from tuning_db import insights
 
-    filters = make_filters(
-        model=model,
-        family=family,
-        workload=workload,
-        target=target,
-        device=device,
-        route=route,
-        since=since,
-        until=until,
-    )
     with open_for_reading(db) as database:
         points = insights.history(database, filters)
     rows = tuple(
@@ -80,36 +54,17 @@ def history(
 
 
 @app.command()
+@takes_filters()
 def failures(
     db: DatabaseOption = DEFAULT_DATABASE,
-    model: ModelFilter = None,
-    family: FamilyFilter = None,
-    workload: WorkloadFilter = None,
-    target: TargetFilter = None,
-    arch: ArchFilter = None,
-    device: DeviceFilter = None,
-    route: RouteFilter = None,
-    job: JobFilter = None,
-    since: SinceFilter = None,
-    until: UntilFilter = None,
     limit: LimitOption = DEFAULT_LIMIT,
     output_format: DataFormatOption = DataFormat.TABLE,
+    *,
+    filters: RecordFilter,
 ) -> None:
     """Say why candidates failed, the most frequent cause first."""
     from tuning_db import insights
 
-    filters = make_filters(
-        model=model,
-        family=family,
-        workload=workload,
-        target=target,
-        arch=arch,
-        device=device,
-        route=route,
-        job=job,
-        since=since,
-        until=until,
-    )
     with open_for_reading(db) as database:
         causes = insights.failures(database, filters, limit=limit)
     rows = tuple(
@@ -121,19 +76,19 @@ def failures(
 
 
 @app.command()
+@takes_filters(without=("model",))
 def coverage(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's name, as its jobs recorded it.")],
     db: DatabaseOption = DEFAULT_DATABASE,
-    target: TargetFilter = None,
-    arch: ArchFilter = None,
-    device: DeviceFilter = None,
     output_format: DataFormatOption = DataFormat.TABLE,
+    *,
+    filters: RecordFilter,
 ) -> None:
     """Say which tasks of a model have records, how old they are, and where they were measured."""
     from tuning_db import insights
 
     with open_for_reading(db) as database:
-        lines = insights.coverage(database, model, make_filters(target=target, arch=arch, device=device))
+        lines = insights.coverage(database, model, filters)
         known = sorted({job.model for job in database.list_jobs()})
     if not lines:
         raise UsageError(f"No job of this database tuned {model!r}; it knows {', '.join(known) or 'no model'}.")
@@ -160,7 +115,7 @@ def coverage(
 @app.command()
 def jobs(
     db: DatabaseOption = DEFAULT_DATABASE,
-    model: ModelFilter = None,
+    model: Annotated[str | None, typer.Option("--model", help="Only jobs of this model.")] = None,
     limit: LimitOption = DEFAULT_LIMIT,
     output_format: DataFormatOption = DataFormat.TABLE,
 ) -> None:
@@ -205,6 +160,7 @@ def cost(
 
 
 @app.command()
+@takes_filters(without=("tvm", "status", "since", "until"))
 def regressions(
     db: DatabaseOption = DEFAULT_DATABASE,
     split_at: Annotated[
@@ -212,10 +168,10 @@ def regressions(
     ] = None,
     old_tvm: Annotated[str | None, typer.Option("--old-tvm", help="Compare this TVM version ...")] = None,
     new_tvm: Annotated[str | None, typer.Option("--new-tvm", help="... with this one.")] = None,
-    device: DeviceFilter = None,
-    model: ModelFilter = None,
     threshold: Annotated[float, typer.Option(help="Show tasks that take more than this many times as long.")] = 1.05,
     output_format: DataFormatOption = DataFormat.TABLE,
+    *,
+    filters: RecordFilter,
 ) -> None:
     """List the tasks whose best got slower between two TVM versions or dates, the worst first."""
     from tuning_db import insights
@@ -226,8 +182,8 @@ def regressions(
     with open_for_reading(db) as database:
         found = insights.regressions(
             database,
-            make_filters(model=model, device=device, tvm_version=old_tvm, until=moment),
-            make_filters(model=model, device=device, tvm_version=new_tvm, since=moment),
+            replace(filters, tvm_version=old_tvm, until=moment),
+            replace(filters, tvm_version=new_tvm, since=moment),
             threshold=threshold,
         )
     rows = tuple(

@@ -5,14 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import shlex
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from pipeline.cli.app import main
+from pipeline.cli.database_filters import OPTIONS
+from tuning_db.outcomes import Artifact, Benchmark, Validation
 from tuning_db.records import Environment, JobTask, Route, Status, TargetKey, TuningRecord, Workload
 from tuning_db.store import TuningDatabase
 
@@ -90,6 +94,7 @@ QUESTIONS = [
     ("failures",),
     ("coverage", "bert"),
     ("jobs",),
+    ("artifacts",),
     ("regressions", "--old-tvm", "0.27", "--new-tvm", "0.28"),
 ]
 
@@ -150,6 +155,65 @@ def test_filters_by_shape_dtype_and_device(rows, call, filled):
     assert rows("top", "--dtype", "int8") == []
     assert len(rows("workloads", "--shape", "1x128x768")) == 2
     assert "expected sizes such as" in call("db", "top", "--shape", "1,2", "--db", filled[0], code=2).err
+
+
+def test_every_filter_is_an_option_of_every_command_that_selects_records(call):
+    """The filters are written once; a command leaves out those that mean nothing to it."""
+    left_out = {"top": {"status"}, "coverage": {"model"}, "regressions": {"tvm", "status", "since", "until"}}
+    for command in ("top", "query", "workloads", "history", "failures", "coverage", "regressions", "export", "prune"):
+        described = call("db", command, "--help").out
+        for name in OPTIONS:
+            assert (f" --{name} " in described) is (name not in left_out.get(command, ())), (command, name)
+
+
+def test_filters_combine_in_every_command(rows):
+    assert len(rows("workloads", "--tvm", "0.28")) == 1
+    assert rows("workloads", "--tvm", "0.28", "--status", "build_error") == []
+    assert len(rows("query", "--tvm", "0.27", "--arch", "znver4", "--target", "llvm", "--since", "2026-01-02")) == 2
+    assert rows("failures", "--shape", "1x128x768", "--until", "2026-01-02") == []
+    assert rows("coverage", "bert", "--status", "build_error")[0]["valid"] == 0
+
+
+def test_resources_are_shown_where_they_are_known(call, filled):
+    assert "registers" not in call("db", "query", "--db", filled[0]).out
+    workload = Workload("h1", "matmul", SIGNATURE, "dense", 1e6, 1e3, None, "0.27")
+    with TuningDatabase.open(filled[0]) as database:
+        database.record_measurement(replace(make_record(workload, us=1.0), registers=168, spill_bytes=4))
+    shown = call("db", "query", "--db", filled[0]).out
+    assert "registers" in shown
+    assert "168" in shown
+    assert "spill B" in shown
+    assert "smem B" not in shown
+    top = json.loads(call("db", "top", "--workload", "h1", "--db", filled[0], "--format", "json").out)
+    assert (top[0]["best"]["registers"], top[0]["best"]["smem_bytes"], top[0]["best"]["spill_bytes"]) == (168, None, 4)
+
+
+def test_artifacts_show_their_last_validation_and_the_last_run_of_each_arm(rows, call, filled):
+    path, job = filled
+    environment = Environment("cpu", "EPYC", "znver4", None, None, "0.27", "0.1", 2)
+    with TuningDatabase.open(path) as database:
+        first = Artifact("bert", "0" * 64, TARGET, '{"kernels":[1]}', "out/bert", job, START)
+        second = Artifact("gpt2", "1" * 64, TARGET, '{"kernels":[2]}', "out/gpt2", None, START + timedelta(days=1))
+        for artifact in (first, second):
+            database.record_artifact(artifact)
+        for day, passed, error in ((1, True, 1e-6), (2, False, math.inf)):
+            moment = START + timedelta(days=day)
+            database.record_validation(Validation(first.key, environment, passed, 3, error, "{}", moment))
+            for arm in ("relaxtune", "ort"):
+                latencies = (1000.0 * day, 1000.0 * day, 9000.0)
+                database.record_benchmark(Benchmark(first.key, environment, arm, latencies, "{}", moment))
+    newest, oldest = rows("artifacts")
+    assert (newest["model"], newest["validation"], newest["benchmarks"], newest["validations"]) == ("gpt2", None, [], 0)
+    assert (oldest["job_id"], oldest["validations"], oldest["location"]) == (job, 2, "out/bert")
+    assert (oldest["validation"]["passed"], oldest["validation"]["max_abs"]) == (False, None)
+    assert [(arm["arm"], arm["latency_us"]) for arm in oldest["benchmarks"]] == [("relaxtune", 2000.0), ("ort", 2000.0)]
+    table = call("db", "artifacts", "--db", path).out
+    for text in ("FAILED, max abs not finite", "never", "relaxtune 2.000, ort 2.000"):
+        assert text in table
+    assert [one["model"] for one in rows("artifacts", "--model", "gpt2")] == ["gpt2"]
+    assert [one["model"] for one in rows("artifacts", "--job", job)] == ["bert"]
+    info = rows("info")
+    assert (info["artifacts"], info["validations"], info["benchmarks"]) == (2, 2, 4)
 
 
 def test_archive_is_exported_imported_and_merged(call, filled, tmp_path):
