@@ -1,0 +1,141 @@
+"""What tune, compile, validate and bench note in the database, and databases over each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import pytest
+
+from pipeline.artifact import load_manifest
+from pipeline.cli.app import main
+from pipeline.environment import target_key
+from pipeline.manifest import Manifest
+from pipeline.outcomes import artifact_of
+from schedules.targets import resolve_target
+from tests.pipeline.cli.test_commands import classifier
+from tuning_db.records import Mode
+from tuning_db.store import TuningDatabase
+
+MODEL_OPTIONS = ("--target", "llvm", "--shape", "x=16x32")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    model: Path
+    database: Path
+    artifact: Path
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory) -> Tuned:
+    folder = tmp_path_factory.mktemp("tuned")
+    made = Tuned(folder / "classifier.onnx", folder / "tuning.db", folder / "artifact")
+    onnx.save(classifier(), made.model)
+    options = ("--trials", 4, "--db", made.database, "--out", made.artifact)
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in ("tune", made.model, *MODEL_OPTIONS, *options)])
+    assert not ended.value.code
+    return made
+
+
+@pytest.fixture
+def relaxtune(capsys) -> Callable[..., object]:
+    def run(*arguments: object, code: int = 0) -> object:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert (ended.value.code or 0) == code, captured.err
+        return json.loads(captured.out) if not code and "json" in arguments else captured.out + captured.err
+
+    return run
+
+
+def counts(path: Path) -> tuple[int, int, int]:
+    with TuningDatabase.open(path, mode=Mode.READ_ONLY) as database:
+        info = database.info()
+        return info.artifacts, info.validations, info.benchmarks
+
+
+def test_tune_notes_artifact_validation_and_latencies_of_its_job(tuned, relaxtune):
+    (found,) = relaxtune("db", "artifacts", "--db", tuned.database, "--format", "json")
+    (job,) = relaxtune("db", "jobs", "--db", tuned.database, "--format", "json")
+    assert (found["model"], found["job_id"], found["location"]) == ("classifier", job["id"], str(tuned.artifact))
+    assert found["validation"]["passed"]
+    assert found["validation"]["samples"] == 3
+    assert 0 < found["validation"]["max_abs"] < 1e-4
+    assert [arm["arm"] for arm in found["benchmarks"]] == ["relaxtune", "untuned", "ort"]
+    with TuningDatabase.open(tuned.database, mode=Mode.READ_ONLY) as database:
+        assert all(len(benchmark.latencies_us) == 30 for benchmark in database.list_benchmarks())
+
+
+def test_validate_and_bench_note_the_same_artifact(tuned, relaxtune, tmp_path):
+    copy = tmp_path / "copy.db"
+    relaxtune("db", "merge", tuned.database, "--db", copy)
+    relaxtune("validate", tuned.artifact, "--samples", 1, "--db", copy)
+    relaxtune("bench", tuned.artifact, "--runs", 3, "--db", copy)
+    (found,) = relaxtune("db", "artifacts", "--db", copy, "--format", "json")
+    assert (found["validations"], found["validation"]["samples"]) == (2, 1)
+    with TuningDatabase.open(copy, mode=Mode.READ_ONLY) as database:
+        last = database.list_benchmarks()[-1]
+        assert (last.arm, len(last.latencies_us), json.loads(last.conditions)["runs"]) == ("ort", 3, 3)
+
+
+def test_artifact_is_noted_with_its_first_result_and_not_without_a_database(tuned, relaxtune, tmp_path):
+    before = counts(tuned.database)
+    relaxtune("bench", tuned.artifact, "--runs", 1, "--against", "", "--db", tmp_path / "new.db")
+    relaxtune("bench", tuned.artifact, "--runs", 1, "--against", "")
+    assert counts(tmp_path / "new.db") == (1, 0, 1)
+    assert counts(tuned.database) == before
+    assert "is empty" in relaxtune("validate", tuned.artifact, "--db", "", code=1)
+
+
+def test_key_of_an_artifact_does_not_depend_on_its_validation(tuned):
+    manifest: Manifest = load_manifest(tuned.artifact)
+    assert manifest.validation is not None
+    validated, again = artifact_of(manifest, tuned.artifact), artifact_of(manifest.with_validation({}), Path("other"))
+    assert validated.key == again.key
+    assert validated.target == target_key(resolve_target("llvm"))
+
+
+def test_compile_notes_its_artifact_only_when_asked_to(tuned, relaxtune, tmp_path):
+    command = ("compile", tuned.model, *MODEL_OPTIONS, "--samples", 1, "--out", tmp_path / "out")
+    before = counts(tuned.database)
+    relaxtune(*command, "--db", tuned.database)
+    assert counts(tuned.database) == before
+    relaxtune("db", "merge", tuned.database, "--db", tmp_path / "copy.db")
+    relaxtune(*command, "--db", tmp_path / "copy.db", "--record")
+    assert counts(tmp_path / "copy.db") == (before[0] + 1, before[1] + 1, before[2])
+    assert "expected a database (--db URL) beside --record" in relaxtune(*command, "--record", code=2)
+
+
+def test_shared_database_is_read_named_and_never_written(tuned, relaxtune, tmp_path):
+    content = tuned.database.read_bytes()
+    mine = tmp_path / "mine.db"
+    shared = ("--shared-db", tuned.database)
+    options = ("--trials", 4, "--db", mine, *shared, "--out", tmp_path / "out", "--no-bench", "--no-record")
+    result = relaxtune("tune", tuned.model, *MODEL_OPTIONS, *options, "--format", "json")
+    # What the shared one knows counts as known: no fallback is measured again.
+    assert all(task["before_us"] is not None for task in result["tuning"]["tasks"])
+    with TuningDatabase.open(mine, mode=Mode.READ_ONLY) as database:
+        assert {record.route.value for record in database.list_records()} <= {"metaschedule", "template"}
+        assert database.info().artifacts == 0
+    recorded = [kernel for kernel in result["kernels"] if kernel["record_id"] is not None]
+    assert {kernel["database"] for kernel in recorded} <= {f"sqlite:///{tuned.database}", f"sqlite:///{mine}"}
+    empty = tmp_path / "empty.db"
+    relaxtune("db", "init", "--db", empty)
+    command = ("compile", tuned.model, *MODEL_OPTIONS, "--samples", 0, "--out", tmp_path / "out")
+    layered = relaxtune(*command, "--db", empty, *shared, "--format", "json")
+    alone = relaxtune(*command, *shared, "--format", "json")
+    (named,) = {kernel["database"] for kernel in layered["kernels"] if kernel["record_id"] is not None}
+    assert named == f"sqlite:///{tuned.database}"
+    assert [kernel["record_id"] for kernel in layered["kernels"]] == [
+        kernel["record_id"] for kernel in alone["kernels"]
+    ]
+    assert f" of {named}" in relaxtune(*command, "--db", empty, *shared)
+    assert tuned.database.read_bytes() == content
+    assert "each once" in relaxtune(*command, "--db", tuned.database, *shared, code=1)
