@@ -22,6 +22,7 @@ from pipeline.environment import target_key
 from pipeline.errors import LoweringError
 from pipeline.passes import plan_memory_passes
 from pipeline.passes.module import LoweredModule
+from pipeline.routes import DEFAULT_ROUTES
 from pipeline.tuning.task import TuningTask
 from schedules.fallback import SCHEDULED_ATTR, apply_fallback
 from schedules.targets import ResolvedTarget
@@ -51,8 +52,6 @@ TVM_ERRORS = (
 RECORDS_TRIED = 8
 # Records looked at, the best first: enough to find the fallback's among them, and those of the routes asked for.
 RECORDS_LISTED = 1000
-
-ALL_ROUTES = frozenset(Route)
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def select_kernels(
     database: TuningDatabase | None,
     target: ResolvedTarget,
     environment: Environment,
-    routes: frozenset[Route] = ALL_ROUTES,
+    routes: frozenset[Route] = DEFAULT_ROUTES,
 ) -> tuple[KernelChoice, ...]:
     """Return how each PrimFunc of the module gets its schedule, in execution order.
 
@@ -261,6 +260,7 @@ def _replay_template(task: TuningTask, record: TuningRecord, target: ResolvedTar
 _REPLAY: Mapping[Route, Callable[[TuningTask, TuningRecord, ResolvedTarget], tirx.PrimFunc]] = {
     Route.METASCHEDULE: _replay_metaschedule,
     Route.TEMPLATE: _replay_template,
+    Route.LIBRARY: _replay_template,
 }
 
 

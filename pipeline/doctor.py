@@ -160,6 +160,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     lambda: check_package("nvidia-cuda-nvrtc", required=False, extra="cuda"),
     lambda: check_package("cuda-bindings", required=False, extra="cuda"),
     check_nvcc,
+    lambda: check_package("nvidia-cublas", required=False, extra="cublas"),
     lambda: check_package("torch", required=False, extra="export"),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,8 @@ import tvm
 import tvm_ffi
 
 from pipeline.artifact import write_directory
-from pipeline.codegen.cuda_libraries import CUDART, DRIVER
+from pipeline.codegen.cuda_libraries import CUBLASLT, CUDART, DRIVER
+from pipeline.codegen.library_objects import compile_library_objects, list_library_sources
 from pipeline.compile import CompiledModule, KernelChoice
 from pipeline.errors import LoweringError
 from pipeline.manifest import MODULE_FILE, PARAMS_FILE, KernelEntry, Manifest, PassEntry, TargetEntry
@@ -72,7 +74,7 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
             arch=target.arch,
             config=str(target.target),
             cpu_features=tuple(sorted(vector_features(host))),
-            libraries=(CUDART, DRIVER) if target.kind == "cuda" else (),
+            libraries=_libraries(compiled),
             cuda_graph=compiled.cuda_graph,
         ),
         precision=lowered.options.precision,
@@ -119,10 +121,23 @@ def _kernel_entry(compiled: CompiledModule, choice: KernelChoice) -> KernelEntry
     )
 
 
+def _libraries(compiled: CompiledModule) -> tuple[str, ...]:
+    if compiled.target.kind != "cuda":
+        return ()
+    return (CUDART, DRIVER, *((CUBLASLT,) if _library_sources(compiled) else ()))
+
+
+def _library_sources(compiled: CompiledModule) -> list[Path]:
+    made = [choice.scheduled for choice in compiled.choices if choice.scheduled is not None]
+    return list_library_sources(made)
+
+
 def _link(compiled: CompiledModule, path: Path) -> float:
     started = time.perf_counter()
     try:
-        compiled.executable.export_library(str(path))
+        with tempfile.TemporaryDirectory(prefix="relaxtune-") as directory:
+            objects = compile_library_objects(_library_sources(compiled), Path(directory))
+            compiled.executable.export_library(str(path), addons=[str(made) for made in objects])
     except (RuntimeError, ValueError, FileNotFoundError) as e:
         raise LoweringError(
             f"linking {MODULE_FILE} failed: {e}. It needs a C++ compiler on the path (Debian: apt install g++)"

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from models import OnnxModel, load_model
-from pipeline.compile import ALL_ROUTES
 from pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from pipeline.importer import import_model
 from pipeline.passes import lower
 from pipeline.passes.module import LoweredModule, LoweringOptions
+from pipeline.routes import DEFAULT_ROUTES
 from pipeline.tuning.task import TuningTask
 from pipeline.tuning.tasks import UntunableKernel, extract_tasks, list_untunable
 from schedules.targets import ResolvedTarget, resolve_target
@@ -48,7 +48,7 @@ class ModelRequest:
     target: str = "auto"
     lowering: LoweringOptions = field(default_factory=LoweringOptions)
     seed: int = 0
-    routes: frozenset[Route] = ALL_ROUTES
+    routes: frozenset[Route] = DEFAULT_ROUTES
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tvm.target import codegen
 from models import TensorSpec
 from models.spec import numpy_dtype
 from pipeline.artifact import load_manifest, verify_artifact
-from pipeline.codegen.cuda_libraries import load_cuda_runtime
+from pipeline.codegen.cuda_libraries import CUBLASLT, load_cuda_runtime, offer_cublaslt
 from pipeline.errors import ArtifactError, PipelineError
 from pipeline.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from pipeline.threads import configure_threads, default_threads
@@ -89,6 +89,8 @@ class Module:
         manifest = verify_artifact(directory) if verify else load_manifest(directory)
         chosen = _device_for(manifest, device, directory)
         configure_threads(threads)
+        if CUBLASLT in manifest.target.libraries:
+            offer_cublaslt()
         try:
             machine = VirtualMachine(tvm.runtime.load_module(str(directory / MODULE_FILE)), chosen)
         except (RuntimeError, OSError, ValueError) as e:

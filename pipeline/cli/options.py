@@ -9,6 +9,7 @@ import typer
 
 from pipeline.cli.output import OutputFormat
 from pipeline.errors import UsageError
+from pipeline.routes import DEFAULT_ROUTES
 from tuning_db.records import Route
 
 DEFAULT_DATABASE = "relaxtune.db"
@@ -49,12 +50,17 @@ EmbedWeightsOption = Annotated[
 ]
 RoutesOption = Annotated[
     str | None,
-    typer.Option("--routes", metavar="ROUTE,...", help="Who may make kernels: metaschedule, template. Default: all."),
+    typer.Option(
+        "--routes",
+        metavar="ROUTE,...",
+        help="Who may make kernels: metaschedule, template, library (cuBLASLt, which the artifact then needs where it "
+        "runs). Default: all but library.",
+    ),
 ]
 
 
 def parse_routes(text: str | None) -> frozenset[Route]:
-    """Return the routes of a `--routes` value, all without one.
+    """Return the routes of a `--routes` value; all but vendor libraries without one.
 
     Raises
     ------
@@ -62,7 +68,7 @@ def parse_routes(text: str | None) -> frozenset[Route]:
         A name is not a route.
     """
     if text is None:
-        return frozenset(Route)
+        return DEFAULT_ROUTES
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in {route.value for route in Route}]
     if unknown:

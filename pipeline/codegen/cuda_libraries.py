@@ -10,10 +10,14 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import logging
+import os
 from pathlib import Path
 
 import tvm
 from tvm import libinfo
+
+from schedules.libraries.cublaslt import LIBRARY as CUBLASLT
+from schedules.libraries.cublaslt import PATH_VARIABLE as CUBLASLT_PATH_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,18 @@ def load_cuda_runtime() -> str | None:
     if reason is None:
         reason = load_library(SIDECAR, [Path(folder) for folder in libinfo.package_lib_paths()])
     return reason
+
+
+def offer_cublaslt() -> Path | None:
+    """Return where cuBLASLt is installed, told to this process and its children by the variable that kernels read.
+
+    None when no folder that is known here has it; the loader's path may.
+    """
+    folders = [*pypi_folders("nvidia-cublas"), *TOOLKIT_FOLDERS]
+    found = next((folder / CUBLASLT for folder in folders if (folder / CUBLASLT).is_file()), None)
+    if found is not None:
+        os.environ.setdefault(CUBLASLT_PATH_VARIABLE, str(found))
+    return found
 
 
 def load_library(name: str, folders: list[Path]) -> str | None:

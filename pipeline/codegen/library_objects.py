@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import tvm
@@ -20,11 +20,11 @@ from schedules.libraries.cublaslt import SOURCES_ATTR, library_sources
 _FLAGS = ("-std=c11", "-O2", "-fPIC", "-c")
 
 
-def list_library_sources(mod: tvm.ir.IRModule) -> list[Path]:
-    """Return the C sources that the scheduled functions of a module need, each once."""
+def list_library_sources(scheduled: Iterable[tvm.ir.BaseFunc]) -> list[Path]:
+    """Return the C sources that scheduled functions need, each once."""
     names = {
         str(name)
-        for func in mod.functions.values()
+        for func in scheduled
         if isinstance(func, tirx.PrimFunc) and func.attrs
         for name in func.attrs.get(SOURCES_ATTR, ())
     }

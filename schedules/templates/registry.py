@@ -1,4 +1,7 @@
-"""All templates there are, asked as one: what a function may be made from, and the kernel of a decision."""
+"""All makers of kernels from a few numbers, asked as one: what a function may be made from, the kernel of a decision.
+
+Templates are kernels of our own; libraries are a vendor's, asked for by name, since an artifact then needs them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from tvm.tirx import PrimFunc
 
+from schedules.libraries.cublaslt import CublasLt
 from schedules.targets import ResolvedTarget
 from schedules.templates.base import Parameters, Refusal, Template, TemplateError, template_of
 from schedules.templates.gemm_sm90 import GemmSm90
@@ -13,8 +17,13 @@ from schedules.templates.gemm_sm90 import GemmSm90
 TEMPLATES: Mapping[str, Template] = {template.name: template for template in (GemmSm90(),)}
 
 
-def list_candidates(func: PrimFunc, target: ResolvedTarget) -> tuple[list[Parameters], list[str]]:
-    """Return the parameters of every template worth measuring for a function, and why the other templates refused.
+LIBRARIES: Mapping[str, Template] = {library.name: library for library in (CublasLt(),)}
+
+
+def list_candidates(
+    func: PrimFunc, target: ResolvedTarget, makers: Mapping[str, Template] = TEMPLATES
+) -> tuple[list[Parameters], list[str]]:
+    """Return the parameters of every maker worth measuring for a function, and why the others refused.
 
     Parameters
     ----------
@@ -22,10 +31,12 @@ def list_candidates(func: PrimFunc, target: ResolvedTarget) -> tuple[list[Parame
         Unscheduled, as FuseTIR gives it.
     target : ResolvedTarget
         What the kernel is for.
+    makers : mapping
+        Name -> maker: `TEMPLATES` or `LIBRARIES`.
     """
     found: list[Parameters] = []
     refused = []
-    for name, template in TEMPLATES.items():
+    for name, template in makers.items():
         offered: Sequence[Parameters] | Refusal = template.candidates(func, target)
         if isinstance(offered, Refusal):
             refused.append(f"{name}: {offered.reason}")
@@ -40,12 +51,13 @@ def apply_decision(func: PrimFunc, target: ResolvedTarget, decision: str) -> Pri
     Raises
     ------
     TemplateError
-        The decision is of no template known here, or does not fit the function or the target.
+        The decision is of no template or library known here, or does not fit the function or the target.
     """
     name = template_of(decision)
-    template = TEMPLATES.get(name)
+    makers = {**TEMPLATES, **LIBRARIES}
+    template = makers.get(name)
     if template is None:
-        raise TemplateError(f"template {name!r} is not known here, expected one of {', '.join(TEMPLATES)}; update.")
+        raise TemplateError(f"template {name!r} is not known here, expected one of {', '.join(makers)}; update.")
     made = template.apply(func, target, template.parse(decision))
     if isinstance(made, Refusal):
         raise TemplateError(f"template {name!r} does not make this function: {made.reason}; measure the task again.")

@@ -5,7 +5,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import tvm
 
 from pipeline.codegen import library_objects
 from pipeline.codegen.library_objects import compile_library_objects, list_library_sources
@@ -20,12 +19,12 @@ _NO_LIBRARY = 1
 def sources() -> list[Path]:
     func = MatmulCase((64,), 64, 64).func()
     made = CublasLt().apply(func, resolve_target("cuda:sm_90a"), CublasLtParameters())
-    return list_library_sources(tvm.IRModule({"a": made, "b": made, "c": func}))
+    return list_library_sources([made, made, func])
 
 
 def test_sources_are_found_once_and_only_where_a_library_is_called() -> None:
     assert [path.name for path in sources()] == ["cublaslt.c"]
-    assert list_library_sources(tvm.IRModule({"c": MatmulCase((64,), 64, 64).func()})) == []
+    assert list_library_sources([MatmulCase((64,), 64, 64).func()]) == []
     assert compile_library_objects([], Path("nowhere")) == []
 
 

@@ -5,6 +5,7 @@ from tvm import tirx
 
 from schedules.targets import resolve_target
 from schedules.templates.base import TemplateError
+from schedules.templates.gemm_sm90_plan import GemmParameters
 from schedules.templates.registry import apply_decision, list_candidates
 from tests.schedules.templates.matmul_cases import MatmulCase
 
@@ -32,8 +33,7 @@ def test_refusals_are_named() -> None:
     [
         ('{"template":"gemm_sm999"}', "template 'gemm_sm999' is not known here"),
         (
-            '{"block_m":64,"block_n":64,"blocks":0,"consumers":9,"dependent":false,"pingpong":false,"split_k":1,'
-            '"stages":4,"template":"gemm_sm90"}',
+            GemmParameters(consumers=9).to_json(),
             "does not make this function: consumers is 9",
         ),
     ],
