@@ -114,9 +114,12 @@ class _Names:
         return next((name for name in alike if _same_bytes(self._array(name), array)), None)
 
     def _of_nodes(self, array: np.ndarray, nodes: Iterable[str]) -> str | None:
-        """Return the names of the readers' initialisers that could make up `array`: same rank, same size in total."""
+        """Return the names of the readers' initialisers that could make up `array`: same size in total, no mixed ranks.
+
+        Rank 1 is apart from the others; a matrix may have been packed into panels.
+        """
         read = dict.fromkeys(name for node in nodes for name in self._read_by.get(node, ()))
-        alike = [name for name in read if len(self._shapes[name]) == array.ndim and array.size > 1]
+        alike = [name for name in read if (len(self._shapes[name]) > 1) == (array.ndim > 1) and array.size > 1]
         for names in ([n for n in alike if int(np.prod(self._shapes[n])) == array.size][:1], alike):
             if names and sum(int(np.prod(self._shapes[n])) for n in names) == array.size:
                 return "__".join(names)

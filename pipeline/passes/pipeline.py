@@ -19,6 +19,7 @@ from pipeline.passes.lift_weights import lift_weights
 from pipeline.passes.merge_common import merge_common_subexpressions
 from pipeline.passes.name_bindings import name_bindings
 from pipeline.passes.nan_guard import remove_nan_guards
+from pipeline.passes.pack_weights import pack_weights
 from pipeline.passes.recognise_activations import recognise_activations
 from pipeline.passes.recognise_norms import recognise_norms
 from pipeline.passes.simplify_views import simplify_views
@@ -49,6 +50,7 @@ def lowering_steps() -> tuple[Step, ...]:
         # 4 pattern rewrites
         Step(Phase.PATTERNS, "combine_matmuls", combine_matmuls),
         Step(Phase.PATTERNS, "write_matmuls_transposed", write_matmuls_transposed),
+        Step(Phase.PATTERNS, "pack_weights", pack_weights),
         # 5 legalise
         Step(Phase.LEGALISE, "dispatch_sampling", stock(backend.DispatchSampling()), _CODE_GENERATOR),
         Step(Phase.LEGALISE, "dispatch_sort_scan", stock(backend.DispatchSortScan()), _CODE_GENERATOR),

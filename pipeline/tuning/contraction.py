@@ -96,9 +96,14 @@ def _strip_casts(expr: tvm.ir.Expr) -> tvm.ir.Expr:
 
 
 def _plain_axes(load: tvm.ir.TensorLoad) -> list[tvm.ir.Var] | None:
-    """Return the index variables of a load in storage order, or None when an index is an expression."""
+    """Return the index variables of a load in storage order, or None when an index is an expression.
+
+    An axis cut into panels, as a packed weight's is, counts as the variable for the panel's number and its inside.
+    """
     axes = []
     for index in load.indices:
+        if isinstance(index, tirx.FloorDiv | tirx.FloorMod) and isinstance(index.b, tirx.IntImm):
+            index = index.a
         if isinstance(index, tvm.ir.Var):
             axes.append(index)
         elif not isinstance(index, tirx.IntImm):

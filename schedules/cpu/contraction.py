@@ -57,7 +57,9 @@ class Contraction:
     row : int or None
         Which of `rows` is tiled: the longest; None when there is none (a vector times a matrix).
     contiguous : bool
-        Whether `right` is contiguous along the vector axis.
+        Whether `right` is contiguous along the vector axis, within a panel if it is packed.
+    panel : int or None
+        Columns of one panel when `right` is a weight packed at compile time (see `packing`), else None.
     """
 
     block: BlockFacts
@@ -69,6 +71,7 @@ class Contraction:
     reduce: tuple[int, ...]
     row: int | None
     contiguous: bool
+    panel: int | None = None
 
 
 @dataclass(frozen=True)
@@ -128,28 +131,53 @@ def classify(block: BlockFacts, left: TensorLoad, right: TensorLoad, column: int
             return None
     row = max(rows, key=lambda position: (axis_extent(block, position), position), default=None)
     reduce = tuple(index for index, kind in enumerate(block.kinds) if kind == "R")
-    contiguous = _stride_is_one(right, iters[column])
-    return Contraction(block, left, right, tuple(batch), tuple(rows), column, reduce, row, contiguous)
+    panel = find_panel(right, iters[column])
+    contiguous = panel is not None or _stride_is_one(right, iters[column])
+    return Contraction(block, left, right, tuple(batch), tuple(rows), column, reduce, row, contiguous, panel)
 
 
 def choose_tile(con: Contraction, limits: CpuLimits, exact: bool = False) -> Tile:
+    """Return the best tile for a contraction, by `best_tile`; a packed operand's panel is the tile's width."""
+    lanes = lanes_of(str(con.block.stmt.writes[0].source.dtype), limits)
+    rows = 1 if con.row is None else static_extent(con.block.stmt.iter_vars[con.row].dom.extent)
+    columns = static_extent(con.block.stmt.iter_vars[con.column].dom.extent)
+    return best_tile(rows, columns, lanes, limits.vector_registers, exact=exact, width=con.panel)
+
+
+def best_tile(
+    rows: int | None,
+    columns: int | None,
+    lanes: int,
+    registers: int,
+    *,
+    exact: bool = False,
+    width: int | None = None,
+) -> Tile:
     """Return the tile that takes the fewest cycles by count of multiply-adds, loads, and wasted lanes.
 
     A tile of r rows and v vectors needs r * v accumulators, v vectors of the right operand and one broadcast. Per
-    step of k it issues r * v multiply-adds and v + r loads, of which two go out per cycle. With `exact`, only tiles
-    that divide the vector axis are considered, and a tile that does not is the answer where none does.
+    step of k it issues r * v multiply-adds and v + r loads, of which two go out per cycle.
+
+    Parameters
+    ----------
+    rows, columns : int or None
+        Extents of the tiled axes, None where symbolic.
+    lanes, registers : int
+        Elements of a vector, and vector registers.
+    exact : bool
+        Consider only tiles that divide `columns`; a tile that does not is the answer where none does.
+    width : int or None
+        Consider only tiles of so many columns.
     """
-    dtype = str(con.block.stmt.writes[0].source.dtype)
-    lanes = max(1, limits.vector_bytes // dtype_bytes(dtype))
-    rows = 1 if con.row is None else static_extent(con.block.stmt.iter_vars[con.row].dom.extent)
-    columns = static_extent(con.block.stmt.iter_vars[con.column].dom.extent)
-    best, best_cost = Tile(1, 1, lanes), math.inf
+    best, best_cost = Tile(1, 1 if width is None else max(1, width // lanes), lanes), math.inf
     for v in range(1, MAX_VECTORS_FEW_ROWS + 1):
         for r in range(1, MAX_ROWS + 1):
             few = rows is not None and rows <= FEW_ROWS
-            if r * v + v + 1 > limits.vector_registers or (v > MAX_VECTORS and not few):
+            if r * v + v + 1 > registers or (v > MAX_VECTORS and not few):
                 continue
             if (rows is not None and r > rows) or (exact and (columns is None or columns % (v * lanes))):
+                continue
+            if width is not None and v * lanes != width:
                 continue
             row_tiles = 1 / r if rows is None else math.ceil(rows / r) / rows
             column_tiles = 1 / (v * lanes) if columns is None else math.ceil(columns / (v * lanes)) / columns
@@ -159,6 +187,23 @@ def choose_tile(con: Contraction, limits: CpuLimits, exact: bool = False) -> Til
             if cost < best_cost:
                 best, best_cost = Tile(r, v, lanes), cost
     return best
+
+
+def lanes_of(dtype: str, limits: CpuLimits) -> int:
+    """Return how many elements of a type a vector register holds."""
+    return max(1, limits.vector_bytes // dtype_bytes(dtype))
+
+
+def find_panel(load: TensorLoad, column: Var) -> int | None:
+    """Return the panel width of an operand read as `[column // width, k, column % width]`, None for any other."""
+    if len(load.indices) != 3:
+        return None
+    first, _, last = load.indices
+    if not isinstance(first, tirx.FloorDiv) or not isinstance(last, tirx.FloorMod):
+        return None
+    width = static_extent(last.b)
+    plain = first.a.same_as(column) and last.a.same_as(column)
+    return width if plain and width is not None and static_extent(first.b) == width else None
 
 
 def needs_padding(con: Contraction, tile: Tile) -> bool:

@@ -1,6 +1,6 @@
 """Matrix multiplication on a CPU: plain, batched, vector times matrix, right operand either way round, any epilogue.
 
-    C[..., m, n] = sum over k of A[..., m, k] * B[..., k, n]    or  B[..., n, k]
+    C[..., m, n] = sum over k of A[..., m, k] * B[..., k, n]    or  B[..., n, k]    or a packed weight, see `packing`
 
 The vector axis is the last axis of the output. `contraction` says how the tile is made; this file says which
 functions are matmuls, and what happens to the blocks around one.
@@ -8,13 +8,14 @@ functions are matmuls, and what happens to the blocks around one.
 
 from __future__ import annotations
 
+from tvm.ir.expr import TensorLoad
 from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc, Var
 
 from schedules.cpu.analysis import BlockFacts, find_path_to, is_canonical, list_blocks, used_vars
 from schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise
-from schedules.cpu.contraction import Contraction, choose_tile, classify, find_operands
+from schedules.cpu.contraction import Contraction, choose_tile, classify, find_operands, find_panel
 from schedules.cpu.tiling import schedule_contraction
 
 
@@ -48,16 +49,19 @@ class Matmul(CpuRule):
 def find_matmul(block: BlockFacts) -> Contraction | None:
     """Return the roles of a matmul's loops, None when the block is not one.
 
-    Every index of both operands has to be an iterator or a constant (a convolution's are sums), and the vector axis is
-    the last one of the output, whichever operand it belongs to.
+    Every index of both operands has to be an iterator or a constant (a convolution's are sums), except those of a
+    packed weight, and the vector axis is the last one of the output, whichever operand it belongs to.
     """
     operands = find_operands(block) if block.is_reduction else None
-    if operands is None:
-        return None
-    if any(not isinstance(index, Var) and used_vars(index) for load in operands for index in load.indices):
-        return None
     spatial = [index for index, kind in enumerate(block.kinds) if kind == "S"]
-    if not spatial:
+    if operands is None or not spatial:
+        return None
+    column = block.stmt.iter_vars[spatial[-1]].var
+    if not all(_has_plain_indices(load) or find_panel(load, column) for load in operands):
         return None
     left, right = operands
     return classify(block, left, right, spatial[-1]) or classify(block, right, left, spatial[-1])
+
+
+def _has_plain_indices(load: TensorLoad) -> bool:
+    return all(isinstance(index, Var) or not used_vars(index) for index in load.indices)

@@ -7,10 +7,10 @@
         k0, k1 (unrolled)   acc += left * right
         epilogue on the tile
 
-Four designs: packed or not, and either order of the two loops over tiles. Sampled in each: (n0, n1, v), (m0, m1, mr),
-(k0, k1). Axes are cut with `sample_perfect_tile` where they have a divisor in the useful range, since TVM's mutators
-change those decisions; a row axis without one (197, a symbolic one) gets its tile from a list and its rest from loop
-partitioning.
+Four designs: packed or not, and either order of the two loops over tiles; two for a weight that was packed at compile
+time, whose panels fix v. Sampled in each: (n0, n1, v), (m0, m1, mr), (k0, k1). Axes are cut with `sample_perfect_tile`
+where they have a divisor in the useful range, since TVM's mutators change those decisions; a row axis without one (197,
+a symbolic one) gets its tile from a list and its rest from loop partitioning.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from schedules.targets import CpuLimits
 
 MAX_VECTORS = 6
 MAX_REDUCE_UNROLL = 8
+# Neighbouring panels of a packed weight that one core takes before it goes on to the next rows.
+MAX_PANELS = 16
 # Row tiles for an axis that none of them divides.
 ROW_TILES = (1, 2, 4, 5, 6, 7, 8, 10, 12, 14)
 
@@ -77,11 +79,11 @@ def _schedule(func: PrimFunc, design: Design, limits: CpuLimits) -> Schedule | N
     lanes = max(1, limits.vector_bytes // dtype_bytes(str(con.block.stmt.writes[0].source.dtype)))
     columns = static_extent(con.block.stmt.iter_vars[con.column].dom.extent)
     padded = columns is None or columns % lanes != 0
-    if design.pack and (padded or not con.contiguous):
+    if design.pack and (padded or not con.contiguous or con.panel is not None):
         return None  # packed in any case: the same design as without
     epilogue, pack = isolate(sch, con, lanes if padded else None, force_pack=design.pack)
     stage = stage_accumulators(sch, con, epilogue, padded)
-    outer, tile_loop, reduce = _tile(sch, con, design, lanes)
+    outer, tile_loop, reduce = _tile(sch, con, design, lanes, limits.vector_registers)
     finish_tile(sch, con, tile_loop, (epilogue, stage), lanes)
     if pack is not None:
         place_pack(sch, pack, outer[-1], lanes)
@@ -94,11 +96,20 @@ def _schedule(func: PrimFunc, design: Design, limits: CpuLimits) -> Schedule | N
     return sch
 
 
-def _tile(sch: Schedule, con: Contraction, design: Design, lanes: int) -> tuple[list[LoopRV], LoopRV, LoopRV]:
+def _tile(
+    sch: Schedule, con: Contraction, design: Design, lanes: int, registers: int
+) -> tuple[list[LoopRV], LoopRV, LoopRV]:
     """Cut the loops of the contraction; return the parallel ones, the innermost over tiles, and the first reduction."""
     loops = sch.get_loops(con.block.rv)
-    vectors, lane = sch.split(loops[con.column], [None, lanes])
-    n0, n1, vector = _split_perfect(sch, vectors, 3, MAX_VECTORS)
+    rows_max = MAX_ROWS
+    if con.panel is None:
+        vectors, lane = sch.split(loops[con.column], [None, lanes])
+        n0, n1, vector = _split_perfect(sch, vectors, 3, MAX_VECTORS)
+    else:
+        per_panel = con.panel // lanes
+        rows_max = max(1, min(MAX_ROWS, (registers - 1 - per_panel) // per_panel))
+        panels, vector, lane = sch.split(loops[con.column], [None, per_panel, lanes])
+        n0, n1 = _split_perfect(sch, panels, 2, MAX_PANELS)
     batch = [loops[index] for index in con.batch]
     rest = [loops[index] for index in con.rows if index != con.row]
     reduce = [loops[index] for index in con.reduce]
@@ -108,7 +119,7 @@ def _tile(sch: Schedule, con: Contraction, design: Design, lanes: int) -> tuple[
         reduce[-1:] = [outer_k, inner_k]
     tiles, rows, inner_rows = [n1], [], []
     if con.row is not None:
-        m0, m1, row = _split_rows(sch, con, loops[con.row])
+        m0, m1, row = _split_rows(sch, con, loops[con.row], rows_max)
         rows, inner_rows = [m0] if m0 is not None else [], [row]
         tiles = [m1, n1] if design.rows_outside else [n1, m1]
         sch.unroll(row)
@@ -128,12 +139,12 @@ def _split_perfect(sch: Schedule, loop: LoopRV, parts: int, innermost: int) -> l
     return list(sch.split(loop, factors))
 
 
-def _split_rows(sch: Schedule, con: Contraction, loop: LoopRV) -> tuple[LoopRV | None, LoopRV, LoopRV]:
+def _split_rows(sch: Schedule, con: Contraction, loop: LoopRV, rows_max: int) -> tuple[LoopRV | None, LoopRV, LoopRV]:
     extent = axis_extent(con.block, con.row) if con.row is not None else 1
-    if any(extent % tile == 0 for tile in range(4, MAX_ROWS + 1)):
-        m0, m1, row = _split_perfect(sch, loop, 3, MAX_ROWS)
+    if any(extent % tile == 0 for tile in range(4, rows_max + 1)):
+        m0, m1, row = _split_perfect(sch, loop, 3, rows_max)
         return m0, m1, row
-    candidates = [tile for tile in ROW_TILES if tile <= extent]
+    candidates = [tile for tile in ROW_TILES if tile <= min(extent, rows_max)]
     tile = sch.sample_categorical(candidates, [1.0 / len(candidates)] * len(candidates))
     m1, row = sch.split(loop, [None, tile])
     if can_partition_loops(sch):

@@ -11,6 +11,7 @@ import tvm_ffi
 from scipy import special
 from tvm import te, tirx, topi
 
+from schedules.cpu.packing import pack_weight, packed_matmul, panel_width
 from schedules.fallback import apply_fallback, fallback_rule_names
 from schedules.targets import ResolvedTarget, resolve_target
 
@@ -108,15 +109,50 @@ def matmul_case(
     )
     args, inputs = [a, b], [x, w]
     if epilogue != "none":
-        added = te.compute(out.shape, lambda *i: out[i] + bias[i[-1]], name="add")
-        out, expected = added, expected + v
+        out, expected = _epilogue(epilogue, out, bias), expected + v
         args, inputs = [a, b, bias], [x, w, v]
         if epilogue == "gelu":
-            erf = te.compute(added.shape, lambda *i: te.erf(added[i] * tirx.const(0.5**0.5, dtype)), name="erf")
-            out = te.compute(added.shape, lambda *i: added[i] * erf[i], name="gelu")
             expected = expected * special.erf(expected * 0.5**0.5)
     tolerance = 2e-5 * max(1.0, k**0.5)
     return Case(prim_func([*args, out]), inputs, [expected.astype(dtype)], tolerance, tolerance)
+
+
+def packed_matmul_case(
+    m: int,
+    n: int,
+    k: int,
+    width: int | None = None,
+    batch: int | None = None,
+    epilogue: str = "none",
+    symbolic: Sequence[str] = (),
+) -> Case:
+    """Return `matmul_case` with the right operand packed in panels, by default of the width that fits this CPU."""
+    plain = matmul_case(m, n, k, batch=batch, epilogue=epilogue)
+    x, w, *bias = plain.inputs
+    if batch is not None:
+        w = w[0]
+    width = width or panel_width(None if "m" in symbolic else m, n, "float32", host().limits)
+    lead = () if batch is None else (batch,)
+    a = te.placeholder((*lead, symbol("m", m, symbolic), k), "float32", name="A")
+    packed = te.placeholder((-(-n // width), k, width), "float32", name="packed")
+    out = packed_matmul(n)(a, packed)
+    args, expected = [a, packed], x.astype("float64") @ w.astype("float64")
+    if bias:
+        added_bias = te.placeholder((n,), "float32", name="bias")
+        args, expected = [*args, added_bias], expected + bias[0]
+        out = _epilogue(epilogue, out, added_bias)
+        expected = expected * special.erf(expected * 0.5**0.5) if epilogue == "gelu" else expected
+    inputs = [x, pack_weight(w, width), *bias]
+    return Case(prim_func([*args, out]), inputs, [expected.astype("float32")], plain.rtol, plain.atol)
+
+
+def _epilogue(kind: str, product: te.Tensor, bias: te.Tensor) -> te.Tensor:
+    added = te.compute(product.shape, lambda *i: product[i] + bias[i[-1]], name="add")
+    if kind == "bias":
+        return added
+    scale = tirx.const(0.5**0.5, str(product.dtype))
+    erf = te.compute(added.shape, lambda *i: te.erf(added[i] * scale), name="erf")
+    return te.compute(added.shape, lambda *i: added[i] * erf[i], name="gelu")
 
 
 def rows_case(kind: str, rows: int, length: int, symbolic: Sequence[str] = ()) -> Case:

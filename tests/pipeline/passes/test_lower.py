@@ -122,7 +122,7 @@ def test_lower_gives_twelve_kernels_a_layer_when_model_is_bert() -> None:
     assert a_layer == 12
     assert calls["layer_norm"] == 5
     assert calls["softmax"] == 2
-    epilogues = {"fused_matmul_add_gelu", "fused_matmul_add_add"}
+    epilogues = {"fused_packed_matmul_add_gelu", "fused_packed_matmul_add_add"}
     assert epilogues <= {"".join(c for c in name if not c.isdigit()) for name in calls}
 
 

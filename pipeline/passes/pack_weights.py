@@ -1,0 +1,91 @@
+"""Pass: lay constant matrices out at compile time the way the CPU's matmul kernels read them."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from pipeline.passes.ir import (
+    array_of,
+    bindings_of,
+    dtype_of,
+    emit_named,
+    is_constant,
+    is_op,
+    main_of,
+    rewrite_main,
+    shape_of,
+    static_shape,
+)
+from pipeline.passes.state import LoweringState
+from schedules.cpu.packing import pack_weight, packed_matmul, panel_width
+from schedules.targets import CpuLimits, target_limits
+
+# The other types have no kernels of their own on a CPU, and gain nothing.
+_DTYPE = "float32"
+
+
+def pack_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with `matmul(x, W)` of a constant float32 [K, N] matrix as a kernel that reads W in packed panels.
+
+    The panels are constants like any weight, so the packing costs nothing at run time, and the tuner's task is the
+    kernel that reads them. A weight that several matmuls of the same width read is packed once. On a CPU only: a GPU's
+    kernels read the matrix as it is.
+    """
+    limits = target_limits(state.target) if state.target.kind.name == "llvm" else None
+    main = main_of(mod)
+    if not isinstance(limits, CpuLimits) or not any(_can_pack(binding.value) for binding in bindings_of(main)):
+        return mod
+    packer = _Pack(mod, limits)
+    result = rewrite_main(mod, packer)
+    state.note(f"packed {packer.count} weights of {packer.bytes} bytes")
+    return result
+
+
+def _can_pack(value: tvm.ir.Expr) -> bool:
+    if not is_op(value, "matmul") or not is_constant(value.args[1]):
+        return False
+    left, right = shape_of(value.args[0]), static_shape(value.args[1])
+    same = {dtype_of(value.args[0]), dtype_of(value.args[1]), str(value.attrs.out_dtype or _DTYPE)} == {_DTYPE}
+    return left is not None and len(left) >= 2 and right is not None and len(right) == 2 and same
+
+
+@mutator
+class _Pack(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.ir.IRModule, limits: CpuLimits) -> None:
+        super().__init__(mod)
+        self._limits = limits
+        self._packed: dict[tuple[tvm.ir.Expr, int], tvm.ir.Expr] = {}
+        self.bytes = 0
+
+    @property
+    def count(self) -> int:
+        """Weights packed so far."""
+        return len(self._packed)
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        if not _can_pack(binding.value):
+            super().visit_var_binding_(binding)
+            return
+        left, weight = binding.value.args
+        columns = (static_shape(weight) or ())[1]
+        width = panel_width(_longest_row_axis(left), columns, _DTYPE, self._limits)
+        key = (weight, width)
+        if key not in self._packed:
+            packed = pack_weight(array_of(weight), width)
+            self._packed[key] = relax.const(packed, _DTYPE)
+            self.bytes += packed.nbytes
+        operands = (self.visit_expr(left), self._packed[key])
+        emit_named(
+            self,
+            binding.var,
+            self.builder_.call_te(packed_matmul(columns), *operands, primfunc_name_hint="packed_matmul"),
+        )
+
+
+def _longest_row_axis(left: tvm.ir.Expr) -> int | None:
+    """Return the longest of the axes before the last, None when one is symbolic."""
+    rows = (shape_of(left) or [])[:-1]
+    known = [int(axis) for axis in rows if isinstance(axis, tvm.tirx.IntImm)]
+    return max(known) if len(known) == len(rows) else None

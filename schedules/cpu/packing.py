@@ -1,0 +1,68 @@
+"""Weights laid out at compile time the way the register tile of a matmul reads them.
+
+    packed[p, k, c] = W[k, p * width + c], and 0 past the last column
+
+One panel of `width` columns is what one tile of C needs: it is contiguous, so that the tile streams through it with
+aligned loads, and the panel stays in the second cache for all rows. Read in place, the rows of a panel lie N elements
+apart; where N * 4 is a multiple of 4096 they fall into few sets of the caches and are fetched again for every tile of
+rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from tvm import te, tirx
+
+from schedules.cpu.contraction import best_tile, lanes_of
+from schedules.targets import CpuLimits
+
+
+def panel_width(rows: int | None, columns: int, dtype: str, limits: CpuLimits) -> int:
+    """Return the columns of a panel: those of the best register tile for a matmul of so many rows and columns.
+
+    Parameters
+    ----------
+    rows : int or None
+        Extent of the left operand's longest row axis; None where symbolic.
+    columns : int
+        Columns of the weight.
+    dtype : str
+        Of the accumulators.
+    """
+    lanes = lanes_of(dtype, limits)
+    exact = columns % lanes == 0
+    return best_tile(rows, columns, lanes, limits.vector_registers, exact=exact).columns
+
+
+def pack_weight(weight: np.ndarray, width: int) -> np.ndarray:
+    """Return a [K, N] matrix as [ceil(N / width), K, width], zeros past the last column."""
+    rows, columns = weight.shape
+    panels = math.ceil(columns / width)
+    padded = np.pad(weight, ((0, 0), (0, panels * width - columns))) if columns % width else weight
+    return np.ascontiguousarray(padded.reshape(rows, panels, width).transpose(1, 0, 2))
+
+
+def packed_matmul(columns: int) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
+    """Return the tensor expression of x [..., M, K] times a packed weight of so many columns.
+
+    Where the columns do not fill the last panel, the product is computed for whole panels and cropped.
+    """
+
+    def compute(x: te.Tensor, packed: te.Tensor) -> te.Tensor:
+        width = int(packed.shape[2])
+        k = te.reduce_axis((0, x.shape[-1]), name="k")
+
+        def element(*index: tirx.Var) -> tirx.Expr:
+            *rows, column = index
+            return te.sum(x(*rows, k) * packed(tirx.floordiv(column, width), k, tirx.floormod(column, width)), axis=k)
+
+        whole = int(packed.shape[0]) * width
+        product = te.compute([*x.shape[:-1], whole], element, name="matmul")
+        if whole == columns:
+            return product
+        return te.compute([*x.shape[:-1], columns], lambda *index: product(*index), name="crop")
+
+    return compute
