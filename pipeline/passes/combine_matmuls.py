@@ -20,6 +20,7 @@ from pipeline.passes.ir import (
     is_op,
     main_of,
     rewrite_main,
+    scalar_of,
     static_shape,
     users_of,
     values_of,
@@ -61,7 +62,8 @@ def combine_matmuls(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
         v = x @ Wv + bv
 
     Widths may differ (grouped-query attention); a missing bias becomes zeros when another branch has one. Only where
-    every reader of every branch is a reshape, transpose or slice, which takes the slice in for nothing. Elsewhere
+    every reader of every branch is a reshape, transpose or slice (behind a scale, where there is one), which takes the
+    slice in for nothing. Elsewhere
     (SwiGLU's gate and up) the split would break the fusion of an activation or a residual into its matmul, and cost a
     kernel and a round trip through memory; such groups are left alone. The stock `CombineParallelMatmul` asks for
     weights that are variables, not constants, so it finds nothing in an imported graph.
@@ -140,7 +142,22 @@ def _read_by_views_only(
     var: relax.Var, values: Mapping[relax.Var, tvm.ir.Expr], users: Mapping[relax.Var, list[relax.Var]]
 ) -> bool:
     readers = users.get(var, [])
-    return bool(readers) and all(reader != var and is_op(values.get(reader), *_VIEWS) for reader in readers)
+    return bool(readers) and all(reader != var and _is_view(reader, values, users) for reader in readers)
+
+
+def _is_view(
+    var: relax.Var, values: Mapping[relax.Var, tvm.ir.Expr], users: Mapping[relax.Var, list[relax.Var]]
+) -> bool:
+    """Return whether a variable is a view, or a scale (that of queries, say) or a cast behind it before views."""
+    value = values.get(var)
+    if is_op(value, *_VIEWS):
+        return True
+    behind = is_op(value, "astype") and _is_scaled(values.get(value.args[0]))
+    return (_is_scaled(value) or behind) and _read_by_views_only(var, values, users)
+
+
+def _is_scaled(value: tvm.ir.Expr | None) -> bool:
+    return is_op(value, "multiply", "divide") and any(scalar_of(arg) is not None for arg in value.args)
 
 
 @mutator

@@ -21,6 +21,7 @@ from pipeline.passes.name_bindings import name_bindings
 from pipeline.passes.nan_guard import remove_nan_guards
 from pipeline.passes.pack_weights import pack_weights
 from pipeline.passes.recognise_activations import recognise_activations
+from pipeline.passes.recognise_attention import recognise_attention
 from pipeline.passes.recognise_norms import recognise_norms
 from pipeline.passes.simplify_views import simplify_views
 from pipeline.passes.step import Phase, Step, stock
@@ -49,6 +50,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.PRECISION, "accumulate_in_float32", accumulate_in_float32),
         # 4 pattern rewrites
         Step(Phase.PATTERNS, "combine_matmuls", combine_matmuls),
+        Step(Phase.PATTERNS, "recognise_attention", recognise_attention),
         Step(Phase.PATTERNS, "write_matmuls_transposed", write_matmuls_transposed),
         Step(Phase.PATTERNS, "pack_weights", pack_weights),
         # 5 legalise

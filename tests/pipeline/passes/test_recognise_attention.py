@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from tvm import tirx
+
+from models import OnnxModel
+from models.inputs import random_inputs
+from pipeline.importer import import_model
+from pipeline.passes import LoweredModule, LoweringOptions, lower, recognise_attention
+from schedules.attention import AttentionSpec, spec_of
+from schedules.targets import resolve_target
+from tests.pipeline.passes.attention_forms import FORMS, HEADS, LENGTH, SIZE, Expected, Form, plain
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, run_reference, small_model
+
+FP16 = LoweringOptions(precision="fp16")
+TOLERANCE = 2e-2
+FORMS_BY_NAME = {form.__name__: form for form in FORMS}
+
+
+@pytest.fixture
+def any_target(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Recognise attention for a CPU too: its PrimFunc is right everywhere, and a CPU is what is here to run it."""
+    monkeypatch.setattr(recognise_attention, "has_template", lambda _target: True)
+    return
+
+
+def specs_of(lowered: LoweredModule) -> list[AttentionSpec]:
+    functions = [lowered.mod[name] for name in lowered.kernels]
+    found = [spec_of(func) for func in functions if isinstance(func, tirx.PrimFunc)]
+    return [spec for spec in found if spec is not None]
+
+
+def notes_of(lowered: LoweredModule) -> tuple[str, ...]:
+    return next(report.notes for report in lowered.reports if report.name == "recognise_attention")
+
+
+@pytest.mark.usefixtures("any_target")
+@pytest.mark.parametrize(("form", "expected"), FORMS.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_recognise_attention_agrees_with_onnx_runtime_in_every_form(
+    form: Callable[[], OnnxModel], expected: Expected
+) -> None:
+    model = form()
+    lowered = lower(import_model(model), LLVM, FP16)
+    assert notes_of(lowered) == ("1 attentions recognised",)
+    (spec,) = specs_of(lowered)
+    got = (spec.causal, spec.window, spec.kv_heads, spec.bias.kind if spec.bias else None)
+    assert got == (expected.causal, expected.window, expected.kv_heads, expected.bias)
+    assert spec.scale == pytest.approx(SIZE**-0.5 if form.__name__ != "relative_bias_and_padding" else 1.0)
+    # One kernel more rounds the input.
+    assert sum(map(len, lowered.kernels.values())) - 1 == expected.kernels, list(lowered.kernels)
+    for sample in range(2):
+        feeds = random_inputs(model, seed=1, sample=sample)
+        assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
+
+
+@pytest.mark.usefixtures("any_target")
+@pytest.mark.parametrize("name", ["bert-tiny", "gpt2-tiny", "gpt2-tiny-decode", "llama-tiny", "vit-tiny", "t5-tiny"])
+def test_recognise_attention_agrees_with_onnx_runtime_when_model_is_of_the_zoo(name: str) -> None:
+    model = small_model(name)
+    lowered = lower(import_model(model), LLVM, FP16)
+    assert notes_of(lowered) == ("2 attentions recognised",)
+    feeds = random_inputs(model, seed=0)
+    assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
+
+
+@pytest.mark.usefixtures("any_target")
+@pytest.mark.parametrize("name", ["llama-tiny", "llama-tiny-decode"])
+def test_recognise_attention_agrees_with_onnx_runtime_when_graph_is_half_precision(name: str) -> None:
+    model = small_model(name, precision="fp16")
+    lowered = lower(import_model(model), LLVM)
+    specs = specs_of(lowered)
+    assert [(spec.heads, spec.kv_heads) for spec in specs] == [(4, 2)]
+    assert specs[0].causal == (name == "llama-tiny")
+    feeds = random_inputs(model, seed=0)
+    assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
+
+
+def test_recognise_attention_gives_seven_kernels_a_layer_when_target_is_hopper() -> None:
+    lowered = lower(import_model(small_model("bert-tiny")), resolve_target("cuda:sm_90a").target, FP16)
+    a_layer = [
+        name
+        for name, calls in lowered.kernels.items()
+        for call in calls
+        if any(node.startswith("/encoder/layer.0/") for node in call.onnx_nodes)
+    ]
+    assert len(a_layer) == 7
+    (spec,) = specs_of(lowered)
+    packed = 3 * 128
+    assert (spec.query.param, spec.key.param, spec.value.param) == (0, 0, 0)
+    assert (spec.query.offset, spec.key.offset, spec.value.offset) == (0, 128, 256)
+    assert {layout.position_stride for layout in (spec.query, spec.key, spec.value)} == {packed}
+    assert (spec.output.position_stride, spec.output.head_stride) == (128, 64)
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("llvm", FP16),
+        ("cuda:sm_80", FP16),
+        ("cuda:sm_90a", LoweringOptions(precision="fp16", disabled_passes=frozenset({"recognise_attention"}))),
+    ],
+)
+def test_recognise_attention_leaves_the_graph_alone_when_no_template_makes_it(
+    target: str, options: LoweringOptions
+) -> None:
+    lowered = lower(import_model(plain()), resolve_target(target).target, options)
+    assert specs_of(lowered) == []
+    assert notes_of(lowered) == ()
+    assert any("softmax" in name for name in lowered.kernels)
+
+
+def test_recognise_attention_says_why_when_operands_are_float32() -> None:
+    lowered = lower(import_model(plain()), resolve_target("cuda:sm_90a").target)
+    assert specs_of(lowered) == []
+    (note,) = notes_of(lowered)
+    assert note.startswith("attention not recognised at Softmax")
+    assert "its operands are float32, expected float16 or bfloat16" in note
+
+
+def soft_capped() -> OnnxModel:
+    f = Form()
+    q, k, v = f.qkv()
+    return f.finish(f.op("Tanh", f.divided(f.scores(q, k))), v)
+
+
+def mildly_masked() -> OnnxModel:
+    f = Form()
+    q, k, v = f.qkv()
+    return f.finish(f.op("Where", f.padding(), f.scores(q, k), -5.0), v)
+
+
+def with_weights_as_result() -> OnnxModel:
+    f = Form()
+    q, k, v = f.qkv()
+    weights = f.op("Softmax", f.scores(q, k), axis=-1)
+    merged = f.op("Transpose", f.op("MatMul", weights, v), perm=[0, 2, 1, 3])
+    result = f.linear(f.op("Reshape", merged, [2, LENGTH, HEADS * SIZE]), HEADS * SIZE, HEADS * SIZE)
+    return f.model(result, (2, LENGTH, HEADS * SIZE), **{weights: (2, HEADS, LENGTH, LENGTH)})
+
+
+def guarded_with_unknown_bias() -> OnnxModel:
+    f = Form()
+    q, k, v = f.qkv()
+    bias = f.input("bias", "float", 2, 1, LENGTH, LENGTH)
+    weights = f.op("Softmax", f.op("Add", f.scores(q, k), bias), axis=-1)
+    weights = f.op("Where", f.op("IsNaN", weights), 0.0, weights)
+    return f.project(f.op("Transpose", f.op("MatMul", weights, v), perm=[0, 2, 1, 3]))
+
+
+def over_queries() -> OnnxModel:
+    f = Form()
+    q, k, v = f.qkv()
+    weighted = f.op("MatMul", f.op("Softmax", f.scores(q, k), axis=2), v)
+    return f.project(f.op("Transpose", weighted, perm=[0, 2, 1, 3]))
+
+
+@pytest.mark.usefixtures("any_target")
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (soft_capped, "its scores go through relax.tanh"),
+        (mildly_masked, "its mask puts -5 in the place of scores, expected -10000 or less"),
+        (with_weights_as_result, "its weights have 2 readers, expected one"),
+        (guarded_with_unknown_bias, "zeros take the place of rows that are NaN, which its bias may make"),
+        (over_queries, "its softmax is over axis 2 of 4, expected the last"),
+    ],
+)
+def test_recognise_attention_says_why_when_it_is_not_one_for_a_kernel(
+    form: Callable[[], OnnxModel], reason: str
+) -> None:
+    model = form()
+    lowered = lower(import_model(model), LLVM, FP16)
+    assert specs_of(lowered) == []
+    (note,) = notes_of(lowered)
+    assert note.endswith(reason)
+    feeds = random_inputs(model, seed=0)
+    assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
+
+
+@pytest.mark.usefixtures("any_target")
+def test_recognise_attention_keeps_rows_finite_when_they_see_no_key() -> None:
+    model = FORMS_BY_NAME["causal_sum_with_infinity_and_guard"]()
+    lowered = lower(import_model(model), LLVM, FP16)
+    feeds = random_inputs(model, seed=0)
+    feeds["attention_mask"][:] = 1
+    feeds["attention_mask"][0, :3] = 0  # left padding: the first three queries see nothing
+    (got,), (want,) = run_lowered(lowered, feeds), run_reference(model, feeds)
+    assert np.isfinite(got).all()
+    assert_agrees([got[0, 3:], got[1]], [want[0, 3:], want[1]], TOLERANCE)
