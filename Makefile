@@ -2,8 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# For the GPU targets: a Python that imports this project and torch, and for the ONNX Runtime arm onnxruntime-gpu.
+GPU_PYTHON ?= python3
+# More options of the GPU targets, such as ARGS='--cases bert-base --budget 300'.
+ARGS ?=
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all check bench tune-gpu bench-gpu clean
 
 # What the main job needs; the tests need more.
 $(VENV)/.installed: pyproject.toml
@@ -32,6 +36,12 @@ check: $(VENV)/.installed-dev  ## lint, format, strict types
 
 bench: $(VENV)/.installed-dev  ## side-by-side runs on this CPU; raw values under benchmarks/results
 	$(BIN)/python benchmarks/bench_cpu.py
+
+tune-gpu:  ## the artifacts of bench-gpu, tuned on this machine's GPU into out/gpu
+	$(GPU_PYTHON) -m benchmarks.tune_gpu_cases $(ARGS)
+
+bench-gpu:  ## whole models beside torch and ONNX Runtime on one GPU; raw values under benchmarks/results
+	$(GPU_PYTHON) -m benchmarks.bench_gpu $(ARGS)
 
 clean:
 	rm -rf .demo build *.egg-info

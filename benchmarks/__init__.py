@@ -1,0 +1,1 @@
+"""Side-by-side runs against peers; run them as `python -m benchmarks.NAME` from the repository's root."""

@@ -1,0 +1,68 @@
+"""Latencies of a case's arms, taking turns: by the host clock and by CUDA events.
+
+`latencies_ms`, which is what the table quotes, is what a caller waits for: the host clock around one launch and a
+synchronise. `device_ms` is the GPU's share of it: CUDA events around one launch that was queued behind a short wait
+on the device, so that the host is ahead and its cost hidden. (ONNX Runtime waits inside its launch, so its events
+hold the host's wake-up too.)
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+import torch
+
+from benchmarks.gpu_arms.arm import DeviceArm
+from pipeline.measure import ArmResult, measure
+
+# About 0.2 ms on an H200: longer than any arm's launch takes on the host.
+_WAIT_CYCLES = 400_000
+
+
+def time_arms(arms: Mapping[str, DeviceArm], *, runs: int, warmup: int) -> dict[str, dict[str, object]]:
+    """Return the latencies of every arm: raw values, medians and 95th percentiles, in milliseconds."""
+    report = measure({name: arm.run for name, arm in arms.items()}, runs=runs, warmup=warmup)
+    device = _device_latencies(arms, runs)
+    return {
+        result.name: {
+            **_summary("", result),
+            **_summary("device_", ArmResult(result.name, tuple(device[result.name]))),
+        }
+        for result in report.arms
+    }
+
+
+def geometric_mean(values: list[float]) -> float:
+    """Return the geometric mean of at least one number above 0."""
+    return statistics.geometric_mean(values)
+
+
+def _summary(prefix: str, result: ArmResult) -> dict[str, object]:
+    return {
+        f"{prefix}median_ms": round(result.median_ms, 6),
+        f"{prefix}p95_ms": round(result.p95_ms, 6),
+        f"{prefix}spread": round(result.spread, 4),
+        f"{prefix}latencies_ms": [round(value, 6) for value in result.latencies_ms],
+    }
+
+
+def _device_latencies(arms: Mapping[str, DeviceArm], runs: int) -> dict[str, list[float]]:
+    latencies: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(runs):
+        for name, arm in arms.items():
+            arm.run()
+            latencies[name].append(_device_latency(arm))
+    return latencies
+
+
+def _device_latency(arm: DeviceArm) -> float:
+    stream = torch.cuda.ExternalStream(arm.stream) if arm.stream else torch.cuda.default_stream()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(_WAIT_CYCLES)
+    start.record(stream)
+    arm.launch()
+    end.record(stream)
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end))

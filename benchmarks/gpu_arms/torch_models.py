@@ -1,0 +1,423 @@
+"""The zoo's architectures as plain torch modules over the zoo's own weights: the peers' side of every case.
+
+They are written the way that suits torch best: Q, K and V in one projection, gate and up in one, PyTorch's fused
+attention, linear weights as (out, in). Each takes the inputs of the zoo's graph, in its order, and returns a dict of
+its outputs by name. A padding mask is honoured where `masked` is set; without it all tokens are taken as real, which
+lets attention run without a mask.
+
+Notation: B batch, S tokens of a row, T keys, H heads, D head size, N hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.gpu_arms.cases import Case, Family
+from models.zoo.bert import BertConfig
+from models.zoo.gpt2 import Gpt2Config
+from models.zoo.llama import LlamaConfig, inverse_frequencies
+from models.zoo.vit import VitConfig
+
+Outputs = dict[str, Tensor]
+
+
+class Weights:
+    """The zoo's weights by name, as tensors on one device in one dtype."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], device: str, dtype: torch.dtype) -> None:
+        """Hold arrays that are copied to the device when asked for."""
+        self._arrays = arrays
+        self.device = device
+        self.dtype = dtype
+
+    def get(self, name: str) -> Tensor:
+        """Return one weight."""
+        return torch.from_numpy(np.array(self._arrays[name])).to(self.device, self.dtype)
+
+    def linear(self, *names: str, bias: bool = True) -> Linear:
+        """Return projections of the same input as one, the first of `names` first in its output."""
+        weight = torch.cat([self.get(f"{name}.weight") for name in names], dim=1).t().contiguous()
+        return Linear(weight, torch.cat([self.get(f"{name}.bias") for name in names]) if bias else None)
+
+    def norm(self, name: str, epsilon: float) -> LayerNorm:
+        """Return a layer normalisation."""
+        return LayerNorm(self.get(f"{name}.weight"), self.get(f"{name}.bias"), epsilon)
+
+    def rms_norm(self, name: str, epsilon: float) -> RmsNorm:
+        """Return an RMS normalisation."""
+        return RmsNorm(self.get(f"{name}.weight"), epsilon)
+
+
+class Linear(nn.Module):
+    """x W^T + b with W (out, in)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Hold the weights."""
+        super().__init__()
+        self.weight = _frozen(weight)
+        self.bias = None if bias is None else _frozen(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the projection of (..., in)."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation over the last axis."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, epsilon: float) -> None:
+        """Hold the weights."""
+        super().__init__()
+        self.weight, self.bias = _frozen(weight), _frozen(bias)
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised x."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+
+
+class RmsNorm(nn.Module):
+    """RMS normalisation over the last axis."""
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        """Hold the gain."""
+        super().__init__()
+        self.weight = _frozen(weight)
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised x."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+
+class Bert(nn.Module):
+    """Encoder layers with the norm after each residual, and the pooler."""
+
+    def __init__(self, config: BertConfig, weights: Weights, *, masked: bool) -> None:
+        """Take the weights of the preset."""
+        super().__init__()
+        self.masked = masked
+        self.words = _frozen(weights.get("embeddings.word_embeddings.weight"))
+        self.types = _frozen(weights.get("embeddings.token_type_embeddings.weight"))
+        self.positions = _frozen(weights.get("embeddings.position_embeddings.weight"))
+        self.norm = weights.norm("embeddings.LayerNorm", config.epsilon)
+        self.layers = nn.ModuleList(
+            BertLayer(config, weights, f"encoder.layer.{index}") for index in range(config.layers)
+        )
+        self.pooler = weights.linear("pooler.dense")
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Outputs:
+        """Return last_hidden_state (B, S, N) and pooler_output (B, N)."""
+        placed = self.positions[: input_ids.shape[1]]
+        hidden = self.norm(F.embedding(input_ids, self.words) + F.embedding(token_type_ids, self.types) + placed)
+        mask = attention_mask[:, None, None, :].bool() if self.masked else None
+        for layer in self.layers:
+            hidden = layer(hidden, mask)
+        return {"last_hidden_state": hidden, "pooler_output": torch.tanh(self.pooler(hidden[:, 0]))}
+
+
+class BertLayer(nn.Module):
+    """One layer of the encoder."""
+
+    def __init__(self, config: BertConfig, weights: Weights, name: str) -> None:
+        """Take the weights of one layer."""
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = weights.linear(*(f"{name}.attention.{which}" for which in ("query", "key", "value")))
+        self.mixed = weights.linear(f"{name}.attention.output.dense")
+        self.mixed_norm = weights.norm(f"{name}.attention.output.LayerNorm", config.epsilon)
+        self.wide = weights.linear(f"{name}.intermediate.dense")
+        self.narrow = weights.linear(f"{name}.output.dense")
+        self.norm = weights.norm(f"{name}.output.LayerNorm", config.epsilon)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the next hidden state (B, S, N)."""
+        context = _self_attention(self.qkv(hidden), self.heads, mask=mask)
+        hidden = self.mixed_norm(self.mixed(context) + hidden)
+        return self.norm(self.narrow(F.gelu(self.wide(hidden))) + hidden)
+
+
+class Vit(nn.Module):
+    """Patches by a convolution, a class token, encoder layers with the norm before, and the classifier."""
+
+    def __init__(self, config: VitConfig, weights: Weights) -> None:
+        """Take the weights of the preset."""
+        super().__init__()
+        self.patch = config.patch
+        self.kernel = _frozen(weights.get("embeddings.patch_embeddings.projection.weight"))
+        self.bias = _frozen(weights.get("embeddings.patch_embeddings.projection.bias"))
+        self.token = _frozen(weights.get("embeddings.cls_token"))
+        self.positions = _frozen(weights.get("embeddings.position_embeddings"))
+        self.layers = nn.ModuleList(
+            PreNormLayer(
+                config.heads,
+                weights.norm(f"encoder.layer.{index}.layernorm_before", config.epsilon),
+                weights.linear(*(f"encoder.layer.{index}.attention.{which}" for which in ("query", "key", "value"))),
+                weights.linear(f"encoder.layer.{index}.attention.output.dense"),
+                weights.norm(f"encoder.layer.{index}.layernorm_after", config.epsilon),
+                weights.linear(f"encoder.layer.{index}.intermediate.dense"),
+                weights.linear(f"encoder.layer.{index}.output.dense"),
+                gelu="none",
+                causal=False,
+            )
+            for index in range(config.layers)
+        )
+        self.norm = weights.norm("layernorm", config.epsilon)
+        self.classifier = weights.linear("classifier")
+
+    def forward(self, pixel_values: Tensor) -> Outputs:
+        """Return logits (B, classes) and last_hidden_state (B, S, N)."""
+        grid = F.conv2d(pixel_values, self.kernel, self.bias, stride=self.patch)
+        token = self.token.expand(pixel_values.shape[0], -1, -1)
+        hidden = torch.cat([token, grid.flatten(2).transpose(1, 2)], dim=1) + self.positions
+        for layer in self.layers:
+            hidden = layer(hidden, None)
+        hidden = self.norm(hidden)
+        return {"logits": self.classifier(hidden[:, 0]), "last_hidden_state": hidden}
+
+
+class Gpt2(nn.Module):
+    """Decoder layers with the norm before, and the output head tied to the word table."""
+
+    def __init__(self, config: Gpt2Config, weights: Weights, *, masked: bool) -> None:
+        """Take the weights of the preset."""
+        super().__init__()
+        self.masked = masked
+        self.table = _frozen(weights.get("transformer.wte.weight"))
+        self.positions = _frozen(weights.get("transformer.wpe.weight"))
+        self.layers = nn.ModuleList(
+            PreNormLayer(
+                config.heads,
+                weights.norm(f"transformer.h.{index}.ln_1", config.epsilon),
+                weights.linear(f"transformer.h.{index}.attn.c_attn"),
+                weights.linear(f"transformer.h.{index}.attn.c_proj"),
+                weights.norm(f"transformer.h.{index}.ln_2", config.epsilon),
+                weights.linear(f"transformer.h.{index}.mlp.c_fc"),
+                weights.linear(f"transformer.h.{index}.mlp.c_proj"),
+                gelu="tanh",
+                causal=True,
+            )
+            for index in range(config.layers)
+        )
+        self.norm = weights.norm("transformer.ln_f", config.epsilon)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Outputs:
+        """Return the logits (B, S, V)."""
+        hidden = F.embedding(input_ids, self.table) + self.positions[: input_ids.shape[1]]
+        mask = _causal_and_padding(attention_mask) if self.masked else None
+        for layer in self.layers:
+            hidden = layer(hidden, mask)
+        return {"logits": F.linear(self.norm(hidden), self.table)}
+
+
+class PreNormLayer(nn.Module):
+    """One layer with the norm before attention and before the two-matmul network, as ViT and GPT-2 have it."""
+
+    def __init__(
+        self,
+        heads: int,
+        norm: LayerNorm,
+        qkv: Linear,
+        mixed: Linear,
+        after: LayerNorm,
+        wide: Linear,
+        narrow: Linear,
+        *,
+        gelu: str,
+        causal: bool,
+    ) -> None:
+        """Take the parts of one layer; `gelu` is torch's name of the approximation."""
+        super().__init__()
+        self.heads, self.gelu, self.causal = heads, gelu, causal
+        self.norm, self.qkv, self.mixed = norm, qkv, mixed
+        self.after, self.wide, self.narrow = after, wide, narrow
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the next hidden state (B, S, N); a mask given is the causal one too."""
+        causal = self.causal and mask is None
+        context = _self_attention(self.qkv(self.norm(hidden)), self.heads, mask=mask, causal=causal)
+        hidden = self.mixed(context) + hidden
+        return hidden + self.narrow(F.gelu(self.wide(self.after(hidden)), approximate=self.gelu))
+
+
+class Llama(nn.Module):
+    """Decoder layers with RMS norms, rotary positions, grouped queries and SwiGLU: prefill."""
+
+    def __init__(self, config: LlamaConfig, weights: Weights, length: int, *, masked: bool) -> None:
+        """Take the weights of the preset; `length` is S."""
+        super().__init__()
+        self.masked = masked
+        self.table = _frozen(weights.get("model.embed_tokens.weight"))
+        self.layers = nn.ModuleList(LlamaLayer(config, weights, index) for index in range(config.layers))
+        self.norm = weights.rms_norm("model.norm", config.epsilon)
+        self.head = weights.linear("lm_head", bias=False)
+        self.cos, self.sin = (_frozen(table) for table in rotary_tables(config, length, weights))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Outputs:
+        """Return the logits (B, S, V)."""
+        hidden = F.embedding(input_ids, self.table)
+        mask = _causal_and_padding(attention_mask) if self.masked else None
+        for layer in self.layers:
+            query, key, value = layer.project(hidden, self.cos, self.sin)
+            context = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            )
+            hidden = layer.finish(hidden, context.transpose(1, 2).flatten(2))
+        return {"logits": self.head(self.norm(hidden))}
+
+
+class LlamaDecode(nn.Module):
+    """One decode step over a static cache of T places: the new token's keys and values are written in place.
+
+    The query heads that share a key head are taken as rows of one attention problem, so no key is repeated.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, weights: Weights, caches: Mapping[str, np.ndarray], *, masked: bool
+    ) -> None:
+        """Take the weights of the preset and the caches (B, KV, T - 1, D) by the names of the zoo's inputs."""
+        super().__init__()
+        self.masked = masked
+        self.kv_heads = config.kv_heads
+        self.table = _frozen(weights.get("model.embed_tokens.weight"))
+        self.layers = nn.ModuleList(LlamaLayer(config, weights, index) for index in range(config.layers))
+        self.norm = weights.rms_norm("model.norm", config.epsilon)
+        self.head = weights.linear("lm_head", bias=False)
+        filled = caches["past_key_values.0.key"].shape[2]
+        self.cos, self.sin = (_frozen(table) for table in rotary_tables(config, filled + 1, weights))
+        for index in range(config.layers):
+            for which in ("key", "value"):
+                past = torch.from_numpy(caches[f"past_key_values.{index}.{which}"])
+                place = torch.zeros(*past.shape[:2], 1, past.shape[3])
+                grown = torch.cat([past.float(), place], dim=2).to(weights.device, weights.dtype)
+                self.register_buffer(f"{which}_{index}", grown)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Outputs:
+        """Return the logits (B, 1, V); the grown caches are `present`."""
+        hidden = F.embedding(input_ids, self.table)
+        batch, total = attention_mask.shape
+        # (B, 1, 1, D) and the place in the cache, which is the last whatever the position says of padding.
+        cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]
+        mask = attention_mask[:, None, None, :].bool() if self.masked else None
+        for index, layer in enumerate(self.layers):
+            query, key, value = layer.project(hidden, cos, sin)
+            keys, values = getattr(self, f"key_{index}"), getattr(self, f"value_{index}")
+            keys[:, :, total - 1 :] = key
+            values[:, :, total - 1 :] = value
+            grouped = query.reshape(batch, self.kv_heads, -1, query.shape[-1])
+            context = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+            hidden = layer.finish(hidden, context.reshape(batch, 1, -1))
+        return {"logits": self.head(self.norm(hidden))}
+
+    def present(self) -> Outputs:
+        """Return the caches as the zoo's graph names its outputs."""
+        return {
+            f"present.{index}.{which}": getattr(self, f"{which}_{index}")
+            for index in range(len(self.layers))
+            for which in ("key", "value")
+        }
+
+
+class LlamaLayer(nn.Module):
+    """One layer without its attention, which prefill and decode do differently."""
+
+    def __init__(self, config: LlamaConfig, weights: Weights, index: int) -> None:
+        """Take the weights of one layer."""
+        super().__init__()
+        name = f"model.layers.{index}"
+        self.heads, self.kv_heads, self.head_size = config.heads, config.kv_heads, config.head_size
+        self.norm = weights.rms_norm(f"{name}.input_layernorm", config.epsilon)
+        self.qkv = weights.linear(*(f"{name}.self_attn.{which}_proj" for which in "qkv"), bias=False)
+        self.mixed = weights.linear(f"{name}.self_attn.o_proj", bias=False)
+        self.after = weights.rms_norm(f"{name}.post_attention_layernorm", config.epsilon)
+        self.gate_up = weights.linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj", bias=False)
+        self.down = weights.linear(f"{name}.mlp.down_proj", bias=False)
+
+    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query (B, H, S, D), key and value (B, KV, S, D), query and key turned to their positions."""
+        mixed = self.qkv(self.norm(hidden)).unflatten(2, (-1, self.head_size)).transpose(1, 2)
+        query, key, value = mixed.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        return _rotated(query, cos, sin), _rotated(key, cos, sin), value
+
+    def finish(self, hidden: Tensor, context: Tensor) -> Tensor:
+        """Return the next hidden state (B, S, N) from the attention's context (B, S, H*D)."""
+        hidden = hidden + self.mixed(context)
+        gate, up = self.gate_up(self.after(hidden)).chunk(2, dim=-1)
+        return hidden + self.down(F.silu(gate) * up)
+
+
+def build(
+    case: Case,
+    arrays: Mapping[str, np.ndarray],
+    inputs: Mapping[str, np.ndarray],
+    *,
+    device: str,
+    dtype: torch.dtype,
+    masked: bool,
+) -> nn.Module:
+    """Return the module of a case over the zoo's weights; `inputs` gives a decode step its caches."""
+    config, weights = case.preset.config, Weights(arrays, device, dtype)
+    if isinstance(config, BertConfig):
+        module: nn.Module = Bert(config, weights, masked=masked)
+    elif isinstance(config, Gpt2Config):
+        module = Gpt2(config, weights, masked=masked)
+    elif isinstance(config, VitConfig):
+        module = Vit(config, weights)
+    elif isinstance(config, LlamaConfig) and case.family is Family.LLAMA_DECODE:
+        module = LlamaDecode(config, weights, inputs, masked=masked)
+    elif isinstance(config, LlamaConfig) and case.length is not None:
+        module = Llama(config, weights, case.length, masked=masked)
+    else:
+        raise ValueError(f"no torch module for zoo model {case.model!r}")
+    return module.eval()
+
+
+def device_inputs(case: Case, inputs: Mapping[str, np.ndarray], device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Return what the module's `forward` takes, on the device; caches are in the module."""
+    tensors = [
+        torch.from_numpy(inputs[spec.name]).to(device)
+        for spec in case.preset.inputs
+        if not spec.name.startswith("past_key_values")
+    ]
+    return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+
+
+def outputs_of(module: nn.Module, returned: Mapping[str, Tensor]) -> Outputs:
+    """Return copies of all outputs by name, the caches of a decode step included."""
+    present = module.present() if isinstance(module, LlamaDecode) else {}
+    return {name: tensor.clone() for name, tensor in {**returned, **present}.items()}
+
+
+def rotary_tables(config: LlamaConfig, length: int, weights: Weights) -> tuple[Tensor, Tensor]:
+    """Return cos and sin (S, D) of position times frequency, computed in float32 and rounded to the weights' dtype."""
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * torch.from_numpy(inverse_frequencies(config))
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(weights.device, weights.dtype), angles.sin().to(weights.device, weights.dtype)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+def _self_attention(qkv: Tensor, heads: int, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """Return the context (B, S, N) from (B, S, 3 N) with all heads of Q first, then K, then V."""
+    query, key, value = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+    return context.transpose(1, 2).flatten(2)
+
+
+def _causal_and_padding(attention_mask: Tensor) -> Tensor:
+    """Return a bool mask (B, 1, S, S), true where a query may look at a key."""
+    length = attention_mask.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
+    return causal & attention_mask[:, None, None, :].bool()
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
