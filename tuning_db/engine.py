@@ -188,6 +188,17 @@ def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
+def transaction_options(location: Location, *, write: bool, single: bool) -> dict[str, object]:
+    """Return the execution options of a connection for its next transaction.
+
+    SQLite's transactions see one state of the database anyhow. PostgreSQL's do from `REPEATABLE READ` on, which a
+    reader needs that asks more than once; a single question is its own transaction, without the two round trips.
+    """
+    if location.dialect == "sqlite" or write:
+        return {WRITE_OPTION: write}
+    return {WRITE_OPTION: False, "isolation_level": "AUTOCOMMIT" if single else "REPEATABLE READ"}
+
+
 def insert_or_ignore(connection: Connection, table: type | Table) -> Insert:
     """Return an INSERT into `table` that leaves a row with the same natural key as it is."""
     if connection.dialect.name == "postgresql":

@@ -7,8 +7,9 @@ more), and the best records, found by an index that holds all that decides.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
-from sqlalchemy import Connection, Select, func, select, union_all
+from sqlalchemy import Connection, Integer, Select, bindparam, func, select, union_all
 from sqlalchemy.orm import Session
 
 from tuning_db.lookup import (
@@ -24,7 +25,12 @@ from tuning_db.lookup import (
 )
 from tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord
 from tuning_db.schema import BY_SIGNATURE, EnvironmentRow, RecordRow, SignatureRow, TargetRow, WorkloadRow
-from tuning_db.selection import Places, read_places, read_records, select_records
+from tuning_db.selection import Places, RecordSelect, read_places, read_records, select_records
+
+_PLACES = select(
+    select(func.count()).select_from(TargetRow).scalar_subquery(),
+    select(func.count()).select_from(EnvironmentRow).scalar_subquery(),
+)
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,7 @@ class PlaceCache:
 
     def get(self, connection: Connection) -> Places:
         """Return all targets and environments that the transaction sees, by id."""
-        targets = select(func.count()).select_from(TargetRow).scalar_subquery()
-        environments = select(func.count()).select_from(EnvironmentRow).scalar_subquery()
-        counts = tuple(connection.execute(select(targets, environments)).one())
+        counts = tuple(connection.execute(_PLACES).one())
         places = self._places
         if counts != (len(places.targets), len(places.environments)):
             # Assigned whole: another thread sees the old or the new one.
@@ -76,45 +80,42 @@ def top_records(session: Session, question: Question, k: int, cache: PlaceCache)
     )
     best: list[TuningRecord] = []
     for rank in DeviceRank:
-        statements = _statements(question, rank, routes, places, k - len(best))
-        if not statements:
+        search = _search(question, rank, routes, places)
+        if search is None:
             continue
-        ids = union_all(*(select(statement.subquery().c.id) for statement in statements)).subquery()
-        found = read_records(session, select_records().join(ids, ids.c.id == RecordRow.id), places)
+        statement, parameters = search
+        found = read_records(session, statement, places, {**parameters, "k": k - len(best)})
         best += sorted(found, key=lambda record: (record.latency_us, record.id))[: k - len(best)]
         if len(best) == k:
             break
     return best
 
 
-def _statements(
-    question: Question, rank: DeviceRank, routes: tuple[Route, ...], places: Places, k: int
-) -> list[Select[int]]:
-    """Return the statements that find the best ids of one rank."""
+def _search(
+    question: Question, rank: DeviceRank, routes: tuple[Route, ...], places: Places
+) -> tuple[RecordSelect, dict[str, object]] | None:
+    """Return the statement that finds the best records of one rank, and its parameters; None when there can be none."""
     lower = rank is DeviceRank.LOWER_ARCH
     fits = target_is_lower if lower else target_matches
     targets = [id_ for id_, target in places.targets.items() if fits(question.target, target)]
     if not targets:
-        return []
-    # Routes that the same environments answer share a statement: most often one by workload and one by signature.
+        return None
+    # Routes that the same environments answer share a part: most often one by workload and one by signature.
     groups: dict[tuple[bool, tuple[int, ...]], list[Route]] = {}
     for route in routes:
         environments = _environments(question.environment, rank, route, places)
         if environments and (not lower or route in PORTABLE_ROUTES):
             groups.setdefault((route in WORKLOAD_ROUTES, environments), []).append(route)
-    statements = []
-    for (by_workload, environments), group in groups.items():
-        statement = select(RecordRow.id).where(
-            RecordRow.status == Status.OK,
-            RecordRow.target_id.in_(targets),
-            RecordRow.route.in_(group),
-            RecordRow.environment_id.in_(environments),
-        )
-        statement = _by_workload(statement, question) if by_workload else _by_signature(statement, question)
-        if lower and question.target.kind == "cuda":
-            statement = statement.where(RecordRow.smem_bytes <= PORTABLE_SMEM_BYTES)
-        statements.append(statement.order_by(RecordRow.latency_us, RecordRow.id).limit(k))
-    return statements
+    if not groups:
+        return None
+    statement = _statement(
+        tuple((by_workload, tuple(group)) for (by_workload, _), group in groups.items()),
+        portable_only=lower and question.target.kind == "cuda",
+    )
+    parameters: dict[str, object] = {f"environments{n}": ids for n, (_, ids) in enumerate(groups)}
+    parameters |= {"targets": targets, "tvm_version": question.environment.tvm_version}
+    parameters |= {"workload_hash": question.workload_hash, "signature_key": question.signature_key}
+    return statement, parameters
 
 
 def _environments(wanted: Environment, rank: DeviceRank, route: Route, places: Places) -> tuple[int, ...]:
@@ -126,20 +127,43 @@ def _environments(wanted: Environment, rank: DeviceRank, route: Route, places: P
     )
 
 
-def _by_workload(statement: Select[int], question: Question) -> Select[int]:
+@cache
+def _statement(groups: tuple[tuple[bool, tuple[Route, ...]], ...], *, portable_only: bool) -> RecordSelect:
+    """Return the statement for groups of routes, each found by workload or else by signature.
+
+    Made once for each form of question: putting it together takes as long as the database takes to answer it.
+    """
+    parts = []
+    for number, (by_workload, group) in enumerate(groups):
+        part = select(RecordRow.id).where(
+            RecordRow.status == Status.OK,
+            RecordRow.target_id.in_(bindparam("targets", expanding=True)),
+            RecordRow.route.in_(group),
+            RecordRow.environment_id.in_(bindparam(f"environments{number}", expanding=True)),
+        )
+        part = _by_workload(part) if by_workload else _by_signature(part)
+        if portable_only:
+            part = part.where(RecordRow.smem_bytes <= PORTABLE_SMEM_BYTES)
+        best = part.order_by(RecordRow.latency_us, RecordRow.id).limit(bindparam("k", type_=Integer()))
+        parts.append(select(best.subquery().c.id))
+    ids = union_all(*parts).subquery()
+    return select_records().join(ids, ids.c.id == RecordRow.id)
+
+
+def _by_workload(statement: Select[int]) -> Select[int]:
     # A hash belongs to one TVM version, so both name the workload.
     workload = (
         select(WorkloadRow.id)
         .where(
-            WorkloadRow.workload_hash == question.workload_hash,
-            WorkloadRow.tvm_version == question.environment.tvm_version,
+            WorkloadRow.workload_hash == bindparam("workload_hash"),
+            WorkloadRow.tvm_version == bindparam("tvm_version"),
         )
         .scalar_subquery()
     )
     return statement.where(RecordRow.workload_id == workload)
 
 
-def _by_signature(statement: Select[int], question: Question) -> Select[int]:
-    signature = select(SignatureRow.id).where(SignatureRow.key == question.signature_key).scalar_subquery()
+def _by_signature(statement: Select[int]) -> Select[int]:
+    signature = select(SignatureRow.id).where(SignatureRow.key == bindparam("signature_key")).scalar_subquery()
     # In these words, or the index of signatures is not used.
     return statement.where(RecordRow.signature_id == signature, BY_SIGNATURE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -62,11 +62,16 @@ def iterate_records(session: Session, statement: RecordSelect) -> Iterator[Tunin
         yield from (_to_record(row, places) for row in part)
 
 
-def read_records(session: Session, statement: RecordSelect, places: Places | None = None) -> list[TuningRecord]:
+def read_records(
+    session: Session,
+    statement: RecordSelect,
+    places: Places | None = None,
+    parameters: Mapping[str, object] | None = None,
+) -> list[TuningRecord]:
     """Return the values that a `select_records` statement selects, read past the ORM."""
     connection = session.connection()
     places = places or read_places(connection)
-    return [_to_record(row, places) for row in connection.execute(statement)]
+    return [_to_record(row, places) for row in connection.execute(statement, parameters)]
 
 
 def _to_record(row: Row[Any], places: Places) -> TuningRecord:

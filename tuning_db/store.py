@@ -226,7 +226,8 @@ class TuningDatabase(Transactions):
     ) -> list[TuningRecord]:
         """Return up to `k` records that are true here, the best first."""
         question = ranking.Question(workload_hash, signature_key, target, environment, route)
-        return self.read(lambda session: ranking.top_records(session, question, k, self._places))
+        # Targets and environments that others add meanwhile are not asked for: none of them is ever removed.
+        return self.read(lambda session: ranking.top_records(session, question, k, self._places), single=True)
 
     def list_records(
         self, filters: RecordFilter = NO_FILTER, *, limit: int | None = None, offset: int = 0

@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
-from tuning_db.engine import WRITE_OPTION, Location, translate_error
+from tuning_db.engine import Location, transaction_options, translate_error
 from tuning_db.errors import DatabaseBusyError, DatabaseWriteError, TuningDatabaseError
 from tuning_db.records import Mode
 
@@ -73,7 +73,7 @@ class Transactions:
         return self._location.shown
 
     @contextmanager
-    def _transaction(self, *, write: bool) -> Iterator[Session]:
+    def _transaction(self, *, write: bool, single: bool) -> Iterator[Session]:
         """Begin, then commit or roll back, and turn driver errors into ours. Nothing else commits."""
         self._follow_fork()
         turn = self._memory_turn if self._location.is_memory else None
@@ -81,7 +81,8 @@ class Transactions:
             turn.acquire()
         try:
             with self._engine.connect() as connection:
-                connection = connection.execution_options(**{WRITE_OPTION: write})
+                options = transaction_options(self._location, write=write, single=single)
+                connection = connection.execution_options(**options)
                 with connection.begin(), Session(connection, autoflush=False) as session:
                     yield session
                     session.flush()
@@ -96,9 +97,12 @@ class Transactions:
             if turn is not None:
                 turn.release()
 
-    def read(self, work: Callable[[Session], T]) -> T:
-        """Return `work(session)` on one consistent state. For modules of `tuning_db` only: rows must not leave it."""
-        return self._retrying(work, write=False)
+    def read(self, work: Callable[[Session], T], *, single: bool = False) -> T:
+        """Return `work(session)` on one consistent state. For modules of `tuning_db` only: rows must not leave it.
+
+        `single` says that no statement of `work` but one reads what others write, so that it needs no transaction.
+        """
+        return self._retrying(work, write=False, single=single)
 
     def write(self, work: Callable[[Session], T]) -> T:
         """Return `work(session)`, committed whole; it may be run again after a lock. For `tuning_db` only."""
@@ -107,14 +111,14 @@ class Transactions:
                 f"The database {self._location.shown} was opened in mode read-only. Open it in mode tune to write."
             )
         try:
-            return self._retrying(work, write=True)
+            return self._retrying(work, write=True, single=False)
         finally:
             self._writes += 1
 
-    def _retrying(self, work: Callable[[Session], T], *, write: bool) -> T:
+    def _retrying(self, work: Callable[[Session], T], *, write: bool, single: bool) -> T:
         for attempt in range(LOCK_ATTEMPTS):
             try:
-                with self._transaction(write=write) as session:
+                with self._transaction(write=write, single=single) as session:
                     return work(session)
             except DatabaseBusyError:
                 if attempt == LOCK_ATTEMPTS - 1:

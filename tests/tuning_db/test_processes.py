@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tuning_db.records import RecordFilter, Status
+from tuning_db.selection import select_records
 from tuning_db.store import TuningDatabase
 
 WRITER = """
@@ -98,6 +99,20 @@ def test_nothing_is_lost_or_doubled_when_processes_write_and_read_at_once(shared
 @pytest.mark.timeout(1200)
 def test_nothing_is_lost_or_doubled_when_16_processes_commit_2000_records_each(shared_url, tmp_path, python):
     run_together(python, shared_url, tmp_path, writers=16, records=2000, batch=10, readers=4)
+
+
+def test_reader_that_asks_twice_sees_one_state(shared_url, samples):
+    with TuningDatabase.open(shared_url) as writer, TuningDatabase.open(shared_url) as reader:
+        writer.record_workload(samples.workload())
+
+        def ask_twice(session):
+            first = len(session.execute(select_records()).all())
+            writer.record_measurement(samples.record(seed=first))
+            return first, len(session.execute(select_records()).all())
+
+        assert reader.read(ask_twice) == (0, 0)
+        assert reader.read(ask_twice) == (1, 1)
+        assert reader.count_records() == 2
 
 
 def kill_writers(python, url, folder: Path, *, kills: int, seed: int) -> tuple[set[int], set[int]]:
