@@ -20,10 +20,11 @@ import tvm_ffi
 from pipeline.artifact import write_directory
 from pipeline.codegen.cuda_libraries import CUBLASLT, CUDART, DRIVER
 from pipeline.codegen.library_objects import compile_library_objects, list_library_sources
-from pipeline.compile import CompiledModule, KernelChoice
+from pipeline.compile import CompiledModule
 from pipeline.errors import LoweringError
 from pipeline.manifest import MODULE_FILE, PARAMS_FILE, KernelEntry, Manifest, PassEntry, TargetEntry
 from pipeline.runtime import vector_features
+from pipeline.selection import KernelChoice
 
 
 def write_artifact(compiled: CompiledModule, destination: Path) -> Manifest:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from models.inputs import random_inputs
 from pipeline.artifact import check_destination, record_validation
-from pipeline.compile import KernelChoice, compile_module, select_kernels, tasks_without_record
+from pipeline.compile import compile_module
 from pipeline.environment import target_key
 from pipeline.errors import NothingMeasuredError, PipelineError, UsageError
 from pipeline.export import write_artifact
@@ -25,6 +25,7 @@ from pipeline.measure import ORT_ARM, OWN_ARM, BenchmarkReport, measure, module_
 from pipeline.outcomes import artifact_of, note_benchmark, note_validation
 from pipeline.prepare import ModelRequest, PreparedModel, prepare_model, stage
 from pipeline.runtime import Module
+from pipeline.selection import KernelChoice, select_kernels, tasks_without_record
 from pipeline.tuning.options import TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressListener, SilentProgress
 from pipeline.tuning.session import require_valid, tune

@@ -14,10 +14,11 @@ import onnxruntime as ort
 import pytest
 
 from models import load_model
-from pipeline.compile import compile_module, select_kernels
+from pipeline.compile import compile_module
 from pipeline.export import write_artifact
 from pipeline.prepare import ModelRequest, prepare_model
 from pipeline.runtime import Module
+from pipeline.selection import select_kernels
 from pipeline.validate import validate
 
 pytestmark = [

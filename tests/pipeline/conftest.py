@@ -11,12 +11,13 @@ import pytest
 
 from models import OnnxModel, load_model
 from models.inputs import random_inputs
-from pipeline.compile import CompiledModule, compile_module, select_kernels
+from pipeline.compile import CompiledModule, compile_module
 from pipeline.environment import detect_environment
 from pipeline.export import write_artifact
 from pipeline.importer import import_model
 from pipeline.passes import lower
 from pipeline.passes.module import LoweredModule
+from pipeline.selection import select_kernels
 from pipeline.tuning.task import TuningTask
 from pipeline.tuning.tasks import extract_tasks
 from schedules.targets import ResolvedTarget, resolve_target

@@ -12,12 +12,13 @@ import tvm
 from tvm import s_tir
 
 from models import OnnxModel
-from pipeline.compile import CompiledModule, compile_module, replay_record, select_kernels, tasks_without_record
+from pipeline.compile import CompiledModule, compile_module
 from pipeline.environment import detect_environment, target_key
 from pipeline.errors import LoweringError
 from pipeline.export import versions, write_artifact
 from pipeline.passes.module import LoweredModule
 from pipeline.runtime import Module
+from pipeline.selection import replay_record, select_kernels, tasks_without_record
 from pipeline.tuning.kernel_ir import list_blocks
 from pipeline.tuning.task import TuningTask
 from pipeline.validate import validate
@@ -151,8 +152,8 @@ def test_select_passes_over_a_record_that_cannot_be_replayed(
 
 
 def test_replay_refuses_a_route_it_does_not_know(tasks: list[TuningTask], llvm_target: ResolvedTarget) -> None:
-    record = record_of(tasks[0], llvm_target, route=Route.LIBRARY, decision="{}")
-    with pytest.raises(LoweringError, match="route library is not known"):
+    record = record_of(tasks[0], llvm_target, route=Route.FALLBACK, decision="{}")
+    with pytest.raises(LoweringError, match="route fallback is not known"):
         replay_record(tasks[0], record, llvm_target)
 
 

@@ -10,12 +10,13 @@ import pytest
 
 from models import load_model
 from pipeline.codegen.cuda_libraries import CUBLASLT, CUBLASLT_PATH_VARIABLE, offer_cublaslt
-from pipeline.compile import compile_module, select_kernels
+from pipeline.compile import compile_module
 from pipeline.environment import detect_environment, target_key
 from pipeline.export import write_artifact
 from pipeline.importer import import_model
 from pipeline.passes import lower
 from pipeline.routes import DEFAULT_ROUTES
+from pipeline.selection import select_kernels
 from pipeline.tuning.recorder import describe_workload
 from pipeline.tuning.tasks import extract_tasks
 from schedules.libraries.cublaslt import CublasLt

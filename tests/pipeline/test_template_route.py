@@ -8,18 +8,20 @@ from dataclasses import replace
 import pytest
 
 from models import load_model
-from pipeline.compile import compile_module, replay_record, select_kernels, tasks_without_record
+from pipeline.compile import compile_module
 from pipeline.environment import detect_environment, target_key
 from pipeline.errors import LoweringError
 from pipeline.export import write_artifact
 from pipeline.importer import import_model
 from pipeline.passes import lower
 from pipeline.passes.module import LoweredModule, LoweringOptions
+from pipeline.selection import replay_record, select_kernels, tasks_without_record
 from pipeline.tuning.recorder import describe_workload
 from pipeline.tuning.task import TuningTask
 from pipeline.tuning.tasks import extract_tasks
 from pipeline.tuning.template_candidates import template_candidates
 from schedules.targets import ResolvedTarget, resolve_target
+from schedules.templates.base import TemplateError
 from tuning_db.records import Route, Status, TuningRecord
 from tuning_db.store import TuningDatabase
 
@@ -65,11 +67,9 @@ def database(tasks, target, tmp_path_factory) -> TuningDatabase:
     return opened
 
 
-def test_templates_offer_candidates_for_the_matmuls_only(tasks, target) -> None:
-    offered = {task.name: len(template_candidates(task, target)) for task in tasks}
-    families = {task.name: task.family for task in tasks}
-    assert sum(count > 0 for count in offered.values()) >= 4
-    assert {families[name] for name, count in offered.items() if count} == {"matmul"}
+def test_templates_offer_candidates_for_every_matmul_that_tensor_cores_can_do(tasks, target) -> None:
+    offered = [task for task in tasks if task.family == "matmul" and template_candidates(task, target)]
+    assert len(offered) >= 4
 
 
 def test_candidates_decided_before_are_not_offered_again(tasks, target) -> None:
@@ -107,8 +107,49 @@ def test_record_of_an_unknown_template_is_passed_over_and_named(tasks, target) -
 
 
 def test_record_of_a_template_that_does_not_fit_is_refused(tasks, target) -> None:
-    fitting = next(task for task in tasks if template_candidates(task, target))
+    fitting = next(task for task in tasks if task.family == "matmul" and template_candidates(task, target))
     decision = template_candidates(fitting, target)[0].decision
     other = next(task for task in tasks if task.family == "norm")
     with pytest.raises(LoweringError, match="does not make this function"):
         replay_record(other, template_record(other, decision, target), target)
+
+
+def test_kernels_without_a_record_are_defaults_of_templates(lowered, tasks, target, tmp_path) -> None:
+    environment = detect_environment(target)
+    choices = select_kernels(lowered, tasks, database=None, target=target, environment=environment)
+    made = [choice for choice in choices if choice.route is Route.TEMPLATE]
+    assert len(made) >= 4
+    assert not any(choice.has_record for choice in choices)
+    assert {choice.note for choice in made} >= {"no database was given; default of template gemm_sm90"}
+    assert len(tasks_without_record(choices)) == len(tasks)
+    by_name = {task.name: task for task in tasks}
+    assert all(c.decision == template_candidates(by_name[c.task or ""], target)[0].decision for c in made)
+    manifest = write_artifact(compile_module(lowered, choices, target), tmp_path / "artifact")
+    entries = {kernel.function: kernel for kernel in manifest.kernels}
+    assert all(entries[c.function].route == "template" and entries[c.function].record_id is None for c in made)
+
+
+def test_default_stands_in_when_the_only_record_cannot_be_replayed(lowered, tasks, target, tmp_path) -> None:
+    task = next(task for task in tasks if task.family == "matmul" and template_candidates(task, target))
+    with TuningDatabase.open(tmp_path / "tuning.db") as opened:
+        opened.record_workload(describe_workload(task))
+        number = opened.record_measurement(template_record(task, '{"template": "gemm_sm999", "tile": 1}', target))
+        environment = detect_environment(target)
+        choices = select_kernels(lowered, tasks, database=opened, target=target, environment=environment)
+    choice = next(choice for choice in choices if choice.task == task.name)
+    assert (choice.route, choice.has_record, choice.unusable) == (Route.TEMPLATE, False, (number,))
+    assert "1 record(s) passed over" in choice.note
+    assert choice.note.endswith("default of template gemm_sm90")
+
+
+def test_fallback_stands_in_and_says_why_when_a_default_cannot_be_made(lowered, tasks, target, monkeypatch) -> None:
+    def refuse(*_args: object) -> None:
+        raise TemplateError("no room for it")
+
+    monkeypatch.setattr("pipeline.selection.apply_decision", refuse)
+    environment = detect_environment(target)
+    choices = select_kernels(lowered, tasks, database=None, target=target, environment=environment)
+    assert {choice.route for choice in choices} == {Route.FALLBACK}
+    expected = "no database was given; the default of template gemm_sm90 cannot be made: no room for it"
+    assert sum(choice.note == expected for choice in choices) >= 4
+    assert all(choice.scheduled is None for choice in choices)
