@@ -1,0 +1,121 @@
+"""Rebuild expressions node by node, for rewrites that change dtypes or depend on where a node stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Call, Range
+from tvm.ir.expr import TensorLoad
+from tvm.sym import Analyzer
+
+BINARY = (
+    tirx.Add,
+    tirx.Sub,
+    tirx.Mul,
+    tirx.Div,
+    tirx.Mod,
+    tirx.FloorDiv,
+    tirx.FloorMod,
+    tirx.Min,
+    tirx.Max,
+    tirx.EQ,
+    tirx.NE,
+    tirx.LT,
+    tirx.LE,
+    tirx.GT,
+    tirx.GE,
+    tirx.And,
+    tirx.Or,
+)
+IF_THEN_ELSE = "prim.if_then_else"
+# Calls without side effects that CUDA has for float32.
+MATH_CALLS = frozenset(
+    f"tirx.{name}"
+    for name in (
+        "exp", "exp2", "exp10", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "erf", "sin",
+        "cos", "tan", "sinh", "cosh", "asin", "acos", "atan", "atan2", "pow", "floor", "ceil", "round", "nearbyint",
+        "trunc",
+        "fabs", "fmod", "isnan", "isinf", "isfinite",
+    )
+)  # fmt: skip
+
+
+class UnsupportedExpressionError(Exception):
+    """An expression, or what is done with it, is outside what a template makes; the message says why."""
+
+
+def dtype_of(expr: tirx.Expr) -> str:
+    """Return the dtype of an expression."""
+    return str(expr.ty.dtype)
+
+
+def rebuild(expr: tirx.Expr, visit: Callable[[tirx.Expr], tirx.Expr]) -> tirx.Expr:
+    """Return a node with its operands replaced by what `visit` makes of them, in their own dtypes.
+
+    Raises
+    ------
+    UnsupportedExpressionError
+        The node is of a kind that no template makes (a call with side effects, a vector, a tensor's address).
+    """
+    if isinstance(expr, (tirx.Var, tirx.IntImm, tirx.FloatImm)):
+        return expr
+    if isinstance(expr, BINARY):
+        return type(expr)(visit(expr.a), visit(expr.b))
+    if isinstance(expr, tirx.Not):
+        return tirx.Not(visit(expr.a))
+    if isinstance(expr, tirx.Cast):
+        return tirx.Cast(dtype_of(expr), visit(expr.value))
+    if isinstance(expr, tirx.Select):
+        return tirx.Select(visit(expr.condition), visit(expr.true_value), visit(expr.false_value))
+    if isinstance(expr, TensorLoad):
+        return expr.source[tuple(visit(index) for index in expr.indices)]
+    if isinstance(expr, Call) and (call_name(expr) in MATH_CALLS or call_name(expr) == IF_THEN_ELSE):
+        return Call(expr.op, [visit(argument) for argument in expr.args], ret_ty=expr.ty)
+    name = call_name(expr) if isinstance(expr, Call) else type(expr).__name__
+    raise UnsupportedExpressionError(f"it computes {name}, which no row or elementwise template makes")
+
+
+def is_branch(expr: tirx.Expr) -> bool:
+    """Whether an expression is a choice of which only the chosen side is evaluated."""
+    return isinstance(expr, Call) and call_name(expr) == IF_THEN_ELSE
+
+
+def rebuild_branch(expr: Call, visit: Callable[[tirx.Expr], tirx.Expr], analyzer: Analyzer) -> tirx.Expr:
+    """Return a branch with its operands replaced; while `visit` sees a side, the analyzer knows what leads there."""
+    condition = visit(expr.args[0])
+    sides = []
+    otherwise = analyzer.simplify(tirx.Not(condition))
+    for known, side in ((condition, expr.args[1]), (otherwise, expr.args[2])):
+        with analyzer.constraint_scope(known):
+            sides.append(visit(side))
+    return Call(expr.op, [condition, *sides], ret_ty=expr.ty)
+
+
+def call_name(call: Call) -> str:
+    """Return the name of a call's operator."""
+    return str(getattr(call.op, "name", "a call of a function"))
+
+
+def loads_in(expr: tirx.Expr) -> list[TensorLoad]:
+    """Return the loads in an expression, those in the indices of others too."""
+    found: list[TensorLoad] = []
+    tvm_ffi.structural_walk(expr, (TensorLoad, found.append))
+    return found
+
+
+def depends_on(expr: tirx.Expr, variables: Iterable[tirx.Var]) -> bool:
+    """Whether any of some variables stands in an expression."""
+    wanted = list(variables)
+    found: list[tirx.Var] = []
+    tvm_ffi.structural_walk(expr, (tirx.Var, found.append))
+    return any(var.same_as(other) for var in found for other in wanted)
+
+
+def ranged_analyzer(sizes: Iterable[tuple[tirx.Var, int]]) -> Analyzer:
+    """Return an analyzer that knows each variable to be from 0 up to its size."""
+    analyzer = Analyzer()
+    for var, size in sizes:
+        analyzer.bind(var, Range(0, size))
+    return analyzer

@@ -1,0 +1,140 @@
+"""Functions with reductions over rows for CUDA, from FuseTIR's output to a TIRx kernel.
+
+Layer norm, RMS norm, softmax, mean, with any elementwise producers and consumers (residual, bias, casts, masks):
+
+::
+
+    s_0[i] = combine_j value_0(i, j)                       rows i, columns j, after `dataflow`
+    s_1[i] = combine_j value_1(i, j, s_0[i])
+    Y[i, j] = value(i, j, s_0[i], s_1[i], ...)             or Y[i] = value(i, s_0[i], ...)
+    thread t of the `threads` of row i: vectors c * threads + t of `lanes` columns, c = 0 .. chunks - 1
+
+One pass over global memory: a thread loads its part of a row once, in accesses of up to 16 bytes, and keeps it in
+registers for all reductions and the output. Reductions are in float32: in each thread as a tree over a vector, then
+over vectors, then over a warp by shuffles, then over the row's warps, if several, through shared memory. Their order
+is fixed, so results repeat bit by bit. A variance is summed as the function says, from centred values.
+
+With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch), and
+waits for it before it reads what is not known to be constant, and before it writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from tvm import tirx
+
+from schedules.targets import CudaLimits, ResolvedTarget
+from schedules.templates.accesses import VECTOR_BYTES, Accesses, element_bytes
+from schedules.templates.base import Parameters, Refusal, TemplateError
+from schedules.templates.dataflow import Dataflow, Reduction, recognise_dataflow
+from schedules.templates.expressions import UnsupportedExpressionError, loads_in
+from schedules.templates.kernel_frame import has_dependent_launch
+from schedules.templates.registers import refuse_dtypes
+from schedules.templates.rows_kernel import build_rows_kernel
+from schedules.templates.rows_plan import LANES_MAX, RowsParameters, RowsPlan, make_plan
+
+# Of H100 SXM and H200, where the target was given by name.
+_SM_COUNT = 132
+_CANDIDATES_MAX = 24
+
+
+class Rows:
+    """The template; see `schedules.templates.base.Template`."""
+
+    name = RowsParameters.template
+
+    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[RowsParameters] | Refusal:
+        """Return the parameters worth measuring, the most promising first, or why there are none."""
+        flow = _recognise(func, target)
+        if isinstance(flow, Refusal):
+            return flow
+        limits = _limits(target)
+        plans = []
+        for lanes in _lanes(flow, func):
+            accesses = Accesses(flow, lanes)
+            for threads, rows in _shares():
+                p = RowsParameters(lanes, threads, rows, has_dependent_launch(target))
+                plan = make_plan(flow, accesses, p, limits)
+                if isinstance(plan, RowsPlan) and threads < 2 * plan.vectors:
+                    plans.append(plan)
+        plans.sort(key=lambda plan: _predicted(plan, flow, limits.sm_count or _SM_COUNT))
+        found = [plan.parameters for plan in plans[:_CANDIDATES_MAX]]
+        return found or Refusal(f"rows of {flow.columns.size} do not fit the registers of a block")
+
+    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+        """Return the scheduled PrimFunc, or why it cannot be made."""
+        if not isinstance(parameters, RowsParameters):
+            raise TemplateError(f"template {self.name} got {parameters!r}; expected RowsParameters.")
+        flow = _recognise(func, target)
+        if isinstance(flow, Refusal):
+            return flow
+        if not 1 <= parameters.lanes <= LANES_MAX or flow.columns.size % parameters.lanes:
+            return Refusal(f"lanes is {parameters.lanes}, expected 1 to {LANES_MAX} and a divisor of the row")
+        if parameters.dependent and not has_dependent_launch(target):
+            return Refusal(f"{target.arch} has no dependent launch, expected sm_90 or later")
+        accesses = Accesses(flow, parameters.lanes)
+        plan = make_plan(flow, accesses, parameters, _limits(target))
+        return plan if isinstance(plan, Refusal) else build_rows_kernel(func, flow, accesses, plan)
+
+    def parse(self, decision: str) -> RowsParameters:
+        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
+        return RowsParameters.from_json(decision)
+
+
+def _limits(target: ResolvedTarget) -> CudaLimits:
+    if not isinstance(target.limits, CudaLimits):
+        raise TemplateError(f"template {RowsParameters.template} needs a CUDA target, got {target.kind}.")
+    return target.limits
+
+
+def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> Dataflow | Refusal:
+    if target.kind != "cuda":
+        return Refusal(f"the target is {target.kind} {target.arch}, expected cuda")
+    flow = recognise_dataflow(func)
+    if isinstance(flow, Refusal):
+        return flow
+    if not flow.reductions:
+        return Refusal("it has no reductions (the template for elementwise functions makes those)")
+    if any(_is_contraction(one) for one in flow.reductions):
+        return Refusal("it sums products of two tensors (the templates for matmuls make those)")
+    try:
+        refuse_dtypes([str(param.ty.dtype) for param in func.params])
+        scattered = [access for access in Accesses(flow, 2 - flow.columns.size % 2).found if access.scattered]
+    except UnsupportedExpressionError as reason:
+        return Refusal(str(reason))
+    if scattered:
+        return Refusal(f"{scattered[0].buffer.name} is not contiguous along the rows")
+    return flow
+
+
+def _is_contraction(reduction: Reduction) -> bool:
+    """Whether a reduction sums the products of elements of two tensors."""
+    element = reduction.element
+    if reduction.combine != "sum" or not isinstance(element, tirx.Mul):
+        return False
+    left, right = ({load.source for load in loads_in(side)} for side in (element.a, element.b))
+    return bool(left) and bool(right) and left.isdisjoint(right)
+
+
+def _lanes(flow: Dataflow, func: tirx.PrimFunc) -> list[int]:
+    """Return numbers of elements to load together: as many as fill 16 bytes of some tensor's dtype."""
+    loads = [access.dtype for access in Accesses(flow, 1).found if not access.per_row]
+    outputs = [str(func.params[one.param].ty.dtype) for one in flow.outputs if not one.per_row]
+    widths = {VECTOR_BYTES // element_bytes(dtype) for dtype in (*loads, *outputs)} or {1}
+    return sorted({math.gcd(width, flow.columns.size) for width in widths})
+
+
+def _shares() -> Iterator[tuple[int, int]]:
+    """Yield threads of a row and rows of a block."""
+    for threads in (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024):
+        for rows in (1, 2, 4, 8, 16, 32):
+            if threads * rows % 32 == 0 and (threads * rows <= 256 or rows == 1):
+                yield threads, rows
+
+
+def _predicted(plan: RowsPlan, flow: Dataflow, sm_count: int) -> float:
+    """Return a figure to order candidates by."""
+    p = plan.parameters
+    return abs(math.log2(p.threads / 32)) + abs(math.log2(plan.threads / 128)) - p.lanes / 100

@@ -1,0 +1,108 @@
+"""What follows from a function and parameters for the kernel of `schedules.templates.rows`: sizes, or a refusal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from schedules.targets import CudaLimits
+from schedules.templates.accesses import Accesses, element_bytes
+from schedules.templates.base import Parameters, Refusal
+from schedules.templates.dataflow import Dataflow
+
+LANES_MAX = 16
+_WARP = 32
+# Registers that a thread needs beside the elements that it holds.
+_REGISTERS_BESIDE = 28
+# Of one element in float32 beside what was loaded for it: the compiler keeps what several passes need.
+_REGISTERS_PER_ELEMENT = 1.0
+
+
+@dataclass(frozen=True)
+class RowsParameters(Parameters):
+    """Shares of one kernel.
+
+    Attributes
+    ----------
+    lanes
+        Neighbouring elements that a thread loads together.
+    threads
+        That share a row: a power of two up to 32, or whole warps.
+    rows
+        Of a block.
+    dependent
+        Whether the kernel may start before the one before it has ended.
+    """
+
+    template: ClassVar[str] = "rows"
+
+    lanes: int = 8
+    threads: int = 32
+    rows: int = 4
+    dependent: bool = False
+
+
+@dataclass(frozen=True)
+class RowsPlan:
+    """Sizes of one kernel.
+
+    Attributes
+    ----------
+    parameters
+        What it is made from.
+    vectors, chunks
+        Vectors of a row, and those that one thread holds at most.
+    warps
+        That share a row, 1 where a part of one does.
+    blocks, threads
+        Of the grid, and of a block.
+    registers
+        Of a thread, estimated.
+    """
+
+    parameters: RowsParameters
+    vectors: int
+    chunks: int
+    warps: int
+    blocks: int
+    threads: int
+    registers: int
+
+
+def make_plan(flow: Dataflow, accesses: Accesses, p: RowsParameters, limits: CudaLimits) -> RowsPlan | Refusal:
+    """Return the sizes of the kernel for a function, or why there is none with these parameters.
+
+    Parameters
+    ----------
+    accesses : Accesses
+        Of the function with the parameters' `lanes`.
+    """
+    if p.threads < 1 or (p.threads % _WARP if p.threads > _WARP else _WARP % p.threads):
+        return Refusal(f"threads is {p.threads}, expected a power of two up to {_WARP} or a multiple of it")
+    block = p.threads * p.rows
+    if p.rows < 1 or block > limits.max_threads_per_block or block % _WARP:
+        return Refusal(
+            f"{p.rows} rows of {p.threads} threads, expected a multiple of {_WARP} up to {limits.max_threads_per_block}"
+        )
+    vectors = flow.columns.size // p.lanes
+    chunks = math.ceil(vectors / p.threads)
+    held = sum(_held_bytes(access.dtype) for access in accesses.found if access.width)
+    registers = _REGISTERS_BESIDE + math.ceil(chunks * p.lanes * (held / 4 + _REGISTERS_PER_ELEMENT))
+    available = min(limits.registers_per_thread, limits.registers_per_block // block)
+    if registers > available:
+        return Refusal(f"about {registers} registers a thread, a block of {block} has {available}")
+    return RowsPlan(
+        parameters=p,
+        vectors=vectors,
+        chunks=chunks,
+        warps=max(1, p.threads // _WARP),
+        blocks=math.ceil(flow.rows / p.rows),
+        threads=block,
+        registers=registers,
+    )
+
+
+def _held_bytes(dtype: str) -> int:
+    """Return the bytes of registers that an element takes; small ones are unpacked."""
+    return max(2, element_bytes(dtype))
