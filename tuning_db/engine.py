@@ -253,33 +253,36 @@ def database_size(connection: Connection) -> int:
 def translate_error(error: BaseException | None, location: Location) -> TuningDatabaseError:
     """Return the error of ours that says what a driver's error means for the caller."""
     where = location.shown
+    # PostgreSQL adds hints and contexts in lines of their own.
+    said = str(error).strip().split("\n", 1)[0]
     code = getattr(error, "sqlite_errorcode", None)
     primary = code & 0xFF if isinstance(code, int) else None
     state = getattr(error, "sqlstate", None)
     if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) or state in _RETRIABLE_SQLSTATES:
         return DatabaseBusyError(
-            f"The database {where} stayed locked by other writers ({error}). Run the command again."
+            f"The database {where} stayed locked by other writers ({said}). Run the command again."
         )
     if primary == sqlite3.SQLITE_FULL or state in _FULL_SQLSTATES:
         return DatabaseWriteError(
-            f"The disk of the database {where} is full ({error}). Nothing of this write was kept, earlier records are "
+            f"The disk of the database {where} is full ({said}). Nothing of this write was kept, earlier records are "
             "whole. Free some space and run the command again."
         )
     if primary == sqlite3.SQLITE_READONLY or state in _READ_ONLY_SQLSTATES:
+        file = location.dialect == "sqlite"
+        cure = "Make the file and its folder writable" if file else "Name a user who may write, or another server"
         return DatabaseWriteError(
-            f"The database {where} cannot be written ({error}). Make the file and its folder writable, or open it in "
-            "mode read-only."
+            f"The database {where} cannot be written ({said}). {cure}, or open it in mode read-only."
         )
     if primary in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
         return DatabaseOpenError(
-            f"{where} is not a database or is damaged ({error}). Restore it from a copy, or name another file."
+            f"{where} is not a database or is damaged ({said}). Restore it from a copy, or name another file."
         )
     if primary in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_IOERR):
         return DatabaseOpenError(
-            f"Cannot open the database {where} ({error}). Check that the file and its folder can be read and written."
+            f"Cannot open the database {where} ({said}). Check that the file and its folder can be read and written."
         )
     if state is None and primary is None and location.dialect == "postgresql":
         return DatabaseOpenError(
-            f"Cannot reach the database {where} ({error}). Check host, port, user and database name."
+            f"Cannot reach the database {where} ({said}). Check host, port, user and database name."
         )
-    return TuningDatabaseError(f"The database {where} refused a statement ({error}).")
+    return TuningDatabaseError(f"The database {where} refused a statement ({said}).")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -32,6 +34,32 @@ with TuningDatabase.open(path) as database:
                               "[]", Status.OK, (1.0,), seed=seed)
         database.record_measurement(record)
         print(seed, flush=True)
+"""
+
+FILL = """
+import sys
+from tuning_db.records import *
+from tuning_db.errors import DatabaseWriteError
+from tuning_db.store import TuningDatabase
+workload = Workload("w", "matmul", "{}", "w", 1.0, 1.0, None, "0.27")
+environment = Environment("cpu", "EPYC", "znver4", None, None, "0.27", "0.1", 2)
+target = TargetKey("llvm", "znver4")
+kept = 0
+with TuningDatabase.open(sys.argv[1]) as database:
+    database.record_workload(workload)
+    try:
+        while True:
+            database.record_measurements([
+                TuningRecord("w", workload.signature_key, target, environment, Route.METASCHEDULE, "x" * 20_000,
+                             Status.OK, (1.0,), seed=kept + n)
+                for n in range(2)
+            ])
+            kept += 2
+    except DatabaseWriteError as e:
+        print(kept, e, sep="\\n")
+with TuningDatabase.open(sys.argv[1], mode=Mode.READ_ONLY) as database:
+    assert [record.seed for record in database.list_records()] == list(range(kept))
+    print(database.count_records())
 """
 
 PROTECTED = """
@@ -93,6 +121,23 @@ def test_write_fails_with_a_clear_error_and_keeps_earlier_records_when_the_disk_
         assert database.count_records() == 1
     with TuningDatabase.open(path) as database:
         assert database.list_records()[0].latency_us == 12.5
+
+
+def test_earlier_records_are_whole_after_a_real_disk_is_full(tmp_path):
+    unshare = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-Urm"]
+    command = 'mount -t tmpfs -o size=3m none "$1" && exec "$2" -c "$3" "$1/tuning.db"'
+    done = subprocess.run(
+        [*unshare, "sh", "-c", command, "sh", str(tmp_path), sys.executable, FILL],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    acknowledged, message, kept = done.stdout.splitlines()
+    assert 0 < int(acknowledged) == int(kept)
+    assert "The disk of the database sqlite:///" in message
+    assert "Free some space" in message
 
 
 def test_writer_waits_and_reader_does_not_when_another_holds_the_lock(path, samples):
