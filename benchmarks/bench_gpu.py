@@ -28,6 +28,7 @@ from benchmarks.gpu_arms.cases import Case, find_cases
 from benchmarks.gpu_arms.children import Child, ChildError
 from benchmarks.gpu_arms.order import Order, parse_arms
 from benchmarks.gpu_arms.results import Entry, machine, notes, read_entries, table, write_results
+from pipeline.cli.output import stdout_console
 
 RESULTS = Path(__file__).parent / "results" / "gpu-models.json"
 DEFAULT_ARTIFACTS = Path("out/gpu")
@@ -40,7 +41,7 @@ _CORES_FOR_A_CASE = 4
 def main() -> None:
     """Run the cases and print the table."""
     arguments = _parse()
-    console = Console(highlight=False)
+    console = stdout_console()
     console.print(f"raw values: {arguments.out}", soft_wrap=True)
     entries = asyncio.run(run_cases(arguments, console))
     console.print(table(entries))

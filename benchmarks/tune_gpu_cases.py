@@ -15,12 +15,11 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks.bench_gpu import DEFAULT_ARTIFACTS
 from benchmarks.gpu_arms.artifact_facts import describe
 from benchmarks.gpu_arms.cases import Case, find_cases
 from pipeline.cli.app import expected_errors
+from pipeline.cli.output import stdout_console
 from pipeline.jobs import CompileResult, TuneRequest, compile_model, tune_model
 from pipeline.prepare import ModelRequest
 from pipeline.tuning.options import TuningOptions
@@ -29,7 +28,7 @@ from pipeline.tuning.options import TuningOptions
 def main() -> None:
     """Tune or compile every case and print what became of it; exits 1 when one failed."""
     arguments = _parse()
-    console = Console(highlight=False)
+    console = stdout_console()
     failed = 0
     for case in find_cases(arguments.cases):
         started = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -75,10 +76,7 @@ def overall(entries: Sequence[Entry]) -> dict[str, float | int | None]:
     means: dict[str, float | int | None] = {}
     for name, key in (("host_clock", "median_ms"), ("device", "device_median_ms")):
         values = [value for entry in entries if (value := ratio(entry, key)) is not None]
-        product = 1.0
-        for value in values:
-            product *= value
-        means[name] = product ** (1 / len(values)) if values else None
+        means[name] = statistics.geometric_mean(values) if values else None
     means["cases"] = sum(ratio(entry) is not None for entry in entries)
     return means
 
