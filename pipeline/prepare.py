@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from models import OnnxModel, load_model
@@ -21,6 +21,9 @@ from schedules.targets import ResolvedTarget, resolve_target
 from tuning_db.records import Environment, Route
 
 logger = logging.getLogger(__name__)
+
+# Passes whose kernels are for templates: the fallback makes them of many parts, slower than without the pass.
+TEMPLATE_PASSES = frozenset({"recognise_attention"})
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def prepare_model(request: ModelRequest) -> PreparedModel:
     with stage("import"):
         graph = import_model(model)
     with stage("lower"):
-        lowered = lower(graph, target.target, request.lowering)
+        lowered = lower(graph, target.target, _lowering_for(request))
     with stage("tasks"):
         tasks = tuple(extract_tasks([lowered]))
         untunable = tuple(list_untunable([lowered]))
@@ -99,6 +102,14 @@ def prepare_model(request: ModelRequest) -> PreparedModel:
     for kernel in untunable:
         logger.info("not tunable: %s", kernel)
     return PreparedModel(request, model, target, detect_environment(target), lowered, tasks, untunable)
+
+
+def _lowering_for(request: ModelRequest) -> LoweringOptions:
+    """Return a request's options without the passes that make what only a template makes, where templates are off."""
+    if Route.TEMPLATE in request.routes:
+        return request.lowering
+    logger.info("route template is left aside, and with it: %s", ", ".join(sorted(TEMPLATE_PASSES)))
+    return replace(request.lowering, disabled_passes=request.lowering.disabled_passes | TEMPLATE_PASSES)
 
 
 @contextmanager

@@ -39,8 +39,8 @@ class Masking:
     source
         That tensor where the graph has it. Otherwise it is to be made: the sum of `addends` times their factors, and of
         `fill` where `conditions` do not all hold.
-    elements
-        How many the tensor has.
+    shape
+        Of the tensor.
     """
 
     causal: bool = False
@@ -51,7 +51,12 @@ class Masking:
     addends: tuple[tuple[tvm.ir.Expr, float], ...] = ()
     conditions: tuple[Condition, ...] = ()
     fill: float = 0.0
-    elements: int = 0
+    shape: tuple[int, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """How many the tensor has."""
+        return 0 if self.strides is None else math.prod(self.shape)
 
     def key(self) -> tuple[object, ...]:
         """Return what masks that are the same tensor have in common."""
@@ -154,8 +159,8 @@ def _read(
     for reading in readings_of(expr, values, scaled=False):
         strides = _strides(attention, reading.view, shape)
         if strides is not None:
-            elements = math.prod(static_shape(reading.base) or ())
-            return replace(masking, kind=kind, strides=strides, source=reading.base, elements=elements)
+            lies_in = static_shape(reading.base) or ()
+            return replace(masking, kind=kind, strides=strides, source=reading.base, shape=lies_in)
     raise NotAttentionError(f"its mask {static_shape(expr)} lies in a way that no strides describe")
 
 
@@ -169,7 +174,7 @@ def _made(attention: Attention, shape: tuple[int, ...], masking: Masking) -> Mas
     strides = _strides(attention, whole(made), shape)
     if strides is None:
         raise NotAttentionError(f"its mask {made} lies in a way that no strides describe")
-    return replace(masking, strides=strides, elements=math.prod(made))
+    return replace(masking, strides=strides, shape=made)
 
 
 def _strides(attention: Attention, view: StridedView, shape: tuple[int, ...]) -> BiasStrides | None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from pipeline.passes.attention_layout import Strides
+from pipeline.passes.attention_kernel import AttentionFunctions, AttentionKernel, kernel_of
 from pipeline.passes.attention_masking import Masking, masking_of
-from pipeline.passes.attention_match import Attention, is_weighting, match_attention
+from pipeline.passes.attention_match import is_weighting, match_attention
 from pipeline.passes.attention_scores import NotAttentionError
 from pipeline.passes.ir import (
     bindings_of,
@@ -21,12 +21,12 @@ from pipeline.passes.ir import (
     is_op,
     main_of,
     rewrite_main,
-    static_shape,
     users_of,
     values_of,
 )
 from pipeline.passes.state import LoweringState
-from schedules.attention import AttentionSpec, HeadLayout, ScoreBias, attention_function
+
+logger = logging.getLogger(__name__)
 
 
 def recognise_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -58,91 +58,65 @@ def has_template(target: tvm.target.Target) -> bool:
 
 
 def attention_as_kernels(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
-    """Return `mod` with each attention as one PrimFunc, whatever the target."""
+    """Return `mod` with each attention that a template makes as one PrimFunc."""
     main = main_of(mod)
     values, users = values_of(main), users_of(main)
-    found: dict[relax.Var, _Kernel] = {}
+    functions = AttentionFunctions(state.target)
+    found: dict[relax.Var, AttentionKernel] = {}
     for binding in bindings_of(main):
         var = binding.var
         if not is_op(binding.value, "nn.softmax") or not is_weighting(var, values, users):
             continue
         try:
             attention = match_attention(var, values, users)
-            found[attention.result] = _Kernel(attention, masking_of(attention, values))
+            kernel = kernel_of(attention, masking_of(attention, values))
+            functions.get(kernel)
         except NotAttentionError as e:
             state.note(f"attention not recognised at {var.name}: {e}")
+            logger.info("%s: attention not recognised at %s: %s", state.graph.name, var.name, e)
+            continue
+        found[attention.result] = kernel
+        path = (*attention.path, attention.result)
+        state.sources[attention.result.name] = state.nodes_of(step.name for step in path)
     if not found:
         return mod
-    for kernel in found.values():
-        result = kernel.attention.result
-        state.sources[result.name] = state.nodes_of([*(var.name for var in kernel.attention.path), result.name])
     state.note(f"{len(found)} attentions recognised")
-    return rewrite_main(mod, _Replace(mod, found, state))
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    attention: Attention
-    masking: Masking
+    return rewrite_main(mod, _Replace(mod, found, functions, state))
 
 
 @mutator
 class _Replace(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.ir.IRModule, found: Mapping[relax.Var, _Kernel], state: LoweringState) -> None:
+    def __init__(
+        self,
+        mod: tvm.ir.IRModule,
+        found: Mapping[relax.Var, AttentionKernel],
+        functions: AttentionFunctions,
+        state: LoweringState,
+    ) -> None:
         super().__init__(mod)
         self._found = found
+        self._functions = functions
         self._state = state
         self._rounded: dict[tvm.ir.Expr, relax.Var] = {}
         self._masks: dict[tuple[object, ...], tvm.ir.Expr] = {}
-        self._functions: dict[tuple[object, ...], tvm.ir.GlobalVar] = {}
+        self._added: dict[tirx.PrimFunc, tvm.ir.GlobalVar] = {}
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         kernel = self._found.get(binding.var)
         if kernel is None:
             super().visit_var_binding_(binding)
             return
-        attention, masking = kernel.attention, kernel.masking
-        operands = _Operands()
-        layouts = [
-            operands.layout(self._of_dtype(heads.base, attention.dtype), heads.strides)
-            for heads in (attention.query, attention.key, attention.value)
-        ]
-        bias = None
-        if masking.strides is not None:
-            bias = ScoreBias(operands.position(self._mask(masking)), masking.kind, *masking.strides)
-        shape = static_shape(binding.var) or ()
-        output = attention.output.strides
-        spec = AttentionSpec(
-            batch=attention.batch,
-            heads=attention.heads,
-            kv_heads=attention.key.strides.heads,
-            queries=attention.queries,
-            keys=attention.keys,
-            head_dim=attention.head_dim,
-            scale=attention.scale,
-            causal=masking.causal,
-            window=masking.window,
-            query=layouts[0],
-            key=layouts[1],
-            value=layouts[2],
-            output=HeadLayout(len(operands.tensors), 0, output.batch, output.position, output.head),
-            bias=bias,
-        )
-        params = [*operands.types(), (shape, attention.dtype)]
-        call = relax.call_tir(
-            self._function(spec, params), relax.Tuple(operands.tensors), relax.TensorType(shape, attention.dtype)
-        )
-        emit_named(self, binding.var, call)
+        operands = [self._rounded_to(base, kernel.attention.dtype) for base in kernel.bases]
+        if kernel.spec.bias is not None:
+            operands.append(self._mask(kernel.masking))
+        func = self._functions.get(kernel)
+        if func not in self._added:
+            self._added[func] = self.builder_.add_func(func.without_attr("global_symbol"), "attention")
+        output = relax.TensorType(*kernel.params[-1])
+        emit_named(self, binding.var, relax.call_tir(self._added[func], relax.Tuple(operands), output))
 
-    def _function(self, spec: AttentionSpec, params: list[tuple[tuple[int, ...], str]]) -> tvm.ir.GlobalVar:
-        key = (spec, tuple(params))
-        if key not in self._functions:
-            func = attention_function(spec, params).without_attr("global_symbol")
-            self._functions[key] = self.builder_.add_func(func, "attention")
-        return self._functions[key]
-
-    def _of_dtype(self, base: tvm.ir.Expr, dtype: str) -> tvm.ir.Expr:
-        """Return what heads lie in, rounded where the graph rounds parts of it."""
+    def _rounded_to(self, base: tvm.ir.Expr, dtype: str) -> tvm.ir.Expr:
+        """Return what heads lie in, rounded as a whole where the graph rounds parts of it."""
         if dtype_of(base) == dtype:
             return self.visit_expr(base)
         if base not in self._rounded:
@@ -179,26 +153,3 @@ class _Replace(PyExprMutator):  # type: ignore[misc]
             total = hidden if total is None else emit(relax.op.add(total, hidden))
         assert total is not None
         return total
-
-
-class _Operands:
-    """The tensors that a kernel reads, each once."""
-
-    def __init__(self) -> None:
-        self.tensors: list[tvm.ir.Expr] = []
-
-    def position(self, tensor: tvm.ir.Expr) -> int:
-        """Return a tensor's position, the last if it is new."""
-        for position, known in enumerate(self.tensors):
-            if known.same_as(tensor):
-                return position
-        self.tensors.append(tensor)
-        return len(self.tensors) - 1
-
-    def layout(self, tensor: tvm.ir.Expr, strides: Strides) -> HeadLayout:
-        """Return where heads lie."""
-        return HeadLayout(self.position(tensor), strides.offset, strides.batch, strides.position, strides.head)
-
-    def types(self) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of each tensor."""
-        return [(static_shape(tensor) or (), dtype_of(tensor)) for tensor in self.tensors]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,11 +10,14 @@ from tvm import tirx
 from models import OnnxModel
 from models.inputs import random_inputs
 from pipeline.importer import import_model
-from pipeline.passes import LoweredModule, LoweringOptions, lower, recognise_attention
+from pipeline.passes import LoweredModule, LoweringOptions, attention_kernel, lower, recognise_attention
+from pipeline.prepare import ModelRequest, prepare_model
+from pipeline.routes import DEFAULT_ROUTES
 from schedules.attention import AttentionSpec, spec_of
 from schedules.targets import resolve_target
 from tests.pipeline.passes.attention_forms import FORMS, HEADS, LENGTH, SIZE, Expected, Form, plain
 from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, run_reference, small_model
+from tuning_db.records import Route
 
 FP16 = LoweringOptions(precision="fp16")
 TOLERANCE = 2e-2
@@ -21,10 +25,10 @@ FORMS_BY_NAME = {form.__name__: form for form in FORMS}
 
 
 @pytest.fixture
-def any_target(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def any_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recognise attention for a CPU too: its PrimFunc is right everywhere, and a CPU is what is here to run it."""
     monkeypatch.setattr(recognise_attention, "has_template", lambda _target: True)
-    return
+    monkeypatch.setattr(attention_kernel, "template_refusal", lambda _func, _target: None)
 
 
 def specs_of(lowered: LoweredModule) -> list[AttentionSpec]:
@@ -51,19 +55,26 @@ def test_recognise_attention_agrees_with_onnx_runtime_in_every_form(
     assert spec.scale == pytest.approx(SIZE**-0.5 if form.__name__ != "relative_bias_and_padding" else 1.0)
     # One kernel more rounds the input.
     assert sum(map(len, lowered.kernels.values())) - 1 == expected.kernels, list(lowered.kernels)
-    for sample in range(2):
-        feeds = random_inputs(model, seed=1, sample=sample)
-        assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
+    feeds = random_inputs(model, seed=1)
+    assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
 
 
 @pytest.mark.usefixtures("any_target")
-@pytest.mark.parametrize("name", ["bert-tiny", "gpt2-tiny", "gpt2-tiny-decode", "llama-tiny", "vit-tiny", "t5-tiny"])
+@pytest.mark.parametrize("name", ["gpt2-tiny-decode", "t5-tiny"])
 def test_recognise_attention_agrees_with_onnx_runtime_when_model_is_of_the_zoo(name: str) -> None:
     model = small_model(name)
     lowered = lower(import_model(model), LLVM, FP16)
     assert notes_of(lowered) == ("2 attentions recognised",)
     feeds = random_inputs(model, seed=0)
     assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["bert-tiny", "gpt2-tiny", "llama-tiny", "llama-tiny-decode", "vit-tiny"])
+def test_recognise_attention_finds_every_layer_when_model_is_of_the_zoo(name: str) -> None:
+    lowered = lower(import_model(small_model(name)), resolve_target("cuda:sm_90a").target, FP16)
+    assert notes_of(lowered) == ("2 attentions recognised",)
+    assert not any("softmax" in kernel for kernel in lowered.kernels)
+    assert [spec.causal for spec in specs_of(lowered)] == [name in ("gpt2-tiny", "llama-tiny")]
 
 
 @pytest.mark.usefixtures("any_target")
@@ -190,3 +201,24 @@ def test_recognise_attention_keeps_rows_finite_when_they_see_no_key() -> None:
     (got,), (want,) = run_lowered(lowered, feeds), run_reference(model, feeds)
     assert np.isfinite(got).all()
     assert_agrees([got[0, 3:], got[1]], [want[0, 3:], want[1]], TOLERANCE)
+
+
+def test_recognise_attention_says_why_when_the_template_refuses() -> None:
+    f = Form()
+    x = f.x(2, LENGTH, 20)
+    q, k, v = (
+        f.op("Transpose", f.op("Reshape", f.linear(x, 20, 20), [2, LENGTH, 4, 5]), perm=[0, 2, 1, 3]) for _ in range(3)
+    )
+    merged = f.op("Transpose", f.op("MatMul", f.op("Softmax", f.scores(q, k), axis=-1), v), perm=[0, 2, 1, 3])
+    result = f.linear(f.op("Reshape", merged, [2, LENGTH, 20]), 20, 20)
+    model = f.model(result, (2, LENGTH, 20))
+    lowered = lower(import_model(model), resolve_target("cuda:sm_90a").target, FP16)
+    assert specs_of(lowered) == []
+    assert "no template makes it" in notes_of(lowered)[0]
+    assert "head_dim is 5" in notes_of(lowered)[0]
+
+
+def test_recognise_attention_is_off_when_templates_are() -> None:
+    request = ModelRequest("bert-tiny", target="cuda:sm_90a", lowering=FP16, routes=frozenset({Route.METASCHEDULE}))
+    assert specs_of(prepare_model(request).lowered) == []
+    assert len(specs_of(prepare_model(replace(request, routes=DEFAULT_ROUTES)).lowered)) == 1
