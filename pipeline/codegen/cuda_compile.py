@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import tvm
@@ -42,6 +43,8 @@ _EMPTY = (
 )
 # How eagerly ptxas spends registers to save instructions, 0 to 10; 10 is what TVM's kernels were tuned with.
 _REGISTERS = "--register-usage-level=10"
+# Told to whoever asks for the log: registers, shared memory and spills of each kernel.
+_VERBOSE = "-v"
 _NVCC_TIMEOUT_S = 600
 _ERROR_LINES = 12
 
@@ -51,7 +54,13 @@ def uses_fast_math(target: tvm.target.Target) -> bool:
     return bool(target.attrs.get(FAST_MATH, False))
 
 
-def compile_with_nvrtc(code: str, arch: str, include: tuple[Path, ...], *, fast_math: bool = False) -> bytes:
+# Told what ptxas says of each kernel.
+OnLog = Callable[[str], None]
+
+
+def compile_with_nvrtc(
+    code: str, arch: str, include: tuple[Path, ...], *, fast_math: bool = False, on_log: OnLog | None = None
+) -> bytes:
     """Return the cubin that NVRTC makes of TVM's CUDA source.
 
     Parameters
@@ -64,6 +73,8 @@ def compile_with_nvrtc(code: str, arch: str, include: tuple[Path, ...], *, fast_
         Folders of CUDA's headers and of libcu++.
     fast_math : bool
         See `FAST_MATH`.
+    on_log : callable or None
+        Told the registers, shared memory and spills of the kernels, in ptxas' words.
 
     Raises
     ------
@@ -79,12 +90,21 @@ def compile_with_nvrtc(code: str, arch: str, include: tuple[Path, ...], *, fast_
         *(f"-U{name}" for name in _UNDEFINED),
         *(f"-D{name}=" for name in _EMPTY),
         f"--ptxas-options={_REGISTERS}",
+        *([f"--ptxas-options={_VERBOSE}"] if on_log else []),
         *([_FAST_MATH_OPTION] if fast_math else []),
     ]
-    return _nvrtc(prepare_source(code), options, arch)
+    return _nvrtc(prepare_source(code), options, arch, on_log)
 
 
-def compile_with_nvcc(code: str, arch: str, nvcc: Path, include: tuple[Path, ...], *, fast_math: bool = False) -> bytes:
+def compile_with_nvcc(
+    code: str,
+    arch: str,
+    nvcc: Path,
+    include: tuple[Path, ...],
+    *,
+    fast_math: bool = False,
+    on_log: OnLog | None = None,
+) -> bytes:
     """Return the cubin that nvcc makes of TVM's CUDA source; parameters as for `compile_with_nvrtc`.
 
     Raises
@@ -104,6 +124,7 @@ def compile_with_nvcc(code: str, arch: str, nvcc: Path, include: tuple[Path, ...
             *(f"-U{name}" for name in _UNDEFINED),
             "--expt-relaxed-constexpr",
             f"--ptxas-options={_REGISTERS}",
+            *([f"--ptxas-options={_VERBOSE}"] if on_log else []),
             *([_FAST_MATH_OPTION] if fast_math else []),
             "-o",
             str(cubin),
@@ -115,10 +136,12 @@ def compile_with_nvcc(code: str, arch: str, nvcc: Path, include: tuple[Path, ...
             raise LoweringError(f"nvcc ({nvcc}) could not be run: {e}") from e
         if outcome.returncode != 0:
             raise _refused("nvcc", arch, outcome.stdout + outcome.stderr)
+        if on_log is not None:
+            on_log(outcome.stderr)
         return cubin.read_bytes() if cubin.is_file() else b""
 
 
-def _nvrtc(source: DeviceSource, options: list[str], arch: str) -> bytes:
+def _nvrtc(source: DeviceSource, options: list[str], arch: str, on_log: OnLog | None) -> bytes:
     # An optional dependency, present wherever `find_toolchain` answered NVRTC.
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
     names = [name.encode() for name in source.headers]
@@ -130,11 +153,14 @@ def _nvrtc(source: DeviceSource, options: list[str], arch: str) -> bytes:
         raise LoweringError(f"NVRTC cannot be used: {created.name}; check cuda-bindings and nvidia-cuda-nvrtc")
     try:
         (outcome,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        buffer = bytearray(size)
+        nvrtc.nvrtcGetProgramLog(program, buffer)
+        log = buffer.decode(errors="replace").rstrip("\0\n")
         if outcome != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            _, size = nvrtc.nvrtcGetProgramLogSize(program)
-            log = bytearray(size)
-            nvrtc.nvrtcGetProgramLog(program, log)
-            raise _refused("nvrtc", arch, log.decode(errors="replace").rstrip("\0\n") or outcome.name)
+            raise _refused("nvrtc", arch, log or outcome.name)
+        if on_log is not None:
+            on_log(log)
         _, size = nvrtc.nvrtcGetCUBINSize(program)
         cubin = bytearray(size)
         nvrtc.nvrtcGetCUBIN(program, cubin)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import tvm_ffi
 
-from pipeline.codegen.cuda_compile import ELF_MAGIC, compile_with_nvcc, compile_with_nvrtc
+from pipeline.codegen.cuda_compile import ELF_MAGIC, OnLog, compile_with_nvcc, compile_with_nvrtc
 from pipeline.codegen.cuda_libraries import DRIVER, load_cuda_runtime, load_library, pypi_root
 from pipeline.errors import LoweringError
 
@@ -101,7 +101,7 @@ def find_toolchain() -> CudaToolchain:
 
 
 @contextmanager
-def cuda_compiler(arch: str, *, fast_math: bool = False) -> Iterator[CudaToolchain]:
+def cuda_compiler(arch: str, *, fast_math: bool = False, on_log: OnLog | None = None) -> Iterator[CudaToolchain]:
     """Make TVM compile CUDA source to a cubin for `arch` inside the block, with or without a GPU.
 
     Parameters
@@ -110,6 +110,8 @@ def cuda_compiler(arch: str, *, fast_math: bool = False) -> Iterator[CudaToolcha
         Such as `sm_90a`.
     fast_math : bool
         See `pipeline.codegen.cuda_compile.FAST_MATH`.
+    on_log : callable or None
+        Told what ptxas says of the kernels.
 
     Raises
     ------
@@ -121,7 +123,7 @@ def cuda_compiler(arch: str, *, fast_math: bool = False) -> Iterator[CudaToolcha
     ensure_cuda_runtime()
 
     def compile_source(code: str) -> bytes:
-        return compile_cubin(code, arch, toolchain, fast_math=fast_math)
+        return compile_cubin(code, arch, toolchain, fast_math=fast_math, on_log=on_log)
 
     original = tvm_ffi.get_global_func(COMPILE_CALLBACK)
     tvm_ffi.register_global_func(COMPILE_CALLBACK, compile_source, override=True)
@@ -131,7 +133,9 @@ def cuda_compiler(arch: str, *, fast_math: bool = False) -> Iterator[CudaToolcha
         tvm_ffi.register_global_func(COMPILE_CALLBACK, original, override=True)
 
 
-def compile_cubin(code: str, arch: str, toolchain: CudaToolchain, *, fast_math: bool = False) -> bytes:
+def compile_cubin(
+    code: str, arch: str, toolchain: CudaToolchain, *, fast_math: bool = False, on_log: OnLog | None = None
+) -> bytes:
     """Return the cubin of CUDA source for an architecture such as `sm_90a`.
 
     Raises
@@ -143,9 +147,10 @@ def compile_cubin(code: str, arch: str, toolchain: CudaToolchain, *, fast_math: 
     # libcu++ has its own folder since CUDA 13.
     include = tuple(folder for folder in (root, root / "cccl") if folder.is_dir())
     if toolchain.kind is CompilerKind.NVRTC:
-        cubin = compile_with_nvrtc(code, arch, include, fast_math=fast_math)
+        cubin = compile_with_nvrtc(code, arch, include, fast_math=fast_math, on_log=on_log)
     else:
-        cubin = compile_with_nvcc(code, arch, toolchain.root / "bin" / "nvcc", include, fast_math=fast_math)
+        nvcc = toolchain.root / "bin" / "nvcc"
+        cubin = compile_with_nvcc(code, arch, nvcc, include, fast_math=fast_math, on_log=on_log)
     if not cubin.startswith(ELF_MAGIC):
         raise LoweringError(f"{toolchain.kind.value} gave no cubin for {arch}: its output starts with {cubin[:8]!r}")
     return cubin

@@ -13,7 +13,7 @@ import tvm
 from tvm import tirx
 
 from pipeline.codegen.bool_vectors import unroll_bool_vectors
-from pipeline.codegen.cuda_compile import uses_fast_math
+from pipeline.codegen.cuda_compile import OnLog, uses_fast_math
 from pipeline.codegen.cuda_compiler import cuda_compiler
 from pipeline.errors import LoweringError
 from schedules.gpu.binding import list_unbound_blocks
@@ -54,8 +54,10 @@ def finish_kernels(scheduled: tvm.ir.IRModule, target: tvm.target.Target) -> tvm
 
 
 @contextmanager
-def device_toolchain(target: tvm.target.Target) -> Iterator[None]:
+def device_toolchain(target: tvm.target.Target, on_log: OnLog | None = None) -> Iterator[None]:
     """Make TVM compile device code with the project's compilers inside the block; nothing for a CPU.
+
+    `on_log` is told the registers, shared memory and spills of the kernels, in ptxas' words.
 
     Raises
     ------
@@ -65,5 +67,5 @@ def device_toolchain(target: tvm.target.Target) -> Iterator[None]:
     if target.kind.name != "cuda":
         yield
         return
-    with cuda_compiler(str(target.attrs["arch"]), fast_math=uses_fast_math(target)):
+    with cuda_compiler(str(target.attrs["arch"]), fast_math=uses_fast_math(target), on_log=on_log):
         yield

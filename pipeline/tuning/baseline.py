@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import tvm
 from tvm.s_tir import meta_schedule as ms
@@ -28,18 +29,27 @@ logger = logging.getLogger(__name__)
 _PLAIN_FLOPS_MAX = 1e8
 
 
-def measure_fallbacks(
-    states: Sequence[TaskState],
-    evaluator: Evaluator,
-    target: ResolvedTarget,
-    take: Callable[[TaskState, str, Outcome], None],
+@dataclass(frozen=True)
+class Fallback:
+    """The fallback schedule of a task, to be measured like a candidate."""
+
+    state: TaskState
+    decision: str
+    job: Job
+
+
+TakeFailure = Callable[[TaskState, str, Outcome], None]
+
+
+def prepare_references(
+    states: Sequence[TaskState], evaluator: Evaluator, target: ResolvedTarget, take: TakeFailure
 ) -> None:
-    """Give every task its reference, and measure the fallback of those whose `before_us` is not known yet.
+    """Give every task its reference; one that cannot have any is skipped.
 
     Parameters
     ----------
     take : callable
-        Told task, decision and outcome of each fallback.
+        Told task, decision and outcome of a fallback that was to be the reference and does not build.
     """
     host = target.target.host if target.target.host is not None else target.target
     mods = [_reference_mod(state, host) for state in states]
@@ -50,17 +60,19 @@ def measure_fallbacks(
             logger.warning("task %s has no reference on the CPU: %s", state.task.name, result.error_msg)
     missing = [state for state in states if state.note and state.note.reference is None]
     _references_on_device(missing, evaluator, target, take)
-    jobs, chosen, decisions = [], [], []
+
+
+def list_fallbacks(states: Sequence[TaskState], target: ResolvedTarget) -> list[Fallback]:
+    """Return the fallbacks to measure: of tasks with a reference, whose `before_us` is not known yet."""
+    found = []
     for state in states:
         if state.before_us is not None or state.note is None or state.note.reference is None:
             continue
         scheduled = _fallback(state, target)
         if scheduled is not None:
             args_info = ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False)
-            jobs.append(Job(scheduled[0], args_info, state.note))
-            chosen.append(state)
-            decisions.append(scheduled[1])
-    evaluator.evaluate(jobs, lambda index, outcome: take(chosen[index], decisions[index], outcome))
+            found.append(Fallback(state, scheduled[1], Job(scheduled[0], args_info, state.note)))
+    return found
 
 
 def _reference_mod(state: TaskState, host: tvm.target.Target) -> tvm.ir.IRModule:
@@ -92,7 +104,7 @@ def _references_on_device(
     states: Sequence[TaskState],
     evaluator: Evaluator,
     target: ResolvedTarget,
-    take: Callable[[TaskState, str, Outcome], None],
+    take: TakeFailure,
 ) -> None:
     """Take the device's fallback as the reference of tasks that the host cannot compute, such as some 8-bit floats.
 

@@ -42,7 +42,9 @@ def start() -> Callable[[object], object]:
     from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
 
     from pipeline.codegen.finish import device_toolchain, finish_kernels
+    from pipeline.tuning.launch import DynamicSharedMemory
     from pipeline.tuning.note import take_note
+    from pipeline.tuning.resources import parse_compiler_log, write_resources
     from schedules.templates.lowering import tir_pipeline_for
 
     without_layout_blocks = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)
@@ -53,11 +55,17 @@ def start() -> Callable[[object], object]:
         mod, note = take_note(pickle.loads(request.mod))
         target = pickle.loads(request.target)
         finished = finish_kernels(without_layout_blocks(mod), target)
-        with device_toolchain(target), target:
+        log: list[str] = []
+        dynamic = DynamicSharedMemory()
+        instruments = [dynamic] if target.kind.name == "cuda" else []
+        context = tvm.transform.PassContext(opt_level=3, instruments=instruments)
+        with device_toolchain(target, log.append), context, target:
             executable = _with_intrinsics(
                 lambda: tvm.compile(finished, target, tir_pipeline=tir_pipeline_for(finished))
             )
         path = _link(executable.mod, request.stem)
+        if log:
+            write_resources(request.stem, parse_compiler_log("\n".join(log), dynamic.bytes))
         if note is not None:
             Path(request.stem + ".json").write_text(json.dumps(note))
         return BuildReply(path)

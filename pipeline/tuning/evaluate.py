@@ -1,23 +1,34 @@
-"""Building and measuring a batch of candidates through MetaSchedule's builder and runner interfaces."""
+"""Building and measuring candidates, each at its own pace, through MetaSchedule's runner interface.
+
+Candidates are handed in at any time and come back one by one, in the order in which they are finished. A candidate that
+builds for long holds up nobody else's, except on a device that building would disturb (`exclusive`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import queue
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tvm
 from tvm.s_tir import meta_schedule as ms
 
+from pipeline.tuning.build_pool import Built
+from pipeline.tuning.builder import AsyncBuilder, build_all
+from pipeline.tuning.clock import BusyClock
 from pipeline.tuning.failure import CANCELLED, read_failure
 from pipeline.tuning.note import CandidateNote, attach_note
+from pipeline.tuning.resources import NO_RESOURCES, Resources, read_resources
 from tuning_db.records import Status
 
 # Workload and sha256 of the binary.
 _CodeKey = tuple[str, str]
+_SUFFIXES = (".so", ".json", ".resources.json")
 
 
 @dataclass(frozen=True)
@@ -31,150 +42,240 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one job: its raw seconds when `status` is ok, else the error text."""
+    """What came of one job: its raw seconds when `status` is ok, else the error text.
+
+    Attributes
+    ----------
+    duration_s
+        Seconds of a build process and of the measuring process.
+    resources
+        What the kernel takes of a GPU, where it is known.
+    """
 
     status: Status
     seconds: tuple[float, ...] = ()
     error: str | None = None
     duration_s: float = 0.0
+    resources: Resources = NO_RESOURCES
 
 
 @dataclass(frozen=True)
-class _Started:
-    """A built job: its artifact, its code's key, and the result to come; None when equal code is measured already."""
+class Finished:
+    """A job that came back.
 
-    index: int
-    artifact: str
-    key: _CodeKey | None
-    future: ms.runner.RunnerFuture | None
+    Attributes
+    ----------
+    tag
+        What it was handed in with.
+    outcome
+        None when it was given up because the run is stopped.
+    artifact
+        Its shared object, which the receiver removes (`remove_artifact`); None when there is none.
+    """
+
+    tag: object
+    outcome: Outcome | None
+    artifact: str | None = None
+
+
+@dataclass
+class _Ticket:
+    """One job on its way."""
+
+    job: Job
+    tag: object
+    artifact: str = ""
+    key: _CodeKey | None = None
+    build_s: float = 0.0
+    resources: Resources = NO_RESOURCES
+    twins: list[_Ticket] = field(default_factory=list)
 
 
 class Evaluator:
-    """Builds and measures batches; candidates of a workload that compiled to the same binary are measured once.
+    """Builds and measures jobs; candidates of a workload that compiled to the same binary are measured once.
 
     Parameters
     ----------
-    builder, runner : ms.builder.Builder, ms.runner.Runner
-        MetaSchedule's interfaces: processes of this machine, or a cluster.
+    builder : AsyncBuilder
+        Build processes of this machine, or a cluster's builder.
+    runner : ms.runner.Runner
+        MetaSchedule's interface: one measuring process, or a cluster.
     target : Target
         What is compiled for.
-    chunk : int or None
-        Build so many at a time and measure those while the next are built; None measures after all are built.
-    seconds : dict
-        Where the time of the phases `build` and `measure` is added.
+    exclusive : bool
+        Measure only while nothing is built: on a CPU, building would disturb the clock.
     """
 
     def __init__(
-        self,
-        builder: ms.builder.Builder,
-        runner: ms.runner.Runner,
-        target: tvm.target.Target,
-        chunk: int | None,
-        seconds: dict[str, float],
+        self, builder: AsyncBuilder, runner: ms.runner.Runner, target: tvm.target.Target, *, exclusive: bool
     ) -> None:
-        self._builder = builder
+        self.builder = builder
+        self.exclusive = exclusive
         self._runner = runner
         self._target = target
-        self._chunk = chunk
-        self._seconds = seconds
+        self._queue_clock, self._measure_clock = BusyClock(), BusyClock()
+        self._finished: queue.SimpleQueue[Finished | Exception] = queue.SimpleQueue()
+        self._measuring: queue.SimpleQueue[tuple[_Ticket, ms.runner.RunnerFuture] | None] = queue.SimpleQueue()
+        # Guards what follows, which the builder's thread and the one that waits for measurements share.
+        self._lock = threading.Lock()
+        self._building = 0
+        self._held: list[_Ticket] = []
+        self._by_key: dict[_CodeKey, _Ticket] = {}
         # Valid measurements by workload and sha256 of the binary.
-        self._known: dict[_CodeKey | None, Outcome | None] = {}
+        self._known: dict[_CodeKey, Outcome] = {}
+        self.pending = 0
+        self._thread = threading.Thread(target=self._take_measurements, name="relaxtune-results", daemon=True)
+        self._thread.start()
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Wall seconds in which something was built, waited built for the device, was measured."""
+        return {
+            "build": self.builder.clock.seconds,
+            "queue": self._queue_clock.seconds,
+            "measure": self._measure_clock.seconds,
+        }
+
+    @property
+    def runner(self) -> ms.runner.Runner:
+        """What measures."""
+        return self._runner
 
     def build(self, mods: Sequence[tvm.ir.IRModule], target: tvm.target.Target) -> list[ms.builder.BuilderResult]:
-        """Return the artifacts of modules that are not measured, such as references."""
-        began = time.monotonic()
-        results = self._builder.build([ms.builder.BuilderInput(mod, target) for mod in mods])
-        self._seconds["build"] += time.monotonic() - began
-        return list(results)
+        """Return the artifacts of modules that are not measured, such as references; waits for all of them."""
+        items = [ms.builder.BuilderInput(mod, target) for mod in mods]
+        return [built.result for built in build_all(self.builder, items)]
 
-    def evaluate(
-        self, jobs: Sequence[Job], on_outcome: Callable[[int, Outcome], None] = lambda index, outcome: None
-    ) -> list[Outcome | None]:
-        """Return the outcome of every job, in order; None for those that were given up because the run is stopped.
+    def submit(self, jobs: Sequence[tuple[Job, object]]) -> None:
+        """Hand in candidates; `take` returns each with its tag."""
+        tickets = [_Ticket(job, tag) for job, tag in jobs]
+        # All at once, so that an exclusive device is not measured on between the first and the last.
+        with self._lock:
+            self._building += len(tickets)
+        self.pending += len(tickets)
+        for ticket in tickets:
+            noted = attach_note(ticket.job.mod, ticket.job.note)
+            item = ms.builder.BuilderInput(noted, self._target)
+            self.builder.submit(item, lambda built, ticket=ticket: self._built(ticket, built))  # type: ignore[misc]
 
-        Parameters
-        ----------
-        jobs : sequence of Job
-            The candidates.
-        on_outcome : callable
-            Told index and outcome of each as soon as it is known.
+    def take(self, timeout_s: float | None) -> Finished | None:
+        """Return a finished candidate; None when there is none within the time.
+
+        Raises
+        ------
+        Exception
+            What broke the builder or the runner.
         """
-        outcomes: list[Outcome | None] = [None] * len(jobs)
-        began = time.monotonic()
-        started: list[_Started] = []
-        found = dict(self._known)
-        step = self._chunk or max(1, len(jobs))
-        for first in range(0, len(jobs), step):
-            started += self._start(jobs, range(first, min(first + step, len(jobs))), outcomes, on_outcome, found)
-        built = time.monotonic()
-        self._seconds["build"] += built - began
-        share = (built - began) / max(1, len(jobs))
-        for one in started:
-            waited = time.monotonic()
-            if one.future is not None:
-                found[one.key] = _measured(one.future.result(), share + time.monotonic() - waited)
-            outcome = found[one.key]
-            outcomes[one.index] = outcome
-            _remove(one.artifact)
-            if outcome is None:
-                continue
-            if outcome.status is Status.OK and one.key is not None:
-                self._known[one.key] = outcome
-            on_outcome(one.index, outcome)
-        self._seconds["measure"] += time.monotonic() - built
-        return outcomes
+        try:
+            finished = self._finished.get(timeout=timeout_s) if timeout_s != 0 else self._finished.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(finished, Exception):
+            raise finished
+        self.pending -= 1
+        return finished
 
-    def _start(
-        self,
-        jobs: Sequence[Job],
-        indices: range,
-        outcomes: list[Outcome | None],
-        on_outcome: Callable[[int, Outcome], None],
-        found: dict[_CodeKey | None, Outcome | None],
-    ) -> list[_Started]:
-        """Build some jobs and hand those that built to the runner, but for those whose code is in `found`."""
-        began = time.monotonic()
-        inputs = [ms.builder.BuilderInput(attach_note(jobs[i].mod, jobs[i].note), self._target) for i in indices]
-        results = self._builder.build(inputs)
-        share = (time.monotonic() - began) / len(inputs)
-        started: list[_Started] = []
-        for index, result in zip(indices, results, strict=True):
+    def close(self) -> None:
+        """End the thread that waits for measurements; the builder and the runner must have ended before."""
+        self._measuring.put(None)
+        self._thread.join()
+
+    def _built(self, ticket: _Ticket, built: Built) -> None:
+        """Take in a build, in the builder's thread."""
+        if built.broken is not None:
+            self._finished.put(built.broken)
+            return
+        ticket.build_s = built.seconds
+        result = built.result
+        if result.error_msg is not None:
+            self._finish(ticket, _failed(str(result.error_msg), Status.BUILD_ERROR))
+        else:
+            ticket.artifact = str(result.artifact_path)
+            ticket.key = _code_key(ticket)
+            ticket.resources = read_resources(ticket.artifact)
+        with self._lock:
+            self._building -= 1
             if result.error_msg is None:
-                path = str(result.artifact_path)
-                key = _code_key(jobs[index], path)
-                future = None
-                if key is None or key not in found:
-                    run = ms.runner.RunnerInput(path, self._target.kind.name, jobs[index].args_info)
-                    (future,) = self._runner.run([run])
-                    found[key] = None
-                started.append(_Started(index, path, key, future))
-            elif not str(result.error_msg).startswith(CANCELLED):
-                status, error = read_failure(str(result.error_msg), Status.BUILD_ERROR)
-                outcome = Outcome(status, (), error, share)
-                outcomes[index] = outcome
-                on_outcome(index, outcome)
-        return started
+                self._held.append(ticket)
+                self._queue_clock.enter()
+            ready = self._held if not self.exclusive or self._building == 0 else []
+            if ready:
+                self._held = []
+        for one in ready:
+            self._measure(one)
+
+    def _measure(self, ticket: _Ticket) -> None:
+        """Hand a built candidate to the runner, unless equal code was measured or is being measured."""
+        with self._lock:
+            known = self._known.get(ticket.key) if ticket.key is not None else None
+            twin = self._by_key.get(ticket.key) if ticket.key is not None else None
+            if twin is not None:
+                twin.twins.append(ticket)
+            elif known is None and ticket.key is not None:
+                self._by_key[ticket.key] = ticket
+        if known is not None or twin is not None:
+            self._queue_clock.leave()
+            if known is not None:
+                self._finish(ticket, known)
+            return
+        run = ms.runner.RunnerInput(ticket.artifact, self._target.kind.name, ticket.job.args_info)
+        (future,) = self._runner.run([run])
+        self._measuring.put((ticket, future))
+
+    def _take_measurements(self) -> None:
+        while (item := self._measuring.get()) is not None:
+            ticket, future = item
+            self._queue_clock.leave()
+            self._measure_clock.enter()
+            began = time.monotonic()
+            # The border of the thread: an error of a foreign runner must reach the run.
+            try:
+                outcome = _measured(future.result())
+            except Exception as e:
+                self._finished.put(e)
+                return
+            finally:
+                self._measure_clock.leave()
+            took = time.monotonic() - began
+            with self._lock:
+                if ticket.key is not None:
+                    self._by_key.pop(ticket.key, None)
+                    if outcome is not None and outcome.status is Status.OK:
+                        self._known[ticket.key] = outcome
+            self._finish(ticket, outcome, took)
+            for twin in ticket.twins:
+                self._finish(twin, outcome)
+
+    def _finish(self, ticket: _Ticket, outcome: Outcome | None, measure_s: float = 0.0) -> None:
+        if outcome is not None:
+            duration = ticket.build_s + measure_s
+            outcome = Outcome(outcome.status, outcome.seconds, outcome.error, duration, ticket.resources)
+        self._finished.put(Finished(ticket.tag, outcome, ticket.artifact or None))
 
 
-def _code_key(job: Job, artifact: str) -> _CodeKey | None:
+def remove_artifact(artifact: str) -> None:
+    """Remove a candidate's shared object and what lies beside it."""
+    for suffix in _SUFFIXES:
+        with contextlib.suppress(OSError):
+            Path(artifact).with_suffix(suffix).unlink()
+
+
+def _code_key(ticket: _Ticket) -> _CodeKey | None:
     """Return workload and sha256 of a built job; None when its file is on another machine."""
     try:
-        return job.note.workload, hashlib.sha256(Path(artifact).read_bytes()).hexdigest()
+        return ticket.job.note.workload, hashlib.sha256(Path(ticket.artifact).read_bytes()).hexdigest()
     except OSError:
         return None
 
 
-def _measured(result: ms.runner.RunnerResult, duration_s: float) -> Outcome | None:
+def _measured(result: ms.runner.RunnerResult) -> Outcome | None:
     if result.error_msg is None:
-        return Outcome(Status.OK, tuple(float(value) for value in result.run_secs), None, duration_s)
-    text = str(result.error_msg)
+        return Outcome(Status.OK, tuple(float(value) for value in result.run_secs))
+    return _failed(str(result.error_msg), Status.RUN_ERROR)
+
+
+def _failed(text: str, default: Status) -> Outcome | None:
     if text.startswith(CANCELLED):
         return None
-    status, error = read_failure(text, Status.RUN_ERROR)
-    return Outcome(status, (), error, duration_s)
-
-
-def _remove(artifact: str) -> None:
-    for suffix in (".so", ".json"):
-        with contextlib.suppress(OSError):
-            Path(artifact).with_suffix(suffix).unlink()
+    status, error = read_failure(text, default)
+    return Outcome(status, (), error)

@@ -1,9 +1,9 @@
 """The child that measures candidates on one device.
 
 It loads an artifact, runs it once on arguments whose values are in range, compares the outputs with a reference, and
-times it: first a quick estimate, then as many runs as the estimate is worth. One that beats all before it is compared
-once more, on other values. Arguments are made once per workload and kept; reference outputs are kept in a file, for
-the process that replaces this one.
+times it: first a quick estimate, then as many runs as the estimate is worth (`pipeline.tuning.timing`). One that beats
+all before it is compared once more, on other values. Arguments are made once per workload and kept; reference outputs
+are kept in a file, for the process that replaces this one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import tvm
@@ -21,72 +20,23 @@ import tvm
 from pipeline.threads import configure_threads
 from pipeline.tolerances import KernelTolerance
 from pipeline.tuning.arguments import ArgumentSpec, make_arrays
+from pipeline.tuning.measuring import (
+    CompareReply,
+    CompareRequest,
+    MeasureReply,
+    MeasureRequest,
+    ReferenceRequest,
+    check_seeds,
+    reference_file,
+)
+from pipeline.tuning.mismatch import find_mismatch
 from pipeline.tuning.note import CandidateNote
 from pipeline.tuning.rotation import RotatedTimer, can_rotate, launches, sets_needed
+from pipeline.tuning.timing import MeasureOptions, Timer, is_hopeless, runs_for, time_adaptively
 
 _ENTRY = "main"
 # Arguments of this many workloads stay allocated: enough for a batch of mixed tasks, little memory.
 _WORKLOADS_KEPT = 16
-# A first run shorter than this may be mostly launch and page faults, and says little.
-_SLOW_S = 0.01
-
-
-@dataclass(frozen=True)
-class MeasureOptions:
-    """How long a candidate is timed.
-
-    Attributes
-    ----------
-    repeats
-        Raw latencies kept of a contender.
-    min_repeat_s
-        Seconds that one of them lasts at least, by running the kernel several times and dividing.
-    hopeless_factor, hopeless_repeats
-        A candidate whose quick estimate is that many times the best of its workload so far gets only so many repeats
-        of single runs.
-    cold_cache
-        Time every run with caches flushed of all but the first argument; CPU only.
-    rotate
-        Time on several copies of the arguments, together larger than twice the L2, since a model's weights are cold;
-        GPU only (see `pipeline.tuning.rotation`).
-    threads
-        Threads of a CPU kernel; None leaves the default.
-    """
-
-    repeats: int = 5
-    min_repeat_s: float = 0.004
-    hopeless_factor: float = 3.0
-    hopeless_repeats: int = 2
-    cold_cache: bool = False
-    rotate: bool = True
-    threads: int | None = None
-
-
-@dataclass(frozen=True)
-class MeasureRequest:
-    """An artifact, what it is called with, and how to time it."""
-
-    artifact: str
-    device: str
-    arguments: tuple[ArgumentSpec, ...]
-    note: CandidateNote | None
-    options: MeasureOptions
-    seed: int
-
-
-@dataclass(frozen=True)
-class ReferenceRequest:
-    """Make the reference outputs that a measurement of this kind will need."""
-
-    measurement: MeasureRequest
-
-
-@dataclass(frozen=True)
-class MeasureReply:
-    """Raw seconds of one run each (empty when the result was wrong), and what differs from the reference, if any."""
-
-    seconds: tuple[float, ...]
-    mismatch: str | None
 
 
 @dataclass
@@ -104,30 +54,29 @@ class _Workload:
         return sum(array.nbytes for array in self.arrays)
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """A candidate ready to be timed: its timer, and how many runs one latency averages."""
+
+    timer: Timer
+    number_for: Callable[[float], int]
+
+
 def start() -> Callable[[object], object]:
     """Return the function that answers measuring requests."""
     measurer = _Measurer()
 
     def answer(request: object) -> object:
-        if isinstance(request, ReferenceRequest):
-            return measurer.make_references(request.measurement)
-        if isinstance(request, MeasureRequest):
-            return measurer.measure(request)
+        match request:
+            case ReferenceRequest():
+                return measurer.make_references(request.measurement)
+            case MeasureRequest():
+                return measurer.measure(request)
+            case CompareRequest():
+                return measurer.compare(request)
         raise TypeError(f"expected a request to measure, got {type(request).__name__}")
 
     return answer
-
-
-def reference_file(request: MeasureRequest, seed: int) -> Path | None:
-    """Return where the reference outputs for one seed are kept, or None when nothing is compared."""
-    if request.note is None or request.note.reference is None:
-        return None
-    return Path(f"{request.note.reference}.{seed}.pickle")
-
-
-def check_seeds(request: MeasureRequest) -> tuple[int, int]:
-    """Return the seeds of the values a candidate is timed with, and of those a new best is checked with besides."""
-    return request.seed, request.seed + 1
 
 
 class _Measurer:
@@ -160,48 +109,66 @@ class _Measurer:
         """Check and time a candidate."""
         _use_threads(request)
         device = tvm.device(request.device)
-        function_module = tvm.runtime.load_module(request.artifact)
+        module = tvm.runtime.load_module(request.artifact)
         timed_seed, fresh_seed = check_seeds(request)
         workload = self._workload(request, timed_seed, device)
-        elapsed, mismatch = self._run_and_compare(function_module, workload, request, timed_seed, device)
+        elapsed, mismatch = self._run_and_compare(module, workload, request, timed_seed, device)
         if mismatch is not None:
             return MeasureReply((), mismatch)
-        if _is_cpu(device) or not request.options.rotate or not can_rotate():
-            seconds = _time(function_module, device, workload, request.options, elapsed)
-        else:
-            seconds = self._time_rotated(function_module, device, workload, request, elapsed)
+        best_s = min(workload.best_s, (request.note.best_s if request.note else None) or math.inf)
+        if is_hopeless(elapsed, best_s, request.options):
+            return MeasureReply((elapsed,), None)
+        loaded = self._load(module, workload, request, device)
+        seconds = time_adaptively(loaded.timer, loaded.number_for, best_s, request.options)
         median = float(np.median(seconds))
         if median < workload.best_s:
-            other = self._workload(request, fresh_seed, device)
-            _, mismatch = self._run_and_compare(function_module, other, request, fresh_seed, device)
+            mismatch = self._compare_fresh(module, request, fresh_seed, device)
             if mismatch is not None:
-                return MeasureReply((), f"on other inputs, {mismatch}")
+                return MeasureReply((), mismatch)
             workload.best_s = median
         return MeasureReply(tuple(seconds), None)
 
-    def _time_rotated(
-        self,
-        module: tvm.runtime.Module,
-        device: tvm.runtime.Device,
-        workload: _Workload,
-        request: MeasureRequest,
-        first_s: float,
-    ) -> list[float]:
-        """Return the raw seconds of a candidate on arguments that are not in the L2 cache."""
+    def compare(self, request: CompareRequest) -> CompareReply:
+        """Check candidates of one workload on two sets of values and time them in turns."""
+        loaded: list[_Loaded | None] = []
+        mismatches: list[str | None] = []
+        for one in request.measurements:
+            _use_threads(one)
+            device = tvm.device(one.device)
+            module = tvm.runtime.load_module(one.artifact)
+            timed_seed, fresh_seed = check_seeds(one)
+            workload = self._workload(one, timed_seed, device)
+            _, mismatch = self._run_and_compare(module, workload, one, timed_seed, device)
+            mismatch = mismatch or self._compare_fresh(module, one, fresh_seed, device)
+            mismatches.append(mismatch)
+            loaded.append(None if mismatch is not None else self._load(module, workload, one, device))
+        numbers = [each.number_for(min(each.timer(1, 2))) if each is not None else 0 for each in loaded]
+        seconds: list[list[float]] = [[] for _ in loaded]
+        for _ in range(request.rounds):
+            for candidate, number, raw in zip(loaded, numbers, seconds, strict=True):
+                if candidate is not None:
+                    raw += candidate.timer(number, 1)
+        return CompareReply(
+            tuple(MeasureReply(tuple(raw), mismatch) for raw, mismatch in zip(seconds, mismatches, strict=True))
+        )
+
+    def _load(
+        self, module: tvm.runtime.Module, workload: _Workload, request: MeasureRequest, device: tvm.runtime.Device
+    ) -> _Loaded:
         options = request.options
-        if _is_hopeless(first_s, workload, options):
-            return [first_s]
-        self._timer = timer = self._timer or RotatedTimer(device)
+        if _is_cpu(device) or not options.rotate or not can_rotate():
+            return _warm_timer(module, device, workload, options)
+        # On a GPU, on arguments that are not in the L2 cache.
+        self._timer = rotated = self._timer or RotatedTimer(device)
         if not workload.copies:
-            more = range(sets_needed(workload.bytes, timer.l2_bytes) - 1)
+            more = range(sets_needed(workload.bytes, rotated.l2_bytes) - 1)
             copies = [_tensors(workload.arrays, request.arguments, device) for _ in more]
             workload.copies = [workload.tensors, *copies]
-        function = module[_ENTRY]
-        quick = timer.time(function, workload.copies, 1, 1)[0]
-        if quick > options.hopeless_factor * workload.best_s:
-            return [quick, *timer.time(function, workload.copies, 1, max(0, options.hopeless_repeats - 1))]
-        number = launches(workload.bytes, len(workload.copies), timer.l2_bytes, quick, options.min_repeat_s)
-        return timer.time(function, workload.copies, number, options.repeats)
+        function, sets, size = module[_ENTRY], workload.copies, workload.bytes
+        return _Loaded(
+            lambda number, repeats: rotated.time(function, sets, number, repeats),
+            lambda single: launches(size, len(sets), rotated.l2_bytes, single, options.min_repeat_s),
+        )
 
     def _workload(self, request: MeasureRequest, seed: int, device: tvm.runtime.Device) -> _Workload:
         key = (request.note.workload if request.note else None, request.arguments, seed, request.device)
@@ -211,6 +178,13 @@ class _Measurer:
             arrays = make_arrays(request.arguments, _ranges(request.note), seed)
             self._workloads[key] = _Workload(arrays, _tensors(arrays, request.arguments, device))
         return self._workloads[key]
+
+    def _compare_fresh(
+        self, module: tvm.runtime.Module, request: MeasureRequest, seed: int, device: tvm.runtime.Device
+    ) -> str | None:
+        """Return how the outputs on other values differ from the reference, if they do."""
+        _, mismatch = self._run_and_compare(module, self._workload(request, seed, device), request, seed, device)
+        return None if mismatch is None else f"on other inputs, {mismatch}"
 
     def _run_and_compare(
         self,
@@ -242,59 +216,18 @@ class _Measurer:
         return elapsed, None
 
 
-def find_mismatch(output: np.ndarray, expected: np.ndarray, accepted: KernelTolerance) -> str | None:
-    """Return how an output differs from what is expected, or None when it is within tolerance; integers are equal."""
-    if expected.dtype.kind in "iub":
-        wrong = output != expected
-        if not wrong.any():
-            return None
-        where = tuple(int(i) for i in np.argwhere(wrong)[0])
-        return (
-            f"{int(wrong.sum())} of {wrong.size} integers differ, first at {where}: {output[where]}, {expected[where]}"
-        )
-    got, want = output.astype(np.float64), expected.astype(np.float64)
-    finite = np.isfinite(want)
-    absolute = accepted.atol * float(np.abs(want[finite]).max(initial=0.0)) + accepted.accumulated
-    with np.errstate(invalid="ignore"):
-        near = finite & (np.abs(got - want) <= accepted.rtol * np.abs(want) + absolute)
-    # Where an infinity or NaN is expected, nothing else is right: the bound above would be infinite there.
-    wrong = ~(near | (got == want) | (np.isnan(got) & np.isnan(want)))
-    if not wrong.any():
-        return None
-    where = tuple(int(i) for i in np.argwhere(wrong)[0])
-    return (
-        f"{int(wrong.sum())} of {wrong.size} elements are off by more than {accepted.rtol:.2g} relative + "
-        f"{absolute:.2g} absolute, first at {where}: got {got[where]:.6g}, expected {want[where]:.6g}"
-    )
-
-
-def _time(
-    module: tvm.runtime.Module,
-    device: tvm.runtime.Device,
-    workload: _Workload,
-    options: MeasureOptions,
-    first_s: float,
-) -> list[float]:
-    """Return the raw seconds of a candidate whose first run took `first_s`."""
-    if _is_hopeless(first_s, workload, options):
-        return [first_s]
+def _warm_timer(
+    module: tvm.runtime.Module, device: tvm.runtime.Device, workload: _Workload, options: MeasureOptions
+) -> _Loaded:
+    """Return a timer that runs on one set of arguments."""
     flush = "cache_flush_cpu_non_first_arg" if options.cold_cache and _is_cpu(device) else ""
 
-    def timed(number: int, repeat: int) -> list[float]:
-        evaluator = module.time_evaluator(_ENTRY, device, number=number, repeat=repeat, f_preproc=flush)
+    def timed(number: int, repeats: int) -> list[float]:
+        evaluator = module.time_evaluator(_ENTRY, device, number=number, repeat=repeats, f_preproc=flush)
         # The timer's own resolution must not make a zero: nothing runs in less than a nanosecond.
         return [max(float(value), 1e-9) for value in evaluator(*workload.tensors).results]
 
-    quick = timed(1, 1)[0]
-    if quick > options.hopeless_factor * workload.best_s:
-        return [quick, *timed(1, options.hopeless_repeats - 1)] if options.hopeless_repeats > 1 else [quick]
-    number = 1 if flush else max(1, math.ceil(options.min_repeat_s / quick))
-    return timed(number, options.repeats)
-
-
-def _is_hopeless(first_s: float, workload: _Workload, options: MeasureOptions) -> bool:
-    """Whether a candidate is so far behind that even its first run, on cold caches, tells enough."""
-    return first_s > max(_SLOW_S, 2 * options.hopeless_factor * workload.best_s)
+    return _Loaded(timed, lambda single: 1 if flush else runs_for(single, options.min_repeat_s))
 
 
 def _is_cpu(device: tvm.runtime.Device) -> bool:

@@ -32,6 +32,8 @@ class CandidateNote:
     reference
         Shared object that computes the same on the CPU, or on the device where `reference_on_device`; None compares
         nothing.
+    best_s
+        Best seconds of the workload known when the candidate was handed in; None when nothing was.
     rtol, atol, accumulated
         Largest accepted difference, see `pipeline.tolerances.KernelTolerance`.
     """
@@ -41,6 +43,7 @@ class CandidateNote:
     outputs: tuple[int, ...]
     reference: str | None = None
     reference_on_device: bool = False
+    best_s: float | None = None
     rtol: float = 0.0
     atol: float = 0.0
     accumulated: float = 0.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipeline.tuning.measure_worker import MeasureOptions
 from pipeline.tuning.task import TuningTask
+from pipeline.tuning.timing import MeasureOptions
 from tuning_db.records import Mode, Route, Status
 
 # The routes that offer candidates; fallbacks are measured in any case, as what the others are compared with.
@@ -20,13 +20,25 @@ class TuningOptions:
     Attributes
     ----------
     trials
-        Candidates over all tasks, fallbacks not counted; None leaves it to the time budget.
+        Candidates over all tasks, fallbacks not counted; None leaves it to the time budget. Those that an interrupted
+        run of the same job recorded count, but for mode `force`.
     time_budget_s
-        Seconds after which no candidate is started and those in flight are given up; None sets no limit.
+        Seconds after which no candidate is started and those being built are given up; None sets no limit.
     trials_per_iteration
         Candidates a task proposes at a time; a round builds and measures them, and the cost model learns from it.
     population
         Schedules that evolve between two rounds; searching takes time in proportion to it.
+    min_gain
+        A task is left alone when a round is expected to save less than this part of the model's kernel time.
+    finals
+        Latencies of each of a task's contenders when they are timed in turns at the end; 0 leaves that out.
+    warm_start_s
+        Seconds that the cost model may take to learn from earlier records at the start; 0 leaves that out, and the
+        records of near shapes too.
+    all_templates
+        Measure every candidate of the templates, also those that are predicted to be slow.
+    rerank
+        Hottest tasks whose best candidates are tried inside the compiled model; 0 leaves that out.
     seed
         Of the search and of the arguments' values.
     build_timeout_s, run_timeout_s
@@ -51,6 +63,11 @@ class TuningOptions:
     time_budget_s: float | None = None
     trials_per_iteration: int = 16
     population: int = 64
+    min_gain: float = 0.0
+    finals: int = 7
+    warm_start_s: float = 5.0
+    all_templates: bool = False
+    rerank: int = 0
     seed: int = 0
     build_timeout_s: float = 30.0
     run_timeout_s: float = 10.0
@@ -76,14 +93,19 @@ class TaskSummary:
         Valid records of earlier runs that this run took for granted.
     before_us, after_us
         Median latency of the fallback and of the best kernel known now, of this run or an earlier one.
+    spread
+        The distance from the fastest to the slowest latency of that best kernel over their median; None if it is of an
+        earlier run.
     route
         The route of that best kernel; None when nothing valid is known.
     share
         The part of the model's kernel time that the task takes with its best kernel, from 0 to 1; calls counted.
     seconds
-        Searching, building and measuring.
+        Searching, and what the build processes and the measuring process spent on its candidates.
     skipped
         Why the task was not searched, or None.
+    ended
+        Why its search ended before the run did, or None.
     """
 
     task: TuningTask
@@ -99,6 +121,8 @@ class TaskSummary:
     seconds: float
     skipped: str | None = None
     last_error: str | None = None
+    spread: float | None = None
+    ended: str | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -113,8 +137,9 @@ class TuningSummary:
     Attributes
     ----------
     seconds_by_phase
-        `start`, `search` (proposing candidates and training the cost model), `build`, `measure`, `database`; with
-        overlap, `build` is until the last candidate is built and `measure` the waiting after that.
+        Seconds in which it went on: `start`, `search` (proposing candidates and training the cost model), `build` (any
+        process), `queue` (a built candidate waited for the device), `measure`, `database`. They overlap, so that their
+        sum may be more than the whole.
     interrupted
         Somebody stopped the run; what was finished is recorded and in here.
     """

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
 from pipeline.tuning.arguments import ArgumentSpec
 from pipeline.tuning.failure import CANCELLED, StopSignal, failure_text
-from pipeline.tuning.measure_worker import (
-    MeasureOptions,
+from pipeline.tuning.measuring import (
+    CompareReply,
+    CompareRequest,
     MeasureReply,
     MeasureRequest,
     ReferenceRequest,
@@ -23,6 +25,7 @@ from pipeline.tuning.measure_worker import (
 )
 from pipeline.tuning.note import read_note
 from pipeline.tuning.process import ChildDiedError, ChildProcess, Reply
+from pipeline.tuning.timing import MeasureOptions
 from tuning_db.records import Status
 
 logger = logging.getLogger(__name__)
@@ -47,7 +50,7 @@ class MeasuringProcess:
     timeout_s : float
         Seconds for one candidate, checks included.
     stop : StopSignal
-        When it is set, the candidate in flight is given up.
+        When somebody asks for the end, the candidate in flight is given up; a deadline lets it finish.
     seed : int
         Of the arguments' values.
     """
@@ -59,6 +62,7 @@ class MeasuringProcess:
         self._stop = stop
         self._seed = seed
         self.restarts = 0
+        self._closed = False
         self._process = self._start()
 
     @property
@@ -83,24 +87,44 @@ class MeasuringProcess:
 
     def run(self, request: MeasureRequest) -> ms.runner.RunnerResult:
         """Return the result of one candidate; a failed one has a text made by `failure_text`."""
-        paths = [reference_file(request, seed) for seed in check_seeds(request)]
-        if any(path is not None and not path.exists() for path in paths):
-            made = self._ask(ReferenceRequest(request), _REFERENCE_TIMEOUT_S)
-            if isinstance(made, ms.runner.RunnerResult):
-                reason = str(made.error_msg)
-                return made if reason.startswith(CANCELLED) else _failed(Status.RUN_ERROR, f"{NO_REFERENCE}: {reason}")
+        refused = self._make_references(request)
+        if refused is not None:
+            return refused
         answer = self._ask(request, self._timeout_s)
         if isinstance(answer, ms.runner.RunnerResult):
             return answer
         if not isinstance(answer, MeasureReply):
             return _failed(Status.RUN_ERROR, f"the measuring process answered with {type(answer).__name__}")
-        if answer.mismatch is not None:
-            return _failed(Status.WRONG_RESULT, answer.mismatch)
-        return ms.runner.RunnerResult(list(answer.seconds), None)
+        return _result(answer)
+
+    def compare(self, requests: Sequence[MeasureRequest], rounds: int) -> list[ms.runner.RunnerResult] | None:
+        """Return the results of candidates of one workload timed in turns; None when they could not all be run.
+
+        Nothing is said of which candidate it was that failed: each ran before.
+        """
+        if self._make_references(requests[0]) is not None:
+            return None
+        answer = self._ask(CompareRequest(tuple(requests), rounds), self._timeout_s * len(requests))
+        if not isinstance(answer, CompareReply):
+            reason = answer.error_msg if isinstance(answer, ms.runner.RunnerResult) else type(answer).__name__
+            logger.warning("the final contenders could not be timed in turns: %s", reason)
+            return None
+        return [_result(reply) for reply in answer.replies]
+
+    def _make_references(self, request: MeasureRequest) -> ms.runner.RunnerResult | None:
+        """Have the reference outputs made if they are not there; return a failed result when that failed."""
+        paths = [reference_file(request, seed) for seed in check_seeds(request)]
+        if not any(path is not None and not path.exists() for path in paths):
+            return None
+        made = self._ask(ReferenceRequest(request), _REFERENCE_TIMEOUT_S)
+        if not isinstance(made, ms.runner.RunnerResult):
+            return None
+        reason = str(made.error_msg)
+        return made if reason.startswith(CANCELLED) else _failed(Status.RUN_ERROR, f"{NO_REFERENCE}: {reason}")
 
     def _ask(self, request: object, timeout_s: float) -> object:
         """Return the value that the process answers, or a failed result."""
-        if not self._ready():
+        if self._closed or not self._ready():
             return ms.runner.RunnerResult(None, f"{CANCELLED}: the run was stopped")
         try:
             self._process.send(request)
@@ -110,7 +134,7 @@ class MeasuringProcess:
             return _failed(Status.RUN_ERROR, str(e))
         if reply is None:
             self._replace()
-            if self._stop.due:
+            if self._stopped:
                 return ms.runner.RunnerResult(None, f"{CANCELLED}: the run was stopped")
             return _failed(Status.TIMEOUT, f"the measurement was killed after {timeout_s:g} s (run_timeout_s)")
         if reply.error is not None and self._device.startswith("cuda"):
@@ -118,15 +142,26 @@ class MeasuringProcess:
             self._replace()
         return _failed(Status.RUN_ERROR, reply.error) if reply.error is not None else reply.value
 
+    def leave(self) -> None:
+        """Give up what is in hand and everything after it, within a moment; safe between threads."""
+        self._closed = True
+
     def close(self) -> None:
         """End the process."""
+        self.leave()
         self._process.kill()
 
     def _start(self) -> ChildProcess:
         threads = self._options.threads
         return ChildProcess(_MODULE, {"TVM_NUM_THREADS": str(threads)} if threads else {})
 
+    @property
+    def _stopped(self) -> bool:
+        return self._closed or self._stop.asked
+
     def _replace(self) -> None:
+        if self._closed:
+            return
         self._process.kill()
         self._process = self._start()
         self.restarts += 1
@@ -140,7 +175,7 @@ class MeasuringProcess:
             try:
                 if self._answer(_START_TIMEOUT_S) is not None:
                     return True
-                if self._stop.due:
+                if self._stopped:
                     return False
                 reason = f"not ready after {_START_TIMEOUT_S:g} s"
             except ChildDiedError as e:
@@ -152,59 +187,48 @@ class MeasuringProcess:
         """Return the next message, or None when time is up or the run was stopped."""
         until = time.monotonic() + timeout_s
         while not self._process.connection.poll(_POLL_S):
-            if time.monotonic() > until or self._stop.due:
+            if time.monotonic() > until or self._stopped:
                 return None
         return self._process.receive()
 
 
 class _Pending:
-    """One result that a thread will deliver."""
+    """One answer that a thread will deliver: None when the process cannot be used."""
 
-    def __init__(self) -> None:
-        self.result: ms.runner.RunnerResult | None = None
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.work = work
+        self.answer: object = None
+        self.failure: Exception | None = None
         self.ready = threading.Event()
 
 
 class MeasureQueue:
-    """A thread that hands candidates to a `MeasuringProcess` in order, while the caller builds the next."""
+    """A thread in which a `MeasuringProcess` works, in order, while the caller builds the next candidates."""
 
-    def __init__(self, process: MeasuringProcess) -> None:
-        self._process = process
-        self._waiting: deque[tuple[ms.runner.RunnerInput, _Pending]] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="relaxtune-measure", daemon=True)
         self._thread.start()
 
-    def submit(self, item: ms.runner.RunnerInput) -> _Pending:
-        """Return where the result of a candidate will appear."""
-        pending = _Pending()
-        with self._changed:
-            self._waiting.append((item, pending))
-            self._changed.notify()
+    def submit(self, work: Callable[[], object]) -> _Pending:
+        """Return where the answer will appear."""
+        pending = _Pending(work)
+        self._waiting.put(pending)
         return pending
 
     def close(self) -> None:
-        """Let the thread end after the candidate in flight."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        """Let the thread end after the work in hand."""
+        self._waiting.put(None)
         self._thread.join()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._waiting and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                item, pending = self._waiting.popleft()
-            # A border of the thread: an error here must reach the caller as a result, or it would wait for ever.
+        while (pending := self._waiting.get()) is not None:
+            # A border of the thread: an error here must reach the caller, or it would wait for ever.
             try:
-                pending.result = self._process.run(self._process.request(item))
+                pending.answer = pending.work()
             except Exception as e:
                 logger.exception("the measuring process cannot be used")
-                pending.result = _failed(Status.RUN_ERROR, str(e))
+                pending.failure = e
             pending.ready.set()
 
 
@@ -221,7 +245,9 @@ class _Future(ms.runner.PyRunnerFuture):  # type: ignore[misc]
     def result(self) -> ms.runner.RunnerResult:
         """Wait for the result and return it."""
         self._pending.ready.wait()
-        return self._pending.result
+        if self._pending.failure is not None:
+            return _failed(Status.RUN_ERROR, str(self._pending.failure))
+        return self._pending.answer
 
 
 @derived_object
@@ -242,19 +268,40 @@ class ProcessRunner(ms.runner.PyRunner):  # type: ignore[misc]
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.process = MeasuringProcess(
-            device, options or MeasureOptions(), timeout_s, StopSignal() if stop is None else stop, seed
-        )
-        self._queue = MeasureQueue(self.process)
+        self._stop = StopSignal() if stop is None else stop
+        self.process = MeasuringProcess(device, options or MeasureOptions(), timeout_s, self._stop, seed)
+        self._queue = MeasureQueue()
 
     def run(self, runner_inputs: Sequence[ms.runner.RunnerInput]) -> list[ms.runner.RunnerFuture]:
         """Return one future per input."""
-        return [_Future(self._queue.submit(item)) for item in runner_inputs]
+        return [_Future(self._queue.submit(functools.partial(self._measure, item))) for item in runner_inputs]
+
+    def compare(self, items: Sequence[ms.runner.RunnerInput], rounds: int) -> list[ms.runner.RunnerResult] | None:
+        """Return the results of candidates of one workload timed in turns, so many latencies each; None if it failed.
+
+        It waits for what was handed in before, and may be asked when the time is up.
+        """
+        requests = [self.process.request(item) for item in items]
+        pending = self._queue.submit(lambda: self.process.compare(requests, rounds))
+        pending.ready.wait()
+        return pending.answer if isinstance(pending.answer, list) else None
 
     def close(self) -> None:
         """End the measuring process and the thread that feeds it."""
-        self.process.close()
+        self.process.leave()
         self._queue.close()
+        self.process.close()
+
+    def _measure(self, item: ms.runner.RunnerInput) -> ms.runner.RunnerResult:
+        if self._stop.due:
+            return ms.runner.RunnerResult(None, f"{CANCELLED}: the run was stopped")
+        return self.process.run(self.process.request(item))
+
+
+def _result(reply: MeasureReply) -> ms.runner.RunnerResult:
+    if reply.mismatch is not None:
+        return _failed(Status.WRONG_RESULT, reply.mismatch)
+    return ms.runner.RunnerResult(list(reply.seconds), None)
 
 
 def _failed(status: Status, error: str) -> ms.runner.RunnerResult:

@@ -1,8 +1,8 @@
 """`tune`: search, build, measure, check and record, until the trials or the time are used up.
 
-A run has one builder and one runner, whose processes live as long as the run; one cost model, which learns from all
-tasks; and one search per task. A round asks the most promising task for candidates, builds them, measures them and
-records every one. Every candidate's result is compared with a reference before its time counts.
+A run has one builder and one runner, whose processes live as long as the run and are started when there is something to
+measure; one cost model, which learns from all tasks; and one search per task. `pipeline.tuning.rounds` has the loop.
+Every candidate's result is compared with a reference before its time counts.
 """
 
 from __future__ import annotations
@@ -18,42 +18,41 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-import numpy as np
 from tvm.s_tir import meta_schedule as ms
 
 from pipeline.environment import target_key
 from pipeline.errors import NothingMeasuredError, UsageError
-from pipeline.tuning.baseline import measure_fallbacks
-from pipeline.tuning.builder import BuilderLimits, PoolBuilder
+from pipeline.tuning.baseline import prepare_references
+from pipeline.tuning.build_pool import BuilderLimits, BuildPool
+from pipeline.tuning.builder import AsyncBuilder, BatchingBuilder
 from pipeline.tuning.cost_model import FastCostModel
-from pipeline.tuning.evaluate import Evaluator, Job, Outcome
+from pipeline.tuning.evaluate import Evaluator, Outcome
 from pipeline.tuning.failure import StopSignal
-from pipeline.tuning.measure_worker import MeasureOptions
-from pipeline.tuning.note import CandidateNote
-from pipeline.tuning.options import SEARCHED_ROUTES, TuningOptions, TuningSummary
-from pipeline.tuning.progress import ProgressEvent, ProgressListener, SilentProgress, estimate_left
+from pipeline.tuning.options import TuningOptions, TuningSummary
+from pipeline.tuning.progress import ProgressListener, SilentProgress
 from pipeline.tuning.recorder import Recorder
-from pipeline.tuning.runner import NO_REFERENCE, ProcessRunner
-from pipeline.tuning.search import Candidate, TaskSearch
-from pipeline.tuning.state import TaskState, choose_task, summarise
+from pipeline.tuning.resume import take_known
+from pipeline.tuning.rounds import Rounds
+from pipeline.tuning.runner import ProcessRunner
+from pipeline.tuning.search import TaskSearch
+from pipeline.tuning.state import TaskState, summarise
 from pipeline.tuning.task import TuningTask
 from pipeline.tuning.template_candidates import template_candidates
+from pipeline.tuning.template_search import TemplateSearch
+from pipeline.tuning.timing import MeasureOptions
 from schedules.host import physical_cores
 from schedules.space import make_space
 from schedules.targets import ResolvedTarget
-from tuning_db.metaschedule import REPLAY_ERRORS, MetaScheduleAdapter
-from tuning_db.records import Environment, Mode, Route, Status
+from tuning_db.metaschedule import MetaScheduleAdapter
+from tuning_db.records import Environment, Mode, Route, Status, TuningRecord
 from tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 
 # Parents of the first round, from the records of earlier runs.
 _SEEDS = 64
-# Rounds in which a task proposed nothing new, before it counts as exhausted.
-_EMPTY_ROUNDS_MAX = 2
 # The cost model's predictions are random until it has learnt from so many candidates.
 _WARMUP_CANDIDATES = 32
-_ROUND_MIN = 4
 
 
 def tune(
@@ -101,21 +100,44 @@ def tune(
     _check(options)
     began = time.monotonic()
     stop = StopSignal(began + options.time_budget_s if options.time_budget_s is not None else None)
+    session = _Session(tasks, target, database, environment, options, job_id, progress or SilentProgress(), stop)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ctrl_c_requests(stop))
-        workers = options.workers or physical_cores()
-        if builder is None:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="relaxtune-")))
-            limits = BuilderLimits(timeout_s=options.build_timeout_s)
-            builder = stack.enter_context(contextlib.closing(PoolBuilder(workers, directory, limits, stop)))
+        if session.prepare():
+            evaluator, workers = _start_processes(stack, target, options, stop, builder, runner)
+            session.run(evaluator, workers, began)
+        return session.summary(began)
+
+
+def _start_processes(
+    stack: contextlib.ExitStack,
+    target: ResolvedTarget,
+    options: TuningOptions,
+    stop: StopSignal,
+    builder: ms.builder.Builder | None,
+    runner: ms.runner.Runner | None,
+) -> tuple[Evaluator, int]:
+    """Return what builds and measures, and how many build processes there are; the stack ends what is started."""
+    workers = options.workers or physical_cores()
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="relaxtune-")))
+    overlap = options.overlap if options.overlap is not None else target.kind == "cuda"
+    with contextlib.ExitStack() as started:
         if runner is None:
             device = "cuda:0" if target.kind == "cuda" else "cpu:0"
             own = ProcessRunner(device, _measure_options(options, target), options.run_timeout_s, stop, options.seed)
-            runner = stack.enter_context(contextlib.closing(own))
-        session = _Session(tasks, target, database, environment, options, job_id, progress or SilentProgress(), stop)
-        overlap = options.overlap if options.overlap is not None else target.kind == "cuda"
-        evaluator = Evaluator(builder, runner, target.target, workers if overlap else None, session.seconds)
-        return session.run(evaluator, workers, began)
+            runner = started.enter_context(contextlib.closing(own))
+        # Started last and so ended first: what it builds goes to the runner.
+        asynchronous: AsyncBuilder
+        if builder is None:
+            limits = BuilderLimits(timeout_s=options.build_timeout_s)
+            asynchronous = started.enter_context(contextlib.closing(BuildPool(workers, directory, limits, stop)))
+        else:
+            asynchronous = started.enter_context(contextlib.closing(BatchingBuilder(builder, workers)))
+        evaluator = Evaluator(asynchronous, runner, target.target, exclusive=not overlap)
+        # Ended last: it waits for measurements that the runner gives up when it ends.
+        stack.callback(evaluator.close)
+        stack.push(started.pop_all())
+    return evaluator, workers
 
 
 def require_valid(summary: TuningSummary) -> None:
@@ -155,7 +177,9 @@ class _Session:
         progress: ProgressListener,
         stop: StopSignal,
     ) -> None:
-        self.seconds = dict.fromkeys(("start", "search", "build", "measure", "database"), 0.0)
+        self.seconds = dict.fromkeys(("start", "search", "build", "queue", "measure", "database"), 0.0)
+        self._database = database
+        self._environment = environment
         self._target = target
         self._options = options
         self._progress = progress
@@ -168,138 +192,75 @@ class _Session:
         self._adapter = MetaScheduleAdapter(
             database, target_key(target), environment, tvm_target=target.target, commit_records=False
         )
-        self._cost_model: ms.CostModel | None = None
-        self._rounds_began = 0.0
+        self._cost_model: FastCostModel | None = None
+        self._interrupted = False
 
-    def run(self, evaluator: Evaluator, workers: int, began: float) -> TuningSummary:
-        interrupted = False
+    def prepare(self) -> bool:
+        """Record the workloads and take in what is known of each; return whether there is anything to measure."""
+        self._recorder.start(self._tasks)
+        for task in self._tasks:
+            state = TaskState(task)
+            self._states.append(state)
+            known = [] if self._options.mode is Mode.FORCE else self._recorder.known(task)
+            take_known(state, known, self._options)
+            if Route.TEMPLATE in self._options.routes:
+                state.templates = self._templates(state, known)
+        self._spent = 0
+        return any(state.skipped is None for state in self._states)
+
+    def run(self, evaluator: Evaluator, workers: int, began: float) -> None:
+        """Measure; what was finished is recorded when this returns or raises."""
+        rounds = Rounds(
+            self._states,
+            evaluator,
+            self._recorder,
+            self._target,
+            self._options,
+            self._progress,
+            self._stop,
+            workers=workers,
+            spent=self._spent,
+            make_search=lambda state: self._new_search(state, workers),
+            seconds=self.seconds,
+        )
         try:
-            self._prepare()
-            self.seconds["start"] += time.monotonic() - began
-            measure_fallbacks(
+            prepare_references(
                 [state for state in self._states if state.skipped is None],
                 evaluator,
                 self._target,
-                lambda state, decision, outcome: self._take(state, Route.FALLBACK, decision, outcome),
+                lambda state, decision, outcome: self._refuse(state, decision, outcome),
             )
-            self._recorder.flush()
-            self._rounds_began = time.monotonic()
-            self._rounds(evaluator, workers)
+            rounds.measure_fallbacks()
+            self.seconds["start"] += time.monotonic() - began
+            rounds.run()
         except KeyboardInterrupt:
             self._stop.request()
-            interrupted = True
+            self._interrupted = True
         finally:
+            self.seconds.update(evaluator.seconds)
             self._recorder.flush()
+
+    def summary(self, began: float) -> TuningSummary:
+        """Return what came of the run, and record what each task took."""
         summaries = summarise(self._states)
         self._recorder.finish(summaries)
         return TuningSummary(
             tasks=summaries,
             seconds=time.monotonic() - began,
             seconds_by_phase=dict(self.seconds),
-            interrupted=interrupted or self._stop.asked,
+            interrupted=self._interrupted or self._stop.asked,
         )
 
-    def _prepare(self) -> None:
-        """Record the workloads and take in what is known of each."""
-        self._recorder.start(self._tasks)
-        for task in self._tasks:
-            state = TaskState(task, {})
-            self._states.append(state)
-            if self._options.mode is Mode.FORCE:
-                continue
-            for record in self._recorder.known(task):
-                ok = record.status is Status.OK
-                if ok and record.latency_us is not None:
-                    state.offer(record.route, record.latency_us)
-                    if record.route is Route.FALLBACK:
-                        state.before_us = record.latency_us
-                if record.route in SEARCHED_ROUTES:
-                    state.known += ok
-                    state.decided[record.decision] = tuple(v / 1e6 for v in record.latencies_us) if ok else None
-            if state.known >= self._options.enough_records:
-                state.skipped = f"{state.known} valid records of it are known (mode force measures again)"
-        if Route.TEMPLATE in self._options.routes:
-            for state in self._states:
-                state.templates = template_candidates(state.task, self._target, state.decided)
+    def _refuse(self, state: TaskState, decision: str, outcome: Outcome) -> None:
+        self._recorder.add(state.task, Route.FALLBACK, decision, outcome)
+        state.take(Route.FALLBACK, outcome)
 
-    def _rounds(self, evaluator: Evaluator, workers: int) -> None:
-        # Its random predictions of the first rounds come from NumPy's global generator.
-        random_state = np.random.get_state()
-        np.random.seed(self._options.seed % 2**32)
-        try:
-            while not self._stop.due and self._remaining() != 0:
-                state = choose_task(self._states)
-                if state is None:
-                    return
-                began = time.monotonic()
-                self._round(state, evaluator, workers)
-                state.seconds += time.monotonic() - began
-        finally:
-            np.random.set_state(random_state)
-
-    def _round(self, state: TaskState, evaluator: Evaluator, workers: int) -> None:
-        """Build, measure and record the next candidates of one task: those of templates first, then of the search."""
-        if state.templates:
-            self._template_round(state, evaluator)
-        elif Route.METASCHEDULE in self._options.routes:
-            self._search_round(state, evaluator, workers)
-        else:
-            state.exhausted = True
-
-    def _template_round(self, state: TaskState, evaluator: Evaluator) -> None:
-        remaining = self._remaining()
-        size = self._round_size() if remaining is None else min(self._round_size(), remaining)
-        batch, state.templates = state.templates[:size], state.templates[size:]
-        note = self._note_of(state)
-        args_info = ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False)
-        jobs = [Job(candidate.make(self._target), args_info, note) for candidate in batch]
-        evaluator.evaluate(
-            jobs, lambda index, outcome: self._take(state, Route.TEMPLATE, batch[index].decision, outcome)
-        )
-        self._recorder.flush()
-        state.close_round()
-
-    def _note_of(self, state: TaskState) -> CandidateNote:
-        if state.note is None:
-            raise UsageError(f"task {state.task.name} has no reference to compare candidates with.")
-        return state.note
-
-    def _search_round(self, state: TaskState, evaluator: Evaluator, workers: int) -> None:
-        """Propose, build, measure and record candidates, and learn from them."""
-        proposed = self._propose(state, workers)
-        if not proposed:
-            state.exhausted = True
-            return
-        fresh = [candidate for candidate in proposed if candidate.decision not in state.decided]
-        state.empty_rounds = 0 if fresh else state.empty_rounds + 1
-        state.exhausted = state.empty_rounds >= _EMPTY_ROUNDS_MAX
-        remaining = self._remaining()
-        fresh = fresh if remaining is None else fresh[:remaining]
-        note = self._note_of(state)
-
-        def take(index: int, outcome: Outcome) -> None:
-            decision = fresh[index].decision
-            state.decided[decision] = outcome.seconds if outcome.status is Status.OK else None
-            self._take(state, Route.METASCHEDULE, decision, outcome)
-
-        evaluator.evaluate([Job(c.measure.sch.mod, c.measure.args_info, note) for c in fresh], take)
-        self._recorder.flush()
-        state.close_round()
-        self._learn(state, [candidate for candidate in proposed if candidate.decision in state.decided])
-
-    def _propose(self, state: TaskState, workers: int) -> list[Candidate]:
-        began = time.monotonic()
-        try:
-            if state.search is None:
-                state.search = self._new_search(state, workers)
-            return state.search.propose()
-        except REPLAY_ERRORS as e:
-            # A space that cannot be searched must not end the other tasks' run.
-            logger.warning("the search of task %s failed: %s", state.task.name, e)
-            state.skipped = f"its search failed: {_last_line(e)}"
-            return []
-        finally:
-            self.seconds["search"] += time.monotonic() - began
+    def _templates(self, state: TaskState, known: Sequence[TuningRecord]) -> TemplateSearch | None:
+        candidates = template_candidates(state.task, self._target)
+        if not candidates:
+            return None
+        known_us = {record.decision: record.latency_us for record in known if record.route is Route.TEMPLATE}
+        return TemplateSearch(candidates, known_us, thorough=self._options.all_templates)
 
     def _new_search(self, state: TaskState, workers: int) -> TaskSearch:
         if self._cost_model is None:
@@ -317,49 +278,10 @@ class _Session:
             seeds,
             name=state.task.name,
             seed=self._options.seed,
-            per_round=self._round_size(),
+            per_round=self._options.trials_per_iteration,
             population=self._options.population,
             threads=workers,
         )
-
-    def _learn(self, state: TaskState, candidates: list[Candidate]) -> None:
-        if state.search is None or not candidates:
-            return
-        began = time.monotonic()
-        state.search.learn(candidates, [state.decided[candidate.decision] for candidate in candidates])
-        self.seconds["search"] += time.monotonic() - began
-
-    def _round_size(self) -> int:
-        """Return the candidates of a round: fewer when the trials would not give every task one."""
-        size = self._options.trials_per_iteration
-        if self._options.trials is None:
-            return size
-        return max(1, min(size, max(_ROUND_MIN, self._options.trials // max(1, len(self._states)))))
-
-    def _take(self, state: TaskState, route: Route, decision: str, outcome: Outcome) -> None:
-        self._recorder.add(state.task, route, decision, outcome)
-        state.take(route, outcome)
-        if route is Route.FALLBACK:
-            if outcome.error is not None and outcome.error.startswith(NO_REFERENCE):
-                state.skipped = NO_REFERENCE
-            return
-        now = time.monotonic()
-        budget_left = None if self._stop.deadline is None else max(0.0, self._stop.deadline - now)
-        valid, failed = sum(s.valid for s in self._states), sum(s.failed for s in self._states)
-        left = estimate_left(valid + failed, self._options.trials, now - self._rounds_began, budget_left)
-        self._progress.candidate_measured(
-            ProgressEvent(state.task.name, valid + failed, self._options.trials, valid, failed, state.best_us, left)
-        )
-
-    def _remaining(self) -> int | None:
-        if self._options.trials is None:
-            return None
-        return max(0, self._options.trials - sum(state.valid + state.failed for state in self._states))
-
-
-def _last_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
 
 
 def _check(options: TuningOptions) -> None:

@@ -30,7 +30,7 @@ def summary_table(summary: TuningSummary) -> Table:
             str(task.weight),
             f"{task.valid}/{task.failed}",
             _number(task.before_us, ".1f"),
-            _number(task.after_us, ".1f"),
+            _number(task.after_us, ".1f") + _spread(task),
             _number(task.speedup, ".2f", "x"),
             f"{100 * task.share:.1f}%",
             note(task),
@@ -55,14 +55,14 @@ def headline(summary: TuningSummary) -> str:
 
 
 def phases(summary: TuningSummary) -> str:
-    """Return where the time of a run went."""
+    """Return in what the time of a run went; phases that overlap count twice."""
     parts = [f"{phase} {seconds:.1f} s" for phase, seconds in summary.seconds_by_phase.items()]
     return "time: " + ", ".join(parts)
 
 
 def note(task: TaskSummary) -> str:
-    """Return why a task was skipped, how its candidates failed, or what was known of it before; empty for neither."""
-    parts = [task.skipped] if task.skipped else []
+    """Return why a task was skipped or ended, how its candidates failed, what was known of it."""
+    parts = [told for told in (task.skipped, task.ended) if told]
     parts += [f"{count} {status.value}" for status, count in task.failures.items() if count]
     if task.known and not task.skipped:
         parts.append(f"{task.known} known")
@@ -109,11 +109,17 @@ def _task_fields(task: TaskSummary) -> dict[str, object]:
         "after_us": task.after_us,
         "speedup": task.speedup,
         "share": task.share,
+        "spread": task.spread,
         "seconds": task.seconds,
         "skipped": task.skipped,
+        "ended": task.ended,
         "last_error": task.last_error,
     }
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def _spread(task: TaskSummary) -> str:
+    return "" if task.spread is None else f" ±{50 * task.spread:.0f}%"

@@ -9,7 +9,7 @@ from tvm import te, tirx
 
 from pipeline.tolerances import EXACT, EXACT_KERNEL, kernel_tolerance, model_tolerance, output_scale
 from pipeline.tuning.arguments import ArgumentSpec, make_arrays
-from pipeline.tuning.measure_worker import find_mismatch
+from pipeline.tuning.mismatch import find_mismatch
 from tests.pipeline.tuning.tuning_cases import matmul_mod
 
 

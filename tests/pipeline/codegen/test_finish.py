@@ -33,8 +33,8 @@ def test_the_toolchain_makes_a_cubin(monkeypatch: pytest.MonkeyPatch) -> None:
     cubins: list[bytes] = []
     compile_cubin = cuda_compiler.compile_cubin
 
-    def keep(code: str, arch: str, toolchain: CudaToolchain, *, fast_math: bool) -> bytes:
-        cubins.append(compile_cubin(code, arch, toolchain, fast_math=fast_math))
+    def keep(code: str, arch: str, toolchain: CudaToolchain, **options: object) -> bytes:
+        cubins.append(compile_cubin(code, arch, toolchain, **options))
         return cubins[-1]
 
     monkeypatch.setattr(cuda_compiler, "compile_cubin", keep)

@@ -14,7 +14,8 @@ import tvm
 from tvm import te
 from tvm.s_tir import meta_schedule as ms
 
-from pipeline.tuning.builder import BuilderLimits, PoolBuilder
+from pipeline.tuning.build_pool import BuilderLimits
+from pipeline.tuning.builder import PoolBuilder
 from pipeline.tuning.failure import StopSignal, read_failure
 from schedules.fallback import apply_fallback
 from schedules.targets import resolve_target
@@ -73,9 +74,9 @@ def test_build_tells_the_error_text_when_the_compiler_refuses(builder: PoolBuild
 
 def test_build_goes_on_when_a_worker_is_killed(builder: PoolBuilder, place: Place) -> None:
     assert builder.build(inputs(place, add_one_mod()))[0].error_msg is None
+    restarts = builder.pool.restarts
     os.kill(builder.pool.pids[0], signal.SIGKILL)
     time.sleep(0.2)
-    restarts = builder.pool.restarts
     assert builder.build(inputs(place, add_one_mod()))[0].error_msg is None
     assert builder.pool.restarts == restarts + 1
 

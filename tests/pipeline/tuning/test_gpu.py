@@ -16,13 +16,13 @@ from tvm.s_tir import meta_schedule as ms
 from pipeline.environment import detect_environment
 from pipeline.tuning.builder import PoolBuilder
 from pipeline.tuning.failure import read_failure
-from pipeline.tuning.measure_worker import MeasureOptions
 from pipeline.tuning.note import CandidateNote, attach_note
 from pipeline.tuning.options import TuningOptions
 from pipeline.tuning.rotation import RotatedTimer
 from pipeline.tuning.runner import ProcessRunner
 from pipeline.tuning.session import require_valid, tune
 from pipeline.tuning.tasks import as_workload
+from pipeline.tuning.timing import MeasureOptions
 from schedules.fallback import apply_fallback
 from schedules.targets import ResolvedTarget, resolve_target
 from tests.pipeline.tuning.tuning_cases import add_one_mod, args_info, matmul_task
@@ -90,7 +90,7 @@ def test_tune_finds_valid_candidates(target: ResolvedTarget, database: TuningDat
 @pytest.mark.gpu
 @needs_gpu
 def test_a_broken_context_does_not_poison_the_next(builder: PoolBuilder, target: ResolvedTarget) -> None:
-    options = MeasureOptions(repeats=3, min_repeat_s=0.0005)
+    options = MeasureOptions(repeats=3, contender_repeats=0, min_repeat_s=0.0005)
     with closing(ProcessRunner("cuda:0", options, timeout_s=20.0)) as runner:
         good = build(builder, target, add_one_mod())
         results = [future.result() for future in runner.run([good, build(builder, target, far_mod()), good])]
@@ -109,7 +109,7 @@ def test_rotated_arguments_cost_more_than_warm_ones(builder: PoolBuilder, target
     item = build(builder, target, mod)
     seconds = {}
     for rotate in (True, False):
-        options = MeasureOptions(rotate=rotate)
+        options = MeasureOptions(rotate=rotate, contender_repeats=0)
         with closing(ProcessRunner("cuda:0", options, timeout_s=20.0)) as runner:
             (future,) = runner.run([item])
             result = future.result()

@@ -15,13 +15,13 @@ from tvm.s_tir import meta_schedule as ms
 
 from pipeline.tuning.builder import PoolBuilder
 from pipeline.tuning.failure import StopSignal, read_failure
-from pipeline.tuning.measure_worker import MeasureOptions
 from pipeline.tuning.note import CandidateNote, attach_note
 from pipeline.tuning.runner import ProcessRunner
+from pipeline.tuning.timing import MeasureOptions
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, args_info, extern_mod
 from tuning_db.records import Status
 
-QUICK = MeasureOptions(repeats=3, min_repeat_s=0.0005, threads=1)
+QUICK = MeasureOptions(repeats=3, contender_repeats=0, min_repeat_s=0.0005, threads=1)
 
 
 @pytest.fixture(scope="module")

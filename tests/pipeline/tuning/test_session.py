@@ -13,12 +13,12 @@ from tvm.s_tir import meta_schedule as ms
 
 from pipeline.errors import NothingMeasuredError, UsageError
 from pipeline.tuning import search as search_module
-from pipeline.tuning.measure_worker import MeasureOptions
 from pipeline.tuning.options import TaskSummary, TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressEvent
 from pipeline.tuning.search import Candidate, TaskSearch
 from pipeline.tuning.session import require_valid, tune
 from pipeline.tuning.table import to_json
+from pipeline.tuning.timing import MeasureOptions
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, extern_mod, matmul_task, task_of, unbuildable_mod
 from tuning_db.records import Mode, RecordFilter, Route, Status
 from tuning_db.store import TuningDatabase
@@ -30,7 +30,7 @@ OPTIONS = TuningOptions(
     run_timeout_s=3.0,
     workers=1,
     seed=3,
-    measure=MeasureOptions(repeats=3, min_repeat_s=0.0005),
+    measure=MeasureOptions(repeats=3, contender_repeats=0, min_repeat_s=0.0005),
 )
 
 

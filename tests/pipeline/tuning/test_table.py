@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pipeline.tuning.options import TaskSummary, TuningSummary
 from pipeline.tuning.progress import ConsoleProgress, ProgressEvent, SilentProgress, describe, estimate_left
-from pipeline.tuning.state import TaskState, choose_task
+from pipeline.tuning.state import Contender, TaskState, choose_task
 from pipeline.tuning.table import print_table, shorten_nodes, to_data, to_json
 from tests.pipeline.tuning.tuning_cases import matmul_task
 from tuning_db.records import Route, Status
@@ -26,6 +26,8 @@ TASK = TaskSummary(
     weight=12,
     share=1.0,
     seconds=4.0,
+    spread=0.04,
+    ended="settled",
 )
 SUMMARY = TuningSummary((TASK,), 4.0, {"search": 1.0, "build": 2.0}, interrupted=True)
 EVENT = ProgressEvent("matmul", 8, 16, 6, 2, 25.0, 30.0)
@@ -35,7 +37,16 @@ def test_print_table_shows_the_figures() -> None:
     text = io.StringIO()
     print_table(SUMMARY, Console(file=text, width=200))
     shown = text.getvalue()
-    for part in ("matmul_node", "metaschedule", "6/2", "100.0", "25.0", "4.00x", "100.0%", "2 timeout, 3 known"):
+    for part in (
+        "matmul_node",
+        "metaschedule",
+        "6/2",
+        "100.0",
+        "25.0 ±2%",
+        "4.00x",
+        "100.0%",
+        "settled, 2 timeout, 3 known",
+    ):
         assert part in shown
     assert "8 candidates in 4.0 s (2.00/s), interrupted" in shown
     assert "1.200 ms before, 0.300 ms after" in shown
@@ -100,17 +111,33 @@ def test_progress_draws_a_bar_on_a_terminal() -> None:
     assert "8/16" in text.getvalue()
 
 
-def state(weight: int, progress: list[float | None]) -> TaskState:
-    made = TaskState(dataclasses.replace(matmul_task(), weight=weight), {})
+def state(weight: int, progress: list[float | None], before_us: float | None = None, seconds: float = 0.0) -> TaskState:
+    made = TaskState(dataclasses.replace(matmul_task(), weight=weight), ready=True, before_us=before_us)
     made.progress, made.best_us = progress, progress[-1] if progress else None
+    made.rounds, made.seconds = len(progress), seconds
     return made
 
 
-def test_choose_task_gives_every_task_a_round_then_follows_the_gain() -> None:
+def test_choose_task_takes_what_is_unknown_then_follows_the_gain() -> None:
     heavy, light, new = state(10, [50.0]), state(1, [50.0]), state(1, [])
     assert choose_task([heavy, light, new]) is new
     assert choose_task([heavy, light]) is heavy
     settled, improving = state(1, [50.0] * 9), state(1, [90.0, 70.0, 60.0, 50.0])
     assert choose_task([settled, improving]) is improving
-    heavy.exhausted = True
+    heavy.ended = "exhausted"
     assert choose_task([heavy]) is None
+    assert choose_task([dataclasses.replace(new, ready=False)]) is None
+
+
+def test_choose_task_weighs_the_gain_by_the_seconds_it_costs() -> None:
+    slow, quick = state(3, [50.0], seconds=30.0), state(1, [50.0], seconds=1.0)
+    assert choose_task([slow, quick]) is quick
+    # A small kernel that was never searched promises less than a large one that was.
+    assert choose_task([state(12, [100.0], seconds=1.0), state(1, [], before_us=2.0)]).task.weight == 12
+
+
+def test_a_final_keeps_the_best_few() -> None:
+    task = state(1, [])
+    dropped = [task.keep(Contender(Route.TEMPLATE, str(us), us, None)) for us in (5.0, 1.0, 4.0, 2.0, 3.0)]
+    assert [one.latency_us for one in task.contenders] == [1.0, 2.0, 3.0, 4.0]
+    assert [[one.latency_us for one in gone] for gone in dropped] == [[], [], [], [], [5.0]]

@@ -13,7 +13,7 @@ from pipeline.passes import LoweredModule, LoweringOptions, lower
 from pipeline.tolerances import KernelTolerance
 from pipeline.tuning.arguments import ArgumentSpec, make_arrays
 from pipeline.tuning.index_ranges import index_ranges
-from pipeline.tuning.measure_worker import find_mismatch
+from pipeline.tuning.mismatch import find_mismatch
 from pipeline.tuning.signature import describe_kernel
 from pipeline.tuning.tasks import extract_tasks, list_untunable, untunable_reason
 from schedules.fallback import apply_fallback

@@ -69,14 +69,14 @@ def task_of(name: str, mod: tvm.ir.IRModule) -> TuningTask:
     return make_task(name, mod, model="tiny", function=name, calls=((f"{name}_node",),))
 
 
-def slow_build_mod(size: int = 2048) -> tvm.ir.IRModule:
-    """Return a module that takes seconds to compile: a loop of polynomials, unrolled."""
+def slow_build_mod(size: int = 2048, *, endless: bool = True) -> tvm.ir.IRModule:
+    """Return a module that takes minutes, or a second or two, to compile: an unrolled loop, with or without `exp`."""
     a = te.placeholder((size,), name="A")
 
     def element(i: tvm.ir.Var) -> tvm.ir.Expr:
         value = a[i]
         for power in range(4):
-            value = value * a[(i * 7 + power) % size] + tvm.tirx.exp(value)
+            value = value * a[(i * 7 + power) % size] + (tvm.tirx.exp(value) if endless else a[(i * 5 + power) % size])
         return value
 
     mod = as_workload(te.create_prim_func([a, te.compute((size,), element, name="C")]))

@@ -1,0 +1,358 @@
+"""The rounds of a tuning run: tasks are asked for candidates while those of others are built and measured.
+
+Everything here happens in the thread that tunes: it searches, hands candidates in, takes back what is finished, records
+it and lets the search learn. A task's batch is learnt from when it is back; the last few of a batch, which build for
+long, are waited for by nobody: the task goes on, and they are learnt from when they come.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from tvm.s_tir import meta_schedule as ms
+
+from pipeline.errors import UsageError
+from pipeline.tuning.baseline import list_fallbacks
+from pipeline.tuning.evaluate import Evaluator, Finished, Job, Outcome, remove_artifact
+from pipeline.tuning.failure import StopSignal
+from pipeline.tuning.note import CandidateNote
+from pipeline.tuning.options import TuningOptions
+from pipeline.tuning.progress import ProgressEvent, ProgressListener, estimate_left
+from pipeline.tuning.recorder import Recorder
+from pipeline.tuning.runner import NO_REFERENCE
+from pipeline.tuning.search import Candidate, TaskSearch
+from pipeline.tuning.state import (
+    Contender,
+    TaskState,
+    choose_task,
+    decision_key,
+    median_latency_us,
+    model_us,
+)
+from schedules.targets import ResolvedTarget
+from tuning_db.metaschedule import REPLAY_ERRORS
+from tuning_db.records import Route
+
+logger = logging.getLogger(__name__)
+
+# Rounds in which a task proposed nothing new, before it counts as exhausted.
+_EMPTY_ROUNDS_MAX = 2
+_ROUND_MIN = 4
+# A batch of which so many are back is learnt from, and its task may go on.
+_QUORUM = 0.75
+_WAIT_S = 0.2
+_FLUSH_S = 1.0
+
+MakeSearch = Callable[[TaskState], TaskSearch]
+
+
+@dataclass
+class _Batch:
+    """Candidates of one round that are on their way, and those of them that are back and not yet learnt from."""
+
+    state: TaskState
+    size: int
+    left: int
+    back: list[tuple[Candidate, float | None]] = field(default_factory=list)
+    closed: bool = False
+
+
+@dataclass(frozen=True)
+class _Tag:
+    """What a candidate on its way is."""
+
+    state: TaskState
+    route: Route
+    decision: str
+    batch: _Batch | None = None
+    candidate: Candidate | None = None
+
+
+class Rounds:
+    """The loop of a run.
+
+    Parameters
+    ----------
+    states : sequence of TaskState
+        The tasks, those to be left alone already marked.
+    workers : int
+        Build processes, which are kept busy.
+    spent : int
+        Candidates of earlier runs of the same job, which count against the trials.
+    make_search : callable
+        Starts the search of a task.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[TaskState],
+        evaluator: Evaluator,
+        recorder: Recorder,
+        target: ResolvedTarget,
+        options: TuningOptions,
+        progress: ProgressListener,
+        stop: StopSignal,
+        *,
+        workers: int,
+        spent: int,
+        make_search: MakeSearch,
+        seconds: dict[str, float],
+    ) -> None:
+        self._states = states
+        self._evaluator = evaluator
+        self._recorder = recorder
+        self._target = target
+        self._options = options
+        self._progress = progress
+        self._stop = stop
+        self._workers = workers
+        self._spent = spent
+        self._make_search = make_search
+        self._seconds = seconds
+        self._began = time.monotonic()
+        self._flushed = 0.0
+
+    def measure_fallbacks(self) -> None:
+        """Hand in the fallbacks that are still to be measured; tasks without one are ready at once."""
+        fallbacks = list_fallbacks([state for state in self._states if state.skipped is None], self._target)
+        waiting = [fallback.state for fallback in fallbacks]
+        for state in self._states:
+            state.ready = not any(state is one for one in waiting)
+        self._evaluator.submit([(f.job, _Tag(f.state, Route.FALLBACK, f.decision)) for f in fallbacks])
+
+    def run(self) -> None:
+        """Search, hand in and take back until the trials or the time are used up, or nothing promises anything."""
+        self._began = time.monotonic()
+        # Predictions of an untrained cost model come from NumPy's global generator.
+        random_state = np.random.get_state()
+        try:
+            while not self._stop.due:
+                self._take_back(0)
+                state = self._next_task() if self._has_room() else None
+                if state is not None:
+                    self._round(state)
+                elif self._evaluator.pending:
+                    self._take_back(_WAIT_S)
+                else:
+                    break
+            self._drain()
+        finally:
+            np.random.set_state(random_state)
+
+    def _has_room(self) -> bool:
+        if self._evaluator.exclusive:
+            return self._evaluator.pending == 0
+        return self._evaluator.builder.waiting < self._workers
+
+    def _next_task(self) -> TaskState | None:
+        """Return the task to ask next; what is not worth another round is ended here."""
+        if self._remaining() == 0:
+            return None
+        total_us = model_us(self._states)
+        for state in self._states:
+            if state.open and state.in_flight == 0:
+                self._end_if_settled(state, total_us)
+        return choose_task([state for state in self._states if self._may_go_on(state)])
+
+    def _may_go_on(self, state: TaskState) -> bool:
+        return state.open and state.in_flight <= (1 - _QUORUM) * self._round_size()
+
+    def _end_if_settled(self, state: TaskState, total_us: float) -> None:
+        if state.templates is not None and not state.templates.done:
+            return
+        gain_us = state.expected_gain_us()
+        if gain_us < self._options.min_gain * total_us:
+            state.ended = f"settled: a round is expected to save {gain_us:.2f} of {total_us:.0f} us"
+
+    def _round(self, state: TaskState) -> None:
+        """Hand in the next candidates of one task: those of templates first, then of the search."""
+        remaining = self._remaining()
+        size = self._round_size() if remaining is None else min(self._round_size(), remaining)
+        if state.templates is not None and not state.templates.done:
+            self._template_round(state, size)
+        else:
+            self._search_round(state, size)
+
+    def _template_round(self, state: TaskState, size: int) -> None:
+        if state.templates is None:
+            return
+        chosen = state.templates.propose(size)
+        args_info = ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False)
+        batch = _Batch(state, len(chosen), len(chosen))
+        note = self._note_of(state)
+        self._hand_in(
+            state,
+            [
+                (Job(one.make(self._target), args_info, note), _Tag(state, Route.TEMPLATE, one.decision, batch))
+                for one in chosen
+            ],
+        )
+
+    def _search_round(self, state: TaskState, size: int) -> None:
+        if Route.METASCHEDULE not in self._options.routes:
+            state.ended = "no search was asked for"
+            return
+        proposed = self._propose(state)
+        if not proposed:
+            state.ended = state.ended or "exhausted: the search found nothing more"
+            return
+        fresh = [one for one in proposed if decision_key(one.decision) not in state.decided][:size]
+        state.empty_rounds = 0 if fresh else state.empty_rounds + 1
+        if state.empty_rounds >= _EMPTY_ROUNDS_MAX:
+            state.ended = "exhausted: the search proposes what was measured"
+        known = [one for one in proposed if decision_key(one.decision) in state.decided]
+        batch = _Batch(state, len(fresh), len(fresh))
+        batch.back = [(one, state.decided[decision_key(one.decision)]) for one in known]
+        if not fresh:
+            self._close(batch)
+            return
+        note = self._note_of(state)
+        self._hand_in(
+            state,
+            [
+                (
+                    Job(one.measure.sch.mod, one.measure.args_info, note),
+                    _Tag(state, Route.METASCHEDULE, one.decision, batch, one),
+                )
+                for one in fresh
+            ],
+        )
+
+    def _hand_in(self, state: TaskState, jobs: list[tuple[Job, _Tag]]) -> None:
+        state.in_flight += len(jobs)
+        for _, tag in jobs:
+            # Not proposed again while it is on its way.
+            state.decided.setdefault(decision_key(tag.decision), None)
+        self._evaluator.submit(jobs)
+
+    def _note_of(self, state: TaskState) -> CandidateNote:
+        if state.note is None:
+            raise UsageError(f"task {state.task.name} has no reference to compare candidates with.")
+        return replace(state.note, best_s=None if state.best_us is None else state.best_us / 1e6)
+
+    def _propose(self, state: TaskState) -> list[Candidate]:
+        began = time.monotonic()
+        # Of its own for each round, so that what a task is asked first does not depend on what came back before.
+        np.random.seed((self._options.seed + 7919 * len(state.progress) + int(state.task.workload_hash)) % 2**32)
+        try:
+            if state.search is None:
+                state.search = self._make_search(state)
+            return state.search.propose()
+        except REPLAY_ERRORS as e:
+            # A space that cannot be searched must not end the other tasks' run.
+            logger.warning("the search of task %s failed: %s", state.task.name, e)
+            state.skipped = f"its search failed: {_last_line(e)}"
+            return []
+        finally:
+            self._count_search(state, began)
+
+    def _take_back(self, timeout_s: float) -> None:
+        """Take what is finished, waiting so long for the first."""
+        finished = self._evaluator.take(timeout_s)
+        while finished is not None:
+            self._take(finished)
+            finished = self._evaluator.take(0)
+        if time.monotonic() - self._flushed > _FLUSH_S:
+            self._recorder.flush()
+            self._flushed = time.monotonic()
+
+    def _drain(self) -> None:
+        """Take back what was handed in before the end; when the run is stopped, most of it comes back given up."""
+        while self._evaluator.pending:
+            self._take_back(_WAIT_S)
+
+    def _take(self, finished: Finished) -> None:
+        tag = finished.tag
+        if not isinstance(tag, _Tag):
+            raise TypeError(f"expected a candidate of this run back, got {type(tag).__name__}")
+        state, outcome = tag.state, finished.outcome
+        if tag.route is not Route.FALLBACK:
+            state.in_flight -= 1
+        if outcome is None:
+            state.decided.pop(decision_key(tag.decision), None)
+        else:
+            self._record(tag, outcome, finished.artifact)
+        if outcome is None and finished.artifact is not None:
+            remove_artifact(finished.artifact)
+        if tag.batch is not None:
+            self._advance(tag.batch, tag, outcome)
+
+    def _record(self, tag: _Tag, outcome: Outcome, artifact: str | None) -> None:
+        state = tag.state
+        self._recorder.add(state.task, tag.route, tag.decision, outcome)
+        state.take(tag.route, outcome)
+        state.seconds += outcome.duration_s
+        latency_us = median_latency_us(outcome)
+        dropped = [artifact] if artifact is not None else []
+        if latency_us is not None and artifact is not None:
+            contender = Contender(tag.route, tag.decision, latency_us, artifact)
+            dropped = [one.artifact for one in state.keep(contender) if one.artifact is not None]
+        for path in dropped:
+            remove_artifact(path)
+        if tag.route is Route.FALLBACK:
+            state.ready = True
+            if outcome.error is not None and outcome.error.startswith(NO_REFERENCE):
+                state.skipped = NO_REFERENCE
+            return
+        state.decided[decision_key(tag.decision)] = None if latency_us is None else latency_us / 1e6
+        if tag.route is Route.TEMPLATE and state.templates is not None:
+            state.templates.learn(tag.decision, latency_us)
+        self._tell(state)
+
+    def _advance(self, batch: _Batch, tag: _Tag, outcome: Outcome | None) -> None:
+        batch.left -= 1
+        if outcome is not None and tag.candidate is not None:
+            seconds = batch.state.decided.get(decision_key(tag.decision))
+            batch.back.append((tag.candidate, seconds))
+        if batch.left == 0 or (batch.left <= (1 - _QUORUM) * batch.size and not batch.closed):
+            self._close(batch)
+
+    def _close(self, batch: _Batch) -> None:
+        """Learn from what is back of a batch."""
+        state = batch.state
+        if not batch.closed:
+            state.close_round()
+        batch.closed = True
+        if state.search is None or not batch.back or self._stop.due:
+            return
+        began = time.monotonic()
+        back, batch.back = batch.back, []
+        state.search.learn([one for one, _ in back], [None if s is None else [s] for _, s in back])
+        self._count_search(state, began)
+
+    def _count_search(self, state: TaskState, began: float) -> None:
+        seconds = time.monotonic() - began
+        state.seconds += seconds
+        self._seconds["search"] += seconds
+
+    def _round_size(self) -> int:
+        """Return the candidates of a round: fewer when the trials would not give every task one."""
+        size = self._options.trials_per_iteration
+        if self._options.trials is None:
+            return size
+        return max(1, min(size, max(_ROUND_MIN, self._options.trials // max(1, len(self._states)))))
+
+    def _tell(self, state: TaskState) -> None:
+        now = time.monotonic()
+        budget_left = None if self._stop.deadline is None else max(0.0, self._stop.deadline - now)
+        valid, failed = sum(s.valid for s in self._states), sum(s.failed for s in self._states)
+        total = None if self._options.trials is None else max(self._options.trials - self._spent, valid + failed)
+        left = estimate_left(valid + failed, total, now - self._began, budget_left)
+        self._progress.candidate_measured(
+            ProgressEvent(state.task.name, valid + failed, total, valid, failed, state.best_us, left)
+        )
+
+    def _remaining(self) -> int | None:
+        if self._options.trials is None:
+            return None
+        asked = sum(state.valid + state.failed + state.in_flight for state in self._states)
+        return max(0, self._options.trials - self._spent - asked)
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
