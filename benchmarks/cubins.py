@@ -118,8 +118,13 @@ def _map(arguments: Sequence[Any]) -> dict[str, Any]:
         parts.append(numbers[:count])
         numbers = numbers[count:]
     keys = ("sizes", "byte_strides", "box", "element_strides", "modes")
+    # The address is the buffer's own, or that of one of its elements.
+    start = arguments[4].args[0]
+    element = int(start.indices[0]) if hasattr(start, "indices") else 0
+    buffer = start.source if hasattr(start, "indices") else start
     return {
-        "buffer": str(arguments[4].args[0].name),
+        "buffer": str(buffer.name),
+        "element": element,
         "dtype": str(arguments[2].value),
         **dict(zip(keys, parts, strict=True)),
     }
@@ -181,11 +186,12 @@ class Kernel:
         if "buffer" in argument:
             return tensors[argument["buffer"]].data_ptr()
         driver, tensor_map = self._driver, argument["map"]
+        tensor = tensors[tensor_map["buffer"]]
         interleave, swizzle, promotion, fill = tensor_map["modes"]
         encoded = driver.cuTensorMapEncodeTiled(
             getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_ELEMENTS[tensor_map['dtype']]}"),
             len(tensor_map["sizes"]),
-            tensors[tensor_map["buffer"]].data_ptr(),
+            tensor.data_ptr() + tensor_map["element"] * tensor.element_size(),
             [driver.cuuint64_t(size) for size in tensor_map["sizes"]],
             [driver.cuuint64_t(stride) for stride in tensor_map["byte_strides"]],
             [driver.cuuint32_t(size) for size in tensor_map["box"]],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -13,6 +15,20 @@ _ELEMENT_BYTES = 2
 _PIN = "relaxtune_pin"
 _PIN_SOURCE = """
 __forceinline__ __device__ void relaxtune_pin(float& value) { asm volatile("" : "+f"(value) :: "memory"); }
+"""
+
+
+# A value that the compiler takes for the same in all threads of a warp, and so keeps in a uniform register.
+_UNIFORM = "relaxtune_uniform"
+_UNIFORM_SOURCE = """
+__forceinline__ __device__ int relaxtune_uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+"""
+
+_DESCRIPTOR = "relaxtune_descriptor"
+_DESCRIPTOR_SOURCE = """
+__forceinline__ __device__ unsigned long long relaxtune_descriptor(int low, unsigned high) {
+  return static_cast<unsigned long long>(high) << 32 | static_cast<unsigned>(low);
+}
 """
 
 
@@ -49,6 +65,100 @@ def load_box(to: tirx.Expr, source: tirx.Var, inner: tirx.Expr, outer: tirx.Expr
     T.evaluate(T.ptx[_TMA_LOAD](to, T.address_of(source), inner, outer, full))
 
 
+def encode_tensor(
+    name: str,
+    tensor: tirx.Var,
+    dtype: str,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    swizzle: int,
+    *,
+    offset: int = 0,
+) -> tirx.Var:
+    """Emit the encoding of a tensor map of any number of axes (host code) and return the map.
+
+    Parameters
+    ----------
+    name, dtype, swizzle
+        As in `encode_map`.
+    tensor : Var
+        A buffer of 2-byte elements.
+    sizes, box : sequence of int
+        Elements along each axis of the tensor and of what one load copies, the contiguous axis first.
+    strides : sequence of int
+        Bytes from one element to the next along each axis but the first.
+    offset : int
+        Elements before the first one, at a multiple of 16 bytes.
+    """
+    encoded = T.Bind(T.tvm_stack_alloca("tensormap", 1), T.handle("tensormap"))
+    IRBuilder.name(name, encoded)
+    axes = len(sizes)
+    numbers = (*sizes, *strides, *box, *[1] * axes, 0, swizzle, 2, 0)
+    address = tensor.data if offset == 0 else tensor.ptr_to(_unflatten(offset, tensor))
+    T.evaluate(T.call_packed("runtime.cuTensorMapEncodeTiled", encoded, dtype, axes, address, *numbers))
+    return encoded
+
+
+def load_tile(
+    to: tirx.Expr, source: tirx.Var, at: Sequence[tirx.Expr | int], full: tirx.Expr, blocks: int = 1
+) -> None:
+    """Emit a TMA load of the box at a position of a tensor map; its bytes arrive at barrier `full`.
+
+    Parameters
+    ----------
+    at : sequence
+        The box's first element along each axis, the contiguous axis first.
+    blocks : int
+        Where more than 1, the load writes to the same place in each of the cluster's blocks, and arrives at each one's
+        own barrier.
+    """
+    name = _TMA_LOAD.replace(".2d.", f".{len(at)}d.")
+    if blocks == 1:
+        T.evaluate(T.ptx[name](to, T.address_of(source), *at, full))
+    else:
+        mask = tirx.const(2**blocks - 1, "uint16")
+        T.evaluate(T.ptx[name + ".multicast::cluster"](to, T.address_of(source), *at, full, mask))
+
+
+def store_tile(target: tirx.Var, at: Sequence[tirx.Expr | int], source: tirx.Expr) -> None:
+    """Emit a TMA store of a box in shared memory to a position of a tensor map; what lies outside is left out."""
+    name = f"cp.async.bulk.tensor.{len(at)}d.global.shared::cta.bulk_group"
+    T.evaluate(T.ptx[name](T.address_of(target), *at, source))
+
+
+def uniform(value: tirx.Expr) -> tirx.Expr:
+    """Return an int32 that is the same in all threads of a warp, in a form that tells the compiler so."""
+    return T.cuda.func_call(_UNIFORM, value, source_code=_UNIFORM_SOURCE, return_type="int32")
+
+
+def matrix_descriptor(
+    address: tirx.Expr, leading: int, stride: int, swizzle: int
+) -> tuple[tirx.Expr, Callable[[tirx.Expr], tirx.Expr]]:
+    """Return the low half of a matrix descriptor of wgmma, and what makes a descriptor of a low half.
+
+    An offset in units of 16 bytes may be added to the low half, which is uniform: 32-bit sums stay in uniform registers
+    where those of whole descriptors did not, which took 430 cycles for four instructions of 64 columns.
+
+    Parameters
+    ----------
+    address : Expr
+        In shared memory, at a multiple of the swizzle's period.
+    leading, stride : int
+        The byte offsets of PTX's descriptor, in units of 16 bytes.
+    swizzle : int
+        TMA's mode: 1, 2 and 3 for rows of 32, 64 and 128 bytes.
+    """
+    window = tirx.Cast("int32", T.cuda.cvta_generic_to_shared(address))
+    # wgmma numbers the modes the other way round, in the topmost two bits.
+    high = tirx.const(stride | (4 - swizzle) << 30, "uint32")
+
+    def with_low(low: tirx.Expr) -> tirx.Expr:
+        return T.cuda.func_call(_DESCRIPTOR, low, high, source_code=_DESCRIPTOR_SOURCE, return_type="uint64")
+
+    return uniform((window >> 4) | (leading << 16)), with_low
+
+
 def initialise_barrier(barrier: tirx.Expr, arrivals: int) -> None:
     """Emit the initialisation of an mbarrier."""
     T.evaluate(T.ptx.mbarrier.init.shared.b64(barrier, T.uint32(arrivals)))
@@ -57,6 +167,22 @@ def initialise_barrier(barrier: tirx.Expr, arrivals: int) -> None:
 def arrive(barrier: tirx.Expr) -> None:
     """Emit one arrival at an mbarrier."""
     T.evaluate(T.ptx.mbarrier.arrive.shared.b64(barrier, T.uint32(1)))
+
+
+def arrive_in_all(barrier: tirx.Expr, blocks: int) -> None:
+    """Emit one arrival at the mbarrier that is at the same place in every one of a cluster's blocks."""
+    window = T.cuda.cvta_generic_to_shared(barrier)
+    remote = T.alloc_local([1], "uint32")
+    for rank in range(blocks):
+        T.evaluate(T.ptx.mapa.shared__cluster.u32(remote[0], window, T.uint32(rank)))
+        # Not `.release.cluster`: it waits for all that the thread wrote to reach the cluster, 1.2 us a time.
+        T.evaluate(T.ptx["mbarrier.arrive.shared::cluster.b64"](remote[0], T.uint32(1)))
+
+
+def wait_for_cluster() -> None:
+    """Emit a barrier of all threads of a cluster."""
+    T.evaluate(T.ptx.barrier.cluster.arrive.release())
+    T.evaluate(T.ptx.barrier.cluster.wait.acquire())
 
 
 def pin(registers: tirx.Var, count: int) -> None:
@@ -99,3 +225,12 @@ class Ring:
         T.buffer_store(self._stage, self.stage + 1, [0])
         with T.If(self.stage == self._depth), T.Then():
             self.set(0, self.phase ^ 1)
+
+
+def _unflatten(offset: int, tensor: tirx.Var) -> list[int]:
+    """Return the indices of the element at a row-major position."""
+    indices: list[int] = []
+    for size in reversed([int(size) for size in tensor.ty.shape]):
+        indices.insert(0, offset % size)
+        offset //= size
+    return indices

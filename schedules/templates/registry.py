@@ -11,10 +11,11 @@ from tvm.tirx import PrimFunc
 
 from schedules.libraries.cublaslt import CublasLt
 from schedules.targets import ResolvedTarget
+from schedules.templates.attention_sm90 import AttentionSm90
 from schedules.templates.base import Parameters, Refusal, Template, TemplateError, template_of
 from schedules.templates.gemm_sm90 import GemmSm90
 
-TEMPLATES: Mapping[str, Template] = {template.name: template for template in (GemmSm90(),)}
+TEMPLATES: Mapping[str, Template] = {template.name: template for template in (GemmSm90(), AttentionSm90())}
 
 
 LIBRARIES: Mapping[str, Template] = {library.name: library for library in (CublasLt(),)}

@@ -1,0 +1,309 @@
+"""Kernels of the attention template beside torch's attention on a Hopper GPU, each checked before it is timed.
+
+    python benchmarks/bench_attention_sm90.py build DIR [--candidates 4]    anywhere with a CUDA compiler; needs no GPU
+    python benchmarks/bench_attention_sm90.py run DIR [--rounds 100] [--out FILE.json]      on the GPU; needs no TVM
+
+`run` needs torch and cuda-bindings. Every kernel first runs on fresh random inputs into an output full of NaN, and is
+compared with float32 arithmetic. Then all arms of a case are timed by turns, as CUDA graphs over rotating buffers:
+
+- ours: the candidates that the template proposes;
+- cudnn, flash: `scaled_dot_product_attention` with one backend each, on the same tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cubins import Kernel, captured_graph, cubin_writer, median_and_p95, read_kernels, time_by_turns
+
+CHECKS = 20
+# Of the norm of the difference; the weights are rounded to 11 bits, as is the output.
+ERROR_MAX = 1e-3
+BYTES_PER_TURN = 160_000_000
+LAUNCHES_PER_GRAPH = 24
+BACKENDS = ("cudnn", "flash")
+ELEMENT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes; Q, K and V are slices of one product where `packed`, else K and V are [batch, kv_heads, keys, d]."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    causal: bool = False
+    packed: bool = True
+
+
+def square(length: int, head_dim: int, *, causal: bool) -> Case:
+    """Return the case of 16384 tokens of hidden size 2048 in sequences of one length."""
+    heads = 2048 // head_dim
+    return Case(16384 // length, heads, heads, length, length, head_dim, causal)
+
+
+CASES = {
+    "bert-1x128": Case(1, 12, 12, 128, 128, 64),
+    "bert-8x128": Case(8, 12, 12, 128, 128, 64),
+    "bert-32x128": Case(32, 12, 12, 128, 128, 64),
+    "bert-1x512": Case(1, 12, 12, 512, 512, 64),
+    "bert-8x512": Case(8, 12, 12, 512, 512, 64),
+    "gpt2-1x128": Case(1, 12, 12, 128, 128, 64, True),
+    "gpt2-8x512": Case(8, 12, 12, 512, 512, 64, True),
+    "vit-8x197": Case(8, 12, 12, 197, 197, 64),
+    "llama-1x128": Case(1, 32, 8, 128, 128, 64, True),
+    "llama-1x2048": Case(1, 32, 8, 2048, 2048, 64, True),
+    "decode-1x1024": Case(1, 32, 8, 1, 1024, 64, packed=False),
+    "decode-16x1024": Case(16, 32, 8, 1, 1024, 64, packed=False),
+    **{
+        f"{length}-d{head_dim}{'-causal' if causal else ''}": square(length, head_dim, causal=causal)
+        for head_dim in (64, 128)
+        for causal in (False, True)
+        for length in (128, 512, 2048, 8192)
+    },
+}
+
+
+def build(directory: Path, candidates: int) -> None:
+    """Compile the first candidates of every case and describe them in a manifest."""
+    from schedules.attention import attention_function
+    from schedules.targets import resolve_target
+    from schedules.templates.attention_sm90 import AttentionSm90
+    from schedules.templates.base import Refusal
+
+    target, template = resolve_target("cuda:sm_90a"), AttentionSm90()
+    with cubin_writer(directory, target) as writer:
+        for name, case in CASES.items():
+            spec, params = specification(case)
+            func = attention_function(spec, params)
+            found = template.candidates(func, target)
+            if isinstance(found, Refusal):
+                sys.exit(f"{name}: {found.reason}")
+            for parameters in found[:candidates]:
+                kernel = template.apply(func, target, parameters)
+                writer.add(kernel, case=name, decision=parameters.to_json(), spec=json.loads(spec.to_json()))
+            print(f"{name}: {min(candidates, len(found))} of {len(found)} candidates built", file=sys.stderr)
+
+
+def specification(case: Case) -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
+    """Return the AttentionSpec of a case, and shape and dtype of its parameters."""
+    from schedules.attention import AttentionSpec, HeadLayout
+
+    heads, shared, d = case.heads, case.kv_heads, case.head_dim
+    if case.packed:
+        width = (heads + 2 * shared) * d
+        params = [((case.batch, case.queries, width), "float16")]
+        starts = (0, heads * d, (heads + shared) * d)
+        query, key, value = (HeadLayout(0, start, case.queries * width, width, d) for start in starts)
+    else:
+        params = [((case.batch, case.queries, heads * d), "float16")]
+        params += [((case.batch, shared, case.keys, d), "float16")] * 2
+        query = HeadLayout(0, 0, case.queries * heads * d, heads * d, d)
+        key, value = (HeadLayout(param, 0, shared * case.keys * d, d, case.keys * d) for param in (1, 2))
+    output = HeadLayout(len(params), 0, case.queries * heads * d, heads * d, d)
+    params.append(((case.batch, case.queries, heads * d), "float16"))
+    sizes = (case.batch, heads, shared, case.queries, case.keys, d)
+    return AttentionSpec(*sizes, d**-0.5, case.causal, 0, query, key, value, output), params
+
+
+def inputs(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return random tensors for a kernel's parameters, and an output full of NaN."""
+    import torch
+
+    tensors = {}
+    bias = entry["spec"]["bias"]
+    for index, (name, shape, dtype) in enumerate(entry["params"]):
+        kind = getattr(torch, dtype)
+        if index == len(entry["params"]) - 1:
+            tensors[name] = torch.full(shape, float("nan"), device="cuda", dtype=kind)
+        elif bias is not None and index == bias["param"] and bias["kind"] == "keep":
+            tensors[name] = (torch.rand(shape, device="cuda") < 0.7).to(kind)
+        else:
+            tensors[name] = torch.randn(shape, device="cuda").to(kind)
+    return tensors
+
+
+def heads_of(entry: dict[str, Any], tensors: dict[str, Any], role: str) -> Any:
+    """Return Q, K, V or O as a view [batch, heads, positions, d] of a parameter."""
+    spec = entry["spec"]
+    layout = spec[role]
+    heads, positions = ("kv_heads", "keys") if role in ("key", "value") else ("heads", "queries")
+    tensor = tensors[entry["params"][layout["param"]][0]]
+    shape = (spec["batch"], spec[heads], spec[positions], spec["head_dim"])
+    strides = (layout["batch_stride"], layout["head_stride"], layout["position_stride"], 1)
+    return tensor.as_strided(shape, strides, layout["offset"])
+
+
+def reference(entry: dict[str, Any], tensors: dict[str, Any]) -> Any:
+    """Return the output in float32, one batch element at a time."""
+    import torch
+
+    spec = entry["spec"]
+    query, key, value = (heads_of(entry, tensors, role) for role in ("query", "key", "value"))
+    group = spec["heads"] // spec["kv_heads"]
+    ahead = torch.arange(spec["keys"], device="cuda")[None, :] - torch.arange(spec["queries"], device="cuda")[:, None]
+    ahead = ahead - (spec["keys"] - spec["queries"])
+    seen = torch.ones_like(ahead, dtype=torch.bool)
+    if spec["causal"]:
+        seen &= ahead <= 0
+    if spec["window"]:
+        seen &= ahead.abs() < spec["window"]
+    bias = spec["bias"]
+    results = []
+    for b in range(spec["batch"]):
+        scores = query[b].float() @ key[b].float().repeat_interleave(group, 0).mT * spec["scale"]
+        visible = seen
+        if bias is not None:
+            mask = tensors[entry["params"][bias["param"]][0]]
+            steps = (bias["head_stride"], bias["query_stride"], bias["key_stride"])
+            mask = mask.as_strided(scores.shape, steps, b * bias["batch_stride"])
+            if bias["kind"] == "add":
+                scores = scores + mask.float()
+            else:
+                visible = seen & (mask != 0)
+        scores.masked_fill_(~visible, -math.inf)
+        results.append(torch.softmax(scores, -1) @ value[b].float().repeat_interleave(group, 0))
+    return torch.stack(results)
+
+
+def largest_error(kernel: Kernel, checks: int = CHECKS) -> float:
+    """Return the largest relative error over fresh inputs; NaN when an output was not written."""
+    import torch
+
+    worst = 0.0
+    for _ in range(checks):
+        tensors = inputs(kernel.entry)
+        kernel.bind(tensors)()
+        expected = reference(kernel.entry, tensors)
+        found = heads_of(kernel.entry, tensors, "output").float()
+        # A row that sees no key is NaN in both.
+        empty = expected.isnan()
+        if not torch.equal(empty, found.isnan()):
+            return math.nan
+        error = float((found - expected)[~empty].norm() / expected[~empty].norm())
+        torch.cuda.synchronize()
+        worst = max(worst, error)
+    return worst
+
+
+def torch_arm(backend: str, case: Case, entry: dict[str, Any], tensors: dict[str, Any]) -> Callable[[], Any]:
+    """Return torch's attention with one backend on a case's tensors."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kind = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[backend]
+    query, key, value = (heads_of(entry, tensors, role) for role in ("query", "key", "value"))
+    grouped = case.heads != case.kv_heads
+
+    def attend() -> Any:
+        with sdpa_kernel(kind):
+            return torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=case.causal, enable_gqa=grouped
+            )
+
+    return attend
+
+
+def graphs_of(case: Case, kernels: dict[str, Kernel], entry: dict[str, Any]) -> tuple[dict[str, Any], int, Any]:
+    """Return a captured graph for every arm, the launches in one, and what must live as long as the graphs."""
+    first = inputs(entry)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in first.values())
+    sets = [first, *(inputs(entry) for _ in range(max(1, min(LAUNCHES_PER_GRAPH, BYTES_PER_TURN // size))))]
+    repeats = max(1, LAUNCHES_PER_GRAPH // len(sets)) if size < BYTES_PER_TURN else 1
+    arms: dict[str, list[Callable[[], Any]]] = {}
+    for backend in BACKENDS:
+        arms[backend] = [torch_arm(backend, case, entry, tensors) for tensors in sets]
+    for decision, kernel in kernels.items():
+        arms[decision] = [kernel.bind(tensors) for tensors in sets]
+    graphs = {}
+    for name, launches in arms.items():
+        try:
+            graphs[name] = captured_graph(launches * repeats)
+        except RuntimeError as error:
+            if name not in BACKENDS:
+                raise
+            print(f"{name} does not run this case: {str(error).splitlines()[0]}", file=sys.stderr)
+    return graphs, len(sets) * repeats, sets
+
+
+def flops(case: Case) -> float:
+    """Return the operations of both products, of a causal one those that are needed."""
+    full = 4.0 * case.batch * case.heads * case.queries * case.keys * case.head_dim
+    return full / 2 if case.causal else full
+
+
+def run(directory: Path, rounds: int, out: Path | None, only: str) -> int:
+    """Check and time every kernel; return 1 when one is wrong."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.zeros(1, device="cuda")
+    every = read_kernels(directory)
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": {}}
+    wrong, ratios = 0, []
+    for name, case in CASES.items():
+        kernels = {kernel.entry["decision"]: kernel for kernel in every if kernel.entry["case"] == name}
+        if not kernels or only not in name:
+            continue
+        # Large cases are slow to check in float32.
+        checks = CHECKS if case.batch * case.heads * case.queries * case.keys < 2**28 else 2
+        errors = {decision: largest_error(kernel, checks) for decision, kernel in kernels.items()}
+        right = {decision: kernel for decision, kernel in kernels.items() if errors[decision] <= ERROR_MAX}
+        wrong += len(kernels) - len(right)
+        graphs, launches, _alive = graphs_of(case, right, next(iter(kernels.values())).entry)
+        times = time_by_turns(graphs, launches, rounds if flops(case) < 5e11 else max(10, rounds // 5))
+        results["cases"][name] = {"errors": errors, "times_us": times}
+        statistics = {arm: median_and_p95(values) for arm, values in times.items()}
+        peers = {arm: statistics[arm][0] for arm in BACKENDS if arm in statistics}
+        listed = "  ".join(f"{arm} {median:8.2f}" for arm, median in peers.items())
+        if not right:
+            print(f"{name:16} WRONG {errors}  {listed}", flush=True)
+            continue
+        best = min(right, key=lambda decision: statistics[decision][0])
+        median, p95 = statistics[best]
+        ratio = min(peers.values()) / median if peers else math.nan
+        ratios.append(ratio)
+        print(
+            f"{name:16} ours {median:8.2f} us (p95 {p95:.2f}, {flops(case) / median / 1e6:4.0f} TFLOP/s)  {listed}  "
+            f"ratio {ratio:.2f}  wrong {len(kernels) - len(right)}/{len(kernels)}  "
+            f"candidate {list(kernels).index(best) + 1}: {best}",
+            flush=True,
+        )
+    known = [ratio for ratio in ratios if ratio == ratio]
+    if known:
+        print(f"geometric mean of {len(known)} ratios: {math.exp(sum(map(math.log, known)) / len(known)):.3f}")
+    if out is not None:
+        out.write_text(json.dumps(results, indent=1))
+    return 1 if wrong else 0
+
+
+def main() -> None:
+    """Build or run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    building, running = commands.add_parser("build"), commands.add_parser("run")
+    for command in (building, running):
+        command.add_argument("directory", type=Path)
+    building.add_argument("--candidates", type=int, default=4)
+    running.add_argument("--rounds", type=int, default=100)
+    running.add_argument("--only", default="", help="cases whose name has this in it")
+    running.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "build":
+        build(arguments.directory, arguments.candidates)
+    else:
+        sys.exit(run(arguments.directory, arguments.rounds, arguments.out, arguments.only))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Attention for Hopper (sm_90a) in one kernel: TMA, mbarriers and wgmma with an online softmax, in TIRx.
+
+Notation
+--------
+That of `schedules.attention`, with Q, K, V and O float16 or bfloat16::
+
+    S = Q K^T                       float32, registers; a tile of `64 * consumers` rows and `block_k` keys at a time
+    P = exp(mask(scale * S) - m)    float32, then 2 bytes a value, registers; m the rows' largest scores so far
+    O = O * exp(m_before - m) + P V     float32, registers; divided by the sum of P in the end
+
+A thread block makes one tile of queries of one head, or with `pack` of the `heads / kv_heads` heads that share a head
+of K and V: row r of the tile is query `r // group`, head `r % group`. Blocks of keys that none of its queries sees
+(`causal`, `window`) are skipped. Its threads:
+
+- consumers: `consumers` warpgroups of 128 threads with 64 rows each, in `m64nNk16` wgmma instructions, Q and K and V in
+  shared memory, P in registers. Thread t of a warpgroup holds of rows `16 * (t / 32) + (t % 32) / 4` and 8 below, in
+  each 8 columns, columns `2 * (t % 4)` and the next.
+- producer: one warp after them, of which one thread issues every TMA load.
+
+With `overlap`, the scores of the next keys are multiplied while the softmax of the last is computed. With `pingpong`,
+besides, the warpgroups issue their multiplications by turns (named barriers). Both are FlashAttention-3's (Shah et al.,
+2024, sections 3.1 and 3.2).
+
+Shared memory is dynamic; every tile is stored in chunks of 64 columns, 128-byte rows swizzled 128 bytes, its start
+aligned to 1024 bytes. Heads whose size is no multiple of 64 take whole chunks, filled with zeros by TMA:
+
+    tile_q   [chunks, 64 * consumers, 64]       later O, from where TMA stores it
+    tile_k   [stages, chunks, block_k, 64]      "K-major" to wgmma
+    tile_v   [stages, chunks, block_k, 64]      "MN-major"
+    full_q, full_k, full_v      [1], [stages], [stages] mbarrier: one arrival (the producer) and the tile's bytes
+    empty_k, empty_v            [stages] mbarrier: one arrival by each warpgroup
+    partial     rows of O, m and the sum of P from every block of the cluster (`split`)
+
+With `split`, the blocks of a cluster share one tile: each sums a part of the keys and sends each row of its O to the
+block that adds up that row, in the order of ranks, and writes it. With `dependent`, the kernel may start while the one
+before it in the stream ends (programmatic dependent launch): it waits for it before it reads or writes global memory.
+
+What holds of masks: an `add` mask of finite numbers, however low, gives an ordinary softmax; a row of which no key is
+seen (all -inf, or not kept) is NaN; +inf or NaN in a row makes it NaN. Rows and keys outside the tensors are neither
+read (TMA fills with zeros) nor written.
+
+Limits and encodings: PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" and "Tensor
+Memory Access"; CUDA driver API, cuTensorMapEncodeTiled (16-byte aligned address and strides, box sides of at most 256).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import tvm
+from tvm import tirx
+
+from schedules.attention import AttentionSpec, HeadLayout, spec_of
+from schedules.targets import CudaLimits, ResolvedTarget
+from schedules.templates.attention_sm90_kernel import build_kernel
+from schedules.templates.attention_sm90_plan import (
+    ELEMENT_BYTES,
+    PTX_TYPES,
+    ROWS,
+    AttentionParameters,
+    AttentionPlan,
+    make_plan,
+)
+from schedules.templates.base import Parameters, Refusal, TemplateError
+
+_TMA_ALIGNMENT = 16
+_INDEX_MAX = 2**31 - 1
+_HEAD_DIM_MAX = 256
+_ADDED = ("float16", "bfloat16", "float32")
+_KEPT = (*_ADDED, "bool", "int8", "uint8", "int32", "int64")
+# Of H100 SXM and H200, where the target was given by name.
+_SM_COUNT = 132
+_CANDIDATES_MAX = 16
+
+
+class AttentionSm90:
+    """The template; see `schedules.templates.base.Template`."""
+
+    name = AttentionParameters.template
+
+    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[AttentionParameters] | Refusal:
+        """Return the parameters worth measuring, the most promising first, or why there are none."""
+        spec = _recognise(func, target)
+        if isinstance(spec, Refusal):
+            return spec
+        limits = _limits(target)
+        bias_bytes = _bias_bytes(func, spec)
+        deepest = [_deepest(spec, p, limits, bias_bytes) for p in _proposals(spec)]
+        plans = [plan for plan in deepest if plan is not None]
+        plans.sort(key=lambda plan: _predicted_cycles(plan, limits))
+        return [plan.parameters for plan in plans[:_CANDIDATES_MAX]] or Refusal("no tile fits this shape")
+
+    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+        """Return the scheduled PrimFunc, or why it cannot be made."""
+        if not isinstance(parameters, AttentionParameters):
+            raise TemplateError(f"template {self.name} got {parameters!r}; expected AttentionParameters.")
+        spec = _recognise(func, target)
+        if isinstance(spec, Refusal):
+            return spec
+        plan = make_plan(spec, parameters, _limits(target), bias_bytes=_bias_bytes(func, spec))
+        return plan if isinstance(plan, Refusal) else build_kernel(func, plan)
+
+    def parse(self, decision: str) -> AttentionParameters:
+        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
+        return AttentionParameters.from_json(decision)
+
+
+def _limits(target: ResolvedTarget) -> CudaLimits:
+    if not isinstance(target.limits, CudaLimits):
+        raise TemplateError(f"template {AttentionParameters.template} needs a CUDA target, got {target.kind}.")
+    return target.limits
+
+
+def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
+    """Return the function's attention when this template can make it with some parameters."""
+    if target.kind != "cuda" or target.arch != "sm_90a":
+        return Refusal(f"the target is {target.kind} {target.arch}, expected cuda sm_90a (wgmma and TMA)")
+    spec = spec_of(func)
+    if spec is None:
+        return Refusal("the function is not marked as an attention")
+    if spec.head_dim % 8 or spec.head_dim > _HEAD_DIM_MAX:
+        return Refusal(f"head_dim is {spec.head_dim}, expected a multiple of 8 up to {_HEAD_DIM_MAX}")
+    if spec.scale <= 0:
+        return Refusal(f"scale is {spec.scale}, expected a positive one (the largest product has the largest score)")
+    if any(math.prod(int(size) for size in param.ty.shape) > _INDEX_MAX for param in func.params):
+        return Refusal("a parameter has 2**31 elements or more, the kernel counts in 32 bits")
+    dtypes = {role: str(func.params[layout.param].ty.dtype) for role, layout in _layouts(spec).items()}
+    if len(set(dtypes.values())) > 1 or dtypes["query"] not in PTX_TYPES:
+        return Refusal(f"the dtypes are {dtypes}, expected one of {', '.join(PTX_TYPES)} for all")
+    return _refuse_layouts(spec) or _refuse_bias(func, spec) or spec
+
+
+def _layouts(spec: AttentionSpec) -> dict[str, HeadLayout]:
+    return {"query": spec.query, "key": spec.key, "value": spec.value, "output": spec.output}
+
+
+def _refuse_layouts(spec: AttentionSpec) -> Refusal | None:
+    """Return why TMA does not take a tensor: a stride that matters is 0 or no multiple of 16 bytes."""
+    for role, layout in _layouts(spec).items():
+        shared = role in ("key", "value")
+        axes = (
+            ("batch", spec.batch, layout.batch_stride),
+            ("head", spec.kv_heads if shared else spec.heads, layout.head_stride),
+            ("position", spec.keys if shared else spec.queries, layout.position_stride),
+        )
+        for axis, extent, stride in axes:
+            if extent > 1 and (stride == 0 or stride * ELEMENT_BYTES % _TMA_ALIGNMENT):
+                return Refusal(f"the {role}'s {axis} stride is {stride}, expected a positive multiple of 8 elements")
+        if layout.offset * ELEMENT_BYTES % _TMA_ALIGNMENT:
+            return Refusal(f"the {role} starts at element {layout.offset}, expected a multiple of 8")
+    return None
+
+
+def _refuse_bias(func: tirx.PrimFunc, spec: AttentionSpec) -> Refusal | None:
+    if spec.bias is None:
+        return None
+    dtype = str(func.params[spec.bias.param].ty.dtype)
+    expected = _ADDED if spec.bias.kind == "add" else _KEPT
+    if dtype not in expected:
+        return Refusal(f"the {spec.bias.kind} mask is {dtype}, expected one of {', '.join(expected)}")
+    return None
+
+
+def _bias_bytes(func: tirx.PrimFunc, spec: AttentionSpec) -> int:
+    if spec.bias is None:
+        return 0
+    return int((tvm.DataType(str(func.params[spec.bias.param].ty.dtype)).bits + 7) // 8)
+
+
+def _proposals(spec: AttentionSpec) -> Iterator[AttentionParameters]:
+    """Yield tiles and roles that may suit a shape, with the deepest ring; some do not fit."""
+    packs = [spec.group > 1 and spec.queries * spec.group <= 4 * ROWS, False]
+    for pack in dict.fromkeys(packs):
+        rows = spec.queries * (spec.group if pack else 1)
+        for consumers in (1, 2, 3):
+            if consumers > 1 and rows <= ROWS * (consumers - 1):
+                continue
+            for block_k in (64, 80, 96, 112, 128, 160, 192):
+                if block_k > 64 and block_k >= 2 * spec.keys:
+                    continue
+                overlap = spec.keys > block_k
+                for split in (1, 2, 3, 4, 6, 8):
+                    for residents in (1, 2, 3) if consumers == 1 else (1,):
+                        made = AttentionParameters(consumers, block_k, 4, split, pack, overlap, False, residents)
+                        yield made
+                        if consumers > 1 and overlap:
+                            yield replace(made, pingpong=True)
+
+
+def _deepest(spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, bias_bytes: int) -> AttentionPlan | None:
+    """Return the plan with as many stages as fit beside the other residents and are of use, or None."""
+    share = math.ceil(math.ceil(spec.keys / p.block_k) / p.split)
+    # Of a multiprocessor's shared memory, the system takes 1 KiB a block.
+    available = (limits.shared_bytes_optin + 1024) // p.residents - 1024
+    for stages in range(min(p.stages, share), 0, -1):
+        plan = make_plan(spec, replace(p, stages=stages), limits, bias_bytes=bias_bytes)
+        if isinstance(plan, AttentionPlan) and plan.shared_bytes <= available:
+            return plan
+    return None
+
+
+def _predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
+    """Return a time to order candidates by, in cycles of a multiprocessor.
+
+    The figures are a fit (15 % root mean square) to 200 kernels of head sizes 64 and 128, timed on an H200.
+    """
+    spec, p = plan.spec, plan.parameters
+    sm_count = limits.sm_count or _SM_COUNT
+    held = _blocks_held(plan, limits)
+    rounds = plan.blocks / (sm_count * held)
+    if rounds < 4:
+        rounds = math.ceil(rounds)
+    # 2048 multiply-adds a cycle at best.
+    arithmetic = 1.9 * ROWS * p.block_k * (plan.columns + spec.head_dim) / 2048
+    softmax = 0 if p.overlap else 0.5 * arithmetic
+    together = min(held, max(1.0, plan.blocks / sm_count)) * p.consumers
+    step = max(together * arithmetic, arithmetic + softmax + 400)
+    elements = spec.batch * spec.head_dim * (2 * spec.heads * spec.queries + 2 * spec.kv_heads * spec.keys)
+    memory = elements * ELEMENT_BYTES / (14 * sm_count)
+    exchange = 850 if p.split > 1 else 0
+    return max(rounds * (4000 + _mean_steps(plan) * step), memory + 4000) + exchange
+
+
+def _blocks_held(plan: AttentionPlan, limits: CudaLimits) -> int:
+    """Return the blocks that a multiprocessor holds at a time."""
+    if plan.parameters.consumers > 1:
+        return 1
+    return min((limits.shared_bytes_optin + 1024) // (plan.shared_bytes + 1024), max(plan.parameters.residents, 2))
+
+
+def _mean_steps(plan: AttentionPlan) -> float:
+    """Return the blocks of keys that a thread block sums, on average."""
+    spec, p = plan.spec, plan.parameters
+    if not spec.causal:
+        return math.ceil(plan.key_blocks / p.split)
+    ends = (min((tile + 1) * plan.tile_queries, spec.queries) + plan.ahead for tile in range(plan.tiles))
+    return sum(math.ceil(max(1, math.ceil(end / p.block_k)) / p.split) for end in ends) / plan.tiles

@@ -1,0 +1,378 @@
+"""The kernel of `schedules.templates.attention_sm90`, emitted with TIRx's IRBuilder; the notation is that module's."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from schedules.attention import HeadLayout
+from schedules.fallback import SCHEDULED_ATTR
+from schedules.templates.attention_sm90_multiply import AttentionMultiply
+from schedules.templates.attention_sm90_output import AttentionOutput, Place
+from schedules.templates.attention_sm90_plan import (
+    CHUNK,
+    ELEMENT_BYTES,
+    REGISTERS,
+    ROWS,
+    WARPGROUP,
+    AttentionPlan,
+)
+from schedules.templates.attention_sm90_softmax import OnlineSoftmax, Rows
+from schedules.templates.hopper import Ring, arrive, encode_tensor, initialise_barrier, load_tile, pin
+from schedules.templates.lowering import KERNEL_ATTR
+
+# On a PrimFunc made of blocks, which the kernel is not.
+_BLOCKS_ATTR = "s_tir"
+# Launch attributes of a PrimFunc; the spelling is TVM's.
+_LAUNCH_ATTR = "tirx.kernel_launch_params"
+_MIN_BLOCKS_ATTR = "tirx.launch_bounds_min_blocks_per_sm"
+_DEPENDENT_LAUNCH = "tirx.use_programtic_dependent_launch"
+# Named barriers after those of `attention_sm90_output`: one for each warpgroup's turn.
+_TURN_BARRIER = 5
+
+
+def build_kernel(func: tirx.PrimFunc, plan: AttentionPlan) -> tirx.PrimFunc:
+    """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
+    made = _Kernel(func, plan).build()
+    for key, value in func.attrs.items() if func.attrs else ():
+        if key != _BLOCKS_ATTR:
+            made = made.with_attr(key, value)
+    if plan.parameters.dependent:
+        made = made.with_attr(_LAUNCH_ATTR, [_DEPENDENT_LAUNCH])
+    return made.with_attr(SCHEDULED_ATTR, True).with_attr(KERNEL_ATTR, True)
+
+
+class _Kernel:
+    """One kernel under construction; the methods emit into the current IRBuilder."""
+
+    def __init__(self, func: tirx.PrimFunc, plan: AttentionPlan) -> None:
+        self._func = func
+        self._plan = plan
+        self._spec = plan.spec
+        self._p = plan.parameters
+        self._dtype = str(func.params[plan.spec.query.param].ty.dtype)
+
+    def build(self) -> tirx.PrimFunc:
+        plan, p = self._plan, self._p
+        with IRBuilder() as builder, T.prim_func():
+            T.func_name("main")
+            self._params = [_declare(param) for param in self._func.params]
+            self._encode_maps()
+            T.device_entry()
+            block = T.cta_id([plan.blocks])
+            if p.split > 1:
+                T.cta_id_in_cluster([p.split])
+            self._thread = T.thread_id([plan.threads])
+            self._rank = block % p.split
+            self._locate(block // p.split)
+            self._allocate()
+            self._fetch_maps()
+            self._initialise()
+            if p.dependent:
+                T.evaluate(T.ptx.griddepcontrol.launch_dependents())
+            # setmaxnreg takes effect in a kernel whose registers are capped at its start.
+            with T.attr({_MIN_BLOCKS_ATTR: p.residents}), T.If(self._thread >= p.consumers * WARPGROUP):
+                with T.Then():
+                    self._take_registers("dec", 1)
+                    with T.If(self._thread == p.consumers * WARPGROUP), T.Then():
+                        self._produce()
+                with T.Else():
+                    self._take_registers("inc", 0)
+                    self._consume()
+        return builder.get()
+
+    def _take_registers(self, change: str, which: int) -> None:
+        if self._p.consumers > 1:
+            T.evaluate(T.ptx[f"setmaxnreg.{change}.sync.aligned.u32"](REGISTERS[self._p.consumers][which]))
+
+    def _encode_maps(self) -> None:
+        spec, plan, p = self._spec, self._plan, self._p
+        queries, keys = (CHUNK, plan.group, plan.tile_queries), (CHUNK, 1, p.block_k)
+        stored = (CHUNK, plan.group, ROWS // plan.group)
+        self._map_q = self._encode("map_q", spec.query, spec.heads, spec.queries, queries)
+        self._map_k = self._encode("map_k", spec.key, spec.kv_heads, spec.keys, keys)
+        self._map_v = self._encode("map_v", spec.value, spec.kv_heads, spec.keys, keys)
+        if p.split == 1:
+            self._map_o = self._encode("map_o", spec.output, spec.heads, spec.queries, stored)
+
+    def _encode(self, name: str, layout: HeadLayout, heads: int, positions: int, box: tuple[int, int, int]) -> tirx.Var:
+        """Emit the encoding of a tensor map with axes d, head, position, batch."""
+        sizes = (self._spec.head_dim, heads, positions, self._spec.batch)
+        strides = (layout.head_stride, layout.position_stride, layout.batch_stride)
+        # Of an axis of size 1 any stride will do, but TMA takes no 0.
+        strides_bytes = [max(stride * ELEMENT_BYTES, 16) for stride in strides]
+        tensor = self._params[layout.param]
+        return encode_tensor(name, tensor, self._dtype, sizes, strides_bytes, (*box, 1), 3, offset=layout.offset)
+
+    def _locate(self, work: tirx.Expr) -> None:
+        """Emit which tile this block makes, of which heads, and which blocks of keys it sums."""
+        spec, plan = self._spec, self._plan
+        if spec.causal and plan.tiles > 1:
+            # The longest tiles first, of as many heads as have their keys in the L2 cache together.
+            inside = work % (plan.section * plan.tiles)
+            tile = plan.tiles - 1 - inside // plan.section
+            heads = work // (plan.section * plan.tiles) * plan.section + inside % plan.section
+        else:
+            tile, heads = work % plan.tiles, work // plan.tiles
+        batch, head = heads // plan.heads, heads % plan.heads * plan.group
+        self._place = Place(_named("batch", batch), _named("head", head), _named("query", tile * plan.tile_queries))
+        self._kv_head = self._place.head // spec.group
+        first, end = self._visible_blocks()
+        if self._p.split == 1:
+            self._first = _named("first_block", first)
+            self._count = _named("block_count", tirx.max(end - first, 1))
+            self._key_end: tirx.Expr | int = spec.keys
+            return
+        share = _named("share", (end - first + self._p.split - 1) // self._p.split)
+        start = _named("start", first + self._rank * share)
+        stop = _named("stop", tirx.min(start + share, end))
+        self._first = start
+        self._count = _named("block_count", tirx.max(stop - start, 1))
+        # A block without a share makes one block of keys that it does not see.
+        self._key_end = _named("key_end", tirx.Select(start < stop, tirx.min(stop * self._p.block_k, spec.keys), 0))
+
+    def _visible_blocks(self) -> tuple[tirx.Expr, tirx.Expr]:
+        """Return the first block of keys that the tile's queries may see, and the one after the last."""
+        spec, plan, block_k = self._spec, self._plan, self._p.block_k
+        first: tirx.Expr = tirx.IntImm("int32", 0)
+        end: tirx.Expr = tirx.IntImm("int32", plan.key_blocks)
+        position = self._place.query + plan.ahead
+        last = tirx.min(position + plan.tile_queries, spec.keys) - 1
+        if spec.window:
+            first = tirx.max(position - spec.window + 1, 0) // block_k
+        if spec.causal or spec.window:
+            reach = 1 if spec.causal else spec.window
+            end = tirx.min(tirx.max(last + reach, 0) + block_k - 1, spec.keys + block_k - 1) // block_k
+        return first, end
+
+    def _allocate(self) -> None:
+        p, plan = self._p, self._plan
+        # Tiles start at multiples of 1024 bytes, as swizzle atoms need: on sm_90 the system reserves the first KiB of a
+        # block's shared memory, and the kernel has no static shared memory.
+        pool = T.SMEMPool()
+        row = plan.chunks * CHUNK
+        self._tile_q = pool.alloc((plan.rows * row,), self._dtype, align=1024)
+        self._tile_k = pool.alloc((p.stages, p.block_k * row), self._dtype, align=1024)
+        self._tile_v = pool.alloc((p.stages, p.block_k * row), self._dtype, align=1024)
+        if p.split > 1:
+            self._partial = pool.alloc((plan.partial_floats,), "float32", align=128)
+        self._full_q = pool.alloc((1,), "uint64", align=8)
+        self._full_k, self._full_v, self._empty_k, self._empty_v = (
+            pool.alloc((p.stages,), "uint64", align=8) for _ in range(4)
+        )
+        pool.commit()
+
+    def _fetch_maps(self) -> None:
+        """Emit the fetching of the tensor maps, before the kernel waits for the one before it."""
+        with T.If(self._thread == self._p.consumers * WARPGROUP), T.Then():
+            for tensor_map in (self._map_q, self._map_k, self._map_v, *([self._map_o] if self._p.split == 1 else [])):
+                T.evaluate(T.ptx["prefetch.tensormap"](T.address_of(tensor_map)))
+
+    def _initialise(self) -> None:
+        with T.If(self._thread == 0), T.Then():
+            initialise_barrier(self._full_q.ptr_to([0]), 1)
+            for stage in range(self._p.stages):
+                for full in (self._full_k, self._full_v):
+                    initialise_barrier(full.ptr_to([stage]), 1)
+                for empty in (self._empty_k, self._empty_v):
+                    initialise_barrier(empty.ptr_to([stage]), self._p.consumers)
+            T.evaluate(T.ptx.fence.mbarrier_init.release.cluster())
+        if self._p.split > 1:
+            T.evaluate(T.ptx.barrier.cluster.arrive.release())
+        T.evaluate(T.cuda.cta_sync())
+
+    def _produce(self) -> None:
+        p = self._p
+        ring_k, ring_v = Ring(p.stages), Ring(p.stages)
+        if p.dependent:
+            T.evaluate(T.ptx.griddepcontrol.wait())
+        self._load_query()
+        self._load_keys(ring_k, 0)
+        with T.serial(self._count - 1) as step:
+            self._load_keys(ring_k, step + 1)
+            self._load_values(ring_v, step)
+        self._load_values(ring_v, self._count - 1)
+
+    def _load_query(self) -> None:
+        plan, at = self._plan, self._place
+        full = self._full_q.ptr_to([0])
+        self._expect(full, plan.tile_queries * plan.group)
+        for chunk in range(plan.chunks):
+            to = self._tile_q.ptr_to([chunk * plan.rows * CHUNK])
+            load_tile(to, self._map_q, (chunk * CHUNK, at.head, at.query, at.batch), full)
+
+    def _load_keys(self, ring: Ring, step: tirx.Expr | int) -> None:
+        self._load_block(ring, step, self._tile_k, self._map_k, self._full_k, self._empty_k)
+
+    def _load_values(self, ring: Ring, step: tirx.Expr | int) -> None:
+        self._load_block(ring, step, self._tile_v, self._map_v, self._full_v, self._empty_v)
+
+    def _load_block(
+        self, ring: Ring, step: tirx.Expr | int, tile: tirx.Var, source: tirx.Var, full: tirx.Var, empty: tirx.Var
+    ) -> None:
+        plan, block_k = self._plan, self._p.block_k
+        T.evaluate(T.cuda.mbarrier_wait(empty.ptr_to([ring.stage]), ring.phase ^ 1))
+        barrier = full.ptr_to([ring.stage])
+        self._expect(barrier, block_k)
+        for chunk in range(plan.chunks):
+            to = tile.ptr_to([ring.stage, chunk * block_k * CHUNK])
+            position = (chunk * CHUNK, self._kv_head, (self._first + step) * block_k, self._place.batch)
+            load_tile(to, source, position, barrier)
+        ring.advance()
+
+    def _expect(self, barrier: tirx.Expr, rows: int) -> None:
+        size = T.uint32(rows * self._plan.chunks * CHUNK * ELEMENT_BYTES)
+        T.evaluate(T.ptx.mbarrier.arrive.expect_tx.shared.b64(barrier, size))
+
+    def _consume(self) -> None:
+        plan, p, spec = self._plan, self._p, self._spec
+        lane = self._thread % 32
+        group = self._thread // WARPGROUP if p.consumers > 1 else tirx.IntImm("int32", 0)
+        self._scores = T.alloc_local([p.block_k // 2], "float32")
+        self._weights = T.alloc_local([p.block_k // 4], "uint32")
+        self._sums = T.alloc_local([spec.head_dim // 2], "float32")
+        bias = None if spec.bias is None else self._params[spec.bias.param]
+        self._softmax = OnlineSoftmax(plan, bias, self._dtype, lane)
+        self._multiply = AttentionMultiply(plan, self._dtype)
+        first_row = self._tile_q.ptr_to([group * (ROWS * CHUNK)])
+        self._multiply.describe(first_row, self._tile_k.ptr_to([0, 0]), self._tile_v.ptr_to([0, 0]))
+        self._ring_k, self._ring_v = Ring(p.stages), Ring(p.stages)
+        self._leader = self._thread % WARPGROUP == 0
+        self._find_rows(group, lane)
+        for index in range(spec.head_dim // 2):
+            T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
+        if p.dependent and bias is not None:
+            T.evaluate(T.ptx.griddepcontrol.wait())
+        T.evaluate(T.cuda.mbarrier_wait(self._full_q.ptr_to([0]), 0))
+        if p.overlap:
+            self._sum_overlapped(group)
+        else:
+            self._sum_in_turn()
+        self._softmax.finish()
+        output = AttentionOutput(plan, self._params[spec.output.param], self._thread)
+        if p.split > 1:
+            output.combine(self._sums, self._softmax, self._partial, self._rank, self._place)
+        else:
+            output.store(self._sums, self._softmax, self._tile_q, self._map_o, self._place)
+
+    def _find_rows(self, group: tirx.Expr, lane: tirx.Expr) -> None:
+        """Emit which keys this thread's rows and its warpgroup's rows see."""
+        spec, plan, at = self._spec, self._plan, self._place
+        line = self._thread // 32 * 16 + lane // 4
+        queries = [_named("row_query", at.query + (line + row * 8) // plan.group) for row in range(2)]
+        heads = [_named("row_head", at.head + (line + row * 8) % plan.group) for row in range(2)]
+        first, end = T.alloc_local([2], "int32"), T.alloc_local([2], "int32")
+        for row in range(2):
+            position = queries[row] + plan.ahead
+            T.buffer_store(first, position - spec.window + 1, [row])
+            T.buffer_store(end, self._end_at(position), [row])
+        self._softmax.begin(Rows(at.batch, (queries[0], queries[1]), (heads[0], heads[1]), first, end))
+        top = at.query + group * ROWS // plan.group + plan.ahead
+        bottom = at.query + (group * ROWS + ROWS - 1) // plan.group + plan.ahead
+        self._whole_end = _named("whole_end", self._end_at(top))
+        self._whole_first = _named("whole_first", bottom - spec.window + 1) if spec.window else None
+
+    def _end_at(self, position: tirx.Expr) -> tirx.Expr | int:
+        """Return the key after the last that a query at a position sees."""
+        if self._spec.causal:
+            return tirx.min(position + 1, self._key_end)
+        if self._spec.window:
+            return tirx.min(position + self._spec.window, self._key_end)
+        return self._key_end
+
+    def _masked(self, block: tirx.Expr) -> tirx.Expr | None:
+        """Return whether some row of the warpgroup does not see all of a block of keys; None when never."""
+        spec, p = self._spec, self._p
+        if not spec.causal and not spec.window and p.split == 1 and spec.keys % p.block_k == 0:
+            return None
+        masked = (block + 1) * p.block_k > self._whole_end
+        return masked if self._whole_first is None else tirx.any(masked, block * p.block_k < self._whole_first)
+
+    def _sum_in_turn(self) -> None:
+        """Emit the loop over the keys, one thing after another."""
+        with T.serial(self._count) as step:
+            self._begin_scores(step)
+            self._end_scores(0)
+            self._weigh(step)
+            with T.If(step > 0), T.Then():
+                self._softmax.rescale(self._sums, self._spec.head_dim // 2)
+            self._softmax.convert(self._scores, self._weights)
+            self._begin_values()
+            self._end_values()
+
+    def _sum_overlapped(self, group: tirx.Expr) -> None:
+        """Emit the loop over the keys: the scores of a block run beside the values and the softmax of the last."""
+        if self._p.pingpong:
+            # The first turn is the first warpgroup's.
+            with T.If(group == 0), T.Then():
+                self._pass_turn(tirx.IntImm("int32", 0))
+        self._begin_scores(tirx.IntImm("int32", 0))
+        self._end_scores(0)
+        self._weigh(tirx.IntImm("int32", 0))
+        self._softmax.convert(self._scores, self._weights)
+        with T.serial(self._count - 1) as step:
+            T.evaluate(T.cuda.mbarrier_wait(self._full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
+            self._wait_turn(group)
+            self._begin_scores(step + 1, wait=False)
+            self._begin_values()
+            self._end_turn(group)
+            self._end_scores(1)
+            self._weigh(step + 1)
+            self._end_values()
+            self._softmax.rescale(self._sums, self._spec.head_dim // 2)
+            self._softmax.convert(self._scores, self._weights)
+        self._begin_values()
+        self._end_values()
+
+    def _begin_scores(self, step: tirx.Expr, *, wait: bool = True) -> None:
+        if wait:
+            T.evaluate(T.cuda.mbarrier_wait(self._full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
+        self._multiply.scores(self._scores, self._ring_k.stage)
+        self._softmax.prefetch(self._first + step)
+
+    def _end_scores(self, pending: int) -> None:
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(pending))
+        pin(self._scores, self._p.block_k // 2)
+        with T.If(self._leader), T.Then():
+            arrive(self._empty_k.ptr_to([self._ring_k.stage]))
+        self._ring_k.advance()
+
+    def _weigh(self, step: tirx.Expr) -> None:
+        block = self._first + step
+        self._softmax.weigh(self._scores, block, self._masked(block))
+
+    def _begin_values(self) -> None:
+        T.evaluate(T.cuda.mbarrier_wait(self._full_v.ptr_to([self._ring_v.stage]), self._ring_v.phase))
+        self._multiply.values(self._sums, self._weights, self._ring_v.stage)
+
+    def _end_values(self) -> None:
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+        pin(self._sums, self._spec.head_dim // 2)
+        with T.If(self._leader), T.Then():
+            arrive(self._empty_v.ptr_to([self._ring_v.stage]))
+        self._ring_v.advance()
+
+    def _wait_turn(self, group: tirx.Expr) -> None:
+        if self._p.pingpong:
+            T.evaluate(T.ptx.bar.sync(tirx.Cast("uint32", group + _TURN_BARRIER), 2 * WARPGROUP))
+
+    def _end_turn(self, group: tirx.Expr) -> None:
+        if self._p.pingpong:
+            self._pass_turn((group + 1) % self._p.consumers)
+
+    def _pass_turn(self, group: tirx.Expr) -> None:
+        T.evaluate(T.ptx.bar.arrive(tirx.Cast("uint32", group + _TURN_BARRIER), 2 * WARPGROUP))
+
+
+def _named(name: str, value: tirx.Expr) -> tirx.Expr:
+    """Emit the storing of a value in a register, and return that."""
+    register = T.alloc_local([1], "int32")
+    IRBuilder.name(name, register)
+    T.buffer_store(register, value, [0])
+    return register[0]
+
+
+def _declare(param: tirx.Var) -> tirx.Var:
+    shape = [int(size) for size in param.ty.shape]
+    return T.arg(param.name, T.Buffer(shape, str(param.ty.dtype)))
