@@ -13,6 +13,7 @@ from tvm.target import codegen
 
 from pipeline.codegen.cuda_graph import capture_whole_function, fix_output_memory
 from pipeline.codegen.finish import device_toolchain, finish_kernels
+from pipeline.codegen.planned_memory import planned_bytes
 from pipeline.errors import LoweringError
 from pipeline.passes import plan_memory_passes
 from pipeline.passes.module import LoweredModule
@@ -36,6 +37,8 @@ class CompiledModule:
         Whether the kernels run as one captured CUDA graph.
     seconds
         Phase of the compilation -> seconds.
+    planned_bytes
+        Storage of the static memory plan; None when it depends on the inputs' shapes.
     """
 
     lowered: LoweredModule
@@ -44,6 +47,7 @@ class CompiledModule:
     executable: relax.VMExecutable
     cuda_graph: bool
     seconds: Mapping[str, float]
+    planned_bytes: int | None = None
 
 
 def compile_module(
@@ -82,9 +86,10 @@ def compile_module(
         mod = finish_kernels(apply_fallback(mod, target.target), target.target)
     with _timed(seconds, "plan_memory"), _pass_context(graph), target.target:
         mod = _plan_memory(mod, target, graph)
+        planned = planned_bytes(mod)
     with _timed(seconds, "codegen"), device_toolchain(target.target), _pass_context(graph), target.target:
         executable = _generate(mod, target, lowered.graph.name)
-    return CompiledModule(lowered, tuple(choices), target, executable, graph, seconds)
+    return CompiledModule(lowered, tuple(choices), target, executable, graph, seconds, planned)
 
 
 def portable_host(target: ResolvedTarget) -> ResolvedTarget:

@@ -22,7 +22,8 @@ from pipeline.codegen.cuda_libraries import CUBLASLT, CUDART, DRIVER
 from pipeline.codegen.library_objects import compile_library_objects, list_library_sources
 from pipeline.compile import CompiledModule
 from pipeline.errors import LoweringError
-from pipeline.manifest import MODULE_FILE, PARAMS_FILE, KernelEntry, Manifest, PassEntry, TargetEntry
+from pipeline.kernel_facts import kernel_work
+from pipeline.manifest import MODULE_FILE, PARAMS_FILE, KernelEntry, Manifest, MemoryEntry, PassEntry, TargetEntry
 from pipeline.runtime import vector_features
 from pipeline.selection import KernelChoice
 
@@ -87,6 +88,7 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
         weights=tuple(lowered.weights),
         versions=versions(),
         compile_seconds={**compiled.seconds, "link": link_seconds},
+        memory=MemoryEntry(compiled.planned_bytes, sum(array.nbytes for array in lowered.weights.values())),
     )
 
 
@@ -119,6 +121,7 @@ def _kernel_entry(compiled: CompiledModule, choice: KernelChoice) -> KernelEntry
         decision_sha256=hashlib.sha256(decision.encode()).hexdigest() if decision is not None else None,
         note=choice.note,
         database=choice.database,
+        work=kernel_work(compiled.lowered.mod[choice.function]),
     )
 
 

@@ -67,6 +67,43 @@ class PassEntry:
 
 
 @dataclass(frozen=True)
+class ArgumentEntry:
+    """A kernel's parameter; `limit` is the exclusive upper bound of an index it holds."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class WorkEntry:
+    """What one run of a kernel does.
+
+    Attributes
+    ----------
+    family
+        Operator family: `matmul`, `attention`, `norm`, ...
+    flops, bytes
+        Arithmetic operations, and bytes read plus written with every buffer counted once.
+    arguments
+        Its parameters, outputs included.
+    """
+
+    family: str
+    flops: float
+    bytes: float
+    arguments: tuple[ArgumentEntry, ...]
+
+
+@dataclass(frozen=True)
+class MemoryEntry:
+    """Device memory of the loaded module: storage of the static plan (None with symbolic shapes), and weights."""
+
+    planned_bytes: int | None
+    weights_bytes: int
+
+
+@dataclass(frozen=True)
 class KernelEntry:
     """One kernel: which ONNX nodes it computes and where it came from.
 
@@ -86,6 +123,8 @@ class KernelEntry:
         Why it has no record, or why a better one was passed over.
     database
         The database of the record, when several lay over each other.
+    work
+        What one run does; None where shapes are known only at run time.
     """
 
     function: str
@@ -97,6 +136,7 @@ class KernelEntry:
     decision_sha256: str | None
     note: str = ""
     database: str | None = None
+    work: WorkEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +151,8 @@ class Manifest:
         Content hash of the ONNX model it was compiled from.
     validation
         The report's JSON data, None before a validation.
+    memory
+        What it takes on the device; None in artifacts of versions that did not say.
     """
 
     model: str
@@ -128,6 +170,7 @@ class Manifest:
     compile_seconds: Mapping[str, float]
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     validation: Mapping[str, object] | None = None
+    memory: MemoryEntry | None = None
 
     def with_files(self, files: Mapping[str, FileEntry]) -> Manifest:
         """Return the same manifest with the hashes of the written files."""
@@ -194,13 +237,22 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         target=TargetEntry(**target),
         precision=data["precision"],
         passes=tuple(PassEntry(**entry) for entry in data["passes"]),
-        kernels=tuple(KernelEntry(**{**entry, "onnx_nodes": tuple(entry["onnx_nodes"])}) for entry in data["kernels"]),
+        kernels=tuple(_kernel(entry) for entry in data["kernels"]),
         weights=tuple(data["weights"]),
         versions=data["versions"],
         compile_seconds=data["compile_seconds"],
         files={name: FileEntry(**entry) for name, entry in data["files"].items()},
         validation=data["validation"],
+        memory=MemoryEntry(**data["memory"]) if data.get("memory") else None,
     )
+
+
+def _kernel(entry: dict[str, Any]) -> KernelEntry:
+    work = entry.get("work")
+    if work is not None:
+        arguments = tuple(ArgumentEntry(one["dtype"], tuple(one["shape"]), one["limit"]) for one in work["arguments"])
+        work = WorkEntry(**{**work, "arguments": arguments})
+    return KernelEntry(**{**entry, "onnx_nodes": tuple(entry["onnx_nodes"]), "work": work})
 
 
 def _specs(entries: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:

@@ -1,0 +1,37 @@
+"""What a kernel is, whoever makes it: family, work, traffic and parameters, for the manifest."""
+
+from __future__ import annotations
+
+from tvm import s_tir, tirx
+
+from pipeline.manifest import ArgumentEntry, WorkEntry
+from pipeline.tuning.index_ranges import index_ranges
+from pipeline.tuning.kernel_ir import buffer_bytes, static_shape, written_params
+from pipeline.tuning.signature import describe_kernel
+from pipeline.tuning.tasks import as_workload, untunable_reason
+from schedules.attention import spec_of
+
+
+def kernel_work(func: tirx.PrimFunc) -> WorkEntry | None:
+    """Return the work of one run of an unscheduled PrimFunc; None where a shape is known only at run time."""
+    if untunable_reason(func) is not None:
+        return None
+    ranges = index_ranges(func)
+    arguments = tuple(
+        ArgumentEntry(str(param.dtype), static_shape(param) or (), ranges.get(position))
+        for position, param in enumerate(func.params)
+    )
+    family = "attention" if spec_of(func) is not None else describe_kernel(func).family
+    return WorkEntry(
+        family=family,
+        flops=float(s_tir.analysis.estimate_tir_flops(as_workload(func))),
+        bytes=float(_traffic(func, family)),
+        arguments=arguments,
+    )
+
+
+def _traffic(func: tirx.PrimFunc, family: str) -> int:
+    """Return the bytes read plus written; of a table that is gathered from, only what is taken."""
+    sizes = [buffer_bytes(param) for param in func.params]
+    written = sum(sizes[position] for position in written_params(func))
+    return sum(min(size, written) for size in sizes) if family == "gather" else sum(sizes)
