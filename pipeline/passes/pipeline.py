@@ -16,6 +16,7 @@ from pipeline.passes.fold_constants import fold_constants
 from pipeline.passes.fuse import fuse_operations
 from pipeline.passes.half_precision import compute_in_half_precision
 from pipeline.passes.lift_weights import lift_weights
+from pipeline.passes.mark_constants import mark_constants
 from pipeline.passes.merge_common import merge_common_subexpressions
 from pipeline.passes.name_bindings import name_bindings
 from pipeline.passes.nan_guard import remove_nan_guards
@@ -71,6 +72,7 @@ def lowering_steps() -> tuple[Step, ...]:
             "unused PrimFuncs would be tuned",
         ),
         Step(Phase.FUSE, "lift_weights", lift_weights, "set embed_weights=True to keep weights inside the module"),
+        Step(Phase.FUSE, "mark_constants", mark_constants),
     )
 
 
