@@ -25,7 +25,7 @@ def check_operators(model: OnnxModel, graph: NormalisedGraph) -> None:
     ImportFailedError
         Names the first such node in full, then every such operator with its count.
     """
-    unsupported = [node for node in _all_nodes(graph.proto.graph) if not _is_supported(node)]
+    unsupported = [node for node in list_nodes(graph.proto.graph) if not _is_supported(node)]
     if not unsupported:
         return
     first = unsupported[0]
@@ -72,37 +72,24 @@ def _is_supported(node: onnx.NodeProto) -> bool:
     domain = "" if node.domain == "ai.onnx" else node.domain
     if (domain, node.op_type) in CONVERTERS:
         return True
-    if domain == "":
-        return node.op_type in _CONVERTED_ELSEWHERE or _stock_converter(node.op_type, domain)
-    return domain in _STOCK_CONTRIB_DOMAINS and node.op_type in _STOCK_CONTRIB
+    return domain == "" and (node.op_type in _CONVERTED_ELSEWHERE or _stock_converter(node.op_type))
 
 
-# TVM looks operators up by name alone, so these contrib operators share its one table with the standard ones.
-_STOCK_CONTRIB_DOMAINS = frozenset({"com.microsoft"})
-_STOCK_CONTRIB = frozenset(
-    {
-        "Attention",
-        "BiasGelu",
-        "EmbedLayerNormalization",
-        "FastGelu",
-        "Gelu",
-        "MatMulInteger16",
-        "SkipLayerNormalization",
-    }
-)
+# Contrib operators that TVM's one table, which goes by name alone, has too; it must not serve them in another domain.
+_STOCK_CONTRIB = frozenset({"BiasGelu", "EmbedLayerNormalization", "FastGelu", "SkipLayerNormalization"})
 
 
-def _stock_converter(op_type: str, domain: str) -> bool:
-    is_contrib_only = op_type in _STOCK_CONTRIB - {"Gelu"}
-    return op_type in onnx_frontend._get_convert_map() and not (domain == "" and is_contrib_only)
+def _stock_converter(op_type: str) -> bool:
+    return op_type in onnx_frontend._get_convert_map() and op_type not in _STOCK_CONTRIB
 
 
-def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+def list_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Yield the nodes of a graph and of the graphs inside them."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:
             for subgraph in (attribute.g, *attribute.graphs):
-                yield from _all_nodes(subgraph)
+                yield from list_nodes(subgraph)
 
 
 def _value_types(graph: onnx.GraphProto) -> Mapping[str, str]:

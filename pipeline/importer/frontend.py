@@ -16,7 +16,7 @@ from models import OnnxModel
 from models.spec import read_tensor
 from pipeline.errors import ImportFailedError
 from pipeline.importer.converters import CONVERTERS, ConverterInput
-from pipeline.importer.errors import conversion_failed
+from pipeline.importer.errors import conversion_failed, list_nodes
 from pipeline.importer.normalise import NormalisedGraph
 from pipeline.importer.shape_values import as_tensor, fold_shape_value, is_shape_value
 
@@ -54,6 +54,8 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._model = model
         self._graph = graph
         self.marks: list[tuple[str, str]] = []
+        self._read = {value.name for value in graph.proto.graph.output}
+        self._read.update(name for node in list_nodes(graph.proto.graph) for name in node.input)
 
     def from_onnx(self, graph: onnx.GraphProto, opset: int) -> tvm.ir.IRModule:
         """Return the module with the function `main`.
@@ -122,7 +124,11 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     def _converter_input(self, node: onnx.NodeProto, inputs: list[tvm.ir.Expr | None]) -> ConverterInput:
         attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
         decoded = {key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()}
-        return ConverterInput(self.bb, tuple(inputs), decoded, self._graph.opset)
+        return ConverterInput(self.bb, tuple(inputs), decoded, self._graph.opset, self._read_outputs(node))
+
+    def _read_outputs(self, node: onnx.NodeProto) -> tuple[str, ...]:
+        """Return the names of a node's outputs, empty where nothing reads one."""
+        return tuple(name if name in self._read else "" for name in node.output)
 
     def _as_tensor(self, expr: tvm.ir.Expr | None) -> tvm.ir.Expr | None:
         is_shape_variable = isinstance(expr, relax.Var) and isinstance(expr.ty, relax.ShapeType)

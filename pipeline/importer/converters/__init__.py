@@ -8,16 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pipeline.importer.converters.activations import ACTIVATION_CONVERTERS
+from pipeline.importer.converters.attention import ATTENTION_CONVERTERS
 from pipeline.importer.converters.base import Converter, ConverterInput
 from pipeline.importer.converters.constants import CONSTANT_CONVERTERS
 from pipeline.importer.converters.elementwise import ELEMENTWISE_CONVERTERS
 from pipeline.importer.converters.gather import GATHER_CONVERTERS
+from pipeline.importer.converters.matmuls import MATMUL_CONVERTERS
+from pipeline.importer.converters.norms import NORM_CONVERTERS
+from pipeline.importer.converters.rotary import ROTARY_CONVERTERS
 from pipeline.importer.converters.shape import SHAPE_CONVERTERS
 
 CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    **ACTIVATION_CONVERTERS,
+    **ATTENTION_CONVERTERS,
     **CONSTANT_CONVERTERS,
     **ELEMENTWISE_CONVERTERS,
     **GATHER_CONVERTERS,
+    **MATMUL_CONVERTERS,
+    **NORM_CONVERTERS,
+    **ROTARY_CONVERTERS,
     **SHAPE_CONVERTERS,
 }
 

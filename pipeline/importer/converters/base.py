@@ -29,12 +29,15 @@ class ConverterInput:
         Decoded attributes (strings as `str`).
     opset
         Version of the operator set of the node's domain.
+    outputs
+        Name of each output, empty for one that nothing reads.
     """
 
     builder: relax.BlockBuilder
     inputs: tuple[tvm.ir.Expr | None, ...]
     attributes: Mapping[str, Attribute]
     opset: int
+    outputs: tuple[str, ...] = ()
 
     def input(self, index: int) -> tvm.ir.Expr:
         """Return a required input.
@@ -53,6 +56,10 @@ class ConverterInput:
     def optional(self, index: int) -> tvm.ir.Expr | None:
         """Return an input, or None where the node leaves it out."""
         return self.inputs[index] if index < len(self.inputs) else None
+
+    def wants(self, index: int) -> bool:
+        """Return whether something reads an output."""
+        return index < len(self.outputs) and bool(self.outputs[index])
 
 
 # None: this node is not the converter's; TVM's own converts it.
@@ -97,3 +104,72 @@ def int_attribute(node: ConverterInput, name: str, default: int) -> int:
         msg = f"attribute {name!r}: expected an integer, got {type(value).__name__}"
         raise TypeError(msg)
     return value
+
+
+def float_attribute(node: ConverterInput, name: str, default: float) -> float:
+    """Return a number attribute, `default` where the node leaves it out.
+
+    Raises
+    ------
+    TypeError
+        The attribute has another type.
+    """
+    value = node.attributes.get(name, default)
+    if not isinstance(value, int | float):
+        msg = f"attribute {name!r}: expected a number, got {type(value).__name__}"
+        raise TypeError(msg)
+    return float(value)
+
+
+def dtype_of(expr: tvm.ir.Expr) -> str:
+    """Return a tensor's dtype."""
+    return str(expr.ty.dtype.dtype)
+
+
+def scalar_like(value: float, data: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return a number as a constant of a tensor's dtype."""
+    return relax.const(value, dtype_of(data))
+
+
+def sizes_of(expr: tvm.ir.Expr) -> list[tvm.tirx.Expr]:
+    """Return a tensor's sizes, numbers or expressions of symbolic ones.
+
+    Raises
+    ------
+    ValueError
+        The shape is not known.
+    """
+    shape = expr.ty.shape
+    if not isinstance(shape, relax.ShapeExpr):
+        msg = f"expected a tensor of known shape, got {expr.ty}"
+        raise ValueError(msg)  # noqa: TRY004
+    return list(shape.values)
+
+
+def static_size(expr: tvm.ir.Expr, axis: int) -> int:
+    """Return one size of a tensor.
+
+    Raises
+    ------
+    ValueError
+        The size is symbolic or not known.
+    """
+    size = sizes_of(expr)[axis]
+    if not isinstance(size, tvm.tirx.IntImm):
+        msg = f"expected axis {axis} to have a fixed size, got {size}"
+        raise ValueError(msg)  # noqa: TRY004
+    return int(size)
+
+
+def unused(node: ConverterInput, index: int, what: str) -> tvm.ir.Expr:
+    """Return what stands for an output that is not computed.
+
+    Raises
+    ------
+    ValueError
+        Something reads the output.
+    """
+    if node.wants(index):
+        msg = f"output {index} ({what}) is not computed, expected that nothing reads it, got {node.outputs[index]!r}"
+        raise ValueError(msg)
+    return relax.const(0.0, "float32")

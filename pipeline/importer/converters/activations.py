@@ -1,0 +1,63 @@
+"""Activations: ONNX Runtime's GELU family (domain com.microsoft) and ONNX's Swish.
+
+Formulas: ONNX Runtime, docs/ContribOperators.md; ONNX, Operators.md (Swish, opset 24).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import tvm
+from tvm import relax
+
+from pipeline.importer.converters.base import Converter, ConverterInput, float_attribute, scalar_like
+
+_QUICK_GELU_ALPHA = 1.702
+
+
+def convert_gelu(node: ConverterInput) -> tvm.ir.Expr:
+    """Return x / 2 * (1 + erf(x / sqrt(2)))."""
+    return relax.op.nn.gelu(node.input(0))
+
+
+def convert_bias_gelu(node: ConverterInput) -> tvm.ir.Expr:
+    """Return gelu(x + bias), bias over the last axis."""
+    return relax.op.nn.gelu(node.builder.emit(relax.op.add(node.input(0), node.input(1))))
+
+
+def convert_fast_gelu(node: ConverterInput) -> tvm.ir.Expr:
+    """Return the tanh form of gelu of x, plus a bias over the last axis where the node has one."""
+    data, bias = node.input(0), node.optional(1)
+    if bias is not None:
+        data = node.builder.emit(relax.op.add(data, bias))
+    cube = relax.op.multiply(relax.op.multiply(data, data), data)
+    inner = relax.op.add(data, relax.op.multiply(cube, scalar_like(0.044715, data)))
+    bend = relax.op.tanh(relax.op.multiply(inner, scalar_like(math.sqrt(2 / math.pi), data)))
+    half = relax.op.multiply(data, scalar_like(0.5, data))
+    return relax.op.multiply(half, relax.op.add(bend, scalar_like(1.0, data)))
+
+
+def convert_quick_gelu(node: ConverterInput) -> tvm.ir.Expr:
+    """Return x * sigmoid(alpha * x)."""
+    return _sigmoid_product(node, float_attribute(node, "alpha", _QUICK_GELU_ALPHA))
+
+
+def convert_swish(node: ConverterInput) -> tvm.ir.Expr:
+    """Return x * sigmoid(alpha * x), alpha 1 unless given."""
+    return _sigmoid_product(node, float_attribute(node, "alpha", 1.0))
+
+
+def _sigmoid_product(node: ConverterInput, alpha: float) -> tvm.ir.Expr:
+    data = node.input(0)
+    scaled = data if alpha == 1.0 else relax.op.multiply(data, scalar_like(alpha, data))
+    return relax.op.multiply(data, relax.op.sigmoid(scaled))
+
+
+ACTIVATION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("", "Swish"): convert_swish,
+    ("com.microsoft", "Gelu"): convert_gelu,
+    ("com.microsoft", "BiasGelu"): convert_bias_gelu,
+    ("com.microsoft", "FastGelu"): convert_fast_gelu,
+    ("com.microsoft", "QuickGelu"): convert_quick_gelu,
+}

@@ -1,0 +1,128 @@
+"""Matmuls that ONNX Runtime's optimiser and quantiser write: with transposes and a factor, or with packed weights.
+
+Formulas: ONNX Runtime, docs/ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from pipeline.importer.converters.base import (
+    Converter,
+    ConverterInput,
+    constant,
+    constant_value,
+    dtype_of,
+    float_attribute,
+    int_attribute,
+    scalar_like,
+)
+
+
+def convert_fused_matmul(node: ConverterInput) -> tvm.ir.Expr:
+    """Return alpha * op(A) @ op(B), each with its last two axes swapped where asked for.
+
+    Raises
+    ------
+    ValueError
+        `transBatchA` or `transBatchB` is set.
+    """
+    for name in ("transBatchA", "transBatchB"):
+        if int_attribute(node, name, 0):
+            msg = f"attribute {name!r}: expected 0, got {node.attributes[name]!r}"
+            raise ValueError(msg)
+    factors = []
+    for index, name in enumerate(("transA", "transB")):
+        factor = node.input(index)
+        if int_attribute(node, name, 0):
+            rank = factor.ty.ndim
+            factor = node.builder.emit(relax.op.permute_dims(factor, [*range(rank - 2), rank - 1, rank - 2]))
+        factors.append(factor)
+    product = relax.op.matmul(*factors)
+    alpha = float_attribute(node, "alpha", 1.0)
+    if alpha == 1.0:
+        return product
+    product = node.builder.emit(product)
+    return relax.op.multiply(product, scalar_like(alpha, product))
+
+
+def convert_matmul_n_bits(node: ConverterInput) -> tvm.ir.Expr:
+    """Return A @ W^T of weights packed in 2, 4 or 8 bits, unpacked here to A's dtype.
+
+    Inputs: A (..., K), packed W (N, blocks, bytes a block) uint8, scales (N * blocks), zero points (optional: packed
+    (N * bytes a row), or of A's dtype), group index (must be left out), bias (N) (optional).
+
+    Raises
+    ------
+    ValueError
+        The weights are not constants, or a form of it that is not converted.
+    """
+    if node.optional(4) is not None:
+        msg = "input 4 (g_idx): expected it to be left out; quantise without act_order"
+        raise ValueError(msg)
+    data = node.input(0)
+    rows, columns = int_attribute(node, "N", 0), int_attribute(node, "K", 0)
+    bits, block = int_attribute(node, "bits", 4), int_attribute(node, "block_size", 32)
+    packed, scales = constant_value(node.input(1)), constant_value(node.input(2))
+    if packed is None or scales is None:
+        msg = "inputs 1 and 2 (weights and scales): expected constants"
+        raise ValueError(msg)
+    zero = node.optional(3)
+    zeros = None if zero is None else constant_value(zero)
+    if zero is not None and zeros is None:
+        msg = "input 3 (zero points): expected a constant"
+        raise ValueError(msg)
+    weight = unpack_weights(packed, scales, zeros, rows=rows, columns=columns, bits=bits, block=block)
+    transposed = constant(np.ascontiguousarray(weight.T.astype(dtype_of(data))))
+    product = relax.op.matmul(data, transposed)
+    bias = node.optional(5)
+    return product if bias is None else relax.op.add(node.builder.emit(product), bias)
+
+
+def unpack_weights(
+    packed: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
+    *,
+    rows: int,
+    columns: int,
+    bits: int,
+    block: int,
+) -> np.ndarray:
+    """Return weights (rows, columns) float32 of MatMulNBits: (quantised - zero point) * scale, block by block.
+
+    Parameters
+    ----------
+    packed : array
+        uint8 (rows, blocks, block * bits / 8); the first number of a byte is in its low bits.
+    scales : array
+        rows * blocks of them.
+    zeros : array or None
+        Packed as the weights, each row padded to a byte, or numbers; None for 2 ** (bits - 1).
+    """
+    blocks = -(-columns // block)
+    quantised = _unpack_bits(packed.reshape(rows, blocks, -1), bits)[..., :block].astype("float32")
+    if zeros is None:
+        zero: np.ndarray = np.full((rows, blocks), 2.0 ** (bits - 1), "float32")
+    elif zeros.dtype == np.uint8:
+        zero = _unpack_bits(zeros.reshape(rows, -1), bits)[:, :blocks].astype("float32")
+    else:
+        zero = zeros.reshape(rows, blocks).astype("float32")
+    values = (quantised - zero[..., None]) * scales.reshape(rows, blocks, 1).astype("float32")
+    return np.asarray(values.reshape(rows, blocks * block)[:, :columns])
+
+
+def _unpack_bits(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Return the numbers of `bits` bits in bytes; the last axis grows."""
+    parts = [(packed >> (bits * index)) & (2**bits - 1) for index in range(8 // bits)]
+    return np.stack(parts, axis=-1).reshape(*packed.shape[:-1], -1)
+
+
+MATMUL_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("com.microsoft", "FusedMatMul"): convert_fused_matmul,
+    ("com.microsoft", "MatMulNBits"): convert_matmul_n_bits,
+}

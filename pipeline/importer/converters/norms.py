@@ -1,0 +1,106 @@
+"""Norms that ONNX Runtime's optimiser writes: with the residual addition, or the embeddings, inside.
+
+Formulas: ONNX Runtime, docs/ContribOperators.md. Statistics are computed in float32 whatever the input's dtype is.
+SimplifiedLayerNormalization is an RMS norm; ONNX Runtime registers it in the main domain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from pipeline.importer.converters.base import (
+    Converter,
+    ConverterInput,
+    constant,
+    dtype_of,
+    float_attribute,
+    int_attribute,
+    static_size,
+    unused,
+)
+
+_EPSILON = 1e-12
+_SIMPLIFIED_EPSILON = 1e-5
+
+
+def convert_skip_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
+    """Return layer_norm(x + skip + bias), and the sum as fourth output.
+
+    Inputs: x, skip, gamma, beta (optional), bias (optional).
+    """
+    total = _sum(node, node.optional(4))
+    normed = _layer_norm(total, node.input(2), node.optional(3), float_attribute(node, "epsilon", _EPSILON))
+    return relax.Tuple([normed, unused(node, 1, "mean"), unused(node, 2, "inverse deviation"), total])
+
+
+def convert_skip_simplified_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
+    """Return rms_norm(x + skip + bias), and the sum as fourth output. Inputs: x, skip, gamma, bias (optional)."""
+    total = _sum(node, node.optional(3))
+    normed = relax.op.nn.rms_norm(
+        total, node.input(2), axes=[-1], epsilon=float_attribute(node, "epsilon", _SIMPLIFIED_EPSILON)
+    )
+    return relax.Tuple([normed, unused(node, 1, "mean"), unused(node, 2, "inverse deviation"), total])
+
+
+def convert_simplified_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
+    """Return rms_norm(x) over the axes from `axis` on.
+
+    Raises
+    ------
+    ValueError
+        The norm is over more than the last axis.
+    """
+    data = node.input(0)
+    axis = int_attribute(node, "axis", -1)
+    if axis not in (-1, data.ty.ndim - 1):
+        msg = f"attribute 'axis': expected the last axis of {data.ty.ndim}, got {axis}"
+        raise ValueError(msg)
+    epsilon = float_attribute(node, "epsilon", _SIMPLIFIED_EPSILON)
+    normed = relax.op.nn.rms_norm(data, node.input(1), axes=[-1], epsilon=epsilon)
+    return relax.Tuple([normed, unused(node, 1, "inverse deviation")])
+
+
+def convert_embed_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
+    """Return layer_norm(word + position + segment embeddings); outputs: it, the count of unmasked tokens, the sum.
+
+    Inputs: ids (B, S), segment ids (optional), the tables of words, positions and segments (optional), gamma, beta,
+    mask (B, S) (optional), position ids (optional; else 0 to S - 1).
+    """
+    ids, segments = node.input(0), node.optional(1)
+    words, positions, kinds = node.input(2), node.input(3), node.optional(4)
+    mask, places = node.optional(7), node.optional(8)
+    total = relax.op.take(words, ids, axis=0)
+    if places is None:
+        length = ids.ty.shape.values[1]
+        places = relax.op.arange(0, length, 1, "int64")
+    total = node.builder.emit(relax.op.add(total, relax.op.take(positions, node.builder.emit(places), axis=0)))
+    if segments is not None and kinds is not None:
+        total = node.builder.emit(relax.op.add(total, relax.op.take(kinds, segments, axis=0)))
+    normed = _layer_norm(total, node.input(5), node.input(6), float_attribute(node, "epsilon", _EPSILON))
+    count = constant(np.zeros(1, "int32"))
+    if mask is not None:
+        count = relax.op.sum(relax.op.astype(mask, "int32"), axis=[1])
+    return relax.Tuple([normed, count, total])
+
+
+def _sum(node: ConverterInput, bias: tvm.ir.Expr | None) -> tvm.ir.Expr:
+    total = node.builder.emit(relax.op.add(node.input(0), node.input(1)))
+    return total if bias is None else node.builder.emit(relax.op.add(total, bias))
+
+
+def _layer_norm(data: tvm.ir.Expr, gamma: tvm.ir.Expr, beta: tvm.ir.Expr | None, epsilon: float) -> tvm.ir.Expr:
+    if beta is None:
+        beta = constant(np.zeros(static_size(gamma, 0), dtype_of(gamma)))
+    return relax.op.nn.layer_norm(data, gamma, beta, axes=[-1], epsilon=epsilon)
+
+
+NORM_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("", "SimplifiedLayerNormalization"): convert_simplified_layer_norm,
+    ("com.microsoft", "EmbedLayerNormalization"): convert_embed_layer_norm,
+    ("com.microsoft", "SkipLayerNormalization"): convert_skip_layer_norm,
+    ("com.microsoft", "SkipSimplifiedLayerNormalization"): convert_skip_simplified_layer_norm,
+}

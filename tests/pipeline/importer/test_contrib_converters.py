@@ -1,0 +1,421 @@
+"""ONNX Runtime's contrib operators, and the newest ONNX ones, against ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from models import OnnxModel
+from pipeline.errors import ImportFailedError
+from pipeline.importer import import_model
+from pipeline.importer.converters.matmuls import unpack_weights
+from tests.pipeline.importer.onnx_cases import assert_agrees, make_model, run_reference, run_relax
+
+RNG = np.random.default_rng(7)
+B, S, N, H = 2, 5, 4, 16
+HIDDEN = N * H
+
+
+def floats(*shape: int, dtype: str = "float32") -> np.ndarray:
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def model_of(
+    op: str,
+    inputs: Sequence[tuple[str, np.ndarray] | None],
+    outputs: Mapping[str, tuple[str, Sequence[int | str]]],
+    *,
+    domain: str = "com.microsoft",
+    opset: int = 18,
+    constants: frozenset[str] = frozenset(),
+    **attributes: object,
+) -> tuple[OnnxModel, dict[str, np.ndarray]]:
+    """Return a model of one node and its feeds; None is an input left out, a name in `constants` an initializer."""
+    given = {name: value for name, value in (item for item in inputs if item is not None)}
+    names = ["" if item is None else item[0] for item in inputs]
+    node = helper.make_node(op, names, list(outputs), name="node", domain=domain, **attributes)
+    model = make_model(
+        [node],
+        {name: (str(value.dtype), value.shape) for name, value in given.items() if name not in constants},
+        {name: spec for name, spec in outputs.items() if name},
+        {name: value for name, value in given.items() if name in constants},
+        opset=opset,
+        domains={domain: 1} if domain else {},
+    )
+    return model, {name: value for name, value in given.items() if name not in constants}
+
+
+@pytest.mark.parametrize(
+    ("op", "biased", "attributes"),
+    [
+        ("Gelu", False, {}),
+        ("BiasGelu", True, {}),
+        ("FastGelu", False, {}),
+        ("FastGelu", True, {}),
+        ("QuickGelu", False, {}),
+        ("QuickGelu", False, {"alpha": 1.1}),
+    ],
+)
+def test_gelus(op: str, biased: bool, attributes: dict[str, float]) -> None:
+    inputs = [("x", floats(2, 3, 6)), ("bias", floats(6))][: 2 if biased else 1]
+    assert_agrees(*model_of(op, inputs, {"y": ("float32", (2, 3, 6))}, **attributes), tolerance=2e-5)
+
+
+@pytest.mark.parametrize("beta", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_skip_layer_norm_with_its_sum(beta: bool, bias: bool) -> None:
+    inputs = [
+        ("x", floats(B, S, 16)),
+        ("skip", floats(B, S, 16)),
+        ("gamma", floats(16)),
+        ("beta", floats(16)) if beta else None,
+        ("bias", floats(16)) if bias else None,
+    ]
+    outputs = {"y": ("float32", (B, S, 16)), "": ("float32", ()), "sum": ("float32", (B, S, 16))}
+    model, feeds = model_of("SkipLayerNormalization", inputs, outputs, epsilon=1e-5)
+    model.proto.graph.node[0].output[:] = ["y", "", "", "sum"]
+    assert_agrees(model, feeds)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_skip_simplified_layer_norm_with_its_sum(bias: bool) -> None:
+    inputs = [("x", floats(B, S, 16)), ("skip", floats(B, S, 16)), ("gamma", floats(16))]
+    inputs += [("bias", floats(16))] if bias else []
+    outputs = {"y": ("float32", (B, S, 16)), "sum": ("float32", (B, S, 16))}
+    model, feeds = model_of("SkipSimplifiedLayerNormalization", inputs, outputs, epsilon=1e-5)
+    model.proto.graph.node[0].output[:] = ["y", "", "", "sum"]
+    assert_agrees(model, feeds)
+
+
+def test_simplified_layer_norm() -> None:
+    inputs = [("x", floats(B, S, 16)), ("gamma", floats(16))]
+    attributes = {"axis": -1, "epsilon": 1e-6, "stash_type": 1}
+    assert_agrees(
+        *model_of("SimplifiedLayerNormalization", inputs, {"y": ("float32", (B, S, 16))}, domain="", **attributes)
+    )
+
+
+def test_a_mean_that_is_read_is_refused() -> None:
+    inputs = [("x", floats(B, S, 16)), ("skip", floats(B, S, 16)), ("gamma", floats(16))]
+    outputs = {"y": ("float32", (B, S, 16)), "mean": ("float32", (B, S, 1))}
+    model, _ = model_of("SkipLayerNormalization", inputs, outputs)
+    with pytest.raises(ImportFailedError, match=r"output 1 \(mean\) is not computed"):
+        import_model(model)
+
+
+@pytest.mark.parametrize("segments", [True, False])
+@pytest.mark.parametrize("places", [True, False])
+def test_embed_layer_norm(segments: bool, places: bool) -> None:
+    inputs = [
+        ("ids", RNG.integers(0, 30, (B, S)).astype("int32")),
+        ("segments", RNG.integers(0, 2, (B, S)).astype("int32")) if segments else None,
+        ("words", floats(30, 16)),
+        ("positions", floats(9, 16)),
+        ("kinds", floats(2, 16)) if segments else None,
+        ("gamma", floats(16)),
+        ("beta", floats(16)),
+        ("mask", np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], "int32")),
+        ("places", RNG.integers(0, 9, (B, S)).astype("int32")) if places else None,
+    ]
+    outputs = {"y": ("float32", (B, S, 16)), "count": ("int32", (B,)), "sum": ("float32", (B, S, 16))}
+    assert_agrees(*model_of("EmbedLayerNormalization", inputs, outputs, epsilon=1e-5))
+
+
+MASKS = {
+    "none": None,
+    "keys": np.array([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]], "int32"),
+    "queries": np.tril(np.ones((B, S, S), "int32")),
+    "counts": np.array([4, 2], "int32"),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("causal", [0, 1])
+def test_packed_attention_for_every_mask(mask: str, causal: int) -> None:
+    inputs = [
+        ("x", floats(B, S, 12)),
+        ("weights", floats(12, 3 * HIDDEN)),
+        ("bias", floats(3 * HIDDEN)),
+        None if MASKS[mask] is None else ("mask", MASKS[mask]),
+    ]
+    model, feeds = model_of("Attention", inputs, {"y": ("float32", (B, S, HIDDEN))}, num_heads=N, unidirectional=causal)
+    assert_agrees(model, feeds)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_packed_attention_with_a_cache_or_a_bias_and_a_scale(cached: bool) -> None:
+    past = 3 if cached else 0
+    inputs = [
+        ("x", floats(B, S, 12)),
+        ("weights", floats(12, 3 * HIDDEN)),
+        ("bias", floats(3 * HIDDEN)),
+        None,
+        ("past", floats(2, B, N, past, H)) if cached else None,
+        None if cached else ("added", floats(B, N, S, past + S)),
+    ]
+    outputs = {"y": ("float32", (B, S, HIDDEN))}
+    outputs |= {"present": ("float32", (2, B, N, past + S, H))} if cached else {}
+    assert_agrees(*model_of("Attention", inputs, outputs, num_heads=N, unidirectional=1, scale=0.3))
+
+
+@pytest.mark.parametrize("mask", ["none", "keys"])
+@pytest.mark.parametrize("form", ["apart", "cached-keys"])
+def test_multi_head_attention_for_every_form(form: str, mask: str) -> None:
+    keys = S
+    query = ("q", floats(B, S, HIDDEN))
+    given = {
+        "apart": [query, ("k", floats(B, keys, HIDDEN)), ("v", floats(B, keys, HIDDEN))],
+        "cached-keys": [query, ("k", floats(B, N, keys, H)), ("v", floats(B, N, keys, H))],
+    }[form]
+    bias = ("bias", floats(3 * HIDDEN)) if form == "apart" else None
+    masked = None if MASKS[mask] is None else ("mask", MASKS[mask])
+    if form == "cached-keys" and mask != "none":
+        pytest.skip("ONNX Runtime takes no mask there")
+    model, feeds = model_of(
+        "MultiHeadAttention", [*given, bias, masked], {"y": ("float32", (B, S, HIDDEN))}, num_heads=N
+    )
+    assert_agrees(model, feeds)
+
+
+@pytest.mark.parametrize("form", ["packed", "packed-keys"])
+def test_packed_multi_head_attention_is_the_same(form: str) -> None:
+    # ONNX Runtime has packed inputs on a GPU only: here it gets them apart.
+    query, key, value = (floats(B, S, N, H) for _ in range(3))
+    flat = [(name, part.reshape(B, S, HIDDEN)) for name, part in zip("qkv", (query, key, value), strict=True)]
+    outputs = {"y": ("float32", (B, S, HIDDEN))}
+    apart, feeds = model_of("MultiHeadAttention", flat, outputs, num_heads=N)
+    if form == "packed":
+        packed = [("q", np.stack([query, key, value], 3)), None, None]
+    else:
+        packed = [flat[0], ("k", np.stack([key, value], 3)), None]
+    model, packed_feeds = model_of("MultiHeadAttention", packed, outputs, num_heads=N)
+    (got,), (want,) = run_relax(import_model(model), packed_feeds), run_reference(apart, feeds)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+def test_multi_head_attention_with_a_cache(causal: int) -> None:
+    past = 3
+    inputs = [
+        ("q", floats(B, S, HIDDEN)),
+        ("k", floats(B, S, HIDDEN)),
+        ("v", floats(B, S, HIDDEN)),
+        None,
+        None,
+        ("added", floats(1, N, S, past + S)),
+        ("past_k", floats(B, N, past, H)),
+        ("past_v", floats(B, N, past, H)),
+    ]
+    cache = ("float32", (B, N, past + S, H))
+    outputs = {"y": ("float32", (B, S, HIDDEN)), "k2": cache, "v2": cache}
+    assert_agrees(*model_of("MultiHeadAttention", inputs, outputs, num_heads=N, unidirectional=causal))
+
+
+K = 2
+
+
+def tables(places: int) -> tuple[np.ndarray, np.ndarray]:
+    angles = np.arange(places)[:, None] / 10000 ** (np.arange(H // 2) / (H // 2))
+    return np.cos(angles).astype("float32"), np.sin(angles).astype("float32")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("rotary", [0, 1])
+@pytest.mark.parametrize("past", [0, 4])
+def test_group_query_attention(packed: bool, rotary: int, past: int) -> None:
+    length = S if past == 0 else 1
+    # Rows of unequal pasts, where there is one.
+    counts = np.array([past + length - 1, (past + length - 1) - (2 if past else 0)], "int32")
+    cos, sin = tables(16)
+    inputs: list[tuple[str, np.ndarray] | None] = (
+        [("q", floats(B, length, (N + 2 * K) * H)), None, None]
+        if packed
+        else [
+            ("q", floats(B, length, HIDDEN)),
+            ("k", floats(B, length, K * H)),
+            ("v", floats(B, length, K * H)),
+        ]
+    )
+    inputs += [
+        ("past_k", floats(B, K, past, H)) if past else None,
+        ("past_v", floats(B, K, past, H)) if past else None,
+        ("counts", counts),
+        ("total", np.array(past + length, "int32")),
+        ("cos", cos) if rotary else None,
+        ("sin", sin) if rotary else None,
+    ]
+    cache = ("float32", (B, K, past + length, H))
+    outputs = {"y": ("float32", (B, length, HIDDEN)), "k2": cache, "v2": cache}
+    model, feeds = model_of("GroupQueryAttention", inputs, outputs, num_heads=N, kv_num_heads=K, do_rotary=rotary)
+    check_group_query(model, feeds, counts)
+
+
+def check_group_query(model: OnnxModel, feeds: dict[str, np.ndarray], counts: np.ndarray) -> None:
+    """Compare with ONNX Runtime; keys of the caches beyond a row's count are not defined."""
+    graph = import_model(model)
+    got, want = run_relax(graph, feeds), run_reference(model, feeds)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(got[1:], want[1:], strict=True):
+        assert ours.shape == theirs.shape
+        for row, count in enumerate(counts):
+            np.testing.assert_allclose(ours[row, :, : count + 1], theirs[row, :, : count + 1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attributes", [{"local_window_size": 2}, {"softcap": 5.0}, {"scale": 0.2}])
+def test_group_query_attention_attributes(attributes: dict[str, float]) -> None:
+    inputs = [
+        ("q", floats(B, S, HIDDEN)),
+        ("k", floats(B, S, K * H)),
+        ("v", floats(B, S, K * H)),
+        None,
+        None,
+        ("counts", np.full(B, S - 1, "int32")),
+        ("total", np.array(S, "int32")),
+    ]
+    cache = ("float32", (B, K, S, H))
+    outputs = {"y": ("float32", (B, S, HIDDEN)), "k2": cache, "v2": cache}
+    model, feeds = model_of("GroupQueryAttention", inputs, outputs, num_heads=N, kv_num_heads=K, **attributes)
+    check_group_query(model, feeds, np.full(B, S - 1))
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("one_place", [True, False])
+def test_contrib_rotary_embedding(interleaved: int, flat: bool, one_place: bool) -> None:
+    cos, sin = tables(16)
+    data = floats(B, S, HIDDEN) if flat else floats(B, N, S, H)
+    places = np.array([3], "int64") if one_place else RNG.integers(0, 16, (B, S)).astype("int64")
+    inputs = [("x", data), ("places", places), ("cos", cos), ("sin", sin)]
+    assert_agrees(*model_of("RotaryEmbedding", inputs, {"y": ("float32", data.shape)}, interleaved=interleaved))
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+@pytest.mark.parametrize("with_places", [True, False])
+def test_rotary_embedding_of_opset_23(interleaved: int, with_places: bool) -> None:
+    cos, sin = tables(16)
+    if with_places:
+        inputs = [("cos", cos), ("sin", sin), ("places", RNG.integers(0, 16, (B, S)).astype("int64"))]
+    else:
+        inputs = [("cos", floats(B, S, H // 2)), ("sin", floats(B, S, H // 2))]
+    model, feeds = model_of(
+        "RotaryEmbedding",
+        [("x", floats(B, N, S, H)), *inputs],
+        {"y": ("float32", (B, N, S, H))},
+        domain="",
+        opset=23,
+        interleaved=interleaved,
+    )
+    assert_agrees(model, feeds)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("mask", ["none", "bool", "float"])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_attention_of_opset_23(flat: bool, mask: str, causal: int) -> None:
+    keys = S + 1
+    shapes = [(B, N, S, H), (B, K, keys, H), (B, K, keys, H)]
+    if flat:
+        shapes = [(B, S, HIDDEN), (B, keys, K * H), (B, keys, K * H)]
+    inputs: list[tuple[str, np.ndarray] | None] = [
+        (name, floats(*shape)) for name, shape in zip("qkv", shapes, strict=True)
+    ]
+    kept = RNG.integers(0, 2, (S, keys)).astype(bool)
+    kept[:, 0] = True
+    inputs += [None if mask == "none" else ("mask", kept if mask == "bool" else floats(S, keys))]
+    attributes = {"q_num_heads": N, "kv_num_heads": K} if flat else {}
+    model, feeds = model_of(
+        "Attention",
+        inputs,
+        {"y": ("float32", shapes[0])},
+        domain="",
+        opset=23,
+        is_causal=causal,
+        **attributes,
+    )
+    assert_agrees(model, feeds)
+
+
+def test_attention_of_opset_23_with_a_cache() -> None:
+    past = 3
+    inputs = [
+        ("q", floats(B, N, S, H)),
+        ("k", floats(B, K, S, H)),
+        ("v", floats(B, K, S, H)),
+        None,
+        ("past_k", floats(B, K, past, H)),
+        ("past_v", floats(B, K, past, H)),
+    ]
+    cache = ("float32", (B, K, past + S, H))
+    outputs = {"y": ("float32", (B, N, S, H)), "k2": cache, "v2": cache}
+    assert_agrees(*model_of("Attention", inputs, outputs, domain="", opset=23, is_causal=1, softcap=4.0))
+
+
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_fused_matmul(left: int, right: int) -> None:
+    a = floats(2, 4, 3) if left else floats(2, 3, 4)
+    b = floats(2, 5, 4) if right else floats(2, 4, 5)
+    attributes = {"transA": left, "transB": right, "alpha": 0.25}
+    assert_agrees(*model_of("FusedMatMul", [("a", a), ("b", b)], {"y": ("float32", (2, 3, 5))}, **attributes))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", ["none", "packed"])
+def test_matmul_n_bits(bits: int, zeros: str) -> None:
+    rows, columns, block = 6, 64, 32
+    blocks = columns // block
+    packed = RNG.integers(0, 256, (rows, blocks, block * bits // 8)).astype("uint8")
+    row_bytes = -(-blocks * bits // 8)
+    inputs: list[tuple[str, np.ndarray] | None] = [
+        ("a", floats(3, columns)),
+        ("w", packed),
+        ("scales", np.abs(floats(rows * blocks)) / 16),
+        ("zeros", RNG.integers(0, 256, rows * row_bytes).astype("uint8")) if zeros == "packed" else None,
+    ]
+    model, feeds = model_of(
+        "MatMulNBits",
+        inputs,
+        {"y": ("float32", (3, rows))},
+        constants=frozenset({"w", "scales", "zeros"}),
+        N=rows,
+        K=columns,
+        bits=bits,
+        block_size=block,
+    )
+    assert_agrees(model, feeds, tolerance=1e-3)
+
+
+def test_packed_numbers_begin_in_the_low_bits() -> None:
+    packed = np.array([[[0x21, 0x43]]], "uint8")
+    got = unpack_weights(packed, np.ones(1, "float32"), None, rows=1, columns=4, bits=4, block=4)
+    assert got.tolist() == [[1 - 8, 2 - 8, 3 - 8, 4 - 8]]
+
+
+def test_weights_that_are_not_constant_are_refused() -> None:
+    inputs = [
+        ("a", floats(3, 32)),
+        ("w", np.zeros((4, 1, 16), "uint8")),
+        ("scales", np.ones(4, "float32")),
+    ]
+    model, _ = model_of("MatMulNBits", inputs, {"y": ("float32", (3, 4))}, N=4, K=32, bits=4, block_size=32)
+    with pytest.raises(ImportFailedError, match="expected constants"):
+        import_model(model)
+
+
+def test_swish_of_opset_24() -> None:
+    inputs = [("x", floats(3, 4))]
+    model, feeds = model_of("Swish", inputs, {"y": ("float32", (3, 4))}, domain="", opset=24, alpha=1.3)
+    x = feeds["x"]
+    (got,) = run_relax(import_model(model), feeds)
+    np.testing.assert_allclose(got, x / (1 + np.exp(-1.3 * x)), rtol=1e-5, atol=1e-6)
+
+
+def test_an_unknown_contrib_operator_is_named() -> None:
+    node = helper.make_node("BeamSearch", ["x"], ["y"], domain="com.microsoft")
+    model = make_model([node], {"x": ("float32", (1,))}, {"y": ("float32", (1,))}, domains={"com.microsoft": 1})
+    assert isinstance(model.proto, onnx.ModelProto)
+    with pytest.raises(ImportFailedError, match=r"com\.microsoft\.BeamSearch"):
+        import_model(model)
