@@ -70,6 +70,8 @@ class Recorder:
         self._seconds = seconds
         self._signature_keys: dict[str, str] = {}
         self._pending: list[TuningRecord] = []
+        # What was known of the run's tasks when it first asked, by workload.
+        self._known: dict[str, list[TuningRecord]] | None = None
 
     def start(self, tasks: Sequence[TuningTask]) -> None:
         """Record the workloads, and that the job has these tasks."""
@@ -83,28 +85,36 @@ class Recorder:
 
     def finish(self, summaries: Sequence[TaskSummary]) -> None:
         """Record the seconds that each task of the job took."""
+        began = time.monotonic()
         if self._job_id is not None:
             self._database.record_job_tasks(self._job_id, [_job_task(s.task, s.seconds) for s in summaries])
+        self._seconds["database"] += time.monotonic() - began
 
     def known(self, task: TuningTask) -> list[TuningRecord]:
-        """Return the records of a task that are true on this very device, failed ones included; those of all layers."""
+        """Return the records of a task that are true on this very device, failed ones included; those of all layers.
+
+        All tasks given to `start` are read at once, when the first is asked for.
+        """
+        if self._known is None:
+            self._known = self._read_known()
+        return self._known.get(task.workload_hash, [])
+
+    def _read_known(self) -> dict[str, list[TuningRecord]]:
         began = time.monotonic()
-        records = self._database.list_known(
-            RecordFilter(
-                workload_hash=task.workload_hash,
-                target_kind=self._target.kind,
-                arch=self._target.arch,
-                tvm_version=self._environment.tvm_version,
-                device_name=self._environment.device_name,
-            )
+        place = RecordFilter(
+            target_kind=self._target.kind,
+            arch=self._target.arch,
+            tvm_version=self._environment.tvm_version,
+            device_name=self._environment.device_name,
         )
+        records = self._database.list_known(place, workload_hashes=list(self._signature_keys))
+        known: dict[str, list[TuningRecord]] = {}
+        for record in records:
+            same_device = device_rank(self._environment, record.environment) is DeviceRank.SAME_DEVICE
+            if same_device and versions_match(self._environment, record.environment, record.route):
+                known.setdefault(record.workload_hash, []).append(record)
         self._seconds["database"] += time.monotonic() - began
-        return [
-            record
-            for record in records
-            if device_rank(self._environment, record.environment) is DeviceRank.SAME_DEVICE
-            and versions_match(self._environment, record.environment, record.route)
-        ]
+        return known
 
     def add(self, task: TuningTask, route: Route, decision: str, outcome: Outcome) -> None:
         """Keep a finished candidate for the next `flush`."""

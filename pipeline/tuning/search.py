@@ -16,6 +16,8 @@ _TRIALS_MAX = 1 << 20
 # Generations between two rounds. Each mutates the whole population, runs the postprocessors on it and asks the cost
 # model about it: most of the time of a search.
 _GENERATIONS = 1
+# Fresh random schedules are the other half of the time on a GPU, where two of three fail a postprocessor; those found
+# beside half a round's worth are of little use, since each round draws anew (stock asks for 50).
 # What MetaSchedule's cost model and database take as the latency of a failed candidate.
 _FAILED_S = 1e10
 
@@ -62,7 +64,9 @@ class TaskSearch:
         threads: int,
     ) -> None:
         strategy = ms.search_strategy.EvolutionarySearch(
-            population_size=population, init_min_unmeasured=min(50, population), genetic_num_iters=_GENERATIONS
+            population_size=population,
+            init_min_unmeasured=min(max(1, per_round // 2), population),
+            genetic_num_iters=_GENERATIONS,
         )
         # MetaSchedule takes seeds from 1 on.
         seed_from_one = 1 + seed % (2**31 - 2)

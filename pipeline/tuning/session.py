@@ -28,6 +28,7 @@ from pipeline.tuning.builder import AsyncBuilder, BatchingBuilder
 from pipeline.tuning.cost_model import FastCostModel
 from pipeline.tuning.evaluate import Evaluator, Outcome
 from pipeline.tuning.failure import StopSignal
+from pipeline.tuning.finals import hold_finals
 from pipeline.tuning.options import TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressListener, SilentProgress
 from pipeline.tuning.recorder import Recorder
@@ -233,6 +234,7 @@ class _Session:
             rounds.measure_fallbacks()
             self.seconds["start"] += time.monotonic() - began
             rounds.run()
+            self._hold_finals(evaluator)
         except KeyboardInterrupt:
             self._stop.request()
             self._interrupted = True
@@ -250,6 +252,13 @@ class _Session:
             seconds_by_phase=dict(self.seconds),
             interrupted=self._interrupted or self._stop.asked,
         )
+
+    def _hold_finals(self, evaluator: Evaluator) -> None:
+        compare = getattr(evaluator.runner, "compare", None)
+        if self._options.finals and compare is not None:
+            hold_finals(
+                self._states, compare, self._recorder, self._stop, kind=self._target.kind, rounds=self._options.finals
+            )
 
     def _refuse(self, state: TaskState, decision: str, outcome: Outcome) -> None:
         self._recorder.add(state.task, Route.FALLBACK, decision, outcome)
@@ -279,7 +288,8 @@ class _Session:
             name=state.task.name,
             seed=self._options.seed,
             per_round=self._options.trials_per_iteration,
-            population=self._options.population,
+            # On a GPU most schedules drawn at random are refused, and drawing them is most of a search's time.
+            population=self._options.population // (2 if self._target.kind == "cuda" else 1),
             threads=workers,
         )
 

@@ -24,7 +24,7 @@ _HOPE = 0.2
 # The part of a fallback's latency that the first round of a task is expected to save.
 _FIRST_HOPE = 0.5
 # Contenders of a task that are kept for its final.
-_CONTENDERS_MAX = 4
+_CONTENDERS_MAX = 6
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from pipeline.tuning.options import TaskSummary, TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressEvent
 from pipeline.tuning.search import Candidate, TaskSearch
 from pipeline.tuning.session import require_valid, tune
+from pipeline.tuning.standing import standing_records
 from pipeline.tuning.table import to_json
 from pipeline.tuning.timing import MeasureOptions
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, extern_mod, matmul_task, task_of, unbuildable_mod
@@ -30,6 +31,7 @@ OPTIONS = TuningOptions(
     run_timeout_s=3.0,
     workers=1,
     seed=3,
+    finals=0,
     measure=MeasureOptions(repeats=3, contender_repeats=0, min_repeat_s=0.0005),
 )
 
@@ -80,6 +82,27 @@ def test_tune_records_every_candidate_and_leaves_no_process(place: Place, databa
     assert all(len(r.latencies_us) <= 3 and r.seed == 3 and r.environment == place.environment for r in records)
     assert database.list_job_tasks(job.id)[0].seconds > 0
     assert json.loads(to_json(summary))["tasks"][0]["onnx_nodes"] == ["matmul_node"]
+    assert children() == []
+
+
+def test_tune_ends_with_a_final_between_contenders(place: Place, database: TuningDatabase) -> None:
+    task = task_of("add", add_one_mod(size=4096))
+    summary = tune(
+        [task],
+        target=place.target,
+        database=database,
+        environment=place.environment,
+        options=dataclasses.replace(OPTIONS, finals=5, trials=6),
+    )
+    records = database.list_records(RecordFilter(workload_hash=task.workload_hash))
+    again = Counter((record.route, record.decision) for record in records)
+    finals = [key for key, count in again.items() if count > 1]
+    # A loop over 16 KiB leaves the schedules near each other.
+    assert len(finals) >= 2
+    assert all(len(record.latencies_us) == 5 for record in records[-len(finals) :])
+    standing = standing_records([r for r in records if r.status is Status.OK], place.environment)
+    assert standing[0].latency_us == summary.tasks[0].after_us
+    assert summary.tasks[0].spread is not None
     assert children() == []
 
 

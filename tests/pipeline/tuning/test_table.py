@@ -138,6 +138,6 @@ def test_choose_task_weighs_the_gain_by_the_seconds_it_costs() -> None:
 
 def test_a_final_keeps_the_best_few() -> None:
     task = state(1, [])
-    dropped = [task.keep(Contender(Route.TEMPLATE, str(us), us, None)) for us in (5.0, 1.0, 4.0, 2.0, 3.0)]
-    assert [one.latency_us for one in task.contenders] == [1.0, 2.0, 3.0, 4.0]
-    assert [[one.latency_us for one in gone] for gone in dropped] == [[], [], [], [], [5.0]]
+    dropped = [task.keep(Contender(Route.TEMPLATE, str(us), us, None)) for us in (7.0, 1.0, 5.0, 4.0, 2.0, 3.0, 6.0)]
+    assert [one.latency_us for one in task.contenders] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert [[one.latency_us for one in gone] for gone in dropped] == [[], [], [], [], [], [], [7.0]]
