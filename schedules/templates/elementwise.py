@@ -26,7 +26,7 @@ from typing import ClassVar
 
 from tvm import tirx
 
-from schedules.targets import CudaLimits, ResolvedTarget
+from schedules.targets import ResolvedTarget
 from schedules.templates.accesses import VECTOR_BYTES, Access, Accesses, element_bytes
 from schedules.templates.base import Parameters, Refusal, TemplateError
 from schedules.templates.blocks import constant_value, substitute
@@ -36,18 +36,19 @@ from schedules.templates.kernel_frame import (
     Frame,
     build_kernel,
     has_dependent_launch,
+    tensor_bytes,
     unflatten,
     wait_for_predecessor,
 )
+from schedules.templates.memory_cost import Shape, predicted_us, sm_count_of
 from schedules.templates.registers import Lanes, refuse_dtypes, when
 
-# Of H100 SXM and H200, where the target was given by name.
-_SM_COUNT = 132
 _LANES_MAX = 16
 _THREADS_MAX = 1024
 _VECTORS_MAX = 8
 # Elements a thread holds at a time, more would not fit its registers.
 _ELEMENTS_MAX = 64
+_CANDIDATES_MAX = 16
 
 
 @dataclass(frozen=True)
@@ -84,22 +85,21 @@ class Elementwise:
         flow = _recognise(func, target)
         if isinstance(flow, Refusal):
             return flow
-        limits = target.limits
-        sm_count = (limits.sm_count if isinstance(limits, CudaLimits) else None) or _SM_COUNT
         elements = math.prod(axis.size for axis in flow.axes)
-        widest = _lanes(flow, func)
-        proposals = []
-        for lanes in (widest, widest // 2, widest * 2):
-            if lanes < 1 or lanes > _LANES_MAX or flow.columns.size % lanes:
+        widest, sm_count, moved = _lanes(flow, func), sm_count_of(target), tensor_bytes(func)
+        proposals: list[tuple[float, ElementwiseParameters]] = []
+        for lanes in {widest, widest // 2, widest * 2}:
+            if not 1 <= lanes <= _LANES_MAX or flow.columns.size % lanes:
                 continue
-            total = elements // lanes
+            accesses = Accesses(flow, lanes)
             for vectors in (1, 2, 4):
-                for threads in (128, 256, 64, 512):
-                    few = total < sm_count * threads * vectors
-                    if (few and vectors > 1) or (few and threads > 64 and total <= sm_count * threads // 2):
-                        continue
-                    proposals.append(ElementwiseParameters(lanes, vectors, threads, has_dependent_launch(target)))
-        return proposals
+                for threads in (64, 128, 256, 512):
+                    p = ElementwiseParameters(lanes, vectors, threads, has_dependent_launch(target))
+                    blocks = math.ceil(elements / (lanes * vectors * threads))
+                    if blocks > 1 or (vectors == 1 and threads == 64):
+                        proposals.append((_predicted(p, blocks, accesses, widest, moved, sm_count), p))
+        proposals.sort(key=lambda pair: pair[0])
+        return [p for _, p in proposals[:_CANDIDATES_MAX]]
 
     def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
@@ -150,6 +150,26 @@ def _lanes(flow: Dataflow, func: tirx.PrimFunc) -> int:
     loads = [access.dtype for access in Accesses(flow, 1).found if not access.per_row]
     lanes = VECTOR_BYTES // max(element_bytes(dtype) for dtype in (*outputs, *loads))
     return math.gcd(lanes, flow.columns.size)
+
+
+def _predicted(
+    p: ElementwiseParameters, blocks: int, accesses: Accesses, widest: int, moved_bytes: int, sm_count: int
+) -> float:
+    """Return a figure to order candidates by."""
+    elements = p.lanes * p.vectors
+    held = sum(element_bytes(access.dtype) for access in accesses.found if not access.per_row)
+    uneven = math.ceil(blocks / sm_count) * sm_count / blocks - 1 if blocks > sm_count else 0.0
+    # Narrow accesses, and wide ones that leave holes between the threads', take more of them.
+    odd = abs(math.log2(p.lanes / widest))
+    shape = Shape(
+        moved_bytes=moved_bytes,
+        blocks=blocks,
+        threads=p.threads,
+        registers=24 + math.ceil(elements * held / 4),
+        accesses=elements * len(accesses.found),
+        waste=(1 + 0.15 * odd) * (1 + 0.3 * uneven) * (1 + 0.015 * (p.vectors - 1)),
+    )
+    return predicted_us(shape, sm_count)
 
 
 class _Kernel:

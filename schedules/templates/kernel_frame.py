@@ -11,7 +11,7 @@ from tvm.tirx.script import builder as T
 
 from schedules.fallback import SCHEDULED_ATTR
 from schedules.targets import ResolvedTarget
-from schedules.templates.accesses import Access
+from schedules.templates.accesses import Access, element_bytes
 from schedules.templates.blocks import static_shape
 from schedules.templates.dataflow import Axis, Dataflow
 from schedules.templates.expressions import dtype_of
@@ -100,6 +100,11 @@ def has_dependent_launch(target: ResolvedTarget) -> bool:
     return target.arch.startswith("sm_") and digits.isdigit() and int(digits) >= 90
 
 
+def tensor_bytes(func: tirx.PrimFunc) -> int:
+    """Return the bytes of all parameters."""
+    return sum(math.prod(static_shape(param) or ()) * element_bytes(dtype_of(param)) for param in func.params)
+
+
 def unflatten(position: tirx.Expr, axes: Sequence[Axis]) -> Mapping[tirx.Var, tirx.Expr]:
     """Return the position along each of some axes, the last one the fastest."""
     places: dict[tirx.Var, tirx.Expr] = {}
@@ -116,4 +121,6 @@ def _declare(param: tirx.Var) -> tirx.Var:
 def _flat(param: tirx.Var) -> tirx.Var:
     size = max(1, math.prod(static_shape(param) or ()))
     dtype = dtype_of(param)
-    return T.decl_buffer((size,), "uint8" if dtype == "bool" else dtype, data=param.data)
+    view = T.decl_buffer((size,), "uint8" if dtype == "bool" else dtype, data=param.data)
+    IRBuilder.name(str(param.name), view)
+    return view

@@ -30,13 +30,12 @@ from schedules.templates.accesses import VECTOR_BYTES, Accesses, element_bytes
 from schedules.templates.base import Parameters, Refusal, TemplateError
 from schedules.templates.dataflow import Dataflow, Reduction, recognise_dataflow
 from schedules.templates.expressions import UnsupportedExpressionError, loads_in
-from schedules.templates.kernel_frame import has_dependent_launch
+from schedules.templates.kernel_frame import has_dependent_launch, tensor_bytes
+from schedules.templates.memory_cost import Shape, predicted_us, sm_count_of
 from schedules.templates.registers import refuse_dtypes
 from schedules.templates.rows_kernel import build_rows_kernel
 from schedules.templates.rows_plan import LANES_MAX, RowsParameters, RowsPlan, make_plan
 
-# Of H100 SXM and H200, where the target was given by name.
-_SM_COUNT = 132
 _CANDIDATES_MAX = 24
 
 
@@ -50,18 +49,19 @@ class Rows:
         flow = _recognise(func, target)
         if isinstance(flow, Refusal):
             return flow
-        limits = _limits(target)
-        plans = []
+        limits, sm_count, moved = _limits(target), sm_count_of(target), tensor_bytes(func)
+        plans: list[tuple[float, RowsParameters]] = []
         for lanes in _lanes(flow, func):
             accesses = Accesses(flow, lanes)
             for threads, rows in _shares():
                 p = RowsParameters(lanes, threads, rows, has_dependent_launch(target))
                 plan = make_plan(flow, accesses, p, limits)
                 if isinstance(plan, RowsPlan) and threads < 2 * plan.vectors:
-                    plans.append(plan)
-        plans.sort(key=lambda plan: _predicted(plan, flow, limits.sm_count or _SM_COUNT))
-        found = [plan.parameters for plan in plans[:_CANDIDATES_MAX]]
-        return found or Refusal(f"rows of {flow.columns.size} do not fit the registers of a block")
+                    plans.append((_predicted(plan, moved, accesses, sm_count), p))
+        plans.sort(key=lambda pair: pair[0])
+        return [p for _, p in plans[:_CANDIDATES_MAX]] or Refusal(
+            f"rows of {flow.columns.size} do not fit the registers of a block"
+        )
 
     def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
@@ -128,13 +128,25 @@ def _lanes(flow: Dataflow, func: tirx.PrimFunc) -> list[int]:
 
 def _shares() -> Iterator[tuple[int, int]]:
     """Yield threads of a row and rows of a block."""
-    for threads in (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024):
+    for threads in (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024):
         for rows in (1, 2, 4, 8, 16, 32):
             if threads * rows % 32 == 0 and (threads * rows <= 256 or rows == 1):
                 yield threads, rows
 
 
-def _predicted(plan: RowsPlan, flow: Dataflow, sm_count: int) -> float:
+def _predicted(plan: RowsPlan, moved_bytes: int, accesses: Accesses, sm_count: int) -> float:
     """Return a figure to order candidates by."""
     p = plan.parameters
-    return abs(math.log2(p.threads / 32)) + abs(math.log2(plan.threads / 128)) - p.lanes / 100
+    streams = sum(1 for access in accesses.found if not access.per_row)
+    idle = plan.chunks * p.threads / plan.vectors - 1
+    # The rows of a block wait for each other where a row is more than a warp's.
+    waiting = 0.15 if plan.warps > 1 and p.rows > 1 else 0.0
+    shape = Shape(
+        moved_bytes=moved_bytes,
+        blocks=plan.blocks,
+        threads=plan.threads,
+        registers=plan.registers,
+        accesses=plan.chunks * p.lanes * streams,
+        waste=(1 + 0.3 * idle) * (1 + waiting),
+    )
+    return predicted_us(shape, sm_count)

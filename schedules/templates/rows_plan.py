@@ -15,8 +15,8 @@ LANES_MAX = 16
 _WARP = 32
 # Registers that a thread needs beside the elements that it holds.
 _REGISTERS_BESIDE = 28
-# Of one element in float32 beside what was loaded for it: the compiler keeps what several passes need.
-_REGISTERS_PER_ELEMENT = 1.0
+# Beside what was loaded for an element: the compiler keeps some values from one pass to the next.
+_REGISTERS_PER_ELEMENT = 0.3
 
 
 @dataclass(frozen=True)
