@@ -12,7 +12,8 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -42,6 +43,7 @@ def start() -> Callable[[object], object]:
     from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
 
     from pipeline.codegen.finish import device_toolchain, finish_kernels
+    from pipeline.codegen.library_objects import compile_library_objects, list_library_sources
     from pipeline.tuning.launch import DynamicSharedMemory
     from pipeline.tuning.note import take_note
     from pipeline.tuning.resources import parse_compiler_log, write_resources
@@ -63,7 +65,9 @@ def start() -> Callable[[object], object]:
             executable = _with_intrinsics(
                 lambda: tvm.compile(finished, target, tir_pipeline=tir_pipeline_for(finished))
             )
-        path = _link(executable.mod, request.stem)
+        sources = list_library_sources(finished.functions.values())
+        with tempfile.TemporaryDirectory(prefix="relaxtune-") as directory:
+            path = _link(executable.mod, request.stem, compile_library_objects(sources, Path(directory)))
         if log:
             write_resources(request.stem, parse_compiler_log("\n".join(log), dynamic.bytes))
         if note is not None:
@@ -87,7 +91,7 @@ def _with_intrinsics(compile_: Callable[[], T]) -> T:
     return compile_()
 
 
-def _link(module: object, stem: str) -> str:
+def _link(module: object, stem: str, library_objects: Sequence[Path]) -> str:
     from tvm.runtime import Module, _ffi_api
 
     if not isinstance(module, Module):
@@ -101,7 +105,9 @@ def _link(module: object, stem: str) -> str:
         packed = _ffi_api.ModulePackImportsToLLVM(module, False, host_target, "")
         packed.write_to_file(objects[1])
     path = f"{stem}.so"
-    linked = subprocess.run(["ld", "-shared", "-o", path, *objects], capture_output=True, text=True, check=False)
+    linked = subprocess.run(
+        ["ld", "-shared", "-o", path, *objects, *library_objects], capture_output=True, text=True, check=False
+    )
     for name in objects:
         Path(name).unlink()
     if linked.returncode != 0:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pipeline.routes import DEFAULT_ROUTES
 from pipeline.tuning.task import TuningTask
 from pipeline.tuning.timing import MeasureOptions
 from tuning_db.records import Mode, Route, Status
 
 # The routes that offer candidates; fallbacks are measured in any case, as what the others are compared with.
-SEARCHED_ROUTES = frozenset({Route.METASCHEDULE, Route.TEMPLATE})
+SEARCHED_ROUTES = frozenset({Route.METASCHEDULE, Route.TEMPLATE, Route.LIBRARY})
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class TuningOptions:
     mode: Mode = Mode.TUNE
     enough_records: int = 512
     overlap: bool | None = None
-    routes: frozenset[Route] = SEARCHED_ROUTES
+    routes: frozenset[Route] = SEARCHED_ROUTES & DEFAULT_ROUTES
     measure: MeasureOptions = field(default_factory=MeasureOptions)
 
 

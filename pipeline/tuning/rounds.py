@@ -33,6 +33,7 @@ from pipeline.tuning.state import (
     median_latency_us,
     model_us,
 )
+from pipeline.tuning.template_candidates import OFFERED_ROUTES
 from schedules.targets import ResolvedTarget
 from tuning_db.metaschedule import REPLAY_ERRORS
 from tuning_db.records import Route
@@ -118,7 +119,7 @@ class Rounds:
 
     def measure_fallbacks(self) -> None:
         """Hand in the fallbacks that are still to be measured; tasks without one are ready at once."""
-        fallbacks = list_fallbacks([state for state in self._states if state.skipped is None], self._target)
+        fallbacks = list_fallbacks([s for s in self._states if s.skipped is None and s.ended is None], self._target)
         waiting = [fallback.state for fallback in fallbacks]
         for state in self._states:
             state.ready = not any(state is one for one in waiting)
@@ -187,7 +188,7 @@ class Rounds:
         self._hand_in(
             state,
             [
-                (Job(one.make(self._target), args_info, note), _Tag(state, Route.TEMPLATE, one.decision, batch))
+                (Job(one.make(self._target), args_info, note), _Tag(state, one.route, one.decision, batch))
                 for one in chosen
             ],
         )
@@ -299,7 +300,7 @@ class Rounds:
                 state.skipped = NO_REFERENCE
             return
         state.decided[decision_key(tag.decision)] = None if latency_us is None else latency_us / 1e6
-        if tag.route is Route.TEMPLATE and state.templates is not None:
+        if tag.route in OFFERED_ROUTES and state.templates is not None:
             state.templates.learn(tag.decision, latency_us)
         self._tell(state)
 

@@ -20,6 +20,7 @@ from types import FrameType
 
 from tvm.s_tir import meta_schedule as ms
 
+from pipeline.codegen.cuda_libraries import offer_cublaslt
 from pipeline.environment import target_key
 from pipeline.errors import NothingMeasuredError, UsageError
 from pipeline.tuning.baseline import prepare_references
@@ -32,13 +33,13 @@ from pipeline.tuning.finals import hold_finals
 from pipeline.tuning.options import TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressListener, SilentProgress
 from pipeline.tuning.recorder import Recorder
-from pipeline.tuning.resume import take_known
+from pipeline.tuning.resume import EarlierRuns, end_what_was_done, find_earlier_runs, take_known
 from pipeline.tuning.rounds import Rounds
 from pipeline.tuning.runner import ProcessRunner
 from pipeline.tuning.search import TaskSearch
 from pipeline.tuning.state import TaskState, summarise
 from pipeline.tuning.task import TuningTask
-from pipeline.tuning.template_candidates import template_candidates
+from pipeline.tuning.template_candidates import OFFERED_ROUTES, template_candidates
 from pipeline.tuning.template_search import TemplateSearch
 from pipeline.tuning.timing import MeasureOptions
 from schedules.host import physical_cores
@@ -99,6 +100,8 @@ def tune(
         Neither `trials` nor `time_budget_s` limits the run, or the mode is read-only.
     """
     _check(options)
+    if Route.LIBRARY in options.routes:
+        offer_cublaslt()
     began = time.monotonic()
     stop = StopSignal(began + options.time_budget_s if options.time_budget_s is not None else None)
     session = _Session(tasks, target, database, environment, options, job_id, progress or SilentProgress(), stop)
@@ -194,20 +197,31 @@ class _Session:
             database, target_key(target), environment, tvm_target=target.target, commit_records=False
         )
         self._cost_model: FastCostModel | None = None
+        self._job_id = job_id
+        self._spent = 0
         self._interrupted = False
 
     def prepare(self) -> bool:
         """Record the workloads and take in what is known of each; return whether there is anything to measure."""
         self._recorder.start(self._tasks)
+        options, records = self._options, []
+        forced = options.mode is Mode.FORCE
+        hashes = [task.workload_hash for task in self._tasks]
+        runs = EarlierRuns() if forced else find_earlier_runs(self._database, self._job_id, hashes, options)
         for task in self._tasks:
             state = TaskState(task)
             self._states.append(state)
-            known = [] if self._options.mode is Mode.FORCE else self._recorder.known(task)
-            take_known(state, known, self._options)
-            if Route.TEMPLATE in self._options.routes:
+            known = [] if forced else self._recorder.known(task)
+            records += known
+            self._spent += take_known(state, known, options, runs)
+            if options.routes & OFFERED_ROUTES:
                 state.templates = self._templates(state, known)
-        self._spent = 0
-        return any(state.skipped is None for state in self._states)
+        end_what_was_done(self._states, records, runs)
+        begun = any(state.before_us is None for state in self._to_do())
+        return begun or bool(self._to_do() and (options.trials is None or self._spent < options.trials))
+
+    def _to_do(self) -> list[TaskState]:
+        return [state for state in self._states if state.skipped is None and state.ended is None]
 
     def run(self, evaluator: Evaluator, workers: int, began: float) -> None:
         """Measure; what was finished is recorded when this returns or raises."""
@@ -226,7 +240,7 @@ class _Session:
         )
         try:
             prepare_references(
-                [state for state in self._states if state.skipped is None],
+                self._to_do(),
                 evaluator,
                 self._target,
                 lambda state, decision, outcome: self._refuse(state, decision, outcome),
@@ -265,10 +279,10 @@ class _Session:
         state.take(Route.FALLBACK, outcome)
 
     def _templates(self, state: TaskState, known: Sequence[TuningRecord]) -> TemplateSearch | None:
-        candidates = template_candidates(state.task, self._target)
+        candidates = template_candidates(state.task, self._target, routes=self._options.routes)
         if not candidates:
             return None
-        known_us = {record.decision: record.latency_us for record in known if record.route is Route.TEMPLATE}
+        known_us = {record.decision: record.latency_us for record in known if record.route in OFFERED_ROUTES}
         return TemplateSearch(candidates, known_us, thorough=self._options.all_templates)
 
     def _new_search(self, state: TaskState, workers: int) -> TaskSearch:

@@ -1,18 +1,24 @@
-"""The candidates that kernel templates offer for a task."""
+"""The candidates that kernel templates, and vendor libraries where asked for, offer for a task."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 
 import tvm
 
 from pipeline.tuning.task import TuningTask
 from schedules.targets import ResolvedTarget
-from schedules.templates.registry import apply_decision, list_candidates
+from schedules.templates.base import Template
+from schedules.templates.registry import LIBRARIES, TEMPLATES, apply_decision, list_candidates
+from tuning_db.records import Route
 
 logger = logging.getLogger(__name__)
+
+_MAKERS: Mapping[Route, Mapping[str, Template]] = {Route.TEMPLATE: TEMPLATES, Route.LIBRARY: LIBRARIES}
+# The routes whose candidates are parameters, known before anything is measured.
+OFFERED_ROUTES = frozenset(_MAKERS)
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,7 @@ class TemplateCandidate:
 
     task: TuningTask
     decision: str
+    route: Route = Route.TEMPLATE
 
     def make(self, target: ResolvedTarget) -> tvm.ir.IRModule:
         """Return the module with the kernel as `main`.
@@ -34,11 +41,25 @@ class TemplateCandidate:
 
 
 def template_candidates(
-    task: TuningTask, target: ResolvedTarget, decided: Container[str] = ()
+    task: TuningTask,
+    target: ResolvedTarget,
+    decided: Container[str] = (),
+    routes: Collection[Route] = (Route.TEMPLATE,),
 ) -> list[TemplateCandidate]:
-    """Return what templates offer for a task, the most promising first, less what was decided before."""
-    found, refused = list_candidates(task.mod["main"], target)
-    for reason in refused:
-        logger.debug("task %s: %s", task.name, reason)
-    decisions = [parameters.to_json() for parameters in found]
-    return [TemplateCandidate(task, decision) for decision in decisions if decision not in decided]
+    """Return what templates and libraries offer for a task, the most promising first, less what was decided before.
+
+    Parameters
+    ----------
+    routes : collection of Route
+        Routes outside `OFFERED_ROUTES` offer nothing here.
+    """
+    candidates = []
+    for route, makers in _MAKERS.items():
+        if route not in routes:
+            continue
+        found, refused = list_candidates(task.mod["main"], target, makers)
+        for reason in refused:
+            logger.debug("task %s: %s", task.name, reason)
+        decisions = [parameters.to_json() for parameters in found]
+        candidates += [TemplateCandidate(task, decision, route) for decision in decisions if decision not in decided]
+    return candidates
