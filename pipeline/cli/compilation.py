@@ -91,13 +91,14 @@ def tune(
 ) -> None:
     """Import, tune, compile, validate and export a model: the main job."""
     from pipeline.jobs import TuneRequest, tune_model
-    from pipeline.tuning.options import TuningOptions
+    from pipeline.tuning.options import SEARCHED_ROUTES, TuningOptions
     from pipeline.tuning.progress import ConsoleProgress
 
     request = _model_request(model, shape, target, precision, disable_pass, dump_ir, embed_weights, seed, routes)
     # Only time given means no limit on candidates; nothing given means the default budget.
     unlimited = time_budget is not None
     options = TuningOptions(
+        routes=request.routes & SEARCHED_ROUTES,
         trials=trials if trials is not None or unlimited else TuningOptions().trials,
         time_budget_s=time_budget,
         seed=seed,
