@@ -20,7 +20,7 @@ from tuning_db.engine import Location, parse_location
 from tuning_db.errors import DatabaseUrlError
 from tuning_db.lookup import DeviceRank, rank_record
 from tuning_db.records import Environment, Mode, RecordFilter, Route, TargetKey, TuningRecord, Workload
-from tuning_db.store import NO_FILTER, TuningDatabase
+from tuning_db.store import TuningDatabase
 
 
 def open_databases(urls: Sequence[str | Path], *, mode: Mode = Mode.TUNE, create: bool = True) -> TuningDatabase:
@@ -115,11 +115,12 @@ class LayeredDatabase(TuningDatabase):
         found.sort(key=lambda item: item[:3])
         return [record for *_, record in found[:k]]
 
-    def list_known(self, filters: RecordFilter = NO_FILTER) -> list[TuningRecord]:
-        """Return the records a filter selects from all layers, the upper one's first, each once."""
+    def list_known(self, filters: RecordFilter, *, workload_hashes: Sequence[str]) -> list[TuningRecord]:
+        """Return the records of some workloads that a filter selects, of all layers, each once."""
         found: dict[str, TuningRecord] = {}
         for layer in (self, *self._below):
-            for record in layer.list_records(filters):
+            find = super().list_known if layer is self else layer.list_known
+            for record in find(filters, workload_hashes=workload_hashes):
                 found.setdefault(record.key, dataclasses.replace(record, layer=layer.url))
         return list(found.values())
 
@@ -138,11 +139,12 @@ class LayeredDatabase(TuningDatabase):
         return self.record_all(workloads=[], records=batch) if batch else []
 
     def _only_below(self, workload_hash: str, tvm_version: str) -> Workload | None:
-        own = super()._find_workload(workload_hash, tvm_version)
-        return None if own is not None else self._find_workload(workload_hash, tvm_version)
+        own = super().find_workload(workload_hash, tvm_version)
+        return None if own is not None else self.find_workload(workload_hash, tvm_version)
 
-    def _find_workload(self, workload_hash: str, tvm_version: str | None) -> Workload | None:
-        found = super()._find_workload(workload_hash, tvm_version)
+    def find_workload(self, workload_hash: str, tvm_version: str | None = None) -> Workload | None:
+        """Return a workload of the uppermost layer that has it, or None."""
+        found = super().find_workload(workload_hash, tvm_version)
         for layer in self._below:
-            found = found or layer._find_workload(workload_hash, tvm_version)
+            found = found or layer.find_workload(workload_hash, tvm_version)
         return found

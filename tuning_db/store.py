@@ -236,9 +236,26 @@ class TuningDatabase(Transactions):
         statement = select_records().where(*conditions(filters)).order_by(RecordRow.id).limit(limit).offset(offset)
         return self.read(lambda session: read_records(session, statement, self._places.get(session.connection())))
 
-    def list_known(self, filters: RecordFilter = NO_FILTER) -> list[TuningRecord]:
-        """Return the records a filter selects; of every layer, where there are several (`tuning_db.layers`)."""
-        return self.list_records(filters)
+    def list_known(self, filters: RecordFilter, *, workload_hashes: Sequence[str]) -> list[TuningRecord]:
+        """Return the records of some workloads that a filter selects, by workload, in the order they were written.
+
+        Of every layer, where there are several (`tuning_db.layers`).
+        """
+
+        def work(session: Session) -> list[TuningRecord]:
+            found: list[TuningRecord] = []
+            places = self._places.get(session.connection())
+            for part in writing.chunks(list(dict.fromkeys(workload_hashes))):
+                wanted = select(WorkloadRow.id).where(WorkloadRow.workload_hash.in_(part))
+                statement = (
+                    select_records()
+                    .where(RecordRow.workload_id.in_(wanted), *conditions(filters))
+                    .order_by(RecordRow.workload_id, RecordRow.id)
+                )
+                found += read_records(session, statement, places)
+            return found
+
+        return self.read(work)
 
     def get_record(self, record_id: int) -> TuningRecord:
         """Return one record.
@@ -261,7 +278,7 @@ class TuningDatabase(Transactions):
 
     def has_workload(self, workload_hash: str, tvm_version: str | None = None) -> bool:
         """Return whether a workload is known, by this TVM version or, with None, by any."""
-        return self._find_workload(workload_hash, tvm_version) is not None
+        return self.find_workload(workload_hash, tvm_version) is not None
 
     def get_workload(self, workload_hash: str, tvm_version: str | None = None) -> Workload:
         """Return a workload; with no TVM version, the one recorded last.
@@ -271,7 +288,7 @@ class TuningDatabase(Transactions):
         NotFoundError
             It is not known.
         """
-        workload = self._find_workload(workload_hash, tvm_version)
+        workload = self.find_workload(workload_hash, tvm_version)
         if workload is None:
             version = "any TVM version" if tvm_version is None else f"TVM {tvm_version}"
             raise NotFoundError(
@@ -280,7 +297,8 @@ class TuningDatabase(Transactions):
             )
         return workload
 
-    def _find_workload(self, workload_hash: str, tvm_version: str | None) -> Workload | None:
+    def find_workload(self, workload_hash: str, tvm_version: str | None = None) -> Workload | None:
+        """Return a workload as `get_workload` does, or None."""
         statement = (
             select(WorkloadRow, SignatureRow)
             .join(SignatureRow, SignatureRow.id == WorkloadRow.signature_id)

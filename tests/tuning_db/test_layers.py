@@ -6,8 +6,8 @@ from tuning_db.archive import merge
 from tuning_db.cache import LookupCache
 from tuning_db.errors import DatabaseOpenError, DatabaseUrlError, DatabaseWriteError, NotFoundError
 from tuning_db.layers import LayeredDatabase
-from tuning_db.records import Mode, RecordFilter, Route
-from tuning_db.store import TuningDatabase
+from tuning_db.records import Mode, RecordFilter, Route, Status
+from tuning_db.store import NO_FILTER, TuningDatabase
 
 
 def question(samples, **changes):
@@ -73,13 +73,16 @@ class TestLayers:
                 layers.record_workload(samples.workload())
                 layers.record_measurement(below.list_records()[0])
             put(layers, samples, samples.failure(seed=3))
-            known = layers.list_known(RecordFilter(workload_hash="hash1"))
+            known = layers.list_known(NO_FILTER, workload_hashes=["hash1", "hash2"])
             assert [(record.latency_us, record.layer) for record in known] == [
                 (5.0, layers.layers[0]),
                 (None, layers.layers[0]),
                 (1.0, layers.layers[1]),
             ]
-            assert layers.list_known(RecordFilter(workload_hash="hash2")) == []
+            failed = RecordFilter(status=Status.BUILD_ERROR)
+            assert [record.seed for record in layers.list_known(failed, workload_hashes=["hash1"])] == [3]
+            assert layers.list_known(NO_FILTER, workload_hashes=["hash2"]) == []
+            assert layers.list_known(NO_FILTER, workload_hashes=[]) == []
 
     def test_record_takes_along_the_workload_that_only_a_lower_layer_has(self, database_url, shared, samples):
         with LayeredDatabase.open_layers([database_url, shared]) as layers:

@@ -171,8 +171,6 @@ class MetaScheduleAdapter(ms.database.PyDatabase):  # type: ignore[misc]
     def get_top_k(self, workload: ms.database.Workload, top_k: int) -> list[ms.database.TuningRecord]:
         """Return up to `top_k` valid records that replay, the best first."""
         key = workload_hash(workload.mod)
-        if not self.has_workload(workload.mod):
-            return []
         wanted = int(top_k)
         asked = wanted
         while True:
@@ -184,6 +182,9 @@ class MetaScheduleAdapter(ms.database.PyDatabase):  # type: ignore[misc]
                 route=Route.METASCHEDULE,
                 k=asked,
             )
+            # A module is compared with the stored one only where something is known of its hash.
+            if not found or not self.has_workload(workload.mod):
+                return []
             usable = [record for record in (self._replay(value, workload) for value in found) if record is not None]
             if len(usable) >= wanted or len(found) < asked:
                 return usable[:wanted]
@@ -213,9 +214,9 @@ class MetaScheduleAdapter(ms.database.PyDatabase):  # type: ignore[misc]
         )
 
     def _stored(self, key: str, mod: tvm.ir.IRModule) -> Workload | None:
-        if not self._database.has_workload(key, self._environment.tvm_version):
+        stored = self._database.find_workload(key, self._environment.tvm_version)
+        if stored is None:
             return None
-        stored = self._database.get_workload(key, self._environment.tvm_version)
         if stored.ir_json is not None and not tvm_ffi.structural_equal(ir_from_json(stored.ir_json), mod):
             return None
         return stored
