@@ -17,6 +17,8 @@ of K and V: row r of the tile is query `r // group`, head `r % group`. Blocks of
   each 8 columns, columns `2 * (t % 4)` and the next.
 - producer: one warp after them, of which one thread issues every TMA load.
 
+Where `blocks` is given, a thread block makes every `blocks`-th tile, and loads the next while it works on the last.
+
 With `overlap`, the scores of the next keys are multiplied while the softmax of the last is computed. With `pingpong`,
 besides, the warpgroups issue their multiplications by turns (named barriers). Both are FlashAttention-3's (Shah et al.,
 2024, sections 3.1 and 3.2).
@@ -24,11 +26,11 @@ besides, the warpgroups issue their multiplications by turns (named barriers). B
 Shared memory is dynamic; every tile is stored in chunks of 64 columns, 128-byte rows swizzled 128 bytes, its start
 aligned to 1024 bytes. Heads whose size is no multiple of 64 take whole chunks, filled with zeros by TMA:
 
-    tile_q   [chunks, 64 * consumers, 64]       later O, from where TMA stores it
+    tile_q   [1 or 2, chunks, 64 * consumers, 64]       later O, from where TMA stores it
     tile_k   [stages, chunks, block_k, 64]      "K-major" to wgmma
     tile_v   [stages, chunks, block_k, 64]      "MN-major"
-    full_q, full_k, full_v      [1], [stages], [stages] mbarrier: one arrival (the producer) and the tile's bytes
-    empty_k, empty_v            [stages] mbarrier: one arrival by each warpgroup
+    full_q, full_k, full_v          one mbarrier a tile: one arrival (the producer) and the tile's bytes
+    empty_q, empty_k, empty_v       one mbarrier a tile: one arrival by each warpgroup
     partial     rows of O, m and the sum of P from every block of the cluster (`split`)
 
 With `split`, the blocks of a cluster share one tile: each sums a part of the keys and sends each row of its O to the
@@ -183,7 +185,7 @@ def _proposals(spec: AttentionSpec) -> Iterator[AttentionParameters]:
                 overlap = spec.keys > block_k
                 for split in (1, 2, 3, 4, 6, 8):
                     for residents in (1, 2, 3) if consumers == 1 else (1,):
-                        made = AttentionParameters(consumers, block_k, 4, split, pack, overlap, False, residents)
+                        made = AttentionParameters(consumers, block_k, 4, split, pack, overlap, residents=residents)
                         yield made
                         if consumers > 1 and overlap:
                             yield replace(made, pingpong=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -60,12 +62,11 @@ class _Kernel:
             self._params = [_declare(param) for param in self._func.params]
             self._encode_maps()
             T.device_entry()
-            block = T.cta_id([plan.blocks])
+            self._block = T.cta_id([plan.blocks])
             if p.split > 1:
                 T.cta_id_in_cluster([p.split])
             self._thread = T.thread_id([plan.threads])
-            self._rank = block % p.split
-            self._locate(block // p.split)
+            self._rank = self._block % p.split
             self._allocate()
             self._fetch_maps()
             self._initialise()
@@ -104,6 +105,24 @@ class _Kernel:
         strides_bytes = [max(stride * ELEMENT_BYTES, 16) for stride in strides]
         tensor = self._params[layout.param]
         return encode_tensor(name, tensor, self._dtype, sizes, strides_bytes, (*box, 1), 3, offset=layout.offset)
+
+    def _each_tile(self, make: Callable[[tirx.Expr], None]) -> None:
+        """Emit the loop over this block's tiles; `make` gets the tile's number within this block."""
+        plan = self._plan
+        if plan.query_stages == 1:
+            self._locate(self._block // self._p.split)
+            make(tirx.IntImm("int32", 0))
+            return
+        with T.serial((plan.all_tiles - self._block + plan.blocks - 1) // plan.blocks) as turn:
+            here = self._block
+            if self._spec.causal:
+                # There and back, since tiles get shorter from round to round.
+                there = turn % 2 == 0
+                back = plan.blocks - 1 - self._block
+                whole = (turn + 1) * plan.blocks <= plan.all_tiles
+                here = _named("here", tirx.Select(tirx.any(there, tirx.Not(whole)), self._block, back))
+            self._locate(turn * plan.blocks + here)
+            make(turn)
 
     def _locate(self, work: tirx.Expr) -> None:
         """Emit which tile this block makes, of which heads, and which blocks of keys it sums."""
@@ -152,12 +171,12 @@ class _Kernel:
         # block's shared memory, and the kernel has no static shared memory.
         pool = T.SMEMPool()
         row = plan.chunks * CHUNK
-        self._tile_q = pool.alloc((plan.rows * row,), self._dtype, align=1024)
+        self._tile_q = pool.alloc((plan.query_stages, plan.rows * row), self._dtype, align=1024)
         self._tile_k = pool.alloc((p.stages, p.block_k * row), self._dtype, align=1024)
         self._tile_v = pool.alloc((p.stages, p.block_k * row), self._dtype, align=1024)
         if p.split > 1:
             self._partial = pool.alloc((plan.partial_floats,), "float32", align=128)
-        self._full_q = pool.alloc((1,), "uint64", align=8)
+        self._full_q, self._empty_q = (pool.alloc((plan.query_stages,), "uint64", align=8) for _ in range(2))
         self._full_k, self._full_v, self._empty_k, self._empty_v = (
             pool.alloc((p.stages,), "uint64", align=8) for _ in range(4)
         )
@@ -171,7 +190,9 @@ class _Kernel:
 
     def _initialise(self) -> None:
         with T.If(self._thread == 0), T.Then():
-            initialise_barrier(self._full_q.ptr_to([0]), 1)
+            for stage in range(self._plan.query_stages):
+                initialise_barrier(self._full_q.ptr_to([stage]), 1)
+                initialise_barrier(self._empty_q.ptr_to([stage]), self._p.consumers)
             for stage in range(self._p.stages):
                 for full in (self._full_k, self._full_v):
                     initialise_barrier(full.ptr_to([stage]), 1)
@@ -187,20 +208,32 @@ class _Kernel:
         ring_k, ring_v = Ring(p.stages), Ring(p.stages)
         if p.dependent:
             T.evaluate(T.ptx.griddepcontrol.wait())
-        self._load_query()
-        self._load_keys(ring_k, 0)
-        with T.serial(self._count - 1) as step:
-            self._load_keys(ring_k, step + 1)
-            self._load_values(ring_v, step)
-        self._load_values(ring_v, self._count - 1)
 
-    def _load_query(self) -> None:
+        def load_tile_by_tile(turn: tirx.Expr) -> None:
+            self._load_query(turn)
+            self._load_keys(ring_k, 0)
+            with T.serial(self._count - 1) as step:
+                self._load_keys(ring_k, step + 1)
+                self._load_values(ring_v, step)
+            self._load_values(ring_v, self._count - 1)
+
+        self._each_tile(load_tile_by_tile)
+
+    def _load_query(self, turn: tirx.Expr) -> None:
         plan, at = self._plan, self._place
-        full = self._full_q.ptr_to([0])
+        stage, phase = self._query_ring(turn)
+        if plan.query_stages > 1:
+            T.evaluate(T.cuda.mbarrier_wait(self._empty_q.ptr_to([stage]), phase ^ 1))
+        full = self._full_q.ptr_to([stage])
         self._expect(full, plan.tile_queries * plan.group)
         for chunk in range(plan.chunks):
-            to = self._tile_q.ptr_to([chunk * plan.rows * CHUNK])
+            to = self._tile_q.ptr_to([stage, chunk * plan.rows * CHUNK])
             load_tile(to, self._map_q, (chunk * CHUNK, at.head, at.query, at.batch), full)
+
+    def _query_ring(self, turn: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+        """Return stage and parity of the tile of Q of this block's n-th tile."""
+        stages = self._plan.query_stages
+        return turn % stages, turn // stages % 2
 
     def _load_keys(self, ring: Ring, step: tirx.Expr | int) -> None:
         self._load_block(ring, step, self._tile_k, self._map_k, self._full_k, self._empty_k)
@@ -235,26 +268,36 @@ class _Kernel:
         bias = None if spec.bias is None else self._params[spec.bias.param]
         self._softmax = OnlineSoftmax(plan, bias, self._dtype, lane)
         self._multiply = AttentionMultiply(plan, self._dtype)
-        first_row = self._tile_q.ptr_to([group * (ROWS * CHUNK)])
+        first_row = self._tile_q.ptr_to([0, group * (ROWS * CHUNK)])
         self._multiply.describe(first_row, self._tile_k.ptr_to([0, 0]), self._tile_v.ptr_to([0, 0]))
         self._ring_k, self._ring_v = Ring(p.stages), Ring(p.stages)
         self._leader = self._thread % WARPGROUP == 0
-        self._find_rows(group, lane)
-        for index in range(spec.head_dim // 2):
-            T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
         if p.dependent and bias is not None:
             T.evaluate(T.ptx.griddepcontrol.wait())
-        T.evaluate(T.cuda.mbarrier_wait(self._full_q.ptr_to([0]), 0))
-        if p.overlap:
-            self._sum_overlapped(group)
-        else:
-            self._sum_in_turn()
-        self._softmax.finish()
+        if p.pingpong:
+            # The first turn is the first warpgroup's.
+            with T.If(group == 0), T.Then():
+                self._pass_turn(tirx.IntImm("int32", 0))
         output = AttentionOutput(plan, self._params[spec.output.param], self._thread)
-        if p.split > 1:
-            output.combine(self._sums, self._softmax, self._partial, self._rank, self._place)
-        else:
-            output.store(self._sums, self._softmax, self._tile_q, self._map_o, self._place)
+
+        def make_tile(turn: tirx.Expr) -> None:
+            self._query_stage, phase = self._query_ring(turn)
+            self._find_rows(group, lane)
+            for index in range(spec.head_dim // 2):
+                T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
+            T.evaluate(T.cuda.mbarrier_wait(self._full_q.ptr_to([self._query_stage]), phase))
+            self._sum(turn, group)
+            self._softmax.finish()
+            if p.split > 1:
+                output.combine(self._sums, self._softmax, self._partial, self._rank, self._place)
+            else:
+                stage = self._query_stage
+                output.store(self._sums, self._softmax, self._tile_q, stage, self._map_o, self._place)
+
+        self._each_tile(make_tile)
+        if p.split == 1:
+            with T.If(self._leader), T.Then():
+                T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
 
     def _find_rows(self, group: tirx.Expr, lane: tirx.Expr) -> None:
         """Emit which keys this thread's rows and its warpgroup's rows see."""
@@ -289,10 +332,14 @@ class _Kernel:
         masked = (block + 1) * p.block_k > self._whole_end
         return masked if self._whole_first is None else tirx.any(masked, block * p.block_k < self._whole_first)
 
-    def _sum_in_turn(self) -> None:
-        """Emit the loop over the keys, one thing after another."""
+    def _sum(self, turn: tirx.Expr, group: tirx.Expr) -> None:
+        """Emit the loop over the keys."""
+        if self._p.overlap:
+            self._sum_overlapped(turn, group)
+            return
         with T.serial(self._count) as step:
             self._begin_scores(step)
+            self._release_query(turn, step)
             self._end_scores(0)
             self._weigh(step)
             with T.If(step > 0), T.Then():
@@ -301,15 +348,13 @@ class _Kernel:
             self._begin_values()
             self._end_values()
 
-    def _sum_overlapped(self, group: tirx.Expr) -> None:
+    def _sum_overlapped(self, turn: tirx.Expr, group: tirx.Expr) -> None:
         """Emit the loop over the keys: the scores of a block run beside the values and the softmax of the last."""
-        if self._p.pingpong:
-            # The first turn is the first warpgroup's.
-            with T.If(group == 0), T.Then():
-                self._pass_turn(tirx.IntImm("int32", 0))
-        self._begin_scores(tirx.IntImm("int32", 0))
+        zero = tirx.IntImm("int32", 0)
+        self._begin_scores(zero)
+        self._release_query(turn, zero)
         self._end_scores(0)
-        self._weigh(tirx.IntImm("int32", 0))
+        self._weigh(zero)
         self._softmax.convert(self._scores, self._weights)
         with T.serial(self._count - 1) as step:
             T.evaluate(T.cuda.mbarrier_wait(self._full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
@@ -325,10 +370,18 @@ class _Kernel:
         self._begin_values()
         self._end_values()
 
+    def _release_query(self, turn: tirx.Expr, step: tirx.Expr) -> None:
+        """Emit, at a tile's first step, the release of the memory of the tile before, once its output is copied."""
+        stages = self._plan.query_stages
+        if stages > 1:
+            with T.If(tirx.all(self._leader, turn > 0, step == 0)), T.Then():
+                T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
+                arrive(self._empty_q.ptr_to([(turn + 1) % stages]))
+
     def _begin_scores(self, step: tirx.Expr, *, wait: bool = True) -> None:
         if wait:
             T.evaluate(T.cuda.mbarrier_wait(self._full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
-        self._multiply.scores(self._scores, self._ring_k.stage)
+        self._multiply.scores(self._scores, self._query_stage, self._ring_k.stage)
         self._softmax.prefetch(self._first + step)
 
     def _end_scores(self, pending: int) -> None:

@@ -40,15 +40,25 @@ class AttentionOutput:
         self._lane = thread % 32
         self._line = thread // 32 * 16 + self._lane // 4
 
-    def store(self, output: tirx.Var, softmax: OnlineSoftmax, tile: tirx.Var, tensor_map: tirx.Var, at: Place) -> None:
+    def store(
+        self,
+        output: tirx.Var,
+        softmax: OnlineSoftmax,
+        tile: tirx.Var,
+        stage: tirx.Expr,
+        tensor_map: tirx.Var,
+        at: Place,
+    ) -> None:
         """Emit the writing of a whole tile: swizzled into the memory of Q's tile, then by the copy engine.
+
+        The copy is not waited for; a warpgroup's first thread commits it, if there is any.
 
         Parameters
         ----------
         output : Var
             Registers, weighted sums of V.
-        tile : Var
-            Shared memory of Q, which this warpgroup's instructions have read.
+        tile, stage : Var, Expr
+            Shared memory of Q, and where in it this tile is, which this warpgroup's instructions have read.
         tensor_map : Var
             Of the output, with boxes of one warpgroup's rows of a chunk.
         """
@@ -66,16 +76,15 @@ class AttentionOutput:
                 place = tirx.bitwise_xor(self._lane // 4, tirx.IntImm("int32", unit)) * 8 + self._lane % 4 * 2
                 element = chunk * plan.rows * CHUNK + (self._line + row * 8) * CHUNK + place
                 low, high = (output[eight * 4 + row * 2 + index] * scales[row] for index in range(2))
-                T.evaluate(T.ptx["st.shared.u32"](tile.ptr_to([element]), pack(low, high, self._dtype)))
+                T.evaluate(T.ptx["st.shared.u32"](tile.ptr_to([stage, element]), pack(low, high, self._dtype)))
         T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
         T.evaluate(T.ptx.bar.sync(barrier, WARPGROUP))
         first = at.query + group * (ROWS // plan.group)
         with T.If(tirx.all(self._thread % WARPGROUP == 0, first < plan.spec.queries)), T.Then():
             for chunk in range(plan.chunks):
-                source = tile.ptr_to([chunk * plan.rows * CHUNK + group * (ROWS * CHUNK)])
+                source = tile.ptr_to([stage, chunk * plan.rows * CHUNK + group * (ROWS * CHUNK)])
                 store_tile(tensor_map, (chunk * CHUNK, at.head, first, at.batch), source)
             T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
-            T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
 
     def combine(self, output: tirx.Var, softmax: OnlineSoftmax, memory: tirx.Var, rank: tirx.Expr, at: Place) -> None:
         """Emit the sum of the parts of a cluster's blocks, in the order of ranks, and its writing.

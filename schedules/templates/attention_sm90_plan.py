@@ -52,6 +52,8 @@ class AttentionParameters(Parameters):
         Whether the scores of the next keys are multiplied while the softmax of the last is computed.
     pingpong
         Whether the warpgroups multiply by turns, one while the others compute their softmax.
+    blocks
+        Thread blocks, each of which makes every `blocks`-th tile; 0 for a block (with `split`, a cluster) per tile.
     residents
         Blocks a multiprocessor should hold at a time: fewer registers a thread.
     dependent
@@ -67,6 +69,7 @@ class AttentionParameters(Parameters):
     pack: bool = False
     overlap: bool = True
     pingpong: bool = False
+    blocks: int = 0
     residents: int = 1
     dependent: bool = True
 
@@ -115,17 +118,28 @@ class AttentionPlan:
         return ROWS * self.parameters.consumers
 
     @property
+    def all_tiles(self) -> int:
+        """Tiles of all heads."""
+        return self.spec.batch * self.heads * self.tiles
+
+    @property
     def blocks(self) -> int:
         """Thread blocks of the grid."""
-        return self.spec.batch * self.heads * self.tiles * self.parameters.split
+        p = self.parameters
+        return min(p.blocks, self.all_tiles) if p.blocks else self.all_tiles * p.split
+
+    @property
+    def query_stages(self) -> int:
+        """Tiles of Q in shared memory: the next one is loaded while the last is worked on."""
+        return 2 if self.blocks < self.all_tiles else 1
 
     @property
     def shared_bytes(self) -> int:
         """Of a block's dynamic shared memory."""
         p = self.parameters
-        rows = self.rows + 2 * p.stages * p.block_k
+        rows = self.query_stages * self.rows + 2 * p.stages * p.block_k
         partial = _ALIGNMENT * math.ceil(self.partial_floats * 4 / _ALIGNMENT) if p.split > 1 else 0
-        return rows * self.chunks * CHUNK * ELEMENT_BYTES + partial + 8 * (4 * p.stages + 1)
+        return rows * self.chunks * CHUNK * ELEMENT_BYTES + partial + 8 * (4 * p.stages + 4)
 
     @property
     def used_rows(self) -> int:
@@ -238,6 +252,10 @@ def _refuse_parameters(p: AttentionParameters) -> Refusal | None:
         return Refusal(f"stages is {p.stages}, expected 1 to {_STAGES_MAX}")
     if not 1 <= p.split <= _CLUSTER_MAX:
         return Refusal(f"split is {p.split}, expected 1 to {_CLUSTER_MAX} (a portable cluster)")
+    if p.blocks < 0:
+        return Refusal(f"blocks is {p.blocks}, expected 0 or more")
+    if p.blocks and p.split > 1:
+        return Refusal("split does not go with a fixed number of blocks")
     if p.pingpong and p.consumers == 1:
         return Refusal("pingpong has 1 consumer, expected 2 or 3")
     if not 1 <= p.residents <= _RESIDENTS_MAX:
