@@ -159,6 +159,7 @@ def _predicted(
     elements = p.lanes * p.vectors
     held = sum(element_bytes(access.dtype) for access in accesses.found if not access.per_row)
     uneven = math.ceil(blocks / sm_count) * sm_count / blocks - 1 if blocks > sm_count else 0.0
+    best_vectors = 2 if blocks * p.vectors > 8 * sm_count else 1
     # Narrow accesses, and wide ones that leave holes between the threads', take more of them.
     odd = abs(math.log2(p.lanes / widest))
     shape = Shape(
@@ -167,7 +168,7 @@ def _predicted(
         threads=p.threads,
         registers=24 + math.ceil(elements * held / 4),
         accesses=elements * len(accesses.found),
-        waste=(1 + 0.15 * odd) * (1 + 0.3 * uneven) * (1 + 0.015 * (p.vectors - 1)),
+        waste=(1 + 0.15 * odd) * (1 + 0.3 * uneven) * (1 + (0.0 if p.vectors == best_vectors else 0.04)),
     )
     return predicted_us(shape, sm_count)
 

@@ -13,10 +13,13 @@ from schedules.libraries.cublaslt import CublasLt
 from schedules.targets import ResolvedTarget
 from schedules.templates.attention_sm90 import AttentionSm90
 from schedules.templates.base import Parameters, Refusal, Template, TemplateError, template_of
+from schedules.templates.elementwise import Elementwise
 from schedules.templates.gemm_sm90 import GemmSm90
+from schedules.templates.rows import Rows
 
-TEMPLATES: Mapping[str, Template] = {template.name: template for template in (GemmSm90(), AttentionSm90())}
-
+TEMPLATES: Mapping[str, Template] = {
+    template.name: template for template in (GemmSm90(), AttentionSm90(), Rows(), Elementwise())
+}
 
 LIBRARIES: Mapping[str, Template] = {library.name: library for library in (CublasLt(),)}
 

@@ -6,7 +6,8 @@ from tvm import tirx
 from schedules.targets import resolve_target
 from schedules.templates.base import TemplateError
 from schedules.templates.gemm_sm90_plan import GemmParameters
-from schedules.templates.registry import apply_decision, list_candidates
+from schedules.templates.registry import TEMPLATES, apply_decision, list_candidates
+from tests.schedules.templates import memory_cases
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 CASE = MatmulCase((128,), 256, 128, ("bias",))
@@ -16,15 +17,30 @@ def test_every_candidate_can_be_applied_from_its_decision() -> None:
     target, func = resolve_target("cuda:sm_90a"), CASE.func()
     found, refused = list_candidates(func, target)
     assert found
-    assert refused == ["attention_sm90: the function is not marked as an attention"]
+    assert refused == [
+        "attention_sm90: the function is not marked as an attention",
+        "rows: it sums products of two tensors (the templates for matmuls make those)",
+        "elementwise: it has reductions (the template for rows makes those)",
+    ]
     for parameters in found[:3]:
         assert isinstance(apply_decision(func, target, parameters.to_json()), tirx.PrimFunc)
+
+
+@pytest.mark.parametrize(
+    ("case", "name"), [(memory_cases.softmax((64, 40)), "rows"), (memory_cases.silu((64, 40)), "elementwise")]
+)
+def test_every_kind_of_function_has_one_template(case: memory_cases.MemoryCase, name: str) -> None:
+    target, func = resolve_target("cuda:sm_90a"), case.func()
+    found, refused = list_candidates(func, target)
+    assert {parameters.template for parameters in found} == {name}
+    assert len(refused) == len(TEMPLATES) - 1
+    assert isinstance(apply_decision(func, target, found[0].to_json()), tirx.PrimFunc)
 
 
 def test_refusals_are_named() -> None:
     found, refused = list_candidates(CASE.func(), resolve_target("llvm"))
     assert found == []
-    assert len(refused) == 2
+    assert len(refused) == len(TEMPLATES)
     assert refused[0].startswith("gemm_sm90: the target is llvm")
 
 
