@@ -64,7 +64,8 @@ class TuningDatabase(Transactions):
     simply be repeated. Records are never updated.
 
     **Readers** see the last committed state at the moment of their call, never a part of a write, and do not wait for
-    writers. A record just written by this process is seen by its next call.
+    writers. A call that asks more than once (an export, a query) sees one state all along. A record just written by
+    this process is seen by its next call.
 
     **Threads** may share one instance. **Processes** open their own; an instance carried through `fork` drops the
     connections of its parent and opens new ones, but a memory database belongs to the process that opened it and
