@@ -156,7 +156,8 @@ def matrix_descriptor(
     def with_low(low: tirx.Expr) -> tirx.Expr:
         return T.cuda.func_call(_DESCRIPTOR, low, high, source_code=_DESCRIPTOR_SOURCE, return_type="uint64")
 
-    return uniform((window >> 4) | (leading << 16)), with_low
+    # In a cluster, the upper bits of an address say whose shared memory it is in.
+    return uniform(((window & 0x3FFFF) >> 4) | (leading << 16)), with_low
 
 
 def initialise_barrier(barrier: tirx.Expr, arrivals: int) -> None:
