@@ -77,13 +77,12 @@ def lowering_steps() -> tuple[Step, ...]:
 
 
 def plan_memory_passes(target: tvm.target.Target, cuda_graph: bool) -> list[tvm.ir.transform.Pass]:
-    """Return phase 7, run after the PrimFuncs are scheduled: views, explicit memory, its plan, the VM's own forms.
+    """Return phase 7, run after the PrimFuncs are scheduled: explicit memory, its plan, the VM's own forms.
 
     `cuda_graph` captures the static regions of a CUDA module into graphs; run the passes inside a `PassContext` with
     `relax.backend.use_cuda_graph` set to the same value, which is what `RewriteCUDAGraph` reads.
     """
     return [
-        relax_pass.RewriteDataflowReshape(),
         relax_pass.ToNonDataflow(),
         relax_pass.RemovePurityChecking(),
         relax_pass.CallTIRRewrite(),
