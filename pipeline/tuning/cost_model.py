@@ -7,14 +7,19 @@ number of rounds on one thread, in well under a second, on the same features and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import xgboost as xgb
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
-from tvm.s_tir.meta_schedule.cost_model.xgb_model import PackSum
+from tvm.s_tir.meta_schedule.cost_model.xgb_model import FeatureGroup, PackSum
+from tvm.s_tir.meta_schedule.utils import shash2hex
 
 # At the stock learning rate of 0.2 the training error has settled by then.
 _BOOST_ROUNDS = 80
+# Predictions are random until the model has learnt from so many candidates.
+WARMUP_CANDIDATES = 32
 
 
 @derived_object
@@ -32,6 +37,29 @@ class FastCostModel(ms.cost_model.XGBModel._cls):  # type: ignore[misc]
     def __init__(self, warmup_candidates: int, seed: int) -> None:
         config = ms.cost_model.xgb_model.XGBConfig(nthread=1, seed=seed % 2**31, tree_method="hist")
         super().__init__(config=config, num_warmup_samples=warmup_candidates, verbose_eval=0)
+
+    def absorb(
+        self, context: ms.TuneContext, candidates: Sequence[ms.MeasureCandidate], seconds: Sequence[float]
+    ) -> None:
+        """Take in candidates of one module with their latencies; `train` learns from them."""
+        features = [x.numpy().astype("float32") for x in self.extractor.extract_from(context, list(candidates))]
+        kept = [(x, s) for x, s in zip(features, seconds, strict=True) if len(x)]
+        if not kept:
+            return
+        rows, costs = [x for x, _ in kept], np.array([s for _, s in kept], dtype="float32")
+        key = shash2hex(context.mod)
+        if key in self.data:
+            self.data[key].append(rows, costs)
+        else:
+            self.data[key] = FeatureGroup(group_hash=key, features=rows, costs=costs)
+        self.data_size += len(rows)
+
+    def train(self) -> None:
+        """Learn from all that was taken in."""
+        self.last_train_size = self.data_size
+        groups = list(self.data.values())
+        features = [x for group in groups for x in group.features]
+        self._train(features, np.concatenate([group.min_cost / group.costs for group in groups]))
 
     def _train(self, xs: list[np.ndarray], ys: np.ndarray) -> None:
         packed = PackSum(xs=xs, ys=ys)

@@ -1,11 +1,18 @@
-"""How a failed candidate is told through MetaSchedule's interfaces, which have one text for it."""
+"""How a failed candidate is told through MetaSchedule's interfaces, which have one text for it, and how a run ends."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import signal
 import threading
 import time
+from collections.abc import Iterator
+from types import FrameType
 
 from tuning_db.records import Status
+
+logger = logging.getLogger(__name__)
 
 CANCELLED = "cancelled"
 
@@ -49,3 +56,24 @@ class StopSignal:
     def due(self) -> bool:
         """Whether the run has to end."""
         return self.asked or (self.deadline is not None and time.monotonic() >= self.deadline)
+
+
+@contextlib.contextmanager
+def ctrl_c_requests(stop: StopSignal) -> Iterator[None]:
+    """Let the first Ctrl-C ask for the end and the second raise; only the main thread may change that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.getsignal(signal.SIGINT)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        logger.warning("stopping: what is finished is kept; press Ctrl-C again to stop at once")
+        stop.request()
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -19,6 +19,7 @@ from pipeline.errors import UsageError
 from pipeline.tuning.baseline import list_fallbacks
 from pipeline.tuning.evaluate import Evaluator, Finished, Job, Outcome, remove_artifact
 from pipeline.tuning.failure import StopSignal
+from pipeline.tuning.near import NearRecords
 from pipeline.tuning.note import CandidateNote
 from pipeline.tuning.options import TuningOptions
 from pipeline.tuning.progress import ProgressEvent, ProgressListener, estimate_left
@@ -242,6 +243,10 @@ class Rounds:
         try:
             if state.search is None:
                 state.search = self._make_search(state)
+            if state.near.traces:
+                adopted, state.near = state.search.adopt(state.near.traces), NearRecords()
+                if any(decision_key(one.decision) not in state.decided for one in adopted):
+                    return adopted
             return state.search.propose()
         except REPLAY_ERRORS as e:
             # A space that cannot be searched must not end the other tasks' run.

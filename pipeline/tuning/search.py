@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tvm
+from tvm.s_tir import Schedule
 from tvm.s_tir import meta_schedule as ms
 
 from schedules.context import QuietTuneContext
-from tuning_db.metaschedule import trace_to_json
+from tuning_db.metaschedule import REPLAY_ERRORS, trace_to_json
 
 # MetaSchedule's search ends after so many candidates; the run's own limits come first.
 _TRIALS_MAX = 1 << 20
@@ -87,6 +89,30 @@ class TaskSearch:
         """Return the candidates of the next round; none when the space is exhausted."""
         found = self.context.generate_measure_candidates() if self._open else None
         return [Candidate(item, trace_to_json(item.sch.trace)) for item in found or []]
+
+    def adopt(self, decisions: Sequence[str]) -> list[Candidate]:
+        """Return the candidates that traces of another shape give here; those that do not fit are left out.
+
+        Tile sizes that do not divide an extent are replaced by TVM; the postprocessors run as for any candidate.
+        """
+        args_info = ms.arg_info.ArgInfo.from_entry_func(self.context.mod, False)
+        found: dict[str, Candidate] = {}
+        for decision in decisions:
+            schedule = Schedule(self.context.mod, error_render_level="none")
+            try:
+                with self._target:
+                    record = ms.database.TuningRecord.from_json(
+                        [json.loads(decision), None, None, None], self._workload
+                    )
+                    record.trace.apply_to_schedule(schedule, remove_postproc=True)
+                    schedule.enter_postproc()
+                    fits = all(rule.apply(schedule) for rule in self.context.space_generator.postprocs)
+            except REPLAY_ERRORS:
+                continue
+            if fits:
+                made = trace_to_json(schedule.trace)
+                found.setdefault(made, Candidate(ms.MeasureCandidate(schedule, args_info), made))
+        return list(found.values())
 
     def learn(self, candidates: Sequence[Candidate], seconds: Sequence[Sequence[float] | None]) -> None:
         """Take in the raw seconds of a round's candidates; None for one that failed."""

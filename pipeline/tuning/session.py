@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 from tvm.s_tir import meta_schedule as ms
 
@@ -26,9 +23,9 @@ from pipeline.errors import NothingMeasuredError, UsageError
 from pipeline.tuning.baseline import prepare_references
 from pipeline.tuning.build_pool import BuilderLimits, BuildPool
 from pipeline.tuning.builder import AsyncBuilder, BatchingBuilder
-from pipeline.tuning.cost_model import FastCostModel
+from pipeline.tuning.cost_model import WARMUP_CANDIDATES, FastCostModel
 from pipeline.tuning.evaluate import Evaluator, Outcome
-from pipeline.tuning.failure import StopSignal
+from pipeline.tuning.failure import StopSignal, ctrl_c_requests
 from pipeline.tuning.finals import hold_finals
 from pipeline.tuning.options import TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressListener, SilentProgress
@@ -42,6 +39,7 @@ from pipeline.tuning.task import TuningTask
 from pipeline.tuning.template_candidates import OFFERED_ROUTES, template_candidates
 from pipeline.tuning.template_search import TemplateSearch
 from pipeline.tuning.timing import MeasureOptions
+from pipeline.tuning.warm_start import begin_with_records
 from schedules.host import physical_cores
 from schedules.space import make_space
 from schedules.targets import ResolvedTarget
@@ -53,8 +51,6 @@ logger = logging.getLogger(__name__)
 
 # Parents of the first round, from the records of earlier runs.
 _SEEDS = 64
-# The cost model's predictions are random until it has learnt from so many candidates.
-_WARMUP_CANDIDATES = 32
 
 
 def tune(
@@ -106,7 +102,7 @@ def tune(
     stop = StopSignal(began + options.time_budget_s if options.time_budget_s is not None else None)
     session = _Session(tasks, target, database, environment, options, job_id, progress or SilentProgress(), stop)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_ctrl_c_requests(stop))
+        stack.enter_context(ctrl_c_requests(stop))
         if session.prepare():
             evaluator, workers = _start_processes(stack, target, options, stop, builder, runner)
             session.run(evaluator, workers, began)
@@ -239,6 +235,12 @@ class _Session:
             seconds=self.seconds,
         )
         try:
+            if self._options.warm_start_s and self._options.mode is not Mode.FORCE:
+                # It goes on while the processes start.
+                with self._timed("search"):
+                    self._cost_model = begin_with_records(
+                        self._to_do(), self._database, self._target, self._environment, self._options
+                    )
             prepare_references(
                 self._to_do(),
                 evaluator,
@@ -274,6 +276,14 @@ class _Session:
                 self._states, compare, self._recorder, self._stop, kind=self._target.kind, rounds=self._options.finals
             )
 
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.monotonic() - began
+
     def _refuse(self, state: TaskState, decision: str, outcome: Outcome) -> None:
         self._recorder.add(state.task, Route.FALLBACK, decision, outcome)
         state.take(Route.FALLBACK, outcome)
@@ -287,7 +297,7 @@ class _Session:
 
     def _new_search(self, state: TaskState, workers: int) -> TaskSearch:
         if self._cost_model is None:
-            self._cost_model = FastCostModel(_WARMUP_CANDIDATES, self._options.seed)
+            self._cost_model = FastCostModel(WARMUP_CANDIDATES, self._options.seed)
         seeds = (
             []
             if self._options.mode is Mode.FORCE
@@ -318,24 +328,3 @@ def _check(options: TuningOptions) -> None:
 def _measure_options(options: TuningOptions, target: ResolvedTarget) -> MeasureOptions:
     cores = getattr(target.limits, "cores", None)
     return options.measure if options.measure.threads is not None else replace(options.measure, threads=cores)
-
-
-@contextlib.contextmanager
-def _ctrl_c_requests(stop: StopSignal) -> Iterator[None]:
-    """Let the first Ctrl-C ask for the end and the second raise; only the main thread may change that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.getsignal(signal.SIGINT)
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.asked:
-            raise KeyboardInterrupt
-        logger.warning("stopping: what is finished is kept; press Ctrl-C again to stop at once")
-        stop.request()
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.tuning.evaluate import Outcome
+from pipeline.tuning.near import NearRecords
 from pipeline.tuning.note import CandidateNote
 from pipeline.tuning.options import TaskSummary
 from pipeline.tuning.search import TaskSearch
@@ -43,7 +44,7 @@ class TaskState:
 
     `decided` holds what was decided in this run and, but for mode force, in earlier ones: key of the decision -> median
     seconds, or None for a failure. `templates` come before any search. `progress` is the best latency after each round,
-    those of earlier runs included; `rounds` are this run's.
+    those of earlier runs included; `rounds` are this run's. `near` holds what was best for near shapes, to begin with.
     `ready`: its reference and its fallback are there. `in_flight` counts the candidates handed in and not back.
     """
 
@@ -53,6 +54,7 @@ class TaskState:
     known: int = 0
     note: CandidateNote | None = None
     search: TaskSearch | None = None
+    near: NearRecords = field(default_factory=NearRecords)
     ready: bool = False
     in_flight: int = 0
     before_us: float | None = None

@@ -25,8 +25,6 @@ class TemplateSearch:
         In the template's order, the most promising first.
     known_us : mapping
         Decision -> median latency in earlier runs, None for a failure.
-    preferred : sequence of str
-        Decisions that were best for near shapes; they come first.
     thorough : bool
         Whether all are measured, whatever is predicted of them.
     """
@@ -35,12 +33,11 @@ class TemplateSearch:
         self,
         candidates: Sequence[TemplateCandidate],
         known_us: Mapping[str, float | None],
-        preferred: Sequence[str] = (),
         *,
         thorough: bool = False,
     ) -> None:
-        place = {decision: rank for rank, decision in enumerate(preferred)}
-        self._candidates = sorted(candidates, key=lambda one: place.get(one.decision, len(place)))
+        self._candidates = list(candidates)
+        self._preferred: list[int] = []
         self._row = {one.decision: row for row, one in enumerate(self._candidates)}
         self._table = parameter_table([one.decision for one in self._candidates])
         self._measured: dict[int, float] = {}
@@ -53,6 +50,10 @@ class TemplateSearch:
     def left(self) -> int:
         """Candidates that were never asked for."""
         return len(self._candidates) - len(self._asked)
+
+    def prefer(self, decisions: Sequence[str]) -> None:
+        """Begin with these: they were best for near shapes."""
+        self._preferred = [self._row[decision] for decision in decisions if decision in self._row]
 
     def learn(self, decision: str, latency_us: float | None) -> None:
         """Take in the median latency of a candidate, None for a failure; other decisions are ignored."""
@@ -77,7 +78,7 @@ class TemplateSearch:
     def _next_rows(self) -> list[int]:
         rows = [row for row in range(len(self._candidates)) if row not in self._asked]
         if self._thorough or len(self._asked) < _FIRST or len(self._measured) < 2:
-            return rows
+            return [row for row in self._preferred if row in rows] + [r for r in rows if r not in self._preferred]
         mean, deviation = predict(self._table, self._measured)
         best = np.log(min(self._measured.values()))
         hopeful = [row for row in rows if mean[row] - _DOUBT * deviation[row] < best]

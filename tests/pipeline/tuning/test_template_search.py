@@ -58,7 +58,10 @@ def test_what_is_known_is_not_asked_again() -> None:
 
 def test_what_was_best_for_near_shapes_comes_first() -> None:
     best = decision(64, 128, 4)
-    assert TemplateSearch(candidates(), {}, [best]).propose(3)[0].decision == best
+    search = TemplateSearch(candidates(), {})
+    search.prefer(["of another version", best])
+    first = [one.decision for one in search.propose(3)]
+    assert first == [best, decision(*GRID[0]), decision(*GRID[1])]
 
 
 def test_failures_are_not_asked_again_and_predict_nothing() -> None:

@@ -1,0 +1,76 @@
+"""Near shapes: kernels that differ from a task in their sizes alone, such as another sequence length or batch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.tuning.task import TuningTask
+from tuning_db.records import Environment, Route, TargetKey, Workload
+from tuning_db.store import TuningDatabase
+
+# Whole numbers that are sizes: not part of a name (`float16`, `i0`) nor of a fraction.
+_SIZE = re.compile(r"(?<![\w.\-+])\d+(?![\w.])")
+# Shapes whose records are looked at, the nearest first, and records of each.
+_SHAPES_MAX = 3
+_RECORDS_MAX = 8
+
+
+@dataclass(frozen=True)
+class NearRecords:
+    """The best decisions of near shapes, the nearest shape's first: traces of the search, parameters of templates."""
+
+    traces: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+
+def shape_free(signature: str) -> str:
+    """Return a signature without its sizes: family, dtypes, operators and their order stay."""
+    return _SIZE.sub("#", signature)
+
+
+def distance(signature: str, other: str) -> float:
+    """Return how far the sizes of two signatures of one form are apart: the sum of their ratios' logarithms."""
+    pairs = zip(_SIZE.findall(signature), _SIZE.findall(other), strict=True)
+    return sum(abs(math.log((int(a) + 1) / (int(b) + 1))) for a, b in pairs)
+
+
+def near_workloads(task: TuningTask, recorded: Sequence[Workload]) -> list[Workload]:
+    """Return those of the recorded workloads that are near the task, the nearest first; the task is none of them."""
+    form = shape_free(task.signature)
+    near = [one for one in recorded if one.signature != task.signature and shape_free(one.signature) == form]
+    return sorted(near, key=lambda one: distance(task.signature, one.signature))
+
+
+def near_records(
+    task: TuningTask,
+    recorded: Sequence[Workload],
+    database: TuningDatabase,
+    target: TargetKey,
+    environment: Environment,
+) -> NearRecords:
+    """Return the best decisions of the shapes nearest to a task.
+
+    Parameters
+    ----------
+    recorded : sequence of Workload
+        What the database knows of the task's family, written by the running TVM.
+    target, environment : TargetKey, Environment
+        Where the records must be true.
+    """
+    traces: list[str] = []
+    parameters: list[str] = []
+    for workload in near_workloads(task, recorded)[:_SHAPES_MAX]:
+        for route, found in ((Route.METASCHEDULE, traces), (Route.TEMPLATE, parameters)):
+            records = database.list_top(
+                workload_hash=workload.workload_hash,
+                signature_key=workload.signature_key,
+                target=target,
+                environment=environment,
+                route=route,
+                k=_RECORDS_MAX,
+            )
+            found += [record.decision for record in records if record.decision not in found]
+    return NearRecords(tuple(traces), tuple(parameters))

@@ -1,0 +1,148 @@
+"""A cost model that starts with what the database knows: features of recorded candidates, computed anew.
+
+The schema keeps no features, so traces are replayed, some milliseconds each, while the build processes start. Of each
+workload, candidates over the whole range of latencies are taken: a model that has only seen the best ones cannot tell a
+good one from a bad one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import tvm
+from tvm.s_tir import meta_schedule as ms
+
+from pipeline.environment import target_key
+from pipeline.tuning.cost_model import WARMUP_CANDIDATES, FastCostModel
+from pipeline.tuning.near import near_records, near_workloads
+from pipeline.tuning.options import TuningOptions
+from pipeline.tuning.state import TaskState
+from schedules.context import QuietTuneContext
+from schedules.targets import ResolvedTarget
+from tuning_db.errors import InvalidRecordError
+from tuning_db.metaschedule import ir_from_json, replay_decision
+from tuning_db.records import Environment, Route, TuningRecord, Workload
+from tuning_db.store import TuningDatabase
+
+logger = logging.getLogger(__name__)
+
+_RECORDS_MAX = 24
+_LISTED_MAX = 256
+
+
+def begin_with_records(
+    states: Sequence[TaskState],
+    database: TuningDatabase,
+    target: ResolvedTarget,
+    environment: Environment,
+    options: TuningOptions,
+) -> FastCostModel:
+    """Give every task what was best for near shapes and return a cost model that has learnt from earlier records.
+
+    The records of near shapes and of the tasks themselves teach first, then others of the same operator families.
+    """
+    cost_model = FastCostModel(WARMUP_CANDIDATES, options.seed)
+    key = target_key(target)
+    telling: dict[str, Workload] = {}
+    others: dict[str, Workload] = {}
+    for family in sorted({state.task.family for state in states}):
+        recorded = [
+            workload
+            for workload in database.list_workloads(family=family)
+            if workload.tvm_version == environment.tvm_version
+        ]
+        others |= {workload.workload_hash: workload for workload in recorded}
+        for state in states:
+            if state.task.family != family:
+                continue
+            state.near = near_records(state.task, recorded, database, key, environment)
+            if state.templates is not None:
+                state.templates.prefer(state.near.parameters)
+            telling[state.task.workload_hash] = others[state.task.workload_hash]
+            telling |= {one.workload_hash: one for one in near_workloads(state.task, recorded)}
+    if Route.METASCHEDULE in options.routes:
+        workloads = list((telling | others).values())
+        learn_from_records(cost_model, workloads, database, target, environment, options.warm_start_s)
+    return cost_model
+
+
+def learn_from_records(
+    cost_model: FastCostModel,
+    workloads: Sequence[Workload],
+    database: TuningDatabase,
+    target: ResolvedTarget,
+    environment: Environment,
+    seconds: float,
+) -> int:
+    """Teach a cost model what was recorded of some workloads and return how many candidates that was.
+
+    Parameters
+    ----------
+    workloads : sequence of Workload
+        With their IR, the most telling first.
+    target : ResolvedTarget
+        What is compiled for.
+    environment : Environment
+        The machine; records of it and of others of its architecture are taken.
+    seconds : float
+        When they are over, the rest is left out.
+    """
+    until = time.monotonic() + seconds
+    learnt = 0
+    for workload in workloads:
+        if workload.ir_json is None or time.monotonic() > until:
+            continue
+        records = database.list_top(
+            workload_hash=workload.workload_hash,
+            signature_key=None,
+            target=target_key(target),
+            environment=environment,
+            route=Route.METASCHEDULE,
+            k=_LISTED_MAX,
+        )
+        if len(records) > 1:
+            learnt += _absorb(cost_model, workload, spread_out(records, _RECORDS_MAX), target.target, until)
+    if learnt:
+        cost_model.train()
+        logger.info("the cost model starts with %d recorded candidates", learnt)
+    return learnt
+
+
+def spread_out(records: Sequence[TuningRecord], count: int) -> list[TuningRecord]:
+    """Return so many of some records in order, the first, the last and between them at equal steps."""
+    if len(records) <= count:
+        return list(records)
+    step = (len(records) - 1) / (count - 1)
+    return [records[round(step * position)] for position in range(count)]
+
+
+def _absorb(
+    cost_model: FastCostModel,
+    workload: Workload,
+    records: Sequence[TuningRecord],
+    target: tvm.target.Target,
+    until: float,
+) -> int:
+    try:
+        mod = ir_from_json(workload.ir_json or "")
+    except InvalidRecordError as e:
+        logger.info("workload %s teaches nothing: %s", workload.name, e)
+        return 0
+    candidates, seconds = [], []
+    args_info = ms.arg_info.ArgInfo.from_entry_func(mod, False)
+    for record in records:
+        if time.monotonic() > until:
+            break
+        try:
+            with target:
+                schedule = replay_decision(mod, record.decision)
+        except InvalidRecordError as e:
+            logger.info("record %s teaches nothing: %s", record.id, e)
+            continue
+        candidates.append(ms.MeasureCandidate(schedule, args_info))
+        seconds.append((record.latency_us or 0.0) / 1e6)
+    if candidates:
+        cost_model.absorb(QuietTuneContext(mod, target, None, name=workload.name), candidates, seconds)
+    return len(candidates)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from pipeline.tuning.cost_model import WARMUP_CANDIDATES, FastCostModel
+from pipeline.tuning.near import distance, near_records, near_workloads, shape_free
+from pipeline.tuning.options import TuningOptions
+from pipeline.tuning.recorder import describe_workload
+from pipeline.tuning.search import TaskSearch
+from pipeline.tuning.session import tune
+from pipeline.tuning.timing import MeasureOptions
+from pipeline.tuning.warm_start import learn_from_records, spread_out
+from schedules.space import make_space
+from tests.pipeline.tuning.tuning_cases import Place, matmul_task
+from tuning_db.metaschedule import replay_decision
+from tuning_db.records import RecordFilter, Route
+from tuning_db.store import TuningDatabase
+
+OPTIONS = TuningOptions(
+    trials=40,
+    trials_per_iteration=20,
+    population=24,
+    workers=1,
+    finals=0,
+    measure=MeasureOptions(repeats=1, contender_repeats=0, min_repeat_s=0.0001),
+)
+SHORT, LONG = matmul_task(32, 64, 32, "short"), matmul_task(96, 64, 32, "long")
+
+
+@pytest.fixture(scope="module")
+def tuned(place: Place, tmp_path_factory: pytest.TempPathFactory) -> TuningDatabase:
+    """A database with 40 candidates of the short task."""
+    database = TuningDatabase.open(tmp_path_factory.mktemp("warm") / "tuning.db")
+    tune([SHORT], target=place.target, database=database, environment=place.environment, options=OPTIONS)
+    database.record_workload(describe_workload(LONG))
+    return database
+
+
+def test_a_signature_without_sizes_keeps_what_is_computed() -> None:
+    assert shape_free(SHORT.signature) == shape_free(LONG.signature)
+    half = LONG.signature.replace("float32", "float16")
+    assert shape_free(half) != shape_free(LONG.signature)
+    assert shape_free('{"expr":"t0[i0,i1]*0.125+p1[r0]","m":128}') == '{"expr":"t0[i0,i1]*0.125+p1[r0]","m":#}'
+
+
+def test_the_nearest_shape_comes_first_and_the_task_itself_is_not_near() -> None:
+    far = matmul_task(1024, 64, 32, "far")
+    recorded = [describe_workload(task) for task in (far, SHORT, LONG)]
+    assert [one.name for one in near_workloads(LONG, recorded)] == ["short", "far"]
+    assert distance(SHORT.signature, SHORT.signature) == 0.0
+
+
+def test_decisions_of_a_near_shape_become_candidates(place: Place, tuned: TuningDatabase) -> None:
+    found = near_records(LONG, tuned.list_workloads(), tuned, place.key, place.environment)
+    assert 1 < len(found.traces) <= 8
+    assert found.parameters == ()
+    search = TaskSearch(
+        LONG.mod,
+        place.target.target,
+        make_space(place.target.target),
+        FastCostModel(WARMUP_CANDIDATES, 0),
+        [],
+        name="long",
+        seed=0,
+        per_round=4,
+        population=16,
+        threads=1,
+    )
+    adopted = search.adopt([*found.traces, "no trace"])
+    assert adopted
+    for one in adopted:
+        with place.target.target:
+            replayed = replay_decision(LONG.mod, one.decision)
+        assert replayed.mod.script() == one.measure.sch.mod.script()
+
+
+def test_the_cost_model_starts_with_what_was_recorded(place: Place, tuned: TuningDatabase) -> None:
+    model = FastCostModel(WARMUP_CANDIDATES, 0)
+    asked = (tuned.list_workloads(), tuned, place.target, place.environment)
+    assert learn_from_records(model, *asked, seconds=0.0) == 0
+    learnt = learn_from_records(model, *asked, seconds=60.0)
+    assert 10 < learnt <= 24
+    assert model.booster is not None
+    costs = next(iter(model.data.values())).costs
+    assert costs.max() > costs.min()
+
+
+def test_a_warm_run_begins_with_what_was_best_for_the_near_shape(place: Place, tuned: TuningDatabase) -> None:
+    near = near_records(LONG, tuned.list_workloads(), tuned, place.key, place.environment)
+    options = dataclasses.replace(OPTIONS, trials=4, trials_per_iteration=4)
+    tune([LONG], target=place.target, database=tuned, environment=place.environment, options=options)
+    records = tuned.list_records(RecordFilter(workload_hash=LONG.workload_hash, route=Route.METASCHEDULE))
+    assert len(records) == 4
+    steps = {_steps(decision) for decision in near.traces}
+    assert all(_steps(record.decision) in steps for record in records)
+
+
+def _steps(decision: str) -> str:
+    """Return the instructions of a trace up to its postprocessors, without decisions."""
+    return decision.split('["EnterPostproc"')[0]
+
+
+def test_spread_out_takes_both_ends() -> None:
+    assert spread_out(list(np.arange(100)), 4) == [0, 33, 66, 99]
+    assert spread_out([1, 2], 4) == [1, 2]
