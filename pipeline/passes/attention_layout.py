@@ -53,7 +53,7 @@ def readings_of(expr: tvm.ir.Expr, values: Values, *, scaled: bool) -> list[Read
         if reading is not None:
             readings.append(reading)
         value = values.get(current) if isinstance(current, relax.Var) else None
-        step = _operand_of(value, scaled=scaled)
+        step = _operand_of(value, values, scaled=scaled)
         if step is None or not isinstance(value, relax.Call):
             break
         chain.append(value)
@@ -61,11 +61,17 @@ def readings_of(expr: tvm.ir.Expr, values: Values, *, scaled: bool) -> list[Read
     return readings[::-1]
 
 
-def _operand_of(value: tvm.ir.Expr | None, *, scaled: bool) -> tvm.ir.Expr | None:
+def _operand_of(value: tvm.ir.Expr | None, values: Values, *, scaled: bool) -> tvm.ir.Expr | None:
     """Return the operand that a value is a view, a cast or a multiple of."""
     if is_op(value, "astype"):
+        inner = value.args[0]
         floats = (*_HALVES, "float32")
-        return value.args[0] if dtype_of(value) in floats and dtype_of(value.args[0]) in floats else None
+        if dtype_of(value) not in floats or dtype_of(inner) not in floats:
+            return None
+        behind = values.get(inner) if isinstance(inner, relax.Var) else None
+        rounds = dtype_of(value) in _HALVES and dtype_of(inner) == "float32"
+        # What is rounded as a whole is stored rounded.
+        return None if rounds and _operand_of(behind, values, scaled=scaled) is None else inner
     if is_view(value):
         return value.args[0]  # type: ignore[union-attr]
     if scaled and is_op(value, "multiply", "divide"):

@@ -24,9 +24,11 @@ from pipeline.passes.pack_weights import pack_weights
 from pipeline.passes.recognise_activations import recognise_activations
 from pipeline.passes.recognise_attention import recognise_attention
 from pipeline.passes.recognise_norms import recognise_norms
+from pipeline.passes.recognise_rotary import recognise_rotary
 from pipeline.passes.simplify_views import simplify_views
 from pipeline.passes.step import Phase, Step, stock
 from pipeline.passes.transposed_matmul import write_matmuls_transposed
+from pipeline.passes.unflatten_matmuls import unflatten_matmuls
 
 _CODE_GENERATOR = "the code generator accepts nothing else"
 
@@ -44,6 +46,7 @@ def lowering_steps() -> tuple[Step, ...]:
         # 2 remove dead code
         Step(Phase.REMOVE_DEAD_CODE, "remove_dead_code", stock(relax_pass.DeadCodeElimination())),
         Step(Phase.REMOVE_DEAD_CODE, "merge_common_subexpressions", merge_common_subexpressions),
+        Step(Phase.REMOVE_DEAD_CODE, "unflatten_matmuls", unflatten_matmuls),
         Step(Phase.REMOVE_DEAD_CODE, "simplify_views", simplify_views),
         Step(Phase.REMOVE_DEAD_CODE, "remove_nan_guards", remove_nan_guards),
         # 3 precision
@@ -51,6 +54,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.PRECISION, "accumulate_in_float32", accumulate_in_float32),
         # 4 pattern rewrites
         Step(Phase.PATTERNS, "combine_matmuls", combine_matmuls),
+        Step(Phase.PATTERNS, "recognise_rotary", recognise_rotary),
         Step(Phase.PATTERNS, "recognise_attention", recognise_attention),
         Step(Phase.PATTERNS, "write_matmuls_transposed", write_matmuls_transposed),
         Step(Phase.PATTERNS, "pack_weights", pack_weights),
