@@ -1,0 +1,151 @@
+"""`relaxtune report`: where a model's time goes, kernel by kernel."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeline.cli.database_common import open_for_reading
+from pipeline.cli.output import TableView, print_json, print_table, stdout_console
+from pipeline.errors import PipelineError, UsageError
+
+if TYPE_CHECKING:
+    from pipeline.report import Report
+    from pipeline.report_ceilings import Ceilings
+    from pipeline.report_profile import Profile
+
+
+class ReportFormat(StrEnum):
+    """How a report is written: a page into a file, the others to stdout."""
+
+    HTML = "html"
+    TABLE = "table"
+    JSON = "json"
+
+
+def report(
+    directory: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Artifact directory.")] = None,
+    db: Annotated[
+        str | None,
+        typer.Option(
+            "--db", metavar="URL", help="Tuning database: of the artifact's records, or without DIR of all its models."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="The page. Default: DIR.html, or report.html."),
+    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Time every kernel of DIR on the device that is here, instead of records.")
+    ] = False,
+    ceilings: Annotated[
+        Path | None, typer.Option("--ceilings", metavar="FILE", help="JSON of the device's measured ceilings.")
+    ] = None,
+    output_format: Annotated[
+        ReportFormat, typer.Option("--format", help="html goes to a file, table and json to stdout.")
+    ] = ReportFormat.HTML,
+) -> None:
+    """Show where a model's time goes: each kernel's time, share, rates against ceilings, route and bottleneck."""
+    if directory is None and db is None:
+        raise UsageError("nothing to report: name an artifact directory, a database with --db, or both")
+    if directory is None and profile:
+        raise UsageError("--profile runs the kernels of an artifact; name its directory")
+    if out is not None and output_format is not ReportFormat.HTML:
+        raise UsageError(f"--out is where the html page goes; --format {output_format.value} goes to stdout")
+    reports = _reports(directory, db, ceilings, profile=profile)
+    if output_format is ReportFormat.HTML:
+        _write_page(reports, out or _default_out(directory))
+    elif output_format is ReportFormat.JSON:
+        data = [one.to_json() for one in reports]
+        print_json(data[0] if directory is not None else data)
+    else:
+        for one in reports:
+            _print_tables(one)
+
+
+def register(app: typer.Typer) -> None:
+    """Attach the command to `app`."""
+    app.command()(report)
+
+
+def _reports(directory: Path | None, db: str | None, ceilings_file: Path | None, *, profile: bool) -> list[Report]:
+    from pipeline.report import report_artifact, report_database
+    from pipeline.report_ceilings import read_ceilings
+
+    ceilings = read_ceilings(ceilings_file) if ceilings_file is not None else None
+    if directory is None:
+        assert db is not None
+        with open_for_reading(db) as database:
+            return list(report_database(database, ceilings=ceilings))
+    measured, here = _measured(directory, ceilings) if profile else (None, ceilings)
+    if db is None:
+        return [report_artifact(directory, profile=measured, ceilings=here)]
+    with open_for_reading(db) as database:
+        return [report_artifact(directory, database=database, profile=measured, ceilings=here)]
+
+
+def _measured(directory: Path, ceilings: Ceilings | None) -> tuple[Profile, Ceilings | None]:
+    """Return the profile of an artifact, and on a CPU its ceilings too where none were given."""
+    from pipeline.artifact import load_manifest
+    from pipeline.report_ceilings import measure_cpu_ceilings
+    from pipeline.report_profile import profile_artifact
+
+    profile = profile_artifact(directory)
+    if ceilings is None and load_manifest(directory).target.kind == "llvm":
+        return profile, measure_cpu_ceilings()
+    return profile, ceilings
+
+
+def _default_out(directory: Path | None) -> Path:
+    if directory is None:
+        return Path("report.html")
+    resolved = directory.resolve()
+    return resolved.with_name(f"{resolved.name}.html")
+
+
+def _write_page(reports: list[Report], path: Path) -> None:
+    """Write the page whole or not at all, and print where it is."""
+    from pipeline.report_html import render_page
+
+    staged = path.with_name(f".{path.name}.staged")
+    try:
+        staged.write_text(render_page(reports), encoding="utf-8")
+        staged.replace(path)
+    except OSError as e:
+        raise PipelineError(f"--out {path} cannot be written: {e.strerror or e}") from e
+    finally:
+        staged.unlink(missing_ok=True)
+    stdout_console().print(str(path), markup=False, soft_wrap=True)
+
+
+def _print_tables(report: Report) -> None:
+    from pipeline.report_html import number, percent
+
+    rows = tuple(
+        (
+            row.name,
+            row.route,
+            str(row.calls),
+            number(row.time_us),
+            percent(row.share),
+            number(row.flops_per_s, 1e12),
+            percent(row.compute_use),
+            number(row.bytes_per_s, 1e9),
+            percent(row.bandwidth_use),
+            row.bottleneck or "",
+            row.onnx_nodes[0] + (f" and {len(row.onnx_nodes) - 1} more" if len(row.onnx_nodes) > 1 else "")
+            if row.onnx_nodes
+            else "",
+        )
+        for row in report.kernels
+    )
+    columns = ("kernel", "route", "calls", "us", "share", "TFLOP/s", "use", "GB/s", "use", "bottleneck", "ONNX nodes")
+    title = (
+        f"{report.model}, {report.source}, {report.target}: {report.kernels_us / 1e3:.3f} ms in {report.launches} calls"
+    )
+    print_table(TableView(title, columns, rows))
+    for note in report.notes:
+        stdout_console().print(note, markup=False, soft_wrap=True)

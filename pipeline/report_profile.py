@@ -1,0 +1,101 @@
+"""Time every kernel of an artifact by itself, and the whole module, on the device that is here."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tvm
+
+from models import TensorSpec
+from models.spec import numpy_dtype
+from pipeline.environment import cpu_name
+from pipeline.manifest import MODULE_FILE, KernelEntry, Manifest
+from pipeline.measure import OWN_ARM, measure, module_arm
+from pipeline.runtime import Module
+from pipeline.tuning.arguments import ArgumentSpec, make_arrays
+
+logger = logging.getLogger(__name__)
+
+_REPEATS = 5
+_MIN_REPEAT_MS = 2
+_MODEL_RUNS = 30
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Microseconds of one call of each kernel, alone and with warm caches, and of the whole module; medians."""
+
+    device: str
+    kernels_us: Mapping[str, float]
+    model_us: float | None
+
+
+def profile_artifact(directory: Path) -> Profile:
+    """Return how long an artifact's kernels take here.
+
+    Each runs again and again on random arguments of its own, so that a kernel whose data fit into a cache is faster
+    than inside the model. Kernels of symbolic shapes are left out, and so is the module if it has any.
+
+    Raises
+    ------
+    ArtifactError
+        The artifact is damaged, or for a target that this machine does not have.
+    """
+    module = Module.load(directory)
+    library = tvm.runtime.load_module(str(directory / MODULE_FILE))
+    times: dict[str, float] = {}
+    for kernel in module.manifest.kernels:
+        seconds = _kernel_seconds(library, kernel, module.device)
+        if seconds is not None:
+            times[kernel.function] = seconds * 1e6
+    return Profile(_device_name(module), times, _model_us(module))
+
+
+def _kernel_seconds(library: tvm.runtime.Module, kernel: KernelEntry, device: tvm.runtime.Device) -> float | None:
+    if kernel.work is None:
+        logger.info("kernel %s has symbolic shapes and is not profiled", kernel.function)
+        return None
+    arguments = kernel.work.arguments
+    limits = {position: one.limit for position, one in enumerate(arguments) if one.limit is not None}
+    arrays = make_arrays([ArgumentSpec(one.shape, one.dtype) for one in arguments], limits, _SEED)
+    tensors = [tvm.runtime.tensor(array, device=device) for array in arrays]
+    timer = _owner(library, kernel.function).time_evaluator(
+        kernel.function, device, number=1, repeat=_REPEATS, min_repeat_ms=_MIN_REPEAT_MS
+    )
+    return float(statistics.median(timer(*tensors).results))
+
+
+def _owner(library: tvm.runtime.Module, function: str) -> tvm.runtime.Module:
+    """Return the module that holds a function: the library itself, or one that it imports."""
+    if library.implements_function(function):
+        return library
+    holders = (imported for imported in library.imports if imported.implements_function(function, True))
+    return _owner(next(holders), function)
+
+
+def _model_us(module: Module) -> float | None:
+    if not all(spec.is_static for spec in module.inputs):
+        return None
+    inputs = {spec.name: _zeros(spec) for spec in module.inputs}
+    report = measure({OWN_ARM: module_arm(module, inputs)}, runs=_MODEL_RUNS)
+    return report.arm(OWN_ARM).median_ms * 1e3
+
+
+def _zeros(spec: TensorSpec) -> np.ndarray:
+    """Return integers of 0, which every table has, and small floats."""
+    dtype = numpy_dtype(spec.dtype)
+    shape = tuple(int(axis) for axis in spec.shape)
+    if dtype.kind in "iub":
+        return np.zeros(shape, dtype)
+    return np.random.default_rng(_SEED).standard_normal(shape).astype(dtype)
+
+
+def _device_name(module: Module) -> str:
+    manifest: Manifest = module.manifest
+    return str(module.device.device_name) if manifest.target.kind == "cuda" else cpu_name()
