@@ -110,30 +110,31 @@ class _Kernel:
         """Emit the loop over this block's tiles; `make` gets the tile's number within this block."""
         plan = self._plan
         if plan.query_stages == 1:
-            self._locate(self._block // self._p.split)
+            self._locate(*self._only_tile(self._block // self._p.split))
             make(tirx.IntImm("int32", 0))
             return
-        with T.serial((plan.all_tiles - self._block + plan.blocks - 1) // plan.blocks) as turn:
-            here = self._block
-            if self._spec.causal:
-                # There and back, since tiles get shorter from round to round.
-                there = turn % 2 == 0
-                back = plan.blocks - 1 - self._block
-                whole = (turn + 1) * plan.blocks <= plan.all_tiles
-                here = _named("here", tirx.Select(tirx.any(there, tirx.Not(whole)), self._block, back))
-            self._locate(turn * plan.blocks + here)
+        items = (plan.items - self._block + plan.blocks - 1) // plan.blocks
+        with T.serial(items * 2 if plan.paired else items) as turn:
+            item = self._block + (turn // 2 if plan.paired else turn) * plan.blocks
+            tile, heads = item % plan.head_items, item // plan.head_items
+            if plan.paired:
+                tile = tirx.Select(turn % 2 == 0, plan.tiles - 1 - tile, tile)
+            self._locate(tile, heads)
             make(turn)
 
-    def _locate(self, work: tirx.Expr) -> None:
-        """Emit which tile this block makes, of which heads, and which blocks of keys it sums."""
+    def _only_tile(self, work: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+        """Return the tile, and of which group of all heads, that is a block's only one."""
+        plan = self._plan
+        if not self._spec.causal:
+            return work % plan.tiles, work // plan.tiles
+        # The longest tiles first, of as many heads as have their keys in the L2 cache together.
+        inside = work % (plan.section * plan.tiles)
+        heads = work // (plan.section * plan.tiles) * plan.section + inside % plan.section
+        return plan.tiles - 1 - inside // plan.section, heads
+
+    def _locate(self, tile: tirx.Expr, heads: tirx.Expr) -> None:
+        """Emit where a tile lies, and which blocks of keys this thread block sums for it."""
         spec, plan = self._spec, self._plan
-        if spec.causal and plan.tiles > 1:
-            # The longest tiles first, of as many heads as have their keys in the L2 cache together.
-            inside = work % (plan.section * plan.tiles)
-            tile = plan.tiles - 1 - inside // plan.section
-            heads = work // (plan.section * plan.tiles) * plan.section + inside % plan.section
-        else:
-            tile, heads = work % plan.tiles, work // plan.tiles
         batch, head = heads // plan.heads, heads % plan.heads * plan.group
         self._place = Place(_named("batch", batch), _named("head", head), _named("query", tile * plan.tile_queries))
         self._kv_head = self._place.head // spec.group

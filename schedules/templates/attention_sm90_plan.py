@@ -118,20 +118,30 @@ class AttentionPlan:
         return ROWS * self.parameters.consumers
 
     @property
-    def all_tiles(self) -> int:
-        """Tiles of all heads."""
-        return self.spec.batch * self.heads * self.tiles
+    def paired(self) -> bool:
+        """Whether a block makes tiles in pairs, a long and a short one, so that all pairs take the same time."""
+        return self.parameters.blocks > 0 and self.spec.causal and self.tiles > 1
+
+    @property
+    def head_items(self) -> int:
+        """Tiles, or pairs of them, of one group of heads."""
+        return math.ceil(self.tiles / 2) if self.paired else self.tiles
+
+    @property
+    def items(self) -> int:
+        """Tiles, or pairs of them, of all heads."""
+        return self.spec.batch * self.heads * self.head_items
 
     @property
     def blocks(self) -> int:
         """Thread blocks of the grid."""
         p = self.parameters
-        return min(p.blocks, self.all_tiles) if p.blocks else self.all_tiles * p.split
+        return min(p.blocks, self.items) if p.blocks else self.items * p.split
 
     @property
     def query_stages(self) -> int:
-        """Tiles of Q in shared memory: the next one is loaded while the last is worked on."""
-        return 2 if self.blocks < self.all_tiles else 1
+        """Tiles of Q in shared memory: 2 where the next one is loaded while the last is worked on."""
+        return 2 if self.paired or self.blocks < self.items else 1
 
     @property
     def shared_bytes(self) -> int:
