@@ -122,6 +122,7 @@ def _kernel_entry(compiled: CompiledModule, choice: KernelChoice) -> KernelEntry
         note=choice.note,
         database=choice.database,
         work=kernel_work(compiled.lowered.mod[choice.function]),
+        measured=choice.measured,
     )
 
 

@@ -96,6 +96,16 @@ class WorkEntry:
 
 
 @dataclass(frozen=True)
+class MeasuredEntry:
+    """Where the record behind a kernel was measured, and what the kernel takes there; None where it was not read."""
+
+    device: str
+    registers: int | None = None
+    smem_bytes: int | None = None
+    spill_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class MemoryEntry:
     """Device memory of the loaded module: storage of the static plan (None with symbolic shapes), and weights."""
 
@@ -125,6 +135,8 @@ class KernelEntry:
         The database of the record, when several lay over each other.
     work
         What one run does; None where shapes are known only at run time.
+    measured
+        Device and resources of the record; None without one.
     """
 
     function: str
@@ -137,6 +149,7 @@ class KernelEntry:
     note: str = ""
     database: str | None = None
     work: WorkEntry | None = None
+    measured: MeasuredEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -252,7 +265,8 @@ def _kernel(entry: dict[str, Any]) -> KernelEntry:
     if work is not None:
         arguments = tuple(ArgumentEntry(one["dtype"], tuple(one["shape"]), one["limit"]) for one in work["arguments"])
         work = WorkEntry(**{**work, "arguments": arguments})
-    return KernelEntry(**{**entry, "onnx_nodes": tuple(entry["onnx_nodes"]), "work": work})
+    measured = MeasuredEntry(**entry["measured"]) if entry.get("measured") else None
+    return KernelEntry(**{**entry, "onnx_nodes": tuple(entry["onnx_nodes"]), "work": work, "measured": measured})
 
 
 def _specs(entries: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:

@@ -1,7 +1,8 @@
 """`Report`: where a model's time goes, kernel by kernel, put together from an artifact or from a tuning database.
 
-An artifact's manifest says which kernels it has, what each does, and the latency that its record had when it was
-chosen; a database adds registers, shared memory and spills; a profile takes the times anew on the device that is here.
+An artifact's manifest says which kernels it has, what each does, and what the record behind it says: latency, device,
+registers, shared memory and spills. A database checks that these records are there, and has those of artifacts of
+earlier versions; a profile takes the times anew on the device that is here.
 Nothing is estimated: what was not measured stays empty, and `notes` says so.
 """
 
@@ -15,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.artifact import load_manifest
-from pipeline.manifest import KernelEntry, Manifest
+from pipeline.manifest import KernelEntry, Manifest, MeasuredEntry
 from pipeline.report_ceilings import Ceilings, known_ceilings
 from pipeline.report_kernel import KernelRow, TimeSource, judged
 from pipeline.report_profile import Profile
@@ -106,7 +107,7 @@ def report_artifact(
     directory : Path
         The artifact; only its manifest is read.
     database : TuningDatabase or None
-        The one it was compiled from: adds registers, shared memory, spills and the device of the records.
+        The one it was compiled from: its records are looked up and checked against the manifest.
     profile : Profile or None
         Times that replace those of the records.
     ceilings : Ceilings or None
@@ -121,7 +122,7 @@ def report_artifact(
     notes: list[str] = []
     records = _records_of(manifest, database, notes)
     rows = [_row_of_kernel(kernel, records.get(kernel.function), profile) for kernel in manifest.kernels]
-    devices = sorted({record.environment.device_name for record in records.values()})
+    devices = sorted({kernel.measured.device for kernel in manifest.kernels if kernel.measured is not None})
     device = profile.device if profile else ", ".join(devices) or None
     found = ceilings or known_ceilings(device)
     kernels = judged(rows, found)
@@ -238,7 +239,8 @@ def _row_of_kernel(kernel: KernelEntry, record: TuningRecord | None, profile: Pr
         row = replace(row, time_us=profile.kernels_us[kernel.function], time_source=TimeSource.PROFILE)
     elif profile is None and kernel.latency_us is not None:
         row = replace(row, time_us=kernel.latency_us, time_source=TimeSource.RECORD)
-    return row if record is None else _with_resources(row, record)
+    known = record or kernel.measured
+    return row if known is None else _with_resources(row, known)
 
 
 def _row_of_task(task: JobTask, workload: Workload, record: TuningRecord | None) -> KernelRow:
@@ -259,8 +261,8 @@ def _row_of_task(task: JobTask, workload: Workload, record: TuningRecord | None)
     return _with_resources(replace(row, time_us=record.latency_us, time_source=TimeSource.RECORD), record)
 
 
-def _with_resources(row: KernelRow, record: TuningRecord) -> KernelRow:
-    return replace(row, registers=record.registers, smem_bytes=record.smem_bytes, spill_bytes=record.spill_bytes)
+def _with_resources(row: KernelRow, known: TuningRecord | MeasuredEntry) -> KernelRow:
+    return replace(row, registers=known.registers, smem_bytes=known.smem_bytes, spill_bytes=known.spill_bytes)
 
 
 def _float_dtype(dtypes: Sequence[str]) -> str | None:

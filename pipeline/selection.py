@@ -16,6 +16,7 @@ from tvm import tirx
 
 from pipeline.environment import target_key
 from pipeline.errors import LoweringError
+from pipeline.manifest import MeasuredEntry
 from pipeline.passes.module import LoweredModule
 from pipeline.routes import DEFAULT_ROUTES
 from pipeline.tuning.task import TuningTask
@@ -69,6 +70,8 @@ class KernelChoice:
         Ids of the records that were passed over because their decision cannot be replayed.
     database
         The database the record is in, when several lie over each other; else None.
+    measured
+        The record's device and what the kernel takes there; None without a record.
     scheduled
         The scheduled PrimFunc, None when the fallback is to make it.
     """
@@ -82,6 +85,7 @@ class KernelChoice:
     note: str = ""
     unusable: tuple[int, ...] = ()
     database: str | None = None
+    measured: MeasuredEntry | None = None
     scheduled: tirx.PrimFunc | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -269,6 +273,7 @@ def _made(
         note=_note(passed_over),
         unusable=tuple(number for number, _ in passed_over),
         database=record.layer,
+        measured=MeasuredEntry(record.environment.device_name, record.registers, record.smem_bytes, record.spill_bytes),
         scheduled=scheduled,
     )
 

@@ -103,23 +103,20 @@ def test_arithmetic_outside_the_matmul_units_has_no_ceiling(tuned: Path) -> None
     assert norm.bandwidth_use
 
 
-def test_the_database_adds_resources_and_the_device(tuned: Path, database: TuningDatabase) -> None:
-    assert all(row.registers is None for row in report_artifact(tuned).kernels)
-    report = report_artifact(tuned, database=database)
+def test_resources_and_device_are_the_records(tuned: Path, database: TuningDatabase) -> None:
+    report = report_artifact(tuned)
     assert all(row.registers and row.registers >= 40 for row in report.kernels)
     assert {row.smem_bytes for row in report.kernels} == {1024}
-    assert report.device == detect_device(database)
-
-
-def detect_device(database: TuningDatabase) -> str:
-    return database.get_record(1).environment.device_name
+    assert report.device == database.get_record(1).environment.device_name
+    with_database = report_artifact(tuned, database=database)
+    assert with_database.kernels == report.kernels
+    assert with_database.notes == report.notes
 
 
 def test_records_of_another_database_are_not_believed(tuned: Path, tmp_path: Path) -> None:
     with TuningDatabase.open(tmp_path / "other.db") as empty:
         report = report_artifact(tuned, database=empty)
     assert any("lacks the records of" in note and "compiled from?" in note for note in report.notes)
-    assert all(row.registers is None for row in report.kernels)
     assert all(row.time_us for row in report.kernels)
 
 
