@@ -19,6 +19,7 @@ from pipeline.errors import LoweringError
 from pipeline.manifest import MeasuredEntry
 from pipeline.passes.module import LoweredModule
 from pipeline.routes import DEFAULT_ROUTES
+from pipeline.tuning.standing import standing_records
 from pipeline.tuning.task import TuningTask
 from schedules.fallback import SCHEDULED_ATTR
 from schedules.targets import ResolvedTarget
@@ -27,7 +28,7 @@ from schedules.templates.registry import apply_decision, list_candidates
 from tuning_db.cache import LookupCache
 from tuning_db.errors import TuningDatabaseError
 from tuning_db.metaschedule import replay_decision
-from tuning_db.records import Environment, Route, TuningRecord, Workload
+from tuning_db.records import Environment, RecordFilter, Route, Status, TuningRecord, Workload
 from tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ def select_kernels(
     """
     by_function = {name: task for task in tasks for name in task.functions.get(lowered.graph.name, ())}
     lookups = None if database is None else LookupCache(database)
+    refuted = [] if database is None else database.list_records(RecordFilter(status=Status.WRONG_RESULT))
     choices = []
     for function in lowered.kernels:
         task = by_function.get(function)
@@ -128,7 +130,7 @@ def select_kernels(
         elif lookups is None:
             choice = _unmeasured(function, task, target, routes, "no database was given")
         else:
-            choice = _choose(function, task, lookups, target, environment, routes)
+            choice = _choose(function, task, lookups, refuted, target, environment, routes)
         choices.append(choice)
     _log_choices(choices)
     return tuple(choices)
@@ -186,6 +188,7 @@ def _choose(
     function: str,
     task: TuningTask,
     lookups: LookupCache,
+    refuted: Sequence[TuningRecord],
     target: ResolvedTarget,
     environment: Environment,
     routes: frozenset[Route],
@@ -200,6 +203,8 @@ def _choose(
         environment=environment,
         k=RECORDS_LISTED,
     )
+    wrong = [record for record in refuted if record.workload_hash == task.workload_hash]
+    records = standing_records(records, environment, wrong)
     records = _without_ties([record for record in records if record.route in routes])[:RECORDS_TRIED]
     passed_over: list[tuple[int, str]] = []
     for record in records:

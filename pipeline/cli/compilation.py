@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,6 +27,7 @@ from pipeline.cli.options import (
     parse_shapes,
 )
 from pipeline.cli.output import OutputFormat, TableView, print_json, print_table, stderr_console, stdout_console
+from pipeline.efforts import Effort
 from pipeline.errors import UsageError
 from tuning_db.records import Mode
 
@@ -55,8 +56,12 @@ def tune(
     model: ModelArgument,
     target: TargetOption = "auto",
     db: DatabaseOption = DEFAULT_DATABASE,
+    effort: Annotated[
+        Effort, typer.Option("--effort", help="How much to try; --trials and --time-budget override its limits.")
+    ] = Effort.NORMAL,
     trials: Annotated[
-        int | None, typer.Option("--trials", min=1, help="Candidates over all tasks. Default: 256, or the time budget.")
+        int | None,
+        typer.Option("--trials", min=1, help="Candidates over all tasks. Default: the effort's, or the time budget."),
     ] = None,
     time_budget: Annotated[
         float | None, typer.Option("--time-budget", min=1.0, metavar="S", help="Seconds of tuning.")
@@ -77,6 +82,10 @@ def tune(
     run_timeout: Annotated[
         float, typer.Option("--run-timeout", min=0.0, metavar="S", help="Seconds to measure one candidate.")
     ] = 10.0,
+    rerank: Annotated[
+        int | None,
+        typer.Option("--rerank", min=0, metavar="N", help="Hot kernels tried inside the model. Default: the effort's."),
+    ] = None,
     shared_db: SharedDatabasesOption = None,
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Note artifact, validation and latencies in the database too.")
@@ -91,21 +100,21 @@ def tune(
 ) -> None:
     """Import, tune, compile, validate and export a model: the main job."""
     from pipeline.jobs import TuneRequest, tune_model
-    from pipeline.tuning.options import SEARCHED_ROUTES, TuningOptions
+    from pipeline.tuning.effort import options_for
+    from pipeline.tuning.options import SEARCHED_ROUTES
     from pipeline.tuning.progress import ConsoleProgress
 
     request = _model_request(model, shape, target, precision, disable_pass, dump_ir, embed_weights, seed, routes)
-    # Only time given means no limit on candidates; nothing given means the default budget.
-    unlimited = time_budget is not None
-    options = TuningOptions(
+    level = options_for(effort, trials, time_budget)
+    options = replace(
+        level,
         routes=request.routes & SEARCHED_ROUTES,
-        trials=trials if trials is not None or unlimited else TuningOptions().trials,
-        time_budget_s=time_budget,
         seed=seed,
         mode=Mode(mode.value),
         workers=workers,
         build_timeout_s=build_timeout,
         run_timeout_s=run_timeout,
+        rerank=level.rerank if rerank is None else rerank,
     )
     destination = out or _default_out(model, target)
     with ConsoleProgress(stderr_console()) as progress:

@@ -29,18 +29,22 @@ class EarlierRuns:
     """
 
     finished: frozenset[str] = frozenset()
-    broken_off: frozenset[str] = frozenset()
+    broken_off: frozenset[str | None] = frozenset()
 
 
 def find_earlier_runs(
     database: TuningDatabase, job_id: str | None, workload_hashes: Iterable[str], options: TuningOptions
 ) -> EarlierRuns:
-    """Return the jobs that did, or began, what this one is asked to do; none for a run that belongs to no job."""
+    """Return the jobs that did, or began, what this one is asked to do.
+
+    A run that belongs to no job goes on from the records that belong to none.
+    """
     if job_id is None:
-        return EarlierRuns()
+        return EarlierRuns(broken_off=frozenset({None}))
     this = database.get_job(job_id)
     wanted = set(workload_hashes)
-    finished, broken_off = set(), set()
+    finished: set[str] = set()
+    broken_off: set[str | None] = set()
     for job in database.list_jobs(model=this.model, limit=_JOBS_MAX):
         if job.id == job_id or job.model_sha256 != this.model_sha256 or job.target != this.target:
             continue

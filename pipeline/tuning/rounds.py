@@ -36,8 +36,9 @@ from pipeline.tuning.state import (
 )
 from pipeline.tuning.template_candidates import OFFERED_ROUTES
 from schedules.targets import ResolvedTarget
+from schedules.templates.base import TemplateError
 from tuning_db.metaschedule import REPLAY_ERRORS
-from tuning_db.records import Route
+from tuning_db.records import Route, Status
 
 logger = logging.getLogger(__name__)
 
@@ -182,17 +183,19 @@ class Rounds:
     def _template_round(self, state: TaskState, size: int) -> None:
         if state.templates is None:
             return
-        chosen = state.templates.propose(size)
         args_info = ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False)
-        batch = _Batch(state, len(chosen), len(chosen))
         note = self._note_of(state)
-        self._hand_in(
-            state,
-            [
-                (Job(one.make(self._target), args_info, note), _Tag(state, one.route, one.decision, batch))
-                for one in chosen
-            ],
-        )
+        jobs: list[tuple[Job, _Tag]] = []
+        chosen = state.templates.propose(size)
+        batch = _Batch(state, len(chosen), len(chosen))
+        for one in chosen:
+            tag = _Tag(state, one.route, one.decision, batch)
+            try:
+                jobs.append((Job(one.make(self._target), args_info, note), tag))
+            except (TemplateError, *REPLAY_ERRORS) as e:
+                state.in_flight += 1
+                self._take(Finished(tag, Outcome(Status.BUILD_ERROR, error=f"{type(e).__name__}: {e}")))
+        self._hand_in(state, jobs)
 
     def _search_round(self, state: TaskState, size: int) -> None:
         if Route.METASCHEDULE not in self._options.routes:

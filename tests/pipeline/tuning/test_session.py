@@ -13,6 +13,7 @@ from tvm.s_tir import meta_schedule as ms
 
 from pipeline.errors import NothingMeasuredError, UsageError
 from pipeline.tuning import search as search_module
+from pipeline.tuning import session as session_module
 from pipeline.tuning.options import TaskSummary, TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressEvent
 from pipeline.tuning.search import Candidate, TaskSearch
@@ -20,6 +21,9 @@ from pipeline.tuning.session import require_valid, tune
 from pipeline.tuning.standing import standing_records
 from pipeline.tuning.table import to_json
 from pipeline.tuning.timing import MeasureOptions
+from schedules.fallback import apply_fallback
+from schedules.targets import ResolvedTarget
+from schedules.templates.base import TemplateError
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, extern_mod, matmul_task, task_of, unbuildable_mod
 from tuning_db.records import Mode, RecordFilter, Route, Status
 from tuning_db.store import TuningDatabase
@@ -198,6 +202,40 @@ def test_tune_goes_on_and_records_the_status_when_candidates_fail(
     assert best is not None
     assert best.decision != failed[0].decision
     assert children() == []
+
+
+@dataclasses.dataclass(frozen=True)
+class OfferedCandidate:
+    """What a template offers, for the tests: the fallback's schedule, or nothing at all."""
+
+    decision: str
+    broken: bool
+    route: Route = Route.TEMPLATE
+
+    def make(self, target: ResolvedTarget) -> tvm.ir.IRModule:
+        if self.broken:
+            raise TemplateError("the tile is wider than the matrix")
+        return apply_fallback(add_one_mod(size=64), target.target)
+
+
+def test_tune_records_a_template_that_cannot_be_made(
+    place: Place, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered = [OfferedCandidate(json.dumps({"template": "made_up", "tile": n}), n == 2) for n in (1, 2, 4)]
+    monkeypatch.setattr(session_module, "template_candidates", lambda task, target, routes: offered)
+    summary = tune(
+        [task_of("add", add_one_mod(size=64))],
+        target=place.target,
+        database=database,
+        environment=place.environment,
+        options=dataclasses.replace(OPTIONS, trials=None, time_budget_s=60.0, routes=frozenset({Route.TEMPLATE})),
+    )
+    (result,) = summary.tasks
+    assert (result.valid, result.failures) == (2, {Status.BUILD_ERROR: 1})
+    assert result.ended == "no search was asked for"
+    (failed,) = database.list_records(RecordFilter(status=Status.BUILD_ERROR))
+    assert failed.route is Route.TEMPLATE
+    assert "the tile is wider than the matrix" in str(failed.error)
 
 
 @pytest.mark.parametrize("how", ["signal", "exception"])
