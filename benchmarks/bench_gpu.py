@@ -35,7 +35,8 @@ DEFAULT_ARTIFACTS = Path("out/gpu")
 _PREPARE_TIMEOUT_S = 300.0
 _TIMING_TIMEOUT_S = 120.0
 _MIN_RUNS = 1
-_CORES_FOR_A_CASE = 4
+# Compiling a case keeps a core or two busy most of the time.
+_CORES_FOR_A_CASE = 2.5
 
 
 def main() -> None:
@@ -139,7 +140,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=100, help="timed runs of each arm, by each of the two clocks")
     parser.add_argument("--warmup", type=int, default=20, help="runs of each arm before")
     parser.add_argument("--budget", type=float, help="seconds after which no further cases are started")
-    parser.add_argument("--jobs", type=int, help="cases that prepare at the same time; default: one for four cores")
+    parser.add_argument("--jobs", type=int, help="cases that prepare at the same time; default: two for five cores")
     parser.add_argument("--out", type=Path, default=RESULTS, help="results file")
     parser.add_argument("--resume", action="store_true", help="keep the cases that the results file has")
     parser.add_argument("--logs", type=Path, help="folder for what the processes print; default: a temporary one")
@@ -150,7 +151,7 @@ def _parse() -> argparse.Namespace:
     )
     arguments = parser.parse_args()
     if arguments.jobs is None:
-        arguments.jobs = max(1, (os.cpu_count() or 1) // _CORES_FOR_A_CASE)
+        arguments.jobs = max(1, int((os.cpu_count() or 1) / _CORES_FOR_A_CASE))
     if arguments.runs < _MIN_RUNS or arguments.jobs < 1 or arguments.warmup < 0:
         parser.error("expected --runs and --jobs of at least 1, --warmup of at least 0")
     try:
