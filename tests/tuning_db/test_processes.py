@@ -101,6 +101,15 @@ def test_nothing_is_lost_or_doubled_when_16_processes_commit_2000_records_each(s
     run_together(python, shared_url, tmp_path, writers=16, records=2000, batch=10, readers=4)
 
 
+@pytest.fixture(params=["sqlite-file", "postgresql"])
+def empty_url(request, path):
+    return request.getfixturevalue("empty_postgres") if request.param == "postgresql" else f"sqlite:///{path}"
+
+
+def test_first_creation_by_many_processes_at_once_is_safe(empty_url, tmp_path, python):
+    run_together(python, empty_url, tmp_path, writers=4, records=8, batch=4, readers=0)
+
+
 def test_reader_that_asks_twice_sees_one_state(shared_url, samples):
     with TuningDatabase.open(shared_url) as writer, TuningDatabase.open(shared_url) as reader:
         writer.record_workload(samples.workload())
