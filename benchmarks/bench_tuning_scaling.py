@@ -1,0 +1,222 @@
+"""Candidates a second while tuning a model's kernels: by number of build processes, and stock MetaSchedule beside it.
+
+    python benchmarks/bench_tuning_scaling.py [--model bert-base] [--shape input_ids=1x128] [--precision fp16]
+        [--workers 1 2 4 8 16] [--seconds 25] [--stock-seconds 60] [--out FILE]
+
+Every arm tunes the same tasks for so many seconds in a process of its own, one arm after the other, and is then ended:
+
+- *stock*: `meta_schedule.tune_tasks` with its own builder (as many processes as the last of --workers), runner, space,
+  cost model and scheduler; 16 candidates a task and round. It needs the package cloudpickle.
+- *search N*: this project's search alone, with N build processes, in an empty database; no finals, no early stop.
+- *all N*: the same with the kernel templates, as a user gets it; with the last of --workers.
+
+A candidate counts when it is measured or has failed and the run knows so. The clock runs from the call, so that process
+starts, references and default schedules count; importing the model does not. `steady` leaves out what comes before the
+first candidate. Raw moments of every candidate go to the output file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tvm.ir.utils import derived_object
+from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir.meta_schedule.relax_integration import extracted_tasks_to_tune_contexts
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pipeline.cli.options import parse_shapes  # noqa: E402
+from pipeline.export import versions  # noqa: E402
+from pipeline.passes.module import LoweringOptions  # noqa: E402
+from pipeline.prepare import ModelRequest, PreparedModel, prepare_model  # noqa: E402
+from pipeline.tuning.options import TuningOptions  # noqa: E402
+from pipeline.tuning.progress import ProgressEvent  # noqa: E402
+from pipeline.tuning.session import tune  # noqa: E402
+from pipeline.tuning.table import to_data  # noqa: E402
+from tuning_db.records import Route  # noqa: E402
+from tuning_db.store import TuningDatabase  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "tuning-scaling.json"
+STOCK_TRIALS = 1 << 16
+# Until an arm that was told to end has ended.
+GRACE_S = 60
+
+
+class Moments:
+    """The seconds, from the start of the clock, at which each candidate was finished, and whether it was valid."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8", buffering=1)
+        self._began = time.monotonic()
+        self._valid = 0
+
+    def add(self, valid: bool) -> None:
+        """Note a candidate, at once in the file: an arm may be killed."""
+        self._file.write(f"{time.monotonic() - self._began:.3f} {int(valid)}\n")
+
+    def candidate_measured(self, event: ProgressEvent) -> None:
+        """Note a candidate of ours."""
+        self.add(event.valid > self._valid)
+        self._valid = event.valid
+
+
+def run_stock(prepared: PreparedModel, workers: int, folder: Path) -> None:
+    """Tune with stock MetaSchedule until somebody ends this process."""
+    target = prepared.target.target
+    extracted = [ms.ExtractedTask(task.name, task.mod, target, [task.mod], task.weight) for task in prepared.tasks]
+    moments = Moments(folder / "moments")
+
+    @derived_object
+    class Counting(ms.measure_callback.PyMeasureCallback):
+        def apply(self, scheduler: Any, task: int, candidates: Any, builds: Any, runs: Any) -> None:
+            for run in runs:
+                moments.add(run.error_msg is None)
+
+    contexts, weights = extracted_tasks_to_tune_contexts(extracted, str(folder), seed=1)
+    ms.tune_tasks(
+        tasks=contexts,
+        task_weights=weights,
+        work_dir=str(folder),
+        max_trials_global=STOCK_TRIALS,
+        num_trials_per_iter=16,
+        builder=ms.builder.LocalBuilder(max_workers=workers),
+        measure_callbacks=[Counting(), *ms.measure_callback.MeasureCallback.create("default")],
+    )
+
+
+def run_ours(prepared: PreparedModel, workers: int, seconds: float, routes: frozenset[Route], folder: Path) -> None:
+    """Tune with this project for some seconds and write what came of it."""
+    with TuningDatabase.open(folder / "tuning.db") as database:
+        moments = Moments(folder / "moments")
+        summary = tune(
+            prepared.tasks,
+            target=prepared.target,
+            database=database,
+            environment=prepared.environment,
+            options=TuningOptions(
+                trials=None, time_budget_s=seconds, workers=workers, routes=routes, finals=0, warm_start_s=0.0, seed=1
+            ),
+            progress=moments,
+        )
+    document = {**to_data(summary), "environment": asdict(prepared.environment)}
+    (folder / "summary.json").write_text(json.dumps(document), encoding="utf-8")
+
+
+def run_arm(arm: str, workers: int, seconds: float, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what an arm did in its process."""
+    passed = ["--model", arguments.model, "--target", arguments.target, "--precision", arguments.precision]
+    for shape in arguments.shape:
+        passed += ["--shape", shape]
+    with tempfile.TemporaryDirectory(prefix="relaxtune-scaling-") as work:
+        folder = Path(work)
+        child = [sys.executable, __file__, "--arm", arm, "--workers", str(workers), "--seconds", str(seconds)]
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [*child, "--work", work, *passed], stdout=log, stderr=log, start_new_session=True
+            )
+            code = _wait(process, folder, seconds, stopped=arm == "stock")
+        lines = (folder / "moments").read_text(encoding="utf-8").split("\n") if (folder / "moments").exists() else []
+        moments = [(float(at), valid == "1") for at, valid in (line.split() for line in lines if " " in line)]
+        moments = [one for one in moments if one[0] <= seconds]
+        summary = json.loads((folder / "summary.json").read_text()) if (folder / "summary.json").exists() else None
+        if not moments:
+            tail = (folder / "log").read_text(errors="replace")[-1500:]
+            print(f"{arm} with {workers} workers finished no candidate (exit {code}):\n{tail}", file=sys.stderr)
+    first = moments[0][0] if moments else None
+    failures: Counter[str] = Counter()
+    for task in summary["tasks"] if summary else ():
+        failures.update(task["failures"])
+    return {
+        "arm": arm,
+        "workers": workers,
+        "seconds": seconds,
+        "candidates": len(moments),
+        "valid": sum(valid for _, valid in moments),
+        "failures": dict(failures),
+        "per_s": len(moments) / seconds,
+        "steady_per_s": (len(moments) - 1) / (seconds - first) if first is not None and len(moments) > 1 else 0.0,
+        "first_candidate_s": first,
+        "seconds_by_phase": summary["seconds_by_phase"] if summary else None,
+        "environment": summary["environment"] if summary else None,
+        "moments_s": [at for at, _ in moments],
+    }
+
+
+def _wait(process: subprocess.Popen[bytes], folder: Path, seconds: float, *, stopped: bool) -> int:
+    """Wait for an arm; one that does not end by itself is ended so many seconds after its clock started."""
+    while process.poll() is None and not (folder / "moments").exists():
+        time.sleep(0.05)
+    try:
+        return process.wait(timeout=seconds + (0.5 if stopped else GRACE_S))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+
+def main() -> None:
+    """Run all arms and print one line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bert-base")
+    parser.add_argument("--shape", nargs="*", default=[])
+    parser.add_argument("--precision", default="fp16")
+    parser.add_argument("--target", default="auto")
+    parser.add_argument("--workers", nargs="+", type=int, default=[1, 2, 4, 8, 16])
+    parser.add_argument("--seconds", type=float, default=25.0)
+    parser.add_argument("--stock-seconds", type=float, default=60.0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--arm", choices=("stock", "search", "all"), help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    most = arguments.workers[-1]
+    if arguments.arm is not None:
+        lowering = LoweringOptions(precision=None if arguments.precision == "fp32" else arguments.precision)
+        request = ModelRequest(
+            arguments.model, shapes=parse_shapes(arguments.shape), target=arguments.target, lowering=lowering
+        )
+        prepared = prepare_model(request)
+        if arguments.arm == "stock":
+            run_stock(prepared, most, arguments.work)
+        else:
+            routes = {Route.METASCHEDULE} | ({Route.TEMPLATE} if arguments.arm == "all" else set())
+            run_ours(prepared, most, arguments.seconds, frozenset(routes), arguments.work)
+        return
+    plan = [("search", count, arguments.seconds) for count in reversed(arguments.workers)]
+    plan = [*plan[:1], ("stock", most, arguments.stock_seconds), ("all", most, arguments.seconds), *plan[1:]]
+    runs = []
+    for arm, workers, seconds in plan:
+        run = run_arm(arm, workers, seconds, arguments)
+        runs.append(run)
+        phases = " ".join(f"{name} {value:.0f}" for name, value in (run["seconds_by_phase"] or {}).items())
+        print(
+            f"{arm:6} {workers:2} build processes: {run['candidates']:4} candidates in {seconds:.0f} s, "
+            f"{run['per_s']:.2f}/s, steady {run['steady_per_s']:.2f}/s, {run['valid']} valid; {phases}",
+            flush=True,
+        )
+        document = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "model": arguments.model,
+            "shape": arguments.shape,
+            "precision": arguments.precision,
+            "cores": os.cpu_count(),
+            "versions": dict(versions()),
+            "runs": runs,
+        }
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
