@@ -23,6 +23,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.s_tir import SBlock
+from tvm.sym import Analyzer
 
 from schedules.templates.base import Refusal
 from schedules.templates.blocks import (
@@ -49,6 +50,8 @@ class Epilogue:
         The output element; its variables are `accumulator` and `axes`.
     accumulator
         Stands for the float32 accumulator.
+    second
+        Stands for the other accumulator of a gated function (see `gate_column`), None in others.
     axes
         One variable per output axis.
     shape
@@ -59,6 +62,12 @@ class Epilogue:
     accumulator: tirx.Var
     axes: tuple[tirx.Var, ...]
     shape: tuple[int, ...]
+    second: tirx.Var | None = None
+
+    @property
+    def accumulators(self) -> int:
+        """Columns of the product that an output element is made of."""
+        return 1 if self.second is None else 2
 
     def loads(self) -> tuple[TensorLoad, ...]:
         """Return the distinct elements of external buffers that one output element depends on."""
@@ -102,6 +111,26 @@ class MatmulFunction:
     input_dtype: str
     output_dtype: str
     epilogue: Epilogue
+
+    @property
+    def columns(self) -> int:
+        """Columns of the output: N, or half of it where gates and values are interleaved."""
+        return self.n // self.epilogue.accumulators
+
+
+def gate_column(column: tirx.Expr) -> tirx.Expr:
+    """Return the column of the product that is the gate of an output column of a gated function.
+
+    A gated function is `C[m, c] = value(P[m, gate_column(c)], P[m, value_column(c)], m, c)` of one product P[M, N] with
+    C[M, N / 2], such as silu(gate) * value. Its B holds the weights of both by turns: 8 columns of gates, 8 of values,
+    so that a thread that evaluates wgmma's accumulators has both.
+    """
+    return tirx.floordiv(column, 8) * 16 + tirx.floormod(column, 8)
+
+
+def value_column(column: tirx.Expr) -> tirx.Expr:
+    """Return the column of the product that is gated in an output column; see `gate_column`."""
+    return gate_column(column) + 8
 
 
 def recognise_matmul(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
@@ -203,7 +232,9 @@ def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock]) -> tuple[int, Epilogu
     if output is None or any(position is not None for position in written[:-1]):
         return Refusal("expected the last block alone to write a parameter (one output)")
     shape = static_shape(last.body.buffer)
-    if shape is None or shape != static_shape(matmul.body.buffer):
+    product = static_shape(matmul.body.buffer)
+    gated = shape is not None and product == (*shape[:-1], 2 * shape[-1])
+    if shape is None or (shape != product and not gated):
         return Refusal(f"the output's shape {shape} is not the matmul's {static_shape(matmul.body.buffer)}")
     if last is matmul:
         axes = tuple(axis.var for axis in matmul.iter_vars if axis.iter_type == tirx.IterVar.DataPar)
@@ -220,13 +251,16 @@ def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock]) -> tuple[int, Epilogu
         producers[block.body.buffer] = block.body
     axes = tuple(last.body.indices)
     accumulator = tirx.Var("accumulator", "float32")
-    value = _Inliner(func, matmul.body.buffer, producers, accumulator, axes, shape).value()
+    second = tirx.Var("second", "float32") if gated else None
+    value = _Inliner(func, matmul.body.buffer, producers, accumulator, second, axes, shape).value()
     if isinstance(value, Refusal):
         return value
+    if second is not None and not (_uses(value, accumulator) and _uses(value, second)):
+        return Refusal("the epilogue reads half of the matmul's columns")
     size = tree_size(value)
     if size > _NODES_MAX:
         return Refusal(f"the epilogue has {size} operations when inlined, more than {_NODES_MAX}")
-    return output, Epilogue(value, accumulator, axes, shape)
+    return output, Epilogue(value, accumulator, axes, shape, second)
 
 
 class _Inliner:
@@ -236,6 +270,7 @@ class _Inliner:
         matmul: tirx.Var,
         producers: Mapping[tirx.Var, tirx.BufferStore],
         accumulator: tirx.Var,
+        second: tirx.Var | None,
         axes: tuple[tirx.Var, ...],
         shape: tuple[int, ...],
     ) -> None:
@@ -243,6 +278,7 @@ class _Inliner:
         self._matmul = matmul
         self._producers = producers
         self._accumulator = accumulator
+        self._second = second
         self._axes = axes
         self._shape = shape
         self._refusal: Refusal | None = None
@@ -257,9 +293,7 @@ class _Inliner:
 
     def _load(self, load: TensorLoad) -> tirx.Expr:
         if load.source.same_as(self._matmul):
-            if not _same_position(load.indices, self._axes, self._shape):
-                self._refusal = Refusal("the epilogue reads the matmul's result at another position than it writes")
-            return self._accumulator
+            return self._accumulator_of(load)
         store = self._producers.get(load.source)
         if store is None:
             if position_of(self._func, load.source) is None:
@@ -267,6 +301,25 @@ class _Inliner:
             return load
         inner = dict(zip(store.indices, load.indices, strict=True))
         return self._expand(substitute(store.value, inner))
+
+    def _accumulator_of(self, load: TensorLoad) -> tirx.Var:
+        if self._second is None:
+            if _same_position(load.indices, self._axes, self._shape):
+                return self._accumulator
+        elif _same_position(load.indices[:-1], self._axes[:-1], self._shape[:-1]):
+            column, analyzer = self._axes[-1], Analyzer()
+            if analyzer.can_prove_equal(load.indices[-1], gate_column(column)):
+                return self._accumulator
+            if analyzer.can_prove_equal(load.indices[-1], value_column(column)):
+                return self._second
+        self._refusal = Refusal("the epilogue reads the matmul's result at another position than it writes")
+        return self._accumulator
+
+
+def _uses(value: tirx.Expr, variable: tirx.Var) -> bool:
+    found: list[tirx.Var] = []
+    tvm_ffi.structural_walk(value, (tirx.Var, found.append))
+    return any(one.same_as(variable) for one in found)
 
 
 def _same_position(indices: Sequence[tirx.Expr], axes: Sequence[tirx.Var], shape: Sequence[int]) -> bool:

@@ -10,7 +10,9 @@ Notation
     B   [K, N] or [N, K]  row major ("MN-major" or "K-major" to wgmma)
     C   [M, N]            row major, any dtype; leading axes of A and C are flattened into M
 
-One thread block makes tiles of `block_m` x `block_n`: one, or where `blocks` is given, every `blocks`-th. Its threads:
+One thread block makes tiles of `block_m` x `block_n`: one, or where `blocks` is given, every `blocks`-th. Tiles are
+counted column by column in groups of `group` rows of tiles, so that what runs at a time shares rows of A and columns of
+B in L2. Its threads:
 
 - consumers: `consumers` warpgroups of 128 threads, each `block_m / consumers` rows of the tile, in `m64nNk16` wgmma
   instructions. Thread t of a warpgroup holds of rows `16 * (t / 32) + (t % 32) / 4` and 8 below, in each 8 columns,
@@ -20,21 +22,25 @@ One thread block makes tiles of `block_m` x `block_n`: one, or where `blocks` is
 
 Shared memory is a ring of `stages` stages (dynamic; each tile 1024-byte aligned, which a swizzle atom needs):
 
-    tile_a   [stages, block_m, 64]               128-byte rows of K, swizzled 128 bytes
-    tile_b   [stages, block_n/w, 64, w]          [K, N]: chunks of w columns, rows of K, swizzled 2*w bytes
+    tile_a   [stages, rows, 64]                  128-byte rows of K, swizzled 128 bytes; only rows that exist are loaded
+    tile_b   [stages, c, block_n/w, 64/c, w]     [K, N]: chunks of w columns, rows of K, swizzled 2*w bytes
              [stages, block_n, 64]               [N, K]: as A
     full     [stages] mbarrier: one arrival (the producer) and the bytes of both tiles
-    empty    [stages] mbarrier: one arrival by each warpgroup that reads the stage
+    empty    [stages] mbarrier: one arrival by each warpgroup that reads the stage, in all c blocks
     turn     [2] mbarrier: whose turn it is to multiply (`pingpong`)
     partial  in place of the ring: the accumulators, for the other blocks of the cluster (`split_k`)
     patches and copies of `schedules.templates.output_tile`
 
 With `split_k`, the blocks of a cluster share one tile: each sums a part of K, then each adds up, in the order of ranks,
 its part of the columns from the shared memory of all, and writes it.
+With `multicast`, the c blocks of a cluster make tiles one below the other; each loads a part of B's tile for all.
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch): it
 waits for it before it reads or writes global memory, but for the first tiles of B where B is known to be constant.
 
 TMA fills what lies outside A and B with zeros, so K may be ragged; rows and columns outside C are not written.
+TMA's strides are multiples of 16 bytes: K has to be a multiple of 8, and N too where B is [K, N]; as [N, K], B may have
+any N, such as a vocabulary's 50257. Fewer than 64 rows (a token or a few, in decoding) waste arithmetic, which is not
+what such matmuls wait for: they read B at memory bandwidth.
 
 Limits and encodings: PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" (shapes,
 register fragments, matrix descriptors, swizzle modes) and "Tensor Memory Access" (cp.async.bulk.tensor); CUDA driver
@@ -52,8 +58,9 @@ from tvm import tirx
 from schedules.targets import CudaLimits, ResolvedTarget
 from schedules.templates.base import Parameters, Refusal, TemplateError
 from schedules.templates.epilogue import MatmulFunction, recognise_matmul
+from schedules.templates.gemm_sm90_cost import predicted_us
 from schedules.templates.gemm_sm90_kernel import build_kernel
-from schedules.templates.gemm_sm90_plan import BLOCK_K, ELEMENT_BYTES, PTX_TYPES, GemmParameters, GemmPlan, make_plan
+from schedules.templates.gemm_sm90_plan import ELEMENT_BYTES, PTX_TYPES, GemmParameters, GemmPlan, make_plan
 
 # A PrimFunc's attribute: positions of the parameters that no kernel writes (weights).
 CONSTANT_PARAMS_ATTR = "relaxtune.constant_params"
@@ -63,7 +70,11 @@ _TMA_ALIGNMENT = 16
 _INDEX_MAX = 2**31 - 1
 # Of H100 SXM and H200, where the target was given by name.
 _SM_COUNT = 132
-_GROUP = 16
+# Shared memory with which two blocks fit into a multiprocessor.
+_HALF_BYTES = 115_200
+_STAGE_BARRIERS_BYTES = 16
+# Rows of tiles in a group: what they read stays in L2.
+_ROWS = 8
 _STAGES_MAX = 12
 _CANDIDATES_MAX = 32
 
@@ -80,9 +91,9 @@ class GemmSm90:
             return matmul
         limits = _limits(target)
         sm_count = limits.sm_count or _SM_COUNT
-        deepest = [_deepest(matmul, one, limits) for one in _proposals(matmul, sm_count)]
+        deepest = [_deepest(matmul, one, limits, sm_count) for one in _proposals(matmul, sm_count)]
         fitting = [plan for plan in deepest if plan is not None]
-        fitting.sort(key=lambda plan: _predicted_cycles(plan, sm_count))
+        fitting.sort(key=lambda plan: predicted_us(matmul, plan, sm_count))
         return [plan.parameters for plan in fitting[:_CANDIDATES_MAX]] or Refusal("no tile fits this shape")
 
     def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
@@ -117,7 +128,8 @@ def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | 
         return Refusal(f"the operands are {matmul.input_dtype}, expected one of {', '.join(PTX_TYPES)}")
     if matmul.output_dtype not in _OUTPUT_DTYPES:
         return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(_OUTPUT_DTYPES)}")
-    for name, size in (("K", matmul.k), ("N", matmul.n)):
+    # Rows of A, and of B as it lies in memory; C is written without TMA.
+    for name, size in (("K", matmul.k), *(() if matmul.b_transposed else (("N", matmul.n),))):
         if size * ELEMENT_BYTES % _TMA_ALIGNMENT:
             return Refusal(f"{name} is {size}, expected a multiple of 8 (TMA strides are multiples of 16 bytes)")
     if max(matmul.m * matmul.n, matmul.m * matmul.k, matmul.n * matmul.k) > _INDEX_MAX:
@@ -135,49 +147,39 @@ def _proposals(matmul: MatmulFunction, sm_count: int) -> Iterator[GemmParameters
     """Yield tiles and roles that may suit a shape, with the deepest ring; some do not fit."""
     for block_m, consumers, pingpong in (
         (64, 1, False),
-        (64, 2, True),
         (128, 2, False),
         (128, 2, True),
         (256, 2, False),
     ):
+        rows = math.ceil(matmul.m / block_m)
         for block_n in (32, 48, 64, 96, 128, 192, 256):
-            tiles = math.ceil(matmul.m / block_m) * math.ceil(matmul.n / block_n)
             if (block_m > 64 and block_m >= 2 * matmul.m) or (block_n > 32 and block_n >= 2 * matmul.n):
                 continue
-            blocks = sm_count if tiles > sm_count else 0
-            if pingpong and not blocks:
-                blocks = math.ceil(tiles / 2)
-            for split_k in (1, 2, 3, 4, 6, 8) if not blocks else (1,):
-                yield GemmParameters(block_m, block_n, _STAGES_MAX, consumers, blocks, split_k, pingpong, True)
+            tiles = rows * math.ceil(matmul.n / block_n)
+            one = GemmParameters(block_m, block_n, _STAGES_MAX, consumers, 0, 1, pingpong, True, 1, min(rows, _ROWS))
+            if tiles > sm_count:
+                yield replace(one, blocks=sm_count)
+            if pingpong:
+                continue
+            if tiles <= 2 * sm_count or consumers == 1:
+                yield one
+            for split_k in (2, 3, 4, 6, 8) if tiles <= sm_count else ():
+                yield replace(one, split_k=split_k)
+            if tiles > sm_count and block_m * block_n >= 128 * 192 and rows % 2 == 0:
+                yield replace(one, blocks=sm_count // 2, multicast=2, group=min(rows // 2, _ROWS // 2))
 
 
-def _deepest(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> GemmPlan | None:
+def _deepest(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits, sm_count: int) -> GemmPlan | None:
     """Return the plan with as many stages as fit and are of use, or None."""
-    share = math.ceil(math.ceil(matmul.k / BLOCK_K) / p.split_k)
-    for stages in range(min(p.stages, max(share, 2)), 1, -1):
+    least = make_plan(matmul, replace(p, stages=2), limits)
+    if not isinstance(least, GemmPlan):
+        return None
+    # Where there are more blocks than multiprocessors, two of one consumer each share one.
+    halved = p.consumers == 1 and least.blocks * least.cluster > sm_count
+    room = (min(limits.shared_bytes_optin, _HALF_BYTES) if halved else limits.shared_bytes_optin) - least.shared_bytes
+    deepest = 2 + room // (least.stage_bytes + _STAGE_BARRIERS_BYTES)
+    for stages in range(min(p.stages, deepest if p.blocks else min(deepest, least.k_share)), 1, -1):
         plan = make_plan(matmul, replace(p, stages=stages), limits)
         if isinstance(plan, GemmPlan):
             return plan
     return None
-
-
-def _predicted_cycles(plan: GemmPlan, sm_count: int) -> float:
-    """Return a time to order candidates by, in cycles of a multiprocessor.
-
-    The figures are a least-squares fit (16 % root mean square) to 120 kernels of BERT-base's shapes with 128 and 4096
-    rows, each timed on an H200 with cold L2.
-    """
-    p = plan.parameters
-    available = float(sm_count)
-    if p.split_k > 1:
-        # A cluster stays within a group of 16 multiprocessors or a few more, not all of which are whole.
-        available = 0.775 * (sm_count // _GROUP) * (_GROUP // p.split_k * p.split_k)
-    waves = math.ceil(plan.blocks * p.split_k / available) * math.ceil(plan.tiles / plan.blocks)
-    # 2048 multiply-adds a cycle, instructions of few columns like those of 64; 57 bytes a cycle from L2.
-    arithmetic = p.block_m * max(p.block_n, 64) * BLOCK_K / 2048
-    loads = (p.block_m + p.block_n) * BLOCK_K * ELEMENT_BYTES / 57
-    # A ring hides the latency of loads only as far as it is deep.
-    step = max(arithmetic, loads, 2150 / p.stages if plan.k_share > p.stages else 0)
-    write = 0.3 * p.block_m * plan.shares.columns / p.consumers
-    reduce = 150 * p.split_k if p.split_k > 1 else 0
-    return waves * (1270 + plan.k_share * step + write * (0.5 if p.pingpong else 1.0)) + reduce

@@ -15,11 +15,21 @@ from schedules.templates.gemm_sm90_plan import (
     BLOCK_K,
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
-    SWIZZLES,
     WARPGROUP,
     GemmPlan,
+    tensor_maps,
 )
-from schedules.templates.hopper import Ring, arrive, encode_map, initialise_barrier, load_box, pin
+from schedules.templates.hopper import (
+    Ring,
+    arrive,
+    arrive_in_all,
+    encode_tensor,
+    initialise_barrier,
+    load_tile,
+    pin,
+    uniform,
+    wait_for_cluster,
+)
 from schedules.templates.lowering import KERNEL_ATTR
 from schedules.templates.output_tile import OutputTile
 
@@ -61,12 +71,15 @@ class _Kernel:
             self._output = OutputTile(self._matmul, self._func.params, self._params, plan.shares)
             self._encode_maps()
             T.device_entry()
-            block = T.cta_id([plan.blocks * self._p.split_k])
-            if self._p.split_k > 1:
-                T.cta_id_in_cluster([self._p.split_k])
+            block = T.cta_id([plan.blocks * plan.cluster])
+            if plan.cluster > 1:
+                T.cta_id_in_cluster([plan.cluster])
             self._thread = T.thread_id([plan.threads])
-            self._rank = block % self._p.split_k
-            self._block = block // self._p.split_k
+            warpgroup = T.alloc_local([1], "int32")
+            T.buffer_store(warpgroup, uniform(self._thread // WARPGROUP), [0])
+            self._group = warpgroup[0]
+            self._rank = block % plan.cluster
+            self._block = block // plan.cluster
             self._allocate()
             self._initialise()
             if self._p.dependent:
@@ -74,7 +87,7 @@ class _Kernel:
             # setmaxnreg takes effect in a kernel whose registers are capped at its start.
             with (
                 T.attr({_MIN_BLOCKS_ATTR: 1}),
-                T.If(self._thread >= self._p.consumers * WARPGROUP),
+                T.If(self._group == self._p.consumers),
             ):
                 with T.Then():
                     self._take_registers("dec", PRODUCER_REGISTERS)
@@ -83,6 +96,9 @@ class _Kernel:
                 with T.Else():
                     self._take_registers("inc", CONSUMER_REGISTERS)
                     self._consume()
+            if self._p.multicast > 1:
+                # The others may still write to this block's shared memory and arrive at its barriers.
+                wait_for_cluster()
         return builder.get()
 
     def _take_registers(self, change: str, count: int) -> None:
@@ -90,21 +106,25 @@ class _Kernel:
             T.evaluate(T.ptx[f"setmaxnreg.{change}.sync.aligned.u32"](count))
 
     def _encode_maps(self) -> None:
-        matmul, p, plan = self._matmul, self._p, self._plan
-        a, b, dtype = self._params[matmul.a], self._params[matmul.b], matmul.input_dtype
-        self._map_a = encode_map("map_a", a, dtype, (matmul.m, matmul.k), (p.block_m, BLOCK_K), 3)
-        if matmul.b_transposed:
-            self._map_b = encode_map("map_b", b, dtype, (matmul.n, matmul.k), (p.block_n, BLOCK_K), 3)
-        else:
-            box = (BLOCK_K, plan.chunk)
-            self._map_b = encode_map("map_b", b, dtype, (matmul.k, matmul.n), box, SWIZZLES[plan.chunk])
+        self._map_a, self._map_b = (
+            encode_tensor(
+                one.name,
+                self._params[one.param],
+                self._matmul.input_dtype,
+                one.sizes,
+                one.strides,
+                one.box,
+                one.swizzle,
+            )
+            for one in tensor_maps(self._matmul, self._plan)
+        )
 
     def _allocate(self) -> None:
         p, dtype = self._p, self._matmul.input_dtype
         # It starts at a multiple of 1024 bytes, as swizzle atoms need: on sm_90 the system reserves the first KiB of a
         # block's shared memory, and the kernel has no static shared memory.
         pool = T.SMEMPool()
-        self._tile_a = pool.alloc((p.stages, p.block_m * BLOCK_K), dtype, align=1024)
+        self._tile_a = pool.alloc((p.stages, self._plan.rows_a * BLOCK_K), dtype, align=1024)
         self._tile_b = pool.alloc((p.stages, p.block_n * BLOCK_K), dtype, align=1024)
         end = pool.offset
         if p.split_k > 1:
@@ -120,17 +140,30 @@ class _Kernel:
         pool.commit()
 
     def _initialise(self) -> None:
-        with T.If(self._thread == 0), T.Then():
+        """Emit what comes before the roles; the thread that loads begins with constant tiles of B at once."""
+        with T.If(self._thread == self._p.consumers * WARPGROUP), T.Then():
+            for tensor_map in (self._map_a, self._map_b):
+                T.evaluate(T.ptx.prefetch.tensormap(T.address_of(tensor_map)))
             for stage in range(self._p.stages):
                 initialise_barrier(self._full.ptr_to([stage]), 1)
-                initialise_barrier(self._empty.ptr_to([stage]), self._plan.groups)
+                initialise_barrier(self._empty.ptr_to([stage]), self._plan.groups * self._p.multicast)
             for group in range(2):
                 initialise_barrier(self._turn.ptr_to([group]), 1)
             T.evaluate(T.ptx.fence.mbarrier_init.release.cluster())
             if self._p.pingpong:
                 # The first turn is the first warpgroup's.
                 arrive(self._turn.ptr_to([0]))
+            if self._plan.early:
+                # Loads are the other proxy's, which has to see the barriers.
+                T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+                _, column = self._place(self._block)
+                start, _ = self._k_range()
+                for stage in range(self._plan.early):
+                    self._expect(stage)
+                    self._load_b(stage, start + stage, column)
         T.evaluate(T.cuda.cta_sync())
+        if self._p.multicast > 1:
+            wait_for_cluster()
 
     def _each_tile(
         self, make: Callable[[tirx.Expr, tirx.Expr, tirx.Expr], None], *, first: tirx.Expr | int = 0, every: int = 1
@@ -148,7 +181,8 @@ class _Kernel:
 
         def emit(turn: tirx.Expr) -> None:
             tile = self._block + turn * plan.blocks
-            make(turn, tile // plan.tiles_n, tile % plan.tiles_n)
+            row, column = self._place(tile)
+            make(turn, row, column)
 
         if plan.blocks == plan.tiles and every == 1:
             emit(tirx.IntImm("int32", 0))
@@ -157,6 +191,20 @@ class _Kernel:
         left = plan.tiles - self._block + (every - first) * plan.blocks - 1
         with T.serial(left // (every * plan.blocks)) as turn:
             emit(turn * every + first)
+
+    def _place(self, tile: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+        """Return the row and column, in tiles, of this block's part of a cluster's tile."""
+        plan, p = self._plan, self._p
+        height = min(p.group, plan.tiles_m)
+        if height == 1:
+            row, column = tile // plan.tiles_n, tile % plan.tiles_n
+        else:
+            group, inside = tile // (height * plan.tiles_n), tile % (height * plan.tiles_n)
+            rows: tirx.Expr | int = height
+            if plan.tiles_m % height:
+                rows = tirx.min(height, plan.tiles_m - group * height)
+            row, column = group * height + inside % rows, inside // rows
+        return (row if p.multicast == 1 else row * p.multicast + self._rank), column
 
     def _k_range(self) -> tuple[tirx.Expr | int, tirx.Expr | int]:
         """Return this block's first tile of K and how many it sums."""
@@ -173,20 +221,19 @@ class _Kernel:
         ring = Ring(self._p.stages)
         start, count = self._k_range()
         early = plan.early
-        if self._p.dependent and not early:
+        if self._p.dependent:
             T.evaluate(T.ptx.griddepcontrol.wait())
+        if early:
+            row, _ = self._place(self._block)
+            for stage in range(early):
+                self._load_a(stage, start + stage, row)
+            ring.set(early % self._p.stages, early // self._p.stages)
 
-        def load_tile(_turn: tirx.Expr, row: tirx.Expr, column: tirx.Expr) -> None:
-            if early:
-                for stage in range(early):
-                    self._expect(stage)
-                    self._load_b(stage, start + stage, column)
-                T.evaluate(T.ptx.griddepcontrol.wait())
-                for stage in range(early):
-                    self._load_a(stage, start + stage, row)
-                ring.set(early % self._p.stages, early // self._p.stages)
-            with T.serial(count - early) as step:
-                k_tile = start + early + step
+        def load_tile(turn: tirx.Expr, row: tirx.Expr, column: tirx.Expr) -> None:
+            # Tiles of K that are on their way already.
+            begun = early if isinstance(turn, tirx.IntImm) else tirx.Select(turn == 0, early, 0)
+            with T.serial(count - begun, unroll=False) as step:
+                k_tile = start + begun + step
                 T.evaluate(T.cuda.mbarrier_wait(self._empty.ptr_to([ring.stage]), ring.phase ^ 1))
                 self._expect(ring.stage)
                 self._load_a(ring.stage, k_tile, row)
@@ -200,32 +247,49 @@ class _Kernel:
         T.evaluate(T.ptx.mbarrier.arrive.expect_tx.shared.b64(self._full.ptr_to([stage]), bytes_per_stage))
 
     def _load_a(self, stage: tirx.Expr | int, k_tile: tirx.Expr, row: tirx.Expr) -> None:
-        self._load(self._tile_a.ptr_to([stage, 0]), self._map_a, k_tile * BLOCK_K, row * self._p.block_m, stage)
+        to, full = self._tile_a.ptr_to([stage, 0]), self._full.ptr_to([stage])
+        load_tile(to, self._map_a, (k_tile * BLOCK_K, row * self._p.block_m), full)
 
     def _load_b(self, stage: tirx.Expr | int, k_tile: tirx.Expr, column: tirx.Expr) -> None:
-        p, chunk = self._p, self._plan.chunk
+        """Emit the loads of a tile of B, or of this block's part of it for all of the cluster."""
+        p, plan, chunk = self._p, self._plan, self._plan.chunk
+        full = self._full.ptr_to([stage])
+
+        def load(offset: tirx.Expr | int, *at: tirx.Expr | int) -> None:
+            load_tile(self._tile_b.ptr_to([stage, offset]), self._map_b, at, full, p.multicast)
+
         if self._matmul.b_transposed:
-            self._load(self._tile_b.ptr_to([stage, 0]), self._map_b, k_tile * BLOCK_K, column * p.block_n, stage)
+            first = self._part(p.block_n // p.multicast)
+            load(first * BLOCK_K, k_tile * BLOCK_K, column * p.block_n + first)
+            return
+        first = self._part(plan.rows_b)
+        row = k_tile * BLOCK_K + first
+        if plan.chunked:
+            load(first * p.block_n, 0, row, column * (p.block_n // chunk))
             return
         for start in range(0, p.block_n, chunk):
-            destination = self._tile_b.ptr_to([stage, start * BLOCK_K])
-            self._load(destination, self._map_b, column * p.block_n + start, k_tile * BLOCK_K, stage)
+            load(first * p.block_n + start * plan.rows_b, column * p.block_n + start, row)
 
-    def _load(
-        self, to: tirx.Expr, source: tirx.Var, inner: tirx.Expr, outer: tirx.Expr, stage: tirx.Expr | int
-    ) -> None:
-        load_box(to, source, inner, outer, self._full.ptr_to([stage]))
+    def _part(self, size: int) -> tirx.Expr | int:
+        """Return where this block's part of `size` of what the cluster loads starts."""
+        return self._rank * size if self._p.multicast > 1 else 0
+
+    def _release(self, stage: tirx.Expr) -> None:
+        """Emit the arrival that says that this warpgroup is done with a stage."""
+        barrier = self._empty.ptr_to([stage])
+        if self._p.multicast > 1:
+            arrive_in_all(barrier, self._p.multicast)
+        else:
+            arrive(barrier)
 
     def _consume(self) -> None:
         p, plan = self._p, self._plan
         ring = Ring(p.stages)
-        group = self._thread // WARPGROUP
+        group = self._group
         accumulators = T.alloc_local([plan.m_blocks * p.block_n // 2], "float32")
         multiply = Multiply(self._matmul, plan)
-        base_a, base_b = (T.alloc_local([1], "uint64")[0] for _ in range(2))
         first_row = 0 if p.pingpong else group * (plan.m_blocks * 64)
-        multiply.describe_a(base_a, self._tile_a.ptr_to([0, first_row * BLOCK_K]))
-        multiply.describe_b(base_b, self._tile_b.ptr_to([0, 0]))
+        multiply.describe(self._tile_a.ptr_to([0, first_row * BLOCK_K]), self._tile_b.ptr_to([0, 0]))
         leader = self._thread % WARPGROUP == 0
         _, count = self._k_range()
         if p.dependent:
@@ -239,11 +303,11 @@ class _Kernel:
                 T.evaluate(T.cuda.mbarrier_wait(self._turn.ptr_to([group]), turn // 2 % 2))
             with T.serial(count) as step:
                 T.evaluate(T.cuda.mbarrier_wait(self._full.ptr_to([ring.stage]), ring.phase))
-                multiply.emit(accumulators, base_a, base_b, ring.stage, step)
+                multiply.emit(accumulators, ring.stage, step)
                 # The multiplications of the stage before are done: its memory may be overwritten.
                 T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
                 with T.If(tirx.all(leader, step > 0)), T.Then():
-                    arrive(self._empty.ptr_to([ring.previous]))
+                    self._release(ring.previous)
                 ring.advance()
             if p.pingpong:
                 with T.If(leader), T.Then():
@@ -251,7 +315,7 @@ class _Kernel:
             T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
             pin(accumulators, plan.m_blocks * p.block_n // 2)
             with T.If(leader), T.Then():
-                arrive(self._empty.ptr_to([ring.previous]))
+                self._release(ring.previous)
             self._finish(accumulators, column)
 
         self._each_tile(make_tile, first=group if p.pingpong else 0, every=2 if p.pingpong else 1)
@@ -261,19 +325,27 @@ class _Kernel:
         warp, lane = self._thread // 32, self._thread % 32
         group_row = 0 if p.pingpong else warp // 4 * (plan.m_blocks * 64)
         first_row = row * p.block_m + group_row + warp % 4 * 16
-        first_column = column * p.block_n + self._rank * plan.shares.columns
-        self._output.begin(first_row, first_column, warp, lane)
+        first_column = column * (p.block_n // plan.shares.accumulators)
+        if p.split_k > 1:
+            first_column += self._rank * plan.shares.columns
+        self._output.begin(first_row, first_column, warp, lane, ragged_rows=self._ragged_rows)
+
+    @property
+    def _ragged_rows(self) -> bool:
+        """Whether a tile may have rows that do not exist."""
+        return self._matmul.m % (self._p.block_m * self._p.multicast) != 0
 
     def _finish(self, accumulators: tirx.Var, column: tirx.Expr) -> None:
         p, matmul = self._p, self._matmul
-        ragged = [matmul.m % p.block_m != 0, matmul.n % p.block_n != 0]
-        end: tirx.Expr | int = matmul.n
+        ragged_columns = matmul.n % p.block_n != 0
+        width = p.block_n // self._plan.shares.accumulators
+        end: tirx.Expr | int = matmul.columns
         if p.split_k > 1:
             accumulators = self._reduce(accumulators)
-            if p.block_n // 8 % p.split_k:
-                end = tirx.min(matmul.n, (column + 1) * p.block_n)
-                ragged[1] = True
-        self._output.write(accumulators, ragged=(ragged[0], ragged[1]), column_end=end)
+            if width // 8 % p.split_k:
+                end = tirx.min(matmul.columns, (column + 1) * width)
+                ragged_columns = True
+        self._output.write(accumulators, ragged_columns=ragged_columns, column_end=end)
         if p.split_k > 1:
             # Shared memory stays valid until every block of the cluster has read it.
             T.evaluate(T.ptx.barrier.cluster.wait.acquire())
@@ -281,37 +353,41 @@ class _Kernel:
     def _reduce(self, accumulators: tirx.Var) -> tirx.Var:
         """Emit the sum of the cluster's partial sums, in the order of ranks, and return this block's share of it.
 
-        Each block puts its partial sums where all can read them, and sums `shares.columns` columns of the tile.
+        Each block puts its partial sums where all can read them, and sums what makes `shares.columns` output columns.
         """
         p, plan = self._p, self._plan
-        eights, share = p.block_n // 8, plan.shares.columns // 8
+        eights, share = p.block_n // 8, plan.shares.columns * plan.shares.accumulators // 8
         thread = self._thread % WARPGROUP
         first_group = self._thread // WARPGROUP * plan.m_blocks
         if p.consumers > 1:
             T.evaluate(T.ptx.bar.sync(_CONSUMERS_BARRIER, p.consumers * WARPGROUP))
         for block in range(plan.m_blocks):
-            for eight in range(eights):
-                at = self._partial.ptr_to([first_group + block, eight, thread, 0])
-                registers = [accumulators[(block * eights + eight) * 4 + index] for index in range(4)]
-                T.evaluate(T.ptx["st.shared.v4.f32"](at, *registers))
+            with self._output.rows_exist(block):
+                for eight in range(eights):
+                    at = self._partial.ptr_to([first_group + block, eight, thread, 0])
+                    registers = [accumulators[(block * eights + eight) * 4 + index] for index in range(4)]
+                    T.evaluate(T.ptx["st.shared.v4.f32"](at, *registers))
         T.evaluate(T.ptx.barrier.cluster.arrive.release())
         T.evaluate(T.ptx.barrier.cluster.wait.acquire())
         total = T.alloc_local([plan.m_blocks * share * 4], "float32")
-        part = T.alloc_local([4], "float32")
+        parts = [T.alloc_local([4], "float32") for _ in range(p.split_k * share)]
         remote = T.alloc_local([1], "uint32")
-        for index in range(plan.m_blocks * share * 4):
-            T.buffer_store(total, tirx.FloatImm("float32", 0.0), [index])
-        for rank in range(p.split_k):
-            for block in range(plan.m_blocks):
-                for eight in range(share):
+        for block in range(plan.m_blocks):
+            with self._output.rows_exist(block):
+                # All loads before all sums: each takes as long as one from L2.
+                for number, part in enumerate(parts):
+                    rank, eight = number // share, number % share
                     which = tirx.min(self._rank * share + eight, eights - 1)
                     at = self._partial.ptr_to([first_group + block, which, thread, 0])
                     window = T.cuda.cvta_generic_to_shared(at)
                     T.evaluate(T.ptx.mapa.shared__cluster.u32(remote[0], window, T.uint32(rank)))
                     T.evaluate(T.ptx["ld.shared::cluster.v4.f32"](*(part[index] for index in range(4)), remote[0]))
+                for eight in range(share):
                     for index in range(4):
-                        position = (block * share + eight) * 4 + index
-                        T.buffer_store(total, total[position] + part[index], [position])
+                        value = parts[eight][index]
+                        for rank in range(1, p.split_k):
+                            value += parts[rank * share + eight][index]
+                        T.buffer_store(total, value, [(block * share + eight) * 4 + index])
         T.evaluate(T.ptx.barrier.cluster.arrive.release())
         return total
 

@@ -27,7 +27,10 @@ _CLUSTER_MAX = 8
 CONSUMER_REGISTERS = 232
 PRODUCER_REGISTERS = 40
 # What a consumer needs beside its accumulators (addresses, descriptors, the epilogue's values), measured.
-_REGISTERS_BESIDE = 48
+_REGISTERS_BESIDE = 40
+# With fewer, the compiler evaluates one element after another; fewer columns at a time leave it registers.
+_REGISTERS_TO_EVALUATE = 72
+_BATCH, _SMALL_BATCH = 64, 16
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,10 @@ class GemmParameters(Parameters):
         Whether two warpgroups make tiles by turns instead of each a half.
     dependent
         Whether the kernel may start before the one before it has ended.
+    multicast
+        Blocks, one cluster, that make tiles one below the other, and of which each loads a part of B for all.
+    group
+        Rows of tiles (of clusters of tiles) that are made column by column before the next ones are begun.
     """
 
     template: ClassVar[str] = "gemm_sm90"
@@ -62,6 +69,34 @@ class GemmParameters(Parameters):
     split_k: int = 1
     pingpong: bool = False
     dependent: bool = False
+    multicast: int = 1
+    group: int = 1
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What a TMA load reads: a tensor of 2-byte elements, a box at a time; axes with the contiguous one first.
+
+    Attributes
+    ----------
+    name
+        Of the kernel's parameter.
+    param
+        Position of the tensor among the function's parameters.
+    sizes, box
+        Elements along each axis of the tensor, and of a box.
+    strides
+        Bytes from one element to the next along each axis but the first.
+    swizzle
+        TMA's mode: 1, 2 and 3 for rows of 32, 64 and 128 bytes.
+    """
+
+    name: str
+    param: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
 
 
 @dataclass(frozen=True)
@@ -74,20 +109,29 @@ class GemmPlan:
         What it is made from.
     threads
         Of a block: the consumers, and a warp or a warpgroup for the producer.
-    tiles, tiles_n
-        Tiles of C, and in one row of them.
+    cluster
+        Blocks of a cluster.
+    tiles_m, tiles_n
+        Rows and columns of tiles of C; with `multicast`, a row is what a cluster makes.
     blocks
-        Blocks, or clusters with `split_k`, of the grid.
+        Clusters of the grid.
     k_tiles, k_share
         Tiles of K, and those that one block sums at most.
     m_blocks
         Instructions of 64 rows a warpgroup needs for its part of a tile.
     groups
         Warpgroups that read a stage.
+    rows_a
+        Rows of A that are loaded: fewer than the tile's where A has fewer. The instructions then read whatever follows
+        in shared memory as the other rows, and what they make of it is not written.
     chunk
         Columns of B in one swizzled row of shared memory.
+    chunked
+        Whether such chunks divide B.
+    rows_b
+        Rows of K of B as [K, N] that one block loads at a time: all of a tile's, or its part of the cluster's.
     early
-        Tiles of B that are loaded before the kernel waits for the one before it.
+        Tiles of K of a block's first tile whose B is loaded before the kernel waits for the one before it.
     shares
         Who writes what of a tile.
     stage_bytes, shared_bytes
@@ -96,18 +140,27 @@ class GemmPlan:
 
     parameters: GemmParameters
     threads: int
-    tiles: int
+    cluster: int
+    tiles_m: int
     tiles_n: int
     blocks: int
     k_tiles: int
     k_share: int
     m_blocks: int
     groups: int
+    rows_a: int
     chunk: int
+    chunked: bool
+    rows_b: int
     early: int
     shares: Shares
     stage_bytes: int
     shared_bytes: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of C, or of clusters of them."""
+        return self.tiles_m * self.tiles_n
 
 
 def make_plan(
@@ -134,40 +187,75 @@ def make_plan(
     registers = CONSUMER_REGISTERS if p.consumers > 1 else limits.registers_per_thread
     if accumulators + _REGISTERS_BESIDE > registers:
         return Refusal(f"{accumulators} accumulators a thread beside {_REGISTERS_BESIDE} registers, {registers} exist")
-    columns = 8 * math.ceil(p.block_n // 8 / p.split_k)
+    each = matmul.epilogue.accumulators
+    columns = 8 * math.ceil(p.block_n // (8 * each) / p.split_k)
     held = residual_registers(matmul, m_blocks, columns)
     shares = Shares(
         warps=4 * p.consumers,
         m_blocks=m_blocks,
         columns=columns,
         prefetched=accumulators + held + _REGISTERS_BESIDE <= registers,
+        accumulators=each,
+        batch=_BATCH if accumulators + _REGISTERS_TO_EVALUATE <= registers else _SMALL_BATCH,
     )
-    stage_bytes = (p.block_m + p.block_n) * BLOCK_K * ELEMENT_BYTES
+    rows_a = _loaded_rows(matmul, p)
+    stage_bytes = (rows_a + p.block_n) * BLOCK_K * ELEMENT_BYTES
     partial_bytes = p.block_m * p.block_n * 4 if p.split_k > 1 else 0
     total = max(p.stages * stage_bytes, partial_bytes) + shared_bytes(matmul, shares) + 8 * (2 * p.stages + 2)
     if total > limits.shared_bytes_optin:
         return Refusal(f"{total} bytes of shared memory, the target has {limits.shared_bytes_optin}")
     tiles_n = math.ceil(matmul.n / p.block_n)
-    tiles = math.ceil(matmul.m / p.block_m) * tiles_n
-    one_tile = p.blocks in (0, tiles) and not p.pingpong
+    tiles_m = math.ceil(matmul.m / (p.block_m * p.multicast))
+    tiles = tiles_m * tiles_n
+    # The widest that divides the tile.
+    chunk = next(width for width in SWIZZLES if p.block_n % width == 0)
     least = k_tiles - k_share * (p.split_k - 1)
     return GemmPlan(
         parameters=p,
         threads=threads,
-        tiles=tiles,
+        cluster=p.split_k * p.multicast,
+        tiles_m=tiles_m,
         tiles_n=tiles_n,
         blocks=min(p.blocks or tiles, tiles),
         k_tiles=k_tiles,
         k_share=k_share,
         m_blocks=m_blocks,
         groups=groups,
-        # The widest that divides the tile.
-        chunk=next(width for width in SWIZZLES if p.block_n % width == 0),
-        early=min(p.stages, least) if p.dependent and constant_b and one_tile else 0,
+        rows_a=rows_a,
+        chunk=chunk,
+        chunked=matmul.n % chunk == 0,
+        rows_b=BLOCK_K // p.multicast,
+        early=min(p.stages, least) if p.dependent and constant_b and p.multicast == 1 else 0,
         shares=shares,
         stage_bytes=stage_bytes,
         shared_bytes=total,
     )
+
+
+def tensor_maps(matmul: MatmulFunction, plan: GemmPlan) -> tuple[TensorMap, TensorMap]:
+    """Return what the kernel of a plan loads A and B by; the blocks of a `multicast` cluster load parts of B's tile.
+
+    B as [K, N] is seen as chunks of columns, [N / chunk, K, chunk], where they divide it: one load brings all of a
+    tile.
+    """
+    p, chunk, depth = plan.parameters, plan.chunk, (matmul.k * ELEMENT_BYTES,)
+    a = TensorMap("map_a", matmul.a, (matmul.k, matmul.m), depth, (BLOCK_K, plan.rows_a), 3)
+    if matmul.b_transposed:
+        box: tuple[int, ...] = (BLOCK_K, p.block_n // p.multicast)
+        return a, TensorMap("map_b", matmul.b, (matmul.k, matmul.n), depth, box, 3)
+    row = matmul.n * ELEMENT_BYTES
+    if plan.chunked:
+        sizes = (chunk, matmul.k, matmul.n // chunk)
+        box, strides = (chunk, plan.rows_b, p.block_n // chunk), (row, chunk * ELEMENT_BYTES)
+        return a, TensorMap("map_b", matmul.b, sizes, strides, box, SWIZZLES[chunk])
+    return a, TensorMap("map_b", matmul.b, (matmul.n, matmul.k), (row,), (chunk, plan.rows_b), SWIZZLES[chunk])
+
+
+def _loaded_rows(matmul: MatmulFunction, p: GemmParameters) -> int:
+    """Return how many rows of A a stage holds: whole swizzle atoms of 8 rows."""
+    rows = 8 * math.ceil(matmul.m / 8)
+    # What is read beyond the last stage of A lies in the stages of B.
+    return rows if rows < p.block_m <= rows + p.stages * p.block_n else p.block_m
 
 
 def _refuse_parameters(p: GemmParameters) -> Refusal | None:
@@ -188,4 +276,10 @@ def _refuse_parameters(p: GemmParameters) -> Refusal | None:
         return Refusal(f"pingpong has {p.consumers} consumers, expected 2")
     if p.split_k > 1 and (p.pingpong or p.blocks):
         return Refusal("split_k does not go with pingpong or a fixed number of blocks")
+    if p.multicast not in (1, 2, 4):
+        return Refusal(f"multicast is {p.multicast}, expected 1, 2 or 4")
+    if p.multicast > 1 and (p.split_k > 1 or p.block_n // p.multicast % 8):
+        return Refusal(f"multicast does not go with split_k, nor with parts of {p.block_n} columns that are no eights")
+    if p.group < 1:
+        return Refusal(f"group is {p.group}, expected 1 or more")
     return None

@@ -11,13 +11,15 @@ What the epilogue reads from other buffers:
 - one element a column (a bias): copied to shared memory before the sum is made, a copy for each warp;
 - anything else: read in place, element by element.
 
-Rows and columns outside the output are clamped for reads, and not written.
+Rows and columns outside the output are clamped for reads, and not written. Where the output's rows do not start at
+multiples of 16 bytes, it is written element by element, and residuals are read in place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import tvm
@@ -29,6 +31,8 @@ from tvm.tirx.script import builder as T
 
 from schedules.templates.blocks import substitute
 from schedules.templates.epilogue import Epilogue, MatmulFunction
+from schedules.templates.fast_gelu import fast_gelu
+from schedules.templates.fast_math import fast_call
 
 PATCH_WIDTH_MAX = 64
 # Elements after each row of a patch: rows then start in different banks (2-byte pairs and 4-byte pairs alike).
@@ -36,20 +40,6 @@ _PATCH_PAD = 8
 _VECTOR_BYTES = 16
 # Elements whose rows of a multiple of 8 start at multiples of 16 bytes.
 _PAIRED = ("float16", "bfloat16", "float32")
-
-# 1 - erf(t) = 2^(-t q(t)) for t >= 0, q the polynomial of degree 4 that was fitted to the least maximum of
-# |error of erf| on [0, 4.2]: 6e-7, in float32 arithmetic 7e-7; ex2.approx adds less than 3e-7. About 8 instructions;
-# CUDA's erff, exact to 2 units in the last place, takes three times as many.
-_ERF = "relaxtune_erf"
-_ERF_SOURCE = """
-__forceinline__ __device__ float relaxtune_erf(float x) {
-  float t = fabsf(x);
-  float q = fmaf(fmaf(fmaf(fmaf(0.00294415699f, t, -0.0295900386f), t, 0.148665622f), t, 0.918509364f), t, 1.62788904f);
-  float e;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-t * q));
-  return copysignf(1.0f - e, x);
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -66,12 +56,18 @@ class Shares:
         Columns that a warp writes of each row: a multiple of 8.
     prefetched
         Whether residuals are read before the sum is made.
+    accumulators
+        Columns of the product that a column is made of: 1, or 2 that are 8 apart.
+    batch
+        Columns that are evaluated side by side: a multiple of 8. Many hide latencies, and take registers.
     """
 
     warps: int
     m_blocks: int
     columns: int
     prefetched: bool
+    accumulators: int = 1
+    batch: int = PATCH_WIDTH_MAX
 
     @property
     def width(self) -> int:
@@ -100,7 +96,16 @@ def residual_registers(matmul: MatmulFunction, m_blocks: int, columns: int) -> i
 
 def _residuals(matmul: MatmulFunction) -> list[TensorLoad]:
     """Return the loads at the output's own position that are made 16 bytes at a time."""
-    return [load for load in matmul.epilogue.loads() if matmul.epilogue.is_aligned(load) and _dtype(load) in _PAIRED]
+    return [
+        load
+        for load in matmul.epilogue.loads()
+        if matmul.epilogue.is_aligned(load) and _dtype(load) in _PAIRED and _has_vectors(matmul, _dtype(load))
+    ]
+
+
+def _has_vectors(matmul: MatmulFunction, dtype: str) -> bool:
+    """Whether the rows of a matrix like the output start at multiples of 16 bytes."""
+    return matmul.columns * _bytes(dtype) % _VECTOR_BYTES == 0
 
 
 def _columns(matmul: MatmulFunction) -> list[TensorLoad]:
@@ -159,7 +164,7 @@ class OutputTile:
             pool.alloc((shares.warps, shares.columns), _dtype(load), align=128) for load in self._columns
         ]
 
-    def begin(self, row: tirx.Expr, column: tirx.Expr, warp: tirx.Expr, lane: tirx.Expr) -> None:
+    def begin(self, row: tirx.Expr, column: tirx.Expr, warp: tirx.Expr, lane: tirx.Expr, *, ragged_rows: bool) -> None:
         """Emit the reads that are made before the sum.
 
         Parameters
@@ -168,17 +173,20 @@ class OutputTile:
             First row of this warp, first column of its part of the tile.
         warp, lane : Expr
             Which patch, and which thread of the warp.
+        ragged_rows : bool
+            Whether rows may lie outside the output.
         """
         self._row, self._column, self._warp, self._lane = row, column, warp, lane
+        self._ragged_rows = ragged_rows
         shares, matmul = self._shares, self._matmul
         # The reads of the tile before must be done.
         if self._columns:
             T.evaluate(T.cuda.warp_sync())
         for load, copy in zip(self._columns, self._column_copies, strict=True):
-            source = _matrix(self._renamed[load.source], 1, matmul.n)
+            source = _matrix(self._renamed[load.source], 1, matmul.columns)
             for step in range(math.ceil(shares.columns / 32)):
                 position = lane + step * 32
-                at = tirx.min(column + position, matmul.n - 1)
+                at = tirx.min(column + position, matmul.columns - 1)
                 with T.If(position < shares.columns), T.Then():
                     T.buffer_store(copy, source[0, at], [warp, position])
         self._held: dict[tuple[int, int, int], tirx.Var] = {}
@@ -187,31 +195,41 @@ class OutputTile:
                 for start, width in shares.chunks:
                     self._read_residuals(block, start, width)
 
-    def write(self, accumulators: tirx.Var, *, ragged: tuple[bool, bool], column_end: tirx.Expr | int) -> None:
+    @contextmanager
+    def rows_exist(self, block: int) -> Iterator[None]:
+        """Emit what the block emits for those warps that have rows of the output in a block of 64 rows."""
+        if not self._ragged_rows:
+            yield
+            return
+        with T.If(self._row + block * 64 < self._matmul.m), T.Then():
+            yield
+
+    def write(self, accumulators: tirx.Var, *, ragged_columns: bool, column_end: tirx.Expr | int) -> None:
         """Emit the evaluation and writing of this warp's part.
 
         Parameters
         ----------
         accumulators : Var
-            Registers, 4 for every 8 columns, the blocks of rows one after another.
-        ragged : pair of bool
-            Whether rows, columns may lie outside the output or this warp's part.
+            Registers, 4 for every 8 columns of the product, the blocks of rows one after another.
+        ragged_columns : bool
+            Whether columns may lie outside the output or this warp's part.
         column_end : Expr or int
             The column at which this warp's part ends.
         """
-        self._ragged = ragged
+        self._ragged_columns = ragged_columns
         self._column_end = column_end
-        self._output = _matrix(self._output_param, self._matmul.m, self._matmul.n)
+        self._output = _matrix(self._output_param, self._matmul.m, self._matmul.columns)
         shares = self._shares
         for block in range(shares.m_blocks):
-            for start, width in shares.chunks:
-                if not shares.prefetched:
-                    self._read_residuals(block, start, width)
-                self._lay_out_residuals(block, start, width)
-                self._evaluate(accumulators, block, start, width)
-                T.evaluate(T.cuda.warp_sync())
-                self._write_patch(block, start, width)
-                T.evaluate(T.cuda.warp_sync())
+            with self.rows_exist(block):
+                for start, width in shares.chunks:
+                    if not shares.prefetched:
+                        self._read_residuals(block, start, width)
+                    self._lay_out_residuals(block, start, width)
+                    self._evaluate(accumulators, block, start, width)
+                    T.evaluate(T.cuda.warp_sync())
+                    self._write_patch(block, start, width)
+                    T.evaluate(T.cuda.warp_sync())
 
     def _vectors(self, dtype: str, width: int) -> list[tuple[tirx.Expr, tirx.Expr, int, bool]]:
         """Return, for each 16-byte vector of a patch that a lane handles, its row, column, elements, and if partial."""
@@ -223,16 +241,21 @@ class OutputTile:
             vectors.append((position // across, position % across * lanes, lanes, 16 * across % 32 != 0))
         return vectors
 
+    def _elements(self, width: int) -> list[tuple[tirx.Expr, tirx.Expr, int, bool]]:
+        """Return the same as `_vectors` for single elements, for rows that do not start at multiples of 16 bytes."""
+        positions = (self._lane + step * 32 for step in range(16 * width // 32))
+        return [(position // width, position % width, 1, False) for position in positions]
+
     def _read_residuals(self, block: int, start: int, width: int) -> None:
         """Emit reads of a chunk of every residual into registers, 4 words a vector."""
         for index, load in enumerate(self._residuals):
             dtype = _dtype(load)
-            source = _matrix(self._renamed[load.source], self._matmul.m, self._matmul.n)
+            source = _matrix(self._renamed[load.source], self._matmul.m, self._matmul.columns)
             vectors = self._vectors(dtype, width)
             words = T.alloc_local([4 * len(vectors)], "uint32")
             for number, (line, inside, lanes, _) in enumerate(vectors):
                 at_row = tirx.min(self._row + block * 64 + line, self._matmul.m - 1)
-                at_column = tirx.min(self._column + start + inside, self._matmul.n - lanes)
+                at_column = tirx.min(self._column + start + inside, self._matmul.columns - lanes)
                 registers = [words[number * 4 + word] for word in range(4)]
                 T.evaluate(T.ptx["ld.global.v4.u32"](*registers, source.ptr_to([at_row, at_column])))
             self._held[index, block, start] = words
@@ -252,12 +275,17 @@ class OutputTile:
             T.evaluate(T.cuda.warp_sync())
 
     def _evaluate(self, accumulators: tirx.Var, block: int, start: int, width: int) -> None:
-        """Emit a chunk's values and their writing into the patch.
+        """Emit a chunk's values and their writing into the patch, `shares.batch` columns at a time.
 
-        All loads come first and all stores last: a compiler that cannot tell two addresses of shared memory apart keeps
-        their order, and would make one pair after another wait for its load.
+        In a batch, all loads come first and all stores last: a compiler that cannot tell two addresses of shared memory
+        apart keeps their order, and would make one pair after another wait for its load.
         """
-        places = [(eight, half) for eight in range(start // 8, (start + width) // 8) for half in range(2)]
+        for first in range(start, start + width, self._shares.batch):
+            last = min(first + self._shares.batch, start + width)
+            self._evaluate_batch(accumulators, block, start, range(first // 8, last // 8))
+
+    def _evaluate_batch(self, accumulators: tirx.Var, block: int, start: int, eights: range) -> None:
+        places = [(eight, half) for eight in eights for half in range(2)]
         two = self._lane % 4 * 2
         columns = {eight: self._load_columns(eight * 8 + two) for eight, half in places if half == 0}
         residuals = [
@@ -266,12 +294,16 @@ class OutputTile:
         results = []
         for (eight, half), residual in zip(places, residuals, strict=True):
             at_row = tirx.min(self._row + block * 64 + self._lane // 4 + half * 8, self._matmul.m - 1)
-            at_column = tirx.min(self._column + eight * 8 + two, self._matmul.n - 2)
-            register = block * self._shares.columns // 2 + eight * 4 + half * 2
+            at_column = self._column + eight * 8 + two
+            each = self._shares.accumulators
+            register = (block * self._shares.columns // 2 + eight * 4) * each + half * 2
             result = T.alloc_local([2], self._matmul.output_dtype)
             for index in range(2):
                 loaded = [(load, pair[index]) for load, pair in (*columns[eight], *residual)]
-                value = self._value(accumulators[register + index], loaded, at_row, at_column + index)
+                here = tirx.min(at_column + index, self._matmul.columns - 1)
+                # The gated column's register follows those of its gate's 8 columns.
+                registers = [accumulators[register + index + 4 * number] for number in range(each)]
+                value = self._value(registers, loaded, at_row, here)
                 T.buffer_store(result, value, [index])
             results.append(result)
         for (eight, half), result in zip(places, results, strict=True):
@@ -295,7 +327,7 @@ class OutputTile:
 
     def _value(
         self,
-        accumulator: tirx.Expr,
+        accumulators: Sequence[tirx.Expr],
         loaded: Sequence[tuple[TensorLoad, tirx.Expr]],
         row: tirx.Expr,
         column: tirx.Expr,
@@ -311,16 +343,20 @@ class OutputTile:
             return buffer[tuple(substitute(one, axes) for one in load.indices)]
 
         value = tvm_ffi.structural_map(epilogue.value, (TensorLoad, replace_load))
-        value = tvm_ffi.structural_map(value, (Call, _fast_call))
-        return substitute(value, {**axes, epilogue.accumulator: accumulator})
+        value = tvm_ffi.structural_map(value, (tirx.Mul, fast_gelu))
+        value = tvm_ffi.structural_map(value, (Call, fast_call))
+        variables = [epilogue.accumulator] if epilogue.second is None else [epilogue.accumulator, epilogue.second]
+        return substitute(value, {**axes, **dict(zip(variables, accumulators, strict=True))})
 
     def _write_patch(self, block: int, start: int, width: int) -> None:
-        for line, inside, lanes, partial in self._vectors(self._matmul.output_dtype, width):
+        dtype = self._matmul.output_dtype
+        vectors = self._vectors(dtype, width) if _has_vectors(self._matmul, dtype) else self._elements(width)
+        for line, inside, lanes, partial in vectors:
             row, column = self._row + block * 64 + line, self._column + start + inside
             guards = [line < 16] if partial else []
-            if self._ragged[0]:
+            if self._ragged_rows:
                 guards.append(row < self._matmul.m)
-            if self._ragged[1]:
+            if self._ragged_columns:
                 guards.append(column < self._column_end)
             if guards:
                 with T.If(tirx.all(*guards)), T.Then():
@@ -329,6 +365,9 @@ class OutputTile:
                 self._write_vector(row, column, line, inside, lanes)
 
     def _write_vector(self, row: tirx.Expr, column: tirx.Expr, line: tirx.Expr, inside: tirx.Expr, lanes: int) -> None:
+        if lanes == 1:
+            T.buffer_store(self._output, self._patch[self._warp, line, inside], [row, column])
+            return
         with T.vectorized(lanes) as lane:
             value = self._patch[self._warp, line, inside + lane]
             T.buffer_store(self._output, value, [row, column + lane])
@@ -354,13 +393,6 @@ def _unflatten(row: tirx.Expr, column: tirx.Expr, epilogue: Epilogue) -> list[ti
         indices.insert(0, rest % size)
         rest = rest // size
     return [tirx.Cast(str(axis.ty.dtype), index) for index, axis in zip(indices, epilogue.axes, strict=True)]
-
-
-def _fast_call(call: Call) -> tirx.Expr:
-    """Return a float32 call's faster form: erf by a polynomial."""
-    if getattr(call.op, "name", "") != "tirx.erf" or str(call.ty.dtype) != "float32":
-        return call
-    return T.cuda.func_call(_ERF, call.args[0], source_code=_ERF_SOURCE, return_type="float32")
 
 
 def _dtype(load: TensorLoad) -> str:

@@ -13,9 +13,14 @@ from pipeline.codegen.cuda_compiler import COMPILE_CALLBACK, cuda_compiler
 
 # Low 12 bits of a 16-byte instruction, as nvdisasm 12.8 and 13.0 print them for sm_90.
 WGMMA = 0x9F0
+# With operand A in registers.
+WGMMA_FROM_REGISTERS = 0xDF0
 TMA_LOAD = 0x5B4
+TMA_LOAD_MULTICAST = 0x3B4
 MMA_SYNC = 0x23C
 LOCAL_LOAD = 0x983
+# R2UR
+MOVE_TO_UNIFORM = 0x2CA
 LOCAL_STORE = 0x387
 
 # Attributes of section .nv.info.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from tvm import te, tirx
 
+from schedules.templates.epilogue import gate_column, value_column
+
 
 @dataclass(frozen=True)
 class MatmulCase:
@@ -45,8 +47,8 @@ def _map(function, value: te.Tensor, name: str) -> te.Tensor:
     return te.compute(value.shape, lambda *axes: function(value(*axes)), name=name)
 
 
-def _bias(case: MatmulCase, value: te.Tensor):
-    bias = te.placeholder((case.n,), "float32", name="bias")
+def _bias(_case: MatmulCase, value: te.Tensor):
+    bias = te.placeholder((int(value.shape[-1]),), "float32", name="bias")
     return te.compute(value.shape, lambda *axes: value(*axes) + bias[axes[-1]], name="add_bias"), [bias]
 
 
@@ -64,7 +66,7 @@ def _tanh(_case: MatmulCase, value: te.Tensor):
 
 
 def _residual(case: MatmulCase, value: te.Tensor):
-    residual = te.placeholder((*case.rows, case.n), case.dtype, name="residual")
+    residual = te.placeholder((*case.rows, int(value.shape[-1])), case.dtype, name="residual")
     wide = te.compute(value.shape, lambda *axes: residual(*axes).astype("float32"), name="widen")
     return te.compute(value.shape, lambda *axes: value(*axes) + wide(*axes), name="add_residual"), [residual]
 
@@ -95,6 +97,17 @@ def _shifted(_case: MatmulCase, value: te.Tensor):
     return te.compute(value.shape, lambda *axes: value(*axes[:-1], last - axes[-1]), name="flip"), []
 
 
+def _gated(_case: MatmulCase, value: te.Tensor):
+    """Multiply the silu of 8 columns by the next 8, by turns."""
+
+    def gated(*axes):
+        rows, column = axes[:-1], axes[-1]
+        gate = value(*rows, gate_column(column))
+        return gate * tirx.sigmoid(gate) * value(*rows, value_column(column))
+
+    return te.compute((*value.shape[:-1], value.shape[-1] // 2), gated, name="gated"), []
+
+
 def _summed(_case: MatmulCase, value: te.Tensor):
     """Sum the result over its last axis."""
     over = te.reduce_axis((0, value.shape[-1]), name="r")
@@ -111,4 +124,5 @@ _STEPS = {
     "squared": _squared,
     "shifted": _shifted,
     "summed": _summed,
+    "gated": _gated,
 }

@@ -11,7 +11,7 @@ from tvm.ir.expr import TensorLoad
 
 from schedules.templates.base import Refusal
 from schedules.templates.blocks import substitute
-from schedules.templates.epilogue import MatmulFunction, recognise_matmul
+from schedules.templates.epilogue import MatmulFunction, gate_column, recognise_matmul
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 PLAIN = MatmulCase((4, 6), 24, 16)
@@ -100,6 +100,37 @@ def test_inlined_epilogue_computes_what_the_blocks_do() -> None:
 )
 def test_recognise_says_why_not(case: MatmulCase, message: str) -> None:
     assert message in refused(case.func())
+
+
+def test_gates_and_values_interleaved_by_eight_columns_are_two_accumulators() -> None:
+    found = recognised(replace(PLAIN, n=32, epilogue=("gated", "bias"), output="float32"))
+    epilogue = found.epilogue
+    assert (found.n, found.columns, epilogue.accumulators, epilogue.shape) == (32, 16, 2, (4, 6, 16))
+    both: list[tirx.Var] = []
+    tvm_ffi.structural_walk(epilogue.value, (tirx.Var, both.append))
+    assert any(var.same_as(epilogue.accumulator) for var in both)
+    assert any(var.same_as(epilogue.second) for var in both)
+
+
+def test_halves_of_the_columns_are_not_taken_for_interleaved() -> None:
+    """silu(x[:, :8]) * x[:, 8:]: a thread has only one of the two columns."""
+    a, b = te.placeholder((4, 8), "float16", name="a"), te.placeholder((8, 32), "float16", name="b")
+    k = te.reduce_axis((0, 8))
+    total = te.compute(
+        (4, 32), lambda m, n: te.sum(a[m, k].astype("float32") * b[k, n].astype("float32"), axis=k), name="total"
+    )
+    func = te.create_prim_func([a, b, te.compute((4, 16), lambda m, c: total[m, c] * total[m, c + 16])])
+    assert "at another position than it writes" in refused(func)
+
+
+def test_gates_alone_are_refused() -> None:
+    a, b = te.placeholder((4, 8), "float16", name="a"), te.placeholder((8, 32), "float16", name="b")
+    k = te.reduce_axis((0, 8))
+    total = te.compute(
+        (4, 32), lambda m, n: te.sum(a[m, k].astype("float32") * b[k, n].astype("float32"), axis=k), name="total"
+    )
+    func = te.create_prim_func([a, b, te.compute((4, 16), lambda m, c: total[m, gate_column(c)])])
+    assert refused(func) == "the epilogue reads half of the matmul's columns"
 
 
 def test_elementwise_function_is_no_matmul() -> None:

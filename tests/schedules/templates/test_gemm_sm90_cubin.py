@@ -15,7 +15,9 @@ from tests.schedules.templates.cubin import (
     LOCAL_LOAD,
     LOCAL_STORE,
     MMA_SYNC,
+    MOVE_TO_UNIFORM,
     TMA_LOAD,
+    TMA_LOAD_MULTICAST,
     WGMMA,
     Cubin,
     captured_cubins,
@@ -50,6 +52,18 @@ def compiled(case: MatmulCase, parameters: GemmParameters, target: ResolvedTarge
         (WIDE, GemmParameters(128, 192, 4, 2), 168),
         (replace(WIDE, n=3072, epilogue=("bias", "gelu")), GemmParameters(128, 128, 5, 2, 132, 1, True, True), 168),
         (replace(WIDE, n=3072, epilogue=("bias",)), GemmParameters(128, 256, 4, 2, 132), 168),
+        (replace(WIDE, rows=(16,)), GemmParameters(64, 64, 6, 1, split_k=4, dependent=True), 100),
+        (
+            replace(WIDE, n=3072, epilogue=("bias", "gelu")),
+            GemmParameters(128, 192, 4, 2, 66, 1, True, True, 2, 4),
+            168,
+        ),
+        (
+            replace(WIDE, n=50257, epilogue=(), transposed=True),
+            GemmParameters(128, 192, 4, 2, 132, 1, True, True, 1, 8),
+            168,
+        ),
+        (replace(WIDE, n=16384, epilogue=("gated",)), GemmParameters(128, 256, 4, 2, 132, 1, False, True, 1, 8), 168),
         (
             replace(
                 WIDE,
@@ -63,7 +77,18 @@ def compiled(case: MatmulCase, parameters: GemmParameters, target: ResolvedTarge
             168,
         ),
     ],
-    ids=["split_k", "ragged", "cooperative", "pingpong", "wide", "bfloat16"],
+    ids=[
+        "split_k",
+        "ragged",
+        "cooperative",
+        "pingpong",
+        "wide",
+        "few rows",
+        "multicast",
+        "odd columns",
+        "gated",
+        "bfloat16",
+    ],
 )
 def test_cubin_has_wgmma_and_no_spills(
     case: MatmulCase, parameters: GemmParameters, registers_max: int, target: ResolvedTarget
@@ -71,7 +96,13 @@ def test_cubin_has_wgmma_and_no_spills(
     cubin = compiled(case, parameters, target)
     # Four instructions of 16 deep for every 64 rows, at least once; none of the slower tensor-core path.
     assert cubin.count(WGMMA) >= 4 * (parameters.block_m // 64 // (1 if parameters.pingpong else parameters.consumers))
-    assert cubin.count(TMA_LOAD) >= 2
+    assert cubin.count(TMA_LOAD) + cubin.count(TMA_LOAD_MULTICAST) >= 2
     assert cubin.count(MMA_SYNC) == 0
     assert cubin.count(LOCAL_LOAD) == cubin.count(LOCAL_STORE) == cubin.frame_bytes == 0
     assert cubin.registers <= registers_max
+
+
+def test_multiplications_of_a_stage_follow_each_other(target: ResolvedTarget) -> None:
+    """Descriptors are sums in uniform registers: no value is moved there from a thread's between two instructions."""
+    cubin = compiled(replace(WIDE, rows=(128,)), GemmParameters(64, 64, 8, 1, dependent=True), target)
+    assert cubin.count(MOVE_TO_UNIFORM) < cubin.count(WGMMA)

@@ -33,6 +33,26 @@ CASES = {
     "transposed": (replace(RAGGED, transposed=True, epilogue=("row_scale",)), GemmParameters(64, 96, 3, 1)),
     "bfloat16": (replace(RAGGED, dtype="bfloat16", output="bfloat16"), GemmParameters(128, 96, 3, 2)),
     "float32 output": (replace(RAGGED, output="float32"), GemmParameters(64, 64, 4, 1)),
+    "few rows, split": (replace(RAGGED, rows=(16,), k=1032), GemmParameters(64, 64, 5, 1, 0, 3, dependent=True)),
+    "few rows, two consumers": (replace(RAGGED, rows=(33,)), GemmParameters(128, 64, 3, 2, dependent=True)),
+    "in groups": (replace(RAGGED, rows=(700,)), GemmParameters(64, 64, 3, 1, 7, group=3, dependent=True)),
+    "multicast": (replace(RAGGED, rows=(700,)), GemmParameters(128, 96, 3, 2, 0, multicast=2, group=2)),
+    "multicast to four": (replace(RAGGED, rows=(500,), n=128), GemmParameters(64, 64, 3, 1, 0, multicast=4)),
+    "multicast by turns": (
+        replace(RAGGED, rows=(1000,), n=776, k=520, epilogue=("bias", "gelu")),
+        GemmParameters(128, 192, 4, 2, 5, 1, True, True, 2, 2),
+    ),
+    "prime columns": (replace(RAGGED, n=257, transposed=True), GemmParameters(128, 64, 3, 2, dependent=True)),
+    "prime columns, multicast": (
+        replace(RAGGED, rows=(300,), n=257, transposed=True, epilogue=()),
+        GemmParameters(64, 64, 3, 1, 0, multicast=2),
+    ),
+    "gated": (replace(RAGGED, n=400, epilogue=("gated",)), GemmParameters(64, 96, 3, 1)),
+    "gated, split": (replace(RAGGED, n=400, k=1032, epilogue=("gated", "bias")), GemmParameters(128, 96, 3, 2, 0, 3)),
+    "gated by turns": (
+        replace(RAGGED, rows=(1000,), n=816, epilogue=("gated", "residual")),
+        GemmParameters(64, 128, 3, 2, 7, 1, True, True),
+    ),
     "mask": (replace(RAGGED, epilogue=("bias", "masked"), output="float32"), GemmParameters(64, 64, 4, 1)),
 }
 
@@ -43,6 +63,10 @@ def expected(case: MatmulCase, arrays: list[np.ndarray]) -> np.ndarray:
     for step in case.epilogue:
         if step == "gelu":
             value = value * (0.5 + 0.5 * special.erf(value * 0.5**0.5))
+        elif step == "gated":
+            columns = np.arange(value.shape[-1] // 2)
+            gate, gated = (value[..., columns // 8 * 16 + columns % 8 + offset] for offset in (0, 8))
+            value = gate * special.expit(gate) * gated
         elif step == "row_scale":
             value = value * others.pop(0)
         elif step == "masked":
@@ -63,7 +87,7 @@ def random_array(rng: np.random.Generator, param: tvm.tirx.Var) -> np.ndarray:
 def test_case_can_be_made_and_its_reference_is_right(case: MatmulCase, parameters: GemmParameters) -> None:
     """Without a GPU: the template takes the case; NumPy agrees with the function itself, built for the CPU."""
     assert isinstance(GemmSm90().apply(case.func(), resolve_target("cuda:sm_90a"), parameters), tvm.tirx.PrimFunc)
-    small = replace(case, rows=(3, 2)[: len(case.rows)], n=24, k=16)
+    small = replace(case, rows=(3, 2)[: len(case.rows)], n=32, k=16)
     func, rng = small.func(), np.random.default_rng(1)
     arrays = [random_array(rng, param) for param in func.params]
     tensors = [tvm.runtime.tensor(array) for array in arrays]
