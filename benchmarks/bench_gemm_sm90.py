@@ -1,49 +1,79 @@
-"""Kernels of the GEMM template beside cuBLAS on a Hopper GPU, at BERT-base's shapes, each checked before it is timed.
+"""Kernels of the GEMM template beside cuBLASLt on a Hopper GPU, each checked before it is timed.
 
-    python benchmarks/bench_gemm_sm90.py build DIR [--candidates 8]     anywhere with a CUDA compiler; needs no GPU
-    python benchmarks/bench_gemm_sm90.py run DIR [--rounds 100] [--out FILE.json]       on the GPU; needs no TVM
+    python -m benchmarks.bench_gemm_sm90 build DIR [--candidates 4]     anywhere with a CUDA compiler; needs no GPU
+    python -m benchmarks.bench_gemm_sm90 run DIR [--rounds 100] [--out FILE.json]       on the GPU; needs no TVM
 
-`run` needs torch and cuda-bindings. Every kernel first runs on fresh random inputs into an output full of NaN, and is
-compared with a float32 product. Then all arms of a shape are timed by turns, as CUDA graphs over rotating buffers that
-do not fit the L2 cache together:
+Shapes: the matmuls of BERT-base and GPT-2 small (its vocabulary's weights are [N, K], all others [K, N]) and of a Llama
+of 1 billion parameters, with 1, 16, 128, 512 and 4096 rows, and 4096 cubed. `run` needs torch and cuda-bindings. Every
+kernel first runs on fresh random inputs into an output full of NaN, and is compared with a float32 product. Then all
+arms of a shape are timed by turns, as CUDA graphs over rotating buffers that do not fit the L2 cache together:
 
-- ours: the candidates that the template proposes, epilogue included;
-- cublas: `torch.matmul` alone, without any epilogue (a floor for a library with every epilogue built in);
-- torch: `torch.addmm` with the bias, and what else the epilogue needs in further kernels.
+- ours: the candidates that the template proposes, epilogue included; "first" is the one that is taken untuned;
+- cublaslt: the algorithms that cuBLASLt's heuristic offers (up to 40), each with cuBLASLt's own epilogue; the three
+  that are fastest in a first look are timed, and the best of them counts. Its gelu is the tanh form, ours the erf form.
+
+A kernel of ours may start while the one before it ends (dependent launch) and loads weights before it waits for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cubins import Kernel, captured_graph, cubin_writer, read_kernels, time_by_turns
+from benchmarks.cubins import Kernel, captured_graph, cubin_writer, median_and_p95, read_kernels, time_by_turns
+from benchmarks.cublaslt import CublasLt
 
-# name -> rows M, columns N, depth K, epilogue
+ROWS = (1, 16, 128, 512, 4096)
+
+
+@dataclass(frozen=True)
+class Case:
+    """C[rows, n] = epilogue(A[rows, k] @ B); B is [k, n], or [n, k] where `transposed`.
+
+    Epilogues: "none", "bias", "gelu" (of the sum with a bias), "add" (a residual), "residual" (and a bias).
+    """
+
+    rows: int
+    n: int
+    k: int
+    epilogue: str
+    transposed: bool = False
+
+
 CASES = {
-    f"{name}-{rows}": (rows, n, k, epilogue)
-    for rows in (128, 4096)
-    for name, n, k, epilogue in (
-        ("qkv", 2304, 768, "bias"),
-        ("attention-output", 768, 768, "residual"),
-        ("ffn-up", 3072, 768, "gelu"),
-        ("ffn-down", 768, 3072, "residual"),
-    )
-}
-CHECKS = 20
+    f"{name}-{rows}": Case(rows, *shape)
+    for name, shape in {
+        "bert-qkv": (2304, 768, "bias"),
+        "bert-attention-output": (768, 768, "residual"),
+        "bert-ffn-up": (3072, 768, "gelu"),
+        "bert-ffn-down": (768, 3072, "residual"),
+        "gpt2-vocabulary": (50257, 768, "none", True),
+        "llama-qkv": (3072, 2048, "none"),
+        "llama-attention-output": (2048, 2048, "add"),
+        "llama-ffn-up": (16384, 2048, "none"),
+        "llama-ffn-down": (2048, 8192, "add"),
+        "llama-vocabulary": (32000, 2048, "none"),
+    }.items()
+    for rows in ROWS
+} | {"square-4096": Case(4096, 4096, 4096, "none")}
 # Relative error of a float16 result of a float32 sum: rounding the output gives 2.1e-4 on normal values.
 ERROR_MAX = 6e-4
 BYTES_PER_TURN = 160_000_000
-LAUNCHES_PER_GRAPH = 24
+LAUNCHES_MAX = 128
+ALGORITHMS = 40
+ALGORITHMS_TIMED = 3
 
 
-def build(directory: Path, candidates: int) -> None:
+def build(directory: Path, cases: Sequence[str], candidates: int) -> None:
     """Compile the first candidates of every case and describe them in a manifest."""
     from schedules.targets import resolve_target
     from schedules.templates.base import Refusal
@@ -51,8 +81,8 @@ def build(directory: Path, candidates: int) -> None:
 
     target, template = resolve_target("cuda:sm_90a"), GemmSm90()
     with cubin_writer(directory, target) as writer:
-        for case, (rows, n, k, epilogue) in CASES.items():
-            func = fused_matmul(rows, n, k, epilogue).with_attr(CONSTANT_PARAMS_ATTR, [1])
+        for case in cases:
+            func = fused_matmul(CASES[case]).with_attr(CONSTANT_PARAMS_ATTR, [1])
             found = template.candidates(func, target)
             if isinstance(found, Refusal):
                 sys.exit(f"{case}: {found.reason}")
@@ -62,127 +92,163 @@ def build(directory: Path, candidates: int) -> None:
             print(f"{case}: {min(candidates, len(found))} of {len(found)} candidates built", file=sys.stderr)
 
 
-def fused_matmul(rows: int, n: int, k: int, epilogue: str) -> Any:
-    """Return float16 `A[rows, k] @ B[k, n] + bias`, then gelu or a residual, as FuseTIR leaves it."""
+def fused_matmul(case: Case) -> Any:
+    """Return the function of a case as FuseTIR leaves it."""
     from tvm import te, tirx
 
-    a, b = te.placeholder((rows, k), "float16", name="A"), te.placeholder((k, n), "float16", name="B")
+    rows, n, k = case.rows, case.n, case.k
+    a = te.placeholder((rows, k), "float16", name="A")
+    b = te.placeholder((n, k) if case.transposed else (k, n), "float16", name="B")
     bias, residual = te.placeholder((n,), "float32", name="bias"), te.placeholder((rows, n), "float16", name="residual")
     over = te.reduce_axis((0, k), name="k")
     half = tirx.const(0.5, "float32")
 
     def product(i: Any, j: Any) -> Any:
-        return te.sum(a[i, over].astype("float32") * b[over, j].astype("float32"), axis=over)
+        right = b[j, over] if case.transposed else b[over, j]
+        return te.sum(a[i, over].astype("float32") * right.astype("float32"), axis=over)
 
     def finish(i: Any, j: Any) -> Any:
-        x = biased[i, j]
-        if epilogue == "gelu":
+        x = value[i, j]
+        if case.epilogue == "gelu":
             x = x * (half + te.erf(x * tirx.const(0.5**0.5, "float32")) * half)
-        if epilogue == "residual":
+        if case.epilogue in ("add", "residual"):
             x = x + residual[i, j].astype("float32")
         return x.astype("float16")
 
-    total = te.compute((rows, n), product, name="matmul")
-    biased = te.compute((rows, n), lambda i, j: total[i, j] + bias[j], name="biased")
-    output = te.compute((rows, n), finish, name="output")
-    return te.create_prim_func([a, b, bias, *([residual] if epilogue == "residual" else []), output])
+    value = total = te.compute((rows, n), product, name="matmul")
+    params = [a, b]
+    if case.epilogue in ("bias", "gelu", "residual"):
+        value = te.compute((rows, n), lambda i, j: total[i, j] + bias[j], name="biased")
+        params.append(bias)
+    if case.epilogue in ("add", "residual"):
+        params.append(residual)
+    return te.create_prim_func([*params, te.compute((rows, n), finish, name="output")])
 
 
-def inputs(case: str) -> dict[str, Any]:
+def inputs(case: Case) -> dict[str, Any]:
     """Return random tensors of a case, and an output full of NaN."""
     import torch
 
-    rows, n, k, epilogue = CASES[case]
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, device="cuda", dtype=torch.float16)
+
+    rows, n, k = case.rows, case.n, case.k
     tensors = {
-        "A": torch.randn(rows, k, device="cuda").half(),
-        "B": (torch.randn(k, n, device="cuda") / k**0.5).half(),
-        "bias": torch.randn(n, device="cuda"),
+        "A": normal(rows, k),
+        "B": normal(*((n, k) if case.transposed else (k, n))).div_(k**0.5),
         "output": torch.full((rows, n), float("nan"), device="cuda", dtype=torch.float16),
     }
-    if epilogue == "residual":
-        tensors["residual"] = torch.randn(rows, n, device="cuda").half()
+    if case.epilogue in ("bias", "gelu", "residual"):
+        tensors["bias"] = normal(n).float()
+    if case.epilogue in ("add", "residual"):
+        tensors["residual"] = normal(rows, n)
     return tensors
 
 
-def composed(case: str, tensors: dict[str, Any], product: Any) -> Any:
-    """Return the epilogue of a case over a product with the bias added."""
+def expected(case: Case, tensors: dict[str, Any]) -> Any:
+    """Return what a case is in float32."""
     import torch
 
-    epilogue = CASES[case][3]
-    if epilogue == "gelu":
-        return torch.nn.functional.gelu(product)
-    return product + tensors["residual"].to(product.dtype) if epilogue == "residual" else product
+    b = tensors["B"].float()
+    value = tensors["A"].float() @ (b.t() if case.transposed else b)
+    if "bias" in tensors:
+        value += tensors["bias"]
+    if case.epilogue == "gelu":
+        return torch.nn.functional.gelu(value)
+    return value.add_(tensors["residual"]) if "residual" in tensors else value
 
 
-def largest_error(case: str, kernel: Kernel) -> float:
-    """Return the largest relative error over fresh inputs; NaN when an output was not written."""
+def largest_errors(case: Case, kernels: dict[str, Kernel], checks: int) -> dict[str, float]:
+    """Return each kernel's largest relative error over fresh inputs; NaN when an output was not written."""
     import torch
 
-    worst = 0.0
-    for _ in range(CHECKS):
+    errors = dict.fromkeys(kernels, 0.0)
+    for _ in range(checks):
         tensors = inputs(case)
-        kernel.bind(tensors)()
-        expected = composed(case, tensors, tensors["A"].float() @ tensors["B"].float() + tensors["bias"])
-        error = float((tensors["output"].float() - expected).norm() / expected.norm())
-        torch.cuda.synchronize()
-        worst = error if error != error else max(worst, error)
-        if worst != worst:
-            break
-    return worst
+        right = expected(case, tensors)
+        norm = right.norm()
+        for name, kernel in kernels.items():
+            tensors["output"].fill_(float("nan"))
+            kernel.bind(tensors)()
+            error = float((tensors["output"] - right).norm() / norm)
+            torch.cuda.synchronize()
+            errors[name] = error if math.isnan(error) or error > errors[name] else errors[name]
+    return errors
 
 
-def graphs_of(case: str, kernels: dict[str, Kernel]) -> tuple[dict[str, Any], int, Any]:
+def graphs_of(case: Case, kernels: dict[str, Kernel], library: CublasLt) -> tuple[dict[str, Any], int, Any]:
     """Return a captured graph for every arm, the launches in one, and what must live as long as the graphs."""
-    import torch
-
     first = inputs(case)
     size = sum(tensor.numel() * tensor.element_size() for tensor in first.values())
-    sets = [first, *(inputs(case) for _ in range(max(1, min(LAUNCHES_PER_GRAPH, BYTES_PER_TURN // size))))]
-    bias = [tensors["bias"].half() for tensors in sets]
-    arms: dict[str, Callable[[int], Any]] = {
-        "cublas": lambda i: torch.matmul(sets[i]["A"], sets[i]["B"], out=sets[i]["output"]),
-        "torch": lambda i: composed(case, sets[i], torch.addmm(bias[i], sets[i]["A"], sets[i]["B"])),
-    }
+    count = min(LAUNCHES_MAX, max(2, math.ceil(BYTES_PER_TURN / size)))
+    sets = [first, *(inputs(case) for _ in range(count - 1))]
+    graphs = {}
     for decision, kernel in kernels.items():
-        bound = [kernel.bind(tensors) for tensors in sets]
-        arms[decision] = lambda i, bound=bound: bound[i]()
-    repeats = max(1, LAUNCHES_PER_GRAPH // len(sets))
-    graphs = {
-        name: captured_graph([partial(arm, i % len(sets)) for i in range(len(sets) * repeats)])
-        for name, arm in arms.items()
-    }
-    return graphs, len(sets) * repeats, (sets, bias)
+        graphs[decision] = captured_graph([kernel.bind(tensors) for tensors in sets])
+    problem = library.problem(case.rows, case.n, case.k, case.epilogue, transposed=case.transposed)
+    bias = [tensors["bias"].half() if "bias" in tensors else None for tensors in sets]
+    offered = {}
+    for number, algorithm in enumerate(problem.algorithms(ALGORITHMS)):
+        launches = [partial(problem.launch, algorithm, *one) for one in zip(sets, bias, strict=True)]
+        offered[f"cublaslt {number}"] = captured_graph(launches)
+    looked = time_by_turns(offered, count, 3)
+    fastest = sorted(offered, key=lambda name: min(looked[name]))[:ALGORITHMS_TIMED]
+    graphs |= {name: offered[name] for name in fastest}
+    return graphs, count, (sets, bias, problem)
 
 
-def run(directory: Path, rounds: int, out: Path | None) -> int:
+def run(directory: Path, rounds: int, checks: int, out: Path | None) -> int:
     """Check and time every kernel; return 1 when one is wrong."""
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    torch.zeros(1, device="cuda")
+    library = CublasLt()
     loaded = read_kernels(directory)
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": {}}
+    results: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cublaslt": library.version,
+        "cases": {},
+    }
+    ratios: dict[str, list[float]] = {"best": [], "first": []}
     wrong = 0
-    for case in CASES:
+    for case in dict.fromkeys(kernel.entry["case"] for kernel in loaded):
         kernels = {kernel.entry["decision"]: kernel for kernel in loaded if kernel.entry["case"] == case}
-        errors = {decision: largest_error(case, kernel) for decision, kernel in kernels.items()}
+        errors = largest_errors(CASES[case], kernels, checks)
         right = {decision: kernel for decision, kernel in kernels.items() if errors[decision] <= ERROR_MAX}
         wrong += len(kernels) - len(right)
-        graphs, launches, _alive = graphs_of(case, right)
+        graphs, launches, _alive = graphs_of(CASES[case], right, library)
         times = time_by_turns(graphs, launches, rounds)
-        results["cases"][case] = {"errors": errors, "times_us": times}
-        medians = {name: statistics.median(values) for name, values in times.items()}
-        best = min(right, key=lambda decision: medians[decision])
-        place = list(kernels).index(best) + 1
-        print(
-            f"{case:22} ours {medians[best]:7.2f} us (p95 {sorted(times[best])[int(0.95 * rounds)]:.2f})  "
-            f"cublas {medians['cublas']:7.2f}  torch {medians['torch']:7.2f}  "
-            f"wrong {len(kernels) - len(right)}/{len(kernels)}  candidate {place}: {best}",
-            flush=True,
-        )
-    if out is not None:
-        out.write_text(json.dumps(results, indent=1))
+        results["cases"][case] = {"launches_a_graph": launches, "errors": errors, "times_us": times}
+        ours = {name: statistics.median(times[name]) for name in right}
+        theirs = {name: statistics.median(times[name]) for name in times if name not in right}
+        best, other = min(ours, key=ours.__getitem__), min(theirs, key=theirs.__getitem__)
+        ratios["best"].append(theirs[other] / ours[best])
+        ratios["first"].append(theirs[other] / ours.get(next(iter(kernels)), math.inf))
+        print(_line(case, times, list(kernels), best, other), flush=True)
+        if len(right) < len(kernels):
+            print("  wrong:", {name: error for name, error in errors.items() if name not in right}, flush=True)
+        del graphs, _alive
+        if out is not None:
+            out.write_text(json.dumps(results, indent=1))
+    for name, values in ratios.items():
+        mean = math.exp(statistics.fmean(math.log(max(value, 1e-9)) for value in values))
+        print(f"cublaslt's time over ours ({name} candidate), geometric mean of {len(values)}: {mean:.3f}")
     return 1 if wrong else 0
+
+
+def _line(case: str, times: dict[str, list[float]], decisions: list[str], best: str, other: str) -> str:
+    shape = CASES[case]
+    ours, p95 = median_and_p95(times[best])
+    theirs, theirs_p95 = median_and_p95(times[other])
+    first = statistics.median(times.get(decisions[0], [math.inf]))
+    teraflops = 2e-6 * shape.rows * shape.n * shape.k / ours
+    gigabytes = 2e-3 * (shape.rows * shape.k + shape.n * shape.k + shape.rows * shape.n) / ours
+    return (
+        f"{case:27} ours {ours:7.2f} us (p95 {p95:.2f})  first {first:7.2f}  {other} {theirs:7.2f} ({theirs_p95:.2f})  "
+        f"x{theirs / ours:.2f}  {teraflops:.0f} TFLOP/s  {gigabytes:.0f} GB/s  "
+        f"candidate {decisions.index(best) + 1} of {len(decisions)}: {best}"
+    )
 
 
 def main() -> None:
@@ -192,14 +258,17 @@ def main() -> None:
     building, running = commands.add_parser("build"), commands.add_parser("run")
     for command in (building, running):
         command.add_argument("directory", type=Path)
-    building.add_argument("--candidates", type=int, default=8)
+    building.add_argument("--cases", default="", help="regular expression; all by default")
+    building.add_argument("--candidates", type=int, default=4)
     running.add_argument("--rounds", type=int, default=100)
+    running.add_argument("--checks", type=int, default=20, help="fresh random inputs that each kernel is checked on")
     running.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "build":
-        build(arguments.directory, arguments.candidates)
+        cases = [case for case in CASES if re.search(arguments.cases, case)]
+        build(arguments.directory, cases, arguments.candidates)
     else:
-        sys.exit(run(arguments.directory, arguments.rounds, arguments.out))
+        sys.exit(run(arguments.directory, arguments.rounds, arguments.checks, arguments.out))
 
 
 if __name__ == "__main__":

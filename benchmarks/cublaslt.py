@@ -1,0 +1,147 @@
+"""cuBLASLt called through ctypes from torch's libraries: every algorithm that its heuristic offers, with its epilogues.
+
+Matrices are row major, float16, sums are float32: C[M, N] = epilogue(A[M, K] @ B [+ residual]), with B as [K, N] or
+[N, K]. cuBLASLt is column major, so it is asked for C^T = B^T A^T. Its epilogues: bias, gelu (the tanh form) of the
+sum with bias; the residual is its `beta * C`.
+Names and numbers: cublasLt.h of CUDA 13.0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+WORKSPACE_BYTES = 64 << 20
+_COMPUTE_32F, _R_32F, _R_16F = 68, 0, 2
+_DESC_TRANSA, _DESC_EPILOGUE, _DESC_BIAS_POINTER = 3, 7, 8
+_PREFERENCE_WORKSPACE = 1
+_EPILOGUES = {"none": 1, "add": 1, "bias": 4, "residual": 4, "gelu": 36}
+_OP_T = 1
+
+
+class _Algorithm(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_uint64 * 8)]
+
+
+class _Heuristic(ctypes.Structure):
+    _fields_ = [
+        ("algo", _Algorithm),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
+
+
+class CublasLt:
+    """A handle of cuBLASLt, with a workspace."""
+
+    def __init__(self) -> None:
+        import torch
+
+        # In the process already: torch depends on it.
+        torch.zeros(16, 16, device="cuda").half() @ torch.zeros(16, 16, device="cuda").half()
+        paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcublasLt" in line}
+        self._library = ctypes.CDLL(min(paths))
+        self._library.cublasLtGetVersion.restype = ctypes.c_size_t
+        self.version = int(self._library.cublasLtGetVersion())
+        self._handle = ctypes.c_void_p()
+        self._call("cublasLtCreate", ctypes.byref(self._handle))
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+
+    def problem(self, rows: int, n: int, k: int, epilogue: str, *, transposed: bool) -> Problem:
+        """Return a problem whose algorithms can be listed and launched.
+
+        Parameters
+        ----------
+        rows, n, k : int
+            M, N and K.
+        epilogue : str
+            "none", "bias", "gelu" (after a bias), "add" (a residual) or "residual" (after a bias).
+        transposed : bool
+            Whether B is [N, K].
+        """
+        return Problem(self, rows, n, k, epilogue, transposed)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            raise RuntimeError(f"{name} failed with status {status} (cublasStatus_t in cublas_api.h).")
+
+
+class Problem:
+    """One shape and epilogue; make it with `CublasLt.problem`."""
+
+    def __init__(self, library: CublasLt, rows: int, n: int, k: int, epilogue: str, transposed: bool) -> None:
+        self._lt, self._epilogue = library, epilogue
+        self._residual = epilogue in ("add", "residual")
+        self._descriptor = ctypes.c_void_p()
+        library._call("cublasLtMatmulDescCreate", ctypes.byref(self._descriptor), _COMPUTE_32F, _R_32F)
+        if transposed:
+            self._set(_DESC_TRANSA, ctypes.c_int32(_OP_T))
+        self._set(_DESC_EPILOGUE, ctypes.c_uint32(_EPILOGUES[epilogue]))
+        self._b = self._layout(*((k, n) if transposed else (n, k)))
+        self._a, self._c = self._layout(k, rows), self._layout(n, rows)
+
+    def algorithms(self, count: int) -> list[_Heuristic]:
+        """Return up to `count` algorithms, the one that cuBLASLt would take first."""
+        preference = ctypes.c_void_p()
+        call = self._lt._call
+        call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        size = ctypes.c_size_t(WORKSPACE_BYTES)
+        call("cublasLtMatmulPreferenceSetAttribute", preference, _PREFERENCE_WORKSPACE, ctypes.byref(size), 8)
+        found, returned = (_Heuristic * count)(), ctypes.c_int()
+        layouts = (self._b, self._a, self._c, self._c)
+        call(
+            "cublasLtMatmulAlgoGetHeuristic",
+            self._lt._handle,
+            self._descriptor,
+            *layouts,
+            preference,
+            count,
+            found,
+            ctypes.byref(returned),
+        )
+        return [one for one in found[: returned.value] if one.state == 0]
+
+    def launch(self, algorithm: _Heuristic, tensors: dict[str, Any], bias: Any | None) -> None:
+        """Launch on torch's current stream: A, B and `residual` into `output` of `tensors`; `bias` is float16 [N]."""
+        import torch
+
+        if bias is not None:
+            # Read when the kernel is launched.
+            self._set(_DESC_BIAS_POINTER, ctypes.c_uint64(bias.data_ptr()))
+        lt = self._lt
+        c = tensors["residual"] if self._residual else tensors["output"]
+        lt._call(
+            "cublasLtMatmul",
+            lt._handle,
+            self._descriptor,
+            ctypes.byref(lt._one),
+            ctypes.c_void_p(tensors["B"].data_ptr()),
+            self._b,
+            ctypes.c_void_p(tensors["A"].data_ptr()),
+            self._a,
+            ctypes.byref(lt._one if self._residual else lt._zero),
+            ctypes.c_void_p(c.data_ptr()),
+            self._c,
+            ctypes.c_void_p(tensors["output"].data_ptr()),
+            self._c,
+            ctypes.byref(algorithm.algo),
+            ctypes.c_void_p(lt._workspace.data_ptr()),
+            ctypes.c_size_t(WORKSPACE_BYTES),
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        )
+
+    def _set(self, attribute: int, value: Any) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        self._lt._call("cublasLtMatmulDescSetAttribute", self._descriptor, attribute, ctypes.byref(value), size)
+
+    def _layout(self, rows: int, columns: int) -> ctypes.c_void_p:
+        """Return the layout of a column-major matrix without gaps."""
+        layout = ctypes.c_void_p()
+        sizes = (ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows))
+        self._lt._call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _R_16F, *sizes)
+        return layout
