@@ -40,7 +40,7 @@ class Ceilings:
     bytes_per_s
         Bytes read plus written each second by a large copy; None if unknown.
     launch_us
-        What the smallest kernel takes; None if unknown.
+        What the smallest kernel takes inside a CUDA graph; None if unknown.
     source
         How they were measured, for people.
     """
@@ -56,13 +56,14 @@ class Ceilings:
         return asdict(self)
 
 
-# The highest that was seen on a device of that name, whoever measured; a use of 100 % is then out of reach by chance.
+# Devices measured by this project; the raw files are in benchmarks/results.
 KNOWN_CEILINGS: Mapping[str, Ceilings] = {
     "NVIDIA H200": Ceilings(
         "NVIDIA H200",
-        {"float16": 790e12, "bfloat16": 790e12},
-        4.3e12,
-        source="the highest seen on H200s in 2026-11: torch 2.11 matmul 8192^3 on random data, device copy of 8.6 GB",
+        {"float16": 771e12, "bfloat16": 798e12, "float32": 51e12},
+        4.30e12,
+        0.96,
+        "another H200, 2026-11-20: benchmarks/results/h200-ceilings.json",
     ),
 }
 

@@ -14,6 +14,8 @@ CONTRACTIONS = frozenset({"matmul", "batch_matmul", "multi_matmul", "conv", "att
 _BUSY = 0.5
 # Bandwidth further above memory's ceiling than a measurement can err came from a cache, and says nothing of memory.
 _CACHED = 1.2
+# What a launch by the host takes at most of a launch inside a graph: a kernel timed alone is launched by the host.
+_HOST_LAUNCH = 4.0
 # Up to this many times the smallest kernel's time, a kernel is mostly its own launch.
 _LAUNCHES = 2.0
 
@@ -108,13 +110,14 @@ class KernelRow:
 def judged(rows: Sequence[KernelRow], ceilings: Ceilings | None) -> tuple[KernelRow, ...]:
     """Return the rows with shares, uses and bottlenecks, those that take the most time first.
 
-    Where the ceilings do not say what a launch takes, the fastest of the rows stands for it.
+    The fastest of the rows stands for a launch, unless it is far above what the ceilings say of one.
     """
     whole = sum(row.total_us or 0.0 for row in rows)
     shared = [replace(row, share=row.total_us / whole if whole and row.total_us is not None else None) for row in rows]
     smallest = min((row.time_us for row in rows if row.time_us is not None), default=None)
-    launch = ceilings.launch_us if ceilings is not None and ceilings.launch_us is not None else smallest
-    return tuple(sorted((_judge(row, ceilings, launch) for row in shared), key=lambda row: -(row.total_us or 0.0)))
+    if smallest is not None and ceilings is not None and ceilings.launch_us is not None:
+        smallest = min(smallest, _HOST_LAUNCH * ceilings.launch_us)
+    return tuple(sorted((_judge(row, ceilings, smallest) for row in shared), key=lambda row: -(row.total_us or 0.0)))
 
 
 def find_bottleneck(

@@ -206,10 +206,16 @@ def test_the_bottleneck_is_the_unit_near_its_ceiling_else_the_launch_else_latenc
     assert find_bottleneck(time_us, compute, bandwidth, launch) is expected
 
 
-def test_the_fastest_kernel_stands_for_a_launch_where_none_is_known() -> None:
+def test_the_fastest_kernel_stands_for_a_launch() -> None:
     rows = [row(name, time_us) for name, time_us in (("small", 1.0), ("twice", 2.0), ("large", 50.0))]
-    found = {one.name: one.bottleneck for one in judged(rows, dataclasses.replace(CEILINGS, launch_us=None))}
-    assert found == {"small": Bottleneck.LAUNCH, "twice": Bottleneck.LAUNCH, "large": Bottleneck.LATENCY}
+    for launch_us in (None, 0.3):
+        found = {one.name: one.bottleneck for one in judged(rows, dataclasses.replace(CEILINGS, launch_us=launch_us))}
+        assert found == {"small": Bottleneck.LAUNCH, "twice": Bottleneck.LAUNCH, "large": Bottleneck.LATENCY}
+
+
+def test_a_fast_kernel_does_not_stand_for_a_launch_when_launches_are_far_faster() -> None:
+    (found,) = judged([row("large", 50.0)], dataclasses.replace(CEILINGS, launch_us=1.0))
+    assert found.bottleneck is Bottleneck.LATENCY
 
 
 def row(name: str, time_us: float | None) -> KernelRow:
