@@ -323,6 +323,10 @@ class TestMerge:
         archives = [tmp_path / "0", tmp_path / "1"]
         for database, path in zip(databases, archives, strict=True):
             export_archive(database, path)
+        for path in archives:
+            with TuningDatabase.open("sqlite://") as alone:
+                import_archive(alone, path)
+                assert content(alone, tmp_path / "again") == path.read_bytes()
         merged = []
         for order in ((0, 1), (1, 0), (0, 1, 0, 1)):
             with TuningDatabase.open("sqlite://") as into:

@@ -225,6 +225,7 @@ ENVIRONMENTS = st.builds(
     tvm_version=st.just("0.27"),
     tvm_ffi_version=TEXT,
     cores=COUNT,
+    schedules_version=st.none() | TEXT,
 )
 JSON_OBJECTS = st.dictionaries(TEXT, st.integers() | TEXT | st.lists(st.booleans(), max_size=3), max_size=4)
 TARGETS = st.builds(TargetKey, kind=st.just("llvm"), arch=TEXT, attributes=JSON_OBJECTS.map(canonical_json))
