@@ -75,6 +75,7 @@ _KEPT = (*_ADDED, "bool", "int8", "uint8", "int32", "int64")
 # Of H100 SXM and H200, where the target was given by name.
 _SM_COUNT = 132
 _CANDIDATES_MAX = 16
+_STAGES_MAX = 4
 
 
 class AttentionSm90:
@@ -87,12 +88,13 @@ class AttentionSm90:
         spec = _recognise(func, target)
         if isinstance(spec, Refusal):
             return spec
-        limits = _limits(target)
-        bias_bytes = _bias_bytes(func, spec)
-        deepest = [_deepest(spec, p, limits, bias_bytes) for p in _proposals(spec)]
+        limits, bias_bytes = _limits(target), _bias_bytes(func, spec)
+        sm_count = limits.sm_count or _SM_COUNT
+        deepest = [_deepest(spec, p, limits, bias_bytes) for p in _proposals(spec, sm_count)]
         plans = [plan for plan in deepest if plan is not None]
-        plans.sort(key=lambda plan: _predicted_cycles(plan, limits))
-        return [plan.parameters for plan in plans[:_CANDIDATES_MAX]] or Refusal("no tile fits this shape")
+        plans.sort(key=lambda plan: _predicted_cycles(plan, sm_count))
+        found = list(dict.fromkeys(plan.parameters for plan in plans))
+        return found[:_CANDIDATES_MAX] or Refusal("no tile fits this shape")
 
     def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
@@ -171,71 +173,103 @@ def _bias_bytes(func: tirx.PrimFunc, spec: AttentionSpec) -> int:
     return int((tvm.DataType(str(func.params[spec.bias.param].ty.dtype)).bits + 7) // 8)
 
 
-def _proposals(spec: AttentionSpec) -> Iterator[AttentionParameters]:
+def _proposals(spec: AttentionSpec, sm_count: int) -> Iterator[AttentionParameters]:
     """Yield tiles and roles that may suit a shape, with the deepest ring; some do not fit."""
-    packs = [spec.group > 1 and spec.queries * spec.group <= 4 * ROWS, False]
-    for pack in dict.fromkeys(packs):
+    # Few queries: the heads of a group together fill the rows of an instruction.
+    packs = (True, False) if spec.group > 1 and spec.queries * spec.group <= 4 * ROWS else (False,)
+    for pack in packs:
         rows = spec.queries * (spec.group if pack else 1)
         for consumers in (1, 2, 3):
             if consumers > 1 and rows <= ROWS * (consumers - 1):
                 continue
-            for block_k in (64, 80, 96, 112, 128, 160, 192):
+            for block_k in (64, 80, 96, 112, 128):
                 if block_k > 64 and block_k >= 2 * spec.keys:
                     continue
-                overlap = spec.keys > block_k
-                for split in (1, 2, 3, 4, 6, 8):
-                    for residents in (1, 2, 3) if consumers == 1 else (1,):
-                        made = AttentionParameters(consumers, block_k, 4, split, pack, overlap, residents=residents)
-                        yield made
-                        if consumers > 1 and overlap:
-                            yield replace(made, pingpong=True)
+                for residents in (1, 2, 3, 4) if consumers == 1 else (1,):
+                    yield from _roles(
+                        spec, AttentionParameters(consumers, block_k, pack=pack, residents=residents), sm_count
+                    )
+
+
+def _roles(spec: AttentionSpec, p: AttentionParameters, sm_count: int) -> Iterator[AttentionParameters]:
+    """Yield the forms of one tile: keys split over blocks or not, blocks for one tile or several."""
+    overlaps = (True, False) if spec.keys > p.block_k else (False,)
+    for overlap in overlaps:
+        for split in (1, 2, 3, 4, 6, 8):
+            yield replace(p, stages=_STAGES_MAX, split=split, overlap=overlap)
+        for turns in (True, False) if p.consumers > 1 and overlap else (False,):
+            yield replace(p, stages=_STAGES_MAX, overlap=overlap, pingpong=turns, blocks=sm_count * p.residents)
+            if turns:
+                yield replace(p, stages=_STAGES_MAX, pingpong=True)
 
 
 def _deepest(spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, bias_bytes: int) -> AttentionPlan | None:
     """Return the plan with as many stages as fit beside the other residents and are of use, or None."""
-    share = math.ceil(math.ceil(spec.keys / p.block_k) / p.split)
+    share = 2 * math.ceil(math.ceil(spec.keys / p.block_k) / p.split) if p.blocks else 0
+    share = max(share, math.ceil(math.ceil(spec.keys / p.block_k) / p.split))
     # Of a multiprocessor's shared memory, the system takes 1 KiB a block.
     available = (limits.shared_bytes_optin + 1024) // p.residents - 1024
     for stages in range(min(p.stages, share), 0, -1):
         plan = make_plan(spec, replace(p, stages=stages), limits, bias_bytes=bias_bytes)
         if isinstance(plan, AttentionPlan) and plan.shared_bytes <= available:
-            return plan
+            # A fixed number of blocks is for more tiles than that.
+            return plan if not p.blocks or plan.query_stages > 1 else None
     return None
 
 
-def _predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
+def _predicted_cycles(plan: AttentionPlan, sm_count: int) -> float:
     """Return a time to order candidates by, in cycles of a multiprocessor.
 
-    The figures are a fit (15 % root mean square) to 200 kernels of head sizes 64 and 128, timed on an H200.
+    The figures are a least-squares fit (15 % root mean square) to 380 kernels of head sizes 64 and 128, with 1 to 8192
+    queries, timed on an H200.
     """
     spec, p = plan.spec, plan.parameters
-    sm_count = limits.sm_count or _SM_COUNT
-    held = _blocks_held(plan, limits)
-    rounds = plan.blocks / (sm_count * held)
-    if rounds < 4:
-        rounds = math.ceil(rounds)
-    # 2048 multiply-adds a cycle at best.
-    arithmetic = 1.9 * ROWS * p.block_k * (plan.columns + spec.head_dim) / 2048
-    softmax = 0 if p.overlap else 0.5 * arithmetic
-    together = min(held, max(1.0, plan.blocks / sm_count)) * p.consumers
-    step = max(together * arithmetic, arithmetic + softmax + 400)
+    # 2048 multiply-adds and 16 powers of 2 a cycle.
+    products = ROWS * p.block_k * (plan.columns + spec.head_dim) / 2048
+    powers = ROWS * p.block_k / 16
+    rounds, together = _rounds(plan, sm_count)
+    step = max(products, powers) + 420 if p.overlap else products + powers + 600
+    begin = 2500 if p.blocks else 3900
+    steps = _mean_steps(plan)
+    if p.stages == 1 and steps > 1:
+        # Each load waits for the step before.
+        step += 800
+    # Blocks of 64 keys fill the instructions best.
+    shared = max(0.82 * products, 1.23 * powers) * (1.15 if p.block_k % 64 else 1)
+    cycles = rounds * (begin + steps * (step + together * p.consumers * shared))
+    if p.split > 1:
+        cycles += 200 + 40 * plan.used_rows
     elements = spec.batch * spec.head_dim * (2 * spec.heads * spec.queries + 2 * spec.kv_heads * spec.keys)
-    memory = elements * ELEMENT_BYTES / (14 * sm_count)
-    exchange = 850 if p.split > 1 else 0
-    return max(rounds * (4000 + _mean_steps(plan) * step), memory + 4000) + exchange
+    memory = elements * ELEMENT_BYTES / (14 * sm_count) + 2000
+    # Where memory is the limit, what leaves it the most time comes first.
+    return max(cycles, memory) + 0.2 * cycles
 
 
-def _blocks_held(plan: AttentionPlan, limits: CudaLimits) -> int:
-    """Return the blocks that a multiprocessor holds at a time."""
-    if plan.parameters.consumers > 1:
-        return 1
-    return min((limits.shared_bytes_optin + 1024) // (plan.shared_bytes + 1024), max(plan.parameters.residents, 2))
+def _rounds(plan: AttentionPlan, sm_count: int) -> tuple[float, float]:
+    """Return how many tiles a block's place makes one after another, and how many a multiprocessor makes at a time."""
+    p = plan.parameters
+    if p.blocks:
+        rounds = math.ceil(plan.items / plan.blocks) * (2 if plan.paired else 1)
+        return rounds, min(p.residents, math.ceil(plan.blocks / sm_count))
+    # A cluster stays within a group of multiprocessors, not all of which are whole.
+    places = sm_count * p.residents * (0.775 if p.split > 1 else 1)
+    rounds = plan.blocks / places
+    if rounds > 3:
+        return rounds + 0.2, p.residents
+    return math.ceil(rounds), min(p.residents, max(1, plan.blocks / sm_count))
 
 
 def _mean_steps(plan: AttentionPlan) -> float:
-    """Return the blocks of keys that a thread block sums, on average."""
+    """Return the blocks of keys that a thread block sums for a tile, on average."""
     spec, p = plan.spec, plan.parameters
-    if not spec.causal:
+    if not spec.causal and not spec.window:
         return math.ceil(plan.key_blocks / p.split)
-    ends = (min((tile + 1) * plan.tile_queries, spec.queries) + plan.ahead for tile in range(plan.tiles))
-    return sum(math.ceil(max(1, math.ceil(end / p.block_k)) / p.split) for end in ends) / plan.tiles
+    total = 0.0
+    for tile in range(plan.tiles):
+        first = tile * plan.tile_queries + plan.ahead
+        last = min(first + plan.tile_queries, spec.keys) - 1
+        end = last + 1 if spec.causal else min(last + spec.window, spec.keys)
+        start = max(first - spec.window + 1, 0) if spec.window else 0
+        blocks = math.ceil(max(end, 1) / p.block_k) - start // p.block_k
+        total += math.ceil(max(blocks, 1) / p.split)
+    return total / plan.tiles
