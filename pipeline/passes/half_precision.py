@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import tvm
-from tvm import relax
+from tvm import relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm_ffi import structural_equal
 
 from pipeline.passes.accumulate import contraction_in_float32
 from pipeline.passes.ir import (
     array_of,
+    bindings_of,
     dtype_of,
     emit_extra,
     emit_named,
@@ -19,6 +21,7 @@ from pipeline.passes.ir import (
     is_op,
     main_of,
     rewrite_main,
+    shape_of,
     users_of,
     values_of,
 )
@@ -33,6 +36,7 @@ _VIEWS: Mapping[str, Callable[[relax.Call, tvm.ir.Expr], tvm.ir.Expr]] = {
     "squeeze": lambda call, data: relax.op.squeeze(data, call.attrs.axis),
     "broadcast_to": lambda call, data: relax.op.broadcast_to(data, call.args[1]),
 }
+_ACTIVATIONS = ("nn.silu", "nn.gelu", "nn.gelu_tanh", "nn.relu", "sigmoid", "tanh")
 _HALF_MAX = float(np.finfo(np.float16).max)
 
 
@@ -41,13 +45,14 @@ def compute_in_half_precision(mod: tvm.ir.IRModule, state: LoweringState) -> tvm
 
     What a matmul reads is rounded once, where it is produced: weights in the constants themselves, activations at the
     end of the kernel that makes them. A layer or RMS norm that a matmul reads takes and gives float16 too, as does the
-    residual stream before it, and computes in float32 inside. Softmax (its scores included: a mask's float32 minimum is
-    -inf in float16) and every elementwise operation stay in float32. Inputs and outputs of `main` keep their dtypes.
+    residual stream before it, and computes in float32 inside; the factors of a gated activation are stored in float16.
+    Softmax (its scores included: a mask's float32 minimum is -inf in float16) and every elementwise operation stay in
+    float32. Inputs and outputs of `main` keep their dtypes.
     A weight beyond the range of float16 keeps its matmul in float32, with a note.
     """
     if state.options.precision != "fp16":
         return mod
-    rewriter = _Half(main_of(mod), state)
+    rewriter = _Half(mod, state)
     result = rewrite_main(mod, rewriter)
     state.note(f"{rewriter.count} matmuls and convolutions in float16" if rewriter.count else "no float32 matmul found")
     return result if rewriter.count else mod
@@ -55,11 +60,13 @@ def compute_in_half_precision(mod: tvm.ir.IRModule, state: LoweringState) -> tvm
 
 @mutator
 class _Half(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, main: relax.Function, state: LoweringState) -> None:
-        super().__init__()
+    def __init__(self, mod: tvm.ir.IRModule, state: LoweringState) -> None:
+        super().__init__(mod)
+        main = main_of(mod)
         self._state = state
         self._values = values_of(main)
         self._users = users_of(main)
+        self._gates = self._find_gates(main)
         self._halves: dict[tvm.ir.Expr, tvm.ir.Expr] = {}
         self._stored: dict[relax.Var, tvm.ir.Expr] = {}
         self.count = 0
@@ -70,6 +77,10 @@ class _Half(PyExprMutator):  # type: ignore[misc]
             args = [self._half(arg) for arg in value.args]
             emit_named(self, var, contraction_in_float32(value, args))
             self.count += 1
+        elif var in self._gates:
+            # One operator on rounded factors: a widening apart would join the kernel that makes a factor.
+            factors = [self._half(arg) for arg in value.args]
+            emit_named(self, var, self.builder_.call_te(_wide_product, *factors, primfunc_name_hint="multiply"))
         elif self._is_half_norm(var):
             # TVM's norms over float16 widen inside: one kernel that reads and writes half precision.
             make = relax.op.nn.layer_norm if is_op(value, "nn.layer_norm") else relax.op.nn.rms_norm
@@ -133,17 +144,54 @@ class _Half(PyExprMutator):  # type: ignore[misc]
         return all(reader != var for reader in readers) and any(map(self._leads_to_contraction, readers))
 
     def _is_residual_stream(self, var: relax.Var, value: tvm.ir.Expr) -> bool:
-        """Return whether `var` is a float32 sum that a half-precision norm reads.
+        """Return whether `var` is a float32 sum, or rows of a table, that a half-precision norm reads.
 
         Other readers are to read the same rounded tensor, so that it is written once.
         """
         readers = self._users.get(var, [])
-        if not is_op(value, "add") or dtype_of(var) != "float32" or any(reader == var for reader in readers):
+        if not is_op(value, "add", "take") or dtype_of(var) != "float32" or any(reader == var for reader in readers):
             return False
         return any(map(self._is_half_norm, readers))
+
+    def _find_gates(self, main: relax.Function) -> set[relax.Var]:
+        """Return the float32 products of two matmuls' results that a matmul reads (SwiGLU: silu(a) * b).
+
+        One of the factors is written by its matmul and read by the other's.
+        """
+        found: set[relax.Var] = set()
+        for binding in bindings_of(main):
+            value = binding.value
+            if not is_op(value, "multiply") or dtype_of(binding.var) != "float32":
+                continue
+            shape = shape_of(binding.var)
+            if not all(isinstance(arg, relax.Var) and structural_equal(shape_of(arg), shape) for arg in value.args):
+                continue
+            roots = {self._contraction_behind(arg) for arg in value.args}
+            read = any(self._leads_to_contraction(reader) for reader in self._users.get(binding.var, []))
+            if len(roots) == 2 and None not in roots and read:
+                found.add(binding.var)
+        return found
+
+    def _contraction_behind(self, expr: tvm.ir.Expr) -> relax.Var | None:
+        """Return the contraction that an expression is made of elementwise, with constants at most."""
+        for _ in range(8):
+            value = self._values.get(expr) if isinstance(expr, relax.Var) else None
+            if is_op(value, *_CONTRACTIONS):
+                return expr
+            if not is_op(value, *_ACTIVATIONS, *_VIEWS) and not is_op(value, "add", "multiply"):
+                return None
+            operands = [arg for arg in value.args if isinstance(arg, relax.Var)]
+            if len(operands) != 1:
+                return None
+            expr = operands[0]
+        return None
 
     def _leads_to_contraction(self, var: relax.Var) -> bool:
         value = self._values.get(var)
         if is_op(value, *_VIEWS):
             return any(self._leads_to_contraction(reader) for reader in self._users.get(var, []) if reader != var)
         return is_op(value, *_CONTRACTIONS)
+
+
+def _wide_product(a: te.Tensor, b: te.Tensor) -> te.Tensor:
+    return te.compute(a.shape, lambda *i: a(*i).astype("float32") * b(*i).astype("float32"), name="multiply")

@@ -14,12 +14,14 @@ from pipeline.passes.accumulate import accumulate_in_float32
 from pipeline.passes.combine_matmuls import combine_matmuls
 from pipeline.passes.fold_constants import fold_constants
 from pipeline.passes.fuse import fuse_operations
+from pipeline.passes.gather_rows import gather_rows
 from pipeline.passes.half_precision import compute_in_half_precision
 from pipeline.passes.lift_weights import lift_weights
 from pipeline.passes.mark_constants import mark_constants
 from pipeline.passes.merge_common import merge_common_subexpressions
 from pipeline.passes.name_bindings import name_bindings
 from pipeline.passes.nan_guard import remove_nan_guards
+from pipeline.passes.norms_of_half import norms_of_half
 from pipeline.passes.pack_weights import pack_weights
 from pipeline.passes.recognise_activations import recognise_activations
 from pipeline.passes.recognise_attention import recognise_attention
@@ -57,6 +59,8 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.PATTERNS, "recognise_rotary", recognise_rotary),
         Step(Phase.PATTERNS, "recognise_attention", recognise_attention),
         Step(Phase.PATTERNS, "write_matmuls_transposed", write_matmuls_transposed),
+        Step(Phase.PATTERNS, "norms_of_half", norms_of_half),
+        Step(Phase.PATTERNS, "gather_rows", gather_rows),
         Step(Phase.PATTERNS, "pack_weights", pack_weights),
         # 5 legalise
         Step(Phase.LEGALISE, "dispatch_sampling", stock(backend.DispatchSampling()), _CODE_GENERATOR),

@@ -63,7 +63,7 @@ def recognise_rotary(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     k' are slices of y, [batch, positions, columns], from which attention reads its heads. Before, each was a kernel of
     its own that also transposed. One rotation alone, or one of another form, is left as it is.
     """
-    if not launches_cost(state.target):
+    if not state.launches_cost:
         return mod
     main = main_of(mod)
     values, users = values_of(main), users_of(main)
@@ -78,11 +78,6 @@ def recognise_rotary(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
         return mod
     state.note(f"{len(groups)} pairs of rotations as one kernel each")
     return rewrite_main(mod, _Replace(mod, groups, state))
-
-
-def launches_cost(target: tvm.target.Target) -> bool:
-    """Return whether fewer kernels are better kernels: on a GPU, where a launch takes as long as a small kernel."""
-    return bool(target.kind.name == "cuda")
 
 
 def _side_by_side(rotations: Sequence[_Rotation]) -> list[_Rotation]:

@@ -7,7 +7,17 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm_ffi import structural_equal
 
-from pipeline.passes.ir import dtype_of, emit_named, is_op, rewrite_main, scalar_of, shape_of
+from pipeline.passes.ir import (
+    array_of,
+    dtype_of,
+    emit_named,
+    is_constant,
+    is_op,
+    rewrite_main,
+    scalar_of,
+    shape_of,
+    static_shape,
+)
 from pipeline.passes.state import LoweringState
 
 _MOVES = ("reshape", "permute_dims", "expand_dims", "squeeze", "broadcast_to", "strided_slice")
@@ -18,7 +28,7 @@ def simplify_views(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     """Return `mod` with chains of reshapes and of transposes as one each, and without operations that change nothing.
 
     Nothing is changed by a reshape, broadcast or cast to what the tensor is, a transpose in the old order, `x + 0`,
-    `x - 0`, `x * 1`, `x / 1`; `split` becomes slices, which fuse into their readers where a split is a kernel. Matmuls
+    `x - 0`, `x * 1`, `x / 1`; `split` and `take` of one position become slices, which fuse into their readers. Matmuls
     of [1, S, H] by [H, N] keep their three axes: the schedules treat an axis of length one as no axis.
     """
     return rewrite_main(mod, _Simplify(state))
@@ -52,6 +62,8 @@ class _Simplify(PyExprMutator):  # type: ignore[misc]
         kept = self._unchanged(value)
         if kept is not None:
             return self.visit_expr(kept)
+        if is_op(value, "take"):
+            return self._row(value)
         if not is_op(value, "reshape", "permute_dims"):
             return None
         data = self.visit_expr(value.args[0])
@@ -81,6 +93,18 @@ class _Simplify(PyExprMutator):  # type: ignore[misc]
             strided = is_op(value, "strided_slice") and len(value.args) > 4
             return None if strided else value.args[0]
         return None
+
+    def _row(self, take: relax.Call) -> tvm.ir.Expr | None:
+        """Return `x[..., i, ...]` for a number i as a slice."""
+        data, index = take.args
+        shape = shape_of(data)
+        if take.attrs.axis is None or not is_constant(index) or static_shape(index) != () or shape is None:
+            return None
+        axis, at = int(take.attrs.axis) % len(shape), int(array_of(index))
+        if not isinstance(shape[axis], tvm.tirx.IntImm) or not 0 <= at < int(shape[axis]):
+            return None
+        row = relax.op.strided_slice(self.visit_expr(data), [axis], [at], [at + 1], assume_inbound=True)
+        return relax.op.squeeze(self.builder_.emit(row), [axis])
 
     def _slice(self, split: relax.Call, index: int) -> tvm.ir.Expr:
         data = self.visit_expr(split.args[0])

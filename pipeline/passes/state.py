@@ -38,6 +38,11 @@ class LoweringState:
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     _order: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def launches_cost(self) -> bool:
+        """Whether fewer kernels are better kernels: on a GPU, where a launch takes as long as a small kernel."""
+        return bool(self.target.kind.name == "cuda")
+
     def nodes_of(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the ONNX nodes behind bindings, each once, in the order of the graph."""
         if not self._order:

@@ -12,8 +12,8 @@ from pipeline.passes import (
     attention_kernel,
     lower,
     recognise_attention,
-    recognise_rotary,
 )
+from pipeline.passes.state import LoweringState
 from schedules.targets import resolve_target
 from tests.pipeline.passes.attention_forms import BATCH, HEADS, HIDDEN, LENGTH, SIZE, Form
 from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, run_reference, small_model
@@ -25,7 +25,7 @@ TOLERANCE = 2e-2
 @pytest.fixture
 def any_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make for a CPU what is made for Hopper, to run it here."""
-    monkeypatch.setattr(recognise_rotary, "launches_cost", lambda _target: True)
+    monkeypatch.setattr(LoweringState, "launches_cost", True)
     monkeypatch.setattr(recognise_attention, "has_template", lambda _target: True)
     monkeypatch.setattr(attention_kernel, "template_refusal", lambda _func, _target: None)
 
