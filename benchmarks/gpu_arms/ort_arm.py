@@ -46,14 +46,25 @@ def ort_arm(
         graph = fused_graph(case, weights, dtype="float16", masked=masked)
     except NoFusedGraphError as error:
         raise ArmUnavailableError(str(error)) from error
-    forms = {name: _bound_arm(_session(graph, minimum), inputs) for name, minimum in _FORMS.items()}
-    medians = {name: _median_ms(arm) for name, arm in forms.items()}
+    forms: dict[str, DeviceArm] = {}
+    medians: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for name, minimum in _FORMS.items():
+        try:
+            forms[name] = _bound_arm(_session(graph, minimum), inputs)
+            medians[name] = _median_ms(forms[name])
+        # The border of a form: ONNX Runtime's errors have no base class, and the other form may do.
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+    if not medians:
+        raise ArmUnavailableError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
     fastest = min(medians, key=lambda name: medians[name])
     notes = {
         "onnxruntime": onnxruntime.__version__,
         "graph": "contrib operators",
         "form": fastest,
         "trial_median_ms": medians,
+        "failed_forms": failed,
     }
     return replace(forms[fastest], notes=notes)
 
