@@ -42,14 +42,19 @@ class Cubin:
 
 def read_cubin(data: bytes) -> Cubin:
     """Return what is in a cubin with one kernel (ELF-64: section headers of 64 bytes, `e_shoff` at 0x28)."""
-    sections = _sections(data)
-    (code,) = (content for name, content in sections.items() if name.startswith(".text."))
+    sections, code = _sections(data), kernel_code(data)
     opcodes: dict[int, int] = {}
     for position in range(0, len(code), 16):
         opcode = struct.unpack_from("<H", code, position)[0] & 0xFFF
         opcodes[opcode] = opcodes.get(opcode, 0) + 1
     attributes = _attributes(sections[".nv.info"])
     return Cubin(opcodes, attributes[_REGISTERS], attributes[_FRAME_BYTES])
+
+
+def kernel_code(data: bytes) -> bytes:
+    """Return the machine code of a cubin's only kernel, 16 bytes an instruction."""
+    (code,) = (content for name, content in _sections(data).items() if name.startswith(".text."))
+    return code
 
 
 def _sections(data: bytes) -> dict[str, bytes]:
