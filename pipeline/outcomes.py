@@ -15,7 +15,7 @@ from pipeline.measure import BenchmarkReport
 from pipeline.validate import ValidationReport
 from schedules.targets import resolve_target
 from tuning_db.outcomes import Artifact, Benchmark, Validation
-from tuning_db.records import Environment, canonical_json
+from tuning_db.records import Environment, canonical_json, utc_now
 from tuning_db.store import TuningDatabase
 
 _US_PER_MS = 1e3
@@ -59,9 +59,13 @@ def note_validation(
 def note_benchmark(
     database: TuningDatabase, artifact: Artifact, environment: Environment, report: BenchmarkReport
 ) -> None:
-    """Keep the raw latencies of every arm of a benchmark, and its artifact if it is not known yet."""
+    """Keep the raw latencies of every arm of a benchmark, and its artifact if it is not known yet.
+
+    The arms have one time, which says that they took turns in one run.
+    """
+    moment = utc_now()
     conditions = canonical_json({**report.conditions, "runs": report.runs, "warmup": report.warmup})
     database.record_artifact(artifact)
     for arm in report.arms:
         latencies_us = tuple(value * _US_PER_MS for value in arm.latencies_ms)
-        database.record_benchmark(Benchmark(artifact.key, environment, arm.name, latencies_us, conditions))
+        database.record_benchmark(Benchmark(artifact.key, environment, arm.name, latencies_us, conditions, moment))

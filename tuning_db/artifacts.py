@@ -27,7 +27,7 @@ class ValidationSummary:
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """The last benchmark of one arm on one device: the artifact itself, or a peer measured beside it."""
+    """One arm of the last benchmark on a device: the artifact itself, or a peer measured beside it."""
 
     arm: str
     device_name: str
@@ -118,8 +118,11 @@ def _last_benchmarks(session: Session, artifact_id: int) -> tuple[ArmSummary, ..
         .where(BenchmarkRow.artifact_id == artifact_id, BenchmarkRow.latency_us.is_not(None))
         .order_by(BenchmarkRow.created_at, BenchmarkRow.id)
     )
-    # A later row of the same arm and device replaces the earlier one.
-    last: dict[tuple[str, str], ArmSummary] = {}
+    runs: dict[str, list[ArmSummary]] = {}
     for arm, device_name, latency_us, created_at in session.execute(statement):
-        last[arm, device_name] = ArmSummary(arm, device_name, float(latency_us or 0.0), created_at)
-    return tuple(last.values())
+        run = runs.setdefault(device_name, [])
+        # Arms of different runs did not take turns: beside each other they would say what nobody measured.
+        if run and run[0].created_at != created_at:
+            run.clear()
+        run.append(ArmSummary(arm, device_name, float(latency_us or 0.0), created_at))
+    return tuple(arm for run in runs.values() for arm in run)
