@@ -61,6 +61,16 @@ def _gelu(_case: MatmulCase, value: te.Tensor):
     return _map(gelu, value, "gelu"), []
 
 
+def _gelu_tanh(_case: MatmulCase, value: te.Tensor):
+    half, one = tirx.const(0.5, "float32"), tirx.const(1, "float32")
+
+    def gelu(x):
+        u = tirx.const(0.7978845608, "float32") * x * (one + tirx.const(0.044715, "float32") * x * x)
+        return half * x * (one + te.tanh(u))
+
+    return _map(gelu, value, "gelu_tanh"), []
+
+
 def _tanh(_case: MatmulCase, value: te.Tensor):
     return _map(te.tanh, value, "tanh"), []
 
@@ -117,6 +127,7 @@ def _summed(_case: MatmulCase, value: te.Tensor):
 _STEPS = {
     "bias": _bias,
     "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
     "tanh": _tanh,
     "residual": _residual,
     "row_scale": _row_scale,

@@ -27,6 +27,7 @@ CASES = {
     "one row": (replace(RAGGED, rows=(1,)), GemmParameters(64, 32, 3, 1, dependent=True)),
     "prime rows": (replace(RAGGED, rows=(127,)), GemmParameters(128, 48, 4, 2, dependent=True)),
     "leading axes": (replace(RAGGED, rows=(3, 43), epilogue=("bias", "gelu")), GemmParameters(128, 192, 3, 2, 2)),
+    "tanh form": (replace(RAGGED, epilogue=("bias", "gelu_tanh")), GemmParameters(64, 96, 3, 1)),
     "by turns": (replace(RAGGED, rows=(1000,), n=776, k=520), GemmParameters(64, 128, 3, 2, 7, 1, True, True)),
     "split": (replace(RAGGED, k=1032), GemmParameters(64, 64, 3, 1, 0, 3, dependent=True)),
     "split with two consumers": (replace(RAGGED, k=1032), GemmParameters(128, 64, 3, 2, 0, 2)),
@@ -63,6 +64,8 @@ def expected(case: MatmulCase, arrays: list[np.ndarray]) -> np.ndarray:
     for step in case.epilogue:
         if step == "gelu":
             value = value * (0.5 + 0.5 * special.erf(value * 0.5**0.5))
+        elif step == "gelu_tanh":
+            value = value * (0.5 + 0.5 * np.tanh((2 / np.pi) ** 0.5 * (value + 0.044715 * value**3)))
         elif step == "gated":
             columns = np.arange(value.shape[-1] // 2)
             gate, gated = (value[..., columns // 8 * 16 + columns % 8 + offset] for offset in (0, 8))
