@@ -1,7 +1,7 @@
 """What jobs made, noted in the tuning database: artifacts, how they validated, how fast they ran.
 
-An artifact is known by the content of its manifest without the validation in it, so that validations and benchmarks of
-a later day, from its directory alone, are noted of the same one.
+An artifact is known by the hashes of its files, so that validations and benchmarks of a later day, from its directory
+alone and by a later version, are noted of the same one.
 """
 
 from __future__ import annotations

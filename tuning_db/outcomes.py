@@ -57,8 +57,13 @@ class Artifact:
 
     @property
     def key(self) -> str:
-        """The sha256 of what it is: model, target and manifest, wherever and whenever it was written."""
-        return content_key([self.model, self.model_sha256, self.target.key, json.loads(self.manifest)])
+        """The sha256 of what it is: model, target and the hashes of its files, wherever and whenever it was written.
+
+        A manifest that names no `files` counts whole; else its other fields, which a later version may write anew, do not.
+        """
+        manifest = json.loads(self.manifest)
+        files = manifest.get("files") if isinstance(manifest, dict) else None
+        return content_key([self.model, self.model_sha256, self.target.key, files or manifest])
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -94,12 +94,18 @@ def test_artifact_is_noted_with_its_first_result_and_not_without_a_database(tune
     assert "is empty" in relaxtune("validate", tuned.artifact, "--db", "", code=1)
 
 
-def test_key_of_an_artifact_does_not_depend_on_its_validation(tuned):
+def test_key_of_an_artifact_depends_on_its_files_alone(tuned):
     manifest: Manifest = load_manifest(tuned.artifact)
     assert manifest.validation is not None
     validated, again = artifact_of(manifest, tuned.artifact), artifact_of(manifest.with_validation({}), Path("other"))
     assert validated.key == again.key
     assert validated.target == target_key(resolve_target("llvm"))
+    # As a version that knows one more field of kernels would write the same artifact.
+    noted = json.loads(validated.manifest)
+    noted["kernels"][0]["colour"] = None
+    assert replace(validated, manifest=json.dumps(noted)).key == validated.key
+    noted["files"]["model.so"]["sha256"] = "0" * 64
+    assert replace(validated, manifest=json.dumps(noted)).key != validated.key
 
 
 def test_compile_notes_its_artifact_only_when_asked_to(tuned, relaxtune, tmp_path):
@@ -108,7 +114,7 @@ def test_compile_notes_its_artifact_only_when_asked_to(tuned, relaxtune, tmp_pat
     relaxtune(*command, "--db", tuned.database)
     assert counts(tuned.database) == before
     relaxtune("db", "merge", tuned.database, "--db", tmp_path / "copy.db")
-    relaxtune(*command, "--db", tmp_path / "copy.db", "--record")
+    relaxtune(*command, "--db", tmp_path / "copy.db", "--record", "--embed-weights")
     assert counts(tmp_path / "copy.db") == (before[0] + 1, before[1] + 1, before[2])
     assert "expected a database (--db URL) beside --record" in relaxtune(*command, "--record", code=2)
 
