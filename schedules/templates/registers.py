@@ -168,7 +168,7 @@ class Lanes:
     def _loaded(self, access: Access, lane: int) -> tirx.Expr:
         element = self._registers[access][access.register(lane)]
         if access.dtype == "bool":
-            return element != tirx.IntImm("uint8", 0)
+            return tirx.NE(element, tirx.IntImm("uint8", 0))
         return _cast(element, _computed(access.dtype))
 
     def _is_shared(self, division: tirx.Div) -> bool:
@@ -275,7 +275,7 @@ def _cast(value: tirx.Expr, dtype: str) -> tirx.Expr:
     if dtype_of(value) == dtype:
         return value
     if dtype == "bool":
-        return value != tirx.Cast(dtype_of(value), tirx.IntImm("int32", 0))
+        return tirx.NE(value, tirx.Cast(dtype_of(value), tirx.IntImm("int32", 0)))
     return tirx.Cast(dtype, value)
 
 

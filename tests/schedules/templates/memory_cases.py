@@ -197,6 +197,20 @@ def causal_mask(length: int) -> MemoryCase:
     return MemoryCase(tensors, expected)
 
 
+def chosen(shape: tuple[int, ...]) -> MemoryCase:
+    """An exported Where: a boolean, by way of an integer, chooses between a tensor and a scalar."""
+
+    def tensors() -> list[te.Tensor]:
+        mark, x, other = tensor("mark", shape[-1:], "bool"), tensor("x", shape), tensor("other", ())
+        zero = tirx.const(0, "int64")
+        pick = te.compute(
+            shape, lambda *i: tirx.Select(zero < mark(i[-1]).astype("int64"), x(*i), other()), name="chosen"
+        )
+        return [mark, x, other, pick]
+
+    return MemoryCase(tensors, lambda mark, x, other: np.where(mark, x, other))
+
+
 def both_marks(shape: tuple[int, ...]) -> MemoryCase:
     """Booleans from booleans and integers."""
 

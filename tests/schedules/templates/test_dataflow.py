@@ -42,6 +42,7 @@ CASES = {
     "row put first": cases.append((2, 3, 4), 1),
     "column put first": cases.append((2, 3), 1),
     "causal": cases.causal_mask(4),
+    "choice": cases.chosen((2, 2, 3)),
     "booleans": cases.both_marks((2, 3)),
 }
 

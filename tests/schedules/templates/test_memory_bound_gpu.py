@@ -49,6 +49,7 @@ ELEMENTS = {
     "row put first": (cases.append((3, 16, 40), 1), ElementwiseParameters(8, 1, 32, True)),
     "column put first": (cases.append((3, 15), 1), ElementwiseParameters(8, 1, 32, True)),
     "causal": (cases.causal_mask(72), ElementwiseParameters(2, 2, 32)),
+    "choice": (cases.chosen((5, 7, 24)), ElementwiseParameters(8, 1, 32, True)),
     "booleans": (cases.both_marks((9, 32)), ElementwiseParameters(8, 1, 32, True)),
 }
 ALL = {
