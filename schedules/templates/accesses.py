@@ -92,7 +92,15 @@ class Accesses:
 
     def of(self, load: TensorLoad, guards: Sequence[Guard]) -> Access:
         """Return the access that makes a load in the expressions under the branches around it."""
-        return self._by_load[_key(load, guards)]
+        found = self._known(load, guards)
+        if found is None:
+            raise KeyError(f"{load} is no load of these expressions under {len(guards)} branches")
+        return found
+
+    def _known(self, load: TensorLoad, guards: Sequence[Guard]) -> Access | None:
+        """Return the access that makes a load under all or the outer ones of some branches."""
+        keys = (_key(load, guards[:count]) for count in range(len(guards) + 1))
+        return next((self._by_load[key] for key in keys if key in self._by_load), None)
 
     def instructions(self) -> float:
         """Return memory instructions that read, per element."""
@@ -122,12 +130,11 @@ class Accesses:
         rebuild(expr, visit)
 
     def _note(self, load: TensorLoad, guards: tuple[Guard, ...]) -> None:
-        key = _key(load, guards)
-        if key in self._by_load:
+        if self._known(load, guards) is not None:
             return
         self._collect(load.indices[0], guards)
         access = self._access(load, guards)
-        self._by_load[key] = access
+        self._by_load[_key(load, guards)] = access
         self.found.append(access)
 
     def _access(self, load: TensorLoad, guards: tuple[Guard, ...]) -> Access:

@@ -60,6 +60,20 @@ def test_branch_that_divides_a_vector_is_taken_lane_by_lane() -> None:
     assert found["packed"].width == 4
 
 
+def test_load_that_was_made_before_a_branch_is_not_made_again() -> None:
+    def tensors() -> list[te.Tensor]:
+        ids, table = tensor("ids", (6,), "int64"), tensor("table", (9, 64))
+
+        def row(i: tirx.Var) -> tirx.Expr:
+            return tirx.if_then_else(ids[i] < 0, ids[i] + 9, ids[i])
+
+        return [ids, table, te.compute((6, 64), lambda i, j: table[row(i), j], name="rows")]
+
+    found = accesses_of(MemoryCase(tensors, lambda x: x), 8)
+    assert list(found) == ["ids", "table"]
+    assert found["ids"].conditions == ()
+
+
 def test_rows_at_odd_addresses_are_read_in_what_divides_them() -> None:
     def tensors() -> list[te.Tensor]:
         x = tensor("x", (6, 70))
