@@ -59,7 +59,8 @@ class Artifact:
     def key(self) -> str:
         """The sha256 of what it is: model, target and the hashes of its files, wherever and whenever it was written.
 
-        A manifest that names no `files` counts whole; else its other fields, which a later version may write anew, do not.
+        Other fields of a manifest do not count, since a later version may write them anew; one without `files` counts
+        whole.
         """
         manifest = json.loads(self.manifest)
         files = manifest.get("files") if isinstance(manifest, dict) else None

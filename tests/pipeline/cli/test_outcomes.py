@@ -114,8 +114,12 @@ def test_compile_notes_its_artifact_only_when_asked_to(tuned, relaxtune, tmp_pat
     relaxtune(*command, "--db", tuned.database)
     assert counts(tuned.database) == before
     relaxtune("db", "merge", tuned.database, "--db", tmp_path / "copy.db")
-    relaxtune(*command, "--db", tmp_path / "copy.db", "--record", "--embed-weights")
-    assert counts(tmp_path / "copy.db") == (before[0] + 1, before[1] + 1, before[2])
+    # The same files once more: the same artifact, validated again.
+    relaxtune(*command, "--db", tmp_path / "copy.db", "--record")
+    assert counts(tmp_path / "copy.db") == (before[0], before[1] + 1, before[2])
+    other = ("compile", tuned.model, "--target", "llvm", "--shape", "x=8x32", *command[6:])
+    relaxtune(*other, "--db", tmp_path / "copy.db", "--record")
+    assert counts(tmp_path / "copy.db") == (before[0] + 1, before[1] + 2, before[2])
     assert "expected a database (--db URL) beside --record" in relaxtune(*command, "--record", code=2)
 
 
