@@ -7,6 +7,8 @@ number of rounds on one thread, in well under a second, on the same features and
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,6 +39,33 @@ class FastCostModel(ms.cost_model.XGBModel._cls):  # type: ignore[misc]
     def __init__(self, warmup_candidates: int, seed: int) -> None:
         config = ms.cost_model.xgb_model.XGBConfig(nthread=1, seed=seed % 2**31, tree_method="hist")
         super().__init__(config=config, num_warmup_samples=warmup_candidates, verbose_eval=0)
+        self._seed = seed
+        # Searches of several tasks share the model.
+        self._lock = threading.Lock()
+        self._asked: Counter[str] = Counter()
+
+    def update(
+        self,
+        context: ms.TuneContext,
+        candidates: list[ms.MeasureCandidate],
+        results: list[ms.runner.RunnerResult],
+    ) -> None:
+        """Learn from the results of some candidates of one task."""
+        with self._lock:
+            super().update(context, candidates, results)
+
+    def predict(self, context: ms.TuneContext, candidates: list[ms.MeasureCandidate]) -> np.ndarray:
+        """Return a score for each candidate, higher for a faster one; random ones before it has learnt anything.
+
+        The random ones depend on the seed, the task and how often it was asked for, and on no other task.
+        """
+        if self.data_size >= self.num_warmup_samples and self.booster is not None:
+            return np.asarray(super().predict(context, candidates))
+        key = shash2hex(context.mod)
+        with self._lock:
+            self._asked[key] += 1
+            count = self._asked[key]
+        return np.random.default_rng([self._seed % 2**31, int(key, 16), count]).uniform(size=len(candidates))
 
     def absorb(
         self, context: ms.TuneContext, candidates: Sequence[ms.MeasureCandidate], seconds: Sequence[float]

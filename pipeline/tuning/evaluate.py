@@ -114,7 +114,7 @@ class Evaluator:
         self._runner = runner
         self._target = target
         self._queue_clock, self._measure_clock = BusyClock(), BusyClock()
-        self._finished: queue.SimpleQueue[Finished | Exception] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[Finished | Exception | None] = queue.SimpleQueue()
         self._measuring: queue.SimpleQueue[tuple[_Ticket, ms.runner.RunnerFuture] | None] = queue.SimpleQueue()
         # Guards what follows, which the builder's thread and the one that waits for measurements share.
         self._lock = threading.Lock()
@@ -159,7 +159,7 @@ class Evaluator:
             self.builder.submit(item, lambda built, ticket=ticket: self._built(ticket, built))  # type: ignore[misc]
 
     def take(self, timeout_s: float | None) -> Finished | None:
-        """Return a finished candidate; None when there is none within the time.
+        """Return a finished candidate; None when there is none within the time, or somebody called `wake`.
 
         Raises
         ------
@@ -172,8 +172,13 @@ class Evaluator:
             return None
         if isinstance(finished, Exception):
             raise finished
-        self.pending -= 1
+        if finished is not None:
+            self.pending -= 1
         return finished
+
+    def wake(self) -> None:
+        """Let whoever waits in `take` look elsewhere; safe between threads."""
+        self._finished.put(None)
 
     def close(self) -> None:
         """End the thread that waits for measurements; the builder and the runner must have ended before."""

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 from tvm.s_tir import meta_schedule as ms
 
 from pipeline.errors import UsageError
 from pipeline.tuning.baseline import list_fallbacks
 from pipeline.tuning.evaluate import Evaluator, Finished, Job, Outcome, remove_artifact
 from pipeline.tuning.failure import StopSignal
-from pipeline.tuning.near import NearRecords
 from pipeline.tuning.note import CandidateNote
 from pipeline.tuning.options import TuningOptions
 from pipeline.tuning.progress import ProgressEvent, ProgressListener, estimate_left
 from pipeline.tuning.recorder import Recorder
 from pipeline.tuning.runner import NO_REFERENCE
-from pipeline.tuning.search import Candidate, TaskSearch
+from pipeline.tuning.search import Candidate
+from pipeline.tuning.search_pool import Lesson, Proposal, SearchPool
 from pipeline.tuning.state import (
     Contender,
     TaskState,
@@ -50,8 +49,6 @@ _QUORUM = 0.75
 _WAIT_S = 0.2
 _FLUSH_S = 1.0
 
-MakeSearch = Callable[[TaskState], TaskSearch]
-
 
 @dataclass
 class _Batch:
@@ -60,7 +57,7 @@ class _Batch:
     state: TaskState
     size: int
     left: int
-    back: list[tuple[Candidate, float | None]] = field(default_factory=list)
+    back: list[Lesson] = field(default_factory=list)
     closed: bool = False
 
 
@@ -86,8 +83,8 @@ class Rounds:
         Build processes, which are kept busy.
     spent : int
         Candidates of earlier runs of the same job, which count against the trials.
-    make_search : callable
-        Starts the search of a task.
+    searches : SearchPool
+        Where tasks are searched.
     """
 
     def __init__(
@@ -102,8 +99,7 @@ class Rounds:
         *,
         workers: int,
         spent: int,
-        make_search: MakeSearch,
-        seconds: dict[str, float],
+        searches: SearchPool,
     ) -> None:
         self._states = states
         self._evaluator = evaluator
@@ -114,8 +110,7 @@ class Rounds:
         self._stop = stop
         self._workers = workers
         self._spent = spent
-        self._make_search = make_search
-        self._seconds = seconds
+        self._searches = searches
         self._began = time.monotonic()
         self._flushed = 0.0
 
@@ -130,26 +125,21 @@ class Rounds:
     def run(self) -> None:
         """Search, hand in and take back until the trials or the time are used up, or nothing promises anything."""
         self._began = time.monotonic()
-        # Predictions of an untrained cost model come from NumPy's global generator.
-        random_state = np.random.get_state()
-        try:
-            while not self._stop.due:
-                self._take_back(0)
-                state = self._next_task() if self._has_room() else None
-                if state is not None:
-                    self._round(state)
-                elif self._evaluator.pending:
-                    self._take_back(_WAIT_S)
-                else:
-                    break
-            self._drain()
-        finally:
-            np.random.set_state(random_state)
+        while not self._stop.due:
+            self._take_back(0)
+            state = self._next_task() if self._has_room() else None
+            if state is not None:
+                self._round(state)
+            elif self._evaluator.pending or self._searches.running:
+                self._take_back(_WAIT_S)
+            else:
+                break
+        self._drain()
 
     def _has_room(self) -> bool:
         if self._evaluator.exclusive:
-            return self._evaluator.pending == 0
-        return self._evaluator.builder.waiting < self._workers
+            return self._evaluator.pending == 0 and self._searches.running == 0
+        return self._evaluator.builder.waiting < self._workers and self._searches.running < self._searches.threads
 
     def _next_task(self) -> TaskState | None:
         """Return the task to ask next; what is not worth another round is ended here."""
@@ -157,12 +147,12 @@ class Rounds:
             return None
         total_us = model_us(self._states)
         for state in self._states:
-            if state.open and state.in_flight == 0:
+            if state.open and state.in_flight == 0 and not state.searching:
                 self._end_if_settled(state, total_us)
         return choose_task([state for state in self._states if self._may_go_on(state)])
 
     def _may_go_on(self, state: TaskState) -> bool:
-        return state.open and state.in_flight <= (1 - _QUORUM) * self._round_size()
+        return state.open and not state.searching and state.in_flight <= (1 - _QUORUM) * self._round_size()
 
     def _end_if_settled(self, state: TaskState, total_us: float) -> None:
         if state.templates is not None and not state.templates.done:
@@ -177,8 +167,10 @@ class Rounds:
         size = self._round_size() if remaining is None else min(self._round_size(), remaining)
         if state.templates is not None and not state.templates.done:
             self._template_round(state, size)
+        elif Route.METASCHEDULE in self._options.routes:
+            self._searches.submit(state, size)
         else:
-            self._search_round(state, size)
+            state.ended = "no search was asked for"
 
     def _template_round(self, state: TaskState, size: int) -> None:
         if state.templates is None:
@@ -197,22 +189,24 @@ class Rounds:
                 self._take(Finished(tag, Outcome(Status.BUILD_ERROR, error=f"{type(e).__name__}: {e}")))
         self._hand_in(state, jobs)
 
-    def _search_round(self, state: TaskState, size: int) -> None:
-        if Route.METASCHEDULE not in self._options.routes:
-            state.ended = "no search was asked for"
+    def _take_proposal(self, proposal: Proposal) -> None:
+        """Hand in what a task's search proposed."""
+        state = proposal.state
+        state.seconds += proposal.seconds
+        if proposal.failure is not None:
+            state.skipped = f"its search failed: {proposal.failure}"
             return
-        proposed = self._propose(state)
-        if not proposed:
-            state.ended = state.ended or "exhausted: the search found nothing more"
+        if not proposal.candidates:
+            state.ended = "exhausted: the search found nothing more"
             return
-        fresh = [one for one in proposed if decision_key(one.decision) not in state.decided][:size]
+        keyed = [(decision_key(one.decision), one) for one in proposal.candidates]
+        fresh = [one for key, one in keyed if key not in state.decided and key not in state.on_way][: proposal.size]
         state.empty_rounds = 0 if fresh else state.empty_rounds + 1
         if state.empty_rounds >= _EMPTY_ROUNDS_MAX:
             state.ended = "exhausted: the search proposes what was measured"
-        known = [one for one in proposed if decision_key(one.decision) in state.decided]
         batch = _Batch(state, len(fresh), len(fresh))
-        batch.back = [(one, state.decided[decision_key(one.decision)]) for one in known]
-        if not fresh:
+        batch.back = [(one, state.decided[key]) for key, one in keyed if key in state.decided]
+        if not fresh or self._stop.due:
             self._close(batch)
             return
         note = self._note_of(state)
@@ -229,9 +223,7 @@ class Rounds:
 
     def _hand_in(self, state: TaskState, jobs: list[tuple[Job, _Tag]]) -> None:
         state.in_flight += len(jobs)
-        for _, tag in jobs:
-            # Not proposed again while it is on its way.
-            state.decided.setdefault(decision_key(tag.decision), None)
+        state.on_way |= {decision_key(tag.decision) for _, tag in jobs}
         self._evaluator.submit(jobs)
 
     def _note_of(self, state: TaskState) -> CandidateNote:
@@ -239,39 +231,21 @@ class Rounds:
             raise UsageError(f"task {state.task.name} has no reference to compare candidates with.")
         return replace(state.note, best_s=None if state.best_us is None else state.best_us / 1e6)
 
-    def _propose(self, state: TaskState) -> list[Candidate]:
-        began = time.monotonic()
-        # Of its own for each round, so that what a task is asked first does not depend on what came back before.
-        np.random.seed((self._options.seed + 7919 * len(state.progress) + int(state.task.workload_hash)) % 2**32)
-        try:
-            if state.search is None:
-                state.search = self._make_search(state)
-            if state.near.traces:
-                adopted, state.near = state.search.adopt(state.near.traces), NearRecords()
-                if any(decision_key(one.decision) not in state.decided for one in adopted):
-                    return adopted
-            return state.search.propose()
-        except REPLAY_ERRORS as e:
-            # A space that cannot be searched must not end the other tasks' run.
-            logger.warning("the search of task %s failed: %s", state.task.name, e)
-            state.skipped = f"its search failed: {_last_line(e)}"
-            return []
-        finally:
-            self._count_search(state, began)
-
     def _take_back(self, timeout_s: float) -> None:
         """Take what is finished, waiting so long for the first."""
         finished = self._evaluator.take(timeout_s)
         while finished is not None:
             self._take(finished)
             finished = self._evaluator.take(0)
+        for proposal in self._searches.take():
+            self._take_proposal(proposal)
         if time.monotonic() - self._flushed > _FLUSH_S:
             self._recorder.flush()
             self._flushed = time.monotonic()
 
     def _drain(self) -> None:
         """Take back what was handed in before the end; when the run is stopped, most of it comes back given up."""
-        while self._evaluator.pending:
+        while self._evaluator.pending or (self._searches.running and not self._stop.due):
             self._take_back(_WAIT_S)
 
     def _take(self, finished: Finished) -> None:
@@ -281,9 +255,8 @@ class Rounds:
         state, outcome = tag.state, finished.outcome
         if tag.route is not Route.FALLBACK:
             state.in_flight -= 1
-        if outcome is None:
-            state.decided.pop(decision_key(tag.decision), None)
-        else:
+        state.on_way.discard(decision_key(tag.decision))
+        if outcome is not None:
             self._record(tag, outcome, finished.artifact)
         if outcome is None and finished.artifact is not None:
             remove_artifact(finished.artifact)
@@ -326,17 +299,8 @@ class Rounds:
         if not batch.closed:
             state.close_round()
         batch.closed = True
-        if state.search is None or not batch.back or self._stop.due:
-            return
-        began = time.monotonic()
         back, batch.back = batch.back, []
-        state.search.learn([one for one, _ in back], [None if s is None else [s] for _, s in back])
-        self._count_search(state, began)
-
-    def _count_search(self, state: TaskState, began: float) -> None:
-        seconds = time.monotonic() - began
-        state.seconds += seconds
-        self._seconds["search"] += seconds
+        self._searches.teach(state, back)
 
     def _round_size(self) -> int:
         """Return the candidates of a round: fewer when the trials would not give every task one."""
@@ -358,10 +322,5 @@ class Rounds:
     def _remaining(self) -> int | None:
         if self._options.trials is None:
             return None
-        asked = sum(state.valid + state.failed + state.in_flight for state in self._states)
+        asked = sum(state.valid + state.failed + state.in_flight + state.searching for state in self._states)
         return max(0, self._options.trials - self._spent - asked)
-
-
-def _last_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__

@@ -34,6 +34,7 @@ from pipeline.tuning.resume import EarlierRuns, end_what_was_done, find_earlier_
 from pipeline.tuning.rounds import Rounds
 from pipeline.tuning.runner import ProcessRunner
 from pipeline.tuning.search import TaskSearch
+from pipeline.tuning.search_pool import SearchPool
 from pipeline.tuning.state import TaskState, summarise
 from pipeline.tuning.task import TuningTask
 from pipeline.tuning.template_candidates import OFFERED_ROUTES, template_candidates
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 # Parents of the first round, from the records of earlier runs.
 _SEEDS = 64
+# Tasks searched at the same time, where that disturbs no measurement.
+_SEARCHES_MAX = 4
 
 
 def tune(
@@ -192,7 +195,7 @@ class _Session:
         self._adapter = MetaScheduleAdapter(
             database, target_key(target), environment, tvm_target=target.target, commit_records=False
         )
-        self._cost_model: FastCostModel | None = None
+        self._cost_model = FastCostModel(WARMUP_CANDIDATES, options.seed)
         self._job_id = job_id
         self._spent = 0
         self._interrupted = False
@@ -221,6 +224,10 @@ class _Session:
 
     def run(self, evaluator: Evaluator, workers: int, began: float) -> None:
         """Measure; what was finished is recorded when this returns or raises."""
+        threads = 1 if evaluator.exclusive else max(1, min(_SEARCHES_MAX, workers // 2))
+        searches = SearchPool(
+            threads, lambda state: self._new_search(state, max(1, workers // threads)), evaluator.wake
+        )
         rounds = Rounds(
             self._states,
             evaluator,
@@ -231,15 +238,19 @@ class _Session:
             self._stop,
             workers=workers,
             spent=self._spent,
-            make_search=lambda state: self._new_search(state, workers),
-            seconds=self.seconds,
+            searches=searches,
         )
         try:
             if self._options.warm_start_s and self._options.mode is not Mode.FORCE:
                 # It goes on while the processes start.
                 with self._timed("search"):
-                    self._cost_model = begin_with_records(
-                        self._to_do(), self._database, self._target, self._environment, self._options
+                    begin_with_records(
+                        self._cost_model,
+                        self._to_do(),
+                        self._database,
+                        self._target,
+                        self._environment,
+                        self._options,
                     )
             prepare_references(
                 self._to_do(),
@@ -255,8 +266,10 @@ class _Session:
             self._stop.request()
             self._interrupted = True
         finally:
-            self.seconds.update(evaluator.seconds)
             self._recorder.flush()
+            searches.close()
+            self.seconds.update(evaluator.seconds)
+            self.seconds["search"] += searches.clock.seconds
 
     def summary(self, began: float) -> TuningSummary:
         """Return what came of the run, and record what each task took."""
@@ -296,8 +309,6 @@ class _Session:
         return TemplateSearch(candidates, known_us, thorough=self._options.all_templates)
 
     def _new_search(self, state: TaskState, workers: int) -> TaskSearch:
-        if self._cost_model is None:
-            self._cost_model = FastCostModel(WARMUP_CANDIDATES, self._options.seed)
         seeds = (
             []
             if self._options.mode is Mode.FORCE

@@ -45,7 +45,8 @@ class TaskState:
     `decided` holds what was decided in this run and, but for mode force, in earlier ones: key of the decision -> median
     seconds, or None for a failure. `templates` come before any search. `progress` is the best latency after each round,
     those of earlier runs included; `rounds` are this run's. `near` holds what was best for near shapes, to begin with.
-    `ready`: its reference and its fallback are there. `in_flight` counts the candidates handed in and not back.
+    `ready`: its reference and its fallback are there. `in_flight` counts the candidates handed in and not back,
+    `on_way` has the keys of their decisions; `searching` is how many a search that is under way will hand in.
     """
 
     task: TuningTask
@@ -57,6 +58,8 @@ class TaskState:
     near: NearRecords = field(default_factory=NearRecords)
     ready: bool = False
     in_flight: int = 0
+    on_way: set[str] = field(default_factory=set)
+    searching: int = 0
     before_us: float | None = None
     best_us: float | None = None
     best_spread: float | None = None

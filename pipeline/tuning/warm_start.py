@@ -15,7 +15,7 @@ import tvm
 from tvm.s_tir import meta_schedule as ms
 
 from pipeline.environment import target_key
-from pipeline.tuning.cost_model import WARMUP_CANDIDATES, FastCostModel
+from pipeline.tuning.cost_model import FastCostModel
 from pipeline.tuning.near import near_records, near_workloads
 from pipeline.tuning.options import TuningOptions
 from pipeline.tuning.state import TaskState
@@ -33,17 +33,17 @@ _LISTED_MAX = 256
 
 
 def begin_with_records(
+    cost_model: FastCostModel,
     states: Sequence[TaskState],
     database: TuningDatabase,
     target: ResolvedTarget,
     environment: Environment,
     options: TuningOptions,
-) -> FastCostModel:
-    """Give every task what was best for near shapes and return a cost model that has learnt from earlier records.
+) -> None:
+    """Give every task what was best for near shapes and let the cost model learn from earlier records.
 
     The records of near shapes and of the tasks themselves teach first, then others of the same operator families.
     """
-    cost_model = FastCostModel(WARMUP_CANDIDATES, options.seed)
     key = target_key(target)
     telling: dict[str, Workload] = {}
     others: dict[str, Workload] = {}
@@ -65,7 +65,6 @@ def begin_with_records(
     if Route.METASCHEDULE in options.routes:
         workloads = list((telling | others).values())
         learn_from_records(cost_model, workloads, database, target, environment, options.warm_start_s)
-    return cost_model
 
 
 def learn_from_records(
