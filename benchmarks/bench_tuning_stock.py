@@ -78,13 +78,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--trials", type=int, default=12, help="candidates a kernel")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--stock-timeout",
+        type=float,
+        default=30.0,
+        help="stock's seconds to build or to run a candidate; 30 is its own",
+    )
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.arm is not None:
-        arm = run_stock if arguments.arm == "stock" else run_ours
-        document = arm(arguments.models[0], arguments.trials, arguments.seed, arguments.work)
+        request = (arguments.models[0], arguments.trials, arguments.seed, arguments.work)
+        stock = arguments.arm == "stock"
+        document = run_stock(*request, arguments.stock_timeout) if stock else run_ours(*request)
         (arguments.work / "result.json").write_text(json.dumps(document), encoding="utf-8")
         return
     document = read_document(arguments.out, arguments.trials)
@@ -93,7 +100,7 @@ def main() -> None:
         for model in arguments.models:
             if (model, seed) in done:
                 continue
-            run = run_pair(model, arguments.trials, seed)
+            run = run_pair(model, arguments.trials, seed, arguments.stock_timeout)
             document["runs"].append(run)
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -123,7 +130,7 @@ def read_document(path: Path, trials: int) -> dict[str, Any]:
     }
 
 
-def run_pair(model: str, trials: int, seed: int) -> dict[str, Any]:
+def run_pair(model: str, trials: int, seed: int, stock_timeout_s: float) -> dict[str, Any]:
     """Return what came of both arms for one seed, their kernels timed in turns."""
     order = ARMS if seed % 2 else tuple(reversed(ARMS))
     with tempfile.TemporaryDirectory(prefix="relaxtune-bench-") as folder:
@@ -131,7 +138,7 @@ def run_pair(model: str, trials: int, seed: int) -> dict[str, Any]:
         for arm in order:
             work = Path(folder) / arm
             work.mkdir()
-            results[arm] = run_arm(arm, model, trials, seed, work)
+            results[arm] = run_arm(arm, model, trials, seed, work, stock_timeout_s)
         libraries = {
             (arm, name): Path(folder) / arm / name
             for arm in ARMS
@@ -149,9 +156,10 @@ def run_pair(model: str, trials: int, seed: int) -> dict[str, Any]:
     }
 
 
-def run_arm(arm: str, model: str, trials: int, seed: int, work: Path) -> dict[str, Any]:
+def run_arm(arm: str, model: str, trials: int, seed: int, work: Path, stock_timeout_s: float) -> dict[str, Any]:
     """Return the result of one arm, run in a process of its own."""
     command = [sys.executable, __file__, "--arm", arm, "--models", model, "--trials", str(trials), "--seed", str(seed)]
+    command += ["--stock-timeout", str(stock_timeout_s)]
     environment = {**os.environ, "TVM_NUM_THREADS": str(physical_cores())}
     log = work / "log.txt"
     with log.open("wb") as stream:
@@ -213,7 +221,7 @@ def prepare(model: str, disabled: frozenset[str]) -> tuple[PreparedModel, list[T
     return prepared, sorted(kernels, key=lambda task: task.onnx_nodes)
 
 
-def run_stock(model: str, trials: int, seed: int, work: Path) -> dict[str, Any]:
+def run_stock(model: str, trials: int, seed: int, work: Path, timeout_s: float) -> dict[str, Any]:
     """Tune with stock MetaSchedule; return the seconds, the counts, and the exported best kernels."""
     prepared, kernels = prepare(model, frozenset({"pack_weights"}))
     target = prepared.target.target
@@ -226,6 +234,8 @@ def run_stock(model: str, trials: int, seed: int, work: Path) -> dict[str, Any]:
         work_dir=str(work),
         max_trials_global=trials * len(kernels),
         max_trials_per_task=trials,
+        builder=ms.builder.LocalBuilder(max_workers=physical_cores(), timeout_sec=timeout_s),
+        runner=ms.runner.LocalRunner(timeout_sec=timeout_s),
     )
     seconds = time.monotonic() - began
     records = database.get_all_tuning_records()

@@ -21,6 +21,7 @@ from schedules.cpu.analysis import (
     loop_extents,
     static_extent,
 )
+from schedules.cpu.transposition import find_crossed_axis
 from schedules.targets import CpuLimits, TargetLimits, target_limits
 
 # Below this many element operations, waking the thread pool (about 5 us) costs more than it saves.
@@ -83,13 +84,23 @@ def schedule_elementwise(sch: Schedule, block: BlockFacts, limits: CpuLimits) ->
     """Run one data-parallel block on all cores with a vector loop over its innermost elements.
 
     The innermost loops are fused until they hold at least a vector; the rest is fused into one parallel loop. A block
-    whose loops are all "inner" is cut into chunks, so that a flat tensor too is shared among the cores.
+    whose loops are all "inner" is cut into chunks, so that a flat tensor too is shared among the cores. A block that
+    reads across its vector axis is walked as `transposition` says.
     """
     loops = sch.get_loops(block.rv)
     if not loops or not is_canonical(sch, block):
         return
     parallel = worth_parallel(work_of(sch, block.rv))
     lanes = limits.vector_bytes // dtype_bytes(str(block.stmt.writes[0].source.dtype))
+    crossed = find_crossed_axis(sch, block, lanes)
+    if crossed is not None:
+        others = [loop for position, loop in enumerate(loops[:-1]) if position != crossed]
+        blocks, vector = sch.split(loops[-1], [None, lanes])
+        sch.reorder(*others, blocks, loops[crossed], vector)
+        sch.vectorize(vector)
+        if parallel:
+            sch.parallel(sch.fuse(*others, blocks))
+        return
     extents = loop_extents(sch, block.rv)
     cut = _inner_start(extents, lanes)
     inner = sch.fuse(*loops[cut:])

@@ -26,10 +26,33 @@ def test_chain_matches_numpy_when_shapes_are_drawn(shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "order"), [((7, 5, 3), (2, 0, 1)), ((1, 12, 33, 8), (0, 2, 1, 3)), ((64, 50), (1, 0))]
+    ("shape", "order"),
+    [
+        ((7, 5, 3), (2, 0, 1)),
+        ((1, 12, 33, 8), (0, 2, 1, 3)),
+        ((64, 50), (1, 0)),
+        ((3, 128, 64), (0, 2, 1)),
+        ((64, 5, 128), (1, 2, 0)),
+    ],
 )
 def test_transpose_matches_numpy_when_axes_are_odd(shape, order):
     assert run(transpose_case(shape, order)) == "cpu-elementwise"
+
+
+def test_transpose_takes_a_vector_of_rows_along_their_cache_lines():
+    case = transpose_case((3, 128, 64), (0, 2, 1))
+    script = apply_fallback(case.module, host().target).script(show_meta=False)
+    lanes = host().limits.vector_bytes // 4
+    assert f"T.parallel(T.int64({3 * 128 // lanes}))" in script
+    assert script.index("range(T.int64(64))") < script.index(f"T.vectorized(T.int64({lanes}))")
+
+
+@given(
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 5), st.sampled_from([4, 16, 32])), order=st.permutations(range(3))
+)
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_transpose_matches_numpy_when_shapes_and_orders_are_drawn(shape, order):
+    run(transpose_case(shape, tuple(order)))
 
 
 def test_gather_matches_numpy_when_indices_are_integers():

@@ -1,0 +1,83 @@
+"""Data-parallel blocks that read across their vector axis, such as the transpose of the last two axes, on a CPU.
+
+    out[..., x, y] = f(in[..., y, x], ...)
+
+Walked row by row of `out`, every element read is on a cache line of its own, and the lines of one row evict one another
+where they lie a multiple of a large power of two apart. Here one vector of y is taken through all x before the next:
+
+    parallel others, y blocks
+      x                  one step along the lines that the vector's lanes lie on: they stay in the first cache
+        y vector
+"""
+
+from __future__ import annotations
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir.expr import TensorLoad
+from tvm.s_tir import Schedule
+
+from schedules.cpu.analysis import BlockFacts, loop_extents, used_vars
+
+# Fewer steps along a cache line do not repay the loop.
+STEPS_MIN = 4
+
+
+def find_crossed_axis(sch: Schedule, block: BlockFacts, lanes: int) -> int | None:
+    """Return the position of the axis x above among the block's iterators, None for a block that reads no such way.
+
+    Loops of symbolic size and vectors that do not fill are left to the plain schedule.
+    """
+    extents = loop_extents(sch, block.rv)
+    last = extents[-1] if extents else None
+    if last is None or len(extents) < 2 or last % lanes:
+        return None
+    iters = [iter_var.var for iter_var in block.stmt.iter_vars]
+    for load in _plain_loads(block):
+        if _stride(load, iters[-1]) in (None, 0, 1):
+            continue
+        for position in reversed(range(len(iters) - 1)):
+            extent = extents[position]
+            if extent is not None and extent >= STEPS_MIN and _stride(load, iters[position]) == 1:
+                return position
+    return None
+
+
+def _plain_loads(block: BlockFacts) -> list[TensorLoad]:
+    """Return the loads of a block whose indices depend on no other load."""
+    loads: list[TensorLoad] = []
+    tvm_ffi.structural_walk(block.stmt.body, (TensorLoad, loads.append))
+    return [load for load in loads if not any(_reads_tensor(index) for index in load.indices)]
+
+
+def _reads_tensor(expr: tirx.Expr) -> bool:
+    found: list[TensorLoad] = []
+    tvm_ffi.structural_walk(expr, (TensorLoad, found.append))
+    return bool(found)
+
+
+def _stride(load: TensorLoad, var: tirx.Var) -> int | None:
+    """Return how many elements further the load reads for one step of a variable from 0, None where not constant."""
+    shape = [int(axis) for axis in load.source.shape if isinstance(axis, tirx.IntImm)]
+    if len(shape) != len(load.indices):
+        return None
+    stride, total = 1, 0
+    for index, extent in zip(reversed(list(load.indices)), reversed(shape), strict=True):
+        first, second = (_at(index, var, step) for step in (0, 1))
+        if first is None or second is None:
+            return None
+        total += (second - first) * stride
+        stride *= extent
+    return total
+
+
+def _at(index: tirx.Expr, var: tirx.Var, step: int) -> int | None:
+    """Return the value of an index with the variable at `step` and all others at 0."""
+    dtypes = {used: str(used.ty.dtype) for used in used_vars(index)}
+
+    def value(used: tirx.Var) -> tirx.Expr:
+        return tirx.const(step if used.same_as(var) else 0, dtypes[used])
+
+    simplified = tvm.sym.Analyzer().simplify(tvm_ffi.structural_map(index, (tirx.Var, value)))
+    return int(simplified) if isinstance(simplified, tirx.IntImm) else None
