@@ -64,6 +64,7 @@ from schedules.templates.attention_sm90_plan import (
     AttentionParameters,
     AttentionPlan,
     make_plan,
+    registers_needed,
 )
 from schedules.templates.base import Parameters, Refusal, TemplateError
 
@@ -75,7 +76,11 @@ _KEPT = (*_ADDED, "bool", "int8", "uint8", "int32", "int64")
 # Of H100 SXM and H200, where the target was given by name.
 _SM_COUNT = 132
 _CANDIDATES_MAX = 16
+# Of larger heads, a third warpgroup's share of the registers holds too few keys.
+_THIRD_HEAD_DIM_MAX = 96
 _STAGES_MAX = 4
+# Of a warpgroup's step, what keeps the others from theirs beside the arithmetic.
+_STEP_CYCLES = 80
 
 
 class AttentionSm90:
@@ -92,9 +97,20 @@ class AttentionSm90:
         sm_count = limits.sm_count or _SM_COUNT
         deepest = [_deepest(spec, p, limits, bias_bytes) for p in _proposals(spec, sm_count)]
         plans = [plan for plan in deepest if plan is not None]
-        plans.sort(key=lambda plan: _predicted_cycles(plan, sm_count))
-        found = list(dict.fromkeys(plan.parameters for plan in plans))
-        return found[:_CANDIDATES_MAX] or Refusal("no tile fits this shape")
+        # Of equals, those that are sure of their places come first, and those that take turns.
+        plans.sort(
+            key=lambda plan: (
+                _predicted_cycles(plan, limits),
+                -plan.parameters.residents,
+                not plan.parameters.pingpong,
+            )
+        )
+        found: dict[tuple[AttentionParameters, int], AttentionParameters] = {}
+        for plan in plans:
+            # Those that differ only in places that no block takes are the same.
+            places = min(_blocks_held(plan, limits), math.ceil(plan.blocks / sm_count))
+            found.setdefault((replace(plan.parameters, residents=1, stages=1), places), plan.parameters)
+        return list(found.values())[:_CANDIDATES_MAX] or Refusal("no tile fits this shape")
 
     def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
@@ -182,6 +198,8 @@ def _proposals(spec: AttentionSpec, sm_count: int) -> Iterator[AttentionParamete
         for consumers in (1, 2, 3):
             if consumers > 1 and rows <= ROWS * (consumers - 1):
                 continue
+            if consumers == 3 and spec.head_dim > _THIRD_HEAD_DIM_MAX:
+                continue
             for block_k in (64, 80, 96, 112, 128):
                 if block_k > 64 and block_k >= 2 * spec.keys:
                     continue
@@ -217,46 +235,60 @@ def _deepest(spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, bi
     return None
 
 
-def _predicted_cycles(plan: AttentionPlan, sm_count: int) -> float:
+def _predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
     """Return a time to order candidates by, in cycles of a multiprocessor.
 
-    The figures are a least-squares fit (15 % root mean square) to 380 kernels of head sizes 64 and 128, with 1 to 8192
-    queries, timed on an H200.
+    The figures are a least-squares fit (16 % root mean square) to 520 kernels of head sizes 64 and 128, with 1 to 8192
+    queries, timed on an H200; the first candidates of its 28 shapes take 4 % more time than the best that was measured.
     """
     spec, p = plan.spec, plan.parameters
-    # 2048 multiply-adds and 16 powers of 2 a cycle.
+    sm_count = limits.sm_count or _SM_COUNT
+    rounds, together = _rounds(plan, limits)
+    steps = _mean_steps(plan)
+    # 2048 multiply-adds and 16 powers of 2 a cycle at best, by all warpgroups of a multiprocessor.
     products = ROWS * p.block_k * (plan.columns + spec.head_dim) / 2048
     powers = ROWS * p.block_k / 16
-    rounds, together = _rounds(plan, sm_count)
-    step = max(products, powers) + 420 if p.overlap else products + powers + 600
-    begin = 2500 if p.blocks else 3900
-    steps = _mean_steps(plan)
+    # What a warpgroup waits for on its own.
+    alone = max(products, powers) + 155 if p.overlap else products + powers + 215
     if p.stages == 1 and steps > 1:
         # Each load waits for the step before.
-        step += 800
-    # Blocks of 64 keys fill the instructions best.
-    shared = max(0.82 * products, 1.23 * powers) * (1.15 if p.block_k % 64 else 1)
-    cycles = rounds * (begin + steps * (step + together * p.consumers * shared))
+        alone += 800
+    shared = together * p.consumers * (_STEP_CYCLES + max(0.59 * products, powers))
+    # Instructions of 80, 96 and 112 keys are no faster than those of 128.
+    shared *= 1.18 if p.block_k % 64 else 1
+    begin = 1800 if p.blocks else 2200 if p.consumers == 1 else 3200
+    cycles = rounds * (begin + steps * (alone + shared))
     if p.split > 1:
-        cycles += 200 + 40 * plan.used_rows
+        cycles += 800 + 40 * plan.used_rows
     elements = spec.batch * spec.head_dim * (2 * spec.heads * spec.queries + 2 * spec.kv_heads * spec.keys)
-    memory = elements * ELEMENT_BYTES / (14 * sm_count) + 2000
+    memory = elements * ELEMENT_BYTES / (16 * sm_count) + 2000
     # Where memory is the limit, what leaves it the most time comes first.
     return max(cycles, memory) + 0.2 * cycles
 
 
-def _rounds(plan: AttentionPlan, sm_count: int) -> tuple[float, float]:
+def _rounds(plan: AttentionPlan, limits: CudaLimits) -> tuple[float, int]:
     """Return how many tiles a block's place makes one after another, and how many a multiprocessor makes at a time."""
     p = plan.parameters
+    sm_count = limits.sm_count or _SM_COUNT
+    held = _blocks_held(plan, limits)
     if p.blocks:
-        rounds = math.ceil(plan.items / plan.blocks) * (2 if plan.paired else 1)
-        return rounds, min(p.residents, math.ceil(plan.blocks / sm_count))
+        each = math.ceil(plan.items / plan.blocks) * (2 if plan.paired else 1)
+        return each, min(held, math.ceil(plan.blocks / sm_count))
     # A cluster stays within a group of multiprocessors, not all of which are whole.
-    places = sm_count * p.residents * (0.775 if p.split > 1 else 1)
-    rounds = plan.blocks / places
-    if rounds > 3:
-        return rounds + 0.2, p.residents
-    return math.ceil(rounds), min(p.residents, max(1, plan.blocks / sm_count))
+    rounds = plan.blocks / (sm_count * held * (0.775 if p.split > 1 else 1))
+    # With dependent launch, blocks crowd on the multiprocessors that the kernel before them has left.
+    together = min(held, math.ceil(2 * plan.blocks / sm_count))
+    return rounds + 0.5 if rounds > 3 else math.ceil(rounds), together
+
+
+def _blocks_held(plan: AttentionPlan, limits: CudaLimits) -> int:
+    """Return the blocks that a multiprocessor holds at a time."""
+    p = plan.parameters
+    if p.consumers > 1:
+        return 1
+    needed = max(64, registers_needed(plan.spec, p, 0) + 14)
+    by_registers = max(p.residents, limits.registers_per_block // (plan.threads * needed))
+    return max(1, min((limits.shared_bytes_optin + 1024) // (plan.shared_bytes + 1024), by_registers))
 
 
 def _mean_steps(plan: AttentionPlan) -> float:

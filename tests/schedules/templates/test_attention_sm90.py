@@ -86,7 +86,7 @@ def test_dependent_launch_waits_before_every_read(
 )
 def test_candidates_fit_and_differ(case: AttentionCase, target: ResolvedTarget) -> None:
     found = candidates(case, target)
-    assert len({one.to_json() for one in found}) == len(found) >= 2
+    assert len({one.to_json() for one in found}) == len(found) >= 1
     for one in found:
         made = plan(case, one)
         assert made.shared_bytes <= LIMITS.shared_bytes_optin
