@@ -117,7 +117,7 @@ def test_compile_notes_its_artifact_only_when_asked_to(tuned, relaxtune, tmp_pat
     # The same files once more: the same artifact, validated again.
     relaxtune(*command, "--db", tmp_path / "copy.db", "--record")
     assert counts(tmp_path / "copy.db") == (before[0], before[1] + 1, before[2])
-    other = ("compile", tuned.model, "--target", "llvm", "--shape", "x=8x32", *command[6:])
+    other = ("compile", tuned.model, "--target", "llvm", "--shape", "x=8x32", "--out", tmp_path / "other")
     relaxtune(*other, "--db", tmp_path / "copy.db", "--record")
     assert counts(tmp_path / "copy.db") == (before[0] + 1, before[1] + 2, before[2])
     assert "expected a database (--db URL) beside --record" in relaxtune(*command, "--record", code=2)
