@@ -115,11 +115,15 @@ class Rounds:
         self._flushed = 0.0
 
     def measure_fallbacks(self) -> None:
-        """Hand in the fallbacks that are still to be measured; tasks without one are ready at once."""
+        """Hand in the fallbacks that are still to be measured.
+
+        Tasks without one are ready at once, as are all where candidates are measured while others are built: fallbacks
+        come first in the queue.
+        """
         fallbacks = list_fallbacks([s for s in self._states if s.skipped is None and s.ended is None], self._target)
         waiting = [fallback.state for fallback in fallbacks]
         for state in self._states:
-            state.ready = not any(state is one for one in waiting)
+            state.ready = not self._evaluator.exclusive or not any(state is one for one in waiting)
         self._evaluator.submit([(f.job, _Tag(f.state, Route.FALLBACK, f.decision)) for f in fallbacks])
 
     def run(self) -> None:
