@@ -305,6 +305,26 @@ def test_commits_are_dropped_when_the_database_is_read_only(path, samples, envir
         assert list(adapter.get_top_k(ms.database.Workload(matmul()), 1)) == []
 
 
+def test_database_is_asked_again_only_after_a_write(database, adapter, monkeypatch):
+    workload = adapter.commit_workload(matmul())
+    adapter.commit_tuning_record(stock_record(workload, [2e-6], 8))
+    asked = []
+    list_top = TuningDatabase.list_top
+
+    def counted(self, **question):
+        asked.append(question["k"])
+        return list_top(self, **question)
+
+    monkeypatch.setattr(TuningDatabase, "list_top", counted)
+    for _ in range(3):
+        assert len(adapter.get_top_k(workload, 1)) == 1
+    assert asked == [1]
+    adapter.commit_tuning_record(stock_record(workload, [1e-6], 4))
+    (best,) = adapter.get_top_k(workload, 1)
+    assert [float(value) for value in best.run_secs] == pytest.approx([1e-6])
+    assert asked == [1, 1]
+
+
 def test_records_of_several_layers_are_told_apart_and_workloads_carried_up(tmp_path, samples, environment):
     paths = tmp_path / "mine.db", tmp_path / "shared.db"
     for path, factor, seconds in zip(paths, (8, 4), (3e-6, 2e-6), strict=True):
