@@ -86,7 +86,7 @@ def test_records_of_templates_become_kernels_of_one_graph(lowered, tasks, target
     assert len(made) >= 4
     assert all(json.loads(choice.decision or "{}")["template"] for choice in made)
     manifest = write_artifact(compile_module(lowered, choices, target), tmp_path / "artifact")
-    assert {kernel.route for kernel in manifest.kernels} == {"template", "fallback"}
+    assert "template" in {kernel.route for kernel in manifest.kernels} <= {"template", "fallback"}
     assert manifest.target.cuda_graph
     code = (tmp_path / "artifact" / "model.so").read_bytes()
     assert b"__global__" not in code
