@@ -271,7 +271,9 @@ def run_ours(model: str, trials: int, seed: int, work: Path) -> dict[str, Any]:
             environment=prepared.environment,
         )
         records = sorted(database.list_records(RecordFilter(target_kind=target_key(prepared.target).kind)), key=_row)
-    candidates = [record for record in records if record.route is not Route.FALLBACK]
+    # Contenders are timed again at the end, which makes further records of the same candidates.
+    first = {(record.workload_hash, record.decision): record for record in reversed(records)}
+    candidates = sorted((record for record in first.values() if record.route is not Route.FALLBACK), key=_row)
     documents = []
     for number, task in enumerate(kernels):
         choice = next(choice for choice in choices if choice.task == task.name)
@@ -306,13 +308,15 @@ def _bests(
     """
     mine = [r for r in records if r.workload_hash == task.workload_hash and r.status is Status.OK]
     default = [r for r in mine if r.route is Route.FALLBACK]
-    best_us = statistics.median(default[-1].latencies_us) if default else float("inf")
+    best_us = statistics.median(default[0].latencies_us) if default else float("inf")
     found: dict[str, Any] = {"0": None}
-    for record in mine:
+    for after, record in enumerate(candidates, start=1):
+        if record.workload_hash != task.workload_hash or record.status is not Status.OK:
+            continue
         latency_us = statistics.median(record.latencies_us)
-        if record.route is not Route.FALLBACK and latency_us < best_us:
+        if latency_us < best_us:
             best_us = latency_us
-            found[str(candidates.index(record) + 1)] = replay_record(task, record, prepared.target)
+            found[str(after)] = replay_record(task, record, prepared.target)
     return found
 
 
