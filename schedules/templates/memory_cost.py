@@ -1,7 +1,7 @@
 """A time to order the candidates of memory-bound kernels by, before anything is measured.
 
-The figures are fits to 300 kernels (norms, softmax, elementwise chains; 12 kB to 450 MB moved) that were timed in CUDA
-graphs on an H200. By them the first candidates of the 22 cases took 1.5 % longer than the best ones (geometric mean),
+The figures are fits to 350 kernels (norms, softmax, elementwise chains; 12 kB to 450 MB moved) that were timed in CUDA
+graphs on an H200. By them the first candidates of the 23 cases took 2 % longer than the best ones (geometric mean),
 9 % at most.
 """
 

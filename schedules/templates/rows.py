@@ -138,7 +138,10 @@ def _predicted(plan: RowsPlan, moved_bytes: int, accesses: Accesses, sm_count: i
     """Return a figure to order candidates by."""
     p = plan.parameters
     streams = sum(1 for access in accesses.found if not access.per_row)
+    elements = plan.chunks * p.lanes
     idle = plan.chunks * p.threads / plan.vectors - 1
+    # Of very many elements a thread's passes take turns with its accesses.
+    turns = 0.03 * max(0.0, elements / 64 - 1)
     # The rows of a block wait for each other where a row is more than a warp's.
     waiting = 0.15 if plan.warps > 1 and p.rows > 1 else 0.0
     shape = Shape(
@@ -146,7 +149,7 @@ def _predicted(plan: RowsPlan, moved_bytes: int, accesses: Accesses, sm_count: i
         blocks=plan.blocks,
         threads=plan.threads,
         registers=plan.registers,
-        accesses=plan.chunks * p.lanes * streams,
-        waste=(1 + 0.3 * idle) * (1 + waiting),
+        accesses=elements * streams,
+        waste=(1 + 0.3 * idle) * (1 + waiting) * (1 + turns),
     )
     return predicted_us(shape, sm_count)

@@ -14,9 +14,9 @@ from schedules.templates.dataflow import Dataflow
 LANES_MAX = 16
 _WARP = 32
 # Registers that a thread needs beside the elements that it holds.
-_REGISTERS_BESIDE = 28
+_REGISTERS_BESIDE = 24
 # Beside what was loaded for an element: the compiler keeps some values from one pass to the next.
-_REGISTERS_PER_ELEMENT = 0.3
+_REGISTERS_PER_ELEMENT = 0.1
 
 
 @dataclass(frozen=True)
