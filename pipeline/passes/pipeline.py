@@ -23,6 +23,7 @@ from pipeline.passes.name_bindings import name_bindings
 from pipeline.passes.nan_guard import remove_nan_guards
 from pipeline.passes.norms_of_half import norms_of_half
 from pipeline.passes.pack_weights import pack_weights
+from pipeline.passes.patches_to_matmul import patches_to_matmul
 from pipeline.passes.recognise_activations import recognise_activations
 from pipeline.passes.recognise_attention import recognise_attention
 from pipeline.passes.recognise_norms import recognise_norms
@@ -49,6 +50,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.REMOVE_DEAD_CODE, "remove_dead_code", stock(relax_pass.DeadCodeElimination())),
         Step(Phase.REMOVE_DEAD_CODE, "merge_common_subexpressions", merge_common_subexpressions),
         Step(Phase.REMOVE_DEAD_CODE, "unflatten_matmuls", unflatten_matmuls),
+        Step(Phase.REMOVE_DEAD_CODE, "patches_to_matmul", patches_to_matmul),
         Step(Phase.REMOVE_DEAD_CODE, "simplify_views", simplify_views),
         Step(Phase.REMOVE_DEAD_CODE, "remove_nan_guards", remove_nan_guards),
         # 3 precision
