@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import tvm
 from tvm import relax
@@ -19,6 +19,7 @@ from pipeline.passes import plan_memory_passes
 from pipeline.passes.module import LoweredModule
 from pipeline.selection import TVM_ERRORS, KernelChoice
 from schedules.fallback import apply_fallback
+from schedules.gpu.binding import count_launches
 from schedules.targets import ResolvedTarget
 from schedules.templates.lowering import tir_pipeline_for
 
@@ -39,6 +40,8 @@ class CompiledModule:
         Phase of the compilation -> seconds.
     planned_bytes
         Storage of the static memory plan; None when it depends on the inputs' shapes.
+    launches
+        PrimFunc -> kernels that one call of it launches on a GPU; empty for a CPU.
     """
 
     lowered: LoweredModule
@@ -48,6 +51,7 @@ class CompiledModule:
     cuda_graph: bool
     seconds: Mapping[str, float]
     planned_bytes: int | None = None
+    launches: Mapping[str, int] = field(default_factory=dict)
 
 
 def compile_module(
@@ -84,12 +88,14 @@ def compile_module(
         if graph:
             mod = capture_whole_function(mod, len(lowered.graph.inputs))
         mod = finish_kernels(apply_fallback(mod, target.target), target.target)
+        on_gpu = lowered.kernels if target.kind == "cuda" else ()
+        launches = {name: count_launches(mod[name]) for name in on_gpu}
     with _timed(seconds, "plan_memory"), _pass_context(graph), target.target:
         mod = _plan_memory(mod, target, graph)
         planned = planned_bytes(mod)
     with _timed(seconds, "codegen"), device_toolchain(target.target), _pass_context(graph), target.target:
         executable = _generate(mod, target, lowered.graph.name)
-    return CompiledModule(lowered, tuple(choices), target, executable, graph, seconds, planned)
+    return CompiledModule(lowered, tuple(choices), target, executable, graph, seconds, planned, launches)
 
 
 def portable_host(target: ResolvedTarget) -> ResolvedTarget:

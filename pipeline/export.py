@@ -123,6 +123,7 @@ def _kernel_entry(compiled: CompiledModule, choice: KernelChoice) -> KernelEntry
         database=choice.database,
         work=kernel_work(compiled.lowered.mod[choice.function]),
         measured=choice.measured,
+        launches=compiled.launches.get(choice.function),
     )
 
 

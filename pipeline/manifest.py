@@ -137,6 +137,8 @@ class KernelEntry:
         What one run does; None where shapes are known only at run time.
     measured
         Device and resources of the record; None without one.
+    launches
+        GPU kernels that one call launches; None for a CPU.
     """
 
     function: str
@@ -150,6 +152,7 @@ class KernelEntry:
     database: str | None = None
     work: WorkEntry | None = None
     measured: MeasuredEntry | None = None
+    launches: int | None = None
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,12 @@ class Manifest:
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     validation: Mapping[str, object] | None = None
     memory: MemoryEntry | None = None
+
+    @property
+    def launches(self) -> int | None:
+        """GPU kernels that one inference launches, None when it is not known or runs on a CPU."""
+        counts = [None if kernel.launches is None else kernel.calls * kernel.launches for kernel in self.kernels]
+        return None if None in counts else sum(count for count in counts if count is not None)
 
     def with_files(self, files: Mapping[str, FileEntry]) -> Manifest:
         """Return the same manifest with the hashes of the written files."""

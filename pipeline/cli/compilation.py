@@ -33,8 +33,9 @@ from tuning_db.records import Mode
 
 if TYPE_CHECKING:
     from pipeline.jobs import CompileResult, TuneResult
-    from pipeline.manifest import KernelEntry
+    from pipeline.manifest import KernelEntry, Manifest
     from pipeline.prepare import ModelRequest
+    from pipeline.rerank import RerankReport
 
 
 class TuningMode(StrEnum):
@@ -132,7 +133,7 @@ def compile_command(
     model: ModelArgument,
     target: TargetOption = "auto",
     db: Annotated[
-        str | None, typer.Option("--db", metavar="URL", help="Tuning database to read. Default: none, all fallback.")
+        str | None, typer.Option("--db", metavar="URL", help="Tuning database to read. Default: none.")
     ] = None,
     shared_db: SharedDatabasesOption = None,
     record: Annotated[
@@ -149,7 +150,7 @@ def compile_command(
     routes: RoutesOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Compile a model from records only, without measuring; tasks without a record take the fallback and are listed."""
+    """Compile a model from records, without measuring; tasks without one take a template's default or the fallback."""
     from pipeline.jobs import compile_model
 
     request = _model_request(model, shape, target, precision, disable_pass, dump_ir, embed_weights, seed, routes)
@@ -217,12 +218,32 @@ def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
     if output_format is OutputFormat.JSON:
         benchmark = result.benchmark.to_json() if result.benchmark else None
         tuned = {"job": result.job_id, "tuning": to_data(result.summary)}
-        print_json({**tuned, **_compile_data(result.compiled), "benchmark": benchmark})
+        reranked = result.rerank.to_json() if result.rerank else None
+        print_json({**tuned, **_compile_data(result.compiled), "benchmark": benchmark, "rerank": reranked})
         return
     stdout_console().print(summary_table(result.summary))
+    if result.rerank is not None:
+        _print_reranked(result.rerank)
     _print_compiled(result.compiled)
     if result.benchmark is not None:
         stdout_console().print(render_benchmark(result.benchmark))
+
+
+def _print_reranked(report: RerankReport) -> None:
+    rows = tuple(
+        (
+            trial.task,
+            trial.route.value,
+            "" if trial.record_id is None else str(trial.record_id),
+            f"{trial.alone_us:.1f}",
+            f"{trial.model_ms:.4f}",
+            f"{trial.baseline_ms:.4f}",
+            "taken" if trial.taken else "",
+        )
+        for trial in report.trials
+    )
+    columns = ("task", "route", "record", "alone us", "model ms", "as tuned ms", "")
+    print_table(TableView(f"runners-up inside the model, noise {report.noise:.1%}", columns, rows))
 
 
 def _compile_data(result: CompileResult) -> dict[str, object]:
@@ -231,6 +252,8 @@ def _compile_data(result: CompileResult) -> dict[str, object]:
         "model": result.manifest.model,
         "target": asdict(result.manifest.target),
         "kernels": [asdict(kernel) for kernel in result.manifest.kernels],
+        "launches": result.manifest.launches,
+        "memory": asdict(result.manifest.memory) if result.manifest.memory else None,
         "without_record": list(result.without_record),
         "compile_seconds": dict(result.manifest.compile_seconds),
         "validation": result.validation.to_json() if result.validation else None,
@@ -254,8 +277,21 @@ def _print_compiled(result: CompileResult) -> None:
     )
     columns = ("kernel", "calls", "ONNX nodes", "route", "us", "record", "note")
     print_table(TableView(f"kernels of {result.directory}", columns, rows))
+    stdout_console().print(_footprint(result.manifest))
     if result.validation is not None:
         stdout_console().print(render_validation(result.validation))
+
+
+def _footprint(manifest: Manifest) -> str:
+    """Return a line about what one inference takes: calls of kernels, launches on a GPU, memory."""
+    parts = [f"{sum(kernel.calls for kernel in manifest.kernels)} kernels"]
+    if manifest.launches is not None:
+        parts.append(f"{manifest.launches} launches")
+    if manifest.memory is not None:
+        planned = manifest.memory.planned_bytes
+        parts.append("memory depends on shapes" if planned is None else f"{planned / 1e6:,.2f} MB of planned memory")
+        parts.append(f"{manifest.memory.weights_bytes / 1e6:,.2f} MB of weights")
+    return ", ".join(parts)
 
 
 def _record_place(kernel: KernelEntry) -> str:

@@ -1,4 +1,4 @@
-"""Which blocks of a scheduled GPU kernel no thread runs.
+"""Which parts of a scheduled GPU function threads run: its kernels, and the blocks that are outside all of them.
 
 TVM compiles a block outside every thread binding into a loop on the host, which then reads and writes device memory:
 the process dies at the first call, with no message.
@@ -17,6 +17,19 @@ _LAUNCHES = ("thread_extent", "virtual_thread")
 def list_unbound_blocks(func: tirx.PrimFunc) -> list[str]:
     """Return the names of the innermost blocks of a PrimFunc that are outside every thread binding."""
     return list(_unbound(func.body, bound=False))
+
+
+def count_launches(func: tirx.PrimFunc) -> int:
+    """Return how many kernels a scheduled GPU PrimFunc launches; one that is no schedule of blocks is one kernel."""
+    return max(1, _launches(func.body))
+
+
+def _launches(stmt: tirx.Stmt) -> int:
+    if _is_launch(stmt):
+        return 1
+    if isinstance(stmt, s_tir.SBlockRealize):
+        return _launches(stmt.block.body)
+    return sum(_launches(part) for part in _parts(stmt))
 
 
 def _unbound(stmt: tirx.Stmt, *, bound: bool) -> Iterator[str]:

@@ -127,6 +127,9 @@ def test_kernels_without_a_record_are_defaults_of_templates(lowered, tasks, targ
     manifest = write_artifact(compile_module(lowered, choices, target), tmp_path / "artifact")
     entries = {kernel.function: kernel for kernel in manifest.kernels}
     assert all(entries[c.function].route == "template" and entries[c.function].record_id is None for c in made)
+    assert all(entries[c.function].launches == 1 for c in made)
+    assert manifest.launches is not None
+    assert manifest.launches >= sum(entry.calls for entry in manifest.kernels)
 
 
 def test_default_stands_in_when_the_only_record_cannot_be_replayed(lowered, tasks, target, tmp_path) -> None:

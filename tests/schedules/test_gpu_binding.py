@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import tvm
 from tvm import s_tir, te, tirx, topi
@@ -10,7 +12,7 @@ from tvm.script import tirx as T
 from schedules.errors import UnscheduledError
 from schedules.fallback import apply_fallback, fallback_rule_names
 from schedules.gpu import dlight_rules
-from schedules.gpu.binding import list_unbound_blocks
+from schedules.gpu.binding import count_launches, list_unbound_blocks
 from schedules.gpu.dlight_rules import BindingRule
 from schedules.targets import resolve_target
 from tests.schedules.kernel_cases import prim_func
@@ -112,3 +114,19 @@ def test_block_counts_as_bound_when_it_launches_threads_itself() -> None:
                     A[0] = T.float32(3)
 
     assert list_unbound_blocks(Module["main"]) == ["host", "host_too"]
+
+
+def _raised(data: te.Tensor, by: int, i: tirx.Var, j: tirx.Var) -> tirx.Expr:
+    return data[i, j] + float(by)
+
+
+def test_launches_are_counted_by_what_threads_run_together(
+    transpose_and_join: tirx.PrimFunc, target: tvm.target.Target
+) -> None:
+    scheduled = apply_fallback(tvm.IRModule({"main": transpose_and_join}), target)["main"]
+    assert count_launches(scheduled) == 1
+
+    data = te.placeholder((4, 8), "float32", name="data")
+    outputs = [te.compute((4, 8), partial(_raised, data, k), name=f"out{k}") for k in range(3)]
+    several = apply_fallback(tvm.IRModule({"main": prim_func([data, *outputs])}), target)["main"]
+    assert count_launches(several) == 3

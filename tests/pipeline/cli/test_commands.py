@@ -233,6 +233,8 @@ def test_compile_without_records_names_the_tasks_and_takes_the_fallback(relaxtun
     assert outcome.code == 0
     assert {kernel["route"] for kernel in outcome.data["kernels"]} == {"fallback"}
     assert len(outcome.data["without_record"]) == len(outcome.data["kernels"])
+    assert outcome.data["launches"] is None
+    assert outcome.data["memory"]["planned_bytes"] > 0
     assert "tasks without a record" in outcome.stderr
 
 
@@ -242,6 +244,7 @@ def test_compile_prints_tables_by_default(relaxtune, workspace, tmp_path) -> Non
     assert outcome.code == 0
     assert "kernels of" in outcome.stdout
     assert "first/MatMul" in outcome.stdout
+    assert "MB of planned memory" in outcome.stdout
     assert "validation of classifier: passed" in outcome.stdout
 
 
