@@ -362,7 +362,8 @@ def run(directory: Path, rounds: int, checks: int, inductor: bool, cases: str, o
         launches, size, _alive = arms_of(kind, case, right, inductor)
         graphs = {arm: captured_graph(calls) for arm, calls in launches.items()}
         times = time_by_turns(graphs, CHAIN if case.chained else 4, rounds)
-        results["cases"][name] = {"bytes": size, "errors": errors, "times_us": times}
+        rounded = {arm: [round(value, 3) for value in values] for arm, values in times.items()}
+        results["cases"][name] = {"bytes": size, "errors": errors, "times_us": rounded}
         _print_line(name, size, times, list(kernels), len(kernels) - len(right))
         del launches, graphs, _alive
         torch.cuda.empty_cache()

@@ -21,7 +21,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import tvm_ffi
 from tvm import tirx
+from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
 from tvm.s_tir import SBlock
 from tvm.sym import Analyzer, detect_linear_equation
@@ -127,9 +129,12 @@ def recognise_dataflow(func: tirx.PrimFunc) -> Dataflow | Refusal:
     if any(math.prod(static_shape(param) or ()) > _ELEMENTS_MAX for param in func.params):
         return Refusal("a tensor has 2**31 elements or more, the kernel counts in 32 bits")
     try:
-        return _merge_axes(_Reader(func, blocks).read())
+        flow = _merge_axes(_Reader(func, blocks).read())
+        for expr in flow.expressions():
+            _refuse_wide_places(expr)
     except UnsupportedExpressionError as reason:
         return Refusal(str(reason))
+    return flow
 
 
 class _Reader:
@@ -292,6 +297,20 @@ def _merge_axes(flow: Dataflow) -> Dataflow:
         # What stands before may go together with the merged axis now.
         position = max(0, position - 1)
     return flow
+
+
+def _refuse_wide_places(expr: tirx.Expr) -> None:
+    """Raise where an index, or the condition of a branch, has a constant of more than 32 bits."""
+    places: list[tirx.Expr] = [load.indices[0] for load in loads_in(expr)]
+    tvm_ffi.structural_walk(expr, (Call, lambda call: places.extend(call.args[:1] if is_branch(call) else ())))
+    constants: list[tirx.IntImm] = []
+    for place in places:
+        tvm_ffi.structural_walk(place, (tirx.IntImm, constants.append))
+    for constant in constants:
+        if abs(int(constant.value)) > _ELEMENTS_MAX:
+            raise UnsupportedExpressionError(
+                f"an index has the constant {constant.value}, the kernel counts in 32 bits"
+            )
 
 
 def _are_one(flow: Dataflow, outer: Axis, inner: Axis) -> bool:

@@ -1,8 +1,5 @@
 """Emit what a thread of a memory-bound kernel does: loads into registers, values of elements, stores.
 
-Loads and stores are PTX statements that a compiler keeps in their order, so none moves above the wait for the kernel
-before (programmatic dependent launch), which an ordinary load of a `__restrict__` pointer may.
-
 Half-precision values are computed in float32 and rounded where they are written; roundings in between are left out.
 """
 
@@ -28,40 +25,10 @@ from schedules.templates.expressions import (
     rebuild,
 )
 from schedules.templates.fast_math import fast_call
+from schedules.templates.global_access import load_bytes, store_bytes
 
 _HALVES = ("float16", "bfloat16")
 _COMPARISONS = (tirx.EQ, tirx.NE, tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.And, tirx.Or)
-# Bytes -> the registers of one PTX access.
-_WORDS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}
-
-
-def _move_source(name: str, size: int, load: bool) -> str:
-    count, kind, constraint = max(1, size // 4), {2: "u16", 1: "u8"}.get(size, "u32"), "h" if size < 4 else "r"
-    vector = {1: "", 2: ".v2", 4: ".v4"}[count]
-    parts = [f"word.{field}" for field in "xyzw"[:count]] if count > 1 else ["word"]
-    if size == 1:
-        parts = ["wide"]
-    first = 0 if load else 1
-    names = ", ".join(f"%{first + index}" for index in range(count))
-    names = f"{{{names}}}" if count > 1 else names
-    wide = "unsigned short wide; " if load else "unsigned short wide = word; "
-    wide = wide if size == 1 else ""
-    narrow = "word = (unsigned char)wide; " if size == 1 else ""
-    if load:
-        outputs = ", ".join(f'"={constraint}"({part})' for part in parts)
-        asm = f'asm volatile("ld.global{vector}.{kind} {names}, [%{count}];" : {outputs} : "l"(from));'
-        body = f"{_WORDS[size]} word; {wide}{asm} {narrow}*reinterpret_cast<{_WORDS[size]}*>(to) = word;"
-    else:
-        inputs = ", ".join(f'"{constraint}"({part})' for part in parts)
-        asm = f'asm volatile("st.global{vector}.{kind} [%0], {names};" :: "l"(to), {inputs} : "memory");'
-        body = f"{_WORDS[size]} word = *reinterpret_cast<const {_WORDS[size]}*>(from); {wide}{asm}"
-    return f"\n__forceinline__ __device__ void {name}(void* to, const void* from) {{ {body} }}\n"
-
-
-def _move(to: tirx.Expr, source: tirx.Expr, size: int, *, load: bool) -> None:
-    """Emit a copy of 1 to 16 bytes from global memory to registers, or back."""
-    name = f"relaxtune_{'load' if load else 'store'}_{size}"
-    T.evaluate(T.cuda.func_call(name, to, source, source_code=_move_source(name, size, load)))
 
 
 class Lanes:
@@ -116,7 +83,7 @@ class Lanes:
             with when(self._conditions(access, lane)):
                 for step in range(0, 1 if access.scattered else count, width):
                     to = registers.ptr_to([lane + step])
-                    _move(to, source.ptr_to([start + step]), size * width, load=True)
+                    load_bytes(to, source.ptr_to([start + step]), size * width)
 
     def value(self, expr: tirx.Expr, lane: int, guards: tuple[Guard, ...] = ()) -> tirx.Expr:
         """Return a lane's value of an expression: float32 where the expression is of half precision."""
@@ -127,7 +94,7 @@ class Lanes:
         if isinstance(expr, tirx.IntImm):
             return expr
         if isinstance(expr, tirx.Var):
-            return self._results[expr] if expr in self._results else tirx.Cast("int64", self._place(expr, lane))
+            return self._results[expr] if expr in self._results else tirx.Cast("int64", self._places(lane)[expr])
         if is_branch(expr):
             condition, when_true, when_false = expr.args
             return tirx.Select(
@@ -163,7 +130,7 @@ class Lanes:
         size = element_bytes(dtype)
         width = min(VECTOR_BYTES // size, len(values))
         for start in range(0, len(values), width):
-            _move(buffer.ptr_to([index + start]), registers.ptr_to([start]), size * width, load=False)
+            store_bytes(buffer.ptr_to([index + start]), registers.ptr_to([start]), size * width)
 
     def _loaded(self, access: Access, lane: int) -> tirx.Expr:
         element = self._registers[access][access.register(lane)]
@@ -179,9 +146,6 @@ class Lanes:
             and depends_on(division.a, last)
             and not depends_on(division.b, last)
         )
-
-    def _place(self, axis: tirx.Var, lane: int) -> tirx.Expr:
-        return self._places(lane)[axis]
 
     def _places(self, lane: int) -> dict[tirx.Var, tirx.Expr]:
         """Return the position along each axis."""

@@ -160,6 +160,8 @@ def test_refusals_say_why() -> None:
     square = tensor("square", (4, 4), "float32")
     crossed = topi.add(square, topi.sum(square, axis=1))
     assert "is read at another row than is written" in refused(square, crossed)
+    far = te.compute((4, 6), lambda i, j: x[i, tirx.floordiv(j * 2**40, 2**40 + 1)], name="far")
+    assert "the kernel counts in 32 bits" in refused(x, far)
     integers = tensor("n", (4, 6), "int64")
     assert "is of int64, expected float16" in refused(integers, topi.sum(integers, axis=1))
 
