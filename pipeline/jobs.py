@@ -24,7 +24,6 @@ from pipeline.manifest import Manifest
 from pipeline.measure import ORT_ARM, OWN_ARM, BenchmarkReport, measure, module_arm, onnxruntime_arm, run_conditions
 from pipeline.outcomes import artifact_of, note_benchmark, note_validation
 from pipeline.prepare import ModelRequest, PreparedModel, prepare_model, stage
-from pipeline.rerank import RerankReport, rerank
 from pipeline.runtime import Module
 from pipeline.selection import KernelChoice, select_kernels, tasks_without_record
 from pipeline.tuning.options import TuningOptions, TuningSummary
@@ -66,16 +65,12 @@ class CompileResult:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """A tuning run and the artifact made of its records.
-
-    `benchmark` is None when it was not asked for, as is `rerank`.
-    """
+    """A tuning run and the artifact made of its records; `benchmark` is None when it was not asked for."""
 
     job_id: str
     summary: TuningSummary
     compiled: CompileResult
     benchmark: BenchmarkReport | None
-    rerank: RerankReport | None = None
 
 
 @dataclass(frozen=True)
@@ -142,11 +137,9 @@ def compile_model(
         raise UsageError("nothing says where to note the artifact: expected a database (--db URL) beside --record")
     urls = [*([database] if database is not None else []), *shared]
     if not urls:
-        prepared = prepare_model(request)
-        return _compile(prepared, None, out, samples, _select(prepared, None), record=False)
+        return _compile(prepare_model(request), None, out, samples, record=False)
     with open_databases(urls, mode=Mode.TUNE if record else Mode.READ_ONLY, create=False) as opened:
-        prepared = prepare_model(request)
-        return _compile(prepared, opened, out, samples, _select(prepared, opened), record=record)
+        return _compile(prepare_model(request), opened, out, samples, record=record)
 
 
 def tune_model(
@@ -173,13 +166,7 @@ def tune_model(
                 "it is, or make the artifact from records alone with `relaxtune compile`"
             )
         job_id, summary = _tune(prepared, tune_request, database, progress or SilentProgress())
-        choices, reranked = _select(prepared, database), None
-        if tune_request.tuning.rerank and not summary.interrupted:
-            with stage("re-rank"):
-                choices, reranked = rerank(prepared, choices, summary, database, tasks=tune_request.tuning.rerank)
-        compiled = _compile(
-            prepared, database, out, tune_request.samples, choices, record=tune_request.record, job_id=job_id
-        )
+        compiled = _compile(prepared, database, out, tune_request.samples, record=tune_request.record, job_id=job_id)
         benchmark = None
         if tune_request.benchmark:
             with stage("benchmark"):
@@ -187,7 +174,7 @@ def tune_model(
             if tune_request.record:
                 artifact = artifact_of(compiled.manifest, out, job_id)
                 note_benchmark(database, artifact, prepared.environment, benchmark)
-    return TuneResult(job_id, summary, compiled, benchmark, reranked)
+    return TuneResult(job_id, summary, compiled, benchmark)
 
 
 def _tune(
@@ -226,8 +213,16 @@ def _tune(
     return job.id, summary
 
 
-def _select(prepared: PreparedModel, database: TuningDatabase | None) -> tuple[KernelChoice, ...]:
-    return select_kernels(
+def _compile(
+    prepared: PreparedModel,
+    database: TuningDatabase | None,
+    out: Path,
+    samples: int,
+    *,
+    record: bool,
+    job_id: str | None = None,
+) -> CompileResult:
+    choices = select_kernels(
         prepared.lowered,
         prepared.tasks,
         database=database,
@@ -235,18 +230,6 @@ def _select(prepared: PreparedModel, database: TuningDatabase | None) -> tuple[K
         environment=prepared.environment,
         routes=prepared.request.routes | {Route.FALLBACK},
     )
-
-
-def _compile(
-    prepared: PreparedModel,
-    database: TuningDatabase | None,
-    out: Path,
-    samples: int,
-    choices: tuple[KernelChoice, ...],
-    *,
-    record: bool,
-    job_id: str | None = None,
-) -> CompileResult:
     with stage("compile"):
         compiled = compile_module(prepared.lowered, choices, prepared.target)
     with stage("export"):
