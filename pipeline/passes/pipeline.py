@@ -11,6 +11,7 @@ from tvm.relax import backend
 from tvm.relax import transform as relax_pass
 
 from pipeline.passes.accumulate import accumulate_in_float32
+from pipeline.passes.append_caches import append_caches
 from pipeline.passes.combine_matmuls import combine_matmuls
 from pipeline.passes.fold_constants import fold_constants
 from pipeline.passes.fuse import fuse_operations
@@ -31,6 +32,7 @@ from pipeline.passes.recognise_rotary import recognise_rotary
 from pipeline.passes.simplify_views import simplify_views
 from pipeline.passes.step import Phase, Step, stock
 from pipeline.passes.transposed_matmul import write_matmuls_transposed
+from pipeline.passes.turn_weights import turn_weights
 from pipeline.passes.unflatten_matmuls import unflatten_matmuls
 
 _CODE_GENERATOR = "the code generator accepts nothing else"
@@ -60,10 +62,12 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.PATTERNS, "combine_matmuls", combine_matmuls),
         Step(Phase.PATTERNS, "recognise_rotary", recognise_rotary),
         Step(Phase.PATTERNS, "recognise_attention", recognise_attention),
+        Step(Phase.PATTERNS, "append_caches", append_caches),
         Step(Phase.PATTERNS, "write_matmuls_transposed", write_matmuls_transposed),
         Step(Phase.PATTERNS, "norms_of_half", norms_of_half),
         Step(Phase.PATTERNS, "gather_rows", gather_rows),
         Step(Phase.PATTERNS, "pack_weights", pack_weights),
+        Step(Phase.PATTERNS, "turn_weights", turn_weights),
         # 5 legalise
         Step(Phase.LEGALISE, "dispatch_sampling", stock(backend.DispatchSampling()), _CODE_GENERATOR),
         Step(Phase.LEGALISE, "dispatch_sort_scan", stock(backend.DispatchSortScan()), _CODE_GENERATOR),

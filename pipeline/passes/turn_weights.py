@@ -1,0 +1,87 @@
+"""Pass: on a GPU, keep a constant matrix turned where its rows would not start at aligned addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import tvm
+from tvm import relax, te
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from pipeline.passes.ir import (
+    array_of,
+    bindings_of,
+    dtype_of,
+    emit_named,
+    is_constant,
+    is_op,
+    main_of,
+    rewrite_main,
+    shape_of,
+    static_shape,
+)
+from pipeline.passes.state import LoweringState
+
+# TMA loads rows that start at multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled).
+_ALIGNMENT = 16
+_BYTES = {"float16": 2, "bfloat16": 2}
+
+
+def turn_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with `matmul(x, W)` of a constant half-precision W [K, N] as a kernel that reads W as [N, K].
+
+    Only where rows of N elements start at unaligned addresses and rows of K do not: the output layer of a language
+    model whose vocabulary has an odd size (GPT-2's 50257). The turned matrix is a constant like any weight.
+    """
+    main = main_of(mod)
+    if state.target.kind.name != "cuda" or not any(_is_unaligned(binding.value) for binding in bindings_of(main)):
+        return mod
+    turner = _Turn(mod)
+    result = rewrite_main(mod, turner)
+    state.note(f"{turner.count} weights turned")
+    return result
+
+
+def _is_unaligned(value: tvm.ir.Expr) -> bool:
+    if not is_op(value, "matmul") or not is_constant(value.args[1]):
+        return False
+    left, right, size = shape_of(value.args[0]), static_shape(value.args[1]), _BYTES.get(dtype_of(value.args[1]))
+    if left is None or len(left) < 2 or right is None or len(right) != 2 or size is None:
+        return False
+    rows, columns = right
+    return columns * size % _ALIGNMENT != 0 and rows * size % _ALIGNMENT == 0
+
+
+@mutator
+class _Turn(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.ir.IRModule) -> None:
+        super().__init__(mod)
+        self.count = 0
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        value = binding.value
+        if not _is_unaligned(value):
+            super().visit_var_binding_(binding)
+            return
+        weight = np.ascontiguousarray(array_of(value.args[1]).T)
+        turned = relax.const(weight, dtype_of(value.args[1]))
+        compute = _turned_matmul(dtype_of(binding.var))
+        self.count += 1
+        made = self.builder_.call_te(compute, self.visit_expr(value.args[0]), turned, primfunc_name_hint="matmul")
+        emit_named(self, binding.var, made)
+
+
+def _turned_matmul(dtype: str) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
+    """Return the tensor expression `a @ b^T` with sums in `dtype`."""
+
+    def compute(a: te.Tensor, b: te.Tensor) -> te.Tensor:
+        k = te.reduce_axis((0, a.shape[-1]), name="k")
+
+        def element(*index: tvm.tirx.Var) -> tvm.tirx.Expr:
+            *row, column = index
+            return te.sum(a(*row, k).astype(dtype) * b(column, k).astype(dtype), axis=k)
+
+        return te.compute([*a.shape[:-1], b.shape[0]], element, name="matmul")
+
+    return compute

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tvm import relax
+
+from pipeline.passes.ir import bindings_of, constants_in, main_of, static_shape
+from pipeline.passes.turn_weights import turn_weights
+from schedules.targets import resolve_target
+from schedules.templates.epilogue import MatmulFunction, recognise_matmul
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, graph_of, operators_of, run_module, state_of
+
+op = relax.op
+CUDA = resolve_target("cuda:sm_90a").target
+RNG = np.random.default_rng(0)
+X = {"x": ((2, 3, 16), "float16")}
+
+
+def graph_with(columns: int):
+    weight = RNG.standard_normal((16, columns)).astype("float16")
+
+    def build(b: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
+        return b.emit(op.matmul(x, relax.const(weight, "float16"), out_dtype="float32"), name_hint="logits")
+
+    return graph_of(build, X)
+
+
+def test_a_weight_of_an_odd_width_is_kept_turned_for_the_template() -> None:
+    graph = graph_with(21)
+    made = turn_weights(graph.mod, replace(state_of(graph), target=CUDA))
+    (weight,) = constants_in(next(bindings_of(main_of(made))).value)
+    assert static_shape(weight) == (21, 16)
+    (name,) = [var for var in made.get_global_vars() if var.name_hint == "matmul"]
+    found = recognise_matmul(made[name])
+    assert isinstance(found, MatmulFunction)
+    assert found.b_transposed
+    x = RNG.standard_normal((2, 3, 16)).astype("float16")
+    assert_agrees(run_module(made, [x]), run_module(graph.mod, [x]), 1e-2)
+
+
+@pytest.mark.parametrize(("columns", "target"), [(24, CUDA), (21, LLVM)])
+def test_aligned_weights_and_cpus_are_left_alone(columns: int, target: object) -> None:
+    graph = graph_with(columns)
+    assert operators_of(turn_weights(graph.mod, replace(state_of(graph), target=target))) == ["matmul"]
