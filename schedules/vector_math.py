@@ -104,13 +104,24 @@ def _exp(v: _Lanes, x: Expr) -> Expr:
     clamped = v.bind("clamped", tirx.max(tirx.min(x, v.const(_EXP_HIGH)), v.const(_EXP_LOW)))
     n = v.bind("n", tirx.floor(clamped * v.const(_LOG2_E) + v.const(0.5)))
     # From x, not from the clamped value: NaN has to come out as NaN.
-    r = v.bind("r", (x - n * v.const(_LN2_HIGH)) - n * v.const(_LN2_LOW))
-    value = v.horner(_EXP, r) * (r * r) + r + v.const(1.0)
+    value = _exp_of_rest(v, x, n)
     whole = v.bind("whole", tirx.Cast(v.int, n))
     # 2**n in two factors: n reaches 128, which no single float32 exponent holds.
     half = v.bind("half", tirx.shift_right(whole, tirx.const(1, v.int)))
     scaled = value * _power_of_two(v, half) * _power_of_two(v, whole - half)
     return _select(x < v.const(_EXP_LOW), v.const(0.0), _select(x > v.const(_EXP_HIGH), v.const(float("inf")), scaled))
+
+
+def _exp_of_rest(v: _Lanes, x: Expr, n: Expr) -> Expr:
+    """Return exp(x - n ln 2), for an n that leaves at most half of ln 2."""
+    r = v.bind("r", (x - n * v.const(_LN2_HIGH)) - n * v.const(_LN2_LOW))
+    return v.horner(_EXP, r) * (r * r) + r + v.const(1.0)
+
+
+def _exp_within(v: _Lanes, x: Expr) -> Expr:
+    """Return exp(x) for an |x| below 87 or NaN: nothing to clamp, and one factor 2**n does."""
+    n = v.bind("n", tirx.floor(x * v.const(_LOG2_E) + v.const(0.5)))
+    return _exp_of_rest(v, x, n) * _power_of_two(v, tirx.Cast(v.int, n))
 
 
 def _erf(v: _Lanes, x: Expr) -> Expr:
@@ -119,7 +130,7 @@ def _erf(v: _Lanes, x: Expr) -> Expr:
     small = v.horner(_ERF_SMALL, s) * x + x
     bounded = v.bind("bounded", _select(t > v.const(_ERF_ONE), v.const(_ERF_ONE), t))
     exponent = v.bind("exponent", v.const(0.0) - (v.horner(_ERF_LARGE, bounded) * bounded + bounded))
-    large = v.bind("large", v.const(1.0) - _exp(v, exponent))
+    large = v.bind("large", v.const(1.0) - _exp_within(v, exponent))
     signed = _select(x < v.const(0.0), v.const(0.0) - large, large)
     return _select(t < v.const(_ERF_SPLIT), small, signed)
 
@@ -130,7 +141,7 @@ def _tanh(v: _Lanes, x: Expr) -> Expr:
     small = v.horner(_TANH, s) * s * x + x
     bounded = v.bind("bounded", _select(t > v.const(_TANH_ONE), v.const(_TANH_ONE), t))
     doubled = v.bind("doubled", bounded + bounded)
-    large = v.bind("large", v.const(1.0) - v.const(2.0) / (_exp(v, doubled) + v.const(1.0)))
+    large = v.bind("large", v.const(1.0) - v.const(2.0) / (_exp_within(v, doubled) + v.const(1.0)))
     signed = _select(x < v.const(0.0), v.const(0.0) - large, large)
     return _select(t < v.const(_TANH_SPLIT), small, signed)
 
