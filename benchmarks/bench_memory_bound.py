@@ -1,7 +1,7 @@
 """Kernels for rows and elementwise functions on a GPU, beside a copy of as many bytes and beside torch.
 
-    python benchmarks/bench_memory_bound.py build DIR [--candidates 4]      anywhere with a CUDA compiler; needs no GPU
-    python benchmarks/bench_memory_bound.py run DIR [--rounds 100] [--inductor] [--cases REGEX] [--out FILE.json]
+    python -m benchmarks.bench_memory_bound build DIR [--candidates 4]      anywhere with a CUDA compiler; needs no GPU
+    python -m benchmarks.bench_memory_bound run DIR [--rounds 100] [--inductor] [--cases REGEX] [--out FILE.json]
 
 `run` needs a GPU, torch and cuda-bindings, no TVM. Every kernel first runs on fresh random inputs into an output full
 of NaN, and is compared with torch in float32. Then all arms of a case are timed by turns, as CUDA graphs:
@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cubins import Kernel, captured_graph, cubin_writer, median_and_p95, read_kernels, time_by_turns
+from benchmarks.cubins import Kernel, captured_graph, cubin_writer, median_and_p95, read_kernels, time_by_turns
 
 CHECKS = 20
 # Relative error of a float16 result of float32 arithmetic: rounding gives 2.1e-4 on normal values.
