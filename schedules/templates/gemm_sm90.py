@@ -75,7 +75,7 @@ _HALF_BYTES = 115_200
 _STAGE_BARRIERS_BYTES = 16
 # Rows of tiles in a group: what they read stays in L2.
 _ROWS = 8
-_STAGES_MAX = 12
+_STAGES_MAX = 24
 _CANDIDATES_MAX = 32
 
 
@@ -91,7 +91,8 @@ class GemmSm90:
             return matmul
         limits = _limits(target)
         sm_count = limits.sm_count or _SM_COUNT
-        deepest = [_deepest(matmul, one, limits, sm_count) for one in _proposals(matmul, sm_count)]
+        constant_b = matmul.b in _constant_params(func)
+        deepest = [_deepest(matmul, one, limits, sm_count, constant_b) for one in _proposals(matmul, sm_count)]
         fitting = [plan for plan in deepest if plan is not None]
         fitting.sort(key=lambda plan: predicted_us(matmul, plan, sm_count))
         return [plan.parameters for plan in fitting[:_CANDIDATES_MAX]] or Refusal("no tile fits this shape")
@@ -152,7 +153,7 @@ def _proposals(matmul: MatmulFunction, sm_count: int) -> Iterator[GemmParameters
         (256, 2, False),
     ):
         rows = math.ceil(matmul.m / block_m)
-        for block_n in (32, 48, 64, 96, 128, 192, 256):
+        for block_n in (32, 64, 96, 128, 192, 256):
             if (block_m > 64 and block_m >= 2 * matmul.m) or (block_n > 32 and block_n >= 2 * matmul.n):
                 continue
             tiles = rows * math.ceil(matmul.n / block_n)
@@ -169,7 +170,9 @@ def _proposals(matmul: MatmulFunction, sm_count: int) -> Iterator[GemmParameters
                 yield replace(one, blocks=sm_count // 2, multicast=2, group=min(rows // 2, _ROWS // 2))
 
 
-def _deepest(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits, sm_count: int) -> GemmPlan | None:
+def _deepest(
+    matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits, sm_count: int, constant_b: bool
+) -> GemmPlan | None:
     """Return the plan with as many stages as fit and are of use, or None."""
     least = make_plan(matmul, replace(p, stages=2), limits)
     if not isinstance(least, GemmPlan):
@@ -179,7 +182,7 @@ def _deepest(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits, sm_c
     room = (min(limits.shared_bytes_optin, _HALF_BYTES) if halved else limits.shared_bytes_optin) - least.shared_bytes
     deepest = 2 + room // (least.stage_bytes + _STAGE_BARRIERS_BYTES)
     for stages in range(min(p.stages, deepest if p.blocks else min(deepest, least.k_share)), 1, -1):
-        plan = make_plan(matmul, replace(p, stages=stages), limits)
+        plan = make_plan(matmul, replace(p, stages=stages), limits, constant_b=constant_b)
         if isinstance(plan, GemmPlan):
             return plan
     return None

@@ -64,10 +64,10 @@ class CostModel:
     sum_us: float
 
 
-# A least-squares fit (10 % root mean square) to the medians of 428 kernels, cold L2, of the shapes of
+# A least-squares fit (10 % root mean square) to the medians of 506 kernels, cold L2, of the shapes of
 # benchmarks/bench_gemm_sm90.py. Of those of a shape, the one it puts first takes 2 % longer than the fastest (geometric
 # mean).
-H200 = CostModel(2.946e6, 4.152e6, 1.472, 0.1363, 1.175, 0.7946, 7.098e-05, 0.1473, 0.0001911)
+H200 = CostModel(2.985e6, 4.066e6, 1.502, 0.1115, 1.285, 0.4991, 7.114e-05, 0.1604, 0.0001916)
 
 
 def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: CostModel = H200) -> float:

@@ -19,7 +19,7 @@ PTX_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 SWIZZLES = {64: 3, 32: 2, 16: 1}
 
 _TMA_BOX_MAX = 256
-_STAGES_MAX = 16
+_STAGES_MAX = 24
 # Blocks of a cluster that every sm_90 device runs (CUDA C++ Programming Guide 13.0, "Thread Block Clusters").
 _CLUSTER_MAX = 8
 # Registers of a thread: the file's 65536 hold 168 for each thread of three warpgroups when the kernel starts; then the

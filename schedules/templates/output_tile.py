@@ -220,6 +220,9 @@ class OutputTile:
         self._column_end = column_end
         self._output = _matrix(self._output_param, self._matmul.m, self._matmul.columns)
         shares = self._shares
+        if self._columns:
+            # Each lane reads copies that others made.
+            T.evaluate(T.cuda.warp_sync())
         for block in range(shares.m_blocks):
             with self.rows_exist(block):
                 for start, width in shares.chunks:

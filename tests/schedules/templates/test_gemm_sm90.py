@@ -153,7 +153,7 @@ def test_other_targets_are_refused(text: str) -> None:
         (replace(SMALL, consumers=2), "block_m is 64, expected a multiple of 128"),
         (replace(SMALL, consumers=3), "consumers is 3, expected 1 or 2"),
         (replace(SMALL, block_n=40), "block_n is 40, expected a multiple of 16"),
-        (replace(SMALL, stages=1), "stages is 1, expected 2 to 16"),
+        (replace(SMALL, stages=1), "stages is 1, expected 2 to 24"),
         (replace(SMALL, blocks=-1), "blocks is -1"),
         (replace(SMALL, split_k=9), "split_k is 9, expected 1 to 8"),
         (replace(SMALL, split_k=2, blocks=4), "split_k does not go with"),
