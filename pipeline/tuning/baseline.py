@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tvm
@@ -33,46 +33,58 @@ _PLAIN_FLOPS_MAX = 1e8
 class Fallback:
     """The fallback schedule of a task, to be measured like a candidate."""
 
-    state: TaskState
     decision: str
     job: Job
 
 
-TakeFailure = Callable[[TaskState, str, Outcome], None]
+def reference_mods(states: Sequence[TaskState], target: ResolvedTarget) -> list[tvm.ir.IRModule]:
+    """Return what each task's candidates are compared with: modules for the host."""
+    host = host_target(target)
+    return [_reference_mod(state, host) for state in states]
 
 
-def prepare_references(
-    states: Sequence[TaskState], evaluator: Evaluator, target: ResolvedTarget, take: TakeFailure
-) -> None:
-    """Give every task its reference; one that cannot have any is skipped.
+def host_target(target: ResolvedTarget) -> tvm.target.Target:
+    """Return the CPU that references are computed on."""
+    return target.target.host if target.target.host is not None else target.target
 
-    Parameters
-    ----------
-    take : callable
-        Told task, decision and outcome of a fallback that was to be the reference and does not build.
+
+def take_reference(state: TaskState, artifact: str | None, error: str | None) -> None:
+    """Give a task its reference, or a note without one when it did not build for the host."""
+    state.note = _note(state, artifact)
+    if artifact is None:
+        logger.warning("task %s has no reference on the CPU: %s", state.task.name, error)
+
+
+def make_fallback(state: TaskState, target: ResolvedTarget) -> Fallback | None:
+    """Return a task's fallback, to be measured; None when its latency is known or there is no such schedule."""
+    if state.before_us is not None or state.note is None or state.note.reference is None:
+        return None
+    scheduled = _fallback(state, target)
+    if scheduled is None:
+        return None
+    args_info = ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False)
+    return Fallback(scheduled[1], Job(scheduled[0], args_info, state.note))
+
+
+def reference_on_device(state: TaskState, evaluator: Evaluator, target: ResolvedTarget) -> tuple[str, Outcome] | None:
+    """Take the device's fallback as the reference of a task that the host cannot compute, such as some 8-bit floats.
+
+    Returns
+    -------
+    tuple or None
+        Decision and outcome of a fallback that does not build either; the task is skipped then.
     """
-    host = target.target.host if target.target.host is not None else target.target
-    mods = [_reference_mod(state, host) for state in states]
-    built = evaluator.build(mods, host)
-    for state, result in zip(states, built, strict=True):
-        state.note = _note(state, None if result.error_msg is not None else str(result.artifact_path))
-        if result.error_msg is not None:
-            logger.warning("task %s has no reference on the CPU: %s", state.task.name, result.error_msg)
-    missing = [state for state in states if state.note and state.note.reference is None]
-    _references_on_device(missing, evaluator, target, take)
-
-
-def list_fallbacks(states: Sequence[TaskState], target: ResolvedTarget) -> list[Fallback]:
-    """Return the fallbacks to measure: of tasks with a reference, whose `before_us` is not known yet."""
-    found = []
-    for state in states:
-        if state.before_us is not None or state.note is None or state.note.reference is None:
-            continue
-        scheduled = _fallback(state, target)
-        if scheduled is not None:
-            args_info = ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False)
-            found.append(Fallback(state, scheduled[1], Job(scheduled[0], args_info, state.note)))
-    return found
+    scheduled = _fallback(state, target)
+    failed = None
+    if scheduled is not None:
+        (result,) = evaluator.build([scheduled[0]], target.target)
+        if result.error_msg is None:
+            state.note = _note(state, str(result.artifact_path), on_device=True)
+            return None
+        status, reason = read_failure(str(result.error_msg), Status.BUILD_ERROR)
+        failed = (scheduled[1], Outcome(status, error=reason))
+    state.skipped = "no reference could be built to check its candidates with"
+    return failed
 
 
 def _reference_mod(state: TaskState, host: tvm.target.Target) -> tvm.ir.IRModule:
@@ -98,29 +110,6 @@ def _note(state: TaskState, reference: str | None, *, on_device: bool = False) -
         atol=accepted.atol,
         accumulated=accepted.accumulated,
     )
-
-
-def _references_on_device(
-    states: Sequence[TaskState],
-    evaluator: Evaluator,
-    target: ResolvedTarget,
-    take: TakeFailure,
-) -> None:
-    """Take the device's fallback as the reference of tasks that the host cannot compute, such as some 8-bit floats.
-
-    A fallback that does not build either is told as failed, and its task is skipped.
-    """
-    scheduled = [(state, *found) for state in states if (found := _fallback(state, target)) is not None]
-    results = evaluator.build([mod for _, mod, _ in scheduled], target.target) if scheduled else []
-    for (state, _, decision), result in zip(scheduled, results, strict=True):
-        if result.error_msg is None:
-            state.note = _note(state, str(result.artifact_path), on_device=True)
-        else:
-            status, reason = read_failure(str(result.error_msg), Status.BUILD_ERROR)
-            take(state, decision, Outcome(status, error=reason))
-    for state in states:
-        if state.note is None or state.note.reference is None:
-            state.skipped = "no reference could be built to check its candidates with"
 
 
 def _fallback(state: TaskState, target: ResolvedTarget) -> tuple[tvm.ir.IRModule, str] | None:

@@ -20,6 +20,8 @@ from tvm.s_tir.meta_schedule.utils import shash2hex
 
 # At the stock learning rate of 0.2 the training error has settled by then.
 _BOOST_ROUNDS = 80
+# Candidates of one task that the model remembers at most, their features being 10 kB each; beyond that, half are left.
+_CANDIDATES_MAX = 1024
 # Predictions are random until the model has learnt from so many candidates.
 WARMUP_CANDIDATES = 32
 
@@ -53,6 +55,9 @@ class FastCostModel(ms.cost_model.XGBModel._cls):  # type: ignore[misc]
         """Learn from the results of some candidates of one task."""
         with self._lock:
             super().update(context, candidates, results)
+            group = self.data.get(shash2hex(context.mod))
+            if group is not None and len(group.features) > _CANDIDATES_MAX:
+                _forget(group)
 
     def predict(self, context: ms.TuneContext, candidates: list[ms.MeasureCandidate]) -> np.ndarray:
         """Return a score for each candidate, higher for a faster one; random ones before it has learnt anything.
@@ -98,3 +103,12 @@ class FastCostModel(ms.cost_model.XGBModel._cls):  # type: ignore[misc]
             return gradient, hessian
 
         self.booster = xgb.train(self.config.to_dict(), packed.dmatrix, num_boost_round=_BOOST_ROUNDS, obj=objective)
+
+
+def _forget(group: FeatureGroup) -> None:
+    """Leave out half of a task's candidates: neither among the best quarter nor among the newest."""
+    count = len(group.features)
+    quarter = _CANDIDATES_MAX // 4
+    kept = sorted({*np.argsort(group.costs)[:quarter].tolist(), *range(count - quarter, count)})
+    group.features = [group.features[row] for row in kept]
+    group.costs = group.costs[kept]

@@ -146,6 +146,15 @@ class Evaluator:
         items = [ms.builder.BuilderInput(mod, target) for mod in mods]
         return [built.result for built in build_all(self.builder, items)]
 
+    def submit_builds(self, mods: Sequence[tuple[tvm.ir.IRModule, object]], target: tvm.target.Target) -> None:
+        """Hand in modules that are built and not measured; `take` returns each with its tag and artifact."""
+        with self._lock:
+            self._building += len(mods)
+        self.pending += len(mods)
+        for mod, tag in mods:
+            item = ms.builder.BuilderInput(mod, target)
+            self.builder.submit(item, lambda built, tag=tag: self._built_only(tag, built))  # type: ignore[misc]
+
     def submit(self, jobs: Sequence[tuple[Job, object]]) -> None:
         """Hand in candidates; `take` returns each with its tag."""
         tickets = [_Ticket(job, tag) for job, tag in jobs]
@@ -185,6 +194,16 @@ class Evaluator:
         self._measuring.put(None)
         self._thread.join()
 
+    def _built_only(self, tag: object, built: Built) -> None:
+        if built.broken is not None:
+            self._finished.put(built.broken)
+            return
+        error = built.result.error_msg
+        outcome = None if error is None else _failed(str(error), Status.BUILD_ERROR)
+        artifact = str(built.result.artifact_path) if error is None else None
+        self._finished.put(Finished(tag, outcome, artifact))
+        self._release(None)
+
     def _built(self, ticket: _Ticket, built: Built) -> None:
         """Take in a build, in the builder's thread."""
         if built.broken is not None:
@@ -198,9 +217,13 @@ class Evaluator:
             ticket.artifact = str(result.artifact_path)
             ticket.key = _code_key(ticket)
             ticket.resources = read_resources(ticket.artifact)
+        self._release(ticket if result.error_msg is None else None)
+
+    def _release(self, ticket: _Ticket | None) -> None:
+        """Count a build as over, and hand what is built to the runner if nothing is in the way."""
         with self._lock:
             self._building -= 1
-            if result.error_msg is None:
+            if ticket is not None:
                 self._held.append(ticket)
                 self._queue_clock.enter()
             ready = self._held if not self.exclusive or self._building == 0 else []

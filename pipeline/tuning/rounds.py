@@ -15,7 +15,13 @@ from dataclasses import dataclass, field, replace
 from tvm.s_tir import meta_schedule as ms
 
 from pipeline.errors import UsageError
-from pipeline.tuning.baseline import list_fallbacks
+from pipeline.tuning.baseline import (
+    host_target,
+    make_fallback,
+    reference_mods,
+    reference_on_device,
+    take_reference,
+)
 from pipeline.tuning.evaluate import Evaluator, Finished, Job, Outcome, remove_artifact
 from pipeline.tuning.failure import StopSignal
 from pipeline.tuning.note import CandidateNote
@@ -70,6 +76,7 @@ class _Tag:
     decision: str
     batch: _Batch | None = None
     candidate: Candidate | None = None
+    reference: bool = False
 
 
 class Rounds:
@@ -114,17 +121,31 @@ class Rounds:
         self._began = time.monotonic()
         self._flushed = 0.0
 
-    def measure_fallbacks(self) -> None:
-        """Hand in the fallbacks that are still to be measured.
+    def begin(self) -> None:
+        """Hand in the references of all tasks; a fallback follows its reference, and candidates the fallback."""
+        states = [state for state in self._states if state.skipped is None and state.ended is None]
+        mods = reference_mods(states, self._target)
+        tagged = [
+            (mod, _Tag(state, Route.FALLBACK, "", reference=True)) for state, mod in zip(states, mods, strict=True)
+        ]
+        self._evaluator.submit_builds(tagged, host_target(self._target))
 
-        Tasks without one are ready at once, as are all where candidates are measured while others are built: fallbacks
-        come first in the queue.
-        """
-        fallbacks = list_fallbacks([s for s in self._states if s.skipped is None and s.ended is None], self._target)
-        waiting = [fallback.state for fallback in fallbacks]
-        for state in self._states:
-            state.ready = not self._evaluator.exclusive or not any(state is one for one in waiting)
-        self._evaluator.submit([(f.job, _Tag(f.state, Route.FALLBACK, f.decision)) for f in fallbacks])
+    def _take_reference(self, state: TaskState, finished: Finished) -> None:
+        """Let a task begin: with its fallback, unless that was measured before."""
+        if finished.artifact is None and finished.outcome is None:
+            return
+        take_reference(state, finished.artifact, finished.outcome.error if finished.outcome else None)
+        if finished.artifact is None:
+            failed = reference_on_device(state, self._evaluator, self._target)
+            if failed is not None:
+                decision, outcome = failed
+                self._recorder.add(state.task, Route.FALLBACK, decision, outcome)
+                state.take(Route.FALLBACK, outcome)
+        fallback = make_fallback(state, self._target)
+        # Where building disturbs no measurement, candidates need not wait: the fallback is before them in the queue.
+        state.ready = fallback is None or not self._evaluator.exclusive
+        if fallback is not None:
+            self._evaluator.submit([(fallback.job, _Tag(state, Route.FALLBACK, fallback.decision))])
 
     def run(self) -> None:
         """Search, hand in and take back until the trials or the time are used up, or nothing promises anything."""
@@ -257,6 +278,9 @@ class Rounds:
         if not isinstance(tag, _Tag):
             raise TypeError(f"expected a candidate of this run back, got {type(tag).__name__}")
         state, outcome = tag.state, finished.outcome
+        if tag.reference:
+            self._take_reference(state, finished)
+            return
         if tag.route is not Route.FALLBACK:
             state.in_flight -= 1
         state.on_way.discard(decision_key(tag.decision))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tvm
-from tvm.s_tir import Schedule
+from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
 
 from schedules.context import QuietTuneContext
@@ -20,8 +20,15 @@ _TRIALS_MAX = 1 << 20
 _GENERATIONS = 1
 # Fresh random schedules are the other half of the time on a GPU, where two of three fail a postprocessor; those found
 # beside half a round's worth are of little use, since each round draws anew (stock asks for 50).
+# Candidates after which a search begins again from its best, so many of them.
+_RENEW_AFTER = 512
+_PARENTS = 64
 # What MetaSchedule's cost model and database take as the latency of a failed candidate.
 _FAILED_S = 1e10
+
+
+# Trace, raw seconds and argument infos of a measured candidate.
+Parent = tuple[Trace, Sequence[float], Sequence[ms.arg_info.ArgInfo]]
 
 
 @dataclass(frozen=True)
@@ -65,25 +72,50 @@ class TaskSearch:
         population: int,
         threads: int,
     ) -> None:
+        self._mod = mod
+        self._target = target
+        self._space = space
+        self._cost_model = cost_model
+        self._name, self._seed = name, seed
+        self._per_round, self._population, self._threads = per_round, population, threads
+        self._begin([(record.trace, record.run_secs, record.args_info) for record in known])
+
+    def _begin(self, parents: Sequence[Parent]) -> None:
+        """Begin a search from the traces of some measured candidates."""
         strategy = ms.search_strategy.EvolutionarySearch(
-            population_size=population,
-            init_min_unmeasured=min(max(1, per_round // 2), population),
+            population_size=self._population,
+            init_min_unmeasured=min(max(1, self._per_round // 2), self._population),
             genetic_num_iters=_GENERATIONS,
         )
         # MetaSchedule takes seeds from 1 on.
-        seed_from_one = 1 + seed % (2**31 - 2)
-        self.context = QuietTuneContext(mod, target, space, strategy, name=name, seed=seed_from_one, threads=threads)
-        self._target = target
+        seed_from_one = 1 + self._seed % (2**31 - 2)
+        self.context = QuietTuneContext(
+            self._mod,
+            self._target,
+            self._space,
+            strategy,
+            name=self._name,
+            seed=seed_from_one,
+            threads=self._threads,
+        )
         self._database = ms.database.MemoryDatabase()
-        self._workload = self._database.commit_workload(mod)
-        for record in known:
+        self._workload = self._database.commit_workload(self._mod)
+        for trace, run_secs, args_info in parents:
             self._database.commit_tuning_record(
-                ms.database.TuningRecord(record.trace, self._workload, record.run_secs, target, record.args_info)
+                ms.database.TuningRecord(trace, self._workload, run_secs, self._target, args_info)
             )
-        self._cost_model = cost_model
         self.spaces = self.context.generate_design_space()
-        self.context.pre_tuning(_TRIALS_MAX, per_round, self.spaces, self._database, cost_model)
+        self.context.pre_tuning(_TRIALS_MAX, self._per_round, self.spaces, self._database, self._cost_model)
         self._open = True
+        self._learnt = 0
+
+    def _renew(self) -> None:
+        """Begin again from the best: MetaSchedule keeps the module of every candidate, and that is megabytes."""
+        best = self._database.get_top_k(self._workload, _PARENTS)
+        parents = [(record.trace, record.run_secs, record.args_info) for record in best]
+        self.close()
+        self._seed += 1
+        self._begin(parents)
 
     def propose(self) -> list[Candidate]:
         """Return the candidates of the next round; none when the space is exhausted."""
@@ -133,6 +165,9 @@ class TaskSearch:
             )
         self.context.notify_runner_results(measured, results)
         self._cost_model.update(self.context, measured, results)
+        self._learnt += len(measured)
+        if self._learnt >= _RENEW_AFTER:
+            self._renew()
 
     def close(self) -> None:
         """End the search."""

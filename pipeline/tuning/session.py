@@ -20,11 +20,10 @@ from tvm.s_tir import meta_schedule as ms
 from pipeline.codegen.cuda_libraries import offer_cublaslt
 from pipeline.environment import target_key
 from pipeline.errors import NothingMeasuredError, UsageError
-from pipeline.tuning.baseline import prepare_references
 from pipeline.tuning.build_pool import BuilderLimits, BuildPool
 from pipeline.tuning.builder import AsyncBuilder, BatchingBuilder
 from pipeline.tuning.cost_model import WARMUP_CANDIDATES, FastCostModel
-from pipeline.tuning.evaluate import Evaluator, Outcome
+from pipeline.tuning.evaluate import Evaluator
 from pipeline.tuning.failure import StopSignal, ctrl_c_requests
 from pipeline.tuning.finals import hold_finals
 from pipeline.tuning.options import TuningOptions, TuningSummary
@@ -252,13 +251,7 @@ class _Session:
                         self._environment,
                         self._options,
                     )
-            prepare_references(
-                self._to_do(),
-                evaluator,
-                self._target,
-                lambda state, decision, outcome: self._refuse(state, decision, outcome),
-            )
-            rounds.measure_fallbacks()
+            rounds.begin()
             self.seconds["start"] += time.monotonic() - began
             rounds.run()
             self._hold_finals(evaluator)
@@ -296,10 +289,6 @@ class _Session:
             yield
         finally:
             self.seconds[phase] += time.monotonic() - began
-
-    def _refuse(self, state: TaskState, decision: str, outcome: Outcome) -> None:
-        self._recorder.add(state.task, Route.FALLBACK, decision, outcome)
-        state.take(Route.FALLBACK, outcome)
 
     def _templates(self, state: TaskState, known: Sequence[TuningRecord]) -> TemplateSearch | None:
         candidates = template_candidates(state.task, self._target, routes=self._options.routes)
