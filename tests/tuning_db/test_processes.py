@@ -124,11 +124,15 @@ def test_reader_that_asks_twice_sees_one_state(shared_url, samples):
         assert reader.count_records() == 2
 
 
-def kill_writers(python, url, folder: Path, *, kills: int, seed: int) -> tuple[set[int], set[int]]:
-    """Kill writers one after another at random moments; return what was acknowledged and what is there."""
+def kill_writers(python, url, folder: Path, *, kills: int, seed: int) -> tuple[set[int], set[int], int]:
+    """Kill writers one after another at random moments; return what was acknowledged, what is there, and the kills.
+
+    More than asked for, where none lived long enough to commit: on a busy machine its moment may come too soon.
+    """
     moments = random.Random(seed)
     log = folder / "log"
-    for number in range(kills):
+    number = 0
+    while number < kills or (not log.stat().st_size and number < 20 * kills):
         writer = python(WRITER, url, log, number, 100_000, 3)
         assert writer.stdout.readline() == "ready\n"
         writer.stdin.write("go\n")
@@ -136,6 +140,7 @@ def kill_writers(python, url, folder: Path, *, kills: int, seed: int) -> tuple[s
         time.sleep(moments.uniform(0.0, 0.05))
         writer.kill()
         writer.wait()
+        number += 1
         # Opens clean, at once, each time.
         with TuningDatabase.open(url) as database:
             database.count_records()
@@ -143,7 +148,7 @@ def kill_writers(python, url, folder: Path, *, kills: int, seed: int) -> tuple[s
     text = log.read_text() if log.exists() else ""
     acknowledged = {int(line) for line in text.splitlines()}
     with TuningDatabase.open(url) as database:
-        return acknowledged, {record.seed for record in database.list_records()}
+        return acknowledged, {record.seed for record in database.list_records()}, number
 
 
 def check_kills(acknowledged: set[int], kept: set[int], kills: int) -> None:
@@ -158,13 +163,13 @@ def check_kills(acknowledged: set[int], kept: set[int], kills: int) -> None:
 
 
 def test_acknowledged_batches_are_whole_when_writers_are_killed(shared_url, tmp_path, python):
-    check_kills(*kill_writers(python, shared_url, tmp_path, kills=3, seed=1), kills=3)
+    check_kills(*kill_writers(python, shared_url, tmp_path, kills=3, seed=1))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_acknowledged_batches_are_whole_when_writers_are_killed_at_100_moments(shared_url, tmp_path, python):
-    check_kills(*kill_writers(python, shared_url, tmp_path, kills=100, seed=2), kills=100)
+    check_kills(*kill_writers(python, shared_url, tmp_path, kills=100, seed=2))
     if shared_url.startswith("sqlite"):
         connection = sqlite3.connect(shared_url.removeprefix("sqlite:///"))
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
