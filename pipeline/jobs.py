@@ -24,6 +24,7 @@ from pipeline.manifest import Manifest
 from pipeline.measure import ORT_ARM, OWN_ARM, BenchmarkReport, measure, module_arm, onnxruntime_arm, run_conditions
 from pipeline.outcomes import artifact_of, note_benchmark, note_validation
 from pipeline.prepare import ModelRequest, PreparedModel, prepare_model, stage
+from pipeline.rerank import RerankReport, rerank
 from pipeline.runtime import Module
 from pipeline.selection import KernelChoice, select_kernels, tasks_without_record
 from pipeline.tuning.options import TuningOptions, TuningSummary
@@ -65,12 +66,16 @@ class CompileResult:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """A tuning run and the artifact made of its records; `benchmark` is None when it was not asked for."""
+    """A tuning run and the artifact made of its records.
+
+    `benchmark` is None when it was not asked for, as is `rerank`.
+    """
 
     job_id: str
     summary: TuningSummary
     compiled: CompileResult
     benchmark: BenchmarkReport | None
+    rerank: RerankReport | None = None
 
 
 @dataclass(frozen=True)
@@ -137,9 +142,11 @@ def compile_model(
         raise UsageError("nothing says where to note the artifact: expected a database (--db URL) beside --record")
     urls = [*([database] if database is not None else []), *shared]
     if not urls:
-        return _compile(prepare_model(request), None, out, samples, record=False)
+        prepared = prepare_model(request)
+        return _compile(prepared, None, out, samples, _select(prepared, None), record=False)
     with open_databases(urls, mode=Mode.TUNE if record else Mode.READ_ONLY, create=False) as opened:
-        return _compile(prepare_model(request), opened, out, samples, record=record)
+        prepared = prepare_model(request)
+        return _compile(prepared, opened, out, samples, _select(prepared, opened), record=record)
 
 
 def tune_model(
@@ -166,7 +173,13 @@ def tune_model(
                 "it is, or make the artifact from records alone with `relaxtune compile`"
             )
         job_id, summary = _tune(prepared, tune_request, database, progress or SilentProgress())
-        compiled = _compile(prepared, database, out, tune_request.samples, record=tune_request.record, job_id=job_id)
+        choices, reranked = _select(prepared, database), None
+        if tune_request.tuning.rerank and not summary.interrupted:
+            with stage("re-rank"):
+                choices, reranked = rerank(prepared, choices, summary, database, tasks=tune_request.tuning.rerank)
+        compiled = _compile(
+            prepared, database, out, tune_request.samples, choices, record=tune_request.record, job_id=job_id
+        )
         benchmark = None
         if tune_request.benchmark:
             with stage("benchmark"):
@@ -174,7 +187,7 @@ def tune_model(
             if tune_request.record:
                 artifact = artifact_of(compiled.manifest, out, job_id)
                 note_benchmark(database, artifact, prepared.environment, benchmark)
-    return TuneResult(job_id, summary, compiled, benchmark)
+    return TuneResult(job_id, summary, compiled, benchmark, reranked)
 
 
 def _tune(
@@ -213,16 +226,8 @@ def _tune(
     return job.id, summary
 
 
-def _compile(
-    prepared: PreparedModel,
-    database: TuningDatabase | None,
-    out: Path,
-    samples: int,
-    *,
-    record: bool,
-    job_id: str | None = None,
-) -> CompileResult:
-    choices = select_kernels(
+def _select(prepared: PreparedModel, database: TuningDatabase | None) -> tuple[KernelChoice, ...]:
+    return select_kernels(
         prepared.lowered,
         prepared.tasks,
         database=database,
@@ -230,6 +235,18 @@ def _compile(
         environment=prepared.environment,
         routes=prepared.request.routes | {Route.FALLBACK},
     )
+
+
+def _compile(
+    prepared: PreparedModel,
+    database: TuningDatabase | None,
+    out: Path,
+    samples: int,
+    choices: tuple[KernelChoice, ...],
+    *,
+    record: bool,
+    job_id: str | None = None,
+) -> CompileResult:
     with stage("compile"):
         compiled = compile_module(prepared.lowered, choices, prepared.target)
     with stage("export"):

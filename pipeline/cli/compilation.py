@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pipeline.jobs import CompileResult, TuneResult
     from pipeline.manifest import KernelEntry, Manifest
     from pipeline.prepare import ModelRequest
+    from pipeline.rerank import RerankReport
 
 
 class TuningMode(StrEnum):
@@ -217,12 +218,32 @@ def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
     if output_format is OutputFormat.JSON:
         benchmark = result.benchmark.to_json() if result.benchmark else None
         tuned = {"job": result.job_id, "tuning": to_data(result.summary)}
-        print_json({**tuned, **_compile_data(result.compiled), "benchmark": benchmark})
+        reranked = result.rerank.to_json() if result.rerank else None
+        print_json({**tuned, **_compile_data(result.compiled), "benchmark": benchmark, "rerank": reranked})
         return
     stdout_console().print(summary_table(result.summary))
+    if result.rerank is not None:
+        _print_reranked(result.rerank)
     _print_compiled(result.compiled)
     if result.benchmark is not None:
         stdout_console().print(render_benchmark(result.benchmark))
+
+
+def _print_reranked(report: RerankReport) -> None:
+    rows = tuple(
+        (
+            trial.task,
+            trial.route.value,
+            "" if trial.record_id is None else str(trial.record_id),
+            f"{trial.alone_us:.1f}",
+            f"{trial.model_ms:.4f}",
+            f"{trial.baseline_ms:.4f}",
+            "taken" if trial.taken else "",
+        )
+        for trial in report.trials
+    )
+    columns = ("task", "route", "record", "alone us", "model ms", "as tuned ms", "")
+    print_table(TableView(f"runners-up inside the model, noise {report.noise:.1%}", columns, rows))
 
 
 def _compile_data(result: CompileResult) -> dict[str, object]:

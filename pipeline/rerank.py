@@ -1,0 +1,216 @@
+"""The last word of a tuning run: the hottest kernels' best candidates, tried inside the whole model.
+
+A kernel timed alone may mislead: in the model its neighbours leave other data in the caches, and other kernels beside
+it on the device. So for each of the hottest tasks the runners-up are compiled into the model one at a time, and all
+these models and the one as tuned take turns. The model as tuned takes part twice, first and last in every turn: how far
+its two medians are apart is how much a difference must exceed to count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tvm
+
+from models.inputs import random_inputs
+from pipeline.compile import compile_module
+from pipeline.environment import target_key
+from pipeline.errors import LoweringError
+from pipeline.export import write_artifact
+from pipeline.manifest import MeasuredEntry
+from pipeline.measure import Arm, measure, module_arm
+from pipeline.prepare import PreparedModel
+from pipeline.runtime import Module
+from pipeline.selection import KernelChoice, replay_record
+from pipeline.tuning.options import TaskSummary, TuningSummary
+from pipeline.tuning.recorder import describe_workload
+from pipeline.tuning.standing import standing_records
+from pipeline.tuning.task import TuningTask
+from pipeline.validate import default_dims
+from tuning_db.records import Route, TuningRecord
+from tuning_db.store import TuningDatabase
+
+logger = logging.getLogger(__name__)
+
+# Runners-up of each task, and how far behind the winner they may be when timed alone.
+_RIVALS = 2
+_MARGIN = 0.1
+_LISTED = 64
+_RUNS = 30
+_BEFORE, _AFTER = "as tuned, before", "as tuned, after"
+# A difference below this is nothing, however steady the machine.
+_LEAST_GAIN = 0.003
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One runner-up inside the model.
+
+    Attributes
+    ----------
+    task, route, record_id
+        The kernel and the record that made it.
+    alone_us
+        Its latency when it is timed alone.
+    model_ms, baseline_ms
+        Median latency of the model with it, and of the model as tuned (the mean of before and after).
+    taken
+        Whether it replaces the winner in the artifact.
+    """
+
+    task: str
+    route: Route
+    record_id: int | None
+    alone_us: float
+    model_ms: float
+    baseline_ms: float
+    taken: bool
+
+
+@dataclass(frozen=True)
+class RerankReport:
+    """What came of trying runners-up inside the model; `noise` is the baseline's own relative difference."""
+
+    trials: tuple[Trial, ...]
+    noise: float
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain JSON data."""
+        return {"noise": self.noise, "trials": [dataclasses.asdict(trial) for trial in self.trials]}
+
+
+def rerank(
+    prepared: PreparedModel,
+    choices: Sequence[KernelChoice],
+    summary: TuningSummary,
+    database: TuningDatabase,
+    *,
+    tasks: int,
+) -> tuple[tuple[KernelChoice, ...], RerankReport]:
+    """Return the choices, with winners replaced by runners-up that make the whole model faster, and what was tried.
+
+    Parameters
+    ----------
+    choices : sequence of KernelChoice
+        As selected from the records.
+    tasks : int
+        How many of the tasks that take most of the model's time are looked at.
+    """
+    rivals = [rival for task in _hottest(summary, tasks) for rival in _rivals(prepared, task.task, choices, database)]
+    if not rivals:
+        return tuple(choices), RerankReport((), 0.0)
+    with tempfile.TemporaryDirectory(prefix="relaxtune-rerank-") as folder:
+        plain = _arm(prepared, choices, Path(folder) / "plain")
+        arms = {_BEFORE: plain}
+        for number, (_, changed) in enumerate(rivals):
+            arms[str(number)] = _arm(prepared, changed, Path(folder) / str(number))
+        arms[_AFTER] = plain
+        report = measure(arms, runs=_RUNS)
+        medians = {arm.name: arm.median_ms for arm in report.arms}
+    before, after = medians[_BEFORE], medians[_AFTER]
+    baseline = (before + after) / 2
+    noise = abs(before - after) / baseline
+    bar = baseline * (1 - max(_LEAST_GAIN, noise))
+    best: dict[str, int] = {}
+    for number, (record, _) in enumerate(rivals):
+        held = best.get(record.task)
+        if medians[str(number)] < min(bar, medians[str(held)] if held is not None else bar):
+            best[record.task] = number
+    trials = tuple(
+        Trial(
+            one.task,
+            one.record.route,
+            one.record.id,
+            one.record.latency_us or 0.0,
+            medians[str(n)],
+            baseline,
+            best.get(one.task) == n,
+        )
+        for n, (one, _) in enumerate(rivals)
+    )
+    taken = {choice.function: choice for number in best.values() for choice in rivals[number][0].changes}
+    for trial in trials:
+        logger.info(
+            "task %s, record %s in the model: %.4f ms, as tuned %.4f ms",
+            trial.task,
+            trial.record_id,
+            trial.model_ms,
+            trial.baseline_ms,
+        )
+    return tuple(taken.get(choice.function, choice) for choice in choices), RerankReport(trials, noise)
+
+
+@dataclass(frozen=True)
+class _Rival:
+    """A runner-up: its record and the choices it makes."""
+
+    task: str
+    record: TuningRecord
+    changes: tuple[KernelChoice, ...]
+
+
+def _hottest(summary: TuningSummary, count: int) -> list[TaskSummary]:
+    return [task for task in summary.tasks if task.after_us is not None][:count]
+
+
+def _rivals(
+    prepared: PreparedModel, task: TuningTask, choices: Sequence[KernelChoice], database: TuningDatabase
+) -> list[tuple[_Rival, tuple[KernelChoice, ...]]]:
+    """Return the runners-up of a task, each with all choices of the model it makes."""
+    mine = [choice for choice in choices if choice.task == task.name]
+    if not mine or mine[0].latency_us is None:
+        return []
+    records = standing_records(
+        database.list_top(
+            workload_hash=task.workload_hash,
+            signature_key=describe_workload(task).signature_key,
+            target=target_key(prepared.target),
+            environment=prepared.environment,
+            k=_LISTED,
+        ),
+        prepared.environment,
+    )
+    near = [
+        record
+        for record in records
+        if (record.layer, record.id) != (mine[0].database, mine[0].record_id)
+        and record.route in prepared.request.routes | {Route.FALLBACK}
+        and (record.latency_us or 0.0) <= mine[0].latency_us * (1 + _MARGIN)
+    ]
+    found = []
+    for record in near[:_RIVALS]:
+        try:
+            scheduled = None if record.route is Route.FALLBACK else replay_record(task, record, prepared.target)
+        except LoweringError as e:
+            logger.warning("%s", e)
+            continue
+        changes = tuple(_changed(choice, record, scheduled) for choice in mine)
+        by_function = {choice.function: choice for choice in changes}
+        everything = tuple(by_function.get(choice.function, choice) for choice in choices)
+        found.append((_Rival(task.name, record, changes), everything))
+    return found
+
+
+def _changed(choice: KernelChoice, record: TuningRecord, scheduled: tvm.tirx.PrimFunc | None) -> KernelChoice:
+    return dataclasses.replace(
+        choice,
+        route=record.route,
+        record_id=record.id,
+        latency_us=record.latency_us,
+        decision=record.decision,
+        note=f"faster than record {choice.record_id} inside the model",
+        database=record.layer,
+        measured=MeasuredEntry(record.environment.device_name, record.registers, record.smem_bytes, record.spill_bytes),
+        scheduled=scheduled,
+    )
+
+
+def _arm(prepared: PreparedModel, choices: Sequence[KernelChoice], directory: Path) -> Arm:
+    write_artifact(compile_module(prepared.lowered, choices, prepared.target), directory)
+    inputs = random_inputs(prepared.model, seed=0, dims=default_dims(prepared.model))
+    return module_arm(Module.load(directory), inputs)
