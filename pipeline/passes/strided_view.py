@@ -128,10 +128,12 @@ def regrouped(factors: Factors, sizes: Sequence[int]) -> tuple[Factors, ...] | N
 
 
 def _slice(factors: Factors, start: int, stop: int, step: int) -> tuple[int, Factors] | None:
-    if start == 0 and stop == size_of(factors) and step == 1:
-        return 0, factors
     if stop <= start:
         return None
+    if stop - start <= step:
+        stop, step = start + 1, 1
+    if start == 0 and stop == size_of(factors) and step == 1:
+        return 0, factors
     if len(factors) == 1:
         stride = factors[0][1]
         return start * stride, merged([(math.ceil((stop - start) / step), stride * step)])
