@@ -1,13 +1,14 @@
 """Kernels of the attention template beside torch's attention on a Hopper GPU, each checked before it is timed.
 
-    python benchmarks/bench_attention_sm90.py build DIR [--candidates 4]    anywhere with a CUDA compiler; needs no GPU
-    python benchmarks/bench_attention_sm90.py run DIR [--rounds 100] [--out FILE.json]      on the GPU; needs no TVM
+    python -m benchmarks.bench_attention_sm90 build DIR [--candidates 4]    anywhere with a CUDA compiler; needs no GPU
+    python -m benchmarks.bench_attention_sm90 run DIR [--rounds 100] [--out FILE.json]      on the GPU; needs no TVM
 
 `run` needs torch and cuda-bindings. Every kernel first runs on fresh random inputs into an output full of NaN, and is
 compared with float32 arithmetic. Then all arms of a case are timed by turns, as CUDA graphs over rotating buffers:
 
-- ours: the candidates that the template proposes;
-- cudnn, flash: `scaled_dot_product_attention` with one backend each, on the same tensors.
+- ours: the candidates that the template proposes; "first" is the one that is taken untuned;
+- cudnn, flash, efficient: `scaled_dot_product_attention` with one backend each, on the same tensors (flash takes no
+  mask; efficient is run where there is one).
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ CHECKS = 20
 ERROR_MAX = 1e-3
 BYTES_PER_TURN = 160_000_000
 LAUNCHES_PER_GRAPH = 24
-BACKENDS = ("cudnn", "flash")
+BACKENDS = ("cudnn", "flash", "efficient")
 ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes; Q, K and V are slices of one product where `packed`, else K and V are [batch, kv_heads, keys, d]."""
+    """Sizes; Q, K and V are slices of one product where `packed`, else K and V are [batch, kv_heads, keys, d].
+
+    `masked`: there is a mask of padding [batch, 1, 1, keys] to be added, in float16.
+    """
 
     batch: int
     heads: int
@@ -44,6 +48,7 @@ class Case:
     head_dim: int
     causal: bool = False
     packed: bool = True
+    masked: bool = False
 
 
 def square(length: int, head_dim: int, *, causal: bool) -> Case:
@@ -65,6 +70,11 @@ CASES = {
     "llama-1x2048": Case(1, 32, 8, 2048, 2048, 64, True),
     "decode-1x1024": Case(1, 32, 8, 1, 1024, 64, packed=False),
     "decode-16x1024": Case(16, 32, 8, 1, 1024, 64, packed=False),
+    "bert-32x128-mask": Case(32, 12, 12, 128, 128, 64, masked=True),
+    "bert-8x512-mask": Case(8, 12, 12, 512, 512, 64, masked=True),
+    "2048-d80": Case(8, 26, 26, 2048, 2048, 80),
+    "2048-d96": Case(8, 21, 21, 2048, 2048, 96),
+    "2048-d256": Case(8, 8, 8, 2048, 2048, 256),
     **{
         f"{length}-d{head_dim}{'-causal' if causal else ''}": square(length, head_dim, causal=causal)
         for head_dim in (64, 128)
@@ -97,7 +107,7 @@ def build(directory: Path, candidates: int) -> None:
 
 def specification(case: Case) -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
     """Return the AttentionSpec of a case, and shape and dtype of its parameters."""
-    from schedules.attention import AttentionSpec, HeadLayout
+    from schedules.attention import AttentionSpec, HeadLayout, ScoreBias
 
     heads, shared, d = case.heads, case.kv_heads, case.head_dim
     if case.packed:
@@ -110,10 +120,14 @@ def specification(case: Case) -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
         params += [((case.batch, shared, case.keys, d), "float16")] * 2
         query = HeadLayout(0, 0, case.queries * heads * d, heads * d, d)
         key, value = (HeadLayout(param, 0, shared * case.keys * d, d, case.keys * d) for param in (1, 2))
+    bias = None
+    if case.masked:
+        bias = ScoreBias(len(params), "add", case.keys, 0, 0, 1)
+        params.append(((case.batch, 1, 1, case.keys), "float16"))
     output = HeadLayout(len(params), 0, case.queries * heads * d, heads * d, d)
     params.append(((case.batch, case.queries, heads * d), "float16"))
     sizes = (case.batch, heads, shared, case.queries, case.keys, d)
-    return AttentionSpec(*sizes, d**-0.5, case.causal, 0, query, key, value, output), params
+    return AttentionSpec(*sizes, d**-0.5, case.causal, 0, query, key, value, output, bias), params
 
 
 def inputs(entry: dict[str, Any]) -> dict[str, Any]:
@@ -201,14 +215,19 @@ def torch_arm(backend: str, case: Case, entry: dict[str, Any], tensors: dict[str
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    kind = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[backend]
+    kind = {
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }[backend]
+    mask = tensors[entry["params"][entry["spec"]["bias"]["param"]][0]] if case.masked else None
     query, key, value = (heads_of(entry, tensors, role) for role in ("query", "key", "value"))
     grouped = case.heads != case.kv_heads
 
     def attend() -> Any:
         with sdpa_kernel(kind):
             return torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, is_causal=case.causal, enable_gqa=grouped
+                query, key, value, attn_mask=mask, is_causal=case.causal, enable_gqa=grouped
             )
 
     return attend
@@ -221,7 +240,7 @@ def graphs_of(case: Case, kernels: dict[str, Kernel], entry: dict[str, Any]) -> 
     sets = [first, *(inputs(entry) for _ in range(max(1, min(LAUNCHES_PER_GRAPH, BYTES_PER_TURN // size))))]
     repeats = max(1, LAUNCHES_PER_GRAPH // len(sets)) if size < BYTES_PER_TURN else 1
     arms: dict[str, list[Callable[[], Any]]] = {}
-    for backend in BACKENDS:
+    for backend in ("cudnn", "efficient") if case.masked else ("cudnn", "flash"):
         arms[backend] = [torch_arm(backend, case, entry, tensors) for tensors in sets]
     for decision, kernel in kernels.items():
         arms[decision] = [kernel.bind(tensors) for tensors in sets]
@@ -250,7 +269,8 @@ def run(directory: Path, rounds: int, out: Path | None, only: str) -> int:
     torch.zeros(1, device="cuda")
     every = read_kernels(directory)
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": {}}
-    wrong, ratios = 0, []
+    wrong = 0
+    ratios: list[tuple[float, float]] = []
     for name, case in CASES.items():
         kernels = {kernel.entry["decision"]: kernel for kernel in every if kernel.entry["case"] == name}
         if not kernels or only not in name:
@@ -262,7 +282,8 @@ def run(directory: Path, rounds: int, out: Path | None, only: str) -> int:
         wrong += len(kernels) - len(right)
         graphs, launches, _alive = graphs_of(case, right, next(iter(kernels.values())).entry)
         times = time_by_turns(graphs, launches, rounds if flops(case) < 5e11 else max(10, rounds // 5))
-        results["cases"][name] = {"errors": errors, "times_us": times}
+        rounded = {arm: [round(value, 3) for value in values] for arm, values in times.items()}
+        results["cases"][name] = {"errors": errors, "times_us": rounded}
         statistics = {arm: median_and_p95(values) for arm, values in times.items()}
         peers = {arm: statistics[arm][0] for arm in BACKENDS if arm in statistics}
         listed = "  ".join(f"{arm} {median:8.2f}" for arm, median in peers.items())
@@ -271,17 +292,19 @@ def run(directory: Path, rounds: int, out: Path | None, only: str) -> int:
             continue
         best = min(right, key=lambda decision: statistics[decision][0])
         median, p95 = statistics[best]
-        ratio = min(peers.values()) / median if peers else math.nan
-        ratios.append(ratio)
+        first = statistics[next(iter(right))][0]
+        peer = min(peers.values(), default=math.nan)
+        ratios.append((peer / median, peer / first))
         print(
-            f"{name:16} ours {median:8.2f} us (p95 {p95:.2f}, {flops(case) / median / 1e6:4.0f} TFLOP/s)  {listed}  "
-            f"ratio {ratio:.2f}  wrong {len(kernels) - len(right)}/{len(kernels)}  "
-            f"candidate {list(kernels).index(best) + 1}: {best}",
+            f"{name:16} ours {median:8.2f} us (p95 {p95:.2f}, {flops(case) / median / 1e6:4.0f} TFLOP/s)  "
+            f"first {first:8.2f}  {listed}  ratio {peer / median:.2f}  "
+            f"wrong {len(kernels) - len(right)}/{len(kernels)}  candidate {list(kernels).index(best) + 1}: {best}",
             flush=True,
         )
-    known = [ratio for ratio in ratios if ratio == ratio]
-    if known:
-        print(f"geometric mean of {len(known)} ratios: {math.exp(sum(map(math.log, known)) / len(known)):.3f}")
+    known = [pair for pair in ratios if pair[0] == pair[0]]
+    for which, values in zip(("best", "first"), zip(*known, strict=True), strict=False):
+        mean = math.exp(sum(map(math.log, values)) / len(values))
+        print(f"geometric mean of {len(values)} ratios of the peers' best to our {which}: {mean:.3f}")
     if out is not None:
         out.write_text(json.dumps(results, indent=1))
     return 1 if wrong else 0

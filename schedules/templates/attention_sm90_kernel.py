@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from schedules.attention import HeadLayout
 from schedules.fallback import SCHEDULED_ATTR
+from schedules.templates.attention_sm90_mask import Rows
 from schedules.templates.attention_sm90_multiply import AttentionMultiply
-from schedules.templates.attention_sm90_output import AttentionOutput, Place
+from schedules.templates.attention_sm90_output import AttentionOutput
 from schedules.templates.attention_sm90_plan import (
     CHUNK,
     ELEMENT_BYTES,
@@ -20,7 +19,8 @@ from schedules.templates.attention_sm90_plan import (
     WARPGROUP,
     AttentionPlan,
 )
-from schedules.templates.attention_sm90_softmax import OnlineSoftmax, Rows
+from schedules.templates.attention_sm90_softmax import OnlineSoftmax
+from schedules.templates.attention_sm90_tiles import Tile, each_tile, named
 from schedules.templates.hopper import Ring, arrive, encode_tensor, initialise_barrier, load_tile, pin
 from schedules.templates.lowering import KERNEL_ATTR
 
@@ -66,7 +66,6 @@ class _Kernel:
             if p.split > 1:
                 T.cta_id_in_cluster([p.split])
             self._thread = T.thread_id([plan.threads])
-            self._rank = self._block % p.split
             self._allocate()
             self._fetch_maps()
             self._initialise()
@@ -105,66 +104,6 @@ class _Kernel:
         strides_bytes = [max(stride * ELEMENT_BYTES, 16) for stride in strides]
         tensor = self._params[layout.param]
         return encode_tensor(name, tensor, self._dtype, sizes, strides_bytes, (*box, 1), 3, offset=layout.offset)
-
-    def _each_tile(self, make: Callable[[tirx.Expr], None]) -> None:
-        """Emit the loop over this block's tiles; `make` gets the tile's number within this block."""
-        plan = self._plan
-        if plan.query_stages == 1:
-            self._locate(*self._only_tile(self._block // self._p.split))
-            make(tirx.IntImm("int32", 0))
-            return
-        items = (plan.items - self._block + plan.blocks - 1) // plan.blocks
-        with T.serial(items * 2 if plan.paired else items) as turn:
-            item = self._block + (turn // 2 if plan.paired else turn) * plan.blocks
-            tile, heads = item % plan.head_items, item // plan.head_items
-            if plan.paired:
-                tile = tirx.Select(turn % 2 == 0, plan.tiles - 1 - tile, tile)
-            self._locate(tile, heads)
-            make(turn)
-
-    def _only_tile(self, work: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
-        """Return the tile, and of which group of all heads, that is a block's only one."""
-        plan = self._plan
-        if not self._spec.causal:
-            return work % plan.tiles, work // plan.tiles
-        # The longest tiles first, of as many heads as have their keys in the L2 cache together.
-        inside = work % (plan.section * plan.tiles)
-        heads = work // (plan.section * plan.tiles) * plan.section + inside % plan.section
-        return plan.tiles - 1 - inside // plan.section, heads
-
-    def _locate(self, tile: tirx.Expr, heads: tirx.Expr) -> None:
-        """Emit where a tile lies, and which blocks of keys this thread block sums for it."""
-        spec, plan = self._spec, self._plan
-        batch, head = heads // plan.heads, heads % plan.heads * plan.group
-        self._place = Place(_named("batch", batch), _named("head", head), _named("query", tile * plan.tile_queries))
-        self._kv_head = self._place.head // spec.group
-        first, end = self._visible_blocks()
-        if self._p.split == 1:
-            self._first = _named("first_block", first)
-            self._count = _named("block_count", tirx.max(end - first, 1))
-            self._key_end: tirx.Expr | int = spec.keys
-            return
-        share = _named("share", (end - first + self._p.split - 1) // self._p.split)
-        start = _named("start", first + self._rank * share)
-        stop = _named("stop", tirx.min(start + share, end))
-        self._first = start
-        self._count = _named("block_count", tirx.max(stop - start, 1))
-        # A block without a share makes one block of keys that it does not see.
-        self._key_end = _named("key_end", tirx.Select(start < stop, tirx.min(stop * self._p.block_k, spec.keys), 0))
-
-    def _visible_blocks(self) -> tuple[tirx.Expr, tirx.Expr]:
-        """Return the first block of keys that the tile's queries may see, and the one after the last."""
-        spec, plan, block_k = self._spec, self._plan, self._p.block_k
-        first: tirx.Expr = tirx.IntImm("int32", 0)
-        end: tirx.Expr = tirx.IntImm("int32", plan.key_blocks)
-        position = self._place.query + plan.ahead
-        last = tirx.min(position + plan.tile_queries, spec.keys) - 1
-        if spec.window:
-            first = tirx.max(position - spec.window + 1, 0) // block_k
-        if spec.causal or spec.window:
-            reach = 1 if spec.causal else spec.window
-            end = tirx.min(tirx.max(last + reach, 0) + block_k - 1, spec.keys + block_k - 1) // block_k
-        return first, end
 
     def _allocate(self) -> None:
         p, plan = self._p, self._plan
@@ -210,19 +149,20 @@ class _Kernel:
         if p.dependent:
             T.evaluate(T.ptx.griddepcontrol.wait())
 
-        def load_tile_by_tile(turn: tirx.Expr) -> None:
-            self._load_query(turn)
+        def load(tile: Tile) -> None:
+            self._tile = tile
+            self._load_query()
             self._load_keys(ring_k, 0)
-            with T.serial(self._count - 1) as step:
+            with T.serial(tile.block_count - 1) as step:
                 self._load_keys(ring_k, step + 1)
                 self._load_values(ring_v, step)
-            self._load_values(ring_v, self._count - 1)
+            self._load_values(ring_v, tile.block_count - 1)
 
-        self._each_tile(load_tile_by_tile)
+        each_tile(self._plan, self._block, load)
 
-    def _load_query(self, turn: tirx.Expr) -> None:
-        plan, at = self._plan, self._place
-        stage, phase = self._query_ring(turn)
+    def _load_query(self) -> None:
+        plan, at = self._plan, self._tile
+        stage, phase = self._query_ring()
         if plan.query_stages > 1:
             T.evaluate(T.cuda.mbarrier_wait(self._empty_q.ptr_to([stage]), phase ^ 1))
         full = self._full_q.ptr_to([stage])
@@ -231,9 +171,9 @@ class _Kernel:
             to = self._tile_q.ptr_to([stage, chunk * plan.rows * CHUNK])
             load_tile(to, self._map_q, (chunk * CHUNK, at.head, at.query, at.batch), full)
 
-    def _query_ring(self, turn: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
-        """Return stage and parity of the tile of Q of this block's n-th tile."""
-        stages = self._plan.query_stages
+    def _query_ring(self) -> tuple[tirx.Expr, tirx.Expr]:
+        """Return stage and parity of the tile's Q."""
+        turn, stages = self._tile.turn, self._plan.query_stages
         return turn % stages, turn // stages % 2
 
     def _load_keys(self, ring: Ring, step: tirx.Expr | int) -> None:
@@ -251,7 +191,8 @@ class _Kernel:
         self._expect(barrier, block_k)
         for chunk in range(plan.chunks):
             to = tile.ptr_to([ring.stage, chunk * block_k * CHUNK])
-            position = (chunk * CHUNK, self._kv_head, (self._first + step) * block_k, self._place.batch)
+            key = (self._tile.first_block + step) * block_k
+            position = (chunk * CHUNK, self._tile.kv_head, key, self._tile.batch)
             load_tile(to, source, position, barrier)
         ring.advance()
 
@@ -281,49 +222,42 @@ class _Kernel:
                 self._pass_turn(tirx.IntImm("int32", 0))
         output = AttentionOutput(plan, self._params[spec.output.param], self._thread)
 
-        def make_tile(turn: tirx.Expr) -> None:
-            self._query_stage, phase = self._query_ring(turn)
+        def make(tile: Tile) -> None:
+            self._tile = tile
+            self._query_stage, phase = self._query_ring()
             self._find_rows(group, lane)
             for index in range(spec.head_dim // 2):
                 T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
             T.evaluate(T.cuda.mbarrier_wait(self._full_q.ptr_to([self._query_stage]), phase))
-            self._sum(turn, group)
+            self._sum(group)
             self._softmax.finish()
             if p.split > 1:
-                output.combine(self._sums, self._softmax, self._partial, self._rank, self._place)
+                output.combine(self._sums, self._softmax, self._partial, self._block % p.split, tile)
             else:
                 stage = self._query_stage
-                output.store(self._sums, self._softmax, self._tile_q, stage, self._map_o, self._place)
+                output.store(self._sums, self._softmax, self._tile_q, stage, self._map_o, tile)
 
-        self._each_tile(make_tile)
+        each_tile(plan, self._block, make)
         if p.split == 1:
             with T.If(self._leader), T.Then():
                 T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
 
     def _find_rows(self, group: tirx.Expr, lane: tirx.Expr) -> None:
         """Emit which keys this thread's rows and its warpgroup's rows see."""
-        spec, plan, at = self._spec, self._plan, self._place
+        spec, plan, at = self._spec, self._plan, self._tile
         line = self._thread // 32 * 16 + lane // 4
-        queries = [_named("row_query", at.query + (line + row * 8) // plan.group) for row in range(2)]
-        heads = [_named("row_head", at.head + (line + row * 8) % plan.group) for row in range(2)]
+        queries = [named("row_query", at.query + (line + row * 8) // plan.group) for row in range(2)]
+        heads = [named("row_head", at.head + (line + row * 8) % plan.group) for row in range(2)]
         first, end = T.alloc_local([2], "int32"), T.alloc_local([2], "int32")
         for row in range(2):
             position = queries[row] + plan.ahead
             T.buffer_store(first, position - spec.window + 1, [row])
-            T.buffer_store(end, self._end_at(position), [row])
+            T.buffer_store(end, at.end_at(plan, position), [row])
         self._softmax.begin(Rows(at.batch, (queries[0], queries[1]), (heads[0], heads[1]), first, end))
         top = at.query + group * ROWS // plan.group + plan.ahead
         bottom = at.query + (group * ROWS + ROWS - 1) // plan.group + plan.ahead
-        self._whole_end = _named("whole_end", self._end_at(top))
-        self._whole_first = _named("whole_first", bottom - spec.window + 1) if spec.window else None
-
-    def _end_at(self, position: tirx.Expr) -> tirx.Expr | int:
-        """Return the key after the last that a query at a position sees."""
-        if self._spec.causal:
-            return tirx.min(position + 1, self._key_end)
-        if self._spec.window:
-            return tirx.min(position + self._spec.window, self._key_end)
-        return self._key_end
+        self._whole_end = named("whole_end", at.end_at(plan, top))
+        self._whole_first = named("whole_first", bottom - spec.window + 1) if spec.window else None
 
     def _masked(self, block: tirx.Expr) -> tirx.Expr | None:
         """Return whether some row of the warpgroup does not see all of a block of keys; None when never."""
@@ -333,14 +267,14 @@ class _Kernel:
         masked = (block + 1) * p.block_k > self._whole_end
         return masked if self._whole_first is None else tirx.any(masked, block * p.block_k < self._whole_first)
 
-    def _sum(self, turn: tirx.Expr, group: tirx.Expr) -> None:
+    def _sum(self, group: tirx.Expr) -> None:
         """Emit the loop over the keys."""
         if self._p.overlap:
-            self._sum_overlapped(turn, group)
+            self._sum_overlapped(group)
             return
-        with T.serial(self._count) as step:
+        with T.serial(self._tile.block_count) as step:
             self._begin_scores(step)
-            self._release_query(turn, step)
+            self._release_query(step)
             self._end_scores(0)
             self._weigh(step)
             with T.If(step > 0), T.Then():
@@ -349,15 +283,15 @@ class _Kernel:
             self._begin_values()
             self._end_values()
 
-    def _sum_overlapped(self, turn: tirx.Expr, group: tirx.Expr) -> None:
+    def _sum_overlapped(self, group: tirx.Expr) -> None:
         """Emit the loop over the keys: the scores of a block run beside the values and the softmax of the last."""
         zero = tirx.IntImm("int32", 0)
         self._begin_scores(zero)
-        self._release_query(turn, zero)
+        self._release_query(zero)
         self._end_scores(0)
         self._weigh(zero)
         self._softmax.convert(self._scores, self._weights)
-        with T.serial(self._count - 1) as step:
+        with T.serial(self._tile.block_count - 1) as step:
             T.evaluate(T.cuda.mbarrier_wait(self._full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
             self._wait_turn(group)
             self._begin_scores(step + 1, wait=False)
@@ -371,9 +305,9 @@ class _Kernel:
         self._begin_values()
         self._end_values()
 
-    def _release_query(self, turn: tirx.Expr, step: tirx.Expr) -> None:
+    def _release_query(self, step: tirx.Expr) -> None:
         """Emit, at a tile's first step, the release of the memory of the tile before, once its output is copied."""
-        stages = self._plan.query_stages
+        turn, stages = self._tile.turn, self._plan.query_stages
         if stages > 1:
             with T.If(tirx.all(self._leader, turn > 0, step == 0)), T.Then():
                 T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
@@ -383,7 +317,7 @@ class _Kernel:
         if wait:
             T.evaluate(T.cuda.mbarrier_wait(self._full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
         self._multiply.scores(self._scores, self._query_stage, self._ring_k.stage)
-        self._softmax.prefetch(self._first + step)
+        self._softmax.prefetch(self._tile.first_block + step)
 
     def _end_scores(self, pending: int) -> None:
         T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(pending))
@@ -393,7 +327,7 @@ class _Kernel:
         self._ring_k.advance()
 
     def _weigh(self, step: tirx.Expr) -> None:
-        block = self._first + step
+        block = self._tile.first_block + step
         self._softmax.weigh(self._scores, block, self._masked(block))
 
     def _begin_values(self) -> None:
@@ -417,14 +351,6 @@ class _Kernel:
 
     def _pass_turn(self, group: tirx.Expr) -> None:
         T.evaluate(T.ptx.bar.arrive(tirx.Cast("uint32", group + _TURN_BARRIER), 2 * WARPGROUP))
-
-
-def _named(name: str, value: tirx.Expr) -> tirx.Expr:
-    """Emit the storing of a value in a register, and return that."""
-    register = T.alloc_local([1], "int32")
-    IRBuilder.name(name, register)
-    T.buffer_store(register, value, [0])
-    return register[0]
 
 
 def _declare(param: tirx.Var) -> tirx.Var:

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from schedules.templates.attention_sm90_plan import CHUNK, ROWS, WARPGROUP, AttentionPlan, partial_columns
 from schedules.templates.attention_sm90_softmax import OnlineSoftmax, exp2, pack, reciprocal
+from schedules.templates.attention_sm90_tiles import Tile
 from schedules.templates.hopper import store_tile, wait_for_cluster
 
 # Named barriers: 0 is the whole block's, then one for each warpgroup.
 GROUP_BARRIER = 1
 _VECTOR = 8
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a block's tile begins: its batch element, first head and first query."""
-
-    batch: tirx.Expr
-    head: tirx.Expr
-    query: tirx.Expr
 
 
 class AttentionOutput:
@@ -47,7 +38,7 @@ class AttentionOutput:
         tile: tirx.Var,
         stage: tirx.Expr,
         tensor_map: tirx.Var,
-        at: Place,
+        at: Tile,
     ) -> None:
         """Emit the writing of a whole tile: swizzled into the memory of Q's tile, then by the copy engine.
 
@@ -86,7 +77,7 @@ class AttentionOutput:
                 store_tile(tensor_map, (chunk * CHUNK, at.head, first, at.batch), source)
             T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
 
-    def combine(self, output: tirx.Var, softmax: OnlineSoftmax, memory: tirx.Var, rank: tirx.Expr, at: Place) -> None:
+    def combine(self, output: tirx.Var, softmax: OnlineSoftmax, memory: tirx.Var, rank: tirx.Expr, at: Tile) -> None:
         """Emit the sum of the parts of a cluster's blocks, in the order of ranks, and its writing.
 
         Every block sends each row of its part to the block that sums that row.
@@ -132,7 +123,7 @@ class AttentionOutput:
             T.evaluate(store(remote[1], softmax.highest[row], softmax.total[row]))
 
     def _sum_vector(
-        self, memory: tirx.Var, unit: float, place: tirx.Expr, line: tirx.Expr, column: tirx.Expr, at: Place
+        self, memory: tirx.Var, unit: float, place: tirx.Expr, line: tirx.Expr, column: tirx.Expr, at: Tile
     ) -> None:
         plan, split = self._plan, self._plan.parameters.split
         statistics = T.alloc_local([2 * split], "float32")

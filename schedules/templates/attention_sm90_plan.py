@@ -26,7 +26,7 @@ _CLUSTER_MAX = 8
 # consumers -> registers of a thread of a consumer and of the producer's warpgroup after setmaxnreg; the file has 65536.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 # What a consumer needs beside scores, weights and output (addresses, row statistics, masks), measured.
-_REGISTERS_BESIDE = 30
+_REGISTERS_BESIDE = 27
 _RESIDENTS_MAX = 4
 # Of the L2 cache, what the keys and values of the tiles that are made together may take.
 _SECTION_BYTES = 16 << 20
@@ -227,9 +227,10 @@ def registers_needed(spec: AttentionSpec, p: AttentionParameters, bias_bytes: in
     """
     weights = p.block_k // 4 if p.overlap else 0
     if spec.bias is not None:
-        # Of each 8 keys a pair, for each row of a thread unless one row of the mask serves all.
+        # Of each 8 keys a pair, for each row of a thread unless one row of the mask serves all; some are used up before
+        # the last is there.
         lines = 2 if spec.bias.query_stride or (p.pack and spec.bias.head_stride) else 1
-        weights += lines * p.block_k // 8 * max(1, bias_bytes // 2)
+        weights += lines * p.block_k // 8 * max(1, bias_bytes // 2) * 3 // 4
     return p.block_k // 2 + weights + spec.head_dim // 2 + _REGISTERS_BESIDE
 
 
@@ -237,8 +238,10 @@ def registers_available(p: AttentionParameters, limits: CudaLimits) -> int:
     """Return the registers that a consumer's thread may have."""
     if p.consumers in REGISTERS and p.residents == 1:
         return REGISTERS[p.consumers][0]
-    warps = p.consumers * 4 + (4 if p.consumers > 1 else 1)
-    return min(limits.registers_per_thread, limits.registers_per_block // (p.residents * warps * 32) // 8 * 8)
+    # A multiprocessor has four parts with a quarter of the registers each, which take its warps by turns.
+    warps = p.residents * (p.consumers * 4 + (4 if p.consumers > 1 else 1))
+    each = limits.registers_per_block // 4 // (math.ceil(warps / 4) * 32)
+    return min(limits.registers_per_thread, each // 8 * 8)
 
 
 def partial_columns(spec: AttentionSpec) -> int:

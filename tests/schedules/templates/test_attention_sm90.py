@@ -178,7 +178,7 @@ def test_other_targets_are_refused(text: str) -> None:
         (replace(SMALL, pingpong=True), "pingpong has 1 consumer"),
         (replace(SMALL, residents=5), "residents is 5, expected 1 to 4"),
         (replace(SMALL, consumers=2, residents=2), "residents is 2 with 2 consumers"),
-        (replace(SMALL, block_k=256), "registers, 200 exist"),
+        (replace(SMALL, block_k=256), "registers, 168 exist"),
         (AttentionParameters(consumers=2, block_k=64, stages=8), "bytes of shared memory, the target has 232448"),
     ],
 )

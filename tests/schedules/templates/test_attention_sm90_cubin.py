@@ -37,11 +37,11 @@ def target() -> ResolvedTarget:
 @pytest.mark.parametrize(
     ("case", "parameters", "registers_max"),
     [
-        (BERT, AttentionParameters(1, 64, 2, residents=3), 136),
+        (BERT, AttentionParameters(1, 64, 2, residents=3), 128),
         (
             replace(BERT, bias=("add", "float32", (1, 1, 1, 128))),
             AttentionParameters(1, 128, 1, overlap=False, residents=2),
-            200,
+            168,
         ),
         # Three warpgroups start with 168 registers a thread, four with 128; the consumers get more by setmaxnreg.
         (replace(LONG, causal=True), AttentionParameters(2, 128, 2, pingpong=True, blocks=132), 168),

@@ -1,0 +1,158 @@
+"""The mask of the kernel of `schedules.templates.attention_sm90`, read from memory and applied to registers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from schedules.attention import ScoreBias
+from schedules.templates.attention_sm90_plan import AttentionPlan
+
+LOG2_E = math.log2(math.e)
+MINUS_INFINITY = tirx.FloatImm("float32", -math.inf)
+
+_FLOATS = ("float16", "bfloat16", "float32")
+# dtype of a mask -> load of two elements, its registers, their dtype
+_PAIR_LOADS = {
+    "float16": ("ld.global.u32", 1, "uint32"),
+    "bfloat16": ("ld.global.u32", 1, "uint32"),
+    "float32": ("ld.global.v2.f32", 2, "float32"),
+    "int32": ("ld.global.v2.s32", 2, "int32"),
+    "int8": ("ld.global.u16", 1, "uint16"),
+    "uint8": ("ld.global.u16", 1, "uint16"),
+}
+_UNPACK = {"float16": "relaxtune_unpack_f16", "bfloat16": "relaxtune_unpack_bf16"}
+_UNPACK_SOURCE = """
+__forceinline__ __device__ float NAME(unsigned packed, int shift) {
+  unsigned short half = packed >> shift;
+  float value;
+  asm("cvt.f32.KIND %0, %1;" : "=f"(value) : "h"(half));
+  return value;
+}
+"""
+_UNPACK_KINDS = {"float16": "f16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The two rows of a thread: their query and head, and the keys they may see (`first <= key < end`)."""
+
+    batch: tirx.Expr
+    query: tuple[tirx.Expr, tirx.Expr]
+    head: tuple[tirx.Expr, tirx.Expr]
+    first: tirx.Var
+    end: tirx.Var
+
+
+class BiasReader:
+    """Reads the part of a mask that belongs to a block of keys into registers, and applies it.
+
+    Two neighbouring elements of 1, 2 or 4 bytes are one load where they lie at a multiple of their size.
+    """
+
+    def __init__(self, plan: AttentionPlan, param: tirx.Var, lane: tirx.Expr) -> None:
+        assert plan.spec.bias is not None
+        self._plan = plan
+        self._bias: ScoreBias = plan.spec.bias
+        self._column = lane % 4 * 2
+        self._pairs = plan.parameters.block_k // 8
+        bias = self._bias
+        # TVM reads a bool as a byte, 0 or 1.
+        self._dtype = str(param.ty.dtype).replace("bool", "int8")
+        size = math.prod(int(size) for size in param.ty.shape)
+        self._buffer = T.decl_buffer((size,), self._dtype, data=param.data)
+        # One row of the mask may serve both rows of a thread.
+        self._lines = 1 if bias.query_stride == 0 and (bias.head_stride == 0 or plan.group == 1) else 2
+        strides = (bias.batch_stride, bias.head_stride, bias.query_stride)
+        even = all(stride % 2 == 0 for stride in strides) and plan.spec.keys % 2 == 0
+        load = _PAIR_LOADS.get(self._dtype) if bias.key_stride == 1 and even else None
+        self._load = load[0] if load is not None else None
+        words, kind = load[1:] if load is not None else (2, self._dtype)
+        self._held = [[T.alloc_local([words], kind) for _ in range(self._pairs)] for _ in range(self._lines)]
+
+    def read(self, block: tirx.Expr, rows: Rows) -> None:
+        """Emit the reads of one block of keys; past the last key, the last is read."""
+        bias, spec, block_k = self._bias, self._plan.spec, self._plan.parameters.block_k
+        starts = [
+            hold(
+                rows.batch * bias.batch_stride
+                + rows.head[line] * bias.head_stride
+                + tirx.min(rows.query[line], spec.queries - 1) * bias.query_stride
+            )
+            for line in range(self._lines)
+        ]
+        first = hold(block * block_k + self._column)
+        if spec.keys % block_k == 0 and self._plan.parameters.split == 1:
+            self._read(starts, lambda pair: first + pair * 8)
+            return
+        with T.If(block * block_k + block_k <= spec.keys):
+            with T.Then():
+                self._read(starts, lambda pair: first + pair * 8)
+            with T.Else():
+                last = spec.keys - (2 if self._load else 1)
+                self._read(starts, lambda pair: tirx.min(first + pair * 8, last))
+
+    def _read(self, starts: list[tirx.Expr], key: Callable[[int], tirx.Expr]) -> None:
+        last = self._plan.spec.keys - 1
+        for line, start in enumerate(starts):
+            for pair in range(self._pairs):
+                held = self._held[line][pair]
+                if self._load is not None:
+                    registers = [held[word] for word in range(int(held.ty.shape[0]))]
+                    T.evaluate(T.ptx[self._load](*registers, self._buffer.ptr_to([start + key(pair)])))
+                    continue
+                for index in range(2):
+                    at = tirx.min(key(pair) + index, last) * self._bias.key_stride
+                    T.buffer_store(held, self._buffer[start + at], [index])
+
+    @property
+    def unit(self) -> float | None:
+        """Factor from scores to powers of 2 once a mask is added; None where nothing is added: plain products."""
+        if self._bias.kind == "keep":
+            return None
+        # What float16 holds may be multiplied by log2(e) beforehand; of a wider range, low finite numbers become -inf.
+        return 1.0 if self._dtype == "float16" else LOG2_E
+
+    def apply(self, scores: tirx.Var) -> None:
+        """Emit the adding to scaled products, or the masking of plain ones."""
+        for line in range(self._lines):
+            for pair in range(self._pairs):
+                for index in range(2):
+                    element = self._element(self._held[line][pair], index)
+                    for row in range(2) if self._lines == 1 else (line,):
+                        at = pair * 4 + row * 2 + index
+                        T.buffer_store(scores, self._masked(scores[at], element), [at])
+
+    def _masked(self, product: tirx.Expr, element: tirx.Expr) -> tirx.Expr:
+        if self.unit is None:
+            return tirx.Select(element != tirx.const(0, str(element.ty.dtype)), product, MINUS_INFINITY)
+        factor = LOG2_E / self.unit
+        return product * tirx.FloatImm("float32", self._plan.spec.scale * factor) + element * factor
+
+    def _element(self, held: tirx.Var, index: int) -> tirx.Expr:
+        """Return one of a pair of elements; of a floating mask as float32."""
+        if self._load is None:
+            return tirx.Cast("float32", held[index]) if self._dtype in _FLOATS else held[index]
+        if self._dtype in _UNPACK:
+            source = _UNPACK_SOURCE.replace("NAME", _UNPACK[self._dtype]).replace("KIND", _UNPACK_KINDS[self._dtype])
+            return T.cuda.func_call(
+                _UNPACK[self._dtype],
+                held[0],
+                tirx.IntImm("int32", 16 * index),
+                source_code=source,
+                return_type="float32",
+            )
+        if self._dtype in ("int8", "uint8"):
+            return tirx.bitwise_and(held[0], tirx.const(0xFF << 8 * index, "uint16"))
+        return held[index]
+
+
+def hold(value: tirx.Expr) -> tirx.Expr:
+    """Emit the storing of a value in a register of its own, and return that."""
+    register = T.alloc_local([1], "int32")
+    T.buffer_store(register, value, [0])
+    return register[0]
