@@ -153,17 +153,21 @@ class _Kernel:
             if self._p.pingpong:
                 # The first turn is the first warpgroup's.
                 arrive(self._turn.ptr_to([0]))
-            if self._plan.early:
+            if self._p.multicast == 1:
                 # Loads are the other proxy's, which has to see the barriers.
                 T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
-                _, column = self._place(self._block)
-                start, _ = self._k_range()
-                for stage in range(self._plan.early):
-                    self._expect(stage)
-                    self._load_b(stage, start + stage, column)
+                self._load_early()
         T.evaluate(T.cuda.cta_sync())
         if self._p.multicast > 1:
             wait_for_cluster()
+
+    def _load_early(self) -> None:
+        """Emit the loads of those tiles of B that are constant and wanted first."""
+        _, column = self._place(self._block)
+        start, _ = self._k_range()
+        for stage in range(self._plan.early):
+            self._expect(stage)
+            self._load_b(stage, start + stage, column)
 
     def _each_tile(
         self, make: Callable[[tirx.Expr, tirx.Expr, tirx.Expr], None], *, first: tirx.Expr | int = 0, every: int = 1
@@ -221,6 +225,8 @@ class _Kernel:
         ring = Ring(self._p.stages)
         start, count = self._k_range()
         early = plan.early
+        if self._p.multicast > 1:
+            self._load_early()
         if self._p.dependent:
             T.evaluate(T.ptx.griddepcontrol.wait())
         if early:

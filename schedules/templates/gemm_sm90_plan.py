@@ -225,7 +225,7 @@ def make_plan(
         chunk=chunk,
         chunked=matmul.n % chunk == 0,
         rows_b=BLOCK_K // p.multicast,
-        early=min(p.stages, least) if p.dependent and constant_b and p.multicast == 1 else 0,
+        early=min(p.stages, least) if p.dependent and constant_b else 0,
         shares=shares,
         stage_bytes=stage_bytes,
         shared_bytes=total,
