@@ -3,7 +3,8 @@
 A kernel timed alone may mislead: in the model its neighbours leave other data in the caches, and other kernels beside
 it on the device. So for each of the hottest tasks the runners-up are compiled into the model one at a time, and all
 these models and the one as tuned take turns. The model as tuned takes part twice, first and last in every turn: how far
-its two medians are apart is how much a difference must exceed to count.
+its two medians are apart is how much a difference must exceed to count, and a runner-up must win most turns against
+both.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ _RUNS = 30
 _BEFORE, _AFTER = "as tuned, before", "as tuned, after"
 # A difference below this is nothing, however steady the machine.
 _LEAST_GAIN = 0.003
+# The part of the turns in which a runner-up must beat the model as tuned both before and after it.
+_TURNS_WON = 0.8
 
 
 @dataclass(frozen=True)
@@ -111,16 +114,19 @@ def rerank(
             arms[str(number)] = _arm(prepared, changed, Path(folder) / str(number))
         arms[_AFTER] = plain
         report = measure(arms, runs=_RUNS)
-        medians = {arm.name: arm.median_ms for arm in report.arms}
+    medians = {arm.name: arm.median_ms for arm in report.arms}
+    baselines = list(zip(report.arm(_BEFORE).latencies_ms, report.arm(_AFTER).latencies_ms, strict=True))
     before, after = medians[_BEFORE], medians[_AFTER]
     baseline = (before + after) / 2
     noise = abs(before - after) / baseline
     bar = baseline * (1 - max(_LEAST_GAIN, noise))
     best: dict[str, int] = {}
-    for number, (record, _) in enumerate(rivals):
-        held = best.get(record.task)
-        if medians[str(number)] < min(bar, medians[str(held)] if held is not None else bar):
-            best[record.task] = number
+    for number, (one, _) in enumerate(rivals):
+        median = medians[str(number)]
+        won = sum(ms < min(pair) for ms, pair in zip(report.arm(str(number)).latencies_ms, baselines, strict=True))
+        held = medians[str(best[one.task])] if one.task in best else bar
+        if median < min(bar, held) and won >= _TURNS_WON * len(baselines):
+            best[one.task] = number
     trials = tuple(
         Trial(
             one.task,

@@ -73,20 +73,29 @@ def database(prepared: PreparedModel, summary: TuningSummary, tmp_path: Path) ->
     return opened
 
 
-def told(medians: dict[str, float]) -> object:
+def told(medians: dict[str, float], turns: int = 5, spoilt: int = 0) -> object:
     def measure(arms: dict[str, Arm], *, runs: int) -> BenchmarkReport:
         for arm in arms.values():
             arm()
         assert list(arms) == list(medians)
-        return BenchmarkReport(tuple(ArmResult(name, (ms,)) for name, ms in medians.items()), runs, 0, {})
+        latencies = {name: [ms] * turns for name, ms in medians.items()}
+        for turn in range(spoilt):
+            latencies["as tuned, before"][turn] = 0.1
+        return BenchmarkReport(tuple(ArmResult(name, tuple(ms)) for name, ms in latencies.items()), runs, 0, {})
 
     return measure
 
 
 @pytest.mark.parametrize(
-    ("before", "rival", "after", "taken"),
-    [(1.00, 0.95, 1.01, True), (1.00, 0.95, 1.10, False), (1.00, 0.999, 1.00, False), (1.00, 1.05, 1.00, False)],
-    ids=["faster", "within-the-noise", "hardly", "slower"],
+    ("before", "rival", "after", "spoilt", "taken"),
+    [
+        (1.00, 0.95, 1.01, 1, True),
+        (1.00, 0.95, 1.01, 2, False),
+        (1.00, 0.95, 1.10, 0, False),
+        (1.00, 0.999, 1.00, 0, False),
+        (1.00, 1.05, 1.00, 0, False),
+    ],
+    ids=["faster", "not-in-most-turns", "within-the-noise", "hardly", "slower"],
 )
 def test_a_runner_up_is_taken_when_the_model_is_faster_by_more_than_the_noise(
     prepared: PreparedModel,
@@ -96,6 +105,7 @@ def test_a_runner_up_is_taken_when_the_model_is_faster_by_more_than_the_noise(
     before: float,
     rival: float,
     after: float,
+    spoilt: int,
     taken: bool,
 ) -> None:
     choices = select_kernels(
@@ -105,9 +115,8 @@ def test_a_runner_up_is_taken_when_the_model_is_faster_by_more_than_the_noise(
         target=prepared.target,
         environment=prepared.environment,
     )
-    monkeypatch.setattr(
-        rerank_module, "measure", told({"as tuned, before": before, "0": rival, "as tuned, after": after})
-    )
+    medians = {"as tuned, before": before, "0": rival, "as tuned, after": after}
+    monkeypatch.setattr(rerank_module, "measure", told(medians, spoilt=spoilt))
     changed, report = rerank(prepared, choices, summary, database, tasks=1)
     (trial,) = report.trials
     assert (trial.taken, trial.alone_us, trial.model_ms) == (taken, 10.4, rival)
