@@ -219,7 +219,8 @@ def run(directory: Path, rounds: int, checks: int, out: Path | None) -> int:
         wrong += len(kernels) - len(right)
         graphs, launches, _alive = graphs_of(CASES[case], right, library)
         times = time_by_turns(graphs, launches, rounds)
-        results["cases"][case] = {"launches_a_graph": launches, "errors": errors, "times_us": times}
+        rounded = {name: [round(value, 3) for value in values] for name, values in times.items()}
+        results["cases"][case] = {"launches_a_graph": launches, "errors": errors, "times_us": rounded}
         ours = {name: statistics.median(times[name]) for name in right}
         theirs = {name: statistics.median(times[name]) for name in times if name not in right}
         best, other = min(ours, key=ours.__getitem__), min(theirs, key=theirs.__getitem__)
@@ -230,7 +231,7 @@ def run(directory: Path, rounds: int, checks: int, out: Path | None) -> int:
             print("  wrong:", {name: error for name, error in errors.items() if name not in right}, flush=True)
         del graphs, _alive
         if out is not None:
-            out.write_text(json.dumps(results, indent=1))
+            out.write_text(json.dumps(results) + "\n")
     for name, values in ratios.items():
         mean = math.exp(statistics.fmean(math.log(max(value, 1e-9)) for value in values))
         print(f"cublaslt's time over ours ({name} candidate), geometric mean of {len(values)}: {mean:.3f}")

@@ -49,8 +49,8 @@ class CostModel:
         Of each block that a multiprocessor gets.
     write_us
         Of an element of a tile, evaluated and written by a warpgroup (hidden with `pingpong`).
-    share_us, sum_us
-        Of each block of a cluster that reduces, and of an element of each.
+    cluster_us, share_us, sum_us
+        Of a reduction by a cluster, of each of its blocks, and of an element of each.
     """
 
     multiply_adds: float
@@ -60,14 +60,15 @@ class CostModel:
     tile_us: float
     block_us: float
     write_us: float
+    cluster_us: float
     share_us: float
     sum_us: float
 
 
-# A least-squares fit (10 % root mean square) to the medians of 506 kernels, cold L2, of the shapes of
+# A least-squares fit (10 % root mean square) to 802 medians, cold L2, of kernels of the shapes of
 # benchmarks/bench_gemm_sm90.py. Of those of a shape, the one it puts first takes 2 % longer than the fastest (geometric
 # mean).
-H200 = CostModel(2.985e6, 4.066e6, 1.502, 0.1115, 1.285, 0.4991, 7.114e-05, 0.1604, 0.0001916)
+H200 = CostModel(2.866e6, 4.097e6, 1.534, 0.1342, 0.9436, 0.604, 7.908e-05, 0.4158, 0.1237, 0.0001782)
 
 
 def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: CostModel = H200) -> float:
@@ -97,7 +98,7 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
     reduce = 0.0
     if p.split_k > 1:
         elements = min(p.block_m, matmul.m) * columns
-        reduce = p.split_k * (model.share_us + elements * model.sum_us)
+        reduce = model.cluster_us + p.split_k * (model.share_us + elements * model.sum_us)
     total = longest + in_turn * model.tile_us + blocks / sm_count * model.block_us + write + reduce
     return total * (_MULTICAST if p.multicast > 1 else 1.0)
 
