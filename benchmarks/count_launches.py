@@ -2,7 +2,7 @@
 
     python benchmarks/count_launches.py [MODEL ...]
 
-Each model is lowered for sm_90a with one and with two layers of its full width, its kernels made by templates' defaults
+Each model is lowered for sm_90a with two and with three layers of its full width, its kernels made by templates' defaults
 and fallback schedules. `before` is without the passes that `PASSES` names and without templates.
 """
 
@@ -111,8 +111,8 @@ def main() -> None:
         precision = "fp16" if case.precision is Precision.FP32 else None
         counts = {}
         for before in (False, True):
-            one, two = (launches(case.model(layers), precision, before=before) for layers in (1, 2))
-            counts[before] = (two - one, 2 * one - two)
+            two, three = (launches(case.model(layers), precision, before=before) for layers in (2, 3))
+            counts[before] = (three - two, 3 * two - 2 * three)
         columns = (counts[False][0], counts[True][0], counts[False][1], counts[True][1])
         print(f"{name:36} {' '.join(f'{column:8}' for column in columns)}", flush=True)
 

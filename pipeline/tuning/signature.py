@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 import tvm
 from tvm import tirx
@@ -23,6 +24,7 @@ from pipeline.tuning.kernel_ir import (
     static_shape,
     written_params,
 )
+from schedules.attention import spec_of
 
 _OPERATORS = {
     "Add": "add", "Sub": "subtract", "Mul": "multiply", "Div": "divide", "Max": "maximum", "Min": "minimum",
@@ -40,7 +42,13 @@ class KernelMeaning:
 
 
 def describe_kernel(func: tirx.PrimFunc) -> KernelMeaning:
-    """Return the family and signature of a PrimFunc of static shapes."""
+    """Return the family and signature of a PrimFunc of static shapes.
+
+    What is marked as an attention is described by its specification, not by the blocks that define it.
+    """
+    attention = spec_of(func)
+    if attention is not None:
+        return _described(func, "attention", {"attention": asdict(attention)})
     blocks = list_blocks(func)
     names = _canonical_names(func, blocks)
     contractions = [(position, c) for position, block in enumerate(blocks) if (c := find_contraction(block))]
@@ -51,7 +59,12 @@ def describe_kernel(func: tirx.PrimFunc) -> KernelMeaning:
     else:
         body = {"ops": [_block_fields(block, names) for block in blocks]}
         family = "attention" if len(contractions) > 1 and _is_softmax(blocks) else _family(func, blocks, contractions)
+    return _described(func, family, body)
+
+
+def _described(func: tirx.PrimFunc, family: str, fields: Mapping[str, object]) -> KernelMeaning:
     outputs = set(written_params(func))
+    body = dict(fields)
     body["inputs"] = [_param(p) for i, p in enumerate(func.params) if i not in outputs]
     body["outputs"] = [_param(func.params[i]) for i in sorted(outputs)]
     signature = json.dumps({"family": family, **body}, sort_keys=True, separators=(",", ":"))

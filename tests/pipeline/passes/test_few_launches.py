@@ -11,6 +11,7 @@ from models.inputs import random_inputs
 from pipeline.importer import import_model
 from pipeline.passes import LoweredModule, LoweringOptions, lower
 from pipeline.passes.state import LoweringState
+from pipeline.tuning.tasks import extract_tasks
 from schedules.targets import resolve_target
 from tests.pipeline.passes.attention_forms import Form
 from tests.pipeline.passes.pass_cases import (
@@ -67,6 +68,11 @@ def test_gather_rows_stays_within_the_table_when_an_index_does_not() -> None:
     assert list(lowered.kernels) == ["gather"]
     (got,) = run_lowered(lowered, {"table": TABLE, "ids": np.array([7, -3])})
     assert_agrees([got], [TABLE[[4, 0]]], 0.0)
+
+
+def test_gather_rows_keeps_the_bounds_of_indices_known() -> None:
+    (task,) = extract_tasks([lower(import_model(embeddings()), resolve_target("cuda:sm_90a").target)])
+    assert sorted(task.index_ranges.values()) == [5, 5]
 
 
 def test_gather_rows_leaves_more_kernels_when_it_is_off_or_the_target_is_a_cpu() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,9 +14,10 @@ from pipeline.importer import import_model
 from pipeline.passes import LoweredModule, LoweringOptions, attention_kernel, lower, recognise_attention
 from pipeline.prepare import ModelRequest, prepare_model
 from pipeline.routes import DEFAULT_ROUTES
+from pipeline.tuning.tasks import extract_tasks
 from schedules.attention import AttentionSpec, spec_of
 from schedules.targets import resolve_target
-from tests.pipeline.passes.attention_forms import FORMS, HEADS, LENGTH, SIZE, Expected, Form, plain
+from tests.pipeline.passes.attention_forms import FORMS, HEADS, LENGTH, SIZE, Expected, Form, plain, sliding_window
 from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, run_reference, small_model
 from tuning_db.records import Route
 
@@ -218,3 +220,13 @@ def test_recognise_attention_is_off_when_templates_are() -> None:
     request = ModelRequest("bert-tiny", target="cuda:sm_90a", lowering=FP16, routes=frozenset({Route.METASCHEDULE}))
     assert specs_of(prepare_model(request).lowered) == []
     assert len(specs_of(prepare_model(replace(request, routes=DEFAULT_ROUTES)).lowered)) == 1
+
+
+@pytest.mark.usefixtures("any_target")
+def test_attention_is_one_tuning_task_described_by_its_specification() -> None:
+    tasks = [extract_tasks([lower(import_model(form()), LLVM, FP16)]) for form in (plain, sliding_window)]
+    found = [task for one in tasks for task in one if task.family == "attention"]
+    assert [task.name for task in found] == ["attention", "attention"]
+    specs = [json.loads(task.signature)["attention"] for task in found]
+    assert [(spec["causal"], spec["window"]) for spec in specs] == [(False, 0), (True, 3)]
+    assert found[0].signature != found[1].signature
