@@ -16,6 +16,7 @@ from pipeline.codegen.bool_vectors import unroll_bool_vectors
 from pipeline.codegen.cuda_compile import OnLog, uses_fast_math
 from pipeline.codegen.cuda_compiler import cuda_compiler
 from pipeline.errors import LoweringError
+from schedules.cpu.partitioning import narrow_partitioned
 from schedules.gpu.binding import list_unbound_blocks
 from schedules.vector_math import register_vector_math
 
@@ -23,7 +24,8 @@ from schedules.vector_math import register_vector_math
 def finish_kernels(scheduled: tvm.ir.IRModule, target: tvm.target.Target) -> tvm.ir.IRModule:
     """Return the scheduled module ready for code generation, in a process that generates the project's own code.
 
-    On a CPU the module stays as it is; exp, erf, tanh and sigmoid become vector arithmetic in this process.
+    On a CPU, functions whose loops are to be partitioned get 32-bit indices; exp, erf, tanh and sigmoid become vector
+    arithmetic in this process.
 
     Parameters
     ----------
@@ -39,7 +41,7 @@ def finish_kernels(scheduled: tvm.ir.IRModule, target: tvm.target.Target) -> tvm
     """
     if target.kind.name != "cuda":
         register_vector_math()
-        return scheduled
+        return narrow_partitioned(scheduled)
     unbound = [
         str(var.name_hint)
         for var, func in scheduled.functions_items()

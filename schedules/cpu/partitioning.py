@@ -1,0 +1,59 @@
+"""Indices of 32 bits for functions whose loops TVM is to cut at their bound checks.
+
+`LoopPartition` looks for the loop that its hint names. In a function with 64-bit indices, as Relax makes them, the pass
+before it replaces every loop variable by a 32-bit one, the hint's own is forgotten, and nothing is cut: a vector loop
+with a remainder then runs one lane at a time. With 32-bit indices from the start the hint holds.
+"""
+
+from __future__ import annotations
+
+import math
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import IRModule
+from tvm.tirx import PrimFunc
+
+from schedules.cpu.base import PARTITION_HINT
+
+_ELEMENTS_MAX = 2**31 - 1
+
+
+def narrow_partitioned(mod: IRModule) -> IRModule:
+    """Return the scheduled module with 32-bit indices in the functions that ask for partitioned loops.
+
+    Functions of symbolic shape, with 64-bit integer tensors, or with tensors that 32 bits cannot index stay as they
+    are, and so does the module when there is nothing to narrow.
+    """
+    narrowed = {
+        var: _narrow(func)
+        for var, func in mod.functions_items()
+        if isinstance(func, PrimFunc) and _asks_for_partition(func) and _fits(func)
+    }
+    if not narrowed:
+        return mod
+    result = IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
+    for var, func in narrowed.items():
+        result[var] = func
+    return result
+
+
+def _narrow(func: PrimFunc) -> PrimFunc:
+    return tvm.tirx.transform.ForceNarrowIndexToInt32()(IRModule({"main": func}))["main"]
+
+
+def _asks_for_partition(func: PrimFunc) -> bool:
+    found: list[bool] = []
+    tvm_ffi.structural_walk(func.body, (tirx.For, lambda loop: found.append(PARTITION_HINT in loop.annotations)))
+    return any(found)
+
+
+def _fits(func: PrimFunc) -> bool:
+    for param in func.params:
+        shape = getattr(param.ty, "shape", None)
+        if shape is None or not all(isinstance(axis, tirx.IntImm) for axis in shape):
+            return False
+        if str(param.dtype) in ("int64", "uint64") or math.prod(int(axis) for axis in shape) > _ELEMENTS_MAX:
+            return False
+    return True
