@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import tvm
 from pipeline.tuning.evaluate import Outcome
 from pipeline.tuning.options import TaskSummary
 from pipeline.tuning.task import TuningTask
+from tuning_db.errors import DatabaseBusyError, DatabaseWriteError
 from tuning_db.lookup import DeviceRank, device_rank, versions_match
 from tuning_db.metaschedule import ir_to_json
 from tuning_db.records import (
@@ -23,6 +25,8 @@ from tuning_db.records import (
     Workload,
 )
 from tuning_db.store import TuningDatabase
+
+logger = logging.getLogger(__name__)
 
 _US_PER_S = 1e6
 
@@ -140,13 +144,28 @@ class Recorder:
         )
 
     def flush(self) -> None:
-        """Write what is pending, all or none."""
+        """Write what is pending, all or none.
+
+        Raises
+        ------
+        TuningDatabaseError
+            It cannot be written; it stays pending.
+        """
         if not self._pending:
             return
         began = time.monotonic()
-        self._database.record_measurements(self._pending)
-        self._pending = []
-        self._seconds["database"] += time.monotonic() - began
+        try:
+            self._database.record_measurements(self._pending)
+            self._pending = []
+        finally:
+            self._seconds["database"] += time.monotonic() - began
+
+    def try_flush(self) -> None:
+        """Write what is pending, or keep it for the next time: a full disk may be emptied while a run goes on."""
+        try:
+            self.flush()
+        except (DatabaseWriteError, DatabaseBusyError) as e:
+            logger.warning("%d measurements wait for the database: %s", len(self._pending), e)
 
 
 def _job_task(task: TuningTask, seconds: float) -> JobTask:

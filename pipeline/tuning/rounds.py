@@ -22,6 +22,7 @@ from pipeline.tuning.baseline import (
     reference_on_device,
     take_reference,
 )
+from pipeline.tuning.bounds import search_bound_us
 from pipeline.tuning.evaluate import Evaluator, Finished, Job, Outcome, remove_artifact
 from pipeline.tuning.failure import StopSignal
 from pipeline.tuning.note import CandidateNote
@@ -185,6 +186,12 @@ class Rounds:
         gain_us = state.expected_gain_us()
         if gain_us < self._options.min_gain * total_us:
             state.ended = f"settled: a round is expected to save {gain_us:.2f} of {total_us:.0f} us"
+        elif state.templates is not None and state.best_us is not None:
+            bound_us = search_bound_us(state.task, self._target)
+            if bound_us is not None and bound_us > state.best_us:
+                state.ended = (
+                    f"no search: without tensor cores at least {bound_us:.1f} us, the best is {state.best_us:.1f}"
+                )
 
     def _round(self, state: TaskState) -> None:
         """Hand in the next candidates of one task: those of templates first, then of the search."""
@@ -265,7 +272,7 @@ class Rounds:
         for proposal in self._searches.take():
             self._take_proposal(proposal)
         if time.monotonic() - self._flushed > _FLUSH_S:
-            self._recorder.flush()
+            self._recorder.try_flush()
             self._flushed = time.monotonic()
 
     def _drain(self) -> None:

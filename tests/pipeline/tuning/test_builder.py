@@ -120,6 +120,15 @@ def test_build_replaces_a_worn_worker(tmp_path: Path, place: Place) -> None:
         assert builder.pool.pids[0] != first
 
 
+def test_build_goes_on_after_a_full_disk(tmp_path: Path, place: Place) -> None:
+    with closing(PoolBuilder(1, tmp_path)) as builder:
+        # Everything written there fails as on a full disk.
+        (tmp_path / "candidate-000001.o").symlink_to("/dev/full")
+        full, fine = builder.build(inputs(place, add_one_mod(), add_one_mod()))
+    assert read_failure(str(full.error_msg), Status.OK)[0] is Status.BUILD_ERROR
+    assert fine.error_msg is None
+
+
 def test_build_gives_up_when_the_run_is_stopped(tmp_path: Path, place: Place) -> None:
     stop = StopSignal()
     with closing(PoolBuilder(1, tmp_path, stop=stop)) as builder:

@@ -18,7 +18,7 @@ from pipeline.tuning.failure import StopSignal, read_failure
 from pipeline.tuning.note import CandidateNote, attach_note
 from pipeline.tuning.runner import ProcessRunner
 from pipeline.tuning.timing import MeasureOptions
-from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, args_info, extern_mod
+from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, args_info, extern_mod, far_mod
 from tuning_db.records import Status
 
 QUICK = MeasureOptions(repeats=3, contender_repeats=0, min_repeat_s=0.0005, threads=1)
@@ -95,6 +95,17 @@ def test_run_goes_on_when_a_candidate_kills_or_blocks_the_process(
     found, error = read_failure(str(failed.error_msg), Status.OK)
     assert found is status
     assert text in error
+    assert after.error_msg is None
+
+
+def test_run_goes_on_when_a_candidate_writes_out_of_bounds(
+    runner: ProcessRunner, builder: PoolBuilder, place: Place
+) -> None:
+    bad = candidate(builder, place, far_mod())
+    failed, after = measure(runner, bad, candidate(builder, place, add_one_mod()))
+    status, text = read_failure(str(failed.error_msg), Status.OK)
+    assert status is Status.RUN_ERROR
+    assert "died of signal SIG" in text
     assert after.error_msg is None
 
 

@@ -12,6 +12,7 @@ import tvm
 from tvm.s_tir import meta_schedule as ms
 
 from pipeline.errors import NothingMeasuredError, UsageError
+from pipeline.tuning import rounds as rounds_module
 from pipeline.tuning import search as search_module
 from pipeline.tuning import session as session_module
 from pipeline.tuning.options import TaskSummary, TuningOptions, TuningSummary
@@ -25,7 +26,8 @@ from schedules.fallback import apply_fallback
 from schedules.targets import ResolvedTarget
 from schedules.templates.base import TemplateError
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, extern_mod, matmul_task, task_of, unbuildable_mod
-from tuning_db.records import Mode, RecordFilter, Route, Status
+from tuning_db.errors import DatabaseWriteError
+from tuning_db.records import Mode, RecordFilter, Route, Status, TuningRecord
 from tuning_db.store import TuningDatabase
 
 OPTIONS = TuningOptions(
@@ -259,6 +261,31 @@ def test_tune_keeps_finished_candidates_when_interrupted(place: Place, database:
     assert database.count_records(RecordFilter(route=Route.METASCHEDULE)) == summary.candidates
     assert children() == []
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_tune_goes_on_when_the_database_cannot_be_written_for_a_while(
+    place: Place, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, failures = database.record_measurements, []
+
+    def full(records: list[TuningRecord]) -> list[int]:
+        if len(failures) < 2:
+            failures.append(len(records))
+            raise DatabaseWriteError("database or disk is full")
+        return write(records)
+
+    monkeypatch.setattr(database, "record_measurements", full)
+    monkeypatch.setattr(rounds_module, "_FLUSH_S", 0.0)
+    summary = tune(
+        [matmul_task()],
+        target=place.target,
+        database=database,
+        environment=place.environment,
+        options=OPTIONS,
+    )
+    assert len(failures) == 2
+    assert summary.candidates == OPTIONS.trials
+    assert database.count_records() == OPTIONS.trials + 1
 
 
 def test_tune_leaves_no_process_when_the_listener_raises(place: Place, database: TuningDatabase) -> None:

@@ -83,3 +83,11 @@ def slow_build_mod(size: int = 2048, *, endless: bool = True) -> tvm.ir.IRModule
     schedule = tvm.s_tir.Schedule(mod)
     schedule.unroll(schedule.get_loops(schedule.get_sblock("C"))[0])
     return schedule.mod
+
+
+def far_mod() -> tvm.ir.IRModule:
+    """Return a module that writes two gigabytes past its output."""
+    text = add_one_mod().script()
+    near = "C[v_i] = "
+    assert near in text
+    return tvm.script.from_source(text.replace(near, f"C[v_i + {1 << 29}] = "))
