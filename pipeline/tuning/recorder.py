@@ -29,6 +29,10 @@ from tuning_db.store import TuningDatabase
 logger = logging.getLogger(__name__)
 
 _US_PER_S = 1e6
+# Writes take this share of a run at most, as long as that leaves no measurement unwritten for too long.
+_FLUSH_SHARE = 0.005
+_FLUSH_MIN_S = 1.0
+_FLUSH_MAX_S = 10.0
 
 
 def describe_workload(task: TuningTask) -> Workload:
@@ -74,6 +78,7 @@ class Recorder:
         self._seconds = seconds
         self._signature_keys: dict[str, str] = {}
         self._pending: list[TuningRecord] = []
+        self._interval_s = _FLUSH_MIN_S
         # What was known of the run's tasks when it first asked, by workload.
         self._known: dict[str, list[TuningRecord]] | None = None
 
@@ -143,6 +148,14 @@ class Recorder:
             )
         )
 
+    @property
+    def flush_interval_s(self) -> float:
+        """Seconds that should lie between two writes, so that they take a small share of the run.
+
+        A killed run loses what it measured since the last one.
+        """
+        return self._interval_s
+
     def flush(self) -> None:
         """Write what is pending, all or none.
 
@@ -158,7 +171,9 @@ class Recorder:
             self._database.record_measurements(self._pending)
             self._pending = []
         finally:
-            self._seconds["database"] += time.monotonic() - began
+            took = time.monotonic() - began
+            self._seconds["database"] += took
+            self._interval_s = min(_FLUSH_MAX_S, max(_FLUSH_MIN_S, took / _FLUSH_SHARE))
 
     def try_flush(self) -> None:
         """Write what is pending, or keep it for the next time: a full disk may be emptied while a run goes on."""

@@ -54,7 +54,6 @@ _ROUND_MIN = 4
 # A batch of which so many are back is learnt from, and its task may go on.
 _QUORUM = 0.75
 _WAIT_S = 0.2
-_FLUSH_S = 1.0
 
 
 @dataclass
@@ -271,7 +270,7 @@ class Rounds:
             finished = self._evaluator.take(0)
         for proposal in self._searches.take():
             self._take_proposal(proposal)
-        if time.monotonic() - self._flushed > _FLUSH_S:
+        if time.monotonic() - self._flushed > self._recorder.flush_interval_s:
             self._recorder.try_flush()
             self._flushed = time.monotonic()
 
