@@ -213,6 +213,7 @@ CASES = [
     Case("softmax", (65536, 1024)),
     Case("softmax", (262144, 128)),
     Case("softmax", (2048, 32000)),
+    Case("softmax", (512, 131072)),
     Case("rms_norm", (32768, 2048)),
     Case("rms_norm", (8192, 8192)),
     Case("bias_gelu", (32768, 3072)),
@@ -379,7 +380,7 @@ def _print_line(name: str, size: int, times: dict[str, list[float]], decisions: 
     first = medians[ours[0]][0]
     share = medians["copy"][0] / first
     others = "  ".join(f"{arm} {medians[arm][0]:.2f}" for arm in ("torch", "inductor", "copy") if arm in medians)
-    shown = {key: value for key, value in json.loads(best).items() if key not in ("template", "dependent")}
+    shown = {key: value for key, value in json.loads(best).items() if key not in ("template", "held", "dependent")}
     p95 = medians[ours[0]][1]
     print(
         f"{name:36} first {first:7.2f} us (p95 {p95:.2f}, {size / first / 1e6:.2f} TB/s, {share:.0%} of copy)  "

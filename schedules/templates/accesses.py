@@ -8,7 +8,7 @@ for all lanes where the condition allows it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -88,7 +88,7 @@ class Accesses:
         outer = [(axis.var, axis.size) for axis in flow.axes[:-1]]
         self._analyzer = ranged_analyzer([*outer, (self.vector, flow.columns.size // lanes)])
         for expr in flow.expressions():
-            self._collect(expr, ())
+            self._note_all(expr, ())
 
     def of(self, load: TensorLoad, guards: Sequence[Guard]) -> Access:
         """Return the access that makes a load in the expressions under the branches around it."""
@@ -102,37 +102,31 @@ class Accesses:
         keys = (_key(load, guards[:count]) for count in range(len(guards) + 1))
         return next((self._by_load[key] for key in keys if key in self._by_load), None)
 
-    def instructions(self) -> float:
-        """Return memory instructions that read, per element."""
-        per_lane = [len(a.indices) if a.scattered else self._lanes / a.width if a.width else 1 for a in self.found]
-        return sum(per_lane) / self._lanes
+    def needed(self, expr: tirx.Expr) -> list[Access]:
+        """Return the accesses that one of the expressions depends on, in an order in which each can be made."""
+        wanted: set[Access] = set()
+
+        def want(access: Access) -> None:
+            wanted.add(access)
+            for inner, _ in access.inner.values():
+                want(inner)
+
+        for load, guards in guarded_loads(expr):
+            want(self.of(load, guards))
+        return [access for access in self.found if access in wanted]
 
     def simplify(self, expr: tirx.Expr) -> tirx.Expr:
         """Return a simpler expression over the outer axes and the vector."""
         return self._analyzer.simplify(expr)
 
-    def _collect(self, expr: tirx.Expr, guards: tuple[Guard, ...]) -> None:
-        if isinstance(expr, TensorLoad):
-            self._note(expr, guards)
-        elif is_branch(expr):
-            condition, when_true, when_false = expr.args
-            self._collect(condition, guards)
-            self._collect(when_true, (*guards, (condition, True)))
-            self._collect(when_false, (*guards, (condition, False)))
-        else:
-            self._each_operand(expr, guards)
-
-    def _each_operand(self, expr: tirx.Expr, guards: tuple[Guard, ...]) -> None:
-        def visit(operand: tirx.Expr) -> tirx.Expr:
-            self._collect(operand, guards)
-            return operand
-
-        rebuild(expr, visit)
+    def _note_all(self, expr: tirx.Expr, guards: tuple[Guard, ...]) -> None:
+        for load, around in guarded_loads(expr, guards):
+            self._note(load, around)
 
     def _note(self, load: TensorLoad, guards: tuple[Guard, ...]) -> None:
         if self._known(load, guards) is not None:
             return
-        self._collect(load.indices[0], guards)
+        self._note_all(load.indices[0], guards)
         access = self._access(load, guards)
         self._by_load[_key(load, guards)] = access
         self.found.append(access)
@@ -201,6 +195,28 @@ class Accesses:
         return all(
             constant_value(self._analyzer.simplify(one - indices[0])) == lane for lane, one in enumerate(indices)
         )
+
+
+def guarded_loads(expr: tirx.Expr, guards: tuple[Guard, ...] = ()) -> Iterator[tuple[TensorLoad, tuple[Guard, ...]]]:
+    """Yield the outermost loads of an expression with the branches that lead to each, conditions before sides."""
+    if isinstance(expr, TensorLoad):
+        yield expr, guards
+        return
+    if is_branch(expr):
+        condition, when_true, when_false = expr.args
+        yield from guarded_loads(condition, guards)
+        yield from guarded_loads(when_true, (*guards, (condition, True)))
+        yield from guarded_loads(when_false, (*guards, (condition, False)))
+        return
+    operands: list[tirx.Expr] = []
+
+    def note(operand: tirx.Expr) -> tirx.Expr:
+        operands.append(operand)
+        return operand
+
+    rebuild(expr, note)
+    for operand in operands:
+        yield from guarded_loads(operand, guards)
 
 
 def element_bytes(dtype: str) -> int:

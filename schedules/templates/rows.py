@@ -10,7 +10,8 @@ Layer norm, RMS norm, softmax, mean, with any elementwise producers and consumer
     thread t of the `threads` of row i: vectors c * threads + t of `lanes` columns, c = 0 .. chunks - 1
 
 One pass over global memory: a thread loads its part of a row once, in accesses of up to 16 bytes, and keeps it in
-registers for all reductions and the output. Reductions are in float32: in each thread as a tree over a vector, then
+registers for all reductions and the output. Rows that are too long for that are read again for each (`held` is false),
+from the caches as far as those reach. Reductions are in float32: in each thread as a tree over a vector, then
 over vectors, then over a warp by shuffles, then over the row's warps, if several, through shared memory. Their order
 is fixed, so results repeat bit by bit. A variance is summed as the function says, from centred values.
 
@@ -37,6 +38,8 @@ from schedules.templates.rows_kernel import build_rows_kernel
 from schedules.templates.rows_plan import LANES_MAX, RowsParameters, RowsPlan, make_plan
 
 _CANDIDATES_MAX = 24
+# Of a row that need not be held: chunks at least, and threads.
+_LONG, _LONG_THREADS = 16, 256
 
 
 class Rows:
@@ -54,10 +57,11 @@ class Rows:
         for lanes in _lanes(flow, func):
             accesses = Accesses(flow, lanes)
             for threads, rows in _shares():
-                p = RowsParameters(lanes, threads, rows, has_dependent_launch(target))
-                plan = make_plan(flow, accesses, p, limits)
-                if isinstance(plan, RowsPlan) and threads < 2 * plan.vectors:
-                    plans.append((_predicted(plan, moved, accesses, sm_count), p))
+                for held in (True, False):
+                    p = RowsParameters(lanes, threads, rows, held, has_dependent_launch(target))
+                    plan = make_plan(flow, accesses, p, limits)
+                    if isinstance(plan, RowsPlan) and _is_sensible(plan):
+                        plans.append((_predicted(plan, moved, accesses, sm_count), p))
         plans.sort(key=lambda pair: pair[0])
         return [p for _, p in plans[:_CANDIDATES_MAX]] or Refusal(
             f"rows of {flow.columns.size} do not fit the registers of a block"
@@ -134,6 +138,12 @@ def _shares() -> Iterator[tuple[int, int]]:
                 yield threads, rows
 
 
+def _is_sensible(plan: RowsPlan) -> bool:
+    """Whether enough threads have work, and only long rows are read more than once."""
+    p = plan.parameters
+    return p.threads < 2 * plan.vectors and (p.held or (plan.chunks >= _LONG and p.threads >= _LONG_THREADS))
+
+
 def _predicted(plan: RowsPlan, moved_bytes: int, accesses: Accesses, sm_count: int) -> float:
     """Return a figure to order candidates by."""
     p = plan.parameters
@@ -141,15 +151,17 @@ def _predicted(plan: RowsPlan, moved_bytes: int, accesses: Accesses, sm_count: i
     elements = plan.chunks * p.lanes
     idle = plan.chunks * p.threads / plan.vectors - 1
     # Of very many elements a thread's passes take turns with its accesses.
-    turns = 0.03 * max(0.0, elements / 64 - 1)
+    turns = 0.03 * max(0.0, elements / 64 - 1) if p.held else 0.0
     # The rows of a block wait for each other where a row is more than a warp's.
     waiting = 0.15 if plan.warps > 1 and p.rows > 1 else 0.0
+    # What is read again comes from the caches, but a thread waits for it.
+    again = 0.0 if p.held else 1.0
     shape = Shape(
         moved_bytes=moved_bytes,
         blocks=plan.blocks,
         threads=plan.threads,
         registers=plan.registers,
         accesses=elements * streams,
-        waste=(1 + 0.3 * idle) * (1 + waiting) * (1 + turns),
+        waste=(1 + 0.3 * idle) * (1 + waiting) * (1 + turns) * (1 + again),
     )
     return predicted_us(shape, sm_count)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from schedules.templates.accesses import Accesses
-from schedules.templates.dataflow import Dataflow, Reduction
+from schedules.templates.dataflow import Dataflow, Output, Reduction
 from schedules.templates.expressions import dtype_of
 from schedules.templates.kernel_frame import Frame, build_kernel, unflatten, wait_for_predecessor
 from schedules.templates.registers import Lanes, when
@@ -28,6 +30,15 @@ def build_rows_kernel(func: tirx.PrimFunc, flow: Dataflow, accesses: Accesses, p
     return build_kernel(func, flow, plan.blocks, plan.threads, plan.parameters.dependent, kernel.emit)
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """One vector of each thread of a row: what makes its elements, which it is, and if that is inside the row."""
+
+    lanes: Lanes
+    place: tirx.Expr
+    inside: tirx.Expr | None
+
+
 class _Kernel:
     """One kernel under construction; the methods emit into the current IRBuilder."""
 
@@ -43,12 +54,7 @@ class _Kernel:
         self._row = block * p.rows + thread // p.threads
         self._ragged_rows = flow.rows % p.rows != 0
         row = tirx.min(self._row, flow.rows - 1) if self._ragged_rows else self._row
-        outer = unflatten(row, flow.axes[:-1])
-        self._places = [chunk * p.threads + self._own for chunk in range(plan.chunks)]
-        self._chunks = [
-            Lanes(flow, self._accesses, p.lanes, frame.flat, outer, self._inside(chunk), self._results)
-            for chunk in range(plan.chunks)
-        ]
+        self._outer = unflatten(row, flow.axes[:-1])
         if plan.warps > 1:
             pool = T.SMEMPool()
             self._shared = pool.alloc((len(flow.reductions), p.rows, plan.warps), "float32", align=16)
@@ -56,31 +62,55 @@ class _Kernel:
         self._load()
         for number, reduction in enumerate(flow.reductions):
             self._results[reduction.result] = self._reduce(number, reduction)
-        self._write()
+        for output in flow.outputs:
+            self._write(output)
 
-    def _is_ragged(self, chunk: int) -> bool:
-        """Whether a chunk goes beyond the row's end in some threads."""
-        return (chunk + 1) * self._p.threads > self._plan.vectors
-
-    def _inside(self, chunk: int) -> tirx.Expr:
-        """Return a thread's vector of a chunk, the row's last one where it would be beyond the end."""
-        place = self._places[chunk]
-        return tirx.min(place, self._plan.vectors - 1) if self._is_ragged(chunk) else place
+    def _chunk(self, chunk: tirx.Expr | int, *, ragged: bool) -> _Chunk:
+        """Return a chunk; a thread whose vector is beyond the row's end reads the last one."""
+        place = chunk * self._p.threads + self._own
+        inside = tirx.min(place, self._plan.vectors - 1) if ragged else place
+        flow, flat = self._flow, self._frame.flat
+        lanes = Lanes(flow, self._accesses, self._p.lanes, flat, self._outer, inside, self._results)
+        return _Chunk(lanes, place, place < self._plan.vectors if ragged else None)
 
     def _load(self) -> None:
-        """Emit all loads, those of constants before the wait for the kernel before."""
-        found = self._accesses.found
-        early = [access for access in found if self._p.dependent and self._frame.is_constant(access)]
-        for accesses in (early, [access for access in found if access not in early]):
+        """Emit the loads that are made once, those of constants before the wait for the kernel before."""
+        plan, found = self._plan, self._accesses.found
+        self._chunks = [
+            self._chunk(number, ragged=(number + 1) * self._p.threads > plan.vectors)
+            for number in range(plan.chunks if self._p.held else 1)
+        ]
+        once = [access for access in found if self._p.held or access.per_row]
+        early = [access for access in once if self._p.dependent and self._frame.is_constant(access)]
+        for accesses in (early, [access for access in once if access not in early]):
             for access in accesses:
-                self._chunks[0].load(access)
-                for lanes in self._chunks[1:]:
+                self._chunks[0].lanes.load(access)
+                for chunk in self._chunks[1:]:
                     if access.per_row:
-                        lanes.share(self._chunks[0], [access])
+                        chunk.lanes.share(self._chunks[0].lanes, [access])
                     else:
-                        lanes.load(access)
+                        chunk.lanes.load(access)
             if accesses is early:
                 wait_for_predecessor(self._p.dependent)
+
+    def _each_chunk(self, expr: tirx.Expr, make: Callable[[_Chunk], None]) -> None:
+        """Emit what is made of an expression's elements, chunk by chunk."""
+        if self._p.held:
+            for chunk in self._chunks:
+                make(chunk)
+            return
+        per_row = [access for access in self._accesses.found if access.per_row]
+        others = [access for access in self._accesses.needed(expr) if not access.per_row]
+        together = self._plan.together
+        with T.serial(math.ceil(self._plan.chunks / together)) as turn:
+            group = [self._chunk(turn * together + number, ragged=True) for number in range(together)]
+            for chunk in group:
+                chunk.lanes.share(self._chunks[0].lanes, per_row)
+            for access in others:
+                for chunk in group:
+                    chunk.lanes.load(access)
+            for chunk in group:
+                make(chunk)
 
     def _reduce(self, number: int, reduction: Reduction) -> tirx.Expr:
         """Emit a reduction and return its result, the same in all threads of a row."""
@@ -88,12 +118,15 @@ class _Kernel:
         combine, start = _COMBINE[reduction.combine], tirx.FloatImm("float32", reduction.start)
         total = T.alloc_local([1], "float32")
         T.buffer_store(total, start, [0])
-        for chunk, lanes in enumerate(self._chunks):
-            values = [_as_float(lanes.value(reduction.element, lane)) for lane in range(p.lanes)]
+
+        def add(chunk: _Chunk) -> None:
+            values = [_as_float(chunk.lanes.value(reduction.element, lane)) for lane in range(p.lanes)]
             part = _tree(combine, values)
-            if self._is_ragged(chunk):
-                part = tirx.Select(self._places[chunk] < plan.vectors, part, start)
+            if chunk.inside is not None:
+                part = tirx.Select(chunk.inside, part, start)
             T.buffer_store(total, combine(total[0], part), [0])
+
+        self._each_chunk(reduction.element, add)
         width = min(p.threads, _WARP)
         if width > 1:
             T.buffer_store(total, T.cuda.warp_reduce(total[0], reduction.combine, width), [0])
@@ -106,21 +139,22 @@ class _Kernel:
             T.buffer_store(total, _tree(combine, parts), [0])
         return total[0]
 
-    def _write(self) -> None:
-        for output in self._flow.outputs:
-            buffer, dtype = self._frame.written[output.param], dtype_of(self._func.params[output.param])
-            rows = [self._row < self._flow.rows] if self._ragged_rows else []
-            if output.per_row:
-                value = self._chunks[0].value(output.value, 0)
-                with when([self._own == 0, *rows]):
-                    self._chunks[0].store(buffer, self._row, [value], dtype)
-                continue
-            for chunk, lanes in enumerate(self._chunks):
-                columns = [self._places[chunk] < self._plan.vectors] if self._is_ragged(chunk) else []
-                values = [lanes.value(output.value, lane) for lane in range(self._p.lanes)]
-                at = self._row * self._flow.columns.size + self._places[chunk] * self._p.lanes
-                with when([*rows, *columns]):
-                    lanes.store(buffer, at, values, dtype)
+    def _write(self, output: Output) -> None:
+        buffer, dtype = self._frame.written[output.param], dtype_of(self._func.params[output.param])
+        rows = [self._row < self._flow.rows] if self._ragged_rows else []
+        if output.per_row:
+            lanes = self._chunks[0].lanes
+            with when([self._own == 0, *rows]):
+                lanes.store(buffer, self._row, [lanes.value(output.value, 0)], dtype)
+            return
+
+        def write(chunk: _Chunk) -> None:
+            values = [chunk.lanes.value(output.value, lane) for lane in range(self._p.lanes)]
+            at = self._row * self._flow.columns.size + chunk.place * self._p.lanes
+            with when([*rows, *([] if chunk.inside is None else [chunk.inside])]):
+                chunk.lanes.store(buffer, at, values, dtype)
+
+        self._each_chunk(output.value, write)
 
 
 def _as_float(value: tirx.Expr) -> tirx.Expr:

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from schedules.targets import CudaLimits
-from schedules.templates.accesses import Accesses, element_bytes
+from schedules.templates.accesses import Access, Accesses, element_bytes
 from schedules.templates.base import Parameters, Refusal
 from schedules.templates.dataflow import Dataflow
 
 LANES_MAX = 16
 _WARP = 32
+# Elements that a thread holds.
+_HELD_MAX = 128
+# Chunks of a row that is not held that are in flight together.
+_TOGETHER = 4
 # Registers that a thread needs beside the elements that it holds.
 _REGISTERS_BESIDE = 24
 # Beside what was loaded for an element: the compiler keeps some values from one pass to the next.
@@ -31,6 +35,8 @@ class RowsParameters(Parameters):
         That share a row: a power of two up to 32, or whole warps.
     rows
         Of a block.
+    held
+        Whether a thread keeps its part of a row in registers; else it is read again for each reduction and the output.
     dependent
         Whether the kernel may start before the one before it has ended.
     """
@@ -40,6 +46,7 @@ class RowsParameters(Parameters):
     lanes: int = 8
     threads: int = 32
     rows: int = 4
+    held: bool = True
     dependent: bool = False
 
 
@@ -52,7 +59,9 @@ class RowsPlan:
     parameters
         What it is made from.
     vectors, chunks
-        Vectors of a row, and those that one thread holds at most.
+        Vectors of a row, and those that one thread makes at most.
+    together
+        Chunks that are read before anything is computed from them.
     warps
         That share a row, 1 where a part of one does.
     blocks, threads
@@ -64,6 +73,7 @@ class RowsPlan:
     parameters: RowsParameters
     vectors: int
     chunks: int
+    together: int
     warps: int
     blocks: int
     threads: int
@@ -87,8 +97,11 @@ def make_plan(flow: Dataflow, accesses: Accesses, p: RowsParameters, limits: Cud
         )
     vectors = flow.columns.size // p.lanes
     chunks = math.ceil(vectors / p.threads)
-    held = sum(_held_bytes(access.dtype) for access in accesses.found if access.width)
-    registers = _REGISTERS_BESIDE + math.ceil(chunks * p.lanes * (held / 4 + _REGISTERS_PER_ELEMENT))
+    if p.held and chunks * p.lanes > _HELD_MAX:
+        return Refusal(f"{chunks * p.lanes} elements a thread, expected {_HELD_MAX} at most")
+    together = chunks if p.held else min(chunks, _TOGETHER)
+    held = sum(_held_bytes(access) for access in accesses.found if not access.per_row)
+    registers = _REGISTERS_BESIDE + math.ceil(together * p.lanes * (held / 4 + _REGISTERS_PER_ELEMENT))
     available = min(limits.registers_per_thread, limits.registers_per_block // block)
     if registers > available:
         return Refusal(f"about {registers} registers a thread, a block of {block} has {available}")
@@ -96,6 +109,7 @@ def make_plan(flow: Dataflow, accesses: Accesses, p: RowsParameters, limits: Cud
         parameters=p,
         vectors=vectors,
         chunks=chunks,
+        together=together,
         warps=max(1, p.threads // _WARP),
         blocks=math.ceil(flow.rows / p.rows),
         threads=block,
@@ -103,6 +117,6 @@ def make_plan(flow: Dataflow, accesses: Accesses, p: RowsParameters, limits: Cud
     )
 
 
-def _held_bytes(dtype: str) -> int:
-    """Return the bytes of registers that an element takes; small ones are unpacked."""
-    return max(2, element_bytes(dtype))
+def _held_bytes(access: Access) -> float:
+    """Return the bytes of registers that an element takes: an access of less than a register has one to itself."""
+    return max(element_bytes(access.dtype), 4 / max(1, access.width))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from tvm import te, tirx, topi
 
@@ -32,9 +34,16 @@ def test_first_candidate_for_rows(case: MemoryCase, lanes: int, threads: int, ro
     found = Rows().candidates(case.func(), HOPPER)
     assert not isinstance(found, Refusal)
     first = found[0]
+    assert first.held
     assert (first.lanes, first.threads) == (lanes, threads)
     assert rows / 2 <= first.rows <= rows * 2
     assert all(parameters.dependent for parameters in found)
+
+
+def test_row_that_fits_no_registers_is_read_again() -> None:
+    found = Rows().candidates(cases.softmax((4, 50257), "float32").func(), HOPPER)
+    assert not isinstance(found, Refusal)
+    assert not any(parameters.held for parameters in found)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +76,7 @@ def test_every_candidate_can_be_applied(template: Template, case: MemoryCase) ->
 @pytest.mark.parametrize("name", ["main", "fused_layer_norm"])
 def test_kernel_keeps_name_and_parameters(name: str) -> None:
     func = cases.layer_norm((128, 768)).func().with_attr("global_symbol", name)
-    made = Rows().apply(func, HOPPER, RowsParameters(8, 96, 1, True))
+    made = Rows().apply(func, HOPPER, RowsParameters(8, 96, 1, dependent=True))
     assert isinstance(made, tirx.PrimFunc)
     assert made.attrs["global_symbol"] == name
     assert [str(param.name) for param in made.params] == [str(param.name) for param in func.params]
@@ -87,7 +96,9 @@ def test_refusals_of_functions_say_why() -> None:
     assert "no reductions" in refusal(Rows(), gelu.func())
     assert "has reductions" in refusal(Elementwise(), norm.func())
     assert "sums products of two tensors" in refusal(Rows(), matmul.func())
-    assert refusal(Rows(), cases.softmax((2, 10**6)).func()) == "rows of 1000000 do not fit the registers of a block"
+    many = [tensor(f"x{index}", (2, 10**5), "float32") for index in range(30)]
+    crowded = te.create_prim_func([*many, topi.sum(functools.reduce(topi.add, many), axis=1)])
+    assert refusal(Rows(), crowded) == "rows of 100000 do not fit the registers of a block"
     x = tensor("x", (64, 8), "float32")
     across = te.create_prim_func([x, topi.sum(x, axis=0)], index_dtype_override="int64")
     assert refusal(Rows(), across) == "x is not contiguous along the rows"
@@ -102,7 +113,8 @@ def test_refusals_of_functions_say_why() -> None:
         (Rows(), cases.softmax((8, 64)), RowsParameters(3, 32, 4), "lanes is 3"),
         (Rows(), cases.softmax((8, 64)), RowsParameters(8, 48, 2), "threads is 48"),
         (Rows(), cases.softmax((8, 64)), RowsParameters(8, 8, 2), "2 rows of 8 threads"),
-        (Rows(), cases.softmax((8, 64000)), RowsParameters(8, 32, 4), "registers a thread, a block of 128 has 255"),
+        (Rows(), cases.softmax((8, 64000)), RowsParameters(8, 32, 4), "2000 elements a thread, expected 128 at most"),
+        (Rows(), cases.rms_norm((8, 2**16)), RowsParameters(8, 1024, 1), "registers a thread, a block of 1024 has 64"),
         (Elementwise(), cases.silu((8, 60)), ElementwiseParameters(7), "lanes is 7"),
         (Elementwise(), cases.silu((8, 64)), ElementwiseParameters(16, 8), "vectors is 8"),
         (Elementwise(), cases.silu((8, 64)), ElementwiseParameters(8, 1, 100), "threads is 100"),

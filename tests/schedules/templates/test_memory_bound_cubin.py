@@ -27,11 +27,23 @@ LAUNCH_DEPENDENTS, WAIT = 0x82D, 0x82E
 BITS_128 = 6
 
 CASES = {
-    "layer norm": (Rows(), cases.layer_norm((4096, 768), residual=True), RowsParameters(8, 32, 4, True), 96, (12, 3)),
-    "small layer norm": (Rows(), cases.layer_norm((128, 768)), RowsParameters(8, 96, 1, True), 48, (3, 1)),
-    "softmax": (Rows(), cases.softmax((4096, 1024)), RowsParameters(8, 32, 4, True), 96, (4, 4)),
-    "long softmax": (Rows(), cases.softmax((64, 32000)), RowsParameters(8, 1024, 1, True), 64, (4, 4)),
-    "rms norm": (Rows(), cases.rms_norm((128, 2048), "bfloat16"), RowsParameters(8, 128, 1, True), 72, (4, 2)),
+    "layer norm": (
+        Rows(),
+        cases.layer_norm((4096, 768), residual=True),
+        RowsParameters(8, 32, 4, dependent=True),
+        96,
+        (12, 3),
+    ),
+    "small layer norm": (Rows(), cases.layer_norm((128, 768)), RowsParameters(8, 96, 1, dependent=True), 48, (3, 1)),
+    "softmax": (Rows(), cases.softmax((4096, 1024)), RowsParameters(8, 32, 4, dependent=True), 96, (4, 4)),
+    "long softmax": (Rows(), cases.softmax((64, 32000)), RowsParameters(8, 1024, 1, dependent=True), 64, (4, 4)),
+    "rms norm": (
+        Rows(),
+        cases.rms_norm((128, 2048), "bfloat16"),
+        RowsParameters(8, 128, 1, dependent=True),
+        72,
+        (4, 2),
+    ),
     "gelu": (Elementwise(), cases.bias_gelu((4096, 3072)), ElementwiseParameters(8, 2, 256, True), 64, (4, 2)),
     "gather": (Elementwise(), cases.embedding(4096, 768, 30522), ElementwiseParameters(8, 2, 256, True), 64, (4, 2)),
     "rotary": (Elementwise(), cases.rotary(1, 128, 12, 64), ElementwiseParameters(8, 1, 256, True), 64, (7, 1)),
@@ -85,6 +97,17 @@ def test_only_constants_are_read_before_the_wait(
     only_one_input = len(case.func().params) == 2
     before, after = opcodes[:wait].count(LOAD), opcodes[wait:].count(LOAD)
     assert (before > 0, after > 0) == ((True, False) if only_one_input else (True, True))
+
+
+def test_row_that_is_not_held_is_read_for_each_pass() -> None:
+    parameters = RowsParameters(8, 512, 1, held=False, dependent=True)
+    data = compiled(Rows(), cases.softmax((64, 2**18)), parameters, "sm_90a")
+    found = instructions(data)
+    # Three passes, four vectors in flight together.
+    assert found.count((LOAD, BITS_128)) >= 12
+    assert [opcode for opcode, _ in found].index(WAIT) < [opcode for opcode, _ in found].index(LOAD)
+    assert read_cubin(data).registers <= 64
+    assert read_cubin(data).frame_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["layer norm", "softmax", "gelu"])

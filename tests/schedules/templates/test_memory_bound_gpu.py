@@ -23,16 +23,22 @@ from tests.schedules.templates.memory_cases import MemoryCase
 FRESH_INPUTS = 20
 
 ROWS = {
-    "one row": (cases.layer_norm((1, 768)), RowsParameters(8, 96, 1, True)),
-    "prime rows": (cases.layer_norm((127, 768), residual=True), RowsParameters(8, 32, 4, True)),
-    "prime columns": (cases.layer_norm((5, 7, 131)), RowsParameters(1, 32, 2, True)),
+    "one row": (cases.layer_norm((1, 768)), RowsParameters(8, 96, 1, dependent=True)),
+    "prime rows": (cases.layer_norm((127, 768), residual=True), RowsParameters(8, 32, 4, dependent=True)),
+    "prime columns": (cases.layer_norm((5, 7, 131)), RowsParameters(1, 32, 2, dependent=True)),
     "one column": (cases.softmax((37, 1)), RowsParameters(1, 1, 32)),
-    "parts of a warp": (cases.softmax((4, 33, 40), masked=True), RowsParameters(4, 8, 16, True)),
-    "ragged warps": (cases.softmax((3, 50, 1000), masked=True), RowsParameters(4, 96, 2, True)),
+    "parts of a warp": (cases.softmax((4, 33, 40), masked=True), RowsParameters(4, 8, 16, dependent=True)),
+    "ragged warps": (cases.softmax((3, 50, 1000), masked=True), RowsParameters(4, 96, 2, dependent=True)),
     "long rows": (cases.softmax((3, 32000)), RowsParameters(8, 1024, 1)),
-    "bfloat16": (cases.rms_norm((33, 2048), "bfloat16"), RowsParameters(8, 128, 1, True)),
-    "float32": (cases.layer_norm((19, 300), "float32"), RowsParameters(4, 16, 8, True)),
-    "mean": (cases.mean((301, 200)), RowsParameters(8, 16, 4, True)),
+    "rows read again": (
+        cases.layer_norm((3, 9000), residual=True),
+        RowsParameters(8, 128, 1, held=False, dependent=True),
+    ),
+    "odd rows read again": (cases.softmax((3, 5003), masked=True), RowsParameters(1, 512, 1, held=False)),
+    "means read again": (cases.mean((5, 1000)), RowsParameters(8, 16, 4, held=False, dependent=True)),
+    "bfloat16": (cases.rms_norm((33, 2048), "bfloat16"), RowsParameters(8, 128, 1, dependent=True)),
+    "float32": (cases.layer_norm((19, 300), "float32"), RowsParameters(4, 16, 8, dependent=True)),
+    "mean": (cases.mean((301, 200)), RowsParameters(8, 16, 4, dependent=True)),
     "extremes": (cases.row_extremes((61, 96)), RowsParameters(4, 8, 4)),
 }
 ELEMENTS = {
@@ -119,7 +125,7 @@ def test_kernel_agrees_with_numpy(template: Template, case: MemoryCase, paramete
 @pytest.mark.gpu
 def test_norm_of_values_that_overflow_in_float16_is_finite() -> None:
     case = cases.rms_norm((16, 512))
-    func, kernel = compiled(Rows(), case, RowsParameters(8, 32, 4, True))
+    func, kernel = compiled(Rows(), case, RowsParameters(8, 32, 4, dependent=True))
     arrays = cases.random_inputs(func, np.random.default_rng(0))
     arrays[0] = np.copysign(np.float16(60000), arrays[0])
     found = run(func, kernel, arrays)
@@ -129,7 +135,7 @@ def test_norm_of_values_that_overflow_in_float16_is_finite() -> None:
 @pytest.mark.gpu
 def test_softmax_of_masked_and_of_large_values_is_numpys() -> None:
     case = cases.softmax((2, 8, 96), masked=True)
-    func, kernel = compiled(Rows(), case, RowsParameters(4, 8, 4, True))
+    func, kernel = compiled(Rows(), case, RowsParameters(4, 8, 4, dependent=True))
     rng = np.random.default_rng(0)
     x, mask = cases.random_inputs(func, rng)
     x *= np.float16(1000)
