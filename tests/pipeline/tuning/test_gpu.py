@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import tvm
 from tvm import te
+from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
 from pipeline.environment import detect_environment
@@ -25,7 +27,7 @@ from pipeline.tuning.tasks import as_workload
 from pipeline.tuning.timing import MeasureOptions
 from schedules.fallback import apply_fallback
 from schedules.targets import ResolvedTarget, resolve_target
-from tests.pipeline.tuning.tuning_cases import add_one_mod, args_info, matmul_task
+from tests.pipeline.tuning.tuning_cases import add_one_mod, args_info, matmul_task, task_of
 from tuning_db.records import RecordFilter, Route, Status
 from tuning_db.store import TuningDatabase
 
@@ -68,6 +70,71 @@ def test_the_cases_build_without_a_gpu(builder: PoolBuilder, target: ResolvedTar
         assert Path(str(build(builder, target, mod).artifact_path)).stat().st_size > 0
 
 
+@derived_object
+class Told(ms.runner.PyRunnerFuture):
+    """A made-up latency."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> ms.runner.RunnerResult:
+        return ms.runner.RunnerResult([self._seconds], None)
+
+
+@derived_object
+class NoDevice(ms.runner.PyRunner):
+    """Answers as a device would, each candidate a little faster than the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def run(self, inputs: list[ms.runner.RunnerInput]) -> list[ms.runner.RunnerFuture]:
+        self.count += len(inputs)
+        return [Told(1e-5 / self.count) for _ in inputs]
+
+
+def half_matmul(size: int) -> tvm.ir.IRModule:
+    a, b = (te.placeholder((size, size), "float16", name=name) for name in "AB")
+    r = te.reduce_axis((0, size), name="r")
+    c = te.compute(
+        (size, size), lambda i, j: te.sum(a[i, r].astype("float32") * b[r, j].astype("float32"), axis=r), name="dot"
+    )
+    return as_workload(te.create_prim_func([a, b, te.compute((size, size), lambda i, j: c[i, j].astype("float16"))]))
+
+
+def test_tune_searches_and_builds_for_a_gpu_at_the_same_time(database: TuningDatabase) -> None:
+    """All but the device is real: templates, searches of two tasks, NVRTC, and what it says of each kernel."""
+    target = resolve_target("cuda:sm_90a")
+    summary = tune(
+        [task_of("half", half_matmul(128)), task_of("add", add_one_mod(size=4096))],
+        target=target,
+        database=database,
+        environment=detect_environment(target),
+        options=TuningOptions(trials=24, trials_per_iteration=8, population=32, workers=2, seed=1),
+        runner=NoDevice(),
+    )
+    assert {task.task.name for task in summary.tasks if task.valid} == {"half", "add"}
+    assert {"search", "build", "queue", "measure"} < set(summary.seconds_by_phase)
+    records = database.list_records()
+    routes = Counter(record.route for record in records)
+    assert routes[Route.FALLBACK] == 2
+    assert routes[Route.TEMPLATE] >= 8
+    assert routes[Route.METASCHEDULE] > 0
+    assert routes[Route.TEMPLATE] + routes[Route.METASCHEDULE] <= 24
+    built = [record for record in records if record.status is Status.OK]
+    assert all(record.registers is not None and record.spill_bytes is not None for record in built)
+    # Its tiles are asked for at launch.
+    offered = [record for record in built if record.route is Route.TEMPLATE]
+    gemms = [record for record in offered if "gemm" in json.loads(record.decision)["template"]]
+    assert gemms
+    assert all(record.smem_bytes > 1024 for record in gemms)
+
+
 @pytest.mark.gpu
 @needs_gpu
 def test_tune_finds_valid_candidates(target: ResolvedTarget, database: TuningDatabase) -> None:
@@ -77,7 +144,7 @@ def test_tune_finds_valid_candidates(target: ResolvedTarget, database: TuningDat
         target=target,
         database=database,
         environment=detect_environment(target),
-        options=TuningOptions(trials=4, trials_per_iteration=4, population=16, workers=2),
+        options=TuningOptions(trials=4, trials_per_iteration=4, population=32, workers=2, finals=0),
     )
     require_valid(summary)
     (result,) = summary.tasks
