@@ -166,7 +166,7 @@ def _proposals(matmul: MatmulFunction, sm_count: int) -> Iterator[GemmParameters
                 yield one
             for split_k in (2, 3, 4, 6, 8) if tiles <= sm_count else ():
                 yield replace(one, split_k=split_k)
-            if tiles > sm_count and block_m * block_n >= 128 * 192 and rows % 2 == 0:
+            if tiles > sm_count and block_m == 128 and block_n >= 192 and rows % 2 == 0:
                 yield replace(one, blocks=sm_count // 2, multicast=2, group=min(rows // 2, _ROWS // 2))
 
 

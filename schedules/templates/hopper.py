@@ -9,7 +9,6 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 _TMA_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-_ELEMENT_BYTES = 2
 
 # Keeps the compiler from moving a use of an accumulator above the wait for the wgmma that writes it.
 _PIN = "relaxtune_pin"
@@ -32,39 +31,6 @@ __forceinline__ __device__ unsigned long long relaxtune_descriptor(int low, unsi
 """
 
 
-def encode_map(
-    name: str, matrix: tirx.Var, dtype: str, shape: tuple[int, int], box: tuple[int, int], swizzle: int
-) -> tirx.Var:
-    """Emit the encoding of a tensor map (host code) and return the map.
-
-    Parameters
-    ----------
-    name : str
-        Of the kernel's parameter.
-    matrix : Var
-        A buffer that is read as a row-major matrix of 2-byte elements.
-    dtype : str
-        Of its elements.
-    shape, box : pair of int
-        Rows and columns of the matrix, and of what one load copies.
-    swizzle : int
-        TMA's mode: 0 none, 1, 2 and 3 for rows of 32, 64 and 128 bytes.
-    """
-    rows, columns = shape
-    encoded = T.Bind(T.tvm_stack_alloca("tensormap", 1), T.handle("tensormap"))
-    IRBuilder.name(name, encoded)
-    # Sizes and byte strides, box and element strides, all innermost first; interleave 0, the swizzle mode, L2 promotion
-    # 2 (128 bytes), fill 0 (zeros).
-    sizes = (columns, rows, columns * _ELEMENT_BYTES, box[1], box[0], 1, 1, 0, swizzle, 2, 0)
-    T.evaluate(T.call_packed("runtime.cuTensorMapEncodeTiled", encoded, dtype, 2, matrix.data, *sizes))
-    return encoded
-
-
-def load_box(to: tirx.Expr, source: tirx.Var, inner: tirx.Expr, outer: tirx.Expr, full: tirx.Expr) -> None:
-    """Emit a TMA load of the box at column `inner`, row `outer` of a tensor map; its bytes arrive at barrier `full`."""
-    T.evaluate(T.ptx[_TMA_LOAD](to, T.address_of(source), inner, outer, full))
-
-
 def encode_tensor(
     name: str,
     tensor: tirx.Var,
@@ -80,29 +46,32 @@ def encode_tensor(
 
     Parameters
     ----------
-    name, dtype, swizzle
-        As in `encode_map`.
+    name : str
+        Of the kernel's parameter.
     tensor : Var
         A buffer of 2-byte elements.
+    dtype : str
+        Of its elements.
     sizes, box : sequence of int
         Elements along each axis of the tensor and of what one load copies, the contiguous axis first.
     strides : sequence of int
         Bytes from one element to the next along each axis but the first.
+    swizzle : int
+        TMA's mode: 0 none, 1, 2 and 3 for rows of 32, 64 and 128 bytes.
     offset : int
         Elements before the first one, at a multiple of 16 bytes.
     """
     encoded = T.Bind(T.tvm_stack_alloca("tensormap", 1), T.handle("tensormap"))
     IRBuilder.name(name, encoded)
     axes = len(sizes)
+    # After the boxes the element strides; interleave 0, the swizzle mode, L2 promotion 2 (128 bytes), fill 0 (zeros).
     numbers = (*sizes, *strides, *box, *[1] * axes, 0, swizzle, 2, 0)
     address = tensor.data if offset == 0 else tensor.ptr_to(_unflatten(offset, tensor))
     T.evaluate(T.call_packed("runtime.cuTensorMapEncodeTiled", encoded, dtype, axes, address, *numbers))
     return encoded
 
 
-def load_tile(
-    to: tirx.Expr, source: tirx.Var, at: Sequence[tirx.Expr | int], full: tirx.Expr, blocks: int = 1
-) -> None:
+def load_tile(to: tirx.Expr, source: tirx.Var, at: Sequence[tirx.Expr | int], full: tirx.Expr, blocks: int = 1) -> None:
     """Emit a TMA load of the box at a position of a tensor map; its bytes arrive at barrier `full`.
 
     Parameters
