@@ -45,6 +45,10 @@ def schedule_contraction(sch: Schedule, con: Contraction, tile: Tile, limits: Cp
         place_pack(sch, pack, loops.panel, tile.lanes)
     if partitioned:
         sch.parallel(loops.panel)
+    elif padded and _has_many_batches(con, limits) and can_partition_loops(sch):
+        # Every core takes whole matrices, and only the last panel of each is checked for its end.
+        sch.annotate(loops.panel, PARTITION_HINT, 1)
+        sch.parallel(sch.fuse(*loops.outer[:-1]))
     else:
         _parallelize(sch, con, loops, limits, packs=pack is not None)
     names = [str(sch.get(rv).name_hint) for rv in (block.rv, epilogue, stage, pack) if rv is not None]
@@ -64,6 +68,11 @@ def _can_partition(con: Contraction, tile: Tile) -> bool:
     batch = math.prod(axis_extent(con.block, position) for position in con.batch)
     wide = columns is not None and columns % tile.columns != 0 and columns > 8 * tile.columns
     return wide and con.contiguous and rows <= FEW_ROWS and batch == 1
+
+
+def _has_many_batches(con: Contraction, limits: CpuLimits) -> bool:
+    batch = math.prod(axis_extent(con.block, position) for position in con.batch)
+    return 4 * limits.cores <= batch < math.inf
 
 
 @dataclass(frozen=True)
