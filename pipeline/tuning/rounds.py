@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from tvm.s_tir import meta_schedule as ms
 
@@ -22,7 +22,7 @@ from pipeline.tuning.baseline import (
     reference_on_device,
     take_reference,
 )
-from pipeline.tuning.bounds import search_bound_us
+from pipeline.tuning.batches import Batch, Tag
 from pipeline.tuning.evaluate import Evaluator, Finished, Job, Outcome, remove_artifact
 from pipeline.tuning.failure import StopSignal
 from pipeline.tuning.note import CandidateNote
@@ -30,8 +30,8 @@ from pipeline.tuning.options import TuningOptions
 from pipeline.tuning.progress import ProgressEvent, ProgressListener, estimate_left
 from pipeline.tuning.recorder import Recorder
 from pipeline.tuning.runner import NO_REFERENCE
-from pipeline.tuning.search import Candidate
-from pipeline.tuning.search_pool import Lesson, Proposal, SearchPool
+from pipeline.tuning.search_pool import Proposal, SearchPool
+from pipeline.tuning.settling import reason_to_end
 from pipeline.tuning.state import (
     Contender,
     TaskState,
@@ -54,29 +54,6 @@ _ROUND_MIN = 4
 # A batch of which so many are back is learnt from, and its task may go on.
 _QUORUM = 0.75
 _WAIT_S = 0.2
-
-
-@dataclass
-class _Batch:
-    """Candidates of one round that are on their way, and those of them that are back and not yet learnt from."""
-
-    state: TaskState
-    size: int
-    left: int
-    back: list[Lesson] = field(default_factory=list)
-    closed: bool = False
-
-
-@dataclass(frozen=True)
-class _Tag:
-    """What a candidate on its way is."""
-
-    state: TaskState
-    route: Route
-    decision: str
-    batch: _Batch | None = None
-    candidate: Candidate | None = None
-    reference: bool = False
 
 
 class Rounds:
@@ -126,7 +103,7 @@ class Rounds:
         states = [state for state in self._states if state.skipped is None and state.ended is None]
         mods = reference_mods(states, self._target)
         tagged = [
-            (mod, _Tag(state, Route.FALLBACK, "", reference=True)) for state, mod in zip(states, mods, strict=True)
+            (mod, Tag(state, Route.FALLBACK, "", reference=True)) for state, mod in zip(states, mods, strict=True)
         ]
         self._evaluator.submit_builds(tagged, host_target(self._target))
 
@@ -145,7 +122,7 @@ class Rounds:
         # Where building disturbs no measurement, candidates need not wait: the fallback is before them in the queue.
         state.ready = fallback is None or not self._evaluator.exclusive
         if fallback is not None:
-            self._evaluator.submit([(fallback.job, _Tag(state, Route.FALLBACK, fallback.decision))])
+            self._evaluator.submit([(fallback.job, Tag(state, Route.FALLBACK, fallback.decision))])
 
     def run(self) -> None:
         """Search, hand in and take back until the trials or the time are used up, or nothing promises anything."""
@@ -173,24 +150,11 @@ class Rounds:
         total_us = model_us(self._states)
         for state in self._states:
             if state.open and state.in_flight == 0 and not state.searching:
-                self._end_if_settled(state, total_us)
+                state.ended = reason_to_end(state, total_us, self._options.min_gain, self._target)
         return choose_task([state for state in self._states if self._may_go_on(state)])
 
     def _may_go_on(self, state: TaskState) -> bool:
         return state.open and not state.searching and state.in_flight <= (1 - _QUORUM) * self._round_size()
-
-    def _end_if_settled(self, state: TaskState, total_us: float) -> None:
-        if state.templates is not None and not state.templates.done:
-            return
-        gain_us = state.expected_gain_us()
-        if gain_us < self._options.min_gain * total_us:
-            state.ended = f"settled: a round is expected to save {gain_us:.2f} of {total_us:.0f} us"
-        elif state.templates is not None and state.best_us is not None:
-            bound_us = search_bound_us(state.task, self._target)
-            if bound_us is not None and bound_us > state.best_us:
-                state.ended = (
-                    f"no search: without tensor cores at least {bound_us:.1f} us, the best is {state.best_us:.1f}"
-                )
 
     def _round(self, state: TaskState) -> None:
         """Hand in the next candidates of one task: those of templates first, then of the search."""
@@ -208,11 +172,11 @@ class Rounds:
             return
         args_info = ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False)
         note = self._note_of(state)
-        jobs: list[tuple[Job, _Tag]] = []
+        jobs: list[tuple[Job, Tag]] = []
         chosen = state.templates.propose(size)
-        batch = _Batch(state, len(chosen), len(chosen))
+        batch = Batch(state, len(chosen), len(chosen))
         for one in chosen:
-            tag = _Tag(state, one.route, one.decision, batch)
+            tag = Tag(state, one.route, one.decision, batch)
             try:
                 jobs.append((Job(one.make(self._target), args_info, note), tag))
             except (TemplateError, *REPLAY_ERRORS) as e:
@@ -235,7 +199,7 @@ class Rounds:
         state.empty_rounds = 0 if fresh else state.empty_rounds + 1
         if state.empty_rounds >= _EMPTY_ROUNDS_MAX:
             state.ended = "exhausted: the search proposes what was measured"
-        batch = _Batch(state, len(fresh), len(fresh))
+        batch = Batch(state, len(fresh), len(fresh))
         batch.back = [(one, state.decided[key]) for key, one in keyed if key in state.decided]
         if not fresh or self._stop.due:
             self._close(batch)
@@ -246,13 +210,13 @@ class Rounds:
             [
                 (
                     Job(one.measure.sch.mod, one.measure.args_info, note),
-                    _Tag(state, Route.METASCHEDULE, one.decision, batch, one),
+                    Tag(state, Route.METASCHEDULE, one.decision, batch, one),
                 )
                 for one in fresh
             ],
         )
 
-    def _hand_in(self, state: TaskState, jobs: list[tuple[Job, _Tag]]) -> None:
+    def _hand_in(self, state: TaskState, jobs: list[tuple[Job, Tag]]) -> None:
         state.in_flight += len(jobs)
         state.on_way |= {decision_key(tag.decision) for _, tag in jobs}
         self._evaluator.submit(jobs)
@@ -281,7 +245,7 @@ class Rounds:
 
     def _take(self, finished: Finished) -> None:
         tag = finished.tag
-        if not isinstance(tag, _Tag):
+        if not isinstance(tag, Tag):
             raise TypeError(f"expected a candidate of this run back, got {type(tag).__name__}")
         state, outcome = tag.state, finished.outcome
         if tag.reference:
@@ -297,7 +261,7 @@ class Rounds:
         if tag.batch is not None:
             self._advance(tag.batch, tag, outcome)
 
-    def _record(self, tag: _Tag, outcome: Outcome, artifact: str | None) -> None:
+    def _record(self, tag: Tag, outcome: Outcome, artifact: str | None) -> None:
         state = tag.state
         self._recorder.add(state.task, tag.route, tag.decision, outcome)
         state.take(tag.route, outcome)
@@ -319,7 +283,7 @@ class Rounds:
             state.templates.learn(tag.decision, latency_us)
         self._tell(state)
 
-    def _advance(self, batch: _Batch, tag: _Tag, outcome: Outcome | None) -> None:
+    def _advance(self, batch: Batch, tag: Tag, outcome: Outcome | None) -> None:
         batch.left -= 1
         if outcome is not None and tag.candidate is not None:
             seconds = batch.state.decided.get(decision_key(tag.decision))
@@ -327,7 +291,7 @@ class Rounds:
         if batch.left == 0 or (batch.left <= (1 - _QUORUM) * batch.size and not batch.closed):
             self._close(batch)
 
-    def _close(self, batch: _Batch) -> None:
+    def _close(self, batch: Batch) -> None:
         """Learn from what is back of a batch."""
         state = batch.state
         if not batch.closed:

@@ -12,11 +12,11 @@ import tvm
 from tvm.s_tir import meta_schedule as ms
 
 from pipeline.errors import NothingMeasuredError, UsageError
-from pipeline.tuning import rounds as rounds_module
 from pipeline.tuning import search as search_module
 from pipeline.tuning import session as session_module
 from pipeline.tuning.options import TaskSummary, TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressEvent
+from pipeline.tuning.recorder import Recorder
 from pipeline.tuning.search import Candidate, TaskSearch
 from pipeline.tuning.session import require_valid, tune
 from pipeline.tuning.standing import standing_records
@@ -275,7 +275,7 @@ def test_tune_goes_on_when_the_database_cannot_be_written_for_a_while(
         return write(records)
 
     monkeypatch.setattr(database, "record_measurements", full)
-    monkeypatch.setattr(rounds_module, "_FLUSH_S", 0.0)
+    monkeypatch.setattr(Recorder, "flush_interval_s", 0.0)
     summary = tune(
         [matmul_task()],
         target=place.target,

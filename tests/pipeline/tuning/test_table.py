@@ -9,9 +9,12 @@ from rich.console import Console
 
 from pipeline.tuning.options import TaskSummary, TuningSummary
 from pipeline.tuning.progress import ConsoleProgress, ProgressEvent, SilentProgress, describe, estimate_left
+from pipeline.tuning.settling import reason_to_end
 from pipeline.tuning.state import Contender, TaskState, choose_task
 from pipeline.tuning.table import print_table, shorten_nodes, to_data, to_json
-from tests.pipeline.tuning.tuning_cases import matmul_task
+from pipeline.tuning.template_candidates import TemplateCandidate
+from pipeline.tuning.template_search import TemplateSearch
+from tests.pipeline.tuning.tuning_cases import Place, matmul_task
 from tuning_db.records import Route, Status
 
 TASK = TaskSummary(
@@ -141,3 +144,14 @@ def test_a_final_keeps_the_best_few() -> None:
     dropped = [task.keep(Contender(Route.TEMPLATE, str(us), us, None)) for us in (7.0, 1.0, 5.0, 4.0, 2.0, 3.0, 6.0)]
     assert [one.latency_us for one in task.contenders] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert [[one.latency_us for one in gone] for gone in dropped] == [[], [], [], [], [], [], [7.0]]
+
+
+def test_a_task_is_left_alone_when_a_round_promises_too_little(place: Place) -> None:
+    task = state(1, [50.0] * 10)
+    assert task.expected_gain_us() == pytest.approx(1.0)
+    assert reason_to_end(task, 500.0, 0.001, place.target) is None
+    assert "save 1.00 of 5000 us" in str(reason_to_end(task, 5000.0, 0.001, place.target))
+    assert reason_to_end(task, 5000.0, 0.0, place.target) is None
+    offered = [TemplateCandidate(task.task, f'{{"template":"made_up","tile":{n}}}') for n in (1, 2)]
+    task.templates = TemplateSearch(offered, {})
+    assert reason_to_end(task, 5000.0, 0.001, place.target) is None

@@ -1,0 +1,33 @@
+"""What is on its way between the search and the measuring process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.tuning.search import Candidate
+from pipeline.tuning.search_pool import Lesson
+from pipeline.tuning.state import TaskState
+from tuning_db.records import Route
+
+
+@dataclass
+class Batch:
+    """Candidates of one round that are on their way, and those of them that are back and not yet learnt from."""
+
+    state: TaskState
+    size: int
+    left: int
+    back: list[Lesson] = field(default_factory=list)
+    closed: bool = False
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What a candidate on its way is."""
+
+    state: TaskState
+    route: Route
+    decision: str
+    batch: Batch | None = None
+    candidate: Candidate | None = None
+    reference: bool = False
