@@ -93,13 +93,7 @@ def schedule_elementwise(sch: Schedule, block: BlockFacts, limits: CpuLimits) ->
     parallel = worth_parallel(work_of(sch, block.rv))
     lanes = limits.vector_bytes // dtype_bytes(str(block.stmt.writes[0].source.dtype))
     crossed = find_crossed_axis(sch, block, lanes)
-    if crossed is not None:
-        others = [loop for position, loop in enumerate(loops[:-1]) if position != crossed]
-        blocks, vector = sch.split(loops[-1], [None, lanes])
-        sch.reorder(*others, blocks, loops[crossed], vector)
-        sch.vectorize(vector)
-        if parallel:
-            sch.parallel(sch.fuse(*others, blocks))
+    if crossed is not None and _schedule_crossed(sch, block, crossed, lanes, limits):
         return
     extents = loop_extents(sch, block.rv)
     cut = _inner_start(extents, lanes)
@@ -112,6 +106,31 @@ def schedule_elementwise(sch: Schedule, block: BlockFacts, limits: CpuLimits) ->
     vectorize_loop(sch, inner, lanes)
     if parallel:
         sch.parallel(outer)
+
+
+def _schedule_crossed(sch: Schedule, block: BlockFacts, crossed: int, lanes: int, limits: CpuLimits) -> bool:
+    """Walk a block as `transposition` says; return False, and change nothing, where a remainder stands in the way.
+
+    A last vector that is not full needs a loop of its own, which takes blocks of y that no thread loop has taken in.
+    """
+    loops, extents = sch.get_loops(block.rv), loop_extents(sch, block.rv)
+    others = [position for position in range(len(loops) - 1) if position != crossed]
+    remainder = (extents[-1] or 0) % lanes != 0
+    jobs = math.prod(math.inf if extents[position] is None else extents[position] or 0 for position in others)
+    if remainder and (jobs < 2 * limits.cores or not can_partition_loops(sch)):
+        return False
+    parallel = worth_parallel(work_of(sch, block.rv))
+    blocks, vector = sch.split(loops[-1], [None, lanes])
+    sch.reorder(*(loops[position] for position in others), blocks, loops[crossed], vector)
+    sch.vectorize(vector)
+    shared = [loops[position] for position in others]
+    if remainder:
+        sch.annotate(blocks, PARTITION_HINT, 1)
+    else:
+        shared.append(blocks)
+    if parallel:
+        sch.parallel(sch.fuse(*shared))
+    return True
 
 
 def vectorize_loop(sch: Schedule, loop: LoopRV, lanes: int) -> None:

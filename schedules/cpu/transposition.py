@@ -27,11 +27,11 @@ STEPS_MIN = 4
 def find_crossed_axis(sch: Schedule, block: BlockFacts, lanes: int) -> int | None:
     """Return the position of the axis x above among the block's iterators, None for a block that reads no such way.
 
-    Loops of symbolic size and vectors that do not fill are left to the plain schedule.
+    Loops of symbolic size, and of less than a vector, are left to the plain schedule.
     """
     extents = loop_extents(sch, block.rv)
     last = extents[-1] if extents else None
-    if last is None or len(extents) < 2 or last % lanes:
+    if last is None or len(extents) < 2 or last < lanes:
         return None
     iters = [iter_var.var for iter_var in block.stmt.iter_vars]
     for load in _plain_loads(block):

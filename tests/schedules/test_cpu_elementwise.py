@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import te, tirx, topi
 
+from schedules.cpu.partitioning import narrow_partitioned
 from schedules.fallback import apply_fallback
-from tests.schedules.kernel_cases import Case, host, loop_kinds, prim_func, run
+from tests.schedules.kernel_cases import Case, check, host, loop_kinds, prim_func, run
 
 
 def transpose_case(shape: tuple[int, ...], order: tuple[int, ...]) -> Case:
@@ -33,6 +34,7 @@ def test_chain_matches_numpy_when_shapes_are_drawn(shape):
         ((64, 50), (1, 0)),
         ((3, 128, 64), (0, 2, 1)),
         ((64, 5, 128), (1, 2, 0)),
+        ((12, 37, 64), (0, 2, 1)),
     ],
 )
 def test_transpose_matches_numpy_when_axes_are_odd(shape, order):
@@ -48,11 +50,19 @@ def test_transpose_takes_a_vector_of_rows_along_their_cache_lines():
 
 
 @given(
-    shape=st.tuples(st.integers(1, 6), st.integers(1, 5), st.sampled_from([4, 16, 32])), order=st.permutations(range(3))
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 5), st.sampled_from([4, 16, 32, 37])),
+    order=st.permutations(range(3)),
 )
 @settings(max_examples=15, deadline=None, derandomize=True)
 def test_transpose_matches_numpy_when_shapes_and_orders_are_drawn(shape, order):
     run(transpose_case(shape, tuple(order)))
+
+
+def test_transpose_with_a_remainder_is_right_when_its_loops_are_partitioned():
+    case = transpose_case((12, 37, 64), (0, 2, 1))
+    narrowed = narrow_partitioned(apply_fallback(case.module, host().target))
+    assert "pragma_loop_partition_hint" in narrowed.script(show_meta=False)
+    check(case, narrowed, host().target)
 
 
 def test_gather_matches_numpy_when_indices_are_integers():
