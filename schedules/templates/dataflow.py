@@ -52,7 +52,8 @@ from schedules.templates.expressions import (
 
 # Inlining repeats what is used twice; a compiler finds the repetitions of small trees.
 _NODES_MAX = 600
-_ELEMENTS_MAX = 2**31 - 1
+# Positions of the last block's idle threads are counted too.
+_ELEMENTS_MAX = 2**31 - 2**16
 _FLOATS = ("float16", "bfloat16", "float32")
 
 
@@ -127,7 +128,7 @@ def recognise_dataflow(func: tirx.PrimFunc) -> Dataflow | Refusal:
     if isinstance(blocks, Refusal):
         return blocks
     if any(math.prod(static_shape(param) or ()) > _ELEMENTS_MAX for param in func.params):
-        return Refusal("a tensor has 2**31 elements or more, the kernel counts in 32 bits")
+        return Refusal(f"a tensor has more than {_ELEMENTS_MAX} elements, the kernel counts in 32 bits")
     try:
         flow = _merge_axes(_Reader(func, blocks).read())
         for expr in flow.expressions():

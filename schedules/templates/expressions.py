@@ -36,8 +36,7 @@ MATH_CALLS = frozenset(
     for name in (
         "exp", "exp2", "exp10", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "erf", "sin",
         "cos", "tan", "sinh", "cosh", "asin", "acos", "atan", "atan2", "pow", "floor", "ceil", "round", "nearbyint",
-        "trunc",
-        "fabs", "fmod", "isnan", "isinf", "isfinite",
+        "trunc", "fabs", "fmod", "isnan", "isinf", "isfinite",
     )
 )  # fmt: skip
 

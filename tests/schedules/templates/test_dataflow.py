@@ -162,6 +162,8 @@ def test_refusals_say_why() -> None:
     assert "is read at another row than is written" in refused(square, crossed)
     far = te.compute((4, 6), lambda i, j: x[i, tirx.floordiv(j * 2**40, 2**40 + 1)], name="far")
     assert "the kernel counts in 32 bits" in refused(x, far)
+    huge = tensor("huge", (2**16, 2**15))
+    assert refused(huge, topi.negative(huge)).startswith("a tensor has more than 2147418112 elements")
     integers = tensor("n", (4, 6), "int64")
     assert "is of int64, expected float16" in refused(integers, topi.sum(integers, axis=1))
 
