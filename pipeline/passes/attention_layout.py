@@ -52,7 +52,7 @@ def readings_of(expr: tvm.ir.Expr, values: Values, *, scaled: bool) -> list[Read
         reading = _apply(chain, Reading(current, whole(shape)))
         if reading is not None:
             readings.append(reading)
-        value = values.get(current) if isinstance(current, relax.Var) else None
+        value = values.get(current) if isinstance(current, relax.Var) else current
         step = _operand_of(value, values, scaled=scaled)
         if step is None or not isinstance(value, relax.Call):
             break

@@ -74,10 +74,8 @@ def masking_of(attention: Attention, values: Values) -> Masking:
     """
     if not attention.steps:
         return Masking()
-    shapes = {step.shape for step in attention.steps}
-    if len(shapes) > 1:
-        raise NotAttentionError(f"its masks are for scores of different shapes, {sorted(shapes)}")
-    shape = shapes.pop()
+    shape = max((step.shape for step in attention.steps), key=len)
+    attention = replace(attention, steps=tuple(_of_shape(step, shape) for step in attention.steps))
     reader = MaskReader(values, attention.queries, attention.keys)
     masks = [_mask_of(step, reader) for step in attention.steps]
     whole_mask = Mask()
@@ -97,6 +95,18 @@ def masking_of(attention: Attention, values: Values) -> Masking:
         return apart
     as_it_is = _as_it_is(attention, shape, values)
     return apart if apart.elements < as_it_is.elements else as_it_is
+
+
+def _of_shape(step: ScoreStep, shape: tuple[int, ...]) -> ScoreStep:
+    """Return a step for scores whose leading axes are grouped otherwise (batch and heads as one axis, say)."""
+    own = static_shape(step.expr)
+    if step.shape == shape:
+        return step
+    if own is None or len(own) < 2 or (own[:-2] != step.shape[:-2] and math.prod(own[:-2]) != 1):
+        raise NotAttentionError(f"its masks are for scores of different shapes, {step.shape} and {shape}")
+    leading = shape[:-2] if math.prod(own[:-2]) > 1 else (1,) * (len(shape) - 2)
+    regrouped = relax.BlockBuilder().normalize(relax.op.reshape(step.expr, (*leading, *own[-2:])))
+    return replace(step, expr=regrouped, shape=shape)
 
 
 def _mask_of(step: ScoreStep, reader: MaskReader) -> Mask:

@@ -133,9 +133,14 @@ class _Replace(PyExprMutator):  # type: ignore[misc]
             self._rounded[base, dtype] = emit_extra(self, name, relax.op.astype(self.visit_expr(base), dtype))
         return self._rounded[base, dtype]
 
+    def _bound(self, expr: tvm.ir.Expr) -> tvm.ir.Expr:
+        """Return an expression of the old function as an operand of the new one."""
+        new = self.visit_expr(expr)
+        return self.builder_.emit(new) if isinstance(new, relax.Call) else new
+
     def _mask(self, masking: Masking) -> tvm.ir.Expr:
         if masking.source is not None:
-            return self.visit_expr(masking.source)
+            return self._bound(masking.source)
         key = masking.key()
         if key not in self._masks:
             self._masks[key] = self._composed(masking)
@@ -146,13 +151,13 @@ class _Replace(PyExprMutator):  # type: ignore[misc]
         emit = self.builder_.emit
         total: tvm.ir.Expr | None = None
         for expr, factor in masking.addends:
-            term = self.visit_expr(expr)
+            term = self._bound(expr)
             term = term if dtype_of(term) == "float32" else emit(relax.op.astype(term, "float32"))
             term = term if factor == 1.0 else emit(relax.op.multiply(term, relax.const(factor, "float32")))
             total = term if total is None else emit(relax.op.add(total, term))
         seen: tvm.ir.Expr | None = None
         for condition in masking.conditions:
-            term = self.visit_expr(condition.expr)
+            term = self._bound(condition.expr)
             term = emit(relax.op.logical_not(term)) if condition.negated else term
             seen = term if seen is None else emit(relax.op.logical_and(seen, term))
         if seen is not None:

@@ -142,6 +142,20 @@ def batch_and_heads_as_one_axis() -> OnnxModel:
     return f.project(f.op("Transpose", product, perm=[0, 2, 1, 3]))
 
 
+def biases_of_two_groupings() -> OnnxModel:
+    """DeBERTa: a bias over [B * H, S, S], then a mask over [B, H, S, S]."""
+    f = Form()
+    padding = f.padding()
+    q, k, v = (f.op("Reshape", part, [BATCH * HEADS, LENGTH, SIZE]) for part in f.qkv())
+    scores = f.divided(f.op("MatMul", q, f.op("Transpose", k, perm=[0, 2, 1])))
+    bias = f.op("MatMul", q, f.weight(SIZE, LENGTH))
+    scores = f.op("Reshape", f.op("Add", scores, bias), [BATCH, HEADS, LENGTH, LENGTH])
+    weights = f.op("Softmax", f.op("Where", padding, scores, float(np.finfo(np.float32).min)), axis=-1)
+    weights = f.op("Reshape", weights, [BATCH * HEADS, LENGTH, LENGTH])
+    product = f.op("Reshape", f.op("MatMul", weights, v), [BATCH, HEADS, LENGTH, SIZE])
+    return f.project(f.op("Transpose", product, perm=[0, 2, 1, 3]))
+
+
 def sequence_first() -> OnnxModel:
     """torch.nn.MultiheadAttention: [S, B, E], heads as [B * H, S, D]."""
     f = Form()
@@ -327,6 +341,8 @@ FORMS: Mapping[Callable[[], OnnxModel], Expected] = {
     packed_and_gathered: Expected(3),
     packed_by_head: Expected(3),
     batch_and_heads_as_one_axis: Expected(4, bias="add"),
+    # A copy of the queries and a matmul make the bias.
+    biases_of_two_groupings: Expected(6, bias="add"),
     sequence_first: Expected(3),
     grouped_by_expand: Expected(3, kv_heads=2),
     # The importer makes Tile a kernel.
