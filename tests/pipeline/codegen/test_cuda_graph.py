@@ -41,6 +41,16 @@ def kernels_of(mod: tvm.ir.IRModule, function: str) -> list[str]:
     return [name for name in found if name in primitive]
 
 
+def test_all_kernels_of_a_decode_step_are_inside_one_graph_when_one_writes_both_caches(target: ResolvedTarget) -> None:
+    model = load_model("gpt2-tiny-decode", shapes={"attention_mask": (1, 8)}, precision="fp16")
+    lowered = lower(import_model(model), target.target)
+    assert any(name.startswith("append") for name in lowered.kernels)
+    mod = planned(capture_whole_function(lowered.mod, len(lowered.graph.inputs)), target)
+    (captured,) = [str(v.name_hint) for v in mod.get_global_vars() if "cuda_graph_capture" in str(v.name_hint)]
+    assert len(kernels_of(mod, captured)) == sum(map(len, lowered.kernels.values()))
+    assert kernels_of(mod, "main") == []
+
+
 def test_all_kernels_are_inside_one_graph(lowered_cuda: LoweredModule, target: ResolvedTarget) -> None:
     calls = sum(map(len, lowered_cuda.kernels.values()))
     mod = planned(capture_whole_function(lowered_cuda.mod, len(lowered_cuda.graph.inputs)), target)
