@@ -64,24 +64,19 @@ def test_a_second_run_measures_nothing_and_starts_no_process(
     require_valid(again)
 
 
-def test_more_is_measured_when_more_is_asked_for_or_by_force(place: Place, database: TuningDatabase) -> None:
+def test_more_is_measured_for_more_trials_by_force_or_for_another_model(place: Place, database: TuningDatabase) -> None:
     run(place, database, trials=2)
     assert run(place, database, trials=3).candidates == 3
     assert run(place, database, trials=2, mode=Mode.FORCE).candidates == 2
-
-
-def test_another_model_with_the_same_kernels_is_another_job(place: Place, database: TuningDatabase) -> None:
-    run(place, database, trials=2)
     assert run(place, database, model="other", trials=2).candidates > 0
 
 
-@pytest.mark.parametrize("outcome", [None, "interrupted"])
-def test_a_run_that_was_broken_off_goes_on(place: Place, database: TuningDatabase, outcome: str | None) -> None:
-    first = run(place, database, outcome, trials=4)
-    assert first.candidates == 4
-    assert run(place, database, None, trials=6).candidates == 2
-    assert run(place, database, trials=6).candidates == 0
-    assert database.count_records(RecordFilter(route=Route.METASCHEDULE)) == 6
+def test_a_run_that_was_broken_off_goes_on(place: Place, database: TuningDatabase) -> None:
+    assert run(place, database, None, trials=2).candidates == 2
+    assert run(place, database, "interrupted", trials=3).candidates == 1
+    assert run(place, database, trials=4).candidates == 1
+    assert run(place, database, trials=4).candidates == 0
+    assert database.count_records(RecordFilter(route=Route.METASCHEDULE)) == 4
 
 
 KILLED = """
