@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 
 import tvm
@@ -241,20 +242,27 @@ def _cuda_limits(arch: str, sm_count: int | None) -> CudaLimits:
 
 
 def _cpu_limits(target: Target) -> CpuLimits:
-    width_bits = int(codegen.llvm_get_vector_width(target))
     features = codegen.llvm_get_cpu_features(target)
     arm = "neon" in features or "sve" in features
     local = str(target.attrs.get("mcpu", "")) == str(codegen.llvm_get_system_cpu())
     caches = cache_sizes() if local else None
     return CpuLimits(
-        # -1 is LLVM's "unknown"; every target that runs transformers has 16-byte vectors.
-        vector_bytes=width_bits // 8 if width_bits > 0 else 16,
+        vector_bytes=_vector_bytes(target, features),
         cores=int(target.attrs.get("num-cores", physical_cores() if local else 1)),
         # Intel SDM volume 1, 15.1.2: ZMM0-31 with AVX-512, else 16; Arm ARM C1.2.5: V0-31.
         vector_registers=32 if arm or "avx512f" in features else 16,
         l1_bytes=caches.l1_bytes if caches else None,
         l2_bytes=caches.l2_bytes if caches else None,
     )
+
+
+def _vector_bytes(target: Target, features: Container[str]) -> int:
+    """Return the bytes of a vector register; of an x86 by its features, since TVM calls all of them 512 bits wide."""
+    if "sse2" in features:
+        return 64 if "avx512f" in features else 32 if "avx2" in features else 16
+    width_bits = int(codegen.llvm_get_vector_width(target))
+    # -1 is LLVM's "unknown"; every target that runs transformers has 16-byte vectors.
+    return width_bits // 8 if width_bits > 0 else 16
 
 
 def _sm_count_if_local(arch: str) -> int | None:

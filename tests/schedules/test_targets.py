@@ -34,6 +34,20 @@ def test_resolve_target_names_kind_and_arch_when_text_is_accepted(text, kind, ar
     assert resolved.target.host is not None
 
 
+@pytest.mark.parametrize(
+    ("config", "vector_bytes", "registers"),
+    [
+        ({"mcpu": "nehalem"}, 16, 16),
+        ({"mcpu": "haswell"}, 32, 16),
+        ({"mcpu": "znver5"}, 64, 32),
+        ({"mcpu": "skylake-avx512", "mattr": ["-avx512f"]}, 32, 16),
+    ],
+)
+def test_vectors_and_registers_are_those_of_the_processor_when_it_is_named(config, vector_bytes, registers):
+    limits = resolve_target(json.dumps({"kind": "llvm", "mtriple": "x86_64-linux-gnu", **config})).limits
+    assert (limits.vector_bytes, limits.vector_registers) == (vector_bytes, registers)
+
+
 @pytest.mark.parametrize("text", ["llvm", pytest.param("auto", marks=WITHOUT_GPU)])
 def test_resolve_target_detects_this_processor_when_asked(text, caplog):
     with caplog.at_level(logging.DEBUG, "schedules.targets"):
