@@ -123,8 +123,8 @@ def gate_column(column: tirx.Expr) -> tirx.Expr:
 
     A gated function is `C[m, c] = value(P[m, gate_column(c)], P[m, value_column(c)], m, c)` of one product P[M, N] with
     C[M, N / 2], such as silu(gate) * value. Its B holds the weights of both by turns: 8 columns of gates, 8 of values,
-    so that a thread that evaluates wgmma's accumulators has both. On an H200, K = 2048 and 8192 gates (cold L2, fp16): 18.1,
-    21.1 and 186 us with 1, 128 and 2048 rows; as two kernels, the second with silu and product, 20.9, 24.5 and 195 us.
+    so that a thread that evaluates wgmma's accumulators has both. On an H200 (cold L2, fp16), K = 2048 and 8192 gates
+    take 18.1, 21.1 and 186 us with 1, 128 and 2048 rows, and as two kernels 20.9, 24.5 and 195 us.
     """
     return tirx.floordiv(column, 8) * 16 + tirx.floormod(column, 8)
 
