@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import xgboost as xgb
+from numpy.typing import NDArray
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.meta_schedule.cost_model.xgb_model import FeatureGroup, PackSum
@@ -72,16 +73,21 @@ class FastCostModel(ms.cost_model.XGBModel._cls):  # type: ignore[misc]
             count = self._asked[key]
         return np.random.default_rng([self._seed % 2**31, int(key, 16), count]).uniform(size=len(candidates))
 
-    def absorb(
-        self, context: ms.TuneContext, candidates: Sequence[ms.MeasureCandidate], seconds: Sequence[float]
-    ) -> None:
-        """Take in candidates of one module with their latencies; `train` learns from them."""
-        features = [x.numpy().astype("float32") for x in self.extractor.extract_from(context, list(candidates))]
+    def features_of(
+        self, context: ms.TuneContext, candidates: Sequence[ms.MeasureCandidate]
+    ) -> list[NDArray[np.float32]]:
+        """Return what the model sees of some candidates of one module: a matrix (stores, features) of each."""
+        found = self.extractor.extract_from(context, list(candidates))
+        return [np.asarray(x.numpy(), dtype=np.float32) for x in found]
+
+    def absorb(self, workload_hash: str, features: Sequence[NDArray[np.float32]], seconds: Sequence[float]) -> None:
+        """Take in the features of candidates of one module with their latencies; `train` learns from them."""
         kept = [(x, s) for x, s in zip(features, seconds, strict=True) if len(x)]
         if not kept:
             return
         rows, costs = [x for x, _ in kept], np.array([s for _, s in kept], dtype="float32")
-        key = shash2hex(context.mod)
+        # As MetaSchedule writes the same hash.
+        key = hex(int(workload_hash))
         if key in self.data:
             self.data[key].append(rows, costs)
         else:

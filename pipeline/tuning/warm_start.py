@@ -1,8 +1,8 @@
-"""A cost model that starts with what the database knows: features of recorded candidates, computed anew.
+"""A cost model that starts with what the database knows: the features of recorded candidates.
 
-The schema keeps no features, so traces are replayed, some milliseconds each, while the build processes start. Of each
-workload, candidates over the whole range of latencies are taken: a model that has only seen the best ones cannot tell a
-good one from a bad one.
+They are read from the database where an earlier run left them; otherwise the traces are replayed, some milliseconds
+each, while the build processes start, and what they give is left there for the next run. Of each workload, candidates
+over the whole range of latencies are taken: a model that has only seen the best cannot tell a good one from a bad one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import logging
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import tvm
+from numpy.typing import NDArray
 from tvm.s_tir import meta_schedule as ms
 
 from pipeline.environment import target_key
@@ -22,12 +24,15 @@ from pipeline.tuning.state import TaskState
 from schedules.context import QuietTuneContext
 from schedules.targets import ResolvedTarget
 from tuning_db.errors import InvalidRecordError
+from tuning_db.features import list_features, record_features
 from tuning_db.metaschedule import ir_from_json, replay_decision
 from tuning_db.records import Environment, Route, TuningRecord, Workload
 from tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 
+# What makes the features; those of another name are left alone.
+_EXTRACTOR = "per-store-feature"
 _RECORDS_MAX = 24
 _LISTED_MAX = 256
 
@@ -89,23 +94,49 @@ def learn_from_records(
         When they are over, the rest is left out.
     """
     until = time.monotonic() + seconds
+    key = target_key(target)
+    version = f"{_EXTRACTOR}, TVM {tvm.__version__}"
+    kept = {one.record_id: one.values for one in list_features(database, version, key)} if seconds > 0 else {}
+    made: dict[int, NDArray[np.float32]] = {}
     learnt = 0
     for workload in workloads:
-        if workload.ir_json is None or time.monotonic() > until:
-            continue
+        if time.monotonic() > until:
+            break
         records = database.list_top(
             workload_hash=workload.workload_hash,
             signature_key=None,
-            target=target_key(target),
+            target=key,
             environment=environment,
             route=Route.METASCHEDULE,
             k=_LISTED_MAX,
         )
-        if len(records) > 1:
-            learnt += _absorb(cost_model, workload, spread_out(records, _RECORDS_MAX), target.target, until)
+        if len(records) < 2:
+            continue
+        chosen = spread_out(records, _RECORDS_MAX)
+        # With several databases over each other, an id says nothing.
+        features = {
+            position: kept[record.id]
+            for position, record in enumerate(chosen)
+            if record.layer is None and record.id in kept
+        }
+        missing = [position for position in range(len(chosen)) if position not in features]
+        replayed = _replay(cost_model, workload, [chosen[position] for position in missing], target.target, until)
+        for index, values in replayed.items():
+            record = chosen[missing[index]]
+            features[missing[index]] = values
+            if record.layer is None and record.id is not None and np.isfinite(values).all():
+                made[record.id] = values
+        cost_model.absorb(
+            workload.workload_hash,
+            list(features.values()),
+            [(chosen[position].latency_us or 0.0) / 1e6 for position in features],
+        )
+        learnt += len(features)
+    if made:
+        record_features(database, version, made)
     if learnt:
         cost_model.train()
-        logger.info("the cost model starts with %d recorded candidates", learnt)
+        logger.info("the cost model starts with %d recorded candidates, %d of them replayed", learnt, len(made))
     return learnt
 
 
@@ -117,21 +148,24 @@ def spread_out(records: Sequence[TuningRecord], count: int) -> list[TuningRecord
     return [records[round(step * position)] for position in range(count)]
 
 
-def _absorb(
+def _replay(
     cost_model: FastCostModel,
     workload: Workload,
     records: Sequence[TuningRecord],
     target: tvm.target.Target,
     until: float,
-) -> int:
+) -> dict[int, NDArray[np.float32]]:
+    """Return the features of those records that replay before the time is over, by their position."""
+    if not records or workload.ir_json is None:
+        return {}
     try:
-        mod = ir_from_json(workload.ir_json or "")
+        mod = ir_from_json(workload.ir_json)
     except InvalidRecordError as e:
         logger.info("workload %s teaches nothing: %s", workload.name, e)
-        return 0
-    candidates, seconds = [], []
+        return {}
     args_info = ms.arg_info.ArgInfo.from_entry_func(mod, False)
-    for record in records:
+    candidates: dict[int, ms.MeasureCandidate] = {}
+    for position, record in enumerate(records):
         if time.monotonic() > until:
             break
         try:
@@ -140,8 +174,9 @@ def _absorb(
         except InvalidRecordError as e:
             logger.info("record %s teaches nothing: %s", record.id, e)
             continue
-        candidates.append(ms.MeasureCandidate(schedule, args_info))
-        seconds.append((record.latency_us or 0.0) / 1e6)
-    if candidates:
-        cost_model.absorb(QuietTuneContext(mod, target, None, name=workload.name), candidates, seconds)
-    return len(candidates)
+        candidates[position] = ms.MeasureCandidate(schedule, args_info)
+    if not candidates:
+        return {}
+    context = QuietTuneContext(mod, target, None, name=workload.name)
+    found = cost_model.features_of(context, list(candidates.values()))
+    return {position: values for position, values in zip(candidates, found, strict=True) if len(values)}

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tvm.s_tir.meta_schedule.utils import shash2hex
 
 from pipeline.tuning.cost_model import WARMUP_CANDIDATES, FastCostModel
 from pipeline.tuning.near import distance, near_records, near_workloads, shape_free
@@ -77,15 +78,23 @@ def test_decisions_of_a_near_shape_become_candidates(place: Place, tuned: Tuning
         assert replayed.mod.script() == one.measure.sch.mod.script()
 
 
-def test_the_cost_model_starts_with_what_was_recorded(place: Place, tuned: TuningDatabase) -> None:
-    model = FastCostModel(WARMUP_CANDIDATES, 0)
+def test_the_cost_model_starts_with_what_was_recorded(
+    place: Place, tuned: TuningDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = (tuned.list_workloads(), tuned, place.target, place.environment)
-    assert learn_from_records(model, *asked, seconds=0.0) == 0
-    learnt = learn_from_records(model, *asked, seconds=60.0)
+    assert learn_from_records(FastCostModel(WARMUP_CANDIDATES, 0), *asked, seconds=0.0) == 0
+    first = FastCostModel(WARMUP_CANDIDATES, 0)
+    learnt = learn_from_records(first, *asked, seconds=60.0)
     assert 10 < learnt <= 24
-    assert model.booster is not None
-    costs = next(iter(model.data.values())).costs
-    assert costs.max() > costs.min()
+    assert first.booster is not None
+    (group,) = first.data.values()
+    assert first.data.keys() == {shash2hex(SHORT.mod)}
+    assert group.costs.max() > group.costs.min()
+    # The next run reads the features and replays nothing.
+    monkeypatch.setattr("pipeline.tuning.warm_start.replay_decision", None)
+    again = FastCostModel(WARMUP_CANDIDATES, 0)
+    assert learn_from_records(again, *asked, seconds=60.0) == learnt
+    assert all((a == b).all() for a, b in zip(group.features, again.data[group.group_hash].features, strict=True))
 
 
 def test_a_warm_run_begins_with_what_was_best_for_the_near_shape(place: Place, tuned: TuningDatabase) -> None:
