@@ -6,11 +6,10 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from pipeline.passes.ir import dtype_of, emit_extra, emit_named, is_op, rewrite_main
+from pipeline.passes.ir import HALVES, dtype_of, emit_extra, emit_named, is_op, rewrite_main
 from pipeline.passes.state import LoweringState
 
 _CONTRACTIONS = ("matmul", "nn.conv1d", "nn.conv2d")
-_HALVES = ("float16", "bfloat16")
 
 
 def accumulate_in_float32(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -38,11 +37,11 @@ class _Accumulate(PyExprMutator):  # type: ignore[misc]
         value = binding.value
         dtype = dtype_of(binding.var)
         wide: tvm.ir.Expr | None = None
-        if dtype in _HALVES and is_op(value, *_CONTRACTIONS) and all(dtype_of(arg) == dtype for arg in value.args):
+        if dtype in HALVES and is_op(value, *_CONTRACTIONS) and all(dtype_of(arg) == dtype for arg in value.args):
             wide = contraction_in_float32(value, [self.visit_expr(arg) for arg in value.args])
-        elif dtype in _HALVES and is_op(value, "nn.softmax"):
+        elif dtype in HALVES and is_op(value, "nn.softmax"):
             wide = relax.op.nn.softmax(self._widened(value.args[0]), value.attrs.axis)
-        elif dtype in _HALVES and is_op(value, "mean", "sum"):
+        elif dtype in HALVES and is_op(value, "mean", "sum"):
             reduce = relax.op.mean if is_op(value, "mean") else relax.op.sum
             wide = reduce(self._widened(value.args[0]), value.attrs.axis, value.attrs.keepdims)
         if wide is None:

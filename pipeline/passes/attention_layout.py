@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
-from pipeline.passes.ir import dtype_of, is_op, scalar_of, static_shape
+from pipeline.passes.ir import HALVES, dtype_of, is_op, scalar_of, static_shape
 from pipeline.passes.strided_view import (
     Factor,
     Factors,
@@ -23,8 +23,6 @@ from pipeline.passes.strided_view import (
 )
 
 Values = Mapping[relax.Var, tvm.ir.Expr]
-
-_HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -65,11 +63,11 @@ def _operand_of(value: tvm.ir.Expr | None, values: Values, *, scaled: bool) -> t
     """Return the operand that a value is a view, a cast or a multiple of."""
     if is_op(value, "astype"):
         inner = value.args[0]
-        floats = (*_HALVES, "float32")
+        floats = (*HALVES, "float32")
         if dtype_of(value) not in floats or dtype_of(inner) not in floats:
             return None
         behind = values.get(inner) if isinstance(inner, relax.Var) else None
-        rounds = dtype_of(value) in _HALVES and dtype_of(inner) == "float32"
+        rounds = dtype_of(value) in HALVES and dtype_of(inner) == "float32"
         # What is rounded as a whole is stored rounded.
         return None if rounds and _operand_of(behind, values, scaled=scaled) is None else inner
     if is_view(value):

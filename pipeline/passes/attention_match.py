@@ -21,13 +21,12 @@ from pipeline.passes.attention_layout import (
     strides_of,
 )
 from pipeline.passes.attention_scores import NotAttentionError, Scores, ScoreStep, scores_of
-from pipeline.passes.ir import dtype_of, is_op, scalar_of, static_shape
+from pipeline.passes.ir import HALVES, dtype_of, is_op, scalar_of, static_shape
 from pipeline.passes.strided_view import is_view
 
 Values = Mapping[relax.Var, tvm.ir.Expr]
 Users = Mapping[relax.Var, list[relax.Var]]
 
-HALVES = ("float16", "bfloat16")
 # Ways tried of reading three operands, the furthest back first.
 _READINGS_MAX = 64
 

@@ -11,6 +11,7 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator
 
 MAIN = "main"
+HALVES = ("float16", "bfloat16")
 
 
 def main_of(mod: tvm.ir.IRModule) -> relax.Function:

@@ -8,10 +8,8 @@ import tvm
 from tvm import relax, te, topi
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from pipeline.passes.ir import bindings_of, dtype_of, emit_named, is_op, main_of, rewrite_main, values_of
+from pipeline.passes.ir import HALVES, bindings_of, dtype_of, emit_named, is_op, main_of, rewrite_main, values_of
 from pipeline.passes.state import LoweringState
-
-_HALVES = ("float16", "bfloat16")
 
 
 def norms_of_half(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -30,7 +28,7 @@ def norms_of_half(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule
             continue
         data = binding.value.args[0]
         cast = values.get(data) if isinstance(data, relax.Var) else None
-        if is_op(cast, "astype") and dtype_of(data) == "float32" and dtype_of(cast.args[0]) in _HALVES:
+        if is_op(cast, "astype") and dtype_of(data) == "float32" and dtype_of(cast.args[0]) in HALVES:
             found[binding.var] = cast.args[0]
             state.sources[binding.var.name] = state.nodes_of([data.name, binding.var.name])
     if not found:

@@ -11,12 +11,11 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from pipeline.passes.attention_kernel import AttentionFunctions, AttentionKernel, kernel_of
 from pipeline.passes.attention_masking import Masking, masking_of
-from pipeline.passes.attention_match import HALVES, is_weighting, match_attention
+from pipeline.passes.attention_match import is_weighting, match_attention
 from pipeline.passes.attention_scores import NotAttentionError
 from pipeline.passes.ir import (
     bindings_of,
     dtype_of,
-    emit_extra,
     emit_named,
     is_op,
     main_of,
@@ -24,6 +23,7 @@ from pipeline.passes.ir import (
     users_of,
     values_of,
 )
+from pipeline.passes.rounding import Roundings
 from pipeline.passes.state import LoweringState
 
 logger = logging.getLogger(__name__)
@@ -96,8 +96,7 @@ class _Replace(PyExprMutator):  # type: ignore[misc]
         super().__init__(mod)
         self._found = found
         self._functions = functions
-        self._state = state
-        self._rounded: dict[tuple[tvm.ir.Expr, str], relax.Var] = {}
+        self._roundings = Roundings(self, state)
         self._masks: dict[tuple[object, ...], tvm.ir.Expr] = {}
         self._added: dict[tirx.PrimFunc, tvm.ir.GlobalVar] = {}
 
@@ -105,9 +104,9 @@ class _Replace(PyExprMutator):  # type: ignore[misc]
         kernel = self._found.get(binding.var)
         if kernel is None:
             super().visit_var_binding_(binding)
-            self._note_rounding(binding)
+            self._roundings.note(binding)
             return
-        operands = [self._rounded_to(base, kernel.attention.dtype) for base in kernel.bases]
+        operands = [self._roundings.get(base, kernel.attention.dtype) for base in kernel.bases]
         if kernel.spec.bias is not None:
             operands.append(self._mask(kernel.masking))
         func = self._functions.get(kernel)
@@ -115,23 +114,6 @@ class _Replace(PyExprMutator):  # type: ignore[misc]
             self._added[func] = self.builder_.add_func(func.without_attr("global_symbol"), "attention")
         output = relax.TensorType(*kernel.params[-1])
         emit_named(self, binding.var, relax.call_tir(self._added[func], relax.Tuple(operands), output))
-
-    def _note_rounding(self, binding: relax.VarBinding) -> None:
-        """Remember a tensor that the graph already has rounded."""
-        if is_op(binding.value, "astype") and dtype_of(binding.var) in HALVES:
-            new = self.visit_expr(binding.var)
-            if isinstance(new, relax.Var):
-                self._rounded.setdefault((binding.value.args[0], dtype_of(binding.var)), new)
-
-    def _rounded_to(self, base: tvm.ir.Expr, dtype: str) -> tvm.ir.Expr:
-        """Return what heads lie in, rounded as a whole where the graph rounds parts of it."""
-        if dtype_of(base) == dtype:
-            return self.visit_expr(base)
-        if (base, dtype) not in self._rounded:
-            name = f"{base.name}__{dtype}"
-            self._state.sources[name] = self._state.nodes_of([base.name])
-            self._rounded[base, dtype] = emit_extra(self, name, relax.op.astype(self.visit_expr(base), dtype))
-        return self._rounded[base, dtype]
 
     def _bound(self, expr: tvm.ir.Expr) -> tvm.ir.Expr:
         """Return an expression of the old function as an operand of the new one."""

@@ -11,6 +11,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from pipeline.passes.attention_layout import readings_of
 from pipeline.passes.ir import (
+    HALVES,
     bindings_of,
     dtype_of,
     emit_extra,
@@ -23,13 +24,12 @@ from pipeline.passes.ir import (
     users_of,
     values_of,
 )
+from pipeline.passes.rounding import Roundings
 from pipeline.passes.state import LoweringState
 from pipeline.passes.strided_view import StridedView, is_view
 
 Values = Mapping[relax.Var, tvm.ir.Expr]
 Users = Mapping[relax.Var, list[relax.Var]]
-
-_HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _placed(
 
 def _rounded_dtype(var: relax.Var, values: Values, users: Users) -> str | None:
     """Return the half precision that a tensor is of, or that all its readers round it to, moved or scaled."""
-    if dtype_of(var) in _HALVES:
+    if dtype_of(var) in HALVES:
         return dtype_of(var)
     found: set[str | None] = set()
     for reader in users.get(var, []):
@@ -184,7 +184,7 @@ def _rounded_dtype(var: relax.Var, values: Values, users: Users) -> str | None:
         if reader == var:
             return None
         if is_op(value, "astype"):
-            found.add(dtype_of(reader) if dtype_of(reader) in _HALVES else None)
+            found.add(dtype_of(reader) if dtype_of(reader) in HALVES else None)
         elif is_view(value) or (is_op(value, "multiply", "divide") and any(map(_is_number, value.args))):
             found.add(_rounded_dtype(reader, values, users))
         else:
@@ -203,7 +203,7 @@ class _Replace(PyExprMutator):  # type: ignore[misc]
         super().__init__(mod)
         self._groups = {rotation.result: group for group in groups for rotation in group}
         self._state = state
-        self._rounded: dict[relax.Var, tvm.ir.Expr] = {}
+        self._roundings = Roundings(self, state)
         self._tables: dict[tvm.ir.Expr, tvm.ir.Expr] = {}
         self._rotated: dict[relax.Var, relax.Var] = {}
 
@@ -236,22 +236,12 @@ class _Replace(PyExprMutator):  # type: ignore[misc]
         self._state.sources[name] = self._state.nodes_of(steps)
         call = self.builder_.call_te(
             rotary(first.start, columns, first.shape[3]),
-            self._rounded_base(first),
+            self._roundings.get(first.base, first.dtype),
             self._table(first.cos),
             self._table(first.sin),
             primfunc_name_hint="rotary",
         )
         return emit_extra(self, name, call)
-
-    def _rounded_base(self, rotation: _Rotation) -> tvm.ir.Expr:
-        base = rotation.base
-        if dtype_of(base) == rotation.dtype:
-            return self.visit_expr(base)
-        if base not in self._rounded:
-            name = f"{base.name}__{rotation.dtype}"
-            self._state.sources[name] = self._state.nodes_of([base.name])
-            self._rounded[base] = emit_extra(self, name, relax.op.astype(self.visit_expr(base), rotation.dtype))
-        return self._rounded[base]
 
     def _table(self, expr: tvm.ir.Expr) -> tvm.ir.Expr:
         """Return cos or sin as [1 or batch, positions, size]."""
