@@ -48,11 +48,12 @@ def host_target(target: ResolvedTarget) -> tvm.target.Target:
     return target.target.host if target.target.host is not None else target.target
 
 
-def take_reference(state: TaskState, artifact: str | None, error: str | None) -> None:
+def take_reference(state: TaskState, artifact: str | None, failure: Outcome | None) -> None:
     """Give a task its reference, or a note without one when it did not build for the host."""
     state.note = _note(state, artifact)
-    if artifact is None:
-        logger.warning("task %s has no reference on the CPU: %s", state.task.name, error)
+    if failure is not None:
+        told = f"{failure.status.value}: {failure.error}"
+        logger.warning("task %s has no reference on the CPU: %s", state.task.name, told)
 
 
 def make_fallback(state: TaskState, target: ResolvedTarget) -> Fallback | None:

@@ -18,7 +18,7 @@ from pipeline.tuning.evaluate import Outcome
 from pipeline.tuning.failure import CANCELLED, StopSignal, read_failure
 from pipeline.tuning.recorder import Recorder
 from pipeline.tuning.state import Contender, TaskState, median_latency_us, spread
-from tuning_db.records import Status
+from tuning_db.records import Route, Status
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +87,12 @@ def _name_winner(state: TaskState, finalists: Sequence[Contender], outcomes: Seq
         latency_us = median_latency_us(outcome)
         if latency_us is None:
             logger.warning("task %s: %s in the final: %s", state.task.name, one.decision[:80], outcome.error)
-        else:
-            state.offer(one.route, latency_us, spread(outcome.seconds))
+            continue
+        if one.route is Route.FALLBACK:
+            state.before_us = latency_us
+        state.offer(one.route, latency_us, spread(outcome.seconds))
+    if state.before_us is not None:
+        state.offer(Route.FALLBACK, state.before_us)
     for one in state.contenders:
         if one not in finalists:
             state.offer(one.route, one.latency_us)

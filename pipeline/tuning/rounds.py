@@ -111,7 +111,7 @@ class Rounds:
         """Let a task begin: with its fallback, unless that was measured before."""
         if finished.artifact is None and finished.outcome is None:
             return
-        take_reference(state, finished.artifact, finished.outcome.error if finished.outcome else None)
+        take_reference(state, finished.artifact, finished.outcome)
         if finished.artifact is None:
             failed = reference_on_device(state, self._evaluator, self._target)
             if failed is not None:
