@@ -25,8 +25,10 @@ BOUND_CHECK = re.compile(r"if .* < ")
         matmul_case(19, 96, 8, epilogue="bias"),
         packed_matmul_case(19, 101, 8, epilogue="gelu"),
         matmul_case(1, 3001, 11, epilogue="bias"),
+        matmul_case(19, 37, 8, batch=4 * host().limits.cores, epilogue="bias"),
+        matmul_case(12, 53, 8, batch=4 * host().limits.cores, transposed=True),
     ],
-    ids=["softmax", "layer_norm", "sum", "max", "rows", "packed", "panels"],
+    ids=["softmax", "layer_norm", "sum", "max", "rows", "packed", "panels", "batches", "batches-transposed"],
 )
 def test_kernels_with_a_remainder_are_right_when_narrowed(case):
     scheduled = apply_fallback(case.module, host().target)
