@@ -2,8 +2,8 @@
 
     python benchmarks/count_launches.py [MODEL ...]
 
-Each model is lowered for sm_90a with two and with three layers of its full width, its kernels made by templates' defaults
-and fallback schedules. `before` is without the passes that `PASSES` names and without templates.
+Each model is lowered for sm_90a with two and with three layers of its full width, its kernels made by defaults of
+templates and fallback schedules. `before` is without the passes that `PASSES` names and without templates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ from schedules.gpu.binding import count_launches
 from schedules.targets import resolve_target
 from tuning_db.records import Route
 
-PASSES = frozenset({"recognise_attention", "recognise_rotary", "unflatten_matmuls", "norms_of_half", "gather_rows"})
+PASSES = frozenset(
+    {
+        *("recognise_attention", "recognise_rotary", "append_caches", "unflatten_matmuls", "norms_of_half"),
+        *("gather_rows", "interleave_gates"),
+    }
+)
 TARGET = resolve_target("cuda:sm_90a")
 # A vocabulary is as wide as it is without changing a kernel's form; this one keeps the weights small.
 VOCABULARY = 1024

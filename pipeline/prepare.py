@@ -23,7 +23,7 @@ from tuning_db.records import Environment, Route
 logger = logging.getLogger(__name__)
 
 # Passes whose kernels are for templates: the fallback makes them of many parts, slower than without the pass.
-TEMPLATE_PASSES = frozenset({"recognise_attention"})
+TEMPLATE_PASSES = frozenset({"recognise_attention", "interleave_gates"})
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ class _Half(PyExprMutator):  # type: ignore[misc]
             # One operator on rounded factors: a widening apart would join the kernel that makes a factor.
             factors = [self._half(arg) for arg in value.args]
             emit_named(self, var, self.builder_.call_te(_wide_product, *factors, primfunc_name_hint="multiply"))
+            self._state.gate_products.add(var.name)
         elif self._is_half_norm(var):
             # TVM's norms over float16 widen inside: one kernel that reads and writes half precision.
             make = relax.op.nn.layer_norm if is_op(value, "nn.layer_norm") else relax.op.nn.rms_norm

@@ -17,6 +17,7 @@ from pipeline.passes.fold_constants import fold_constants
 from pipeline.passes.fuse import fuse_operations
 from pipeline.passes.gather_rows import gather_rows
 from pipeline.passes.half_precision import compute_in_half_precision
+from pipeline.passes.interleave_gates import interleave_gates
 from pipeline.passes.lift_weights import lift_weights
 from pipeline.passes.mark_constants import mark_constants
 from pipeline.passes.merge_common import merge_common_subexpressions
@@ -60,6 +61,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.PRECISION, "accumulate_in_float32", accumulate_in_float32),
         # 4 pattern rewrites
         Step(Phase.PATTERNS, "combine_matmuls", combine_matmuls),
+        Step(Phase.PATTERNS, "interleave_gates", interleave_gates),
         Step(Phase.PATTERNS, "recognise_rotary", recognise_rotary),
         Step(Phase.PATTERNS, "recognise_attention", recognise_attention),
         Step(Phase.PATTERNS, "append_caches", append_caches),

@@ -27,6 +27,8 @@ class LoweringState:
         Constants the running pass made out of bindings; reset by the runner after each pass.
     weights
         Weight parameter name -> array, filled by `lift_weights`.
+    gate_products
+        Bindings that multiply the rounded factors of a gated activation by a PrimFunc; the precision pass makes them.
     """
 
     graph: ImportedGraph
@@ -36,6 +38,7 @@ class LoweringState:
     notes: list[str] = field(default_factory=list)
     constants_folded: int = 0
     weights: dict[str, np.ndarray] = field(default_factory=dict)
+    gate_products: set[str] = field(default_factory=set)
     _order: dict[str, int] = field(default_factory=dict)
 
     @property
