@@ -127,10 +127,10 @@ def select_kernels(
         task = by_function.get(function)
         if task is None:
             choice = KernelChoice(function, None, Route.FALLBACK, note="not tunable: it has no tuning task")
-        elif lookups is None:
+        elif database is None or lookups is None:
             choice = _unmeasured(function, task, target, routes, "no database was given")
         else:
-            choice = _choose(function, task, lookups, refuted, target, environment, routes)
+            choice = _choose(function, task, database, lookups, refuted, target, environment, routes)
         choices.append(choice)
     _log_choices(choices)
     return tuple(choices)
@@ -187,6 +187,7 @@ _REPLAY: Mapping[Route, Callable[[TuningTask, TuningRecord, ResolvedTarget], tir
 def _choose(
     function: str,
     task: TuningTask,
+    database: TuningDatabase,
     lookups: LookupCache,
     refuted: Sequence[TuningRecord],
     target: ResolvedTarget,
@@ -204,8 +205,14 @@ def _choose(
         k=RECORDS_LISTED,
     )
     wrong = [record for record in refuted if record.workload_hash == task.workload_hash]
-    records = standing_records(records, environment, wrong)
-    records = _without_ties([record for record in records if record.route in routes])[:RECORDS_TRIED]
+    records = [record for record in standing_records(records, environment, wrong) if record.route in routes]
+    if all(record.route is Route.FALLBACK for record in records):
+        # A run that ended early measured the fallback alone: that says nothing against a template.
+        why = "no record of a candidate" if records else "no record"
+        default = _unmeasured(function, task, target, routes, why, _failed_decisions(database, task))
+        if default.route is Route.TEMPLATE or not records:
+            return default
+    records = _without_ties(records)[:RECORDS_TRIED]
     passed_over: list[tuple[int, str]] = []
     for record in records:
         if record.route is Route.FALLBACK:
@@ -217,20 +224,41 @@ def _choose(
             passed_over.append((record.id or 0, str(e)))
             continue
         return _made(function, task, record, passed_over, scheduled)
-    choice = _unmeasured(function, task, target, routes, _note(passed_over) or "no record")
+    choice = _unmeasured(function, task, target, routes, _note(passed_over), _failed_decisions(database, task))
     return replace(choice, unusable=tuple(number for number, _ in passed_over))
 
 
+def _failed_decisions(database: TuningDatabase, task: TuningTask) -> frozenset[str]:
+    """Return the decisions of templates that were built or measured for a task, anywhere, and failed."""
+    return frozenset(
+        record.decision
+        for status in Status
+        if status is not Status.OK
+        for record in database.list_records(
+            RecordFilter(workload_hash=task.workload_hash, route=Route.TEMPLATE, status=status)
+        )
+    )
+
+
 def _unmeasured(
-    function: str, task: TuningTask, target: ResolvedTarget, routes: frozenset[Route], why: str
+    function: str,
+    task: TuningTask,
+    target: ResolvedTarget,
+    routes: frozenset[Route],
+    why: str,
+    failed: frozenset[str] = frozenset(),
 ) -> KernelChoice:
-    """Return a kernel that nobody measured: the default of the first template that makes it, else the fallback."""
+    """Return a kernel that nobody measured: the first that a template proposes and that has not failed yet.
+
+    Where no template makes the function, it is the fallback.
+    """
     fallback = KernelChoice(function, task.name, Route.FALLBACK, note=why)
     if Route.TEMPLATE not in routes:
         return fallback
     candidates, refused = list_candidates(task.mod["main"], target)
+    candidates = [candidate for candidate in candidates if candidate.to_json() not in failed]
     if not candidates:
-        logger.debug("task %s: %s", task.name, "; ".join(refused))
+        logger.debug("task %s: %s", task.name, "; ".join(refused) or "every candidate of a template has failed")
         return fallback
     decision = candidates[0].to_json()
     try:

@@ -145,6 +145,27 @@ def test_default_stands_in_when_the_only_record_cannot_be_replayed(lowered, task
     assert choice.note.endswith("default of template gemm_sm90")
 
 
+def record_with(task: TuningTask, target: ResolvedTarget, **changes: object) -> TuningRecord:
+    return replace(template_record(task, template_candidates(task, target)[0].decision, target), **changes)
+
+
+def test_a_fallback_measured_alone_does_not_stand_against_a_template(lowered, tasks, target, tmp_path) -> None:
+    task = next(task for task in tasks if task.family == "matmul" and template_candidates(task, target))
+    environment = replace(detect_environment(target), device_name="some GPU")
+    with TuningDatabase.open(tmp_path / "tuning.db") as opened:
+        opened.record_workload(describe_workload(task))
+        opened.record_measurement(record_with(task, target, route=Route.FALLBACK, decision='{"rule": "matmul"}'))
+        choices = select_kernels(lowered, tasks, database=opened, target=target, environment=environment)
+        alone = next(choice for choice in choices if choice.task == task.name)
+        assert (alone.route, alone.has_record) == (Route.TEMPLATE, False)
+        assert alone.note == "no record of a candidate; default of template gemm_sm90"
+        # A default that failed is not taken; the next proposal is.
+        opened.record_measurement(record_with(task, target, status=Status.RUN_ERROR, latencies_us=(), error="boom"))
+        choices = select_kernels(lowered, tasks, database=opened, target=target, environment=environment)
+    after = next(choice for choice in choices if choice.task == task.name)
+    assert after.decision == template_candidates(task, target)[1].decision
+
+
 def test_fallback_stands_in_and_says_why_when_a_default_cannot_be_made(lowered, tasks, target, monkeypatch) -> None:
     def refuse(*_args: object) -> None:
         raise TemplateError("no room for it")
