@@ -16,14 +16,15 @@ from pathlib import Path
 import tvm
 from tvm import libinfo
 
-from schedules.libraries.cublaslt import LIBRARY as CUBLASLT
-from schedules.libraries.cublaslt import PATH_VARIABLE as CUBLASLT_PATH_VARIABLE
+from schedules.libraries import cublaslt
 
 logger = logging.getLogger(__name__)
 
 CUDART = "libcudart.so.13"
 DRIVER = "libcuda.so.1"
 SIDECAR = "libtvm_runtime_cuda.so"
+CUBLASLT = cublaslt.LIBRARY
+CUBLASLT_PATH_VARIABLE = cublaslt.PATH_VARIABLE
 TOOLKIT_FOLDERS = (Path("/usr/local/cuda/lib64"), Path("/usr/local/cuda/targets/x86_64-linux/lib"))
 
 
