@@ -20,6 +20,7 @@ class AsyncBuilder(Protocol):
     """What builds candidates, each answered as soon as it is built."""
 
     clock: BusyClock
+    restarts: int
 
     @property
     def waiting(self) -> int:
@@ -76,6 +77,7 @@ class BatchingBuilder:
 
     def __init__(self, builder: ms.builder.Builder, batch: int) -> None:
         self.clock = BusyClock()
+        self.restarts = 0
         self._builder = builder
         self._batch = batch
         self._jobs: queue.SimpleQueue[tuple[ms.builder.BuilderInput, OnBuilt] | None] = queue.SimpleQueue()

@@ -141,6 +141,12 @@ class Evaluator:
         """What measures."""
         return self._runner
 
+    @property
+    def restarts(self) -> int:
+        """Processes of this machine that were replaced; those of a foreign builder or runner are not known."""
+        process = getattr(self._runner, "process", None)
+        return self.builder.restarts + (process.restarts if process is not None else 0)
+
     def build(self, mods: Sequence[tvm.ir.IRModule], target: tvm.target.Target) -> list[ms.builder.BuilderResult]:
         """Return the artifacts of modules that are not measured, such as references; waits for all of them."""
         items = [ms.builder.BuilderInput(mod, target) for mod in mods]

@@ -143,6 +143,8 @@ class TuningSummary:
         sum may be more than the whole.
     interrupted
         Somebody stopped the run; what was finished is recorded and in here.
+    restarts
+        Build and measuring processes of this machine that were replaced: killed, crashed, or worn.
     """
 
     tasks: tuple[TaskSummary, ...]

@@ -198,6 +198,7 @@ class _Session:
         self._job_id = job_id
         self._spent = 0
         self._interrupted = False
+        self._restarts = 0
 
     def prepare(self) -> bool:
         """Record the workloads and take in what is known of each; return whether there is anything to measure."""
@@ -263,6 +264,7 @@ class _Session:
             searches.close()
             self.seconds.update(evaluator.seconds)
             self.seconds["search"] += searches.clock.seconds
+            self._restarts = evaluator.restarts
 
     def summary(self, began: float) -> TuningSummary:
         """Return what came of the run, and record what each task took."""
@@ -273,6 +275,7 @@ class _Session:
             seconds=time.monotonic() - began,
             seconds_by_phase=dict(self.seconds),
             interrupted=self._interrupted or self._stop.asked,
+            restarts=self._restarts,
         )
 
     def _hold_finals(self, evaluator: Evaluator) -> None:

@@ -57,7 +57,8 @@ def headline(summary: TuningSummary) -> str:
 def phases(summary: TuningSummary) -> str:
     """Return in what the time of a run went; phases that overlap count twice."""
     parts = [f"{phase} {seconds:.1f} s" for phase, seconds in summary.seconds_by_phase.items()]
-    return "time: " + ", ".join(parts)
+    replaced = f"; {summary.restarts} processes replaced" if summary.restarts else ""
+    return "time: " + ", ".join(parts) + replaced
 
 
 def note(task: TaskSummary) -> str:
@@ -84,6 +85,7 @@ def to_data(summary: TuningSummary) -> dict[str, object]:
         "seconds": summary.seconds,
         "seconds_by_phase": dict(summary.seconds_by_phase),
         "interrupted": summary.interrupted,
+        "restarts": summary.restarts,
         "tasks": [_task_fields(task) for task in summary.tasks],
     }
 

@@ -195,6 +195,7 @@ def test_tune_goes_on_and_records_the_status_when_candidates_fail(
     (result,) = summary.tasks
     assert result.failures == {status: 1}
     assert result.valid == 1
+    assert summary.restarts == (status in (Status.RUN_ERROR, Status.TIMEOUT))
     failed = database.list_records(RecordFilter(status=status))
     assert len(failed) == 1
     assert text in str(failed[0].error)

@@ -32,7 +32,7 @@ TASK = TaskSummary(
     spread=0.04,
     ended="settled",
 )
-SUMMARY = TuningSummary((TASK,), 4.0, {"search": 1.0, "build": 2.0}, interrupted=True)
+SUMMARY = TuningSummary((TASK,), 4.0, {"search": 1.0, "build": 2.0}, interrupted=True, restarts=3)
 EVENT = ProgressEvent("matmul", 8, 16, 6, 2, 25.0, 30.0)
 
 
@@ -53,7 +53,7 @@ def test_print_table_shows_the_figures() -> None:
         assert part in shown
     assert "8 candidates in 4.0 s (2.00/s), interrupted" in shown
     assert "1.200 ms before, 0.300 ms after" in shown
-    assert "search 1.0 s, build 2.0 s" in shown
+    assert "search 1.0 s, build 2.0 s; 3 processes replaced" in shown
 
 
 def test_print_table_shows_dashes_when_nothing_is_known() -> None:
