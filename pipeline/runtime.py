@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 import re
+import shutil
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,7 +94,7 @@ class Module:
         if CUBLASLT in manifest.target.libraries:
             offer_cublaslt()
         try:
-            machine = VirtualMachine(tvm.runtime.load_module(str(directory / MODULE_FILE)), chosen)
+            machine = VirtualMachine(_load_code(directory / MODULE_FILE), chosen)
         except (RuntimeError, OSError, ValueError) as e:
             raise ArtifactError(f"{directory / MODULE_FILE} cannot be loaded: {_last_line(e)}") from e
         return cls(manifest, machine, chosen, _load_weights(directory, manifest, chosen), threads)
@@ -225,6 +227,21 @@ def _shape_text(spec: TensorSpec, symbols: Mapping[str, tuple[int, str]]) -> str
         known = symbols.get(axis) if isinstance(axis, str) else None
         axes.append(f"{axis}={known[0]} (from {known[1]!r})" if known and known[1] != spec.name else str(axis))
     return "x".join(axes) or "a scalar"
+
+
+def _load_code(path: Path) -> tvm.runtime.Module:
+    """Return the code of a shared object as the file is now.
+
+    The loader takes a path that it has opened before for the same file, also when another artifact has been written
+    there since; so it gets a name that was never used: a second one of the file, or on another file system a copy.
+    """
+    with tempfile.TemporaryDirectory(prefix="relaxtune-") as directory:
+        named = Path(directory) / path.name
+        try:
+            named.hardlink_to(path)
+        except OSError:
+            shutil.copyfile(path, named)
+        return tvm.runtime.load_module(str(named))
 
 
 def _device_for(manifest: Manifest, asked: str | None, directory: Path) -> Device:

@@ -9,17 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import tvm
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import helper
 
 from models import TensorSpec
 from pipeline.artifact import load_manifest, verify_artifact
 from pipeline.errors import ArtifactError, PipelineError
+from pipeline.jobs import compile_model
 from pipeline.manifest import Manifest
+from pipeline.passes.module import LoweringOptions
+from pipeline.prepare import ModelRequest
 from pipeline.runtime import Module, check_inputs
 from pipeline.threads import default_threads
+from tests.pipeline.importer.onnx_cases import make_model
 
 ROOT = Path(__file__).parent.parent.parent
 Inputs = dict[str, np.ndarray]
@@ -45,6 +51,24 @@ def test_run_returns_arrays_of_its_own_in_the_signature(module: Module, bert_inp
     module.run({**bert_inputs, "input_ids": bert_inputs["input_ids"][:, ::-1]})
     for name, array in first.items():
         np.testing.assert_array_equal(array, kept[name])
+
+
+def test_an_artifact_written_over_a_loaded_one_runs_its_own_code(tmp_path: Path) -> None:
+    def made(factor: float) -> Module:
+        node = helper.make_node("Mul", ["x", "factor"], ["y"])
+        shape = {"x": ("float32", (3,))}
+        constants = {"factor": np.array([factor], "float32")}
+        model = make_model([node], shape, {"y": ("float32", (3,))}, constants)
+        onnx.save(model.proto, tmp_path / "model.onnx")
+        lowering = LoweringOptions(embed_weights=True)
+        request = ModelRequest(tmp_path / "model.onnx", target="llvm", lowering=lowering)
+        compile_model(request, tmp_path / "artifact", samples=0)
+        return Module.load(tmp_path / "artifact")
+
+    x = np.ones(3, "float32")
+    twice, thrice = made(2.0), made(3.0)
+    assert twice.run({"x": x})["y"].tolist() == [2, 2, 2]
+    assert thrice.run({"x": x})["y"].tolist() == [3, 3, 3]
 
 
 def test_run_device_gives_what_run_gives(module: Module, bert_inputs: Inputs) -> None:
