@@ -52,6 +52,13 @@ def _bias(_case: MatmulCase, value: te.Tensor):
     return te.compute(value.shape, lambda *axes: value(*axes) + bias[axes[-1]], name="add_bias"), [bias]
 
 
+def _half_bias(case: MatmulCase, value: te.Tensor):
+    """Round to the operands' dtype, then add a bias of it, as a graph in half precision does."""
+    bias = te.placeholder((int(value.shape[-1]),), case.dtype, name="bias")
+    narrow = _map(lambda x: x.astype(case.dtype), value, "narrow")
+    return te.compute(value.shape, lambda *axes: narrow(*axes) + bias[axes[-1]], name="add_bias"), [bias]
+
+
 def _gelu(_case: MatmulCase, value: te.Tensor):
     half = tirx.const(0.5, "float32")
 
@@ -126,6 +133,7 @@ def _summed(_case: MatmulCase, value: te.Tensor):
 
 _STEPS = {
     "bias": _bias,
+    "half_bias": _half_bias,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "tanh": _tanh,

@@ -30,6 +30,15 @@ CASES = {
     "leading axes": (replace(RAGGED, rows=(3, 43), epilogue=("bias", "gelu")), GemmParameters(128, 192, 3, 2, 2)),
     "tanh form": (replace(RAGGED, epilogue=("bias", "gelu_tanh")), GemmParameters(64, 96, 3, 1)),
     "by turns": (replace(RAGGED, rows=(1000,), n=776, k=520), GemmParameters(64, 128, 3, 2, 7, 1, True, True)),
+    # The tuner found this one wrong on an H200, and the next right.
+    "by turns, bias in half precision": (
+        MatmulCase((512,), 2304, 768, ("half_bias",)),
+        GemmParameters(128, 64, 8, 2, 132, pingpong=True, dependent=True, group=4),
+    ),
+    "by turns, narrow, bias in half precision": (
+        MatmulCase((512,), 2304, 768, ("half_bias",)),
+        GemmParameters(128, 32, 10, 2, 132, pingpong=True, dependent=True, group=4),
+    ),
     "split": (replace(RAGGED, k=1032), GemmParameters(64, 64, 3, 1, 0, 3, dependent=True)),
     "split with two consumers": (replace(RAGGED, k=1032), GemmParameters(128, 64, 3, 2, 0, 2)),
     "transposed": (replace(RAGGED, transposed=True, epilogue=("row_scale",)), GemmParameters(64, 96, 3, 1)),

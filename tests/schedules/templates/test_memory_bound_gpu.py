@@ -22,6 +22,8 @@ from tests.schedules.templates.memory_cases import MemoryCase
 
 FRESH_INPUTS = 20
 
+needs_gpu = pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs a CUDA device")
+
 ROWS = {
     "one row": (cases.layer_norm((1, 768)), RowsParameters(8, 96, 1, dependent=True)),
     "prime rows": (cases.layer_norm((127, 768), residual=True), RowsParameters(8, 32, 4, dependent=True)),
@@ -105,6 +107,7 @@ def run(func: tvm.tirx.PrimFunc, kernel: tvm.runtime.Module, arrays: list[np.nda
 
 
 @pytest.mark.gpu
+@needs_gpu
 @every_case
 def test_kernel_agrees_with_numpy(template: Template, case: MemoryCase, parameters: Parameters) -> None:
     func, kernel = compiled(template, case, parameters)
@@ -123,6 +126,7 @@ def test_kernel_agrees_with_numpy(template: Template, case: MemoryCase, paramete
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_norm_of_values_that_overflow_in_float16_is_finite() -> None:
     case = cases.rms_norm((16, 512))
     func, kernel = compiled(Rows(), case, RowsParameters(8, 32, 4, dependent=True))
@@ -133,6 +137,7 @@ def test_norm_of_values_that_overflow_in_float16_is_finite() -> None:
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_softmax_of_masked_and_of_large_values_is_numpys() -> None:
     case = cases.softmax((2, 8, 96), masked=True)
     func, kernel = compiled(Rows(), case, RowsParameters(4, 8, 4, dependent=True))
