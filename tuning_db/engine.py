@@ -20,6 +20,7 @@ from urllib.parse import quote
 from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL
+from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 from sqlalchemy.pool import QueuePool, StaticPool
 from sqlalchemy.sql import Insert
@@ -124,9 +125,18 @@ def make_engine(location: Location, *, read_only: bool, create: bool) -> Engine:
         raise DatabaseUrlError(
             f"The PostgreSQL driver psycopg 3 is not installed, which {location.shown} needs. Run: {POSTGRES_INSTALL}"
         ) from e
+    event.listen(engine, "connect", _configure_postgresql)
     if read_only:
         engine = engine.execution_options(postgresql_readonly=True)
     return engine
+
+
+def _configure_postgresql(connection: DBAPIConnection, _record: object) -> None:
+    # The driver prepares what it sends often. A plan kept from when the tables were small reads all of them later.
+    cursor = connection.cursor()
+    cursor.execute("SET plan_cache_mode = force_custom_plan")
+    cursor.close()
+    connection.commit()
 
 
 def _sqlite_engine(location: Location, *, read_only: bool, create: bool) -> Engine:
