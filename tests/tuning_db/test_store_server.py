@@ -13,6 +13,7 @@ import psycopg
 import pytest
 
 from tests.tuning_db.postgres_server import UNPRIVILEGED
+from tuning_db.engine import make_engine, parse_location
 from tuning_db.errors import DatabaseOpenError, DatabaseWriteError
 from tuning_db.records import Mode
 from tuning_db.store import TuningDatabase
@@ -150,3 +151,10 @@ def test_full_disk_of_the_server_is_told_and_earlier_records_are_whole():
     assert "No space left on device" in message
     assert "earlier records are whole. Free some space" in message
     assert int(kept.removeprefix("kept ")) > 0
+
+
+def test_statements_are_planned_for_the_tables_as_they_are(postgres_url):
+    engine = make_engine(parse_location(postgres_url), read_only=False, create=False)
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("SHOW plan_cache_mode").scalar_one() == "force_custom_plan"
+    engine.dispose()
