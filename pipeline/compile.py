@@ -15,6 +15,7 @@ from pipeline.codegen.cuda_graph import capture_whole_function, fix_output_memor
 from pipeline.codegen.finish import device_toolchain, finish_kernels
 from pipeline.codegen.planned_memory import planned_bytes
 from pipeline.errors import LoweringError
+from pipeline.kernel_hash import kernel_hash
 from pipeline.passes import plan_memory_passes
 from pipeline.passes.module import LoweredModule
 from pipeline.selection import TVM_ERRORS, KernelChoice
@@ -42,6 +43,8 @@ class CompiledModule:
         Storage of the static memory plan; None when it depends on the inputs' shapes.
     launches
         PrimFunc -> kernels that one call of it launches on a GPU; empty for a CPU.
+    kernel_hashes
+        PrimFunc -> what it was scheduled to (`pipeline.kernel_hash`).
     """
 
     lowered: LoweredModule
@@ -52,6 +55,7 @@ class CompiledModule:
     seconds: Mapping[str, float]
     planned_bytes: int | None = None
     launches: Mapping[str, int] = field(default_factory=dict)
+    kernel_hashes: Mapping[str, str] = field(default_factory=dict)
 
 
 def compile_module(
@@ -87,7 +91,9 @@ def compile_module(
         graph = cuda_graph and target.kind == "cuda"
         if graph:
             mod = capture_whole_function(mod, len(lowered.graph.inputs))
-        mod = finish_kernels(apply_fallback(mod, target.target), target.target)
+        mod = apply_fallback(mod, target.target)
+        hashes = {name: kernel_hash(mod[name]) for name in lowered.kernels}
+        mod = finish_kernels(mod, target.target)
         on_gpu = lowered.kernels if target.kind == "cuda" else ()
         launches = {name: count_launches(mod[name]) for name in on_gpu}
     with _timed(seconds, "plan_memory"), _pass_context(graph), target.target:
@@ -95,7 +101,7 @@ def compile_module(
         planned = planned_bytes(mod)
     with _timed(seconds, "codegen"), device_toolchain(target.target), _pass_context(graph), target.target:
         executable = _generate(mod, target, lowered.graph.name)
-    return CompiledModule(lowered, tuple(choices), target, executable, graph, seconds, planned, launches)
+    return CompiledModule(lowered, tuple(choices), target, executable, graph, seconds, planned, launches, hashes)
 
 
 def portable_host(target: ResolvedTarget) -> ResolvedTarget:

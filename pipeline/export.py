@@ -124,6 +124,7 @@ def _kernel_entry(compiled: CompiledModule, choice: KernelChoice) -> KernelEntry
         work=kernel_work(compiled.lowered.mod[choice.function]),
         measured=choice.measured,
         launches=compiled.launches.get(choice.function),
+        kernel_hash=compiled.kernel_hashes.get(choice.function),
     )
 
 

@@ -139,6 +139,8 @@ class KernelEntry:
         Device and resources of the record; None without one.
     launches
         GPU kernels that one call launches; None for a CPU.
+    kernel_hash
+        The scheduled kernel's own hash (`pipeline.kernel_hash`): equal in two artifacts, they hold the same kernel.
     """
 
     function: str
@@ -153,6 +155,7 @@ class KernelEntry:
     work: WorkEntry | None = None
     measured: MeasuredEntry | None = None
     launches: int | None = None
+    kernel_hash: str | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from tvm import tirx
 
 from pipeline.environment import target_key
 from pipeline.errors import LoweringError
+from pipeline.kernel_hash import kernel_hash
 from pipeline.manifest import MeasuredEntry
 from pipeline.passes.module import LoweredModule
 from pipeline.routes import DEFAULT_ROUTES
@@ -147,7 +148,8 @@ def replay_record(task: TuningTask, record: TuningRecord, target: ResolvedTarget
     Raises
     ------
     LoweringError
-        The route cannot be replayed by this version, or its decision does not fit the task.
+        The route cannot be replayed by this version, its decision does not fit the task, or the decision makes another
+        kernel by now than the one that was measured.
     """
     replay = _REPLAY.get(record.route)
     if replay is None:
@@ -156,6 +158,12 @@ def replay_record(task: TuningTask, record: TuningRecord, target: ResolvedTarget
         scheduled = replay(task, record, target)
     except (TuningDatabaseError, TemplateError, *TVM_ERRORS) as e:
         raise LoweringError(f"record {record.id} of task {task.name} cannot be replayed: {_reason(e)}") from e
+    now = kernel_hash(scheduled)
+    if record.kernel_hash is not None and record.kernel_hash != now:
+        raise LoweringError(
+            f"record {record.id} of task {task.name} is of kernel {record.kernel_hash}, its decision makes {now} by "
+            "now: the code that makes it has changed. Measure the task again (`relaxtune tune`)"
+        )
     return _as_scheduled(scheduled)
 
 

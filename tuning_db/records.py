@@ -236,6 +236,9 @@ class TuningRecord:
         Why it failed.
     registers, smem_bytes, spill_bytes : int or None
         Resources of the kernel where they are known.
+    kernel_hash : str or None
+        What was measured, the scheduled kernel's own hash: a decision that makes another one by now is measured again.
+        None where it is not known, as in databases made before it was kept and in MetaSchedule's own files.
     seed : int or None
         The seed of the search.
     duration_s : float
@@ -268,6 +271,7 @@ class TuningRecord:
     created_at: datetime = field(default_factory=utc_now)
     id: int | None = field(default=None, compare=False)
     layer: str | None = field(default=None, compare=False)
+    kernel_hash: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would lie: a success without a true latency, a time without zone, a target of another device."""
@@ -310,7 +314,9 @@ class TuningRecord:
         place = [self.workload_hash, self.signature_key, self.target.key, self.environment.key]
         made = [self.route, self.decision, self.status, raw, self.error, self.seed, self.duration_s]
         resources = [self.registers, self.smem_bytes, self.spill_bytes]
-        return content_key([*place, *made, *resources, self.job_id, self.created_at.isoformat()])
+        # Came later: a record without it keeps the key it had.
+        kernel = [] if self.kernel_hash is None else [self.kernel_hash]
+        return content_key([*place, *made, *resources, self.job_id, self.created_at.isoformat(), *kernel])
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from sqlalchemy.types import TypeDecorator
 from tuning_db.records import Route, Status
 
 #: The revision that this package writes and reads; a test holds it equal to the head of the migrations.
-HEAD_REVISION = "0003"
+HEAD_REVISION = "0004"
 #: Not Alembic's default name, so that a database of another application is never taken for ours.
 VERSION_TABLE = "relaxtune_schema_version"
 KEY_LENGTH = 64
@@ -218,6 +218,7 @@ class RecordRow(Base):
     registers: Mapped[int | None]
     smem_bytes: Mapped[int | None] = mapped_column(BigInteger)
     spill_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    kernel_hash: Mapped[str | None] = mapped_column(String(16))
     seed: Mapped[int | None] = mapped_column(BigInteger)
     duration_s: Mapped[float] = mapped_column(Double)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,6 +44,7 @@ def start() -> Callable[[object], object]:
 
     from pipeline.codegen.finish import device_toolchain, finish_kernels
     from pipeline.codegen.library_objects import compile_library_objects, list_library_sources
+    from pipeline.kernel_hash import kernel_hash
     from pipeline.tuning.launch import DynamicSharedMemory
     from pipeline.tuning.note import take_note
     from pipeline.tuning.resources import parse_compiler_log, write_resources
@@ -55,6 +56,7 @@ def start() -> Callable[[object], object]:
         if not isinstance(request, BuildRequest):
             raise TypeError(f"expected a BuildRequest, got {type(request).__name__}")
         mod, note = take_note(pickle.loads(request.mod))
+        built = kernel_hash(mod["main"])
         target = pickle.loads(request.target)
         finished = finish_kernels(without_layout_blocks(mod), target)
         log: list[str] = []
@@ -68,8 +70,8 @@ def start() -> Callable[[object], object]:
         sources = list_library_sources(finished.functions.values())
         with tempfile.TemporaryDirectory(prefix="relaxtune-") as directory:
             path = _link(executable.mod, request.stem, compile_library_objects(sources, Path(directory)))
-        if log:
-            write_resources(request.stem, parse_compiler_log("\n".join(log), dynamic.bytes))
+        taken = parse_compiler_log("\n".join(log), dynamic.bytes)
+        write_resources(request.stem, replace(taken, kernel_hash=built))
         if note is not None:
             Path(request.stem + ".json").write_text(json.dumps(note))
         return BuildReply(path)

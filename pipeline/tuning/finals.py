@@ -17,6 +17,7 @@ from tvm.s_tir import meta_schedule as ms
 from pipeline.tuning.evaluate import Outcome
 from pipeline.tuning.failure import CANCELLED, StopSignal, read_failure
 from pipeline.tuning.recorder import Recorder
+from pipeline.tuning.resources import read_resources
 from pipeline.tuning.state import Contender, TaskState, median_latency_us, spread
 from tuning_db.records import Route, Status
 
@@ -58,7 +59,7 @@ def hold_finals(
         results = compare(items, rounds)
         share = (time.monotonic() - began) / len(items)
         if results is not None and not any(str(result.error_msg or "").startswith(CANCELLED) for result in results):
-            outcomes = [_outcome(result, share) for result in results]
+            outcomes = [_outcome(result, share, one) for result, one in zip(results, finalists, strict=True)]
             _name_winner(state, finalists, outcomes)
             for one, outcome in zip(finalists, outcomes, strict=True):
                 recorder.add(state.task, one.route, one.decision, outcome)
@@ -74,11 +75,13 @@ def list_finalists(state: TaskState) -> list[Contender]:
     return [one for one in kept if one.latency_us <= state.best_us * (1 + margin)]
 
 
-def _outcome(result: ms.runner.RunnerResult, duration_s: float) -> Outcome:
+def _outcome(result: ms.runner.RunnerResult, duration_s: float, finalist: Contender) -> Outcome:
+    assert finalist.artifact is not None
+    resources = read_resources(finalist.artifact)
     if result.error_msg is None:
-        return Outcome(Status.OK, tuple(float(value) for value in result.run_secs), None, duration_s)
+        return Outcome(Status.OK, tuple(float(value) for value in result.run_secs), None, duration_s, resources)
     status, error = read_failure(str(result.error_msg), Status.RUN_ERROR)
-    return Outcome(status, (), error, duration_s)
+    return Outcome(status, (), error, duration_s, resources)
 
 
 def _name_winner(state: TaskState, finalists: Sequence[Contender], outcomes: Sequence[Outcome]) -> None:

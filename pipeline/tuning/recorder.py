@@ -142,6 +142,7 @@ class Recorder:
                 registers=outcome.resources.registers,
                 smem_bytes=outcome.resources.smem_bytes,
                 spill_bytes=outcome.resources.spill_bytes,
+                kernel_hash=outcome.resources.kernel_hash,
                 seed=self._seed,
                 duration_s=outcome.duration_s,
                 job_id=self._job_id,

@@ -1,4 +1,4 @@
-"""What a CUDA kernel takes of a GPU: registers, shared memory and spills, told by the compiler and the launch."""
+"""What was built, and what it takes of a GPU: registers, shared memory and spills, told by compiler and launch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ class Resources:
         Shared memory of a block, static and dynamic, of the kernel that takes most.
     spill_bytes
         Bytes that a thread stores to and loads from local memory for want of registers, over all kernels.
+    kernel_hash
+        What was built (`pipeline.kernel_hash`), on a CPU too.
     """
 
     registers: int | None = None
     smem_bytes: int | None = None
     spill_bytes: int | None = None
+    kernel_hash: str | None = None
 
 
 NO_RESOURCES = Resources()

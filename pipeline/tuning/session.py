@@ -34,6 +34,7 @@ from pipeline.tuning.rounds import Rounds
 from pipeline.tuning.runner import ProcessRunner
 from pipeline.tuning.search import TaskSearch
 from pipeline.tuning.search_pool import SearchPool
+from pipeline.tuning.stale import measured_since, without_stale
 from pipeline.tuning.state import TaskState, summarise
 from pipeline.tuning.task import TuningTask
 from pipeline.tuning.template_candidates import OFFERED_ROUTES, template_candidates
@@ -203,19 +204,22 @@ class _Session:
     def prepare(self) -> bool:
         """Record the workloads and take in what is known of each; return whether there is anything to measure."""
         self._recorder.start(self._tasks)
-        options, records = self._options, []
+        options, records, holding = self._options, [], []
         forced = options.mode is Mode.FORCE
         hashes = [task.workload_hash for task in self._tasks]
         runs = EarlierRuns() if forced else find_earlier_runs(self._database, self._job_id, hashes, options)
         for task in self._tasks:
             state = TaskState(task)
             self._states.append(state)
-            known = [] if forced else self._recorder.known(task)
+            recorded = [] if forced else self._recorder.known(task)
+            known = without_stale(task, recorded, self._target, self._environment)
             records += known
+            if measured_since(known, recorded):
+                holding.append(state)
             self._spent += take_known(state, known, options, runs)
             if options.routes & OFFERED_ROUTES:
                 state.templates = self._templates(state, known)
-        end_what_was_done(self._states, records, runs)
+        end_what_was_done(holding, records, runs)
         begun = any(state.before_us is None for state in self._to_do())
         return begun or bool(self._to_do() and (options.trials is None or self._spent < options.trials))
 

@@ -115,7 +115,7 @@ def test_older_schema_is_upgraded_in_postgresql_too(empty_postgres, samples, mon
 def test_older_schema_is_refused_with_the_command_that_upgrades_it(path):
     restore("0001", path)
     command = rf"Run: relaxtune db upgrade --db sqlite:///{path}$"
-    with pytest.raises(SchemaVersionError, match=r"has schema revision 0001, this relaxtune needs 0003\. " + command):
+    with pytest.raises(SchemaVersionError, match=r"has schema revision 0001, this relaxtune needs 0004\. " + command):
         TuningDatabase.open(path)
 
 
