@@ -86,7 +86,15 @@ _INTRINSICS_RTOL = 32 * 2.0**-23
 _ACCUMULATION = 16.0 / (3.0 * math.sqrt(2.0))
 
 # Compute precision of the pipeline -> what it stores and accumulates in.
-_PRECISIONS = {"fp16": ("float16", "float32"), "bf16": ("bfloat16", "float32")}
+# The reference of quantised weights has the same ones (`pipeline.precision.onnx_weights`); tf32 has float16's mantissa.
+_PRECISIONS = {
+    "fp32": ("float32", "float32"),
+    "tf32": ("float16", "float32"),
+    "fp16": ("float16", "float32"),
+    "bf16": ("bfloat16", "float32"),
+    "w8a16": ("float16", "float32"),
+    "w4a16": ("float16", "float32"),
+}
 
 
 def model_tolerance(compute_dtype: str, precision: str | None = None) -> Tolerance:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pipeline.passes.lower import PRECISIONS, lower
+from pipeline.passes.lower import lower
 from pipeline.passes.module import KernelCall, LoweredModule, LoweringOptions, PassReport
 from pipeline.passes.pipeline import lowering_steps, plan_memory_passes
 
 __all__ = [
-    "PRECISIONS",
     "KernelCall",
     "LoweredModule",
     "LoweringOptions",

@@ -29,8 +29,8 @@ def fold_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     """Return `mod` with bindings that depend on constants alone evaluated: masks, position ids, sin and cos tables.
 
     A binding whose result would be both larger than `FOLD_BYTES_MAX` and larger than `FOLD_GROWTH_MAX` times its
-    constants stays in the graph, with a note. `FoldConstant` has no limit of its own, so the constants of such a
-    binding are hidden from it as parameters of `main` while it runs.
+    constants stays in the graph, with a note; one of `LoweringState.unfolded` stays, too. `FoldConstant` has no limit
+    of its own, so the constants of such a binding are hidden from it as parameters of `main` while it runs.
     """
     large = _large_results(mod, state)
     if not large:
@@ -105,7 +105,9 @@ def _large_results(mod: tvm.ir.IRModule, state: LoweringState) -> set[relax.Var]
         made_from[binding.var] = used
         made_of = sum(map(_bytes, constants_in(binding.value))) + sum(known[var] for var in used)
         size = _bytes(binding.var)
-        if size > FOLD_BYTES_MAX and size > FOLD_GROWTH_MAX * made_of:
+        if binding.var.name in state.unfolded:
+            large.add(binding.var)
+        elif size > FOLD_BYTES_MAX and size > FOLD_GROWTH_MAX * made_of:
             large.add(binding.var)
             state.note(
                 f"{binding.var.name} is left in the graph: as a constant it would take {size} bytes, made of {made_of}"

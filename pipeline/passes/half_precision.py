@@ -1,15 +1,17 @@
-"""Pass: precision "fp16": matmuls in half precision, sums and normalisations in float32."""
+"""Pass: precisions of 16-bit activations: matmuls in half precision, sums and normalisations in float32."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import ml_dtypes
 import numpy as np
 import tvm
 from tvm import relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm_ffi import structural_equal
 
+from models.spec import numpy_dtype
 from pipeline.passes.accumulate import contraction_in_float32
 from pipeline.passes.ir import (
     array_of,
@@ -25,6 +27,7 @@ from pipeline.passes.ir import (
     users_of,
     values_of,
 )
+from pipeline.passes.norms_of_half import norm_of_half
 from pipeline.passes.state import LoweringState
 
 _CONTRACTIONS = ("matmul", "nn.conv1d", "nn.conv2d")
@@ -37,32 +40,38 @@ _VIEWS: Mapping[str, Callable[[relax.Call, tvm.ir.Expr], tvm.ir.Expr]] = {
     "broadcast_to": lambda call, data: relax.op.broadcast_to(data, call.args[1]),
 }
 _ACTIVATIONS = ("nn.silu", "nn.gelu", "nn.gelu_tanh", "nn.relu", "sigmoid", "tanh")
-_HALF_MAX = float(np.finfo(np.float16).max)
 
 
 def compute_in_half_precision(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
-    """Return `mod` with float32 matmuls and convolutions taking float16 operands and giving float32 results.
+    """Return `mod` with float32 matmuls and convolutions taking 16-bit operands and giving float32 results.
 
-    What a matmul reads is rounded once, where it is produced: weights in the constants themselves, activations at the
-    end of the kernel that makes them. A layer or RMS norm that a matmul reads takes and gives float16 too, as does the
-    residual stream before it, and computes in float32 inside; the factors of a gated activation are stored in float16.
-    Softmax (its scores included: a mask's float32 minimum is -inf in float16) and every elementwise operation stay in
-    float32. Inputs and outputs of `main` keep their dtypes.
-    A weight beyond the range of float16 keeps its matmul in float32, with a note.
+    In float16 for the policies "fp16", "w8a16" and "w4a16", in bfloat16 for "bf16". What a matmul reads is rounded
+    once, where it is produced: weights in the constants themselves, activations at the end of the kernel before. A
+    layer or RMS norm that a matmul reads takes and gives 16 bits too, as does the residual stream before it, and
+    computes in float32 inside; the factors of a gated activation are stored in 16 bits. Softmax (its scores included: a
+    mask's float32 minimum is -inf in float16) and every elementwise operation stay in float32. Inputs and outputs of
+    `main` keep their dtypes. A weight beyond the range of the dtype keeps its matmul in float32, with a note.
+
+    Activations are not clipped: one beyond 65504 becomes infinite in float16 and validation fails; bfloat16 has
+    float32's range.
     """
-    if state.options.precision != "fp16":
+    policy = state.options.policy
+    if policy is None or policy.half is None:
         return mod
-    rewriter = _Half(mod, state)
+    rewriter = _Half(mod, state, policy.half)
     result = rewrite_main(mod, rewriter)
-    state.note(f"{rewriter.count} matmuls and convolutions in float16" if rewriter.count else "no float32 matmul found")
+    state.note(
+        f"{rewriter.count} matmuls and convolutions in {policy.half}" if rewriter.count else "no float32 matmul found"
+    )
     return result if rewriter.count else mod
 
 
 @mutator
 class _Half(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.ir.IRModule, state: LoweringState) -> None:
+    def __init__(self, mod: tvm.ir.IRModule, state: LoweringState, dtype: str) -> None:
         super().__init__(mod)
         main = main_of(mod)
+        self._dtype = dtype
         self._state = state
         self._values = values_of(main)
         self._users = users_of(main)
@@ -83,9 +92,7 @@ class _Half(PyExprMutator):  # type: ignore[misc]
             emit_named(self, var, self.builder_.call_te(_wide_product, *factors, primfunc_name_hint="multiply"))
             self._state.gate_products.add(var.name)
         elif self._is_half_norm(var):
-            # TVM's norms over float16 widen inside: one kernel that reads and writes half precision.
-            make = relax.op.nn.layer_norm if is_op(value, "nn.layer_norm") else relax.op.nn.rms_norm
-            half = make(*[self._half(arg) for arg in value.args], value.attrs.axes, value.attrs.epsilon)
+            half = self._norm(value, [self._half(arg) for arg in value.args])
             self._stored[var] = self._halves[var] = self._bind(var, half)
         else:
             super().visit_var_binding_(binding)
@@ -107,18 +114,18 @@ class _Half(PyExprMutator):  # type: ignore[misc]
         return new if half is None else self.builder_.emit(relax.op.astype(half, "float32"))
 
     def _half(self, expr: tvm.ir.Expr) -> tvm.ir.Expr:
-        """Return `expr`, of the old function, rounded to float16."""
+        """Return `expr`, of the old function, rounded to half precision."""
         if expr in self._halves:
             return self._halves[expr]
         value = self._values.get(expr) if isinstance(expr, relax.Var) else None
         if is_constant(expr):
-            half: tvm.ir.Expr = relax.const(array_of(expr).astype(np.float16), "float16")
+            half: tvm.ir.Expr = relax.const(array_of(expr).astype(numpy_dtype(self._dtype)), self._dtype)
         elif is_op(value, *_VIEWS):
             half = self._bind(expr, _VIEWS[value.op.name.removeprefix("relax.")](value, self._half(value.args[0])))
-        elif is_op(value, "astype") and dtype_of(value.args[0]) == "float16":
+        elif is_op(value, "astype") and dtype_of(value.args[0]) == self._dtype:
             half = self.visit_expr(value.args[0])
         else:
-            half = self.builder_.emit(relax.op.astype(self.visit_expr(expr), "float16"))
+            half = self.builder_.emit(relax.op.astype(self.visit_expr(expr), self._dtype))
         self._halves[expr] = half
         return half
 
@@ -128,12 +135,20 @@ class _Half(PyExprMutator):  # type: ignore[misc]
         self._state.sources[name] = self._state.nodes_of([var.name])
         return emit_extra(self, name, half)
 
+    def _norm(self, value: relax.Call, args: list[tvm.ir.Expr]) -> tvm.ir.Expr:
+        """Return a norm of rounded operands as one kernel that widens inside, and reads and writes half precision."""
+        if self._dtype == "bfloat16":
+            # TVM's norms refuse bfloat16.
+            return self.builder_.call_te(norm_of_half(value), *args, primfunc_name_hint=value.op.name.split(".")[-1])
+        make = relax.op.nn.layer_norm if is_op(value, "nn.layer_norm") else relax.op.nn.rms_norm
+        return make(*args, value.attrs.axes, value.attrs.epsilon)
+
     def _is_float32_contraction(self, value: tvm.ir.Expr) -> bool:
         if not is_op(value, *_CONTRACTIONS) or any(dtype_of(arg) != "float32" for arg in value.args):
             return False
         for arg in value.args:
-            if is_constant(arg) and np.abs(array_of(arg)).max(initial=0.0) > _HALF_MAX:
-                self._state.note(f"a matmul stays in float32: its weight {arg.ty} exceeds the range of float16")
+            if is_constant(arg) and np.abs(array_of(arg)).max(initial=0.0) > float(ml_dtypes.finfo(self._dtype).max):
+                self._state.note(f"a matmul stays in float32: its weight {arg.ty} exceeds the range of {self._dtype}")
                 return False
         return True
 

@@ -70,9 +70,10 @@ def interleave_gates(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
         h = silu(x @ G) * (x @ U)   ->   p = x @ interleaved(G, U);  h[c] = silu(p[gate(c)]) * p[value(c)]
 
     The weights stand by turns, 8 columns of gates and 8 of values, so that one thread has both; neither factor is
-    written to memory. gelu in its tanh form (GeGLU) is taken as well.
+    written to memory. gelu in its tanh form (GeGLU) is taken as well. Not where weights are to be quantised.
     """
-    if not state.launches_cost:
+    policy = state.options.policy
+    if not state.launches_cost or (policy is not None and policy.weight_bits is not None):
         return mod
     main = main_of(mod)
     values, users = values_of(main), users_of(main)

@@ -148,3 +148,8 @@ def emit_extra(mutator: PyExprMutator, name: str, value: tvm.ir.Expr) -> relax.V
     new = relax.DataflowVar(name, value.ty)
     mutator.builder_.emit_normalized(relax.VarBinding(new, value))
     return new
+
+
+def constant_dtypes(mod: tvm.ir.IRModule) -> set[str]:
+    """Return the dtypes of the tensor constants that `main` reads."""
+    return {dtype_of(constant) for binding in bindings_of(main_of(mod)) for constant in constants_in(binding.value)}

@@ -11,7 +11,7 @@ import tvm
 
 from pipeline.errors import LoweringError, UsageError
 from pipeline.importer.graph import ImportedGraph
-from pipeline.passes.ir import binding_count
+from pipeline.passes.ir import HALVES, binding_count, constant_dtypes
 from pipeline.passes.module import LoweredModule, LoweringOptions, PassReport
 from pipeline.passes.pipeline import lowering_steps
 from pipeline.passes.state import LoweringState
@@ -19,8 +19,6 @@ from pipeline.passes.step import Phase, Step
 from pipeline.passes.trace_kernels import collect_kernels
 
 _LOG = logging.getLogger(__name__)
-
-PRECISIONS = ("fp16",)
 
 
 def lower(graph: ImportedGraph, target: tvm.target.Target, options: LoweringOptions | None = None) -> LoweredModule:
@@ -35,7 +33,7 @@ def lower(graph: ImportedGraph, target: tvm.target.Target, options: LoweringOpti
     """
     options = options or LoweringOptions()
     steps = lowering_steps()
-    _check(options, steps)
+    _check(options, steps, graph)
     state = LoweringState(graph=graph, target=target, options=options)
     mod = graph.mod
     reports: list[PassReport] = []
@@ -59,17 +57,12 @@ def lower(graph: ImportedGraph, target: tvm.target.Target, options: LoweringOpti
         weights=dict(state.weights),
         kernels=kernels,
         reports=tuple(reports),
+        quantised_nodes=tuple(sorted(state.quantised_nodes)),
     )
 
 
-def _check(options: LoweringOptions, steps: tuple[Step, ...]) -> None:
-    if options.precision is not None and options.precision not in PRECISIONS:
-        accepted = ", ".join(PRECISIONS)
-        msg = (
-            f"unknown precision {options.precision!r}; expected {accepted}, or none to keep the model's own dtypes "
-            f"({accepted} computes matmuls in half precision)"
-        )
-        raise UsageError(msg)
+def _check(options: LoweringOptions, steps: tuple[Step, ...], graph: ImportedGraph) -> None:
+    _check_precision(options, graph)
     required = {step.name: step.required for step in steps}
     unknown = sorted(options.disabled_passes - required.keys())
     if unknown:
@@ -80,6 +73,19 @@ def _check(options: LoweringOptions, steps: tuple[Step, ...]) -> None:
         if required[name]:
             msg = f"pass {name!r} cannot be switched off: {required[name]}"
             raise UsageError(msg)
+
+
+def _check_precision(options: LoweringOptions, graph: ImportedGraph) -> None:
+    """Refuse a name that would have no effect: a graph in half precision is not made wider."""
+    policy = options.policy
+    if policy is None or policy.half is not None:
+        return
+    halves = sorted({dtype for dtype in constant_dtypes(graph.mod) if dtype in HALVES})
+    if halves:
+        raise UsageError(
+            f"precision {policy.name!r} of model {graph.name!r}: its weights are {' and '.join(halves)}, and widening "
+            "does not make them more exact; leave the precision out, or compile the float32 original"
+        )
 
 
 def _run(step: Step, mod: tvm.ir.IRModule, state: LoweringState) -> tuple[tvm.ir.IRModule, PassReport]:

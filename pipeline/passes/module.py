@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import tvm
 
+from pipeline.errors import UsageError
 from pipeline.importer.graph import ImportedGraph
+from pipeline.precision.policy import PrecisionPolicy, named_policy
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class LoweringOptions:
     Attributes
     ----------
     precision
-        None keeps the graph's own dtypes; "fp16" computes matmuls in float16 with float32 accumulators and keeps
-        normalisations and softmax in float32. A precision that changes results is always asked for by name.
+        Name of a policy of `pipeline.precision`; None keeps the graph's own dtypes. A precision that changes results
+        is always asked for by name.
     disabled_passes
         Names of passes to switch off; an unknown name is a `UsageError` that lists the names.
     dump_dir
@@ -28,6 +30,8 @@ class LoweringOptions:
     embed_weights
         True leaves the weights as constants of the module; False turns those of `weight_bytes_min` bytes or more into
         parameters of `main` after the inputs, returned in `LoweredModule.weights`.
+    group_size
+        Of quantised weights, see `pipeline.precision.named_policy`; None for the policy's own.
     """
 
     precision: str | None = None
@@ -35,6 +39,22 @@ class LoweringOptions:
     dump_dir: Path | None = None
     embed_weights: bool = False
     weight_bytes_min: int = 1024
+    group_size: int | None = None
+
+    @property
+    def policy(self) -> PrecisionPolicy | None:
+        """The policy asked for, None where the graph's own dtypes stay.
+
+        Raises
+        ------
+        UsageError
+            There is none of this name, or not with this group size.
+        """
+        if self.precision is None:
+            if self.group_size is not None:
+                raise UsageError("a group size without a precision; name one that quantises, such as w4a16")
+            return None
+        return named_policy(self.precision, self.group_size)
 
 
 @dataclass(frozen=True)
@@ -74,6 +94,8 @@ class LoweredModule:
         PrimFunc name -> its calls in `main`, in execution order.
     reports
         One entry per pass, in order, disabled ones included.
+    quantised_nodes
+        Names of the ONNX matmuls whose weights were quantised.
     """
 
     graph: ImportedGraph
@@ -83,3 +105,4 @@ class LoweredModule:
     weights: Mapping[str, np.ndarray]
     kernels: Mapping[str, tuple[KernelCall, ...]]
     reports: tuple[PassReport, ...] = field(default=())
+    quantised_nodes: tuple[str, ...] = ()

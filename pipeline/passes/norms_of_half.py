@@ -55,7 +55,21 @@ class _Replace(PyExprMutator):  # type: ignore[misc]
         emit_named(self, binding.var, self.builder_.call_te(compute, *args, primfunc_name_hint=name))
 
 
-def _layer_norm(value: relax.Call) -> Callable[[te.Tensor, te.Tensor, te.Tensor], te.Tensor]:
+def norm_of_half(value: relax.Call) -> Callable[..., te.Tensor]:
+    """Return the tensor expression of a layer or RMS norm whose operands and result are of one half-precision dtype.
+
+    It computes in float32.
+    """
+    norm = _layer_norm(value) if is_op(value, "nn.layer_norm") else _rms_norm(value)
+
+    def compute(x: te.Tensor, *parameters: te.Tensor) -> te.Tensor:
+        result = norm(x, *map(_wide, parameters))
+        return te.compute(x.shape, lambda *index: result(*index).astype(x.dtype), name="rounded")
+
+    return compute
+
+
+def _layer_norm(value: relax.Call) -> Callable[..., te.Tensor]:
     axes, epsilon = [int(axis) for axis in value.attrs.axes], float(value.attrs.epsilon)
 
     def layer_norm(x: te.Tensor, gamma: te.Tensor, beta: te.Tensor) -> te.Tensor:
@@ -64,7 +78,7 @@ def _layer_norm(value: relax.Call) -> Callable[[te.Tensor, te.Tensor, te.Tensor]
     return layer_norm
 
 
-def _rms_norm(value: relax.Call) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
+def _rms_norm(value: relax.Call) -> Callable[..., te.Tensor]:
     axes, epsilon = [int(axis) for axis in value.attrs.axes], float(value.attrs.epsilon)
 
     def rms_norm(x: te.Tensor, gamma: te.Tensor) -> te.Tensor:

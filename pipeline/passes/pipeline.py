@@ -26,6 +26,7 @@ from pipeline.passes.nan_guard import remove_nan_guards
 from pipeline.passes.norms_of_half import norms_of_half
 from pipeline.passes.pack_weights import pack_weights
 from pipeline.passes.patches_to_matmul import patches_to_matmul
+from pipeline.passes.quantise_weights import quantise_weights
 from pipeline.passes.recognise_activations import recognise_activations
 from pipeline.passes.recognise_attention import recognise_attention
 from pipeline.passes.recognise_norms import recognise_norms
@@ -68,6 +69,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.PATTERNS, "write_matmuls_transposed", write_matmuls_transposed),
         Step(Phase.PATTERNS, "norms_of_half", norms_of_half),
         Step(Phase.PATTERNS, "gather_rows", gather_rows),
+        Step(Phase.PATTERNS, "quantise_weights", quantise_weights),
         Step(Phase.PATTERNS, "pack_weights", pack_weights),
         Step(Phase.PATTERNS, "turn_weights", turn_weights),
         # 5 legalise

@@ -29,6 +29,10 @@ class LoweringState:
         Weight parameter name -> array, filled by `lift_weights`.
     gate_products
         Bindings that multiply the rounded factors of a gated activation by a PrimFunc; the precision pass makes them.
+    quantised_nodes
+        Names of the ONNX matmuls whose weights `quantise_weights` has quantised.
+    unfolded
+        Bindings of constants alone that are to be computed at run time: packed weights are smaller than unpacked ones.
     """
 
     graph: ImportedGraph
@@ -39,6 +43,8 @@ class LoweringState:
     constants_folded: int = 0
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     gate_products: set[str] = field(default_factory=set)
+    quantised_nodes: set[str] = field(default_factory=set)
+    unfolded: set[str] = field(default_factory=set)
     _order: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -66,13 +66,13 @@ class _Turn(PyExprMutator):  # type: ignore[misc]
             return
         weight = np.ascontiguousarray(array_of(value.args[1]).T)
         turned = relax.const(weight, dtype_of(value.args[1]))
-        compute = _turned_matmul(dtype_of(binding.var))
+        compute = turned_matmul(dtype_of(binding.var))
         self.count += 1
         made = self.builder_.call_te(compute, self.visit_expr(value.args[0]), turned, primfunc_name_hint="matmul")
         emit_named(self, binding.var, made)
 
 
-def _turned_matmul(dtype: str) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
+def turned_matmul(dtype: str) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
     """Return the tensor expression `a @ b^T` with sums in `dtype`."""
 
     def compute(a: te.Tensor, b: te.Tensor) -> te.Tensor:

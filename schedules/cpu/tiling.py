@@ -35,7 +35,9 @@ def schedule_contraction(sch: Schedule, con: Contraction, tile: Tile, limits: Cp
     block = con.block
     partitioned = _can_partition(con, tile) and can_partition_loops(sch)
     padded = needs_padding(con, tile) and not partitioned
+    weights = _find_dequantisation(sch, con)
     epilogue, pack = isolate(sch, con, tile.columns if padded else None)
+    pack = weights or pack
     stage = stage_accumulators(sch, con, epilogue, padded)
     loops = _tile_loops(sch, con, tile)
     if partitioned:
@@ -54,6 +56,21 @@ def schedule_contraction(sch: Schedule, con: Contraction, tile: Tile, limits: Cp
     names = [str(sch.get(rv).name_hint) for rv in (block.rv, epilogue, stage, pack) if rv is not None]
     sch.decompose_reduction(block.rv, loops.reduce)
     return names
+
+
+def _find_dequantisation(sch: Schedule, con: Contraction) -> SBlockRV | None:
+    """Return the block that makes panels of the right operand out of bytes, None where there is none.
+
+    It is placed like a block that packs: each panel is made once, by the core that reads it.
+    """
+    if con.panel is None:
+        return None
+    for producer in sch.get_producers(con.block.rv):
+        facts = block_facts(sch, producer)
+        writes = any(write.source.same_as(con.right.source) for write in facts.stmt.writes)
+        if writes and facts.is_spatial and any(str(read.source.dtype) == "uint8" for read in facts.stmt.reads):
+            return producer
+    return None
 
 
 def _can_partition(con: Contraction, tile: Tile) -> bool:

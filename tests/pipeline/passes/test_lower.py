@@ -193,7 +193,7 @@ def test_lower_refuses_to_switch_off_a_required_pass_with_the_reason() -> None:
 
 
 def test_lower_refuses_unknown_precision_and_lists_the_accepted() -> None:
-    with pytest.raises(UsageError, match=r"unknown precision 'int3'; expected fp16"):
+    with pytest.raises(UsageError, match=r"unknown precision 'int3'; expected fp32, tf32, fp16"):
         lower(graph_of_zoo("t5-tiny"), LLVM, LoweringOptions(precision="int3"))
 
 

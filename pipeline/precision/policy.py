@@ -1,0 +1,115 @@
+"""`PrecisionPolicy`: what each kind of tensor is held in, and the policies that have a name.
+
+A name alone says little ("fp16" with what accumulators? "4 bits" in groups of how many?), so a policy states weights,
+activations, accumulators and norms apart, and its fields, not its name, go into manifests. The KV cache is recorded
+beside it (`pipeline.precision.recorded`): inputs and outputs of a graph keep their dtypes under every policy.
+
+============  ===================  ===================  ============  ================================================
+name          weights              activations          accumulators  remarks
+============  ===================  ===================  ============  ================================================
+fp32          float32              float32              float32       the default of graphs in float32
+tf32          tf32                 tf32                 float32       operands of matmuls rounded to 10 bits of mantissa
+fp16          float16              float16              float32
+bf16          bfloat16             bfloat16             float32
+w8a16         uint8, scales fp16   float16              float32       offset 128, a scale for each group of a column
+w4a16         uint4, scales fp16   float16              float32       offset 8, two in a byte, as above
+============  ===================  ===================  ============  ================================================
+
+"activations" are what matmuls and convolutions read; norms, softmax and elementwise chains compute in float32 in all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pipeline.errors import UsageError
+
+DEFAULT_GROUP_SIZE = 128
+# A group is read by whole 16-byte loads: 32 weights of 4 bits.
+_GROUP_STEP = 32
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """What tensors are held in.
+
+    Attributes
+    ----------
+    name
+        As it is asked for.
+    weights
+        Of matmuls: a dtype, "tf32", or "uint8" and "uint4" for quantised ones.
+    activations
+        What matmuls and convolutions read.
+    accumulators
+        What sums of products are kept in.
+    norms
+        What norms and softmax compute in.
+    group_size
+        Neighbouring weights along K that share a scale, 0 for all of a column; None where nothing is quantised.
+    scale_dtype
+        Of the scales; None where nothing is quantised.
+    """
+
+    name: str
+    weights: str
+    activations: str
+    accumulators: str = "float32"
+    norms: str = "float32"
+    group_size: int | None = None
+    scale_dtype: str | None = None
+
+    @property
+    def half(self) -> str | None:
+        """The half-precision dtype that operands of matmuls are rounded to, None for none."""
+        return self.activations if self.activations in ("float16", "bfloat16") else None
+
+    @property
+    def weight_bits(self) -> int | None:
+        """Bits of a quantised weight, None where weights are floats."""
+        return {"uint8": 8, "uint4": 4}.get(self.weights)
+
+
+_POLICIES = {
+    policy.name: policy
+    for policy in (
+        PrecisionPolicy("fp32", "float32", "float32"),
+        PrecisionPolicy("tf32", "tf32", "tf32"),
+        PrecisionPolicy("fp16", "float16", "float16"),
+        PrecisionPolicy("bf16", "bfloat16", "bfloat16"),
+        PrecisionPolicy("w8a16", "uint8", "float16", group_size=DEFAULT_GROUP_SIZE, scale_dtype="float16"),
+        PrecisionPolicy("w4a16", "uint4", "float16", group_size=DEFAULT_GROUP_SIZE, scale_dtype="float16"),
+    )
+}
+POLICY_NAMES = tuple(_POLICIES)
+
+
+def named_policy(name: str, group_size: int | None = None) -> PrecisionPolicy:
+    """Return a policy by name.
+
+    Parameters
+    ----------
+    name : str
+        One of `POLICY_NAMES`.
+    group_size : int or None
+        Weights along K with one scale, a multiple of 32, or 0 for one scale a column; None for the policy's own. Only
+        for policies that quantise.
+
+    Raises
+    ------
+    UsageError
+        The name is unknown, or the group size is not one of that policy.
+    """
+    policy = _POLICIES.get(name)
+    if policy is None:
+        raise UsageError(
+            f"unknown precision {name!r}; expected {', '.join(POLICY_NAMES)}, or none to keep the model's own dtypes"
+        )
+    if group_size is None:
+        return policy
+    if policy.group_size is None:
+        quantising = ", ".join(one.name for one in _POLICIES.values() if one.group_size is not None)
+        raise UsageError(f"precision {name!r} has no groups of weights; a group size is for {quantising}")
+    if group_size < 0 or group_size % _GROUP_STEP:
+        raise UsageError(f"group size {group_size}; expected a multiple of {_GROUP_STEP}, or 0 for one scale a column")
+    return replace(policy, group_size=group_size)
