@@ -24,6 +24,8 @@ from pipeline.compile import CompiledModule
 from pipeline.errors import LoweringError
 from pipeline.kernel_facts import kernel_work
 from pipeline.manifest import MODULE_FILE, PARAMS_FILE, KernelEntry, Manifest, MemoryEntry, PassEntry, TargetEntry
+from pipeline.precision.recorded import policy_entry
+from pipeline.reference import compute_dtype
 from pipeline.runtime import vector_features
 from pipeline.selection import KernelChoice
 
@@ -88,6 +90,9 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
         weights=tuple(lowered.weights),
         versions=versions(),
         compile_seconds={**compiled.seconds, "link": link_seconds},
+        policy=policy_entry(
+            lowered.options.policy, model, lowered.weights, lowered.quantised_nodes, compute_dtype(model)
+        ),
         memory=MemoryEntry(compiled.planned_bytes, sum(array.nbytes for array in lowered.weights.values())),
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from models import TensorSpec
 from pipeline.errors import ArtifactError
+from pipeline.precision.recorded import PolicyEntry
 
 # Raised by one whenever an older reader would misread the directory.
 FORMAT_VERSION = 1
@@ -172,6 +173,8 @@ class Manifest:
         The report's JSON data, None before a validation.
     memory
         What it takes on the device; None in artifacts of versions that did not say.
+    policy
+        What weights, activations, accumulators and KV cache are held in; None where a version before did not say.
     """
 
     model: str
@@ -190,6 +193,7 @@ class Manifest:
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     validation: Mapping[str, object] | None = None
     memory: MemoryEntry | None = None
+    policy: PolicyEntry | None = None
 
     @property
     def launches(self) -> int | None:
@@ -269,7 +273,12 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         files={name: FileEntry(**entry) for name, entry in data["files"].items()},
         validation=data["validation"],
         memory=MemoryEntry(**data["memory"]) if data.get("memory") else None,
+        policy=_policy(data["policy"]) if data.get("policy") else None,
     )
+
+
+def _policy(entry: dict[str, Any]) -> PolicyEntry:
+    return PolicyEntry(**{**entry, "quantised_nodes": tuple(entry["quantised_nodes"])})
 
 
 def _kernel(entry: dict[str, Any]) -> KernelEntry:

@@ -6,7 +6,9 @@ The two uses want different sessions:
   code). The higher levels fuse into kernels that approximate (Gelu, LayerNorm in one pass), and their error would be
   charged to the module under test. Half-precision graphs are first rewritten to float32: ONNX Runtime's CPU has few
   float16 kernels and puts casts around the others, so its own float16 result depends on which operators those are. The
-  float32 result is what every float16 implementation approximates, and the tolerances are made for it.
+  float32 result is what every float16 implementation approximates, and the tolerances are made for it. Of an artifact
+  with quantised weights the reference has the same ones: what quantisation costs is drift (`pipeline.drift`), and the
+  tolerance stays one that finds a wrong kernel.
 - *Peer*: every optimisation on, the graph as given; what a user would run instead.
 """
 
@@ -25,6 +27,8 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 from models import OnnxModel
 from models.spec import PROTOBUF_LIMIT_BYTES
 from pipeline.errors import PipelineError
+from pipeline.precision.onnx_weights import with_quantised_weights
+from pipeline.precision.recorded import PolicyEntry
 
 # ONNX Runtime's errors have no base class below Exception.
 _ORT_ERRORS = (
@@ -48,14 +52,18 @@ _CAST_SUFFIX = "__as_float32"
 class Reference:
     """The original model under ONNX Runtime on the CPU, computing in float32 or better."""
 
-    def __init__(self, model: OnnxModel, threads: int | None = None) -> None:
-        """Load the model as given.
+    def __init__(self, model: OnnxModel, threads: int | None = None, *, policy: PolicyEntry | None = None) -> None:
+        """Load the model as given, or with the weights that a policy has quantised replaced by what they stand for.
 
         Raises
         ------
         PipelineError
             ONNX Runtime does not accept it.
         """
+        bits = None if policy is None else policy.weight_bits
+        self.quantised = policy.name if policy is not None and bits is not None else None
+        if policy is not None and bits is not None:
+            model = with_quantised_weights(model, policy.quantised_nodes, bits, policy.group_size or 0)
         self.upcast = computes_in_half(model)
         proto = upcast_to_float32(model.inline_proto()) if self.upcast else model.inline_proto()
         options = onnxruntime.SessionOptions()
@@ -67,7 +75,8 @@ class Reference:
     def description(self) -> str:
         """What the reference was, for reports."""
         how = ", half precision rewritten to float32" if self.upcast else ""
-        return f"onnxruntime {onnxruntime.__version__}, CPU, basic graph optimisations{how}"
+        weights = f", weights quantised as {self.quantised} does" if self.quantised else ""
+        return f"onnxruntime {onnxruntime.__version__}, CPU, basic graph optimisations{how}{weights}"
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the outputs by name; those of a half-precision graph are float32."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,20 @@ from rich.table import Table
 
 from models import OnnxModel, TensorSpec
 from models.inputs import random_inputs
+from pipeline.drift import DriftOptions, DriftReport, inputs_source, measure_drift, measure_perplexity
 from pipeline.errors import ValidationFailedError
-from pipeline.reference import Reference, compute_dtype
+from pipeline.instrument import poisoned_kernels
+from pipeline.reference import Reference, compute_dtype, longest_reduction
 from pipeline.runtime import Module
 from pipeline.tolerances import Tolerance, model_tolerance, output_scale
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_SAMPLES = 3
+DEFAULT_REPEATS = 2
+
+# Upper edges of the error histogram, in units of what an element is allowed; the last bin has no upper edge.
+HISTOGRAM_EDGES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,12 @@ class SampleComparison:
         The smallest `atol` that would have passed with the `rtol` used.
     required_rtol
         The smallest `rtol` that would have passed with the `atol` used.
+    required_factor
+        The smallest factor of both tolerances that would have passed: above 1 the sample fails. None where elements are
+        NaN or infinite in one of the two only, or must be equal and are not: no factor would do.
+    histogram
+        How many elements have an error of at most each of `HISTOGRAM_EDGES` times what they are allowed, each counted
+        once, in the first bin it fits; a last bin has those above all edges and those that are not finite.
     argmax_agreement
         Share of rows whose largest element is in the same place; None for outputs that are not floats or have no rows.
     """
@@ -60,6 +73,8 @@ class SampleComparison:
     required_atol: float = 0.0
     required_rtol: float = 0.0
     argmax_agreement: float | None = None
+    required_factor: float | None = None
+    histogram: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,7 +106,10 @@ class OutputReport:
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """The result of a validation; `tolerance` is for float outputs, all others must be equal."""
+    """The result of a validation; `tolerance` is for float outputs, all others must be equal.
+
+    `drift` is the distance from the float32 original, which decides nothing.
+    """
 
     model: str
     reference: str
@@ -99,6 +117,7 @@ class ValidationReport:
     samples: int
     seed: int
     outputs: tuple[OutputReport, ...]
+    drift: DriftReport | None = None
 
     @property
     def passed(self) -> bool:
@@ -107,12 +126,20 @@ class ValidationReport:
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain JSON data, with the worst of each measure beside the samples."""
-        measures = ("max_abs", "mean_abs", "max_rel", "cosine", "required_atol", "required_rtol", "argmax_agreement")
+        measures = (
+            "max_abs", "mean_abs", "max_rel", "cosine", "required_atol", "required_rtol", "required_factor",
+            "argmax_agreement",
+        )  # fmt: skip
         outputs = []
         for output in self.outputs:
             worst = {measure: output.worst(measure) for measure in measures}
-            outputs.append({**asdict(output), "passed": output.passed, "reason": output.reason, "worst": worst})
-        return {**asdict(self), "passed": self.passed, "outputs": outputs}
+            counts = {"edges": list(HISTOGRAM_EDGES), "counts": list(output.histogram)}
+            own = {"passed": output.passed, "reason": output.reason, "worst": worst, "histogram": counts}
+            outputs.append({**asdict(output), **own})
+        repeats = None
+        if self.repeats is not None:
+            repeats = {**asdict(self.repeats), "identical": self.repeats.identical, "passed": self.repeats.passed}
+        return {**asdict(self), "passed": self.passed, "outputs": outputs, "repeats": repeats}
 
     def raise_if_failed(self) -> None:
         """Raise for a failed validation.
@@ -122,10 +149,17 @@ class ValidationReport:
         ValidationFailedError
             Names the outputs that failed and why.
         """
-        if not self.passed:
-            failed = "; ".join(
-                f"output {output.name!r}: {output.reason}" for output in self.outputs if not output.passed
+        failed = "; ".join(f"output {output.name!r}: {output.reason}" for output in self.outputs if not output.passed)
+        if self.repeats is not None and not self.repeats.passed:
+            names = ", ".join(f"{name!r} in {count} elements" for name, count in self.repeats.differing.items())
+            again = (
+                f"{self.model} gave other bits when it was run again on the same inputs: {names}. A kernel reads memory "
+                "that nobody wrote, or sums in an order that changes; `relaxtune validate --bisect` looks for it"
             )
+            raise ValidationFailedError(
+                again if not failed else f"{again}. It also disagrees with ONNX Runtime: {failed}"
+            )
+        if failed:
             raise ValidationFailedError(
                 f"{self.model} disagrees with ONNX Runtime (rtol {self.tolerance.rtol:g}, atol "
                 f"{self.tolerance.atol:g}): {failed}"
@@ -138,6 +172,7 @@ class Observation:
 
     expected: Mapping[str, np.ndarray]
     got: Mapping[str, np.ndarray]
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def validate(
@@ -149,6 +184,7 @@ def validate(
     samples: int = DEFAULT_SAMPLES,
     seed: int = 0,
     dims: Mapping[str, int] | None = None,
+    drift: DriftOptions | None = None,
 ) -> ValidationReport:
     """Return how a module's outputs compare with ONNX Runtime's on the original model.
 
@@ -164,6 +200,8 @@ def validate(
         How many random inputs, and from which seed.
     dims : mapping or None
         Sizes of symbolic axes; those not given are chosen small.
+    drift : DriftOptions or None
+        What the drift report is to hold beside its defaults.
 
     Raises
     ------
@@ -173,11 +211,13 @@ def validate(
     loaded = module if isinstance(module, Module) else Module.load(module)
     default = model_tolerance(compute_dtype(model), loaded.manifest.precision)
     tolerance = Tolerance(default.rtol if rtol is None else rtol, default.atol if atol is None else atol)
-    reference = Reference(model)
+    reference = Reference(model, policy=loaded.manifest.policy)
     observations = observe(loaded, model, reference, samples=samples, seed=seed, dims=dims)
-    return compare(
+    report = compare(
         observations, loaded.outputs, tolerance, model=model.name, reference=reference.description, seed=seed
     )
+    distance = _drift_of(loaded, model, reference, observations, seed, dims or {}, drift or DriftOptions())
+    return replace(report, drift=distance)
 
 
 def observe(
@@ -190,12 +230,30 @@ def observe(
     dims: Mapping[str, int] | None = None,
 ) -> list[Observation]:
     """Return what both give for each sample; needs `validate`'s arguments, runs each once a sample."""
-    sizes = default_dims(model) | dict(dims or {})
-    seen = []
-    for sample in range(samples):
-        inputs = random_inputs(model, seed=seed, sample=sample, dims=sizes)
-        seen.append(Observation(reference.run(inputs), module.run(inputs)))
-    return seen
+    inputs = sample_inputs(model, samples=samples, seed=seed, dims=dims)
+    return [Observation(reference.run(sample), module.run(sample), sample) for sample in inputs]
+
+
+def _drift_of(
+    module: Module,
+    model: OnnxModel,
+    reference: Reference,
+    observations: Sequence[Observation],
+    seed: int,
+    dims: Mapping[str, int],
+    options: DriftOptions,
+) -> DriftReport:
+    """Return the distance from the model as given; its outputs are computed where the reference has other weights."""
+    sizes = default_dims(model) | dict(dims)
+    inputs = [random_inputs(model, seed=seed, sample=sample, dims=sizes) for sample in range(len(observations))]
+    original = Reference(model) if reference.quantised else reference
+    expected = [seen.expected for seen in observations] if original is reference else [*map(original.run, inputs)]
+    outputs = measure_drift(model, expected, [seen.got for seen in observations], options.logits)
+    data, perplexity = (inputs_source(inputs, seed),), None
+    if options.tokens is not None:
+        perplexity = measure_perplexity(model, original.run, module.run, options, sizes)
+        data = (*data, perplexity.data)
+    return DriftReport(module.manifest.precision, original.description, data, outputs, perplexity)
 
 
 def default_dims(model: OnnxModel) -> dict[str, int]:
@@ -254,6 +312,7 @@ def compare_arrays(expected: np.ndarray, got: np.ndarray, tolerance: Tolerance, 
     # An element of error 0 needs no tolerance, even where the reference is 0.
     relative[error == 0] = 0.0
     required_atol = float(np.max(error - tolerance.rtol * size, initial=0.0)) / scale
+    allowed = tolerance.atol * scale + tolerance.rtol * size
     excess = error - tolerance.atol * scale
     required_rtol = float(np.max(np.where(excess > 0, excess / np.maximum(size, 1e-30), 0.0), initial=0.0))
     reason = _failure(broken, lost, required_atol, required_rtol, tolerance, error)
@@ -269,6 +328,8 @@ def compare_arrays(expected: np.ndarray, got: np.ndarray, tolerance: Tolerance, 
         required_atol=required_atol,
         required_rtol=required_rtol,
         argmax_agreement=_argmax_agreement(expected, got),
+        required_factor=None if broken or lost else _largest_share(error, allowed),
+        histogram=_histogram(error, allowed, broken + lost),
     )
 
 
@@ -279,17 +340,19 @@ def render(report: ValidationReport) -> Table:
         title=f"validation of {report.model}: {verdict}",
         caption=(
             f"{report.samples} samples, seed {report.seed}; rtol {report.tolerance.rtol:g}, atol "
-            f"{report.tolerance.atol:g} x max(1, RMS); reference: {report.reference}"
+            f"{report.tolerance.atol:g} x max(1, RMS); reference: {report.reference}{_repeats_text(report.repeats)}"
         ),
     )
-    for column in ("output", "dtype", "max abs", "mean abs", "max rel", "cosine", "atol needed", "arg-max", "result"):
-        table.add_column(column, justify="left" if column in {"output", "dtype", "result"} else "right")
+    columns = {
+        "max abs": "max_abs", "mean abs": "mean_abs", "max rel": "max_rel", "cosine": "cosine",
+        "atol needed": "required_atol", "of tolerance": "required_factor", "arg-max": "argmax_agreement",
+    }  # fmt: skip
+    for column in ("output", "dtype", *columns, "errors / tolerance", "result"):
+        table.add_column(column, justify="right" if column in columns else "left")
     for output in report.outputs:
-        cells = (
-            _number(output.worst(measure))
-            for measure in ("max_abs", "mean_abs", "max_rel", "cosine", "required_atol", "argmax_agreement")
-        )
-        table.add_row(output.name, output.dtype, *cells, "ok" if output.passed else output.reason)
+        cells = (_number(output.worst(measure)) for measure in columns.values())
+        verdict = "ok" if output.passed else output.reason
+        table.add_row(output.name, output.dtype, *cells, _bars(output.histogram), verdict)
     return table
 
 
@@ -318,7 +381,14 @@ def _compare_exact(expected: np.ndarray, got: np.ndarray, sample: int) -> Sample
     reason = f"{wrong} of {expected.size} elements differ; {expected.dtype} must be equal" if wrong else ""
     largest = float(np.max(error, initial=0.0))
     return SampleComparison(
-        sample, not wrong, reason, largest, float(np.mean(error)) if error.size else 0.0, required_atol=largest
+        sample,
+        not wrong,
+        reason,
+        largest,
+        float(np.mean(error)) if error.size else 0.0,
+        required_atol=largest,
+        required_factor=None if wrong else 0.0,
+        histogram=(expected.size - wrong, *[0] * (len(HISTOGRAM_EDGES) - 1), wrong),
     )
 
 
@@ -336,6 +406,43 @@ def _failure(
             f"(is {tolerance.atol:g}) or with rtol {required_rtol:.3g} (is {tolerance.rtol:g})"
         )
     return ""
+
+
+def _largest_share(error: np.ndarray, allowed: np.ndarray) -> float | None:
+    """Return the largest error in units of what its element is allowed; None where nothing is and something differs."""
+    wrong = error > 0
+    if not wrong.any():
+        return 0.0
+    if (allowed[wrong] == 0).any():
+        return None
+    return float(np.max(error[wrong] / allowed[wrong]))
+
+
+def _histogram(error: np.ndarray, allowed: np.ndarray, not_finite: int) -> tuple[int, ...]:
+    """Return the bins of `SampleComparison.histogram`."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = np.where(error == 0, 0.0, error / allowed)
+    counts = np.bincount(np.searchsorted(HISTOGRAM_EDGES, shares), minlength=len(HISTOGRAM_EDGES) + 1)
+    counts[-1] += not_finite
+    return tuple(int(count) for count in counts)
+
+
+def _bars(histogram: Sequence[int]) -> str:
+    """Return a histogram as one character a bin, its height the logarithm of the count; `|` stands at the tolerance."""
+    if not histogram:
+        return "-"
+    top = math.log1p(max(histogram))
+    heights = [math.ceil(math.log1p(count) / top * 7) if count else 0 for count in histogram]
+    text = "".join("\u00b7\u2581\u2582\u2583\u2584\u2585\u2586\u2587"[height] for height in heights)
+    within = HISTOGRAM_EDGES.index(1.0) + 1
+    return f"{text[:within]}|{text[within:]}"
+
+
+def _repeats_text(repeats: RepeatReport | None) -> str:
+    if repeats is None:
+        return ""
+    same = "the same bits" if repeats.identical else "OTHER BITS in " + ", ".join(repeats.differing)
+    return f"; {repeats.runs} runs of each: {same}"
 
 
 def _cosine(a: np.ndarray, b: np.ndarray) -> float | None:

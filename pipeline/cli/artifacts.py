@@ -31,11 +31,20 @@ def validate_command(
     atol: Annotated[float | None, typer.Option("--atol", min=0.0, help="Default: by dtype and precision.")] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Random inputs to compare.")] = 3,
     seed: SeedOption = 0,
+    logits: Annotated[
+        list[str] | None,
+        typer.Option("--logits", metavar="NAME", help="Output that is logits, for the drift (repeatable)."),
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option("--tokens", metavar="FILE", help="Token ids (.npy or text) to take the perplexity of."),
+    ] = None,
     db: OutcomeDatabaseOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Compare an artifact with ONNX Runtime on random inputs. Exits 3 when they disagree."""
     from pipeline.artifact import record_validation
+    from pipeline.drift import DriftOptions, render_drift
     from pipeline.outcomes import artifact_of, environment_of, note_validation
     from pipeline.runtime import Module
     from pipeline.validate import render, validate
@@ -45,7 +54,8 @@ def validate_command(
     reference = _reference_model(module, model)
     # Opened first: a database that cannot be had is told before the work.
     with nullcontext() if db is None else TuningDatabase.open(db) as database:
-        report = validate(module, reference, rtol=rtol, atol=atol, samples=samples, seed=seed)
+        wanted = DriftOptions(tuple(logits or ()), tokens)
+        report = validate(module, reference, rtol=rtol, atol=atol, samples=samples, seed=seed, drift=wanted)
         record_validation(directory, report.to_json())
         if database is not None:
             manifest = module.manifest
@@ -54,6 +64,8 @@ def validate_command(
         print_json(report.to_json())
     else:
         stdout_console().print(render(report))
+        if report.drift is not None:
+            stdout_console().print(render_drift(report.drift))
     report.raise_if_failed()
 
 

@@ -16,6 +16,7 @@ from pipeline.cli.options import (
     DumpIrOption,
     EmbedWeightsOption,
     FormatOption,
+    GroupSizeOption,
     ModelArgument,
     PrecisionOption,
     RoutesOption,
@@ -34,6 +35,7 @@ from tuning_db.records import Mode
 if TYPE_CHECKING:
     from pipeline.jobs import CompileResult, TuneResult
     from pipeline.manifest import KernelEntry, Manifest
+    from pipeline.passes.module import LoweringOptions
     from pipeline.prepare import ModelRequest
     from pipeline.rerank import RerankReport
 
@@ -68,6 +70,7 @@ def tune(
         float | None, typer.Option("--time-budget", min=1.0, metavar="S", help="Seconds of tuning.")
     ] = None,
     precision: PrecisionOption = None,
+    group_size: GroupSizeOption = None,
     shape: ShapeOption = None,
     out: OutOption = None,
     seed: SeedOption = 0,
@@ -105,7 +108,8 @@ def tune(
     from pipeline.tuning.options import SEARCHED_ROUTES
     from pipeline.tuning.progress import ConsoleProgress
 
-    request = _model_request(model, shape, target, precision, disable_pass, dump_ir, embed_weights, seed, routes)
+    lowering = _lowering_options(precision, group_size, disable_pass, dump_ir, embed_weights)
+    request = _model_request(model, shape, target, lowering, seed, routes)
     level = options_for(effort, trials, time_budget)
     options = replace(
         level,
@@ -140,6 +144,7 @@ def compile_command(
         bool, typer.Option("--record/--no-record", help="Note the artifact and its validation in the database.")
     ] = False,
     precision: PrecisionOption = None,
+    group_size: GroupSizeOption = None,
     shape: ShapeOption = None,
     out: OutOption = None,
     seed: SeedOption = 0,
@@ -153,7 +158,8 @@ def compile_command(
     """Compile a model from records, without measuring; tasks without one take a template's default or the fallback."""
     from pipeline.jobs import compile_model
 
-    request = _model_request(model, shape, target, precision, disable_pass, dump_ir, embed_weights, seed, routes)
+    lowering = _lowering_options(precision, group_size, disable_pass, dump_ir, embed_weights)
+    request = _model_request(model, shape, target, lowering, seed, routes)
     result = compile_model(
         request,
         out or _default_out(model, target),
@@ -175,26 +181,29 @@ def register(app: typer.Typer) -> None:
     app.command(name="compile")(compile_command)
 
 
-def _model_request(
-    model: str,
-    shape: list[str] | None,
-    target: str,
+def _lowering_options(
     precision: str | None,
+    group_size: int | None,
     disable_pass: list[str] | None,
     dump_ir: Path | None,
     embed_weights: bool,
-    seed: int,
-    routes: str | None,
-) -> ModelRequest:
+) -> LoweringOptions:
     from pipeline.passes.module import LoweringOptions
-    from pipeline.prepare import ModelRequest
 
-    lowering = LoweringOptions(
+    return LoweringOptions(
         precision=precision,
+        group_size=group_size,
         disabled_passes=frozenset(disable_pass or ()),
         dump_dir=dump_ir,
         embed_weights=embed_weights,
     )
+
+
+def _model_request(
+    model: str, shape: list[str] | None, target: str, lowering: LoweringOptions, seed: int, routes: str | None
+) -> ModelRequest:
+    from pipeline.prepare import ModelRequest
+
     return ModelRequest(
         source=model,
         shapes=parse_shapes(shape),

@@ -31,7 +31,13 @@ OutcomeDatabaseOption = Annotated[
 ]
 PrecisionOption = Annotated[
     str | None,
-    typer.Option("--precision", help="Compute precision, asked for by name (fp16). Default: the graph's own."),
+    typer.Option(
+        "--precision", help="fp32, tf32, fp16, bf16, w8a16 or w4a16: asked for by name. Default: the graph's own."
+    ),
+]
+GroupSizeOption = Annotated[
+    int | None,
+    typer.Option("--group-size", metavar="N", help="Weights with one scale (w8a16, w4a16), 0: a column. Default: 128."),
 ]
 ShapeOption = Annotated[
     list[str] | None,

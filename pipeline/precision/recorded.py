@@ -1,0 +1,92 @@
+"""`PolicyEntry`: what a manifest states about precision, tensor kind by tensor kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from models import OnnxModel, TensorSpec
+from models.inputs import InputKind, describe_inputs
+from pipeline.precision.policy import PrecisionPolicy
+
+# The name where a graph's own dtypes stay and are not all float32.
+AS_GIVEN = "as given"
+
+
+@dataclass(frozen=True)
+class PolicyEntry:
+    """What an artifact's tensors are held in.
+
+    Attributes
+    ----------
+    name
+        Of the policy; `AS_GIVEN` for a graph that is not in float32 and was compiled as it is.
+    weights, activations, accumulators, norms, group_size, scale_dtype
+        See `pipeline.precision.policy.PrecisionPolicy`.
+    kv_cache
+        Of the inputs that hold keys and values of tokens before; "none" where there are none.
+    quantised_nodes
+        Names of the ONNX matmuls whose weights are quantised; other weights are held as activations are.
+    """
+
+    name: str
+    weights: str
+    activations: str
+    accumulators: str
+    norms: str
+    kv_cache: str
+    group_size: int | None = None
+    scale_dtype: str | None = None
+    quantised_nodes: tuple[str, ...] = ()
+
+    @property
+    def weight_bits(self) -> int | None:
+        """Bits of a quantised weight, None where weights are floats."""
+        return {"uint8": 8, "uint4": 4}.get(self.weights) if self.quantised_nodes else None
+
+
+def policy_entry(
+    policy: PrecisionPolicy | None,
+    model: OnnxModel,
+    weights: Mapping[str, np.ndarray],
+    quantised_nodes: tuple[str, ...],
+    graph_dtype: str,
+) -> PolicyEntry:
+    """Return the entry of a lowered model.
+
+    Parameters
+    ----------
+    policy : PrecisionPolicy or None
+        What was asked for.
+    weights : mapping
+        The weights as they are stored, for a graph that was compiled as it is.
+    graph_dtype : str
+        The dtype in which the graph as given computes.
+    """
+    cache = ", ".join(sorted({spec.dtype for spec in _caches(model)})) or "none"
+    if policy is not None:
+        return PolicyEntry(
+            policy.name, policy.weights, policy.activations, policy.accumulators, policy.norms, cache,
+            policy.group_size, policy.scale_dtype, quantised_nodes,
+        )  # fmt: skip
+    stored = _largest_dtype(weights) or graph_dtype
+    name = "fp32" if (stored, graph_dtype) == ("float32", "float32") else AS_GIVEN
+    accumulators = "float64" if graph_dtype == "float64" else "float32"
+    norms = graph_dtype if graph_dtype in ("float32", "float64") else "float32"
+    return PolicyEntry(name, stored, graph_dtype, accumulators, norms, cache)
+
+
+def _caches(model: OnnxModel) -> list[TensorSpec]:
+    kinds = {rule.name: rule.kind for rule in describe_inputs(model)}
+    return [spec for spec in model.inputs if kinds[spec.name] is InputKind.CACHE]
+
+
+def _largest_dtype(weights: Mapping[str, np.ndarray]) -> str | None:
+    """Return the dtype of most of the bytes of matrices, None without any."""
+    sizes: dict[str, int] = {}
+    for array in weights.values():
+        if array.ndim > 1:
+            sizes[str(array.dtype)] = sizes.get(str(array.dtype), 0) + array.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
