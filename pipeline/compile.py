@@ -14,8 +14,10 @@ from tvm.target import codegen
 from pipeline.codegen.cuda_graph import capture_whole_function, fix_output_memory
 from pipeline.codegen.finish import device_toolchain, finish_kernels
 from pipeline.codegen.planned_memory import planned_bytes
+from pipeline.determinism import describe_determinism
 from pipeline.errors import LoweringError
 from pipeline.kernel_hash import kernel_hash
+from pipeline.manifest import DeterminismEntry
 from pipeline.passes import plan_memory_passes
 from pipeline.passes.module import LoweredModule
 from pipeline.selection import TVM_ERRORS, KernelChoice
@@ -45,6 +47,8 @@ class CompiledModule:
         PrimFunc -> kernels that one call of it launches on a GPU; empty for a CPU.
     kernel_hashes
         PrimFunc -> what it was scheduled to (`pipeline.kernel_hash`).
+    determinism
+        What it promises about equal bits.
     """
 
     lowered: LoweredModule
@@ -56,6 +60,7 @@ class CompiledModule:
     planned_bytes: int | None = None
     launches: Mapping[str, int] = field(default_factory=dict)
     kernel_hashes: Mapping[str, str] = field(default_factory=dict)
+    determinism: DeterminismEntry | None = None
 
 
 def compile_module(
@@ -93,6 +98,7 @@ def compile_module(
             mod = capture_whole_function(mod, len(lowered.graph.inputs))
         mod = apply_fallback(mod, target.target)
         hashes = {name: kernel_hash(mod[name]) for name in lowered.kernels}
+        determinism = describe_determinism({name: mod[name] for name in lowered.kernels}, choices, target)
         mod = finish_kernels(mod, target.target)
         on_gpu = lowered.kernels if target.kind == "cuda" else ()
         launches = {name: count_launches(mod[name]) for name in on_gpu}
@@ -101,7 +107,9 @@ def compile_module(
         planned = planned_bytes(mod)
     with _timed(seconds, "codegen"), device_toolchain(target.target), _pass_context(graph), target.target:
         executable = _generate(mod, target, lowered.graph.name)
-    return CompiledModule(lowered, tuple(choices), target, executable, graph, seconds, planned, launches, hashes)
+    return CompiledModule(
+        lowered, tuple(choices), target, executable, graph, seconds, planned, launches, hashes, determinism
+    )
 
 
 def portable_host(target: ResolvedTarget) -> ResolvedTarget:

@@ -94,6 +94,7 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
             lowered.options.policy, model, lowered.weights, lowered.quantised_nodes, compute_dtype(model)
         ),
         memory=MemoryEntry(compiled.planned_bytes, sum(array.nbytes for array in lowered.weights.values())),
+        deterministic=compiled.determinism,
     )
 
 

@@ -115,6 +115,25 @@ class MemoryEntry:
 
 
 @dataclass(frozen=True)
+class DeterminismEntry:
+    """Whether the artifact promises the same bits for the same inputs, on one machine, run after run.
+
+    Attributes
+    ----------
+    bitwise
+        The promise.
+    any_threads
+        Whether it holds for any number of CPU threads too; None for a GPU.
+    rests_on
+        What the promise rests on, or why there is none.
+    """
+
+    bitwise: bool
+    any_threads: bool | None
+    rests_on: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class KernelEntry:
     """One kernel: which ONNX nodes it computes and where it came from.
 
@@ -175,6 +194,8 @@ class Manifest:
         What it takes on the device; None in artifacts of versions that did not say.
     policy
         What weights, activations, accumulators and KV cache are held in; None where a version before did not say.
+    deterministic
+        Its determinism contract; None where a version before did not say.
     """
 
     model: str
@@ -194,6 +215,7 @@ class Manifest:
     validation: Mapping[str, object] | None = None
     memory: MemoryEntry | None = None
     policy: PolicyEntry | None = None
+    deterministic: DeterminismEntry | None = None
 
     @property
     def launches(self) -> int | None:
@@ -274,7 +296,12 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         validation=data["validation"],
         memory=MemoryEntry(**data["memory"]) if data.get("memory") else None,
         policy=_policy(data["policy"]) if data.get("policy") else None,
+        deterministic=_determinism(data["deterministic"]) if data.get("deterministic") else None,
     )
+
+
+def _determinism(entry: dict[str, Any]) -> DeterminismEntry:
+    return DeterminismEntry(**{**entry, "rests_on": tuple(entry["rests_on"])})
 
 
 def _policy(entry: dict[str, Any]) -> PolicyEntry:

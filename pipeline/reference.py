@@ -116,6 +116,22 @@ def compute_dtype(model: OnnxModel) -> str:
     return next((spec.dtype for spec in model.outputs if "float" in spec.dtype), "float32")
 
 
+def longest_reduction(model: OnnxModel) -> int:
+    """Return how many products the longest sum over a weight adds up; 0 without matmuls or convolutions of weights."""
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in model.proto.graph.initializer}
+    longest = 0
+    for node in model.proto.graph.node:
+        shape = shapes.get(node.input[1], ()) if len(node.input) > 1 else ()
+        if node.op_type == "MatMul" and len(shape) >= 2:
+            longest = max(longest, shape[-2])
+        elif node.op_type == "Gemm" and len(shape) == 2:
+            turned = any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
+            longest = max(longest, shape[1 if turned else 0])
+        elif node.op_type == "Conv" and len(shape) > 2:
+            longest = max(longest, int(np.prod(shape[1:])))
+    return longest
+
+
 def upcast_to_float32(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy of the graph in which all half-precision work is done in float32.
 

@@ -7,7 +7,8 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -28,6 +29,10 @@ from pipeline.threads import configure_threads, default_threads
 from schedules.targets import resolve_target
 
 _SAVED_MAIN = "relaxtune_saved_main"
+
+# What the virtual machine calls before and after each call it makes: (function, its name, whether before, what it
+# returned, arguments) -> a `tvm.runtime.vm.VMInstrumentReturnKind`.
+Instrument = Callable[..., int]
 
 
 class Module:
@@ -162,6 +167,26 @@ class Module:
     def synchronise(self) -> None:
         """Wait until the device has finished all that was started."""
         self._device.sync()
+
+    @contextmanager
+    def instrumented(self, instrument: Instrument) -> Iterator[None]:
+        """Have every call of the virtual machine go by `instrument` inside the block; for diagnosis.
+
+        Raises
+        ------
+        PipelineError
+            The module runs as a CUDA graph, whose kernels the machine does not call one by one.
+        """
+        if self._manifest.target.cuda_graph:
+            raise PipelineError(
+                f"{self._manifest.model} runs as one CUDA graph, inside which no kernel can be watched; compile it "
+                "without a graph for that"
+            )
+        self._machine.set_instrument(instrument)
+        try:
+            yield
+        finally:
+            self._machine.set_instrument(None)
 
     def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # TVM keeps one thread pool for each calling thread, so every thread sets its own.

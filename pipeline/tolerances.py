@@ -69,14 +69,33 @@ class KernelTolerance:
 EXACT = Tolerance(0.0, 0.0)
 EXACT_KERNEL = KernelTolerance(0.0, 0.0)
 
-# (storage dtype, accumulator dtype) -> tolerance of a whole model.
-MODEL_TOLERANCES: dict[tuple[str, str], Tolerance] = {
-    ("float64", "float64"): Tolerance(1e-9, 1e-9),
-    ("float32", "float32"): Tolerance(1e-4, 1e-4),
-    ("float16", "float32"): Tolerance(2e-2, 2e-2),
-    ("float16", "float16"): Tolerance(1e-1, 1e-1),
-    ("bfloat16", "float32"): Tolerance(1e-1, 1e-1),
-}
+
+@dataclass(frozen=True)
+class ToleranceRow:
+    """One row of the table: what holds for models that store in `storage` and sum at most `reduction_max` products.
+
+    `reduction_max` None is any length; rows of one pair of dtypes stand in the order of their lengths.
+    """
+
+    storage: str
+    accumulator: str
+    reduction_max: int | None
+    tolerance: Tolerance
+    reason: str
+
+
+# The table of whole models; `docs/validation.md` shows it.
+TOLERANCE_TABLE = (
+    ToleranceRow("float64", "float64", None, Tolerance(1e-9, 1e-9), "18 sqrt(131072) u = 7e-13, and libm's functions"),
+    ToleranceRow("float32", "float32", 8192, Tolerance(1e-4, 1e-4), "u = 6e-8, 18 sqrt(8192) u = 1e-4"),
+    ToleranceRow("float32", "float32", None, Tolerance(4e-4, 4e-4), "18 sqrt(131072) u = 4e-4"),
+    ToleranceRow("float16", "float32", None, Tolerance(2e-2, 2e-2), "u = 4.9e-4 of the storage, 18 u = 9e-3, twice"),
+    ToleranceRow("float16", "float16", 4096, Tolerance(1e-1, 1e-1), "sqrt(4096) u = 3e-2 in a dot product, three times"),
+    ToleranceRow("bfloat16", "float32", None, Tolerance(1e-1, 1e-1), "u = 3.9e-3 of the storage, 18 u = 7e-2"),
+)  # fmt: skip
+
+# A tensor this many roundings from the inputs, or nearer, is given the tolerance of that depth.
+_SHALLOW = 10
 
 # Of a kernel: eps of the coarsest dtype for the roundings of a value, and of eps * sqrt(K) for a sum's.
 _ROUNDINGS = 4.0
@@ -97,7 +116,7 @@ _PRECISIONS = {
 }
 
 
-def model_tolerance(compute_dtype: str, precision: str | None = None) -> Tolerance:
+def model_tolerance(compute_dtype: str, precision: str | None = None, reduction: int = 0) -> Tolerance:
     """Return the default tolerance of a model's outputs.
 
     Parameters
@@ -106,11 +125,44 @@ def model_tolerance(compute_dtype: str, precision: str | None = None) -> Toleran
         The dtype in which the graph as given computes (its widest common float: "float32", "float16", ...).
     precision : str or None
         The precision asked for by name, which overrides the graph's own.
+    reduction : int
+        The products that its longest sum adds up.
     """
     if precision is not None:
-        return MODEL_TOLERANCES[_PRECISIONS[precision]]
-    accumulator = "float64" if compute_dtype == "float64" else "float32"
-    return MODEL_TOLERANCES.get((compute_dtype, accumulator), EXACT)
+        dtypes = _PRECISIONS[precision]
+    else:
+        dtypes = (compute_dtype, "float64" if compute_dtype == "float64" else "float32")
+    rows = [row for row in TOLERANCE_TABLE if (row.storage, row.accumulator) == dtypes]
+    for row in rows:
+        if row.reduction_max is None or reduction <= row.reduction_max:
+            return row.tolerance
+    return rows[-1].tolerance if rows else EXACT
+
+
+def tensor_tolerance(outputs: Tolerance, depth: int, deepest: int) -> Tolerance:
+    """Return the tolerance of a tensor inside a model, so that drift that has just begun is not taken for none.
+
+    Errors grow with the square root of the roundings passed, so a tensor at `depth` of `deepest` may be off by the
+    square root of that share of what the outputs may; the shallowest are given some more.
+    """
+    share = math.sqrt((min(depth, deepest) + _SHALLOW) / (max(deepest, 1) + _SHALLOW))
+    return Tolerance(outputs.rtol * share, outputs.atol * share)
+
+
+def table_markdown() -> str:
+    """Return the table of whole models as Markdown, for the documentation."""
+    lines = [
+        "| storage | accumulator | longest sum | rtol | atol (x max(1, RMS)) | why |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in TOLERANCE_TABLE:
+        longest = "any" if row.reduction_max is None else f"<= {row.reduction_max}"
+        lines.append(
+            f"| {row.storage} | {row.accumulator} | {longest} | {row.tolerance.rtol:g} | {row.tolerance.atol:g} | "
+            f"{row.reason} |"
+        )
+    lines.append("| integers, bool | | | 0 | 0 | equal |")
+    return "\n".join(lines) + "\n"
 
 
 def kernel_tolerance(func: tirx.PrimFunc) -> KernelTolerance:

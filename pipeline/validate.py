@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from rich.table import Table
 
 from models import OnnxModel, TensorSpec
 from models.inputs import random_inputs
-from pipeline.drift import DriftOptions, DriftReport, inputs_source, measure_drift, measure_perplexity
+from pipeline.drift import DataSource, DriftOptions, DriftReport, inputs_source, measure_drift, measure_perplexity
 from pipeline.errors import ValidationFailedError
 from pipeline.instrument import poisoned_kernels
 from pipeline.reference import Reference, compute_dtype, longest_reduction
@@ -103,12 +103,51 @@ class OutputReport:
             return None
         return float(min(values) if measure in {"cosine", "argmax_agreement"} else max(values))
 
+    @property
+    def histogram(self) -> tuple[int, ...]:
+        """The samples' histograms added up, see `SampleComparison`; empty when no sample has one."""
+        return tuple(sum(counts) for counts in zip(*(s.histogram for s in self.samples if s.histogram), strict=True))
+
+
+@dataclass(frozen=True)
+class RepeatReport:
+    """Whether a module gives the same bits again.
+
+    Attributes
+    ----------
+    runs
+        How often each sample was run, the first time included; other samples ran in between.
+    differing
+        Outputs that were not the same bit for bit, with how many elements differed.
+    poisoned
+        Whether one of the runs had every kernel's output filled with NaN before, so that memory nobody wrote shows;
+        not done where kernels cannot be watched (CUDA graphs).
+    promised
+        Whether the artifact's manifest promises equal bits (`pipeline.determinism`); None where it says nothing.
+    """
+
+    runs: int
+    differing: Mapping[str, int]
+    poisoned: bool
+    promised: bool | None
+
+    @property
+    def identical(self) -> bool:
+        """Whether every output was the same bit for bit every time."""
+        return not self.differing
+
+    @property
+    def passed(self) -> bool:
+        """Whether the module keeps what it promises."""
+        return self.identical or self.promised is False
+
 
 @dataclass(frozen=True)
 class ValidationReport:
     """The result of a validation; `tolerance` is for float outputs, all others must be equal.
 
-    `drift` is the distance from the float32 original, which decides nothing.
+    `drift` is the distance from the float32 original, which decides nothing; `repeats` is None when every sample was
+    run once.
     """
 
     model: str
@@ -118,11 +157,17 @@ class ValidationReport:
     seed: int
     outputs: tuple[OutputReport, ...]
     drift: DriftReport | None = None
+    repeats: RepeatReport | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether every output passed in every sample."""
-        return all(output.passed for output in self.outputs)
+        """Whether every output passed in every sample, and runs were repeatable as promised."""
+        return all(output.passed for output in self.outputs) and (self.repeats is None or self.repeats.passed)
+
+    @property
+    def failed_sample(self) -> int | None:
+        """The number of the first sample in which an output failed, None when all passed."""
+        return min((s.sample for output in self.outputs for s in output.samples if not s.passed), default=None)
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain JSON data, with the worst of each measure beside the samples."""
@@ -153,8 +198,8 @@ class ValidationReport:
         if self.repeats is not None and not self.repeats.passed:
             names = ", ".join(f"{name!r} in {count} elements" for name, count in self.repeats.differing.items())
             again = (
-                f"{self.model} gave other bits when it was run again on the same inputs: {names}. A kernel reads memory "
-                "that nobody wrote, or sums in an order that changes; `relaxtune validate --bisect` looks for it"
+                f"{self.model} gave other bits when it was run again on the same inputs: {names}. A kernel reads "
+                "memory that nobody wrote, or sums in an order that changes; `relaxtune validate --bisect` looks for it"
             )
             raise ValidationFailedError(
                 again if not failed else f"{again}. It also disagrees with ONNX Runtime: {failed}"
@@ -185,6 +230,8 @@ def validate(
     seed: int = 0,
     dims: Mapping[str, int] | None = None,
     drift: DriftOptions | None = None,
+    inputs: Sequence[Mapping[str, np.ndarray]] | None = None,
+    repeats: int = DEFAULT_REPEATS,
 ) -> ValidationReport:
     """Return how a module's outputs compare with ONNX Runtime's on the original model.
 
@@ -202,6 +249,11 @@ def validate(
         Sizes of symbolic axes; those not given are chosen small.
     drift : DriftOptions or None
         What the drift report is to hold beside its defaults.
+    inputs : sequence of mappings or None
+        Samples of the caller's own, in place of `samples`, `seed` and `dims`.
+    repeats : int
+        How often each sample is run; from 2 on, all runs must give the same bits unless the manifest says that they may
+        not. One of the further runs has the outputs of kernels filled with NaN first.
 
     Raises
     ------
@@ -209,15 +261,66 @@ def validate(
         The module and the model have no output in common. (A comparison that fails is a report, not an exception.)
     """
     loaded = module if isinstance(module, Module) else Module.load(module)
-    default = model_tolerance(compute_dtype(model), loaded.manifest.precision)
+    default = default_tolerance(loaded, model)
     tolerance = Tolerance(default.rtol if rtol is None else rtol, default.atol if atol is None else atol)
     reference = Reference(model, policy=loaded.manifest.policy)
-    observations = observe(loaded, model, reference, samples=samples, seed=seed, dims=dims)
+    if inputs is None:
+        observations = observe(loaded, model, reference, samples=samples, seed=seed, dims=dims)
+    else:
+        observations = [Observation(reference.run(sample), loaded.run(sample), sample) for sample in inputs]
     report = compare(
         observations, loaded.outputs, tolerance, model=model.name, reference=reference.description, seed=seed
     )
     distance = _drift_of(loaded, model, reference, observations, seed, dims or {}, drift or DriftOptions())
-    return replace(report, drift=distance)
+    again = repeat_runs(loaded, observations, repeats) if repeats > 1 else None
+    return replace(report, drift=distance, repeats=again)
+
+
+def default_tolerance(module: Module, model: OnnxModel) -> Tolerance:
+    """Return what a module's outputs may differ from the model's: by dtypes, precision and the longest sum."""
+    return model_tolerance(compute_dtype(model), module.manifest.precision, longest_reduction(model))
+
+
+def repeat_runs(module: Module, observations: Sequence[Observation], runs: int) -> RepeatReport:
+    """Return whether a module gives again what it gave, bit for bit; the samples take turns.
+
+    Parameters
+    ----------
+    module : Module
+        Loaded.
+    observations : sequence of Observation
+        What it gave the first time.
+    runs : int
+        How often it is run on each sample, the first time included.
+    """
+    differing: dict[str, int] = {}
+    poisoned = not module.manifest.target.cuda_graph
+    for run in range(1, runs):
+        for seen in observations:
+            with poisoned_kernels(module) if poisoned and run == 1 else nullcontext():
+                again = module.run(seen.inputs)
+            for name, array in again.items():
+                count = differing_bits(seen.got[name], array)
+                if count:
+                    differing[name] = max(count, differing.get(name, 0))
+    promised = module.manifest.deterministic
+    return RepeatReport(runs, differing, poisoned, None if promised is None else promised.bitwise)
+
+
+def differing_bits(a: np.ndarray, b: np.ndarray) -> int:
+    """Return how many elements of two arrays of one dtype and shape differ in any bit; NaN equals the same NaN."""
+    if not a.size:
+        return 0
+    left, right = (np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(x.size, -1) for x in (a, b))
+    return int(np.count_nonzero((left != right).any(axis=1)))
+
+
+def sample_inputs(
+    model: OnnxModel, *, samples: int, seed: int, dims: Mapping[str, int] | None = None
+) -> list[dict[str, np.ndarray]]:
+    """Return the random inputs that a model is validated with."""
+    sizes = default_dims(model) | dict(dims or {})
+    return [random_inputs(model, seed=seed, sample=sample, dims=sizes) for sample in range(samples)]
 
 
 def observe(
@@ -245,15 +348,16 @@ def _drift_of(
 ) -> DriftReport:
     """Return the distance from the model as given; its outputs are computed where the reference has other weights."""
     sizes = default_dims(model) | dict(dims)
-    inputs = [random_inputs(model, seed=seed, sample=sample, dims=sizes) for sample in range(len(observations))]
+    inputs = [seen.inputs for seen in observations]
     original = Reference(model) if reference.quantised else reference
     expected = [seen.expected for seen in observations] if original is reference else [*map(original.run, inputs)]
     outputs = measure_drift(model, expected, [seen.got for seen in observations], options.logits)
-    data, perplexity = (inputs_source(inputs, seed),), None
+    data: list[DataSource] = [inputs_source(inputs, seed)]
+    perplexity = None
     if options.tokens is not None:
         perplexity = measure_perplexity(model, original.run, module.run, options, sizes)
-        data = (*data, perplexity.data)
-    return DriftReport(module.manifest.precision, original.description, data, outputs, perplexity)
+        data.append(perplexity.data)
+    return DriftReport(module.manifest.precision, original.description, tuple(data), outputs, perplexity)
 
 
 def default_dims(model: OnnxModel) -> dict[str, int]:

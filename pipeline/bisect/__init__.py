@@ -1,0 +1,8 @@
+"""From a wrong result to what brought it in: the ONNX node, the pass, the kernel, and a script that shows it."""
+
+from __future__ import annotations
+
+from pipeline.bisect.result import Bisection, Culprit, FaultyKernel, FaultyPass, render
+from pipeline.bisect.search import bisect
+
+__all__ = ["Bisection", "Culprit", "FaultyKernel", "FaultyPass", "bisect", "render"]

@@ -1,0 +1,111 @@
+"""Reference kernels: PrimFuncs compiled for the host as they are, without a schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import tvm
+from tvm import s_tir, tirx
+from tvm.runtime import Tensor
+
+from pipeline.bisect.trace import CallSite, Replacement, output_tensors
+from pipeline.codegen.finish import finish_kernels
+from pipeline.tolerances import KernelTolerance, kernel_tolerance
+from pipeline.tuning.mismatch import find_mismatch
+from pipeline.tuning.tasks import as_workload, untunable_reason
+from schedules.fallback import apply_fallback
+
+# Unscheduled code compiles in a tenth of the time at LLVM's level 0, and does some 0.05 GFLOP/s there. Above this many
+# operations the default schedules and LLVM's optimiser are worth their seconds.
+PLAIN_FLOPS_MAX = 5e8
+
+# Root mean square of the arguments that the tolerances of kernels are made for, uniform in [-1, 1).
+_UNIFORM_RMS = 1 / math.sqrt(3)
+
+
+def ready_for_host(mod: tvm.ir.IRModule, host: tvm.target.Target) -> tuple[tvm.ir.IRModule, tvm.target.Target]:
+    """Return a module of unscheduled PrimFuncs as it can be compiled for the host, and the target for that.
+
+    Small models stay without a schedule and are compiled without optimisation; large ones take the default schedules.
+    """
+    if total_flops(mod) > PLAIN_FLOPS_MAX:
+        return finish_kernels(apply_fallback(mod, host), host), host
+    # Without the target's own host, which would be compiled for instead and has no such level.
+    own = {str(key): value for key, value in host.export().items() if str(key) != "host"}
+    plain = tvm.target.Target({**own, "opt-level": 0})
+    return finish_kernels(mod, plain), plain
+
+
+def total_flops(mod: tvm.ir.IRModule) -> float:
+    """Return the operations of one run of each PrimFunc; those of symbolic shapes count nothing."""
+    functions = [func for _, func in mod.functions_items() if isinstance(func, tirx.PrimFunc)]
+    static = [func for func in functions if untunable_reason(func) is None]
+    return sum(float(s_tir.analysis.estimate_tir_flops(as_workload(func))) for func in static)
+
+
+class ReferenceKernels:
+    """The PrimFuncs of a lowered module on the host, to check a module's kernels with or to put in their place."""
+
+    def __init__(self, mod: tvm.ir.IRModule, host: tvm.target.Target) -> None:
+        """Compile every PrimFunc of an unscheduled module."""
+        functions = {str(var.name_hint): func for var, func in mod.functions_items() if isinstance(func, tirx.PrimFunc)}
+        self._accepted = {name: kernel_tolerance(func) for name, func in functions.items()}
+        named = {name: func.with_attr("global_symbol", name) for name, func in functions.items()}
+        ready, target = ready_for_host(tvm.IRModule(named), host)
+        with tvm.transform.PassContext(opt_level=3), target:
+            self._code = tvm.compile(ready, target).jit()
+
+    def replacement(self, call: CallSite) -> Replacement:
+        """Return a stand-in for a kernel: it computes on the host what the kernel would write on its device."""
+
+        def run(*arguments: object) -> None:
+            for tensor, array in zip(output_tensors(call, arguments), self.compute(call, arguments), strict=True):
+                tensor.copyfrom(array)
+
+        return run
+
+    def compute(self, call: CallSite, arguments: Sequence[object]) -> list[np.ndarray]:
+        """Return what the outputs of a call should be; its arguments stay as they are."""
+        outputs = {id(tensor) for tensor in output_tensors(call, arguments)}
+        given: list[object] = []
+        results: list[Tensor] = []
+        for argument in arguments:
+            if not isinstance(argument, Tensor):
+                given.append(argument)
+                continue
+            array = np.zeros(argument.shape, argument.numpy().dtype) if id(argument) in outputs else argument.numpy()
+            tensor = tvm.runtime.tensor(array)
+            given.append(tensor)
+            if id(argument) in outputs:
+                results.append(tensor)
+        self._code[call.function](*given)
+        return [result.numpy() for result in results]
+
+    def find_fault(self, call: CallSite, arguments: Sequence[object]) -> str | None:
+        """Return how what a kernel wrote differs from the reference on the same arguments; None within tolerance."""
+        outputs = output_tensors(call, arguments)
+        inputs = [a.numpy() for a in arguments if isinstance(a, Tensor) and not any(a is o for o in outputs)]
+        accepted = _scaled(self._accepted[call.function], inputs)
+        for tensor, expected in zip(outputs, self.compute(call, arguments), strict=True):
+            mismatch = find_mismatch(tensor.numpy(), expected, accepted)
+            if mismatch is not None:
+                return mismatch
+        return None
+
+
+def _scaled(accepted: KernelTolerance, inputs: Sequence[np.ndarray]) -> KernelTolerance:
+    """Return a kernel's tolerance for arguments larger than those it was made for.
+
+    What sums of products are off by grows as the products do: with the sizes of the two largest operands.
+    """
+    sizes = sorted((_rms(array) / _UNIFORM_RMS for array in inputs if array.dtype.kind in "fV"), reverse=True)
+    growth = max(1.0, math.prod(sizes[:2]))
+    return KernelTolerance(accepted.rtol, accepted.atol, accepted.accumulated * growth)
+
+
+def _rms(array: np.ndarray) -> float:
+    values = array.astype(np.float64)
+    values = values[np.isfinite(values)]
+    return float(np.sqrt(np.mean(values**2))) if values.size else 0.0

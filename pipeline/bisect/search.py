@@ -1,0 +1,261 @@
+"""Find what brought a wrong result in: first among the kernels, then among the passes, then in the import.
+
+1. Every kernel of the artifact runs once, its outputs filled with NaN before; what it wrote is compared with the same
+   PrimFunc without a schedule on the same arguments. Then all kernels are replaced by those references: if the results
+   are right now, a kernel is to blame, the first that differed, or, where each alone is within tolerance, the one found
+   by replacing them by halves.
+2. Else the graph is run after a part of the passes, by halves: the first pass after which the results are wrong is to
+   blame. If they are wrong before any pass, the import is.
+3. The ONNX node is the first whose tensor is wrong, by comparing the wrong run with the last right one
+   (`pipeline.bisect.matching`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from models import OnnxModel
+from pipeline.bisect.matching import Divergence, TensorMatcher
+from pipeline.bisect.plain_kernels import ReferenceKernels
+from pipeline.bisect.result import Bisection, Culprit, FaultyKernel, FaultyPass
+from pipeline.bisect.stages import StageRun, Stages
+from pipeline.bisect.subject import Subject, make_subject
+from pipeline.bisect.tensors import onnx_tensors
+from pipeline.bisect.trace import CallSite, TracedCall
+from pipeline.runtime import Module
+from pipeline.tolerances import Tolerance
+from pipeline.validate import SampleComparison, compare_arrays
+
+logger = logging.getLogger(__name__)
+
+
+def bisect(
+    module: Module,
+    model: OnnxModel,
+    inputs: Mapping[str, np.ndarray],
+    tolerance: Tolerance,
+    *,
+    database: str | Path | None = None,
+) -> Bisection | None:
+    """Return what makes a module's outputs wrong on an input, or None when they are right.
+
+    Parameters
+    ----------
+    module : Module
+        A loaded artifact.
+    model : OnnxModel
+        The model it was compiled from, at the artifact's shapes.
+    inputs : mapping
+        Input name -> array; symbolic axes have the sizes of these arrays throughout.
+    tolerance : Tolerance
+        What its outputs may differ from ONNX Runtime's.
+    database : str, Path or None
+        The tuning database of the artifact's records; only a module that runs as a CUDA graph needs it.
+
+    Raises
+    ------
+    PipelineError
+        The model cannot be lowered again, or the artifact is not what this version makes of it.
+    """
+    return _Search(module, model, inputs, tolerance, database).run()
+
+
+class _Search:
+    def __init__(
+        self,
+        module: Module,
+        model: OnnxModel,
+        inputs: Mapping[str, np.ndarray],
+        tolerance: Tolerance,
+        database: str | Path | None,
+    ) -> None:
+        self._inputs = inputs
+        self._tolerance = tolerance
+        self._model = model
+        self._tensors = onnx_tensors(model, inputs, module.manifest.policy)
+        self._matcher = TensorMatcher(self._tensors, tolerance)
+        self._subject: Subject = make_subject(module, model, database)
+        self._tried: list[str] = []
+
+    def run(self) -> Bisection | None:
+        faults: list[tuple[CallSite, str]] = []
+        references = ReferenceKernels(self._subject.lowered.mod, self._subject.host)
+
+        def check(call: CallSite, arguments: Sequence[object]) -> None:
+            reason = references.find_fault(call, arguments)
+            if reason is not None:
+                faults.append((call, reason))
+
+        plain, _ = self._subject.run(self._inputs)
+        poisoned, trace = self._subject.run(self._inputs, poison=True, after=check)
+        outputs = plain if self._wrong(plain) else poisoned
+        if not self._wrong(outputs):
+            return None
+        self._note(
+            f"{len(trace)} kernels compared with their unscheduled form: "
+            + (f"{len(faults)} differ, first {faults[0][0].function}" if faults else "none differs")
+        )
+        replaced, healthy = self._replaced(references, [call.function for call in self._subject.calls])
+        if not self._wrong(replaced):
+            self._note("all kernels replaced by their unscheduled form: results are right")
+            return self._kernel_to_blame(references, faults, trace, outputs, healthy)
+        self._note("all kernels replaced by their unscheduled form: results stay wrong")
+        return self._pass_to_blame(faults)
+
+    # Kernels
+
+    def _replaced(
+        self, references: ReferenceKernels, functions: Sequence[str]
+    ) -> tuple[dict[str, np.ndarray], list[TracedCall]]:
+        first = {call.function: call for call in reversed(self._subject.calls)}
+        replacements = {name: references.replacement(first[name]) for name in set(functions)}
+        return self._subject.run(self._inputs, poison=True, replacements=replacements)
+
+    def _kernel_to_blame(
+        self,
+        references: ReferenceKernels,
+        faults: Sequence[tuple[CallSite, str]],
+        trace: Sequence[TracedCall],
+        outputs: Mapping[str, np.ndarray],
+        healthy: Sequence[TracedCall],
+    ) -> Bisection:
+        functions = list(dict.fromkeys(call.function for call in self._subject.calls))
+        if not faults:
+            # Each is within tolerance alone: the first kernels that must be replaced together for right results.
+            count = _first_true(
+                lambda k: not self._wrong(self._replaced(references, functions[:k])[0]), 0, len(functions)
+            )
+            site = next(call for call in self._subject.calls if call.function == functions[count - 1])
+            faults = [(site, "within tolerance by itself; results are right once it and those before are replaced")]
+            self._note(f"kernels replaced by halves: right with the first {count} of {len(functions)} replaced")
+        blamed = list(dict.fromkeys(call.function for call, _ in faults))
+        if len(blamed) < len(functions):
+            right = not self._wrong(self._replaced(references, blamed)[0])
+            self._note(f"only {', '.join(blamed)} replaced: results are {'right' if right else 'wrong'}")
+        divergence = self._divergence(trace, outputs, self._matcher.learn(healthy))
+        kernels = tuple(self._faulty(call, reason) for call, reason in _first_of_each(faults))
+        nodes = tuple(node.label for node in divergence.nodes) if divergence else kernels[0].onnx_nodes
+        return self._result(Culprit.KERNEL, divergence, kernel=kernels[0], kernels=kernels, nodes=nodes)
+
+    def _faulty(self, call: CallSite, reason: str) -> FaultyKernel:
+        entry = self._subject.entry(call.function)
+        return FaultyKernel(
+            function=call.function,
+            onnx_nodes=call.onnx_nodes,
+            route=entry.route if entry is not None else "unknown",
+            record_id=entry.record_id if entry is not None else None,
+            decision_sha256=entry.decision_sha256 if entry is not None else None,
+            reason=reason,
+        )
+
+    # Passes
+
+    def _pass_to_blame(self, faults: Sequence[tuple[CallSite, str]]) -> Bisection:
+        lowered = self._subject.lowered
+        stages = Stages(lowered.graph, lowered.target, lowered.options, self._inputs)
+        runs: dict[int, StageRun] = {}
+
+        def wrong_after(count: int) -> bool:
+            runs[count] = stages.run(stages.steps[:count])
+            wrong = self._wrong(runs[count].outputs)
+            after = (
+                f"after pass {count} of {len(stages.steps)}, {stages.steps[count - 1].name}" if count else "as imported"
+            )
+            self._note(f"{after}: results are {'wrong' if wrong else 'right'}")
+            return wrong
+
+        kernels = tuple(self._faulty(call, reason) for call, reason in _first_of_each(faults))
+        if wrong_after(0):
+            known = self._matcher.guess(runs[0].trace)
+            return self._result(
+                Culprit.IMPORT, self._divergence(runs[0].trace, runs[0].outputs, known), kernels=kernels
+            )
+        if not wrong_after(len(stages.steps)):
+            return self._result(Culprit.RUNTIME, None, kernels=kernels)
+        count = _first_true(wrong_after, 0, len(stages.steps))
+        if count not in runs:
+            wrong_after(count)
+        if count - 1 not in runs:
+            wrong_after(count - 1)
+        step = stages.steps[count - 1]
+        healed = None
+        if not step.required:
+            others = [other for other in stages.steps if other is not step]
+            healed = not self._wrong(stages.run(others).outputs)
+            self._note(f"all passes but {step.name}: results are {'right' if healed else 'wrong'}")
+        before, after = runs[count - 1], runs[count]
+        divergence = self._divergence(after.trace, after.outputs, self._matcher.learn(before.trace))
+        blamed = FaultyPass(step.name, step.phase.value, not step.required, healed)
+        return self._result(Culprit.PASS, divergence, lowering_pass=blamed, kernels=kernels)
+
+    # Both
+
+    def _divergence(
+        self, trace: Sequence[TracedCall], outputs: Mapping[str, np.ndarray], known: Mapping[tuple[str, int], str]
+    ) -> Divergence | None:
+        wrong = frozenset(name for name in outputs if not self._comparison(name, outputs[name]).passed)
+        return self._matcher.find_divergence(trace, outputs, known, wrong)
+
+    def _wrong(self, outputs: Mapping[str, np.ndarray]) -> bool:
+        return any(not self._comparison(name, array).passed for name, array in outputs.items())
+
+    def _comparison(self, name: str, array: np.ndarray) -> SampleComparison:
+        expected = self._tensors.values.get(name)
+        if expected is None or expected.shape != array.shape:
+            shape = None if expected is None else expected.shape
+            return SampleComparison(0, False, f"expected shape {shape}, got {array.shape}")
+        return compare_arrays(expected, array, self._tolerance)
+
+    def _result(
+        self,
+        culprit: Culprit,
+        divergence: Divergence | None,
+        *,
+        kernel: FaultyKernel | None = None,
+        kernels: tuple[FaultyKernel, ...] = (),
+        lowering_pass: FaultyPass | None = None,
+        nodes: tuple[str, ...] = (),
+    ) -> Bisection:
+        first = divergence.nodes[0] if divergence and divergence.nodes else None
+        if divergence is not None:
+            nodes = tuple(node.label for node in divergence.nodes)
+        return Bisection(
+            model=self._model.name,
+            culprit=culprit,
+            node=first.label if first else next(iter(nodes), None),
+            op_type=first.op_type if first else None,
+            nodes=nodes,
+            tensor=divergence.tensor if divergence else None,
+            reason=divergence.comparison.reason if divergence else "",
+            kernel=kernel,
+            kernels=kernels,
+            lowering_pass=lowering_pass,
+            tried=tuple(self._tried),
+        )
+
+    def _note(self, text: str) -> None:
+        logger.info("bisect %s: %s", self._model.name, text)
+        self._tried.append(text)
+
+
+def _first_of_each(faults: Sequence[tuple[CallSite, str]]) -> list[tuple[CallSite, str]]:
+    """Return the first fault of each function."""
+    found: dict[str, tuple[CallSite, str]] = {}
+    for call, reason in faults:
+        found.setdefault(call.function, (call, reason))
+    return list(found.values())
+
+
+def _first_true(test: Callable[[int], bool], low: int, high: int) -> int:
+    """Return by halves the smallest number for which `test` holds, which is false for `low` and true for `high`."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        if test(middle):
+            high = middle
+        else:
+            low = middle
+    return high

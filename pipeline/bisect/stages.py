@@ -1,0 +1,94 @@
+"""The graph as it is after some of the passes, run on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.relax import backend
+from tvm.relax import transform as relax_pass
+from tvm.runtime import Tensor
+
+from pipeline.bisect.plain_kernels import ready_for_host
+from pipeline.bisect.trace import KernelWatch, TracedCall, kernel_calls
+from pipeline.errors import LoweringError
+from pipeline.importer.graph import ImportedGraph
+from pipeline.passes.module import LoweringOptions
+from pipeline.passes.pipeline import lowering_steps, plan_memory_passes
+from pipeline.passes.state import LoweringState
+from pipeline.passes.step import Step
+from pipeline.selection import TVM_ERRORS
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """What a graph computed after some passes: its outputs by name, and what each call of a PrimFunc wrote."""
+
+    outputs: Mapping[str, np.ndarray]
+    trace: tuple[TracedCall, ...]
+
+
+class Stages:
+    """An imported graph on one input, to be run after any of its passes with unscheduled kernels.
+
+    Operators that the passes have left are legalised by TVM's own passes, one kernel each.
+    """
+
+    def __init__(
+        self,
+        graph: ImportedGraph,
+        target: tvm.target.Target,
+        options: LoweringOptions,
+        inputs: Mapping[str, np.ndarray],
+    ) -> None:
+        """Take the passes as they are listed, less those that are switched off."""
+        self.steps = tuple(step for step in lowering_steps() if step.name not in options.disabled_passes)
+        self._graph = graph
+        self._target = target
+        self._options = options
+        self._inputs = inputs
+
+    def run(self, steps: Sequence[Step]) -> StageRun:
+        """Return what the graph computes after the given passes.
+
+        Raises
+        ------
+        LoweringError
+            The module cannot be compiled at this point.
+        """
+        state = LoweringState(graph=self._graph, target=self._target, options=self._options)
+        host = self._target.host if self._target.host is not None else self._target
+        try:
+            mod = self._apply(steps, state, host)
+            sources = state.sources or self._graph.source_map
+            calls = kernel_calls(mod, sources)
+            ready, target = ready_for_host(mod, host)
+            with tvm.transform.PassContext(opt_level=3), target:
+                planned = tvm.transform.Sequential(plan_memory_passes(target, cuda_graph=False))(ready)
+                machine = relax.VirtualMachine(relax.build(planned, target, relax_pipeline=None), tvm.cpu())
+        except TVM_ERRORS as e:
+            after = steps[-1].name if steps else "the import"
+            raise LoweringError(f"{self._graph.name} after {after} cannot be compiled for the host: {e}") from e
+        watch = KernelWatch(calls)
+        machine.set_instrument(watch)
+        given = [self._inputs[spec.name] for spec in self._graph.inputs]
+        arguments = [tvm.runtime.tensor(np.ascontiguousarray(array)) for array in (*given, *state.weights.values())]
+        result = machine["main"](*arguments)
+        fields = [result] if isinstance(result, Tensor) else list(result)
+        outputs = {spec.name: field.numpy() for spec, field in zip(self._graph.outputs, fields, strict=True)}
+        return StageRun(outputs, tuple(watch.trace))
+
+    def _apply(self, steps: Sequence[Step], state: LoweringState, host: tvm.target.Target) -> tvm.ir.IRModule:
+        mod = self._graph.mod
+        with self._target, tvm.transform.PassContext(opt_level=3):
+            for step in steps:
+                mod = step.run(mod, state)
+        rest = [
+            backend.DispatchSampling(), backend.DispatchSortScan(), relax_pass.LegalizeOps(), relax_pass.FuseTIR(),
+        ]  # fmt: skip
+        with host, tvm.transform.PassContext(opt_level=3):
+            finished: tvm.ir.IRModule = tvm.transform.Sequential(rest)(mod)
+        return finished

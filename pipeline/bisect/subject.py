@@ -1,0 +1,142 @@
+"""What is bisected: a loaded artifact, and the same model lowered again as its manifest says."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tvm
+
+from models import OnnxModel
+from pipeline.bisect.trace import CallSite, KernelWatch, Replacement, TracedCall, kernel_calls
+from pipeline.compile import compile_module
+from pipeline.environment import detect_environment
+from pipeline.export import write_artifact
+from pipeline.importer import import_model
+from pipeline.manifest import KernelEntry, Manifest
+from pipeline.passes import lower
+from pipeline.passes.module import LoweredModule, LoweringOptions
+from pipeline.runtime import Module
+from pipeline.selection import select_kernels
+from pipeline.tuning.tasks import extract_tasks
+from schedules.targets import ResolvedTarget, resolve_target
+from tuning_db.records import Mode, Route
+from tuning_db.store import TuningDatabase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An artifact under suspicion.
+
+    Attributes
+    ----------
+    module
+        Loaded, its kernels called one by one.
+    lowered, target
+        What the passes make of the model now, with the artifact's options and target.
+    calls
+        The kernels it runs, in order.
+    """
+
+    module: Module
+    lowered: LoweredModule
+    target: ResolvedTarget
+    calls: tuple[CallSite, ...]
+
+    @property
+    def host(self) -> tvm.target.Target:
+        """The CPU that references are computed on."""
+        target = self.target.target
+        return target.host if target.host is not None else target
+
+    def entry(self, function: str) -> KernelEntry | None:
+        """Return what the manifest says of a kernel."""
+        return next((kernel for kernel in self.module.manifest.kernels if kernel.function == function), None)
+
+    def run(
+        self,
+        inputs: Mapping[str, np.ndarray],
+        *,
+        poison: bool = False,
+        replacements: Mapping[str, Replacement] | None = None,
+        after: Callable[[CallSite, Sequence[object]], None] | None = None,
+    ) -> tuple[dict[str, np.ndarray], list[TracedCall]]:
+        """Return the artifact's outputs and what each of its kernels wrote, some of them replaced.
+
+        Raises
+        ------
+        PipelineError
+            Its kernels are not those that the passes make now.
+        """
+        watch = KernelWatch(self.calls, poison=poison, replacements=replacements, after=after)
+        with self.module.instrumented(watch):
+            outputs = self.module.run(inputs)
+        return outputs, watch.trace
+
+
+def make_subject(module: Module, model: OnnxModel, database: str | Path | None) -> Subject:
+    """Return an artifact as it can be bisected; one that runs as a CUDA graph is compiled again without.
+
+    Parameters
+    ----------
+    module : Module
+        The artifact.
+    model : OnnxModel
+        The model it was compiled from, at its shapes.
+    database : str, Path or None
+        Where its records are, by file or URL: needed for a module with records that runs as a CUDA graph.
+
+    Raises
+    ------
+    PipelineError
+        The model cannot be lowered as the manifest says.
+    """
+    manifest = module.manifest
+    target = resolve_target(manifest.target.config)
+    lowered = lower(import_model(model), target.target, lowering_options(manifest))
+    if manifest.target.cuda_graph:
+        module = _without_graph(lowered, target, manifest, database)
+    sources = {call.binding: call.onnx_nodes for calls in lowered.kernels.values() for call in calls}
+    return Subject(module, lowered, target, kernel_calls(lowered.mod, sources))
+
+
+def lowering_options(manifest: Manifest) -> LoweringOptions:
+    """Return the options that an artifact was lowered with."""
+    disabled = frozenset(entry.name for entry in manifest.passes if not entry.enabled)
+    return LoweringOptions(precision=manifest.precision, disabled_passes=disabled, embed_weights=not manifest.weights)
+
+
+def _without_graph(
+    lowered: LoweredModule, target: ResolvedTarget, manifest: Manifest, database: str | Path | None
+) -> Module:
+    tasks = extract_tasks([lowered])
+    opened = None if database is None else TuningDatabase.open(database, mode=Mode.READ_ONLY, create=False)
+    try:
+        choices = select_kernels(
+            lowered,
+            tasks,
+            database=opened,
+            target=target,
+            environment=detect_environment(target),
+            routes=frozenset(Route),
+        )
+    finally:
+        if opened is not None:
+            opened.close()
+    compiled = compile_module(lowered, choices, target, cuda_graph=False)
+    with tempfile.TemporaryDirectory(prefix="relaxtune-bisect-") as folder:
+        again = write_artifact(compiled, Path(folder) / "artifact")
+        made = {kernel.function: kernel.decision_sha256 for kernel in again.kernels}
+        others = [kernel.function for kernel in manifest.kernels if made.get(kernel.function) != kernel.decision_sha256]
+        if others:
+            logger.warning(
+                "compiled again without a CUDA graph, %d kernels are not the artifact's: %s; name the database of its "
+                "records with --db", len(others), ", ".join(others),
+            )  # fmt: skip
+        return Module.load(Path(folder) / "artifact")

@@ -1,0 +1,136 @@
+"""Every tensor of an ONNX graph as ONNX Runtime computes it, and which node writes which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import onnx
+
+from models import OnnxModel
+from pipeline.importer.normalise import node_label
+from pipeline.precision.recorded import PolicyEntry
+from pipeline.reference import Reference
+
+# Operators that hand their first input on in another shape: no kernel of ours, nothing that could go wrong in one.
+VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+# Operators whose results are sizes or constants: they do not add to the depth of rounding.
+_NO_ARITHMETIC = VIEWS | frozenset(
+    {"Cast", "Concat", "Constant", "ConstantOfShape", "Expand", "Gather", "Shape", "Slice", "Split", "Transpose"}
+)
+
+
+@dataclass(frozen=True)
+class OnnxNode:
+    """A node of the user's graph: its label (as `source_map` has it), operator, inputs and outputs."""
+
+    label: str
+    op_type: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OnnxTensors:
+    """The tensors of one run.
+
+    Attributes
+    ----------
+    nodes
+        In the order of the graph, which is topological.
+    values
+        Tensor name -> what ONNX Runtime computed; inputs of the model included, constants not.
+    outputs
+        Names of the model's outputs.
+    """
+
+    nodes: tuple[OnnxNode, ...]
+    values: Mapping[str, np.ndarray]
+    outputs: tuple[str, ...]
+    _order: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    _writer: Mapping[str, OnnxNode] = field(init=False, repr=False, compare=False)
+    _by_label: Mapping[str, OnnxNode] = field(init=False, repr=False, compare=False)
+    _depth: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    _varying: frozenset[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Index the nodes."""
+        written = {name: node for node in self.nodes for name in node.outputs}
+        inputs = frozenset(name for name in self.values if name not in written)
+        depth: dict[str, int] = {}
+        varying = set(inputs)
+        for node in self.nodes:
+            step = 0 if node.op_type in _NO_ARITHMETIC else 1
+            level = step + max((depth.get(name, 0) for name in node.inputs), default=0)
+            depth.update(dict.fromkeys(node.outputs, level))
+            if varying.intersection(node.inputs):
+                varying.update(node.outputs)
+        object.__setattr__(self, "_order", {node.label: index for index, node in enumerate(self.nodes)})
+        object.__setattr__(self, "_writer", written)
+        object.__setattr__(self, "_by_label", {node.label: node for node in self.nodes})
+        object.__setattr__(self, "_depth", depth)
+        object.__setattr__(self, "_varying", frozenset(varying))
+
+    def depth(self, tensor: str) -> int:
+        """Return how many operators that round lie on the longest way from an input to a tensor."""
+        return self._depth.get(tensor, 0)
+
+    def writer(self, tensor: str) -> OnnxNode | None:
+        """Return the node that writes a tensor; None for inputs and weights."""
+        return self._writer.get(tensor)
+
+    def order(self, tensor: str) -> int:
+        """Return the place of a tensor's node in the graph; -1 for inputs and weights."""
+        node = self._writer.get(tensor)
+        return -1 if node is None else self._order[node.label]
+
+    def written_by(self, labels: Iterable[str]) -> tuple[str, ...]:
+        """Return the computed tensors that nodes write, the last node's first."""
+        nodes = sorted({label for label in labels if label in self._order}, key=lambda label: -self._order[label])
+        return tuple(name for label in nodes for name in self._by_label[label].outputs if name in self.values)
+
+    def between(self, tensor: str, healthy: frozenset[str], constants: frozenset[str]) -> tuple[OnnxNode, ...]:
+        """Return the nodes that make a tensor out of healthy ones, in order; views only if there is nothing else.
+
+        Nodes that depend on no input of the model count only where their tensor is in `constants`.
+        """
+        found: dict[str, OnnxNode] = {}
+        waiting = [tensor]
+        while waiting:
+            name = waiting.pop()
+            node = self._writer.get(name)
+            known = name in healthy and name != tensor
+            if node is None or known or node.label in found or not (name in self._varying or name in constants):
+                continue
+            found[node.label] = node
+            waiting.extend(node.inputs)
+        nodes = sorted(found.values(), key=lambda node: self._order[node.label])
+        return tuple(node for node in nodes if node.op_type not in VIEWS) or tuple(nodes)
+
+
+def onnx_tensors(model: OnnxModel, inputs: Mapping[str, np.ndarray], policy: PolicyEntry | None = None) -> OnnxTensors:
+    """Return every tensor of a model under ONNX Runtime, which computes half precision in float32.
+
+    Weights that a policy has quantised are what they stand for, as in every reference (`pipeline.reference`).
+
+    Raises
+    ------
+    PipelineError
+        ONNX Runtime does not accept the model.
+    """
+    nodes = tuple(_read_node(node) for node in model.proto.graph.node)
+    outputs = tuple(spec.name for spec in model.outputs)
+    inner = [name for node in nodes for name in node.outputs if name and name not in outputs]
+    marked = onnx.ModelProto()
+    marked.CopyFrom(model.proto)
+    # ONNX Runtime infers the types of outputs that do not tell theirs.
+    marked.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
+    specs = (*model.outputs, *(replace(model.outputs[0], name=name, dtype="float32", shape=()) for name in inner))
+    values = Reference(replace(model, proto=marked, outputs=specs), policy=policy).run(inputs)
+    return OnnxTensors(nodes, {**inputs, **values}, outputs)
+
+
+def _read_node(node: onnx.NodeProto) -> OnnxNode:
+    label = node_label(node.name, list(node.output), node.op_type)
+    return OnnxNode(label, node.op_type, tuple(node.input), tuple(node.output))
