@@ -35,6 +35,10 @@ __forceinline__ __device__ float NAME(unsigned packed, int shift) {
 }
 """
 _UNPACK_KINDS = {"float16": "f16", "bfloat16": "bf16"}
+_ANY_LANE = "relaxtune_any_lane"
+_ANY_LANE_SOURCE = """
+__forceinline__ __device__ int relaxtune_any_lane(unsigned x) { return __any_sync(~0u, x != 0); }
+"""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class BiasReader:
             for pair in range(self._pairs):
                 held = self._held[line][pair]
                 if self._load is not None:
-                    registers = [held[word] for word in range(int(held.ty.shape[0]))]
+                    registers = [held[word] for word in _words(held)]
                     T.evaluate(T.ptx[self._load](*registers, self._buffer.ptr_to([start + key(pair)])))
                     continue
                 for index in range(2):
@@ -116,6 +120,22 @@ class BiasReader:
             return None
         # What float16 holds may be multiplied by log2(e) beforehand; of a wider range, low finite numbers become -inf.
         return 1.0 if self._dtype == "float16" else LOG2_E
+
+    def find_added(self) -> tirx.Expr | None:
+        """Emit the search for anything but zeros in what the warp has read of a mask to be added.
+
+        Returns whether there is any, in a register; None where that is not looked for.
+        """
+        if self.unit is None or self._load is None:
+            return None
+        words = [
+            tirx.reinterpret("uint32", held[word]) for line in self._held for held in line for word in _words(held)
+        ]
+        bits = words[0]
+        for word in words[1:]:
+            bits = tirx.bitwise_or(bits, word)
+        found = T.cuda.func_call(_ANY_LANE, bits, source_code=_ANY_LANE_SOURCE, return_type="int32")
+        return hold(found) != 0
 
     def apply(self, scores: tirx.Var) -> None:
         """Emit the adding to scaled products, or the masking of plain ones."""
@@ -149,6 +169,10 @@ class BiasReader:
         if self._dtype in ("int8", "uint8"):
             return tirx.bitwise_and(held[0], tirx.const(0xFF << 8 * index, "uint16"))
         return held[index]
+
+
+def _words(held: tirx.Var) -> range:
+    return range(int(held.ty.shape[0]))
 
 
 def hold(value: tirx.Expr) -> tirx.Expr:

@@ -5,17 +5,24 @@ fragment of wgmma's accumulators (PTX ISA 9.0), whose halves of 2 bytes are the 
 
 Of each row it keeps the largest score so far, and its own part of the sum of the weights. A row that has seen no key
 has a largest score of -inf; its weights are computed against 0, all exp(-inf) = 0.
+
+Where a warp finds nothing but zeros in a block of a mask to be added, which is most blocks of a mask of padding, it
+adds nothing: its products stay plain, and the scale is part of the power's one multiplication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from schedules.templates.attention_sm90_mask import LOG2_E, MINUS_INFINITY, BiasReader, Rows, hold
 from schedules.templates.attention_sm90_plan import AttentionPlan
+
+# About the lowest finite number.
+_LOWEST = -3.0e38
 
 _EXP2 = "relaxtune_exp2"
 _EXP2_SOURCE = """
@@ -136,15 +143,51 @@ class OnlineSoftmax:
         masked : Expr or None
             Whether some row of the warpgroup does not see all of the block; None when that never happens.
         """
+        added = None if self._bias is None else self._bias.find_added()
+        scale = None if added is None else self._find_scale(added)
         if self._bias is not None:
-            self._bias.apply(scores)
+            with _where(added):
+                self._bias.apply(scores)
         if masked is not None:
             with T.If(masked), T.Then():
                 self._mask(scores, block)
         for row in range(2):
-            self._raise_highest(scores, row)
+            self._raise_highest(scores, row, scale)
+        if self._subtracts:
+            with _where(added):
+                self._subtract(scores)
+        factor: tirx.Expr | None = None if self._unit == 1.0 else tirx.FloatImm("float32", self._unit)
+        if scale is not None:
+            factor = scale if factor is None else scale * factor
         for row in range(2):
-            self._exponentiate(scores, row)
+            self._exponentiate(scores, row, factor, self._subtrahend(row, added))
+
+    @property
+    def _subtracts(self) -> bool:
+        """Whether the largest score is subtracted first: a low finite score times log2(e) may be -inf."""
+        return not self._plain and self._unit != 1.0
+
+    def _find_scale(self, added: tirx.Expr) -> tirx.Expr:
+        """Emit the factor from what a thread holds of a block to scores: plain products where nothing is added."""
+        scale = tirx.FloatImm("float32", self._plan.spec.scale * LOG2_E / self._unit)
+        return _held(tirx.Select(added, tirx.FloatImm("float32", 1.0), scale))
+
+    def _subtrahend(self, row: int, added: tirx.Expr | None) -> tirx.Expr | None:
+        """Return what is still to be subtracted from a row's powers of 2; None for nothing."""
+        if not self._subtracts:
+            return self._used[row]
+        if added is None:
+            return None
+        # Finite, for products of -inf (keys that are not seen).
+        power = tirx.max(self._used[row] * tirx.FloatImm("float32", self._unit), tirx.FloatImm("float32", _LOWEST))
+        return tirx.Select(added, tirx.FloatImm("float32", 0.0), power)
+
+    def _subtract(self, scores: tirx.Var) -> None:
+        for row in range(2):
+            for pair in range(self._pairs):
+                for index in range(2):
+                    at = pair * 4 + row * 2 + index
+                    T.buffer_store(scores, scores[at] - self._used[row], [at])
 
     def rescale(self, output: tirx.Var, count: int) -> None:
         """Emit the adaptation of the output so far to the new largest scores."""
@@ -176,13 +219,14 @@ class OnlineSoftmax:
                         seen = tirx.all(seen, first <= pair * 8 + index)
                     T.buffer_store(scores, tirx.Select(seen, scores[at], MINUS_INFINITY), [at])
 
-    def _raise_highest(self, scores: tirx.Var, row: int) -> None:
+    def _raise_highest(self, scores: tirx.Var, row: int, scale: tirx.Expr | None) -> None:
         # A tree: a chain of maxima would wait for itself.
-        parts = [self._highest[row]]
+        parts = [] if scale is not None else [self._highest[row]]
         for pair in range(self._pairs):
             parts.append(tirx.max(scores[pair * 4 + row * 2], scores[pair * 4 + row * 2 + 1]))
+        found = _tree(parts, tirx.max)
         highest = T.alloc_local([1], "float32")
-        T.buffer_store(highest, _tree(parts, tirx.max), [0])
+        T.buffer_store(highest, found if scale is None else tirx.max(self._highest[row], found * scale), [0])
         for mask in (1, 2):
             T.buffer_store(highest, tirx.max(highest[0], lane_xor(highest[0], mask)), [0])
         unit = tirx.FloatImm("float32", self._unit)
@@ -208,14 +252,36 @@ class OnlineSoftmax:
         difference = score - self._used[row]
         return difference if self._unit == 1.0 else difference * unit
 
-    def _exponentiate(self, scores: tirx.Var, row: int) -> None:
+    def _exponentiate(self, scores: tirx.Var, row: int, factor: tirx.Expr | None, less: tirx.Expr | None) -> None:
+        """Emit the weights of a row: 2 to the power of what is there, by a factor, less something; None for neither."""
+        factor, less = (None if value is None else _held(value) for value in (factor, less))
         sums = T.alloc_local([2], "float32")
         for pair in range(self._pairs):
             for index in range(2):
                 at = pair * 4 + row * 2 + index
-                T.buffer_store(scores, exp2(self._power(scores[at], row)), [at])
+                power = scores[at] if factor is None else scores[at] * factor
+                T.buffer_store(scores, exp2(power if less is None else power - less), [at])
                 T.buffer_store(sums, scores[at] if pair == 0 else sums[index] + scores[at], [index])
         T.buffer_store(self._total, self._total[row] * self._change[row] + (sums[0] + sums[1]), [row])
+
+
+def _held(value: tirx.Expr) -> tirx.Expr:
+    """Emit the storing of a value in a register of its own, and return that; a constant stays one."""
+    if isinstance(value, tirx.FloatImm):
+        return value
+    register = T.alloc_local([1], "float32")
+    T.buffer_store(register, value, [0])
+    return register[0]
+
+
+@contextmanager
+def _where(condition: tirx.Expr | None) -> Iterator[None]:
+    """Emit what follows under a condition; None for always."""
+    if condition is None:
+        yield
+        return
+    with T.If(condition), T.Then():
+        yield
 
 
 def _tree(parts: list[tirx.Expr], combine: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]) -> tirx.Expr:

@@ -227,3 +227,16 @@ def test_sections_are_a_divisor_of_all_heads_whose_keys_fit_the_cache() -> None:
         )
         assert batch * heads % made.section == 0
         assert made.section == 1 or made.section * keys * 128 * 4 <= 16 << 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "looked_for"),
+    [("add", "float16", True), ("add", "float32", True), ("keep", "bool", False)],
+)
+def test_kernel_looks_for_zeros_in_a_mask_to_be_added(
+    kind: str, dtype: str, looked_for: bool, target: ResolvedTarget
+) -> None:
+    func = function(replace(BERT, bias=(kind, dtype, (1, 1, 1, 128))))
+    made = AttentionSm90().apply(func, target, SMALL)
+    assert isinstance(made, tirx.PrimFunc), made
+    assert ("relaxtune_any_lane" in made.script()) is looked_for

@@ -118,3 +118,22 @@ def test_row_of_a_low_finite_mask_is_an_ordinary_softmax_and_one_of_minus_infini
     np.testing.assert_allclose(found[0, 5], value[0].mean(axis=0), atol=2e-3)
     assert np.isnan(found[1, 7]).all()
     assert np.isfinite(np.delete(found[1], 7, axis=0)).all()
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_mask_of_padding_on_either_side_agrees_with_float64(dtype: str) -> None:
+    case = replace(PRIME, queries=300, keys=300, causal=True, bias=("add", dtype, (2, 1, 1, 300)))
+    spec, params = case.made()
+    lowest = np.finfo(dtype).min
+    for left, right in ((0, 300), (1, 300), (64, 300), (200, 300), (0, 1), (0, 130), (0, 192), (70, 131)):
+        arrays = draw(params, spec, seed=left + right)
+        # Rows whose keys are all padding have an ordinary softmax over them; blocks of zeros stand beside others.
+        arrays[3][:] = 0
+        arrays[3][..., :left] = lowest
+        arrays[3][..., right:] = lowest
+        (found,) = run(case, replace(SMALL, stages=2), [arrays])
+        expected = reference(spec, params, arrays)
+        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        assert error < 8e-4, (left, right)
