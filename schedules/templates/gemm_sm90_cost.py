@@ -4,7 +4,8 @@ It is what each of three things would take alone, in a sum that leans to the lon
 
     (arithmetic^4 + memory^4 + chain^4)^(1/4) + tiles, one after another + blocks + writing + reduction
 
-`chain` is one stage of the ring after another. L2's bandwidth never decided.
+`chain` is one stage of the ring after another. L2's bandwidth never decided; but B that several rows of tiles read at
+about the same time takes longer than once.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ from schedules.templates.epilogue import MatmulFunction
 from schedules.templates.gemm_sm90_plan import BLOCK_K, ELEMENT_BYTES, GemmPlan
 
 _NORM = 4
-# Clusters stay within a group of multiprocessors, not all of which are whole.
+# Clusters stay within a group of multiprocessors, not all of which are whole; pairs of blocks fit everywhere.
 _GROUP = 16
 _GROUPS_WHOLE = 0.775
-# Loading parts of B for each other cost what it saved of L2, and 0 to 5 % more.
+# Loading parts of B for each other cost what it saved of L2, and 0 to 5 % more; but of kernels that run into the power
+# limit it saves 2 % (Llama-1B with 2048 rows).
 _MULTICAST = 1.03
+_MULTICAST_LONG = 0.98
+_LONG_US = 50.0
+# Columns of B in a row of shared memory of 128 bytes.
+_CHUNK_MAX = 64
 _SHARED_BYTES = 233_472
 _RESERVED_BYTES = 1024
 _REGISTERS = 65_536
@@ -51,6 +57,10 @@ class CostModel:
         Of an element of a tile, evaluated and written by a warpgroup (hidden with `pingpong`).
     cluster_us, share_us, sum_us
         Of a reduction by a cluster, of each of its blocks, and of an element of each.
+    reread
+        Part of B's bytes that every doubling of the rows of tiles adds.
+    narrow
+        Factor of the arithmetic where B as [K, N] lies in chunks of less than 64 columns, but for tiles of up to 64.
     """
 
     multiply_adds: float
@@ -63,12 +73,14 @@ class CostModel:
     cluster_us: float
     share_us: float
     sum_us: float
+    reread: float
+    narrow: float
 
 
-# A least-squares fit (10 % root mean square) to 802 medians, cold L2, of kernels of the shapes of
+# A least-squares fit (9 % root mean square) to 989 medians, cold L2, of kernels of the shapes of
 # benchmarks/bench_gemm_sm90.py. Of those of a shape, the one it puts first takes 2 % longer than the fastest (geometric
-# mean).
-H200 = CostModel(2.866e6, 4.097e6, 1.534, 0.1342, 0.9436, 0.604, 7.908e-05, 0.4158, 0.1237, 0.0001782)
+# mean; at most 19 %).
+H200 = CostModel(2.767e6, 4.127e6, 1.492, 0.1343, 1.024, 0.5931, 4.991e-5, 0.4523, 0.1124, 1.623e-4, 0.1991, 1.182)
 
 
 def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: CostModel = H200) -> float:
@@ -77,7 +89,7 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
     resident = _resident(plan)
     blocks = plan.blocks * plan.cluster
     slots: float = sm_count * resident
-    if p.split_k > 1:
+    if p.split_k > 2:
         slots = _GROUPS_WHOLE * (sm_count // _GROUP) * (_GROUP * resident // p.split_k * p.split_k)
     tiles_each = math.ceil(plan.tiles / plan.blocks)
     in_turn = math.ceil(blocks / slots) * tiles_each
@@ -87,7 +99,10 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
     # Instructions of few columns take as long as those of 64.
     work = p.block_m * max(p.block_n, 64) * BLOCK_K
     arithmetic = on_one * plan.k_share * work / model.multiply_adds
-    moved = matmul.m * matmul.k + matmul.n * matmul.k + matmul.m * matmul.n
+    if plan.chunk < _CHUNK_MAX < p.block_n and not matmul.b_transposed:
+        arithmetic *= model.narrow
+    of_b = matmul.n * matmul.k * (1 + model.reread * math.log2(plan.tiles_m))
+    moved = matmul.m * matmul.k + of_b + matmul.m * matmul.n
     memory = moved * ELEMENT_BYTES / model.memory_bytes
     chain = in_turn * plan.k_share * model.step_us
     if plan.k_share > p.stages:
@@ -100,7 +115,9 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
         elements = min(p.block_m, matmul.m) * columns
         reduce = model.cluster_us + p.split_k * (model.share_us + elements * model.sum_us)
     total = longest + in_turn * model.tile_us + blocks / sm_count * model.block_us + write + reduce
-    return total * (_MULTICAST if p.multicast > 1 else 1.0)
+    if p.multicast == 1:
+        return total
+    return total * (_MULTICAST if total < _LONG_US else _MULTICAST_LONG)
 
 
 def _resident(plan: GemmPlan) -> int:
