@@ -26,6 +26,7 @@ import tvm_ffi
 
 from pipeline.codegen.cuda_compile import ELF_MAGIC, OnLog, compile_with_nvcc, compile_with_nvrtc
 from pipeline.codegen.cuda_libraries import DRIVER, load_cuda_runtime, load_library, pypi_root
+from pipeline.codegen.wgmma_check import count_early_reads
 from pipeline.errors import LoweringError
 
 logger = logging.getLogger(__name__)
@@ -141,7 +142,8 @@ def compile_cubin(
     Raises
     ------
     LoweringError
-        The compiler refused the source; the message has its last lines.
+        The compiler refused the source (the message has its last lines), or made wrong code of it
+        (`pipeline.codegen.wgmma_check`).
     """
     root = toolchain.root / "include"
     # libcu++ has its own folder since CUDA 13.
@@ -153,6 +155,13 @@ def compile_cubin(
         cubin = compile_with_nvcc(code, arch, nvcc, include, fast_math=fast_math, on_log=on_log)
     if not cubin.startswith(ELF_MAGIC):
         raise LoweringError(f"{toolchain.kind.value} gave no cubin for {arch}: its output starts with {cubin[:8]!r}")
+    early = count_early_reads(cubin)
+    if early:
+        raise LoweringError(
+            f"{toolchain.kind.value} ({toolchain.source}) made wrong code for {arch}: {early} instructions read "
+            "results of wgmma before the wait for them; use another version of the CUDA compiler, or other kernels "
+            "(--routes without template)"
+        )
     return cubin
 
 

@@ -85,12 +85,7 @@ class GemmSm90:
     name = GemmParameters.template
 
     def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[GemmParameters] | Refusal:
-        """Return the parameters worth measuring, the most promising first, or why there are none.
-
-        Those with `pingpong` come last, so that nobody gets one that was not measured and checked: on an H200 a tuner's
-        check found 6 of 40 of them wrong (tiles of 64 and 128 columns, a bias in half precision, 512 and 1024 rows),
-        none of 436 others. The cause is not known.
-        """
+        """Return the parameters worth measuring, the most promising first, or why there are none."""
         matmul = _recognise(func, target)
         if isinstance(matmul, Refusal):
             return matmul
@@ -100,9 +95,7 @@ class GemmSm90:
         deepest = [_deepest(matmul, one, limits, sm_count, constant_b) for one in _proposals(matmul, sm_count)]
         fitting = [plan for plan in deepest if plan is not None]
         fitting.sort(key=lambda plan: predicted_us(matmul, plan, sm_count))
-        found = [plan.parameters for plan in fitting[:_CANDIDATES_MAX]]
-        found.sort(key=lambda parameters: parameters.pingpong)
-        return found or Refusal("no tile fits this shape")
+        return [plan.parameters for plan in fitting[:_CANDIDATES_MAX]] or Refusal("no tile fits this shape")
 
     def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""

@@ -301,27 +301,36 @@ class _Kernel:
         if p.dependent:
             T.evaluate(T.ptx.griddepcontrol.wait())
 
+        def multiply_stage(step: tirx.Expr | int) -> None:
+            T.evaluate(T.cuda.mbarrier_wait(self._full.ptr_to([ring.stage]), ring.phase))
+            multiply.emit(accumulators, ring.stage, tirx.convert(step) > 0)
+
         def make_tile(turn: tirx.Expr, row: tirx.Expr, column: tirx.Expr) -> None:
             self._begin_output(row, column)
             if p.pingpong:
                 done = turn * plan.k_tiles
                 ring.set(done % p.stages, done // p.stages % 2)
                 T.evaluate(T.cuda.mbarrier_wait(self._turn.ptr_to([group]), turn // 2 % 2))
-            with T.serial(count) as step:
-                T.evaluate(T.cuda.mbarrier_wait(self._full.ptr_to([ring.stage]), ring.phase))
-                multiply.emit(accumulators, ring.stage, step)
+            with T.serial(count - 1) as step:
+                multiply_stage(step)
                 # The multiplications of the stage before are done: its memory may be overwritten.
                 T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
                 with T.If(tirx.all(leader, step > 0)), T.Then():
                     self._release(ring.previous)
                 ring.advance()
+            # Not in the loop, where the wait for the stage before would follow: ptxas (13.0 and 13.5) takes accumulators
+            # for complete at the next wait, whichever it is: it moved their conversion above the wait for the last stage.
+            multiply_stage(count - 1)
             if p.pingpong:
                 with T.If(leader), T.Then():
                     arrive(self._turn.ptr_to([1 - group]))
             T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
             pin(accumulators, plan.m_blocks * p.block_n // 2)
-            with T.If(leader), T.Then():
+            with T.If(tirx.all(leader, count > 1)), T.Then():
                 self._release(ring.previous)
+            with T.If(leader), T.Then():
+                self._release(ring.stage)
+            ring.advance()
             self._finish(accumulators, column)
 
         self._each_tile(make_tile, first=group if p.pingpong else 0, every=2 if p.pingpong else 1)

@@ -55,8 +55,8 @@ class Multiply:
         rows, chunk = self._plan.rows_b, self._plan.chunk
         return (k // rows * rows * self._plan.parameters.block_n + k % rows * chunk) * ELEMENT_BYTES // 16
 
-    def emit(self, accumulators: tirx.Var, stage: tirx.Expr, step: tirx.Expr) -> None:
-        """Emit one stage's products; the first step of a tile overwrites the accumulators."""
+    def emit(self, accumulators: tirx.Var, stage: tirx.Expr, adds: tirx.Expr) -> None:
+        """Emit one stage's products, which are added to the accumulators or overwrite them."""
         p = self._plan.parameters
         units_a, units_b = (size * BLOCK_K * ELEMENT_BYTES // 16 for size in (self._plan.rows_a, p.block_n))
         lanes = p.block_n // 2
@@ -70,7 +70,7 @@ class Multiply:
                         *(accumulators[block * lanes + lane] for lane in range(lanes)),
                         self._with_low_a(self._low_a + offset_a),
                         self._with_low_b(self._low_b + offset_b),
-                        tirx.const(True, "bool") if part else step > 0,
+                        tirx.const(True, "bool") if part else adds,
                         1,
                         1,
                         0,

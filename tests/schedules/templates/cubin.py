@@ -15,6 +15,8 @@ from pipeline.codegen.cuda_compiler import COMPILE_CALLBACK, cuda_compiler
 WGMMA = 0x9F0
 # With operand A in registers.
 WGMMA_FROM_REGISTERS = 0xDF0
+# What begins and waits for them.
+WARPGROUP = 0x9C5
 TMA_LOAD = 0x5B4
 TMA_LOAD_MULTICAST = 0x3B4
 MMA_SYNC = 0x23C

@@ -103,11 +103,10 @@ def test_candidates_split_a_long_sum_of_few_tiles(target: ResolvedTarget) -> Non
     ],
 )
 def test_candidates_have_what_won_on_an_h200(case: MatmulCase, tile: tuple, target: ResolvedTarget) -> None:
-    """Among the first few of its kind: the first one is what an untuned compilation gets, never one by turns."""
+    """Among the first few: the first one is what an untuned compilation gets."""
     found = GemmSm90().candidates(case.func(), target)
     assert not isinstance(found, Refusal)
-    kind = [one for one in found if one.pingpong == tile[3]]
-    assert tile in [(one.block_m, one.block_n, one.split_k, one.pingpong) for one in kind[:6]]
+    assert tile in [(one.block_m, one.block_n, one.split_k, one.pingpong) for one in found[:6]]
 
 
 def test_parse_reads_a_decision() -> None:
@@ -239,12 +238,3 @@ def test_erf_is_within_its_stated_error() -> None:
         q = q * t + coefficient
     found = np.copysign(np.float32(1) - np.exp2(-t * q), x)
     assert np.abs(found - special.erf(x.astype(np.float64))).max() < 8e-7
-
-
-@pytest.mark.parametrize("rows", [128, 512, 1024, 4096])
-def test_no_kernel_of_two_groups_by_turns_is_taken_unmeasured(target: ResolvedTarget, rows: int) -> None:
-    found = GemmSm90().candidates(MatmulCase((rows,), 3072, 768, ("bias", "gelu")).func(), target)
-    assert not isinstance(found, Refusal)
-    turns = [parameters.pingpong for parameters in found]
-    assert not turns[0]
-    assert turns == sorted(turns)

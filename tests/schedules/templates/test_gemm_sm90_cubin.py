@@ -18,6 +18,7 @@ from tests.schedules.templates.cubin import (
     MOVE_TO_UNIFORM,
     TMA_LOAD,
     TMA_LOAD_MULTICAST,
+    WARPGROUP,
     WGMMA,
     Cubin,
     captured_cubins,
@@ -106,3 +107,12 @@ def test_multiplications_of_a_stage_follow_each_other(target: ResolvedTarget) ->
     """Descriptors are sums in uniform registers: no value is moved there from a thread's between two instructions."""
     cubin = compiled(replace(WIDE, rows=(128,)), GemmParameters(64, 64, 8, 1, dependent=True), target)
     assert cubin.count(MOVE_TO_UNIFORM) < cubin.count(WGMMA)
+
+
+@pytest.mark.parametrize("block_n", [32, 64, 96, 128])
+def test_nothing_reads_accumulators_before_the_wait_for_them(block_n: int, target: ResolvedTarget) -> None:
+    """The compiler is refused where one does (`pipeline.codegen.wgmma_check`)."""
+    case = MatmulCase((512,), 2304, 768, ("half_bias",))
+    cubin = compiled(case, GemmParameters(128, block_n, 6, 2, 132, pingpong=True, dependent=True, group=4), target)
+    # Each one waited for by itself would be right too, and slow.
+    assert cubin.count(WARPGROUP) < cubin.count(WGMMA)
