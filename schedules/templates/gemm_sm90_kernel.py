@@ -318,8 +318,8 @@ class _Kernel:
                 with T.If(tirx.all(leader, step > 0)), T.Then():
                     self._release(ring.previous)
                 ring.advance()
-            # Not in the loop, where the wait for the stage before would follow: ptxas (13.0 and 13.5) takes accumulators
-            # for complete at the next wait, whichever it is: it moved their conversion above the wait for the last stage.
+            # Not in the loop, where the wait for the stage before would follow: ptxas (13.0, 13.5) takes accumulators
+            # for complete at the next wait, whichever it is, and moved their conversion above that for the last stage.
             multiply_stage(count - 1)
             if p.pingpong:
                 with T.If(leader), T.Then():
