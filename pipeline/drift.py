@@ -268,7 +268,8 @@ def render_drift(report: DriftReport) -> Table:
 def _output_drift(name: str, kind: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> OutputDrift:
     max_abs = max_rel = 0.0
     broken = 0
-    cosines, rows, agreements, divergences = [], [], [], []
+    cosines: list[float] = []
+    rows, agreements, divergences = [], [], []
     for expected, got in pairs:
         wanted, found = expected.astype(np.float64), got.astype(np.float64)
         both = np.isfinite(wanted) & np.isfinite(found)
@@ -277,8 +278,7 @@ def _output_drift(name: str, kind: str, pairs: Sequence[tuple[np.ndarray, np.nda
         error = float(np.max(np.abs(wanted - found), initial=0.0))
         size = float(np.sqrt(np.mean(wanted**2)))
         max_abs, max_rel = max(max_abs, error), max(max_rel, error / size if size > 0 else 0.0)
-        whole = _cosines(wanted.reshape(1, -1), found.reshape(1, -1))
-        cosines.extend(whole)
+        cosines.extend(map(float, _cosines(wanted.reshape(1, -1), found.reshape(1, -1))))
         if wanted.ndim == 0:
             continue
         vectors = [array.reshape(-1, array.shape[-1]) for array in (wanted, found)]
@@ -293,7 +293,7 @@ def _output_drift(name: str, kind: str, pairs: Sequence[tuple[np.ndarray, np.nda
         kind=kind,
         max_abs=max_abs,
         max_rel=max_rel,
-        cosine=float(min(cosines)) if cosines else None,
+        cosine=min(cosines) if cosines else None,
         row_cosine_mean=float(np.mean(row)) if row.size else None,
         row_cosine_min=float(np.min(row)) if row.size else None,
         argmax_agreement=float(np.mean(np.concatenate(agreements))) if agreements else None,

@@ -4,7 +4,7 @@
 
     W[k, n] = (level - offset) * scale[n, k // group]          level of `bits` bits, offset 2**(bits - 1)
 
-Rows, for GPUs: bytes [N, K * bits / 8], scales [N, groups]; of 4 bits, even positions along K are the lower halves.
+Rows, for GPUs: bytes [N, K * bits / 8], scales [groups, N]; of 4 bits, even positions along K are the lower halves.
 Panels, for CPUs: bytes [P, K * bits / 8, width], scales [P, groups, width], column n = panel * width + place; a panel
 is what a register tile of the matmul reads (see `schedules.cpu.packing`).
 """
@@ -23,7 +23,7 @@ def dequantise_rows(k: int, bits: int, group: int, dtype: str) -> Compute:
 
     def compute(packed: te.Tensor, scales: te.Tensor) -> te.Tensor:
         def element(n: tirx.Var, at: tirx.Var) -> tirx.Expr:
-            value = _level(packed[n, at * bits // 8], at, bits) * scales[n, at // group].astype("float32")
+            value = _level(packed[n, at * bits // 8], at, bits) * scales[_group_of(at, k, group), n].astype("float32")
             return value.astype(dtype)
 
         return te.compute((packed.shape[0], k), element, name="dequantise")
@@ -32,15 +32,18 @@ def dequantise_rows(k: int, bits: int, group: int, dtype: str) -> Compute:
 
 
 def matmul_of_rows(k: int, bits: int, group: int, dtype: str) -> Compute:
-    """Return the tensor expression (x [..., K], bytes, scales) -> x @ W, summed in float32 and given in a dtype."""
+    """Return the tensor expression (x [..., K], bytes, scales) -> x @ W, summed in float32 and given in a dtype.
+
+    W is rounded to x's dtype, as where it is dequantised by a kernel of its own.
+    """
 
     def compute(x: te.Tensor, packed: te.Tensor, scales: te.Tensor) -> te.Tensor:
-        weight = dequantise_rows(k, bits, group, "float32")(packed, scales)
+        weight = dequantise_rows(k, bits, group, x.dtype)(packed, scales)
         over = te.reduce_axis((0, k), name="k")
 
         def element(*index: tirx.Var) -> tirx.Expr:
             *row, column = index
-            return te.sum(x(*row, over).astype("float32") * weight(column, over), axis=over)
+            return te.sum(x(*row, over).astype("float32") * weight(column, over).astype("float32"), axis=over)
 
         return _given(te.compute([*x.shape[:-1], packed.shape[0]], element, name="matmul"), dtype)
 
@@ -55,7 +58,7 @@ def matmul_of_panels(k: int, columns: int, bits: int, group: int, dtype: str) ->
 
         def dequantised(panel: tirx.Var, at: tirx.Var, place: tirx.Var) -> tirx.Expr:
             level = _level(packed[panel, at * bits // 8, place], at, bits)
-            return level * scales[panel, at // group, place].astype("float32")
+            return level * scales[panel, _group_of(at, k, group), place].astype("float32")
 
         weight = te.compute((panels, k, width), dequantised, name="dequantise")
         wide = te.compute(x.shape, lambda *index: x(*index).astype("float32"), name="wide")
@@ -75,12 +78,16 @@ def matmul_of_panels(k: int, columns: int, bits: int, group: int, dtype: str) ->
     return compute
 
 
+def _group_of(at: tirx.Var, k: int, group: int) -> tirx.Expr:
+    # Written as later passes simplify it, so that a dequantisation is known again.
+    return at // group if group < k else tirx.IntImm(str(at.ty.dtype), 0)
+
+
 def _level(byte: tirx.Expr, at: tirx.Var, bits: int) -> tirx.Expr:
     """Return a level less its offset, in float32."""
-    level = byte.astype("int32")
-    if bits == 4:
-        level = (level >> (at % 2 * 4).astype("int32")) & 15
-    return (level - 2 ** (bits - 1)).astype("float32")
+    # In bytes: wider integers of an index's type would be widened with it.
+    level = byte if bits == 8 else (byte >> (at % 2 * 4).astype("uint8")) & tirx.const(15, "uint8")
+    return level.astype("float32") - tirx.const(2.0 ** (bits - 1), "float32")
 
 
 def _given(product: te.Tensor, dtype: str) -> te.Tensor:

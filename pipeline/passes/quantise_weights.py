@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
@@ -113,7 +114,7 @@ class _Quantise(PyExprMutator):  # type: ignore[misc]
             compute = matmul_of_panels(k, columns, matrix.bits, matrix.group, dtype)
             made = self.builder_.call_te(compute, x, packed, scales, primfunc_name_hint="quantised_matmul")
         elif rows is not None and rows <= FEW_ROWS:
-            packed, scales = relax.const(packed_rows(matrix)), relax.const(matrix.scales)
+            packed, scales = _stored_rows(matrix)
             compute = matmul_of_rows(*shape, dtype)
             made = self.builder_.call_te(compute, x, packed, scales, primfunc_name_hint="quantised_matmul")
         else:
@@ -142,12 +143,15 @@ class _Quantise(PyExprMutator):  # type: ignore[misc]
             name,
             self.builder_.call_te(
                 dequantise_rows(k, matrix.bits, matrix.group, _HALF),
-                relax.const(packed_rows(matrix)),
-                relax.const(matrix.scales),
+                *_stored_rows(matrix),
                 primfunc_name_hint="dequantise",
                 primfunc_attrs={"op_pattern": _OPAQUE},
             ),
         )
+
+
+def _stored_rows(matrix: QuantisedMatrix) -> tuple[tvm.ir.Expr, tvm.ir.Expr]:
+    return relax.const(packed_rows(matrix)), relax.const(np.ascontiguousarray(matrix.scales.T))
 
 
 def _rows(left: tvm.ir.Expr) -> int | None:

@@ -20,7 +20,10 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A matrix [K, N] as levels [N, K] (uint8, one each) and scales [N, groups]."""
+    """A matrix [K, N] as levels [N, K] (uint8, one each) and scales [N, groups].
+
+    `schedules.quantised` says how kernels read them.
+    """
 
     levels: np.ndarray
     scales: np.ndarray

@@ -15,10 +15,11 @@ from schedules.templates.attention_sm90 import AttentionSm90
 from schedules.templates.base import Parameters, Refusal, Template, TemplateError, template_of
 from schedules.templates.elementwise import Elementwise
 from schedules.templates.gemm_sm90 import GemmSm90
+from schedules.templates.gemv import Gemv
 from schedules.templates.rows import Rows
 
 TEMPLATES: Mapping[str, Template] = {
-    template.name: template for template in (GemmSm90(), AttentionSm90(), Rows(), Elementwise())
+    template.name: template for template in (Gemv(), GemmSm90(), AttentionSm90(), Rows(), Elementwise())
 }
 
 LIBRARIES: Mapping[str, Template] = {library.name: library for library in (CublasLt(),)}

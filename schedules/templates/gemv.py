@@ -1,0 +1,141 @@
+"""Matmuls of up to 16 rows by a matrix that is read once, plain or quantised, for GPUs with mma.m16n8k16 (sm_80 on).
+
+Notation
+--------
+::
+
+    C[m, n] = epilogue(sum_k x[m, k] * W[n, k], m, n)        x: float16 (or bfloat16), M <= 16; sums: float32
+    W[n, k]: of x's dtype, or 8 or 4 bits with a scale for each group along k (`schedules.quantised`)
+
+Such a matmul takes as long as W takes to be read: a token in decoding. A block makes 16 * `tiles` rows of W; its
+`warps` share the sum over K. Along K, a step is 4 loads of 16 bytes in each row, by neighbouring lanes: 32 weights of
+16 bits, 64 of 8, 128 of 4. A warp makes every `warps`-th step, `unroll` of them with all loads in flight, and
+multiplies with tensor-core instructions (`gemv_multiply`), for which one row of x is as good as eight. x is read from
+the caches by every warp. Where a step lies within a group, integers are multiplied, exactly, and sums scaled in
+float32; where it does not, weights are scaled and rounded to float16, as the function says.
+
+The warps' sums meet in shared memory and are added up in the order of warps, so results repeat bit by bit; then each
+thread evaluates the epilogue of its elements.
+
+With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch): the
+first loads of W are issued before the wait where W is known to be constant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from tvm import tirx
+
+from schedules.targets import CudaLimits, ResolvedTarget
+from schedules.templates.base import Parameters, Refusal, TemplateError
+from schedules.templates.gemv_function import GemvFunction, recognise_gemv
+from schedules.templates.gemv_kernel import build_gemv_kernel
+from schedules.templates.gemv_plan import ROWS_MAX, GemvParameters, GemvPlan, load_length, make_plan
+from schedules.templates.kernel_frame import has_dependent_launch, tensor_bytes
+from schedules.templates.memory_cost import sm_count_of
+
+_INPUTS = ("float16", "bfloat16")
+_OUTPUTS = ("float16", "bfloat16", "float32")
+_INDEX_MAX = 2**31 - 1
+_CANDIDATES_MAX = 16
+_MINIMUM_ARCH = 80
+# Bytes a microsecond from memory, and the microseconds from a load to its data under load.
+_MEMORY, _LATENCY_US = 4.2e6, 0.9
+_THREADS_PER_SM, _REGISTERS_PER_SM = 2048, 65536
+
+
+class Gemv:
+    """The template; see `schedules.templates.base.Template`."""
+
+    name = GemvParameters.template
+
+    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[GemvParameters] | Refusal:
+        """Return the parameters worth measuring, the most promising first, or why there are none."""
+        function = _recognise(func, target)
+        if isinstance(function, Refusal):
+            return function
+        limits, sm_count, moved = _limits(target), sm_count_of(target), tensor_bytes(func)
+        plans = [
+            plan
+            for p in _proposals(has_dependent_launch(target))
+            if isinstance(plan := make_plan(function, p, limits), GemvPlan) and _is_sensible(plan)
+        ]
+        plans.sort(key=lambda plan: _predicted_us(plan, moved, sm_count))
+        found = [plan.parameters for plan in plans[:_CANDIDATES_MAX]]
+        return found or Refusal("no share fits the registers of a block")
+
+    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+        """Return the scheduled PrimFunc, or why it cannot be made."""
+        if not isinstance(parameters, GemvParameters):
+            raise TemplateError(f"template {self.name} got {parameters!r}; expected GemvParameters.")
+        function = _recognise(func, target)
+        if isinstance(function, Refusal):
+            return function
+        if parameters.dependent and not has_dependent_launch(target):
+            return Refusal(f"{target.arch} has no dependent launch, expected sm_90 or later")
+        plan = make_plan(function, parameters, _limits(target))
+        return plan if isinstance(plan, Refusal) else build_gemv_kernel(func, function, plan)
+
+    def parse(self, decision: str) -> GemvParameters:
+        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
+        return GemvParameters.from_json(decision)
+
+
+def _limits(target: ResolvedTarget) -> CudaLimits:
+    if not isinstance(target.limits, CudaLimits):
+        raise TemplateError(f"template {GemvParameters.template} needs a CUDA target, got {target.kind}.")
+    return target.limits
+
+
+def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> GemvFunction | Refusal:
+    """Return the function's matmul when this template can make it with some parameters."""
+    digits = target.arch.removeprefix("sm_").rstrip("af")
+    if target.kind != "cuda" or not digits.isdigit() or int(digits) < _MINIMUM_ARCH:
+        return Refusal(f"the target is {target.kind} {target.arch}, expected cuda sm_80 or later (mma.m16n8k16)")
+    function = recognise_gemv(func)
+    if isinstance(function, Refusal):
+        return function
+    matmul = function.matmul
+    if matmul.m > ROWS_MAX:
+        return Refusal(f"{matmul.m} rows, expected {ROWS_MAX} at most")
+    inputs = _INPUTS if function.quantisation is None else _INPUTS[:1]
+    if matmul.input_dtype not in inputs:
+        return Refusal(f"the rows are {matmul.input_dtype}, expected {' or '.join(inputs)}")
+    if matmul.output_dtype not in _OUTPUTS:
+        return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(_OUTPUTS)}")
+    length = load_length(function)
+    if matmul.k % length:
+        return Refusal(f"K is {matmul.k}, expected a multiple of {length}: rows of W start at multiples of 16 bytes")
+    if function.quantisation is not None and function.quantisation.group % length:
+        group = function.quantisation.group
+        return Refusal(f"groups of {group} weights, expected a multiple of {length}: a load of 16 bytes has one scale")
+    if matmul.n * matmul.k > _INDEX_MAX:
+        return Refusal("W has 2**31 elements or more, the kernel counts in 32 bits")
+    return function
+
+
+def _proposals(dependent: bool) -> Iterator[GemvParameters]:
+    for tiles in (1, 2):
+        for warps in (1, 2, 4, 8, 16):
+            for unroll in (1, 2, 4, 8):
+                yield GemvParameters(tiles, warps, unroll, dependent)
+
+
+def _is_sensible(plan: GemvPlan) -> bool:
+    """Whether all warps have work, and no more loads are in flight than there are."""
+    p = plan.parameters
+    return p.warps <= plan.steps and (p.unroll == 1 or p.unroll < 2 * plan.turns)
+
+
+def _predicted_us(plan: GemvPlan, moved_bytes: int, sm_count: int) -> float:
+    """Return a figure to order candidates by: reading at memory bandwidth, as far as enough loads are in flight."""
+    resident = max(1, min(_THREADS_PER_SM // plan.threads, _REGISTERS_PER_SM // (plan.registers * plan.threads)))
+    waves = math.ceil(plan.blocks / (sm_count * resident))
+    busy = min(resident, math.ceil(plan.blocks / sm_count))
+    # Little's law: what is in flight arrives within a latency.
+    rate = min(_MEMORY, sm_count * busy * plan.in_flight / _LATENCY_US)
+    rounds = math.ceil(plan.turns / plan.parameters.unroll)
+    uneven = math.ceil(plan.blocks / sm_count) * sm_count / plan.blocks if waves == 1 else 1.0
+    return moved_bytes / rate * (1 + 0.2 * (uneven - 1)) + _LATENCY_US * (1 + 0.3 * (rounds - 1)) + 0.3 * (waves - 1)

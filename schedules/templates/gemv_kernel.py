@@ -1,0 +1,239 @@
+"""The kernel of `schedules.templates.gemv`, emitted with TIRx's IRBuilder; the notation is that module's."""
+
+from __future__ import annotations
+
+import math
+
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Call
+from tvm.ir.expr import TensorLoad
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from schedules.fallback import SCHEDULED_ATTR
+from schedules.templates.accesses import element_bytes
+from schedules.templates.blocks import static_shape, substitute
+from schedules.templates.epilogue import gate_column, value_column
+from schedules.templates.expressions import dtype_of
+from schedules.templates.fast_gelu import fast_gelu
+from schedules.templates.fast_math import fast_call
+from schedules.templates.gemv_function import GemvFunction
+from schedules.templates.gemv_multiply import emit_products
+from schedules.templates.gemv_plan import COLUMNS, LANES, LOAD_BYTES, SHARED_PAD, TILE, WARP, GemvPlan
+from schedules.templates.global_access import load_bytes
+from schedules.templates.kernel_frame import constant_params, wait_for_predecessor
+from schedules.templates.lowering import KERNEL_ATTR
+from schedules.templates.registers import when
+
+# On a PrimFunc made of blocks, which a kernel is not.
+_BLOCKS_ATTR = "s_tir"
+# Launch attributes of a PrimFunc; the spelling is TVM's.
+_LAUNCH_ATTR, _DEPENDENT_LAUNCH = "tirx.kernel_launch_params", "tirx.use_programtic_dependent_launch"
+
+
+def build_gemv_kernel(func: tirx.PrimFunc, function: GemvFunction, plan: GemvPlan) -> tirx.PrimFunc:
+    """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("main")
+        params = [T.arg(p.name, T.Buffer(list(static_shape(p) or ()), dtype_of(p))) for p in func.params]
+        kernel = _Kernel(func, function, plan, params)
+        T.device_entry()
+        block = T.cta_id([plan.blocks])
+        thread = T.thread_id([plan.threads])
+        kernel.emit(block, thread)
+    made = builder.get()
+    for key, value in func.attrs.items() if func.attrs else ():
+        if key != _BLOCKS_ATTR:
+            made = made.with_attr(key, value)
+    if plan.parameters.dependent:
+        made = made.with_attr(_LAUNCH_ATTR, [_DEPENDENT_LAUNCH])
+    return made.with_attr(SCHEDULED_ATTR, True).with_attr(KERNEL_ATTR, True)
+
+
+class _Kernel:
+    """One kernel under construction; the methods emit into the current IRBuilder."""
+
+    def __init__(self, func: tirx.PrimFunc, function: GemvFunction, plan: GemvPlan, params: list[tirx.Var]) -> None:
+        self._function, self._plan, self._p = function, plan, plan.parameters
+        self._matmul, self._stored = function.matmul, function.quantisation
+        self._renamed = dict(zip(func.params, params, strict=True))
+        self._x = _flat(params[self._matmul.a])
+        self._output = _flat(params[self._matmul.output])
+        weight = self._matmul.b if self._stored is None else self._stored.packed
+        self._weight = _flat(params[weight])
+        self._scales = None if self._stored is None else _flat(params[self._stored.scales])
+        constant = constant_params(func)
+        read = {weight} if self._stored is None else {weight, self._stored.scales}
+        # What the kernel before does not write may be read before it has ended.
+        self._ahead = self._p.dependent and read <= constant
+
+    def emit(self, block: tirx.Expr, thread: tirx.Expr) -> None:
+        plan, p = self._plan, self._p
+        self._thread, self._warp = thread, thread // WARP
+        lane = thread % WARP
+        self._group, self._part = lane // LANES, lane % LANES
+        self._first_row = block * plan.rows
+        pool = T.SMEMPool()
+        shape = (p.warps, self._matmul.m, plan.rows + SHARED_PAD)
+        self._shared = pool.alloc(shape, "float32", align=16)
+        pool.commit()
+        self._sums = T.alloc_local([p.tiles * plan.column_tiles * 4], "float32")
+        self._words = T.alloc_local([p.unroll * p.tiles * 2 * LOAD_BYTES // 4], "uint32")
+        self._words_x = T.alloc_local([p.unroll * plan.column_tiles * plan.words_x], "uint32")
+        self._halves = None if self._stored is None else T.alloc_local([p.unroll * p.tiles * 2], "float16")
+        for index in range(p.tiles * plan.column_tiles * 4):
+            T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
+        rounds = math.ceil(plan.turns / p.unroll)
+        if self._ahead:
+            self._load_weights(tirx.IntImm("int32", 0))
+        wait_for_predecessor(p.dependent)
+        if not self._ahead:
+            self._load_weights(tirx.IntImm("int32", 0))
+        self._multiply(tirx.IntImm("int32", 0))
+        if rounds > 1:
+            with T.serial(rounds - 1, unroll=False) as index:
+                self._load_weights(index + 1)
+                self._multiply(index + 1)
+        self._share()
+        T.evaluate(T.cuda.cta_sync())
+        self._write()
+
+    def _step(self, turn: tirx.Expr, number: int) -> tirx.Expr:
+        """Return the step along K that this warp makes: those of all warps lie side by side."""
+        return (turn * self._p.unroll + number) * self._p.warps + self._warp
+
+    def _exists(self, step: tirx.Expr) -> list[tirx.Expr]:
+        """Return the condition for this lane's part of a step to lie in W, none where it always does."""
+        plan, p = self._plan, self._p
+        whole = self._matmul.k % plan.step == 0 and plan.steps % (p.warps * p.unroll) == 0
+        return [] if whole else [(step * LANES + self._part) * plan.length < self._matmul.k]
+
+    def _load_weights(self, turn: tirx.Expr) -> None:
+        plan, p, matmul = self._plan, self._p, self._matmul
+        row_bytes = matmul.k * self._function.weight_bits // 8
+        size = 1 if self._stored is not None else 2
+        for number in range(p.unroll):
+            step = self._step(turn, number)
+            exists = self._exists(step)
+            for half in range(2 * p.tiles):
+                at = (number * p.tiles * 2 + half) * LOAD_BYTES // 4
+                row = self._row(half)
+                place = row * (row_bytes // size) + (step * LANES + self._part) * (LOAD_BYTES // size)
+                if exists:
+                    for word in range(LOAD_BYTES // 4):
+                        T.buffer_store(self._words, tirx.IntImm("uint32", 0), [at + word])
+                with when(exists):
+                    load_bytes(self._words.ptr_to([at]), self._weight.ptr_to([place]), LOAD_BYTES)
+                if self._halves is not None and self._scales is not None and self._stored is not None:
+                    k = (step * LANES + self._part) * plan.length if not plan.grouped else step * plan.step
+                    last = -(-matmul.k // self._stored.group) - 1
+                    group = k // self._stored.group
+                    scale = tirx.min(group, last) * matmul.n + row if exists else group * matmul.n + row
+                    to = self._halves.ptr_to([number * p.tiles * 2 + half])
+                    load_bytes(to, self._scales.ptr_to([scale]), 2)
+
+    def _row(self, half: int) -> tirx.Expr:
+        """Return the row of W that this lane reads; behind the last one, the last one."""
+        row = self._first_row + half * COLUMNS + self._group
+        return row if self._matmul.n % self._plan.rows == 0 else tirx.min(row, self._matmul.n - 1)
+
+    def _multiply(self, turn: tirx.Expr) -> None:
+        plan, p, matmul = self._plan, self._p, self._matmul
+        for number in range(p.unroll):
+            step = self._step(turn, number)
+            for tile in range(plan.column_tiles):
+                start = (number * plan.column_tiles + tile) * plan.words_x
+                row = tile * COLUMNS + self._group
+                inside = [row < matmul.m] if (tile + 1) * COLUMNS > matmul.m else []
+                conditions = [*inside, *self._exists(step)]
+                if conditions:
+                    for word in range(plan.words_x):
+                        T.buffer_store(self._words_x, tirx.IntImm("uint32", 0), [start + word])
+                place = row * matmul.k + (step * LANES + self._part) * plan.length
+                with when(conditions):
+                    for vector in range(plan.words_x // 4):
+                        to = self._words_x.ptr_to([start + vector * 4])
+                        load_bytes(to, self._x.ptr_to([place + vector * 8]), LOAD_BYTES)
+        for number in range(p.unroll):
+            for tile in range(p.tiles):
+                half = number * p.tiles * 2 + tile * 2
+                rows = [self._words.ptr_to([(half + index) * LOAD_BYTES // 4]) for index in range(2)]
+                emit_products(
+                    self._function,
+                    plan,
+                    self._sums.ptr_to([tile * plan.column_tiles * 4]),
+                    (rows[0], rows[1]),
+                    self._words_x.ptr_to([number * plan.column_tiles * plan.words_x]),
+                    None if self._halves is None else (self._halves[half], self._halves[half + 1]),
+                )
+
+    def _share(self) -> None:
+        """Emit the writing of this warp's sums to shared memory."""
+        plan, matmul = self._plan, self._matmul
+        for tile in range(self._p.tiles):
+            for column in range(plan.column_tiles):
+                for index in range(4):
+                    row = tile * TILE + self._group + index // 2 * COLUMNS
+                    m = column * COLUMNS + self._part * 2 + index % 2
+                    value = self._sums[(tile * plan.column_tiles + column) * 4 + index]
+                    with when([m < matmul.m] if (column + 1) * COLUMNS > matmul.m else []):
+                        T.buffer_store(self._shared, value, [self._warp, m, row])
+
+    def _write(self) -> None:
+        """Emit the adding up of all warps' sums, the epilogue, and the writing of the output."""
+        plan, matmul = self._plan, self._matmul
+        each = matmul.epilogue.accumulators
+        rows = plan.rows // each
+        count = matmul.m * rows
+        for turn in range(math.ceil(count / plan.threads)):
+            place = turn * plan.threads + self._thread
+            m, row = place // rows, place % rows
+            column = self._first_row // each + row
+            guards = [] if count % plan.threads == 0 else [place < count]
+            if matmul.n % plan.rows:
+                guards.append(column < matmul.columns)
+            with when(guards):
+                sources = [row] if each == 1 else [gate_column(row), value_column(row)]
+                sums = [self._total(m, one) for one in sources]
+                T.buffer_store(self._output, self._value(sums, m, column), [m * matmul.columns + column])
+
+    def _total(self, m: tirx.Expr, row: tirx.Expr) -> tirx.Expr:
+        total: tirx.Expr = self._shared[0, m, row]
+        for warp in range(1, self._p.warps):
+            total = total + self._shared[warp, m, row]
+        register = T.alloc_local([1], "float32")
+        T.buffer_store(register, total, [0])
+        return register[0]
+
+    def _value(self, sums: list[tirx.Expr], m: tirx.Expr, column: tirx.Expr) -> tirx.Expr:
+        """Return an output element; what its epilogue reads is loaded in place."""
+        epilogue = self._matmul.epilogue
+        indices: list[tirx.Expr] = [column]
+        rest = m
+        for size in reversed(epilogue.shape[:-1]):
+            indices.insert(0, rest % size)
+            rest = rest // size
+        axes = {axis: tirx.Cast(dtype_of(axis), index) for axis, index in zip(epilogue.axes, indices, strict=True)}
+        loaded = [(load, self._loaded(load, axes)) for load in epilogue.loads()]
+
+        def replace(load: TensorLoad) -> tirx.Expr:
+            return next(value for known, value in loaded if tvm_ffi.structural_equal(known, load))
+
+        value = tvm_ffi.structural_map(epilogue.value, (TensorLoad, replace))
+        value = tvm_ffi.structural_map(value, (tirx.Mul, fast_gelu))
+        value = tvm_ffi.structural_map(value, (Call, fast_call))
+        variables = [epilogue.accumulator, *([] if epilogue.second is None else [epilogue.second])]
+        return substitute(value, {**axes, **dict(zip(variables, sums, strict=True))})
+
+    def _loaded(self, load: TensorLoad, axes: dict[tirx.Var, tirx.Expr]) -> tirx.Expr:
+        """Emit a load that stays behind the wait for the kernel before."""
+        buffer = self._renamed[load.source]
+        register = T.alloc_local([1], dtype_of(buffer))
+        indices = [substitute(index, axes) for index in load.indices]
+        load_bytes(register.ptr_to([0]), buffer.ptr_to(indices), element_bytes(dtype_of(buffer)))
+        return register[0]
+
+
+def _flat(param: tirx.Var) -> tirx.Var:
+    return T.decl_buffer((max(1, math.prod(static_shape(param) or ())),), dtype_of(param), data=param.data)

@@ -1,0 +1,151 @@
+"""The arithmetic of `schedules.templates.gemv`: what a lane does with one load of two rows of W.
+
+Fragments of mma.m16n8k16 (PTX ISA 9.0, "Matrix Fragments for mma.m16n8k16"): lane 4 g + c has of A the rows g and g + 8
+and of B the column g, in both the places 2 c, 2 c + 1, 2 c + 8, 2 c + 9 along k; of D rows g and g + 8, columns 2 c and
+2 c + 1. The sum over k has no order, so what lies side by side in a lane's 16 bytes is taken for those places, in W and
+in x alike; A are rows of W, B rows of x.
+
+Quantised weights become pairs of halves without a conversion: with the exponent of 1024, a level in the low bits is
+1024 + level, exactly; 1024 + offset is subtracted. Of 4 bits, a mask takes the levels 4 apart, so that pairs of
+x are put together by `prmt` in the same way.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from schedules.templates.gemv_function import GemvFunction
+from schedules.templates.gemv_plan import GemvPlan
+
+_MMA = """
+__forceinline__ __device__ void relaxtune_mma_{kind}(float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                                     unsigned b0, unsigned b1) {{
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, "
+               "{{%8, %9}}, {{%0, %1, %2, %3}};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}}
+"""
+_HALVES = """
+__forceinline__ __device__ unsigned relaxtune_subtract(unsigned a, unsigned b) {
+  unsigned d; asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
+}
+__forceinline__ __device__ unsigned relaxtune_scale(unsigned a, unsigned b) {
+  unsigned d; asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
+}
+"""
+# 16-bit weights: `columns` tiles of x, 4 words each.
+_PLAIN = """
+__forceinline__ __device__ void {name}(float* sums, const unsigned* low, const unsigned* high, const unsigned* x) {{
+#pragma unroll
+  for (int m = 0; m < {columns}; ++m) {{
+#pragma unroll
+    for (int j = 0; j < 4; j += 2)
+      relaxtune_mma_{kind}(sums + 4 * m, low[j], high[j], low[j + 1], high[j + 1], x[4 * m + j], x[4 * m + j + 1]);
+  }}
+}}
+"""
+# A word of 8-bit weights is 4 of them: an instruction.
+_BYTES = """
+__forceinline__ __device__ void {name}(float* sums, const unsigned* low, const unsigned* high, const unsigned* x,
+                                       half scale_low, half scale_high) {{
+  {begin}
+#pragma unroll
+  for (int v = 0; v < 4; ++v) {{
+    unsigned a[2][2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {{
+      unsigned word = r ? high[v] : low[v];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {{
+        unsigned pair = relaxtune_subtract(__byte_perm(word, 0x64646464u, i ? 0x4342 : 0x4140), 0x64806480u);
+        a[r][i] = {weight};
+      }}
+    }}
+#pragma unroll
+    for (int m = 0; m < {columns}; ++m)
+      relaxtune_mma_f16({target} + 4 * m, a[0][0], a[1][0], a[0][1], a[1][1], x[8 * m + 2 * v], x[8 * m + 2 * v + 1]);
+  }}
+  {end}
+}}
+"""
+# A word of 4-bit weights is 8 of them: two instructions.
+_NIBBLES = """
+__forceinline__ __device__ void {name}(float* sums, const unsigned* low, const unsigned* high, const unsigned* x,
+                                       half scale_low, half scale_high) {{
+  {begin}
+#pragma unroll
+  for (int v = 0; v < 4; ++v) {{
+    unsigned a[2][4];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {{
+      unsigned word = r ? high[v] : low[v];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {{
+        unsigned pair = relaxtune_subtract(word >> 4 * i & 0x000f000fu | 0x64006400u, 0x64086408u);
+        a[r][i] = {weight};
+      }}
+    }}
+#pragma unroll
+    for (int m = 0; m < {columns}; ++m) {{
+      const unsigned* e = x + 16 * m + 4 * v;
+      relaxtune_mma_f16({target} + 4 * m, a[0][0], a[1][0], a[0][1], a[1][1],
+                        __byte_perm(e[0], e[2], 0x5410), __byte_perm(e[0], e[2], 0x7632));
+      relaxtune_mma_f16({target} + 4 * m, a[0][2], a[1][2], a[0][3], a[1][3],
+                        __byte_perm(e[1], e[3], 0x5410), __byte_perm(e[1], e[3], 0x7632));
+    }}
+  }}
+  {end}
+}}
+"""
+# A step within one group: integers are summed up and the sums scaled.
+_BEGIN_SUMS = "float part[{count}] = {{}};"
+_END_SUMS = """float f_low = __half2float(scale_low), f_high = __half2float(scale_high);
+#pragma unroll
+  for (int i = 0; i < {count}; ++i) sums[i] = fmaf(part[i], i & 2 ? f_high : f_low, sums[i]);"""
+# Else each weight is scaled, rounded to a half.
+_BEGIN_WEIGHTS = """unsigned scale[2] = {
+      __half_as_ushort(scale_low) * 0x10001u, __half_as_ushort(scale_high) * 0x10001u};"""
+
+
+def emit_products(
+    function: GemvFunction,
+    plan: GemvPlan,
+    sums: tirx.Expr,
+    rows: tuple[tirx.Expr, tirx.Expr],
+    x: tirx.Expr,
+    scales: tuple[tirx.Expr, tirx.Expr] | None,
+) -> None:
+    """Emit the products of one load of two rows.
+
+    Parameters
+    ----------
+    sums : Expr
+        Address of registers: 4 float32 sums for each 8 rows of x.
+    rows : pair of Expr
+        Addresses of 4 words of rows g and g + 8.
+    x : Expr
+        Address of the words of x, `words_x` for each 8 rows.
+    scales : pair of Expr or None
+        The rows' scales in float16; None for weights that are not quantised.
+    """
+    columns = plan.column_tiles
+    if scales is None:
+        kind = {"float16": "f16", "bfloat16": "bf16"}[function.matmul.input_dtype]
+        name = f"relaxtune_gemv_{kind}_{columns}"
+        source = _MMA.format(kind=kind) + _PLAIN.format(name=name, kind=kind, columns=columns)
+        T.evaluate(T.cuda.func_call(name, sums, *rows, x, source_code=source))
+        return
+    count = 4 * columns
+    parts = (
+        {"begin": _BEGIN_SUMS.format(count=count), "end": _END_SUMS.format(count=count), "weight": "pair"}
+        if plan.grouped
+        else {"begin": _BEGIN_WEIGHTS, "end": "", "weight": "relaxtune_scale(pair, scale[r])"}
+    )
+    name = f"relaxtune_gemv_u{function.weight_bits}_{columns}{'_sums' if plan.grouped else ''}"
+    body = (_NIBBLES if function.weight_bits == 4 else _BYTES).format(
+        name=name, columns=columns, target="part" if plan.grouped else "sums", **parts
+    )
+    source = _MMA.format(kind="f16") + _HALVES + body
+    T.evaluate(T.cuda.func_call(name, sums, *rows, x, *scales, source_code=source))
