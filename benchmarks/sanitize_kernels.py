@@ -119,7 +119,7 @@ def main() -> None:
         directory = arguments.logs or Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(len(jobs)) as pool:
-            outcomes = list(pool.map(lambda job: sanitize(*job, arguments.cases, directory), jobs))
+            outcomes = list(pool.map(lambda job: sanitize(job[0], job[1], arguments.cases, directory), jobs))
     results: dict[str, dict[str, object]] = {}
     for (tests, tool), outcome in zip(jobs, outcomes, strict=True):
         results.setdefault(tests.stem.removeprefix("test_").removesuffix("_gpu"), {})[tool] = asdict(outcome)
