@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from models import load_model
+from pipeline.errors import UsageError
+from pipeline.passes.module import LoweringOptions
+from pipeline.precision import POLICY_NAMES, named_policy
+from pipeline.precision.recorded import AS_GIVEN, policy_entry
+
+
+def test_every_policy_states_weights_activations_accumulators_and_norms_apart() -> None:
+    stated = {
+        name: (p.weights, p.activations, p.accumulators, p.norms, p.group_size, p.scale_dtype)
+        for name in POLICY_NAMES
+        for p in [named_policy(name)]
+    }
+    assert stated == {
+        "fp32": ("float32", "float32", "float32", "float32", None, None),
+        "tf32": ("tf32", "tf32", "float32", "float32", None, None),
+        "fp16": ("float16", "float16", "float32", "float32", None, None),
+        "bf16": ("bfloat16", "bfloat16", "float32", "float32", None, None),
+        "w8a16": ("uint8", "float16", "float32", "float32", 128, "float16"),
+        "w4a16": ("uint4", "float16", "float32", "float32", 128, "float16"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "message"),
+    [
+        ("int8", None, "unknown precision 'int8'; expected fp32, tf32"),
+        ("fp16", 128, "precision 'fp16' has no groups of weights; a group size is for w8a16, w4a16"),
+        ("w4a16", 48, "group size 48; expected a multiple of 32, or 0"),
+        ("w4a16", -32, "group size -32"),
+    ],
+)
+def test_what_has_no_effect_is_refused(name: str, group: int | None, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        named_policy(name, group)
+
+
+def test_a_group_size_needs_a_precision() -> None:
+    with pytest.raises(UsageError, match="a group size without a precision"):
+        _ = LoweringOptions(group_size=64).policy
+
+
+def test_the_kv_cache_is_recorded_beside_the_policy() -> None:
+    decode = load_model("llama-tiny-decode")
+    entry = policy_entry(named_policy("w4a16", 64), decode, {}, ("node",), "float32")
+    assert (entry.kv_cache, entry.weights, entry.group_size, entry.weight_bits) == ("float32", "uint4", 64, 4)
+    assert policy_entry(None, load_model("bert-tiny"), {}, (), "float32").kv_cache == "none"
+
+
+def test_a_graph_as_given_is_named_after_what_it_holds() -> None:
+    model = load_model("llama-tiny-decode:fp16")
+    halves = {"w": np.zeros((4, 4), np.float16)}
+    entry = policy_entry(None, model, halves, (), "float16")
+    assert (entry.name, entry.weights, entry.kv_cache, entry.accumulators) == (
+        AS_GIVEN,
+        "float16",
+        "float16",
+        "float32",
+    )
+    assert policy_entry(None, model, {"w": np.zeros((4, 4), np.float32)}, (), "float32").name == "fp32"
