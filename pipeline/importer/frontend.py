@@ -19,6 +19,7 @@ from pipeline.importer.converters import CONVERTERS, ConverterInput
 from pipeline.importer.errors import conversion_failed, list_nodes
 from pipeline.importer.normalise import NormalisedGraph
 from pipeline.importer.shape_values import as_tensor, fold_shape_value, is_shape_value
+from pipeline.importer.small_constants import fold_small_constants
 
 # These converters return one value that happens to be a tuple; every other tuple is several ONNX outputs.
 _SEQUENCE_OPERATORS = frozenset(
@@ -29,10 +30,12 @@ _SEQUENCE_OPERATORS = frozenset(
 _SIZE_OPERANDS: Mapping[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
     "Expand": (1,),
+    "OneHot": (1,),
     "Range": (0, 1, 2),
     "Reshape": (1,),
     "Resize": (3,),
     "Slice": (1, 2, 3, 4),
+    "Tile": (1,),
 }
 
 
@@ -102,7 +105,10 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             self._nodes[name] = field
 
     def _fold_sizes(self, node: onnx.NodeProto, inputs: list[tvm.ir.Expr | None]) -> tvm.ir.Expr | None:
-        return None if _domain(node) else fold_shape_value(node.op_type, self._converter_input(node, inputs))
+        if _domain(node):
+            return None
+        folded = fold_shape_value(node.op_type, self._converter_input(node, inputs))
+        return fold_small_constants(node, inputs, self._graph.opset) if folded is None else folded
 
     def _convert_node(self, node: onnx.NodeProto, given: list[tvm.ir.Expr | None]) -> tvm.ir.Expr:
         sizes_at = () if _domain(node) else _SIZE_OPERANDS.get(node.op_type, ())

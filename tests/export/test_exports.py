@@ -13,13 +13,12 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from models import load_model
 from pipeline.compile import compile_module
 from pipeline.export import write_artifact
 from pipeline.prepare import ModelRequest, prepare_model
 from pipeline.runtime import Module
 from pipeline.selection import select_kernels
-from pipeline.validate import validate
+from tests.export.matrix_cases import PINNED, STATIC, SYMBOLIC, Cell, Export
 
 pytestmark = [
     pytest.mark.export,
@@ -27,11 +26,11 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-FAMILIES = ["bert", "gpt2", "llama", "vit", "distilbert", "t5-encoder", "whisper-encoder"]
+# Of the families in the matrix (`python -m tests.export.matrix`), one of each kind.
+STATIC_FAMILIES = ["bert", "gpt2", "vit", "whisper-encoder", "t5-encoder", "swin", "mixtral", "llama-prefill"]
+SYMBOLIC_FAMILIES = ["distilbert", "deberta-v2", "modernbert", "bloom", "gemma2", "llama-decode", "bart", "qwen2-moe"]
 SENTENCES = ("A cat sits on the mat.", "Compilers turn graphs into kernels.", "Il pleut sur la ville.")
 TOKENS = 16
-# (batch, sequence): one of each, primes, a vector of 16 floats and one more, and as much as the models have positions.
-SIZES = ((1, 1), (3, 2), (1, 11), (2, 16), (5, 17), (2, 64))
 
 
 @pytest.fixture(scope="session")
@@ -62,29 +61,28 @@ def compile_export(path: Path, folder: Path) -> Module:
 
 
 @pytest.mark.parametrize("kind", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", STATIC_FAMILIES)
 def test_export_compiles_and_agrees_with_onnx_runtime(
     exporter: ModuleType, tmp_path: Path, family: str, kind: str
 ) -> None:
-    path = exporter.export(family, kind, tmp_path)
-    module = compile_export(path, tmp_path / "artifact")
-    report = validate(module, load_model(path), rtol=1e-4, atol=1e-4)
-    report.raise_if_failed()
+    check(exporter, Cell(Export(family, kind), STATIC), tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_export_with_symbolic_axes_compiles_once_and_agrees_at_every_size(
+@pytest.mark.parametrize("family", SYMBOLIC_FAMILIES)
+def test_export_with_symbolic_axes_agrees_at_every_size_and_when_pinned(
     exporter: ModuleType, tmp_path: Path, family: str, kind: str
 ) -> None:
-    path = exporter.export(family, kind, tmp_path, dynamic=True)
-    model = load_model(path)
-    symbols = {axis for spec in model.inputs for axis in spec.shape if isinstance(axis, str)}
-    assert symbols
-    module = compile_export(path, tmp_path / "artifact")
-    for batch, sequence in SIZES:
-        sizes = {axis: batch if "batch" in axis else sequence for axis in symbols}
-        validate(module, model, rtol=1e-4, atol=1e-4, samples=2, dims=sizes).raise_if_failed()
+    for axes in (SYMBOLIC, PINNED):
+        check(exporter, Cell(Export(family, kind, dynamic=True), axes), tmp_path)
+
+
+def check(exporter: ModuleType, cell: Cell, folder: Path) -> None:
+    worker = import_module("tests.export.matrix_worker")
+    path = worker.make_export(cell.export, folder)
+    assert isinstance(path, Path), path
+    outcome = worker.run_cell(cell, path, folder / "artifact")
+    assert outcome.state == "validated", f"{outcome.state}: {outcome.reason}"
 
 
 @pytest.mark.parametrize("kind", ["dynamo", "torchscript"])
@@ -93,7 +91,7 @@ def test_minilm_with_real_weights_gives_the_same_sentence_embeddings(
 ) -> None:
     from transformers import AutoTokenizer
 
-    path = exporter.export("minilm", kind, tmp_path)
+    path = exporter.export("minilm", kind, tmp_path, dynamic=True)
     module = compile_export(path, tmp_path / "artifact")
     reference = ort.InferenceSession(path)
     tokenizer = AutoTokenizer.from_pretrained(exporter.minilm_folder())

@@ -18,6 +18,7 @@ from pipeline.importer.converters.matmuls import MATMUL_CONVERTERS
 from pipeline.importer.converters.norms import NORM_CONVERTERS
 from pipeline.importer.converters.rotary import ROTARY_CONVERTERS
 from pipeline.importer.converters.shape import SHAPE_CONVERTERS
+from pipeline.importer.converters.tile import TILE_CONVERTERS
 
 CONVERTERS: Mapping[tuple[str, str], Converter] = {
     **ACTIVATION_CONVERTERS,
@@ -29,6 +30,7 @@ CONVERTERS: Mapping[tuple[str, str], Converter] = {
     **NORM_CONVERTERS,
     **ROTARY_CONVERTERS,
     **SHAPE_CONVERTERS,
+    **TILE_CONVERTERS,
 }
 
 __all__ = ["CONVERTERS", "Converter", "ConverterInput"]

@@ -1,0 +1,151 @@
+"""The matrix of exports: family x exporter x precision x static or symbolic axes, each imported, compiled, validated.
+
+    python -m tests.export.matrix [--families bert ...] [--precisions fp16 ...] [--jobs 2] [--fresh]
+
+Needs the `export` extra. The exports are made by `make_exports`, compiled for this CPU without tuning and compared with
+ONNX Runtime with the default tolerances. A run that was broken off goes on where it was, and only cells that did not
+pass are done again; `--fresh` begins anew. Writes `benchmarks/results/export-matrix.json` with every cell, and beside
+it a Markdown table of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+
+from tests.export.matrix_cases import list_cells
+from tests.export.matrix_table import render
+
+RESULTS = Path("benchmarks/results/export-matrix.json")
+PRECISIONS = ("fp16",)
+FAMILY_TIMEOUT_S = 3600
+_PACKAGES = ("apache-tvm", "onnx", "onnxruntime", "onnxscript", "torch", "transformers")
+
+Rows = dict[str, dict[str, object]]
+
+
+def run_family(family: str, precisions: tuple[str, ...], done: Iterable[str], exports: Path | None) -> Rows:
+    """Return the outcomes of a family's cells that are not done; a crash ends its cell, not the others."""
+    rows: Rows = {}
+    wanted = [cell.key for cell in list_cells((family,), precisions)]
+    skip = list(done)
+    with tempfile.TemporaryDirectory(prefix="relaxtune-matrix-") as folder:
+        lines = Path(folder) / "cells.jsonl"
+        while set(wanted) - set(skip):
+            lines.unlink(missing_ok=True)
+            status, said = _run_worker(family, precisions, skip, lines, exports)
+            begun, finished = _read(lines)
+            rows.update(finished)
+            skip += list(finished)
+            lost = [key for key in begun if key not in finished]
+            if not lost and status == 0:
+                break
+            if not lost:
+                raise SystemExit(f"the worker of {family} ended with status {status} before its first cell:\n{said}")
+            rows[lost[0]] = _crashed(lost[0], family, precisions, f"its process ended with status {status}")
+            skip.append(lost[0])
+    return rows
+
+
+def _run_worker(
+    family: str, precisions: tuple[str, ...], skip: list[str], lines: Path, exports: Path | None
+) -> tuple[int | str, str]:
+    command = [sys.executable, "-m", "tests.export.matrix_worker", family, str(lines)]
+    command += ["--precisions", *precisions, "--skip", *skip, *(["--exports", str(exports)] if exports else [])]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=FAMILY_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"killed after {FAMILY_TIMEOUT_S} s", ""
+    return ended.returncode, ended.stderr[-2000:]
+
+
+def _read(lines: Path) -> tuple[list[str], Rows]:
+    begun: list[str] = []
+    finished: Rows = {}
+    for line in lines.read_text().splitlines() if lines.exists() else ():
+        data = json.loads(line)
+        if "begun" in data:
+            begun.append(data["begun"])
+        else:
+            finished[data["key"]] = data
+    return begun, finished
+
+
+def _crashed(key: str, family: str, precisions: tuple[str, ...], reason: str) -> dict[str, object]:
+    cell = next(cell for cell in list_cells((family,), precisions) if cell.key == key)
+    made = cell.export
+    return {
+        "key": key, "family": family, "exporter": made.exporter, "opset": made.opset, "dtype": made.dtype,
+        "axes": cell.axes, "precision": cell.precision, "state": "crashed", "reason": reason,
+    }  # fmt: skip
+
+
+def environment() -> Mapping[str, str]:
+    """Return the versions and the processor that the outcomes are true for."""
+    return {"machine": platform.machine(), "python": platform.python_version()} | {
+        name: metadata.version(name) for name in _PACKAGES
+    }
+
+
+def load_rows(path: Path) -> Rows:
+    """Return the rows of an earlier run, empty where there is none."""
+    return {row["key"]: row for row in json.loads(path.read_text())["cells"]} if path.exists() else {}
+
+
+def save_rows(path: Path, rows: Rows) -> None:
+    """Write the rows as JSON and as a Markdown table beside it."""
+    cells = [rows[key] for key in sorted(rows)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    body = ",\n".join(json.dumps(cell) for cell in cells)
+    head = json.dumps({"command": "python -m tests.export.matrix", "environment": environment()}, indent=1)
+    path.write_text(f'{head[:-2]},\n "cells": [\n{body}\n]}}\n')
+    path.with_suffix(".md").write_text(render(cells, environment()))
+
+
+def main() -> None:
+    from tests.export.make_exports import FAMILIES
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--precisions", nargs="*", default=list(PRECISIONS), help="beside each graph's own")
+    parser.add_argument("--jobs", type=int, default=1, help="families at a time, a process each")
+    parser.add_argument("--fresh", action="store_true", help="begin anew instead of going on")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--exports", type=Path, help="keep the .onnx files here, and take those that are there")
+    args = parser.parse_args()
+    rows = {} if args.fresh else load_rows(args.out)
+    precisions = tuple(args.precisions)
+    if args.exports:
+        args.exports.mkdir(parents=True, exist_ok=True)
+    passed = {key for key, row in rows.items() if row["state"] == "validated"}
+    started = time.perf_counter()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        futures = {
+            family: pool.submit(run_family, family, precisions, _of_family(passed, rows, family), args.exports)
+            for family in args.families
+        }
+        for family, future in futures.items():
+            found = future.result()
+            rows.update(found)
+            save_rows(args.out, rows)
+            good = sum(row["state"] == "validated" for row in found.values())
+            print(f"{family}: {good} of {len(found)} validated, {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    good = sum(row["state"] == "validated" for row in rows.values())
+    print(f"{good} of {len(rows)} cells validated; {args.out} and {args.out.with_suffix('.md')}")
+
+
+def _of_family(keys: Iterable[str], rows: Rows, family: str) -> list[str]:
+    return [key for key in keys if rows[key]["family"] == family]
+
+
+if __name__ == "__main__":
+    main()

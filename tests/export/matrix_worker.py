@@ -1,0 +1,220 @@
+"""One process of the matrix: makes the exports of a family, compiles each as its cells ask, and validates on LLVM.
+
+Every finished cell is one line of JSON at the end of a file, so a crash loses the cell that it happened in, no other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from models import OnnxModel, load_model
+from models.dims import evaluate_dim
+from pipeline.compile import compile_module
+from pipeline.export import write_artifact
+from pipeline.passes.module import LoweringOptions
+from pipeline.prepare import ModelRequest, prepare_model
+from pipeline.runtime import Module
+from pipeline.selection import select_kernels
+from pipeline.validate import ValidationReport, validate
+from tests.export.make_exports import export
+from tests.export.matrix_cases import PINNED, SYMBOLIC, Cell, Export, list_cells
+
+# (batch, length) of the runs of a symbolic artifact: ones, primes, 16 and one more, and all positions of the shortest.
+SIZES = ((1, 1), (3, 2), (1, 11), (2, 16), (5, 17), (2, 32))
+PINNED_SIZE = (2, 11)
+SAMPLES = 2
+_BATCHES = frozenset({"batch", "images"})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell.
+
+    Attributes
+    ----------
+    key, family, exporter, opset, dtype, axes, precision
+        The cell; `opset` None and `dtype` empty for the exporter's own, `precision` empty for the graph's.
+    state
+        `validated`, or where it ended: `not exported`, `not imported`, `not compiled`, `wrong result`, `crashed`.
+    reason
+        Why it ended there.
+    nodes, kernels
+        Nodes of the ONNX graph, and kernels it became.
+    sizes
+        (batch, length) of the validated runs, for symbolic axes.
+    max_abs, atol_needed, rtol, atol
+        Largest error; smallest absolute tolerance (in units of the output's RMS, if above 1) that would pass; the
+        tolerances that were applied.
+    cosine, argmax_agreement
+        The smallest over outputs and samples.
+    seconds
+        Of everything, the export itself aside.
+    """
+
+    key: str
+    family: str
+    exporter: str
+    opset: int | None
+    dtype: str
+    axes: str
+    precision: str
+    state: str
+    reason: str = ""
+    nodes: int = 0
+    kernels: int = 0
+    sizes: tuple[tuple[int, int], ...] = ()
+    max_abs: float | None = None
+    atol_needed: float | None = None
+    rtol: float | None = None
+    atol: float | None = None
+    cosine: float | None = None
+    argmax_agreement: float | None = None
+    seconds: float = 0.0
+
+
+class _EndedError(Exception):
+    """A cell ended before its validation: in which state, and why."""
+
+    def __init__(self, state: str, reason: str) -> None:
+        super().__init__(reason)
+        self.state, self.reason = state, reason
+
+
+def outcome_of(cell: Cell, state: str, reason: str = "", **found: object) -> Outcome:
+    """Return the outcome of a cell."""
+    made = cell.export
+    return Outcome(
+        cell.key, made.family, made.exporter, made.opset, made.dtype, cell.axes, cell.precision, state, reason,
+        **found,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def run_cell(cell: Cell, path: Path, folder: Path) -> Outcome:
+    """Return what becomes of a cell whose export is at `path`."""
+    started = time.perf_counter()
+    found: dict[str, object] = {}
+    try:
+        _run(cell, path, folder, found)
+    except _EndedError as end:
+        return outcome_of(cell, end.state, end.reason, seconds=round(time.perf_counter() - started, 1), **found)
+    return outcome_of(cell, "validated", seconds=round(time.perf_counter() - started, 1), **found)
+
+
+def make_export(made: Export, folder: Path) -> Path | str:
+    """Return the path of an export, made unless it is there already, or why the exporter cannot make it."""
+    path = folder / f"{made.name}.onnx"
+    if path.exists():
+        return path
+    try:
+        return export(made.family, made.exporter, folder, dynamic=made.dynamic, opset=made.opset, dtype=made.dtype)
+    except Exception as e:  # exporters raise every kind of exception; each is an entry of the matrix
+        path.unlink(missing_ok=True)
+        return _reason(e)
+
+
+def _run(cell: Cell, path: Path, folder: Path, found: dict[str, object]) -> None:
+    with _ends("not imported"):
+        model = load_model(path)
+    found["nodes"] = len(model.proto.graph.node)
+    shapes = sized_shapes(model, *PINNED_SIZE) if cell.axes == PINNED else {}
+    if cell.axes == SYMBOLIC and all(spec.is_static for spec in model.inputs):
+        raise _EndedError("not exported", "the exporter left no axis symbolic")
+    request = ModelRequest(
+        path, shapes=shapes, target="llvm", lowering=LoweringOptions(precision=cell.precision or None)
+    )
+    with _ends("not imported"):
+        prepared = prepare_model(request)
+    with _ends("not compiled"):
+        choices = select_kernels(
+            prepared.lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
+        )
+        write_artifact(compile_module(prepared.lowered, choices, prepared.target), folder)
+    found["kernels"] = len(prepared.lowered.kernels)
+    with _ends("crashed"):
+        reports = _validate(folder, prepared.model, found, symbolic=cell.axes == SYMBOLIC)
+    failed = next((output for report in reports for output in report.outputs if not output.passed), None)
+    if failed is not None:
+        raise _EndedError("wrong result", f"output {failed.name!r}: {failed.reason}")
+
+
+def _validate(folder: Path, model: OnnxModel, found: dict[str, object], *, symbolic: bool) -> list[ValidationReport]:
+    module = Module.load(folder)
+    if symbolic:
+        runs = [(size, sized_dims(model, *size)) for size in SIZES]
+        found["sizes"] = tuple(size for size, _ in runs)
+        reports = [validate(module, model, samples=SAMPLES, dims=dims) for _, dims in runs]
+    else:
+        reports = [validate(module, model, samples=SAMPLES)]
+    outputs = [output for report in reports for output in report.outputs]
+    for key, measure, pick in (
+        ("max_abs", "max_abs", max),
+        ("atol_needed", "required_atol", max),
+        ("cosine", "cosine", min),
+        ("argmax_agreement", "argmax_agreement", min),
+    ):
+        values = [value for output in outputs if (value := output.worst(measure)) is not None]
+        found[key] = float(f"{pick(values):.6g}") if values else None
+    found["rtol"], found["atol"] = reports[0].tolerance.rtol, reports[0].tolerance.atol
+    return reports
+
+
+def sized_dims(model: OnnxModel, batch: int, length: int) -> dict[str, int]:
+    """Return a size for every symbolic axis of a model's inputs, by what its name says."""
+    names = {axis for spec in model.inputs for axis in spec.shape if isinstance(axis, str) and axis.isidentifier()}
+    return {name: batch if name in _BATCHES else length for name in names}
+
+
+def sized_shapes(model: OnnxModel, batch: int, length: int) -> dict[str, tuple[int | str, ...]]:
+    """Return the shape of every input with its symbolic axes as numbers, for `ModelRequest.shapes`."""
+    dims = sized_dims(model, batch, length)
+    return {spec.name: tuple(evaluate_dim(axis, dims) for axis in spec.shape) for spec in model.inputs}
+
+
+@contextmanager
+def _ends(state: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as e:  # whatever a stage raises ends the cell in that stage's state
+        raise _EndedError(state, _reason(e)) from e
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " | ".join(lines[:3]) if lines else "no message"
+    return f"{type(error).__name__}: {text[:600]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("family")
+    parser.add_argument("lines", type=Path, help="file of finished cells, written at its end")
+    parser.add_argument("--exports", type=Path, help="keep the .onnx files here")
+    parser.add_argument("--precisions", nargs="*", default=[])
+    parser.add_argument("--skip", nargs="*", default=[], help="keys of cells that are done")
+    args = parser.parse_args()
+    logging.disable(logging.ERROR)
+    skipped = set(args.skip)
+    cells = [cell for cell in list_cells((args.family,), tuple(args.precisions)) if cell.key not in skipped]
+    with tempfile.TemporaryDirectory(prefix="relaxtune-matrix-") as folder, args.lines.open("a") as lines:
+        kept = args.exports or Path(folder)
+        for cell in cells:
+            # Said first, so that a cell whose process dies is known.
+            print(json.dumps({"begun": cell.key}), file=lines, flush=True)
+            path = make_export(cell.export, kept)
+            if isinstance(path, str):
+                outcome = outcome_of(cell, "not exported", path)
+            else:
+                outcome = run_cell(cell, path, Path(folder) / "artifact")
+            print(json.dumps(asdict(outcome)), file=lines, flush=True)
+
+
+if __name__ == "__main__":
+    main()
