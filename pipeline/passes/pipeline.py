@@ -18,6 +18,7 @@ from pipeline.passes.fuse import fuse_operations
 from pipeline.passes.gather_rows import gather_rows
 from pipeline.passes.half_precision import compute_in_half_precision
 from pipeline.passes.interleave_gates import interleave_gates
+from pipeline.passes.keep_sizes_apart import keep_sizes_apart
 from pipeline.passes.lift_weights import lift_weights
 from pipeline.passes.mark_constants import mark_constants
 from pipeline.passes.merge_common import merge_common_subexpressions
@@ -79,6 +80,7 @@ def lowering_steps() -> tuple[Step, ...]:
         # 6 fuse
         Step(Phase.FUSE, "annotate_patterns", stock(relax_pass.AnnotateTIROpPattern()), "fusion reads the annotations"),
         Step(Phase.FUSE, "fold_legalised_constants", fold_constants),
+        Step(Phase.FUSE, "keep_sizes_apart", keep_sizes_apart),
         Step(Phase.FUSE, "fuse_operations", fuse_operations),
         Step(Phase.FUSE, "fuse_tir", stock(relax_pass.FuseTIR()), "a kernel is one PrimFunc"),
         # A reshape that nothing fused with is a view, not a kernel to tune.

@@ -1,0 +1,67 @@
+"""Sizes written as tensors stay out of groups, where they would be defined twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx import helper
+
+from models import OnnxModel
+from pipeline.errors import LoweringError
+from pipeline.importer import import_model
+from pipeline.passes import lower
+from pipeline.passes.module import LoweringOptions
+from schedules.targets import resolve_target
+from tests.pipeline.importer.onnx_cases import make_model
+from tests.pipeline.passes.pass_cases import assert_agrees, run_lowered, run_reference
+
+NODE = helper.make_node
+
+
+def padding_of_a_step() -> OnnxModel:
+    """How torch's dynamo exporter reads the mask of a decode step: by pairs of batch and position."""
+    constants = {
+        **{f"n{value}": np.array(value) for value in (0, 1, 2)},
+        **{f"v{value}": np.array([value]) for value in (-1, 0, 1)},
+        "columns": np.array([1, 2, 3]),
+    }
+    nodes = [
+        NODE("Shape", ["past"], ["sizes"]),
+        NODE("Gather", ["sizes", "n0"], ["batch"]),
+        NODE("Gather", ["sizes", "n2"], ["length"]),
+        NODE("Add", ["length", "n1"], ["total"]),
+        NODE("Range", ["n0", "batch", "n1"], ["rows"]),
+        NODE("Range", ["n0", "total", "n1"], ["places"]),
+        NODE("Unsqueeze", ["rows", "columns"], ["row"]),
+        NODE("Unsqueeze", ["places", "v0"], ["place"]),
+        NODE("Unsqueeze", ["batch", "v0"], ["batch_vector"]),
+        NODE("Unsqueeze", ["total", "v0"], ["total_vector"]),
+        NODE("Concat", ["batch_vector", "v1", "v1", "total_vector"], ["shape"], axis=0),
+        NODE("Expand", ["row", "shape"], ["all_rows"]),
+        NODE("Expand", ["place", "shape"], ["all_places"]),
+        NODE("Unsqueeze", ["all_rows", "v-1"], ["first"]),
+        NODE("Unsqueeze", ["all_places", "v-1"], ["second"]),
+        NODE("Concat", ["first", "second"], ["pairs"], axis=-1),
+        NODE("GatherND", ["mask", "pairs"], ["y"]),
+    ]
+    return make_model(
+        nodes,
+        {"mask": ("int64", ("batch", "seen")), "past": ("float32", ("batch", 4, "length"))},
+        {"y": ("int64", ("batch", 1, 1, "total"))},
+        constants,
+    )
+
+
+def test_a_size_beside_an_output_of_that_size_agrees_with_onnx_runtime() -> None:
+    model = padding_of_a_step()
+    lowered = lower(import_model(model), resolve_target("llvm").target)
+    for batch, length in ((1, 1), (3, 6)):
+        mask = np.random.default_rng(0).integers(0, 2, (batch, length + 1))
+        feeds = {"mask": mask, "past": np.zeros((batch, 4, length), "float32")}
+        assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 0.0)
+
+
+def test_without_the_pass_tvm_refuses_the_group() -> None:
+    options = LoweringOptions(disabled_passes=frozenset({"keep_sizes_apart"}))
+    with pytest.raises(LoweringError, match="fuse_tir"):
+        lower(import_model(padding_of_a_step()), resolve_target("llvm").target, options)
