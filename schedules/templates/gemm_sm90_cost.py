@@ -27,6 +27,8 @@ _MULTICAST_LONG = 0.98
 _LONG_US = 50.0
 # Columns of B in a row of shared memory of 128 bytes.
 _CHUNK_MAX = 64
+# Up to this many, a matmul waits for its weights, not for arithmetic.
+_FEW_ROWS = 64
 _SHARED_BYTES = 233_472
 _RESERVED_BYTES = 1024
 _REGISTERS = 65_536
@@ -60,7 +62,7 @@ class CostModel:
     reread
         Part of B's bytes that every doubling of the rows of tiles adds.
     narrow
-        Factor of the arithmetic where B as [K, N] lies in chunks of less than 64 columns, but for tiles of up to 64.
+        Factor of the arithmetic of many rows where B as [K, N] lies in chunks of less than 64 columns of a wider tile.
     """
 
     multiply_adds: float
@@ -80,7 +82,7 @@ class CostModel:
 # A least-squares fit (9 % root mean square) to 989 medians, cold L2, of kernels of the shapes of
 # benchmarks/bench_gemm_sm90.py. Of those of a shape, the one it puts first takes 2 % longer than the fastest (geometric
 # mean; at most 19 %).
-H200 = CostModel(2.767e6, 4.127e6, 1.492, 0.1343, 1.024, 0.5931, 4.991e-5, 0.4523, 0.1124, 1.623e-4, 0.1991, 1.182)
+H200 = CostModel(2.768e6, 4.114e6, 1.49, 0.1341, 1.039, 0.5655, 5.032e-5, 0.4712, 0.1113, 1.608e-4, 0.1968, 1.195)
 
 
 def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: CostModel = H200) -> float:
@@ -99,7 +101,7 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
     # Instructions of few columns take as long as those of 64.
     work = p.block_m * max(p.block_n, 64) * BLOCK_K
     arithmetic = on_one * plan.k_share * work / model.multiply_adds
-    if plan.chunk < _CHUNK_MAX < p.block_n and not matmul.b_transposed:
+    if plan.chunk < _CHUNK_MAX < p.block_n and matmul.m > _FEW_ROWS and not matmul.b_transposed:
         arithmetic *= model.narrow
     of_b = matmul.n * matmul.k * (1 + model.reread * math.log2(plan.tiles_m))
     moved = matmul.m * matmul.k + of_b + matmul.m * matmul.n
