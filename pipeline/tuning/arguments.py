@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+
+from pipeline.tuning.chunks import CHUNK, map_chunks
 
 _UNKNOWN_BOUND = 2
 
@@ -46,8 +49,23 @@ def make_arrays(arguments: Sequence[ArgumentSpec], ranges: Mapping[int, int], se
                 bound = min(bound, int(np.iinfo(str(dtype)).max))
             arrays.append(generator.integers(0, bound, spec.shape).astype(dtype))
         else:
-            arrays.append(generator.uniform(-1.0, 1.0, spec.shape).astype(dtype))
+            arrays.append(_uniform(spec.shape, dtype, (seed, position)))
     return arrays
+
+
+def _uniform(shape: tuple[int, ...], dtype: np.dtype[np.generic], seed: tuple[int, int]) -> np.ndarray:
+    """Return floats uniform in [-1, 1), each chunk from a generator of its own: the same on any number of threads."""
+    made = np.empty(math.prod(shape), dtype)
+
+    def fill(begin: int, end: int) -> None:
+        generator = np.random.default_rng([*seed, begin // CHUNK])
+        values = generator.random(end - begin, np.float64 if dtype.itemsize > 4 else np.float32)
+        values *= 2
+        values -= 1
+        made[begin:end] = values.astype(dtype)
+
+    map_chunks(fill, made.size)
+    return made.reshape(shape)
 
 
 def numpy_dtype(name: str) -> np.dtype[np.generic]:

@@ -21,12 +21,12 @@ from tvm.s_tir import meta_schedule as ms
 from pipeline.tuning.build_worker import BuildReply, BuildRequest
 from pipeline.tuning.clock import BusyClock
 from pipeline.tuning.failure import CANCELLED, StopSignal, failure_text
-from pipeline.tuning.process import ChildDiedError, ChildProcess
+from pipeline.tuning.process import ChildDiedError, ChildProcess, ForkServer
 from tuning_db.records import Status
 
 logger = logging.getLogger(__name__)
 
-_MODULE = "pipeline.tuning.build_worker"
+BUILD_MODULE = "pipeline.tuning.build_worker"
 _STARTS_MAX = 3
 _POLL_S = 0.1
 
@@ -96,9 +96,19 @@ class BuildPool:
         Time and memory of a build.
     stop : StopSignal
         When it is set, builds in flight are given up and reported as cancelled, as is every later one.
+    server : ForkServer or None
+        What forks the processes, which is not closed here; without one each is started afresh.
     """
 
-    def __init__(self, workers: int, directory: Path, limits: BuilderLimits, stop: StopSignal) -> None:
+    def __init__(
+        self,
+        workers: int,
+        directory: Path,
+        limits: BuilderLimits,
+        stop: StopSignal,
+        server: ForkServer | None = None,
+    ) -> None:
+        self._server = server
         self._directory = directory
         self._limits = limits
         self._stop = stop
@@ -140,7 +150,7 @@ class BuildPool:
 
     def _start(self) -> ChildProcess:
         # A worker is one thread of the pool; what it calls must not start more.
-        return ChildProcess(_MODULE, {"OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": "1"})
+        return ChildProcess(BUILD_MODULE, {"OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": "1"}, self._server)
 
     def _request(self, item: ms.builder.BuilderInput) -> BuildRequest:
         self._serial += 1
@@ -248,7 +258,7 @@ class BuildPool:
     def _failed_start(self, slot: _Slot, reason: str) -> None:
         slot.failed_starts += 1
         if slot.failed_starts >= _STARTS_MAX:
-            raise ChildDiedError(f"a build process ({_MODULE}) failed to start {_STARTS_MAX} times: {reason}")
+            raise ChildDiedError(f"a build process ({BUILD_MODULE}) failed to start {_STARTS_MAX} times: {reason}")
 
     def _replace(self, slot: _Slot, result: ms.builder.BuilderResult | None = None) -> None:
         """Start another process in a slot, and tell what came of the job of the one before."""

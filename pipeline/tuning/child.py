@@ -1,6 +1,7 @@
 """The child's side of `pipeline.tuning.process`: the loop that answers requests.
 
-`python -m pipeline.tuning.child MODULE FD PARENT` serves with the function that `MODULE.start()` returns.
+`python -m pipeline.tuning.child MODULE FD PARENT` serves with the function that `MODULE.start()` returns; a child that
+was forked (`pipeline.tuning.fork_server`) enters at `answer_requests`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ def serve(module: str, descriptor: int, parent_pid: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(descriptor)
-    _die_with_parent(parent_pid)
+    die_with_parent(parent_pid)
+    answer_requests(module, connection)
+
+
+def answer_requests(module: str, connection: Connection) -> None:
+    """Say that this process is ready once its imports are done, and answer until the connection is closed."""
     start: Callable[[], Callable[[object], object]] = importlib.import_module(module).start
     handle = start()
     connection.send((None, None, resident_bytes()))
@@ -55,7 +61,7 @@ def serve(module: str, descriptor: int, parent_pid: int) -> None:
         connection.send(reply)
 
 
-def _die_with_parent(parent_pid: int) -> None:
+def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when its parent is gone; only Linux offers that."""
     if sys.platform != "linux":
         return

@@ -26,6 +26,7 @@ from pipeline.tuning.measuring import (
     MeasureReply,
     MeasureRequest,
     ReferenceRequest,
+    WarmRequest,
     check_seeds,
     reference_file,
 )
@@ -35,17 +36,18 @@ from pipeline.tuning.rotation import RotatedTimer, can_rotate, launches, sets_ne
 from pipeline.tuning.timing import MeasureOptions, Timer, is_hopeless, runs_for, time_adaptively
 
 _ENTRY = "main"
-# Arguments of this many workloads stay allocated: enough for a batch of mixed tasks, little memory.
-_WORKLOADS_KEPT = 16
+# Arguments stay allocated up to so much in one set of each: those of all tasks of a common model.
+_KEPT_BYTES = 2 << 30
 
 
 @dataclass
 class _Workload:
-    """Arguments of one workload; `copies` are made when a GPU candidate is timed."""
+    """Arguments of one workload and what it is expected to return; `copies` are made when a GPU candidate is timed."""
 
     arrays: list[np.ndarray]
     tensors: list[tvm.runtime.Tensor]
     best_s: float = math.inf
+    expected: list[np.ndarray] | None = None
     copies: list[list[tvm.runtime.Tensor]] = field(default_factory=list)
 
     @property
@@ -68,6 +70,8 @@ def start() -> Callable[[object], object]:
 
     def answer(request: object) -> object:
         match request:
+            case WarmRequest():
+                return measurer.warm(request)
             case ReferenceRequest():
                 return measurer.make_references(request.measurement)
             case MeasureRequest():
@@ -84,6 +88,14 @@ class _Measurer:
         self._workloads: dict[tuple[object, ...], _Workload] = {}
         self._timer: RotatedTimer | None = None
 
+    def warm(self, request: WarmRequest) -> bool:
+        """Set the device up, which takes a moment on a GPU."""
+        device = tvm.device(request.device)
+        _tensors([np.zeros(1, np.float32)], [ArgumentSpec((1,), "float32")], device)
+        if not _is_cpu(device) and request.options.rotate and can_rotate():
+            self._timer = self._timer or RotatedTimer(device)
+        return True
+
     def make_references(self, request: MeasureRequest) -> bool:
         """Compute the reference outputs for both seeds and keep them in files."""
         _use_threads(request)
@@ -93,15 +105,16 @@ class _Measurer:
         device = tvm.device(request.device if note.reference_on_device else "cpu:0")
         function = tvm.runtime.load_module(note.reference)[_ENTRY]
         for seed in check_seeds(request):
-            arrays = make_arrays(request.arguments, _ranges(note), seed)
-            tensors = _tensors(arrays, request.arguments, device)
+            workload = self._workload(request, seed, tvm.device(request.device))
+            tensors = _tensors(workload.arrays, request.arguments, device)
             function(*tensors)
             device.sync()
+            workload.expected = [tensors[position].numpy() for position in note.outputs]
             path = reference_file(request, seed)
             if path is not None:
                 # Written whole: a process killed here must not leave half a reference.
                 partial = path.with_suffix(".partial")
-                partial.write_bytes(pickle.dumps([tensors[position].numpy() for position in note.outputs]))
+                partial.write_bytes(pickle.dumps(workload.expected))
                 partial.rename(path)
         return True
 
@@ -173,10 +186,11 @@ class _Measurer:
     def _workload(self, request: MeasureRequest, seed: int, device: tvm.runtime.Device) -> _Workload:
         key = (request.note.workload if request.note else None, request.arguments, seed, request.device)
         if key not in self._workloads:
-            while len(self._workloads) >= _WORKLOADS_KEPT:
-                self._workloads.pop(next(iter(self._workloads)))
             arrays = make_arrays(request.arguments, _ranges(request.note), seed)
-            self._workloads[key] = _Workload(arrays, _tensors(arrays, request.arguments, device))
+            made = _Workload(arrays, _tensors(arrays, request.arguments, device))
+            while self._workloads and sum(one.bytes for one in self._workloads.values()) + made.bytes > _KEPT_BYTES:
+                self._workloads.pop(next(iter(self._workloads)))
+            self._workloads[key] = made
         return self._workloads[key]
 
     def _compare_fresh(
@@ -207,7 +221,9 @@ class _Measurer:
         path = reference_file(request, seed)
         if path is None or request.note is None:
             return elapsed, None
-        for position, expected in zip(outputs, pickle.loads(path.read_bytes()), strict=True):
+        if workload.expected is None:
+            workload.expected = pickle.loads(path.read_bytes())
+        for position, expected in zip(outputs, workload.expected or (), strict=True):
             got = workload.tensors[position].numpy()
             accepted = KernelTolerance(request.note.rtol, request.note.atol, request.note.accumulated)
             mismatch = find_mismatch(got, expected, accepted)

@@ -23,6 +23,14 @@ class MeasureRequest:
 
 
 @dataclass(frozen=True)
+class WarmRequest:
+    """Set a device up, before there is anything to measure."""
+
+    device: str
+    options: MeasureOptions
+
+
+@dataclass(frozen=True)
 class ReferenceRequest:
     """Make the reference outputs that a measurement of this kind will need."""
 

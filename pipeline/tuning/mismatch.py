@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from pipeline.tolerances import KernelTolerance
+from pipeline.tuning.chunks import map_chunks
 
 
 def find_mismatch(output: np.ndarray, expected: np.ndarray, accepted: KernelTolerance) -> str | None:
@@ -17,17 +20,50 @@ def find_mismatch(output: np.ndarray, expected: np.ndarray, accepted: KernelTole
         return (
             f"{int(wrong.sum())} of {wrong.size} integers differ, first at {where}: {output[where]}, {expected[where]}"
         )
-    got, want = output.astype(np.float64), expected.astype(np.float64)
-    finite = np.isfinite(want)
-    absolute = accepted.atol * float(np.abs(want[finite]).max(initial=0.0)) + accepted.accumulated
-    with np.errstate(invalid="ignore"):
-        near = finite & (np.abs(got - want) <= accepted.rtol * np.abs(want) + absolute)
-    # Where an infinity or NaN is expected, nothing else is right: the bound above would be infinite there.
-    wrong = ~(near | (got == want) | (np.isnan(got) & np.isnan(want)))
-    if not wrong.any():
+    got, want = output.reshape(-1), expected.reshape(-1)
+    absolute = accepted.atol * max(map_chunks(lambda *at: _largest(want[slice(*at)]), want.size), default=0.0)
+    absolute += accepted.accumulated
+
+    def wrong_within(begin: int, end: int) -> np.ndarray:
+        found = _wrong(got[begin:end], want[begin:end], accepted.rtol, absolute)
+        return np.flatnonzero(found) + begin
+
+    wrong = np.concatenate([np.zeros(0, np.intp), *map_chunks(wrong_within, want.size)])
+    if not wrong.size:
         return None
-    where = tuple(int(i) for i in np.argwhere(wrong)[0])
+    first = int(wrong[0])
+    where = tuple(int(i) for i in np.unravel_index(first, expected.shape))
     return (
-        f"{int(wrong.sum())} of {wrong.size} elements are off by more than {accepted.rtol:.2g} relative + "
-        f"{absolute:.2g} absolute, first at {where}: got {got[where]:.6g}, expected {want[where]:.6g}"
+        f"{wrong.size} of {want.size} elements are off by more than {accepted.rtol:.2g} relative + "
+        f"{absolute:.2g} absolute, first at {where}: got {float(got[first]):.6g}, expected {float(want[first]):.6g}"
     )
+
+
+def _largest(values: np.ndarray) -> float:
+    largest = float(np.abs(_wide(values)).max(initial=0.0))
+    if math.isfinite(largest):
+        return largest
+    wide = values.astype(np.float64)
+    return float(np.abs(wide[np.isfinite(wide)]).max(initial=0.0))
+
+
+def _wide(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float64 if values.dtype.itemsize > 4 else np.float32)
+
+
+def _wrong(output: np.ndarray, expected: np.ndarray, rtol: float, absolute: float) -> np.ndarray:
+    """Return which elements differ too much; none, as nearly always, is an empty array."""
+    got, want = _wide(output), _wide(expected)
+    with np.errstate(invalid="ignore", over="ignore"):
+        got -= want
+        np.abs(got, out=got)
+        np.abs(want, out=want)
+        want *= rtol
+        want += absolute
+        # An infinity or NaN on either side makes this false.
+        if (got <= want).all() and np.isfinite(want).all():
+            return np.zeros(0, np.bool_)
+        got, want = output.astype(np.float64), expected.astype(np.float64)
+        near = np.isfinite(want) & (np.abs(got - want) <= rtol * np.abs(want) + absolute)
+    # Where an infinity or NaN is expected, nothing else is right: the bound above would be infinite there.
+    return np.asarray(~(near | (got == want) | (np.isnan(got) & np.isnan(want))))

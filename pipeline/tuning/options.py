@@ -51,6 +51,9 @@ class TuningOptions:
         with `enough_records` valid ones is skipped. `force` measures everything again.
     enough_records
         Valid MetaSchedule records of a task in this environment that make further search unnecessary.
+    fork
+        Fork build and measuring processes from one that has done their imports, where that works (Linux); else each is
+        started afresh, which takes seconds.
     overlap
         Build and measure at the same time; None does so on a GPU only, since on a CPU building would disturb the
         clock.
@@ -75,6 +78,7 @@ class TuningOptions:
     workers: int | None = None
     mode: Mode = Mode.TUNE
     enough_records: int = 512
+    fork: bool = True
     overlap: bool | None = None
     routes: frozenset[Route] = SEARCHED_ROUTES & DEFAULT_ROUTES
     measure: MeasureOptions = field(default_factory=MeasureOptions)

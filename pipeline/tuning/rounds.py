@@ -48,6 +48,8 @@ from tuning_db.records import Route, Status
 
 logger = logging.getLogger(__name__)
 
+# Of each task, what its templates propose first is measured before anything else is: it is what compilation takes.
+_FIRST_PROPOSALS = 2
 # Rounds in which a task proposed nothing new, before it counts as exhausted.
 _EMPTY_ROUNDS_MAX = 2
 _ROUND_MIN = 4
@@ -95,12 +97,19 @@ class Rounds:
         self._workers = workers
         self._spent = spent
         self._searches = searches
+        self._references_due = 0
+        self._later: list[TaskState] = []
         self._began = time.monotonic()
         self._flushed = 0.0
 
     def begin(self) -> None:
-        """Hand in the references of all tasks; a fallback follows its reference, and candidates the fallback."""
+        """Hand in the references of all tasks; what else is measured of a task follows its reference.
+
+        Where building disturbs no measurement, what the templates of all tasks propose first comes before any
+        fallback, which may be slow. Else candidates wait for the fallback.
+        """
         states = [state for state in self._states if state.skipped is None and state.ended is None]
+        self._references_due = len(states)
         mods = reference_mods(states, self._target)
         tagged = [
             (mod, Tag(state, Route.FALLBACK, "", reference=True)) for state, mod in zip(states, mods, strict=True)
@@ -108,7 +117,7 @@ class Rounds:
         self._evaluator.submit_builds(tagged, host_target(self._target))
 
     def _take_reference(self, state: TaskState, finished: Finished) -> None:
-        """Let a task begin: with its fallback, unless that was measured before."""
+        """Let a task begin: with what its templates propose first, or with its fallback."""
         if finished.artifact is None and finished.outcome is None:
             return
         take_reference(state, finished.artifact, finished.outcome)
@@ -118,11 +127,34 @@ class Rounds:
                 decision, outcome = failed
                 self._recorder.add(state.task, Route.FALLBACK, decision, outcome)
                 state.take(Route.FALLBACK, outcome)
+        self._references_due -= 1
+        if self._evaluator.exclusive:
+            state.ready = not self._measure_fallback(state)
+            return
+        state.ready = True
+        self._prepare_reference(state)
+        if state.skipped is None and state.templates is not None and not state.templates.done:
+            self._later.append(state)
+            self._template_round(state, _FIRST_PROPOSALS)
+        else:
+            self._measure_fallback(state)
+        if self._references_due == 0:
+            later, self._later = self._later, []
+            for one in later:
+                self._measure_fallback(one)
+
+    def _prepare_reference(self, state: TaskState) -> None:
+        """Have the reference computed while the first candidates are built, where the runner can."""
+        make = getattr(self._evaluator.runner, "make_references", None)
+        if make is not None and state.note is not None and state.note.reference is not None:
+            make(state.note, ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False))
+
+    def _measure_fallback(self, state: TaskState) -> bool:
+        """Hand in a task's fallback, unless it has none or it was measured before; return whether it was."""
         fallback = make_fallback(state, self._target)
-        # Where building disturbs no measurement, candidates need not wait: the fallback is before them in the queue.
-        state.ready = fallback is None or not self._evaluator.exclusive
         if fallback is not None:
             self._evaluator.submit([(fallback.job, Tag(state, Route.FALLBACK, fallback.decision))])
+        return fallback is not None
 
     def run(self) -> None:
         """Search, hand in and take back until the trials or the time are used up, or nothing promises anything."""
@@ -141,6 +173,9 @@ class Rounds:
     def _has_room(self) -> bool:
         if self._evaluator.exclusive:
             return self._evaluator.pending == 0 and self._searches.running == 0
+        if self._references_due and self._evaluator.pending > self._references_due:
+            # First proposals of tasks whose reference is still being built come before anybody's second.
+            return False
         return self._evaluator.builder.waiting < self._workers and self._searches.running < self._searches.threads
 
     def _next_task(self) -> TaskState | None:
@@ -161,14 +196,16 @@ class Rounds:
         remaining = self._remaining()
         size = self._round_size() if remaining is None else min(self._round_size(), remaining)
         if state.templates is not None and not state.templates.done:
-            self._template_round(state, size)
+            self._template_round(state, self._round_size())
         elif Route.METASCHEDULE in self._options.routes:
             self._searches.submit(state, size)
         else:
             state.ended = "no search was asked for"
 
-    def _template_round(self, state: TaskState, size: int) -> None:
-        if state.templates is None:
+    def _template_round(self, state: TaskState, wanted: int) -> None:
+        remaining = self._remaining()
+        size = wanted if remaining is None else min(wanted, remaining)
+        if state.templates is None or size == 0:
             return
         args_info = ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False)
         note = self._note_of(state)
@@ -273,10 +310,10 @@ class Rounds:
             dropped = [one.artifact for one in state.keep(contender) if one.artifact is not None]
         for path in dropped:
             remove_artifact(path)
+        if outcome.error is not None and outcome.error.startswith(NO_REFERENCE):
+            state.skipped = NO_REFERENCE
         if tag.route is Route.FALLBACK:
             state.ready = True
-            if outcome.error is not None and outcome.error.startswith(NO_REFERENCE):
-                state.skipped = NO_REFERENCE
             return
         state.decided[decision_key(tag.decision)] = None if latency_us is None else latency_us / 1e6
         if tag.route in OFFERED_ROUTES and state.templates is not None:

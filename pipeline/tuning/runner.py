@@ -20,17 +20,18 @@ from pipeline.tuning.measuring import (
     MeasureReply,
     MeasureRequest,
     ReferenceRequest,
+    WarmRequest,
     check_seeds,
     reference_file,
 )
-from pipeline.tuning.note import read_note
-from pipeline.tuning.process import ChildDiedError, ChildProcess, Reply
+from pipeline.tuning.note import CandidateNote, read_note
+from pipeline.tuning.process import ChildDiedError, ChildProcess, ForkServer, Reply
 from pipeline.tuning.timing import MeasureOptions
 from tuning_db.records import Status
 
 logger = logging.getLogger(__name__)
 
-_MODULE = "pipeline.tuning.measure_worker"
+MEASURE_MODULE = "pipeline.tuning.measure_worker"
 _START_TIMEOUT_S = 120.0
 _REFERENCE_TIMEOUT_S = 120.0
 NO_REFERENCE = "the reference cannot be computed"
@@ -53,9 +54,20 @@ class MeasuringProcess:
         When somebody asks for the end, the candidate in flight is given up; a deadline lets it finish.
     seed : int
         Of the arguments' values.
+    server : ForkServer or None
+        What forks the process, which is not closed here; without one it is started afresh.
     """
 
-    def __init__(self, device: str, options: MeasureOptions, timeout_s: float, stop: StopSignal, seed: int) -> None:
+    def __init__(
+        self,
+        device: str,
+        options: MeasureOptions,
+        timeout_s: float,
+        stop: StopSignal,
+        seed: int,
+        server: ForkServer | None = None,
+    ) -> None:
+        self._server = server
         self._device = device
         self._options = options
         self._timeout_s = timeout_s
@@ -72,18 +84,16 @@ class MeasuringProcess:
 
     def request(self, item: ms.runner.RunnerInput) -> MeasureRequest:
         """Return the request for a runner's input."""
-        arguments = tuple(
-            ArgumentSpec(tuple(int(dim) for dim in info.shape), str(info.dtype)) for info in item.args_info
-        )
         artifact = str(item.artifact_path)
-        return MeasureRequest(
-            artifact=artifact,
-            device=self._device,
-            arguments=arguments,
-            note=read_note(artifact),
-            options=self._options,
-            seed=self._seed,
-        )
+        return self._request(artifact, item.args_info, read_note(artifact))
+
+    def warm(self) -> None:
+        """Set the device up; what fails will fail again, and be told, with the first candidate."""
+        self._ask(WarmRequest(self._device, self._options), _REFERENCE_TIMEOUT_S)
+
+    def make_references(self, note: CandidateNote, args_info: Sequence[ms.arg_info.ArgInfo]) -> None:
+        """Compute what a workload's candidates will be compared with; a failure is told with the first of them."""
+        self._make_references(self._request("", args_info, note))
 
     def run(self, request: MeasureRequest) -> ms.runner.RunnerResult:
         """Return the result of one candidate; a failed one has a text made by `failure_text`."""
@@ -153,7 +163,13 @@ class MeasuringProcess:
 
     def _start(self) -> ChildProcess:
         threads = self._options.threads
-        return ChildProcess(_MODULE, {"TVM_NUM_THREADS": str(threads)} if threads else {})
+        return ChildProcess(MEASURE_MODULE, {"TVM_NUM_THREADS": str(threads)} if threads else {}, self._server)
+
+    def _request(
+        self, artifact: str, args_info: Sequence[ms.arg_info.ArgInfo], note: CandidateNote | None
+    ) -> MeasureRequest:
+        arguments = tuple(ArgumentSpec(tuple(int(dim) for dim in info.shape), str(info.dtype)) for info in args_info)
+        return MeasureRequest(artifact, self._device, arguments, note, self._options, self._seed)
 
     @property
     def _stopped(self) -> bool:
@@ -181,7 +197,7 @@ class MeasuringProcess:
             except ChildDiedError as e:
                 reason = str(e)
             self._replace()
-        raise ChildDiedError(f"the measuring process ({_MODULE}) failed to start {_STARTS_MAX} times: {reason}")
+        raise ChildDiedError(f"the measuring process ({MEASURE_MODULE}) failed to start {_STARTS_MAX} times: {reason}")
 
     def _answer(self, timeout_s: float) -> Reply | None:
         """Return the next message, or None when time is up or the run was stopped."""
@@ -266,11 +282,18 @@ class ProcessRunner(ms.runner.PyRunner):  # type: ignore[misc]
         timeout_s: float = 30.0,
         stop: StopSignal | None = None,
         seed: int = 0,
+        server: ForkServer | None = None,
     ) -> None:
         super().__init__()
         self._stop = StopSignal() if stop is None else stop
-        self.process = MeasuringProcess(device, options or MeasureOptions(), timeout_s, self._stop, seed)
+        self.process = MeasuringProcess(device, options or MeasureOptions(), timeout_s, self._stop, seed, server)
         self._queue = MeasureQueue()
+        self._queue.submit(self.process.warm)
+
+    def make_references(self, note: CandidateNote, args_info: Sequence[ms.arg_info.ArgInfo]) -> None:
+        """Compute a workload's references after what was handed in before, and before what is handed in next."""
+        if not self._stop.due:
+            self._queue.submit(lambda: self.process.make_references(note, args_info))
 
     def run(self, runner_inputs: Sequence[ms.runner.RunnerInput]) -> list[ms.runner.RunnerFuture]:
         """Return one future per input."""

@@ -20,18 +20,19 @@ from tvm.s_tir import meta_schedule as ms
 from pipeline.codegen.cuda_libraries import offer_cublaslt
 from pipeline.environment import target_key
 from pipeline.errors import NothingMeasuredError, UsageError
-from pipeline.tuning.build_pool import BuilderLimits, BuildPool
+from pipeline.tuning.build_pool import BUILD_MODULE, BuilderLimits, BuildPool
 from pipeline.tuning.builder import AsyncBuilder, BatchingBuilder
 from pipeline.tuning.cost_model import WARMUP_CANDIDATES, FastCostModel
 from pipeline.tuning.evaluate import Evaluator
 from pipeline.tuning.failure import StopSignal, ctrl_c_requests
 from pipeline.tuning.finals import hold_finals
 from pipeline.tuning.options import TuningOptions, TuningSummary
+from pipeline.tuning.process import ForkServer
 from pipeline.tuning.progress import ProgressListener, SilentProgress
 from pipeline.tuning.recorder import Recorder
 from pipeline.tuning.resume import EarlierRuns, end_what_was_done, find_earlier_runs, take_known
 from pipeline.tuning.rounds import Rounds
-from pipeline.tuning.runner import ProcessRunner
+from pipeline.tuning.runner import MEASURE_MODULE, ProcessRunner
 from pipeline.tuning.search import TaskSearch
 from pipeline.tuning.search_pool import SearchPool
 from pipeline.tuning.stale import measured_since, without_stale
@@ -125,15 +126,20 @@ def _start_processes(
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="relaxtune-")))
     overlap = options.overlap if options.overlap is not None else target.kind == "cuda"
     with contextlib.ExitStack() as started:
+        server = None
+        if options.fork and ForkServer.available() and (runner is None or builder is None):
+            server = started.enter_context(contextlib.closing(ForkServer([BUILD_MODULE, MEASURE_MODULE])))
         if runner is None:
             device = "cuda:0" if target.kind == "cuda" else "cpu:0"
-            own = ProcessRunner(device, _measure_options(options, target), options.run_timeout_s, stop, options.seed)
+            measure = _measure_options(options, target)
+            own = ProcessRunner(device, measure, options.run_timeout_s, stop, options.seed, server)
             runner = started.enter_context(contextlib.closing(own))
         # Started last and so ended first: what it builds goes to the runner.
         asynchronous: AsyncBuilder
         if builder is None:
             limits = BuilderLimits(timeout_s=options.build_timeout_s)
-            asynchronous = started.enter_context(contextlib.closing(BuildPool(workers, directory, limits, stop)))
+            pool = BuildPool(workers, directory, limits, stop, server)
+            asynchronous = started.enter_context(contextlib.closing(pool))
         else:
             asynchronous = started.enter_context(contextlib.closing(BatchingBuilder(builder, workers)))
         evaluator = Evaluator(asynchronous, runner, target.target, exclusive=not overlap)

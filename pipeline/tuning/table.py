@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 from rich.console import Console
 from rich.table import Table
@@ -45,12 +46,13 @@ def print_table(summary: TuningSummary, console: Console | None = None) -> None:
 
 def headline(summary: TuningSummary) -> str:
     """Return one line about the whole run: candidates, rate, and what the kernels of a model take before and after."""
-    before = sum(task.weight * task.before_us for task in summary.tasks if task.before_us is not None)
+    before = sum(task.weight * (task.before_us or math.inf) for task in summary.tasks if task.after_us is not None)
+    told = f"{before / 1e3:.3f} ms" if math.isfinite(before) else "unknown"
     after = sum(task.weight * task.after_us for task in summary.tasks if task.after_us is not None)
     stopped = ", interrupted" if summary.interrupted else ""
     return (
         f"{summary.candidates} candidates in {summary.seconds:.1f} s ({summary.candidates_per_s:.2f}/s){stopped}; "
-        f"kernels of one inference {before / 1e3:.3f} ms before, {after / 1e3:.3f} ms after"
+        f"kernels of one inference {told} before, {after / 1e3:.3f} ms after"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import tvm
 
@@ -48,12 +49,14 @@ def template_candidates(
 ) -> list[TemplateCandidate]:
     """Return what templates and libraries offer for a task, the most promising first, less what was decided before.
 
+    They take turns, so that a short run measures the first of each.
+
     Parameters
     ----------
     routes : collection of Route
         Routes outside `OFFERED_ROUTES` offer nothing here.
     """
-    candidates = []
+    offers: list[list[TemplateCandidate]] = []
     for route, makers in _MAKERS.items():
         if route not in routes:
             continue
@@ -61,5 +64,5 @@ def template_candidates(
         for reason in refused:
             logger.debug("task %s: %s", task.name, reason)
         decisions = [parameters.to_json() for parameters in found]
-        candidates += [TemplateCandidate(task, decision, route) for decision in decisions if decision not in decided]
-    return candidates
+        offers.append([TemplateCandidate(task, decision, route) for decision in decisions if decision not in decided])
+    return [one for turn in zip_longest(*offers) for one in turn if one is not None]

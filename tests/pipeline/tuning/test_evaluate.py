@@ -124,7 +124,7 @@ def test_a_foreign_builder_is_asked_in_batches_and_its_failure_reaches_the_run(
 def test_build_processes_that_cannot_start_end_the_run(
     tmp_path: Path, runner: ProcessRunner, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.tuning.build_pool._MODULE", "pipeline.tuning.no_such_worker")
+    monkeypatch.setattr("pipeline.tuning.build_pool.BUILD_MODULE", "pipeline.tuning.no_such_worker")
     with closing(BuildPool(1, tmp_path, BuilderLimits(), StopSignal())) as pool:
         evaluator = Evaluator(pool, runner, place.target.target, exclusive=False)
         evaluator.submit([(job(add_one_mod()), 0)])
