@@ -28,7 +28,7 @@ def outcome_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, repor
     program.write_text(_STAND_IN.format(python=sys.executable, report=report, suite=suite))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    return sanitize(Path("test_gemm_gpu.py"), tool, "", tmp_path)
+    return sanitize(Path("test_gemm_gpu.py"), tool, "", tmp_path, threads=1, timeout_s=60)
 
 
 @pytest.mark.parametrize(
