@@ -92,6 +92,15 @@ def list_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
                 yield from list_nodes(subgraph)
 
 
+def element_types(graph: onnx.GraphProto) -> Mapping[str, int]:
+    """Return value name -> ONNX element type, of the values whose type is known."""
+    types = {
+        info.name: int(info.type.tensor_type.elem_type) for info in (*graph.value_info, *graph.input, *graph.output)
+    }
+    types.update((tensor.name, int(tensor.data_type)) for tensor in graph.initializer)
+    return types
+
+
 def _value_types(graph: onnx.GraphProto) -> Mapping[str, str]:
     types = {info.name: _type_text(info.type) for info in (*graph.value_info, *graph.input, *graph.output)}
     for tensor in graph.initializer:

@@ -16,7 +16,7 @@ from models import OnnxModel
 from models.spec import read_tensor
 from pipeline.errors import ImportFailedError
 from pipeline.importer.converters import CONVERTERS, ConverterInput
-from pipeline.importer.errors import conversion_failed, list_nodes
+from pipeline.importer.errors import conversion_failed, element_types, list_nodes
 from pipeline.importer.normalise import NormalisedGraph
 from pipeline.importer.shape_values import as_tensor, fold_shape_value, is_shape_value
 from pipeline.importer.small_constants import fold_small_constants
@@ -37,6 +37,8 @@ _SIZE_OPERANDS: Mapping[str, tuple[int, ...]] = {
     "Slice": (1, 2, 3, 4),
     "Tile": (1,),
 }
+# Integers of 2 and 4 bits are kept one a byte: their converters know the bounds (`ConverterInput.element_types`).
+_HELD_IN_BYTES: Mapping[str, str] = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
 
 
 def identifier(name: str) -> str:
@@ -59,6 +61,7 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self.marks: list[tuple[str, str]] = []
         self._read = {value.name for value in graph.proto.graph.output}
         self._read.update(name for node in list_nodes(graph.proto.graph) for name in node.input)
+        self._element_types = element_types(graph.proto.graph)
 
     def from_onnx(self, graph: onnx.GraphProto, opset: int) -> tvm.ir.IRModule:
         """Return the module with the function `main`.
@@ -79,7 +82,9 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         """Do nothing: `check_operators` saw the graph before, domains and versions included."""
 
     def _parse_array(self, tensor_proto: onnx.TensorProto) -> tvm.runtime.Tensor:
-        return tvm.runtime.tensor(np.asarray(read_tensor(tensor_proto, self._model.data_dir), order="C"))
+        array = read_tensor(tensor_proto, self._model.data_dir)
+        held = _HELD_IN_BYTES.get(str(array.dtype))
+        return tvm.runtime.tensor(np.asarray(array if held is None else array.astype(held), order="C"))
 
     def _construct_nodes(self, graph: onnx.GraphProto) -> None:
         for node in graph.node:
@@ -130,7 +135,8 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     def _converter_input(self, node: onnx.NodeProto, inputs: list[tvm.ir.Expr | None]) -> ConverterInput:
         attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
         decoded = {key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()}
-        return ConverterInput(self.bb, tuple(inputs), decoded, self._graph.opset, self._read_outputs(node))
+        types = tuple(self._element_types.get(name, 0) for name in node.input)
+        return ConverterInput(self.bb, tuple(inputs), decoded, self._graph.opset, self._read_outputs(node), types)
 
     def _read_outputs(self, node: onnx.NodeProto) -> tuple[str, ...]:
         """Return the names of a node's outputs, empty where nothing reads one."""

@@ -16,24 +16,35 @@ from onnx.reference import ReferenceEvaluator
 from pipeline.importer.converters.base import constant, constant_value
 
 _MAX_ELEMENTS = 64
+# What sizes are computed with. onnx's reference is wrong for others (GatherElements of indices of another width).
+_OPERATORS = frozenset(
+    {
+        *("Abs", "Add", "And", "Cast", "Ceil", "Concat", "Div", "Equal", "Expand", "Floor", "Gather", "Greater"),
+        *("GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Range"),
+        *("ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Sign", "Slice", "Squeeze", "Sub", "Sum"),
+        *("Tile", "Transpose", "Unsqueeze", "Where"),
+    }
+)
 
 
 def fold_small_constants(node: onnx.NodeProto, inputs: Sequence[tvm.ir.Expr | None], opset: int) -> tvm.ir.Expr | None:
     """Return the value of a node of the main domain over small integer constants, or None for any other node.
 
-    Inputs and results are integers or booleans of 64 elements at most; the node has one output and no subgraph.
+    Inputs and results are integers or booleans of 64 elements at most.
     """
-    if not inputs or len(node.output) != 1 or any(attribute.HasField("g") for attribute in node.attribute):
+    if node.op_type not in _OPERATORS or not inputs:
         return None
-    values = [None if item is None else constant_value(item) for item in inputs]
-    given = [value for value, item in zip(values, inputs, strict=True) if item is not None]
-    if not given or not all(value is not None and _is_small(value) for value in given):
-        return None
+    feeds: dict[str, np.ndarray] = {}
+    for name, item in zip(node.input, inputs, strict=True):
+        value = None if item is None else constant_value(item)
+        if item is not None and (value is None or not _is_small(value)):
+            return None
+        if value is not None:
+            feeds[name] = value
     imports = [onnx.helper.make_opsetid("", opset)]
     alone = onnx.NodeProto()
     alone.CopyFrom(node)
     alone.domain = ""
-    feeds = {name: value for name, value in zip(node.input, values, strict=True) if name}
     graph = onnx.helper.make_graph(
         [alone],
         "constants",
@@ -41,12 +52,9 @@ def fold_small_constants(node: onnx.NodeProto, inputs: Sequence[tvm.ir.Expr | No
         [onnx.ValueInfoProto(name=node.output[0])],
     )
     model = onnx.helper.make_model(graph, opset_imports=imports)
-    try:
-        (result,) = ReferenceEvaluator(model).run(None, feeds)
-    except NotImplementedError:
-        return None
-    value = np.asarray(result)
-    return constant(value) if _is_small(value) else None
+    (result,) = ReferenceEvaluator(model).run(None, feeds)
+    folded = np.asarray(result)
+    return constant(folded) if _is_small(folded) else None
 
 
 def _is_small(value: np.ndarray) -> bool:

@@ -10,12 +10,22 @@ from collections.abc import Mapping
 
 from pipeline.importer.converters.activations import ACTIVATION_CONVERTERS
 from pipeline.importer.converters.attention import ATTENTION_CONVERTERS
+from pipeline.importer.converters.attention_onnx import ONNX_ATTENTION_CONVERTERS
 from pipeline.importer.converters.base import Converter, ConverterInput
+from pipeline.importer.converters.caches import CACHE_CONVERTERS
 from pipeline.importer.converters.constants import CONSTANT_CONVERTERS
+from pipeline.importer.converters.convolutions import CONVOLUTION_CONVERTERS
 from pipeline.importer.converters.elementwise import ELEMENTWISE_CONVERTERS
+from pipeline.importer.converters.fourier import FOURIER_CONVERTERS
 from pipeline.importer.converters.gather import GATHER_CONVERTERS
 from pipeline.importer.converters.matmuls import MATMUL_CONVERTERS
 from pipeline.importer.converters.norms import NORM_CONVERTERS
+from pipeline.importer.converters.quantise import QUANTISE_CONVERTERS
+from pipeline.importer.converters.quantised_convolutions import QUANTISED_CONVOLUTION_CONVERTERS
+from pipeline.importer.converters.quantised_elementwise import QUANTISED_ELEMENTWISE_CONVERTERS
+from pipeline.importer.converters.quantised_matmuls import QUANTISED_MATMUL_CONVERTERS
+from pipeline.importer.converters.reductions import REDUCTION_CONVERTERS
+from pipeline.importer.converters.resize import RESIZE_CONVERTERS
 from pipeline.importer.converters.rotary import ROTARY_CONVERTERS
 from pipeline.importer.converters.shape import SHAPE_CONVERTERS
 from pipeline.importer.converters.tile import TILE_CONVERTERS
@@ -23,12 +33,22 @@ from pipeline.importer.converters.tile import TILE_CONVERTERS
 CONVERTERS: Mapping[tuple[str, str], Converter] = {
     **ACTIVATION_CONVERTERS,
     **ATTENTION_CONVERTERS,
+    **ONNX_ATTENTION_CONVERTERS,
     **CONSTANT_CONVERTERS,
     **ELEMENTWISE_CONVERTERS,
     **GATHER_CONVERTERS,
     **MATMUL_CONVERTERS,
     **NORM_CONVERTERS,
+    **QUANTISE_CONVERTERS,
+    **QUANTISED_CONVOLUTION_CONVERTERS,
+    **QUANTISED_ELEMENTWISE_CONVERTERS,
+    **QUANTISED_MATMUL_CONVERTERS,
     **ROTARY_CONVERTERS,
+    **CACHE_CONVERTERS,
+    **CONVOLUTION_CONVERTERS,
+    **FOURIER_CONVERTERS,
+    **REDUCTION_CONVERTERS,
+    **RESIZE_CONVERTERS,
     **SHAPE_CONVERTERS,
     **TILE_CONVERTERS,
 }

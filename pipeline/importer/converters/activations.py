@@ -54,6 +54,35 @@ def _sigmoid_product(node: ConverterInput, alpha: float) -> tvm.ir.Expr:
     return relax.op.multiply(data, relax.op.sigmoid(scaled))
 
 
+def activate(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return the activation that a fused operator's attribute `activation` names, of a value; without it, the value.
+
+    Raises
+    ------
+    ValueError
+        An activation that ONNX Runtime's fusions do not write.
+    """
+    name = node.attributes.get("activation", "")
+    given = node.attributes.get("activation_params")
+    alpha = float_attribute(node, "activation_alpha", 0.01)
+    numbers = [float(item) for item in given] if isinstance(given, list) else [alpha]
+    match name:
+        case "":
+            return data
+        case "Relu":
+            return relax.op.nn.relu(data)
+        case "Tanh":
+            return relax.op.tanh(data)
+        case "Sigmoid":
+            return relax.op.sigmoid(data)
+        case "LeakyRelu":
+            return relax.op.nn.leakyrelu(data, numbers[0])
+        case "Clip":
+            return relax.op.clip(data, numbers[0], numbers[1])
+    msg = f"attribute 'activation': expected Relu, Tanh, Sigmoid, LeakyRelu or Clip, got {name!r}"
+    raise ValueError(msg)
+
+
 ACTIVATION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
     ("", "Swish"): convert_swish,
     ("com.microsoft", "Gelu"): convert_gelu,

@@ -1,7 +1,7 @@
-"""Attention as one operator: ONNX Runtime's Attention, MultiHeadAttention and GroupQueryAttention, ONNX's Attention.
+"""Attention as one operator of ONNX Runtime: Attention, MultiHeadAttention and GroupQueryAttention.
 
 Each becomes plain matmuls and a softmax; `pipeline.passes.recognise_attention` makes one kernel of them where it can.
-Formulas and layouts: ONNX Runtime, docs/ContribOperators.md; ONNX, Operators.md (Attention, opset 23).
+Formulas and layouts: ONNX Runtime, docs/ContribOperators.md.
 
 Notation: B batch, S queries, T keys, P cached keys, N heads, K key heads, H head size.
 """
@@ -18,12 +18,10 @@ from tvm import relax
 from pipeline.importer.converters.base import (
     Converter,
     ConverterInput,
-    dtype_of,
     float_attribute,
     int_attribute,
     sizes_of,
     static_size,
-    unused,
 )
 from pipeline.importer.converters.heads import (
     LOWEST,
@@ -145,51 +143,6 @@ def convert_group_query_attention(node: ConverterInput) -> tvm.ir.Expr:
         softcap=float_attribute(node, "softcap", 0.0),
     )
     return relax.Tuple([emit(merge_heads(node, output)), key, value])
-
-
-def convert_attention(node: ConverterInput) -> tvm.ir.Expr:
-    """Convert ONNX Attention (opset 23): query, key, value, mask (optional), past key and value (optional).
-
-    Each is (B, S, N*H), with `q_num_heads` and `kv_num_heads`, or (B, N, S, H).
-    """
-    if node.wants(3) or int_attribute(node, "qk_matmul_output_mode", 0):
-        unused(node, 3, "scores")
-    emit = node.builder.emit
-    flat = node.input(0).ty.ndim == 3
-    query, key, value = (node.input(index) for index in range(3))
-    if flat:
-        heads, key_heads = int_attribute(node, "q_num_heads", 0), int_attribute(node, "kv_num_heads", 0)
-        query = split_heads(node, query, heads)
-        key, value = split_heads(node, key, key_heads), split_heads(node, value, key_heads)
-    past = node.optional(4)
-    key, value = append(node, past, key), append(node, node.optional(5), value)
-    additions = []
-    mask = node.optional(3)
-    if mask is not None:
-        kept = dtype_of(mask) == "bool"
-        additions.append(hide_where_zero(node, mask, -math.inf) if kept else emit(relax.op.astype(mask, "float32")))
-    if int_attribute(node, "is_causal", 0):
-        # Query i sees key j <= i + P: counted from the cache's end, not from the last key.
-        queries, keys = sizes_of(query)[2], sizes_of(key)[2]
-        if past is None:
-            at = emit(relax.op.expand_dims(emit(relax.op.arange(0, queries, 1, "int64")), 1))
-            later = emit(relax.op.greater(emit(relax.op.expand_dims(relax.op.arange(0, keys, 1, "int64"), 0)), at))
-            zero, low = relax.const(0.0, "float32"), relax.const(-math.inf, "float32")
-            additions.append(emit(relax.op.where(later, low, zero)))
-        else:
-            additions.append(hide_later_keys(node, queries, keys, hidden=-math.inf))
-    group = static_size(query, 1) // static_size(key, 1)
-    output = attend(
-        node,
-        query,
-        repeat_heads(node, key, group),
-        repeat_heads(node, value, group),
-        scale=_scale(node, query),
-        additions=additions,
-        softcap=float_attribute(node, "softcap", 0.0),
-    )
-    result = emit(merge_heads(node, output)) if flat else output
-    return relax.Tuple([result, key, value]) if node.wants(1) else result
 
 
 def _refuse(node: ConverterInput, *names: str) -> None:
@@ -348,7 +301,6 @@ def _is_equal(a: tvm.tirx.Expr, b: tvm.tirx.Expr) -> bool:
 
 
 ATTENTION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "Attention"): convert_attention,
     ("com.microsoft", "Attention"): convert_packed_attention,
     ("com.microsoft", "GroupQueryAttention"): convert_group_query_attention,
     ("com.microsoft", "MultiHeadAttention"): convert_multi_head_attention,

@@ -31,6 +31,9 @@ class ConverterInput:
         Version of the operator set of the node's domain.
     outputs
         Name of each output, empty for one that nothing reads.
+    element_types
+        ONNX element type of each input, 0 where it is not known. It tells integers of 4 bits from the integers of 8
+        that hold them here.
     """
 
     builder: relax.BlockBuilder
@@ -38,6 +41,7 @@ class ConverterInput:
     attributes: Mapping[str, Attribute]
     opset: int
     outputs: tuple[str, ...] = ()
+    element_types: tuple[int, ...] = ()
 
     def input(self, index: int) -> tvm.ir.Expr:
         """Return a required input.
@@ -56,6 +60,10 @@ class ConverterInput:
     def optional(self, index: int) -> tvm.ir.Expr | None:
         """Return an input, or None where the node leaves it out."""
         return self.inputs[index] if index < len(self.inputs) else None
+
+    def element_type(self, index: int) -> int:
+        """Return the ONNX element type of an input, 0 where it is not known."""
+        return self.element_types[index] if index < len(self.element_types) else 0
 
     def wants(self, index: int) -> bool:
         """Return whether something reads an output."""

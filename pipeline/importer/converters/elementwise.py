@@ -1,13 +1,21 @@
-"""Elementwise operators."""
+"""Elementwise operators that TVM's frontend lacks parts of, and refusals of those it would convert wrongly."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import tvm
+from onnx import helper
 from tvm import relax
 
-from pipeline.importer.converters.base import Converter, ConverterInput, constant_value
+from pipeline.importer.converters.base import (
+    Converter,
+    ConverterInput,
+    constant_value,
+    dtype_of,
+    int_attribute,
+)
 
 # Up to here a product is cheaper than `pow`, and as exact.
 _MAX_PRODUCT = 4
@@ -17,25 +25,73 @@ def convert_pow(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return a power with a small constant exponent as products, or a square root; None leaves the rest to TVM.
 
     `pow` is a library call an element, it keeps LLVM from vectorising the loop (GELU's x^3, RMSNorm's x^2), and TVM
-    warns about it on stderr.
+    warns about it on stderr. TVM knows powers of floating point numbers by such numbers of the same dtype only.
     """
     base = node.input(0)
     exponent = constant_value(node.input(1))
-    if exponent is None or exponent.size != 1 or exponent.ndim > base.ty.ndim or not _is_float(base):
+    if exponent is not None and exponent.size == 1 and exponent.ndim <= base.ty.ndim:
+        value = float(exponent.reshape(()))
+        if value == 0.5 and _is_float(base):
+            return relax.op.sqrt(base)
+        if value in range(1, _MAX_PRODUCT + 1):
+            product = base
+            for _ in range(int(value) - 1):
+                product = node.builder.emit(relax.op.multiply(product, base))
+            return product
+    return None if _is_float(base) and dtype_of(base) == dtype_of(node.input(1)) else _pow_by_cast(node, base)
+
+
+def _pow_by_cast(node: ConverterInput, base: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return a power in the dtype of the base, computed in float64 for integers."""
+    emit, dtype = node.builder.emit, dtype_of(base)
+    wide = dtype if _is_float(base) else "float64"
+    factors = (
+        tensor if dtype_of(tensor) == wide else emit(relax.op.astype(tensor, wide)) for tensor in (base, node.input(1))
+    )
+    power = emit(relax.op.power(*factors))
+    return power if wide == dtype else relax.op.astype(power, dtype)
+
+
+def convert_is_inf(node: ConverterInput) -> tvm.ir.Expr | None:
+    """Return where a number is infinite, of one sign only where an attribute says so, which TVM's converter ignores."""
+    positive, negative = int_attribute(node, "detect_positive", 1), int_attribute(node, "detect_negative", 1)
+    data = node.input(0)
+    if positive and negative:
         return None
-    value = float(exponent.reshape(()))
-    if value == 0.5:
-        return relax.op.sqrt(base)
-    if value not in range(1, _MAX_PRODUCT + 1):
-        return None
-    product = base
-    for _ in range(int(value) - 1):
-        product = node.builder.emit(relax.op.multiply(product, base))
-    return product
+    if not positive and not negative:
+        return relax.op.zeros_like(data, "bool")
+    return relax.op.equal(data, relax.const(np.inf if positive else -np.inf, dtype_of(data)))
+
+
+def convert_eye_like(node: ConverterInput) -> tvm.ir.Expr:
+    """Return the unit matrix in the shape of the input, its ones on the k-th diagonal, in `dtype` or the input's."""
+    wanted = int_attribute(node, "dtype", 0)
+    dtype = str(helper.tensor_dtype_to_np_dtype(wanted)) if wanted else dtype_of(node.input(0))
+    rows, columns = node.input(0).ty.shape.values
+    return relax.op.eye(rows, columns, int_attribute(node, "k", 0), dtype)
+
+
+def refuse_training(operator: str, *, by_input: int | None = None) -> Converter:
+    """Return a converter that refuses a node in training mode and leaves any other to TVM, which ignores the mode."""
+
+    def convert(node: ConverterInput) -> None:
+        given = node.optional(by_input) if by_input is not None else None
+        value = None if given is None else constant_value(given)
+        if int_attribute(node, "training_mode", 0) or (given is not None and (value is None or bool(value))):
+            msg = f"{operator} in training mode: expected a model exported for inference (model.eval() in torch)"
+            raise ValueError(msg)
+
+    return convert
 
 
 def _is_float(expr: tvm.ir.Expr) -> bool:
-    return str(expr.ty.dtype.dtype).startswith(("float", "bfloat"))
+    return dtype_of(expr).startswith(("float", "bfloat"))
 
 
-ELEMENTWISE_CONVERTERS: Mapping[tuple[str, str], Converter] = {("", "Pow"): convert_pow}
+ELEMENTWISE_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("", "BatchNormalization"): refuse_training("BatchNormalization"),
+    ("", "Dropout"): refuse_training("Dropout", by_input=2),
+    ("", "EyeLike"): convert_eye_like,
+    ("", "IsInf"): convert_is_inf,
+    ("", "Pow"): convert_pow,
+}

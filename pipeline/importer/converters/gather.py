@@ -12,9 +12,19 @@ from collections.abc import Mapping
 
 import numpy as np
 import tvm
+from onnx import TensorProto
 from tvm import relax, tirx
 
-from pipeline.importer.converters.base import Converter, ConverterInput, constant, constant_value, int_attribute
+from pipeline.importer.converters.base import (
+    Converter,
+    ConverterInput,
+    constant,
+    constant_value,
+    int_attribute,
+    static_size,
+)
+from pipeline.importer.converters.matmuls import unpack_bits
+from pipeline.importer.converters.quantise import dequantise, spread_blocks
 
 
 def convert_gather(node: ConverterInput) -> tvm.ir.Expr | None:
@@ -78,8 +88,54 @@ def _non_negative(node: ConverterInput, indices: tvm.ir.Expr, data: tvm.ir.Expr,
     return relax.op.where(relax.op.less(indices, relax.const(0, dtype)), wrapped, indices)
 
 
+def convert_gather_block_quantized(node: ConverterInput) -> tvm.ir.Expr:
+    """Return rows of a quantised table, dequantised after they are picked.
+
+    Inputs: table (int4, uint4, or uint8 that holds `bits` bits an element in its last axis), indices, scales and zero
+    points (optional; packed as the table), one a block of `quantize_axis`. Formula: ONNX Runtime,
+    docs/ContribOperators.md.
+
+    Raises
+    ------
+    ValueError
+        The table is not a constant, or rows are picked along the axis of the blocks.
+    """
+    scales = node.input(2)
+    table, zeros = constant_value(node.input(0)), None if node.optional(3) is None else constant_value(node.input(3))
+    if table is None or (node.optional(3) is not None and zeros is None):
+        msg = "inputs 0 and 3 (table and zero points): expected constants"
+        raise ValueError(msg)
+    bits = 4
+    if node.element_type(0) == TensorProto.UINT8:
+        bits = int_attribute(node, "bits", 4)
+        table = unpack_bits(table, bits)
+        zeros = np.full((), 2 ** (bits - 1), "uint8") if zeros is None else unpack_bits(zeros, bits)
+    rank = table.ndim
+    picked, along = int_attribute(node, "gather_axis", 0) % rank, int_attribute(node, "quantize_axis", 1) % rank
+    if picked == along:
+        msg = f"attributes 'gather_axis' and 'quantize_axis': expected different axes, got {picked} twice"
+        raise ValueError(msg)
+    size, block = table.shape[along], int_attribute(node, "block_size", 128)
+    if zeros is not None and zeros.ndim:
+        zeros = np.take(zeros, range(static_size(scales, along)), along)
+    indices = _non_negative(node, node.input(1), constant(table), [picked])
+    moved = along + int(indices.ty.ndim) - 1 if along > picked else along
+
+    def rows(values: tvm.ir.Expr) -> tvm.ir.Expr:
+        return node.builder.emit(relax.op.take(values, node.builder.emit(indices), picked, mode="clip"))
+
+    def a_place(values: tvm.ir.Expr) -> tvm.ir.Expr:
+        return spread_blocks(node, rows(values), moved, block, tirx.IntImm("int64", size))
+
+    offsets = None if zeros is None else constant(zeros)
+    if offsets is not None and offsets.ty.ndim:
+        offsets = a_place(offsets)
+    return dequantise(node, rows(constant(table)), a_place(scales), offsets)
+
+
 GATHER_CONVERTERS: Mapping[tuple[str, str], Converter] = {
     ("", "Gather"): convert_gather,
     ("", "GatherElements"): convert_gather_elements,
     ("", "GatherND"): convert_gather_nd,
+    ("com.microsoft", "GatherBlockQuantized"): convert_gather_block_quantized,
 }

@@ -5,6 +5,8 @@ Notation: B batch, S queries, T keys, P cached keys, N heads, H head size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import tvm
 from tvm import relax
 
@@ -38,6 +40,25 @@ def repeat_heads(node: ConverterInput, data: tvm.ir.Expr, times: int) -> tvm.ir.
     return node.builder.emit(relax.op.reshape(spread, (batch, heads * times, length, size)))
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionSteps:
+    """What attention computes on its way, each (B, N, S, T) float32 but the last.
+
+    Attributes
+    ----------
+    scores, capped, biased, weights
+        query key^T * scale; bent by the softcap; with the additions; their softmax.
+    output
+        weights value, (B, N, S, H) in the dtype of the query.
+    """
+
+    scores: tvm.ir.Expr
+    capped: tvm.ir.Expr
+    biased: tvm.ir.Expr
+    weights: tvm.ir.Expr
+    output: tvm.ir.Expr
+
+
 def attend(
     node: ConverterInput,
     query: tvm.ir.Expr,
@@ -48,7 +69,22 @@ def attend(
     additions: list[tvm.ir.Expr],
     softcap: float = 0.0,
 ) -> tvm.ir.Expr:
-    """Return softmax(query key^T * scale + additions) value.
+    """Return softmax(query key^T * scale + additions) value; see `attend_by_steps`."""
+    return attend_by_steps(node, query, key, value, scale=scale, additions=additions, softcap=softcap).output
+
+
+def attend_by_steps(
+    node: ConverterInput,
+    query: tvm.ir.Expr,
+    key: tvm.ir.Expr,
+    value: tvm.ir.Expr,
+    *,
+    scale: float,
+    additions: list[tvm.ir.Expr],
+    softcap: float = 0.0,
+    guarded: bool = False,
+) -> AttentionSteps:
+    """Return softmax(query key^T * scale + additions) value, and what is computed before.
 
     Parameters
     ----------
@@ -60,18 +96,25 @@ def attend(
         float32, broadcast to (B, N, S, T).
     softcap : float
         Scores become `softcap * tanh(scores / softcap)` before the additions, unless it is 0.
+    guarded : bool
+        Whether a row of which every key is hidden by infinity gets weights of 0; else they are NaN.
     """
     emit, dtype = node.builder.emit, dtype_of(query)
     turned = emit(relax.op.permute_dims(key, [0, 1, 3, 2]))
     scores = emit(relax.op.astype(relax.op.matmul(query, turned), "float32"))
-    scores = emit(relax.op.multiply(scores, relax.const(scale, "float32")))
+    scores = capped = emit(relax.op.multiply(scores, relax.const(scale, "float32")))
     if softcap:
         bent = emit(relax.op.tanh(relax.op.divide(scores, relax.const(softcap, "float32"))))
-        scores = emit(relax.op.multiply(bent, relax.const(softcap, "float32")))
+        capped = emit(relax.op.multiply(bent, relax.const(softcap, "float32")))
+    biased = capped
     for addition in additions:
-        scores = emit(relax.op.add(scores, addition))
-    weights = emit(relax.op.nn.softmax(scores, axis=-1))
-    return emit(relax.op.matmul(emit(relax.op.astype(weights, dtype)), value))
+        biased = emit(relax.op.add(biased, addition))
+    weights = emit(relax.op.nn.softmax(biased, axis=-1))
+    if guarded:
+        nothing = emit(relax.op.isnan(weights))
+        weights = emit(relax.op.where(nothing, relax.const(0.0, "float32"), weights))
+    output = emit(relax.op.matmul(emit(relax.op.astype(weights, dtype)), value))
+    return AttentionSteps(scores, capped, biased, weights, output)
 
 
 def hide_where_zero(node: ConverterInput, mask: tvm.ir.Expr, hidden: float) -> tvm.ir.Expr:

@@ -11,6 +11,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from pipeline.importer.converters.activations import activate
 from pipeline.importer.converters.base import (
     Converter,
     ConverterInput,
@@ -48,6 +49,24 @@ def convert_fused_matmul(node: ConverterInput) -> tvm.ir.Expr:
         return product
     product = node.builder.emit(product)
     return relax.op.multiply(product, scalar_like(alpha, product))
+
+
+def convert_fused_gemm(node: ConverterInput) -> tvm.ir.Expr:
+    """Return activation(alpha * op(A) @ op(B) + beta * C). Inputs: A, B, C (optional)."""
+    emit = node.builder.emit
+    factors = [
+        emit(relax.op.permute_dims(node.input(place))) if int_attribute(node, name, 0) else node.input(place)
+        for place, name in enumerate(("transA", "transB"))
+    ]
+    result = emit(relax.op.matmul(*factors))
+    alpha, beta = float_attribute(node, "alpha", 1.0), float_attribute(node, "beta", 1.0)
+    if alpha != 1.0:
+        result = emit(relax.op.multiply(result, scalar_like(alpha, result)))
+    addend = node.optional(2)
+    if addend is not None:
+        scaled = addend if beta == 1.0 else emit(relax.op.multiply(addend, scalar_like(beta, addend)))
+        result = emit(relax.op.add(result, scaled))
+    return activate(node, result)
 
 
 def convert_matmul_n_bits(node: ConverterInput) -> tvm.ir.Expr:
@@ -105,24 +124,25 @@ def unpack_weights(
         Packed as the weights, each row padded to a byte, or numbers; None for 2 ** (bits - 1).
     """
     blocks = -(-columns // block)
-    quantised = _unpack_bits(packed.reshape(rows, blocks, -1), bits)[..., :block].astype("float32")
+    quantised = unpack_bits(packed.reshape(rows, blocks, -1), bits)[..., :block].astype("float32")
     if zeros is None:
         zero: np.ndarray = np.full((rows, blocks), 2.0 ** (bits - 1), "float32")
     elif zeros.dtype == np.uint8:
-        zero = _unpack_bits(zeros.reshape(rows, -1), bits)[:, :blocks].astype("float32")
+        zero = unpack_bits(zeros.reshape(rows, -1), bits)[:, :blocks].astype("float32")
     else:
         zero = zeros.reshape(rows, blocks).astype("float32")
     values = (quantised - zero[..., None]) * scales.reshape(rows, blocks, 1).astype("float32")
     return np.asarray(values.reshape(rows, blocks * block)[:, :columns])
 
 
-def _unpack_bits(packed: np.ndarray, bits: int) -> np.ndarray:
+def unpack_bits(packed: np.ndarray, bits: int) -> np.ndarray:
     """Return the numbers of `bits` bits in bytes; the last axis grows."""
     parts = [(packed >> (bits * index)) & (2**bits - 1) for index in range(8 // bits)]
     return np.stack(parts, axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 MATMUL_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("com.microsoft", "FusedGemm"): convert_fused_gemm,
     ("com.microsoft", "FusedMatMul"): convert_fused_matmul,
     ("com.microsoft", "MatMulNBits"): convert_matmul_n_bits,
 }

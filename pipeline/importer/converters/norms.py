@@ -19,6 +19,8 @@ from pipeline.importer.converters.base import (
     dtype_of,
     float_attribute,
     int_attribute,
+    scalar_like,
+    sizes_of,
     static_size,
     unused,
 )
@@ -87,6 +89,49 @@ def convert_embed_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
     return relax.Tuple([normed, count, total])
 
 
+def convert_layer_norm(node: ConverterInput) -> tvm.ir.Expr | None:
+    """Return layer_norm(x) with its mean and inverse deviation, where one of them is read; else TVM converts it."""
+    if not node.wants(1) and not node.wants(2):
+        return None
+    emit, data, gamma, beta = node.builder.emit, node.input(0), node.input(1), node.optional(2)
+    axes = list(range(int_attribute(node, "axis", -1) % int(data.ty.ndim), int(data.ty.ndim)))
+    wide = emit(relax.op.astype(data, "float32"))
+    mean = emit(relax.op.mean(wide, axes, keepdims=True))
+    centred = emit(relax.op.subtract(wide, mean))
+    variance = emit(relax.op.mean(emit(relax.op.multiply(centred, centred)), axes, keepdims=True))
+    epsilon = relax.const(float_attribute(node, "epsilon", _SIMPLIFIED_EPSILON), "float32")
+    inverse = emit(relax.op.rsqrt(emit(relax.op.add(variance, epsilon))))
+    normed = emit(relax.op.astype(emit(relax.op.multiply(centred, inverse)), dtype_of(data)))
+    normed = emit(relax.op.multiply(normed, gamma))
+    return relax.Tuple([normed if beta is None else emit(relax.op.add(normed, beta)), mean, inverse])
+
+
+def convert_rms_norm(node: ConverterInput) -> tvm.ir.Expr:
+    """Return rms_norm(x) over the axes from `axis` on, as over one axis: TVM's kernel of several is wrong."""
+    emit, data, gamma = node.builder.emit, node.input(0), node.input(1)
+    rank = int(data.ty.ndim)
+    axis, epsilon = int_attribute(node, "axis", -1) % rank, float_attribute(node, "epsilon", _SIMPLIFIED_EPSILON)
+    if axis == rank - 1 and gamma.ty.ndim == 1:
+        return relax.op.nn.rms_norm(data, gamma, axes=[-1], epsilon=epsilon)
+    lead, rest = sizes_of(data)[:axis], sizes_of(data)[axis:]
+    spread = emit(relax.op.reshape(emit(relax.op.broadcast_to(gamma, rest)), [-1]))
+    flat = emit(relax.op.reshape(data, [*lead, -1]))
+    normed = emit(relax.op.nn.rms_norm(flat, spread, axes=[-1], epsilon=epsilon))
+    return relax.op.reshape(normed, sizes_of(data))
+
+
+def convert_lp_norm(node: ConverterInput) -> tvm.ir.Expr:
+    """Return x / |x| along an axis, |x| the sum of absolute values (p 1) or the Euclidean norm (p 2); 0 stays 0."""
+    emit, data = node.builder.emit, node.input(0)
+    axis, power = int_attribute(node, "axis", -1), int_attribute(node, "p", 2)
+    size = relax.op.abs(data) if power == 1 else relax.op.multiply(data, data)
+    length = emit(relax.op.sum(emit(size), [axis], keepdims=True))
+    if power == 2:
+        length = emit(relax.op.sqrt(length))
+    nothing = emit(relax.op.equal(length, scalar_like(0.0, data)))
+    return relax.op.divide(data, emit(relax.op.where(nothing, scalar_like(1.0, data), length)))
+
+
 def _sum(node: ConverterInput, bias: tvm.ir.Expr | None) -> tvm.ir.Expr:
     total = node.builder.emit(relax.op.add(node.input(0), node.input(1)))
     return total if bias is None else node.builder.emit(relax.op.add(total, bias))
@@ -99,6 +144,9 @@ def _layer_norm(data: tvm.ir.Expr, gamma: tvm.ir.Expr, beta: tvm.ir.Expr | None,
 
 
 NORM_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("", "LayerNormalization"): convert_layer_norm,
+    ("", "LpNormalization"): convert_lp_norm,
+    ("", "RMSNormalization"): convert_rms_norm,
     ("", "SimplifiedLayerNormalization"): convert_simplified_layer_norm,
     ("com.microsoft", "EmbedLayerNormalization"): convert_embed_layer_norm,
     ("com.microsoft", "SkipLayerNormalization"): convert_skip_layer_norm,

@@ -17,6 +17,8 @@ from pipeline.importer.converters.base import (
     constant,
     constant_value,
     int_attribute,
+    sizes_of,
+    static_size,
     tensor_attribute,
 )
 from pipeline.importer.shape_values import is_shape_value, simplify, size_list
@@ -81,7 +83,9 @@ def convert_expand(node: ConverterInput) -> tvm.ir.Expr | None:
     Two different sizes, neither of them 1, are taken to be equal when the model runs: ONNX allows no other case.
     """
     data, target = node.input(0), size_list(node.input(1))
-    if target is None or not isinstance(data.ty.shape, relax.ShapeExpr):
+    if target is None:
+        return _expand_at_run_time(node, data)
+    if not isinstance(data.ty.shape, relax.ShapeExpr):
         return None
     sizes = [simplify(size) for size in data.ty.shape.values]
     if all(isinstance(size, int) for size in (*sizes, *target)):
@@ -95,6 +99,24 @@ def convert_expand(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.op.broadcast_to(data, relax.ShapeExpr(result))
 
 
+def _expand_at_run_time(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return a tensor stretched to a shape that is computed when the model runs; the larger of both sizes counts.
+
+    Raises
+    ------
+    ValueError
+        The target has fewer axes than the tensor, or an unknown number of them.
+    """
+    emit, sizes = node.builder.emit, sizes_of(data)
+    rank = static_size(node.input(1), 0)
+    if rank < len(sizes):
+        msg = f"input 1 (shape) of {rank} sizes: expected at least {len(sizes)}, as many as the tensor has axes"
+        raise ValueError(msg)
+    own = emit(relax.op.shape_to_tensor(relax.ShapeExpr([1] * (rank - len(sizes)) + sizes)))
+    wanted = emit(relax.op.maximum(node.input(1), own))
+    return relax.op.broadcast_to(data, emit(relax.op.tensor_to_shape(wanted)))
+
+
 def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return a slice with a symbolic start or end and steps of one.
 
@@ -102,6 +124,7 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
     """
     data = node.input(0)
     if not any(is_shape_value(item) for item in node.inputs[1:]):
+        _check_bounds(node)
         return None
     starts, ends = size_list(node.input(1)), size_list(node.input(2))
     axes = size_list(node.optional(3)) if node.optional(3) is not None else list(range(len(starts or [])))
@@ -113,6 +136,15 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
     begin = [_bound(value, size) for value, size in zip(starts, sizes, strict=True)]
     end = [_bound(value, size) for value, size in zip(ends, sizes, strict=True)]
     return relax.op.strided_slice(data, numbers, begin, end, [1] * len(numbers), assume_inbound=True)
+
+
+def _check_bounds(node: ConverterInput) -> None:
+    names = ("data", "starts", "ends", "axes", "steps")
+    for place in range(1, len(node.inputs)):
+        item = node.optional(place)
+        if item is not None and constant_value(item) is None:
+            msg = f"input {place} ({names[place]}): expected a constant or sizes, got values known at run time only"
+            raise ValueError(msg)
 
 
 def convert_range(node: ConverterInput) -> tvm.ir.Expr | None:

@@ -1,0 +1,117 @@
+"""Convolutions with something else in one node: ONNX Runtime's FusedConv; and what convolutions share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from pipeline.importer.converters.activations import activate
+from pipeline.importer.converters.base import (
+    Converter,
+    ConverterInput,
+    constant,
+    constant_value,
+    int_attribute,
+    static_size,
+)
+
+_CONVOLUTIONS: Mapping[int, Callable[..., tvm.ir.Expr]] = {
+    1: relax.op.nn.conv1d,
+    2: relax.op.nn.conv2d,
+    3: relax.op.nn.conv3d,
+}
+
+
+def convert_fused_conv(node: ConverterInput) -> tvm.ir.Expr:
+    """Return activation(conv(x, weights) + bias + z). Inputs: x, weights, bias (optional), z (optional)."""
+    emit, data = node.builder.emit, node.input(0)
+    result = convolve(node, data, node.input(1))
+    bias, addend = node.optional(2), node.optional(3)
+    if bias is not None:
+        result = emit(relax.op.add(result, a_channel(node, bias, int(data.ty.ndim) - 2)))
+    if addend is not None:
+        result = emit(relax.op.add(result, addend))
+    return activate(node, result)
+
+
+def convolve(node: ConverterInput, data: tvm.ir.Expr, weight: tvm.ir.Expr, out_dtype: str = "") -> tvm.ir.Expr:
+    """Return the convolution that the node's attributes describe, of data (N, C, ...) and weights (F, C, ...).
+
+    Raises
+    ------
+    ValueError
+        Not 1, 2 or 3 spatial axes.
+    """
+    spatial = int(data.ty.ndim) - 2
+    if spatial not in _CONVOLUTIONS:
+        msg = f"input of {spatial} spatial axes: expected 1, 2 or 3"
+        raise ValueError(msg)
+    strides, dilations = (_integers(node, name, [1] * spatial) for name in ("strides", "dilations"))
+    return node.builder.emit(
+        _CONVOLUTIONS[spatial](
+            data,
+            weight,
+            strides=strides,
+            padding=_padding(node, data, weight, strides, dilations),
+            dilation=dilations,
+            groups=int_attribute(node, "group", 1),
+            out_dtype=out_dtype or None,
+        )
+    )
+
+
+def a_channel(node: ConverterInput, values: tvm.ir.Expr, spatial: int) -> tvm.ir.Expr:
+    """Return values, one an output channel, in a shape that broadcasts against (N, C, ...); one number stays one."""
+    return shaped(node, values, [-1, *[1] * spatial])
+
+
+def shaped(node: ConverterInput, values: tvm.ir.Expr, shape: list[int]) -> tvm.ir.Expr:
+    """Return a vector in another shape; a scalar stays one."""
+    if values.ty.ndim == 0:
+        return values
+    value = constant_value(values)
+    if value is not None:
+        return constant(np.reshape(value, shape))
+    return node.builder.emit(relax.op.reshape(values, shape))
+
+
+def refuse_output_shape(node: ConverterInput) -> None:
+    """Refuse a ConvTranspose that names its output's shape, which TVM's converter ignores; it has all others.
+
+    Raises
+    ------
+    ValueError
+        The attribute is there.
+    """
+    if node.attributes.get("output_shape"):
+        msg = f"attribute 'output_shape': expected pads instead, got {node.attributes['output_shape']!r}"
+        raise ValueError(msg)
+
+
+def _padding(
+    node: ConverterInput, data: tvm.ir.Expr, weight: tvm.ir.Expr, strides: list[int], dilations: list[int]
+) -> list[int]:
+    """Return the paddings, all at the front first; `auto_pad` gives an output of size / stride, rounded up."""
+    spatial, mode = len(strides), node.attributes.get("auto_pad", "NOTSET")
+    if mode in ("NOTSET", "VALID"):
+        return _integers(node, "pads", [0] * (2 * spatial)) if mode == "NOTSET" else [0] * (2 * spatial)
+    totals = []
+    for axis, (stride, dilation) in enumerate(zip(strides, dilations, strict=True)):
+        size, reach = static_size(data, axis + 2), (static_size(weight, axis + 2) - 1) * dilation + 1
+        totals.append(max((-(-size // stride) - 1) * stride + reach - size, 0))
+    small, large = [total // 2 for total in totals], [total - total // 2 for total in totals]
+    return [*small, *large] if mode == "SAME_UPPER" else [*large, *small]
+
+
+def _integers(node: ConverterInput, name: str, default: list[int]) -> list[int]:
+    given = node.attributes.get(name)
+    return [int(value) for value in given] if isinstance(given, list) else default
+
+
+CONVOLUTION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("", "ConvTranspose"): refuse_output_shape,
+    ("com.microsoft", "FusedConv"): convert_fused_conv,
+}
