@@ -17,9 +17,12 @@ from schedules.templates.epilogue import MatmulFunction
 from schedules.templates.gemm_sm90_plan import BLOCK_K, ELEMENT_BYTES, GemmPlan
 
 _NORM = 4
-# Clusters stay within a group of multiprocessors, not all of which are whole; pairs of blocks fit everywhere.
-_GROUP = 16
-_GROUPS_WHOLE = 0.775
+# Clusters stay within a group of multiprocessors, whose numbers differ: blocks of a cluster -> clusters that an H200's
+# 132 hold at a time, one block each (cuOccupancyMaxActiveClusters).
+_CLUSTERS = {2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
+_CLUSTERS_OF = 132
+# Of sizes that are not listed, the part of the multiprocessors that is used.
+_PART_USED = 0.77
 # Loading parts of B for each other cost what it saved of L2, and 0 to 5 % more; but of kernels that run into the power
 # limit it saves 2 % (Llama-1B with 2048 rows).
 _MULTICAST = 1.03
@@ -63,6 +66,8 @@ class CostModel:
         Part of B's bytes that every doubling of the rows of tiles adds.
     narrow
         Factor of the arithmetic of many rows where B as [K, N] lies in chunks of less than 64 columns of a wider tile.
+    beside_us
+        What a kernel on half of the multiprocessors saves, which begins beside the one before it.
     """
 
     multiply_adds: float
@@ -77,12 +82,15 @@ class CostModel:
     sum_us: float
     reread: float
     narrow: float
+    beside_us: float
 
 
-# A least-squares fit (9 % root mean square) to 989 medians, cold L2, of kernels of the shapes of
-# benchmarks/bench_gemm_sm90.py. Of those of a shape, the one it puts first takes 2 % longer than the fastest (geometric
-# mean; at most 19 %).
-H200 = CostModel(2.768e6, 4.114e6, 1.49, 0.1341, 1.039, 0.5655, 5.032e-5, 0.4712, 0.1113, 1.608e-4, 0.1968, 1.195)
+# A least-squares fit (9 % root mean square) to 1092 medians, cold L2, of kernels of the shapes of
+# benchmarks/bench_gemm_sm90.py. Of those of a shape, the one it puts first takes 1 % longer than the fastest (geometric
+# mean; at most 13 %).
+H200 = CostModel(
+    2.805e6, 4.103e6, 1.532, 0.1383, 1.214, 0.3693, 5.223e-5, 0.4387, 0.1201, 1.581e-4, 0.1958, 1.211, 0.1683
+)
 
 
 def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: CostModel = H200) -> float:
@@ -91,8 +99,8 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
     resident = _resident(plan)
     blocks = plan.blocks * plan.cluster
     slots: float = sm_count * resident
-    if p.split_k > 2:
-        slots = _GROUPS_WHOLE * (sm_count // _GROUP) * (_GROUP * resident // p.split_k * p.split_k)
+    if p.split_k > 1:
+        slots *= _part_used(p.split_k)
     tiles_each = math.ceil(plan.tiles / plan.blocks)
     in_turn = math.ceil(blocks / slots) * tiles_each
     on_one = math.ceil(blocks / sm_count) * tiles_each
@@ -109,6 +117,7 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
     chain = in_turn * plan.k_share * model.step_us
     if plan.k_share > p.stages:
         chain = max(chain, in_turn * plan.k_share * model.latency_us / p.stages)
+    beside = model.beside_us if 2 * blocks <= sm_count else 0.0
     longest: float = sum(one**_NORM for one in (arithmetic, memory, chain)) ** (1 / _NORM)
     columns = plan.shares.columns
     write = 0.0 if p.pingpong else on_one * p.block_m * columns / p.consumers * model.write_us
@@ -116,10 +125,16 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
     if p.split_k > 1:
         elements = min(p.block_m, matmul.m) * columns
         reduce = model.cluster_us + p.split_k * (model.share_us + elements * model.sum_us)
-    total = longest + in_turn * model.tile_us + blocks / sm_count * model.block_us + write + reduce
+    total = longest + in_turn * model.tile_us + blocks / sm_count * model.block_us + write + reduce - beside
     if p.multicast == 1:
         return total
     return total * (_MULTICAST if total < _LONG_US else _MULTICAST_LONG)
+
+
+def _part_used(cluster: int) -> float:
+    """Return the part of the multiprocessors on which clusters of some blocks fit."""
+    held = _CLUSTERS.get(cluster)
+    return _PART_USED if held is None else held * cluster / _CLUSTERS_OF
 
 
 def _resident(plan: GemmPlan) -> int:
