@@ -38,6 +38,7 @@ At K = 3072 in float32 `accumulated` is 7e-4, where one lost term of the sum is 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -184,6 +185,27 @@ def kernel_tolerance(func: tirx.PrimFunc) -> KernelTolerance:
         rtol=max(_ROUNDINGS * coarsest, _INTRINSICS_RTOL),
         atol=_ROUNDINGS * coarsest + _SUM_FACTOR * max(sums, default=0.0),
         accumulated=_ACCUMULATION * max(products, default=0.0),
+    )
+
+
+def symbolic_kernel_tolerance(dtypes: Iterable[str], longest: int) -> KernelTolerance:
+    """Return the tolerance of a kernel whose sums have lengths that are known only at run time.
+
+    Parameters
+    ----------
+    dtypes : iterable of str
+        Of its parameters.
+    longest : int
+        The largest axis of its arguments, which no sum over one axis exceeds.
+    """
+    coarsest = max(map(_eps, dtypes), default=0.0)
+    if coarsest == 0.0:
+        return EXACT_KERNEL
+    single = float(np.finfo(np.float32).eps)
+    return KernelTolerance(
+        rtol=max(_ROUNDINGS * coarsest, _INTRINSICS_RTOL),
+        atol=_ROUNDINGS * coarsest + _SUM_FACTOR * single * math.sqrt(longest),
+        accumulated=_ACCUMULATION * single / 2 * longest,
     )
 
 

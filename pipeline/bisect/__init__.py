@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from pipeline.bisect.reproduce import Reproduction, write_reproduction
 from pipeline.bisect.result import Bisection, Culprit, FaultyKernel, FaultyPass, render
 from pipeline.bisect.search import bisect
 
-__all__ = ["Bisection", "Culprit", "FaultyKernel", "FaultyPass", "bisect", "render"]
+__all__ = [
+    "Bisection",
+    "Culprit",
+    "FaultyKernel",
+    "FaultyPass",
+    "Reproduction",
+    "bisect",
+    "render",
+    "write_reproduction",
+]

@@ -57,7 +57,8 @@ class TensorMatcher:
         if (expected.dtype.kind in "biu") != (array.dtype.kind in "biu"):
             return None
         accepted = tensor_tolerance(self._tolerance, self._tensors.depth(name), self._deepest)
-        return compare_arrays(expected, array.reshape(expected.shape), accepted)
+        unit = _unit(expected)
+        return compare_arrays(expected / unit, array.reshape(expected.shape) / unit, accepted)
 
     def learn(self, trace: Iterable[TracedCall]) -> dict[Place, str]:
         """Return which tensor each place of a healthy run holds."""
@@ -129,6 +130,19 @@ class TensorMatcher:
     def _agrees(self, name: str, array: np.ndarray) -> bool:
         comparison = self.compare(name, array)
         return comparison is not None and comparison.passed
+
+
+def _unit(expected: np.ndarray) -> np.ndarray:
+    """Return what a tensor is compared in units of: its root mean square, where that is below 1, in its own dtype.
+
+    The variance of small activations, say, is to be right in its own digits, not as a share of 1.
+    """
+    one = np.ones((), expected.dtype)
+    if expected.dtype.kind in "biu":
+        return one
+    values = expected[np.isfinite(expected)].astype(np.float64)
+    size = float(np.sqrt(np.mean(values**2))) if values.size else 0.0
+    return np.asarray(size, expected.dtype) if np.finfo(np.float32).tiny < size < 1 else one
 
 
 def _squeezed(array: np.ndarray) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ from tvm import relax
 from tvm.relax import backend
 from tvm.relax import transform as relax_pass
 from tvm.runtime import Tensor
+from tvm.runtime.vm import VirtualMachine
 
-from pipeline.bisect.plain_kernels import ready_for_host
+from pipeline.bisect.plain_kernels import load_code, ready_for_host
 from pipeline.bisect.trace import KernelWatch, TracedCall, kernel_calls
 from pipeline.errors import LoweringError
 from pipeline.importer.graph import ImportedGraph
@@ -68,7 +69,7 @@ class Stages:
             ready, target = ready_for_host(mod, host)
             with tvm.transform.PassContext(opt_level=3), target:
                 planned = tvm.transform.Sequential(plan_memory_passes(target, cuda_graph=False))(ready)
-                machine = relax.VirtualMachine(relax.build(planned, target, relax_pipeline=None), tvm.cpu())
+                machine = VirtualMachine(load_code(relax.build(planned, target, relax_pipeline=None)), tvm.cpu())
         except TVM_ERRORS as e:
             after = steps[-1].name if steps else "the import"
             raise LoweringError(f"{self._graph.name} after {after} cannot be compiled for the host: {e}") from e

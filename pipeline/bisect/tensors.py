@@ -90,6 +90,21 @@ class OnnxTensors:
         nodes = sorted({label for label in labels if label in self._order}, key=lambda label: -self._order[label])
         return tuple(name for label in nodes for name in self._by_label[label].outputs if name in self.values)
 
+    def makers(self, tensor: str) -> tuple[OnnxNode, ...]:
+        """Return all nodes that a tensor depends on, its own among them, in the order of the graph."""
+        found: dict[str, OnnxNode] = {}
+        waiting = [tensor]
+        while waiting:
+            node = self._writer.get(waiting.pop())
+            if node is not None and node.label not in found:
+                found[node.label] = node
+                waiting.extend(node.inputs)
+        return tuple(sorted(found.values(), key=lambda node: self._order[node.label]))
+
+    def constant_makers(self, tensor: str) -> tuple[OnnxNode, ...]:
+        """Return the nodes that make a tensor that depends on no input of the model; none for any other tensor."""
+        return () if tensor in self._varying else self.makers(tensor)
+
     def between(self, tensor: str, healthy: frozenset[str], constants: frozenset[str]) -> tuple[OnnxNode, ...]:
         """Return the nodes that make a tensor out of healthy ones, in order; views only if there is nothing else.
 

@@ -1,0 +1,288 @@
+"""A fault as small as it can be shown: a model, its inputs, and a script that exits 3 while the fault is there.
+
+Tried in this order, the first that shows the fault is kept: the ONNX nodes to blame alone, their inputs taken from the
+run in which the fault was found; the graph up to the first wrong tensor; the whole model; the artifact as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from models import OnnxModel, load_model, save_model
+from models.errors import ModelError
+from models.spec import numpy_dtype
+from pipeline.bisect.result import Bisection
+from pipeline.bisect.subject import lowering_options
+from pipeline.bisect.tensors import OnnxTensors, onnx_tensors
+from pipeline.errors import PipelineError
+from pipeline.importer.normalise import node_label
+from pipeline.jobs import compile_model
+from pipeline.manifest import Manifest
+from pipeline.passes import LoweringOptions
+from pipeline.prepare import ModelRequest
+from pipeline.runtime import Module
+from pipeline.tolerances import Tolerance
+from pipeline.validate import validate
+
+logger = logging.getLogger(__name__)
+
+MODEL_FILE, INPUTS_FILE, SCRIPT_FILE = "model.onnx", "inputs.npz", "reproduce.py"
+# A larger model is named by its path in the script, and no part is cut out of it.
+_COPIED_BYTES_MAX = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What was written: the folder, its script, and what it holds (`nodes`, `prefix`, `model` or `artifact`)."""
+
+    folder: Path
+    script: Path
+    part: str
+    onnx_nodes: int
+
+
+def write_reproduction(
+    bisection: Bisection,
+    manifest: Manifest,
+    artifact: Path,
+    model: OnnxModel,
+    inputs: Mapping[str, np.ndarray],
+    tolerance: Tolerance,
+    folder: Path,
+    *,
+    database: str | Path | None = None,
+) -> Reproduction:
+    """Write the smallest reproduction of a fault that was found, and return what it is.
+
+    Parameters
+    ----------
+    bisection : Bisection
+        Where the fault is.
+    manifest, artifact : Manifest, Path
+        The artifact that has it.
+    model, inputs, tolerance : OnnxModel, mapping, Tolerance
+        What it was found with.
+    folder : Path
+        Written anew; an older reproduction there is replaced.
+    database : str, Path or None
+        The tuning database that kernels are to come from; without one they are those of a model that was not tuned.
+
+    Raises
+    ------
+    PipelineError
+        The folder exists and holds something else.
+    """
+    _clear(folder)
+    tensors = onnx_tensors(model, inputs, manifest.policy)
+    options = lowering_options(manifest)
+    request = _Request(manifest.target.config, options, database, tolerance)
+    for part, labels, results in _parts(bisection, tensors):
+        cut = _cut(model, tensors, labels, results)
+        if cut is None:
+            continue
+        proto, given = cut
+        path = folder / MODEL_FILE
+        onnx.save(proto, str(path))
+        if request.shows_fault(path, given):
+            logger.info("reproduction: %d of %d ONNX nodes show the fault", len(proto.graph.node), len(tensors.nodes))
+            script = _write(folder, given, request, model=MODEL_FILE, artifact=None, bisection=bisection)
+            return Reproduction(folder, script, part, len(proto.graph.node))
+        path.unlink()
+    source = _whole(model, folder)
+    where = folder / source
+    if request.shows_fault(where, inputs):
+        script = _write(folder, inputs, request, model=source, artifact=None, bisection=bisection)
+        return Reproduction(folder, script, "model", len(tensors.nodes))
+    logger.info("reproduction: compiled again, the model is right; the script runs the artifact as it is")
+    script = _write(folder, inputs, request, model=source, artifact=str(artifact.absolute()), bisection=bisection)
+    return Reproduction(folder, script, "artifact", len(tensors.nodes))
+
+
+@dataclass(frozen=True)
+class _Request:
+    """How a model is compiled to show the fault."""
+
+    target: str
+    options: LoweringOptions
+    database: str | Path | None
+    tolerance: Tolerance
+
+    def shows_fault(self, path: Path, inputs: Mapping[str, np.ndarray]) -> bool:
+        """Whether a model, compiled now, gives wrong results; False also for one that cannot be compiled."""
+        try:
+            model = load_model(path)
+            with tempfile.TemporaryDirectory(prefix="relaxtune-bisect-") as made:
+                request = ModelRequest(path, target=self.target, lowering=self.options)
+                compile_model(request, Path(made) / "artifact", database=self.database, samples=0)
+                module = Module.load(Path(made) / "artifact")
+                report = validate(
+                    module, model, rtol=self.tolerance.rtol, atol=self.tolerance.atol, inputs=[dict(inputs)], repeats=1
+                )
+        except (PipelineError, ModelError) as e:
+            logger.debug("no reproduction with %s: %s", path, e)
+            return False
+        return not report.passed
+
+
+def _parts(bisection: Bisection, tensors: OnnxTensors) -> list[tuple[str, frozenset[str], tuple[str, ...]]]:
+    """Return (name, node labels, tensors to compare) of the parts of the graph that may show the fault."""
+    blamed = frozenset(bisection.nodes) | frozenset(bisection.kernel.onnx_nodes if bisection.kernel else ())
+    parts: list[tuple[str, frozenset[str], tuple[str, ...]]] = [("nodes", blamed, ())] if blamed else []
+    if bisection.tensor is not None:
+        before = frozenset(node.label for node in tensors.makers(bisection.tensor))
+        parts.append(("prefix", before, (bisection.tensor,)))
+    return [(part, labels, results) for part, labels, results in parts if len(labels) < len(tensors.nodes)]
+
+
+def _cut(
+    model: OnnxModel, tensors: OnnxTensors, labels: frozenset[str], results: Iterable[str]
+) -> tuple[onnx.ModelProto, dict[str, np.ndarray]] | None:
+    """Return the nodes with the given labels as a model of its own, and its inputs; None where types are not known."""
+    if model.weight_bytes > _COPIED_BYTES_MAX or model.data_dir is not None:
+        return None
+    types = _element_types(model.proto)
+    graph = model.proto.graph
+    kept = {node.label for name in _read_by(graph, labels) for node in tensors.constant_makers(name)} | set(labels)
+    nodes = [node for node in graph.node if _label(node) in kept]
+    written = {name for node in nodes for name in node.output}
+    weights = {tensor.name for tensor in graph.initializer}
+    read = {name for node in nodes for name in node.input if name}
+    given = [name for name in tensors.values if name in read - written - weights]
+    elsewhere = {name for node in graph.node if _label(node) not in kept for name in node.input} | set(tensors.outputs)
+    of_labels = {name for node in nodes if _label(node) in labels for name in node.output if name}
+    wanted = [*results] or [name for name in tensors.values if name in of_labels and name in elsewhere]
+    wanted = wanted or [name for name in tensors.values if name in of_labels - read]
+    if not wanted or not given or any(name not in types for name in (*given, *wanted)):
+        return None
+    inputs = {name: _as_type(tensors.values[name], types[name]) for name in given}
+    part = onnx.ModelProto()
+    part.CopyFrom(model.proto)
+    del part.graph.node[:], part.graph.input[:], part.graph.output[:], part.graph.value_info[:]
+    del part.graph.initializer[:]
+    part.graph.node.extend(nodes)
+    part.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in read)
+    make = onnx.helper.make_tensor_value_info
+    part.graph.input.extend(make(name, types[name], inputs[name].shape) for name in given)
+    part.graph.output.extend(make(name, types[name], tensors.values[name].shape) for name in wanted)
+    return part, inputs
+
+
+def _read_by(graph: onnx.GraphProto, labels: frozenset[str]) -> list[str]:
+    return [name for node in graph.node if _label(node) in labels for name in node.input if name]
+
+
+def _label(node: onnx.NodeProto) -> str:
+    return node_label(node.name, list(node.output), node.op_type)
+
+
+def _element_types(proto: onnx.ModelProto) -> dict[str, int]:
+    """Return tensor name -> ONNX element type, of every tensor it can be inferred for."""
+    inferred = onnx.shape_inference.infer_shapes(proto)
+    values = (*inferred.graph.input, *inferred.graph.output, *inferred.graph.value_info)
+    return {value.name: value.type.tensor_type.elem_type for value in values if value.type.tensor_type.elem_type}
+
+
+def _as_type(array: np.ndarray, element_type: int) -> np.ndarray:
+    return array.astype(onnx.helper.tensor_dtype_to_np_dtype(element_type))
+
+
+def _whole(model: OnnxModel, folder: Path) -> str:
+    """Return where the whole model is, as the script is to name it: a copy in the folder, or a large one's own path."""
+    if model.path is not None and model.weight_bytes > _COPIED_BYTES_MAX:
+        return str(model.path.absolute())
+    save_model(model, folder / MODEL_FILE)
+    return MODEL_FILE
+
+
+def _write(
+    folder: Path,
+    inputs: Mapping[str, np.ndarray],
+    request: _Request,
+    *,
+    model: str,
+    artifact: str | None,
+    bisection: Bisection,
+) -> Path:
+    # bfloat16 has no name of its own in a .npz file; the script casts to what the model takes.
+    half = numpy_dtype("bfloat16")
+    arrays = {name: array.astype(np.float32) if array.dtype == half else array for name, array in inputs.items()}
+    np.savez(folder / INPUTS_FILE, **arrays)  # type: ignore[arg-type]  # the stub takes every keyword for `allow_pickle`
+    script = folder / SCRIPT_FILE
+    options = request.options
+    text = _SCRIPT.format(
+        summary=bisection.summary.replace('"""', "'''"),
+        model=model,
+        inputs=INPUTS_FILE,
+        artifact=artifact,
+        database=None if request.database is None else str(request.database),
+        target=request.target,
+        precision=options.precision,
+        disabled=sorted(options.disabled_passes),
+        embed=options.embed_weights,
+        rtol=request.tolerance.rtol,
+        atol=request.tolerance.atol,
+    )
+    script.write_text(text, encoding="utf-8")
+    return script
+
+
+def _clear(folder: Path) -> None:
+    """Make the folder, without what an older reproduction left in it."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / SCRIPT_FILE).is_file():
+        raise PipelineError(
+            f"{folder} is not empty and holds no {SCRIPT_FILE}, so it is not replaced; name another folder with --repro"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+_SCRIPT = '''"""Show a fault that `relaxtune validate --bisect` found; exits 3 while it is there, 0 when it is gone.
+
+{summary}
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from models import load_model
+from models.spec import numpy_dtype
+from pipeline.jobs import compile_model
+from pipeline.passes import LoweringOptions
+from pipeline.prepare import ModelRequest
+from pipeline.runtime import Module
+from pipeline.validate import validate
+
+HERE = Path(__file__).resolve().parent
+MODEL = HERE / {model!r}
+# The compiled artifact itself, where the fault is in it and not in what is compiled now.
+ARTIFACT = {artifact!r}
+DATABASE = {database!r}
+TARGET = {target!r}
+OPTIONS = LoweringOptions(
+    precision={precision!r}, disabled_passes=frozenset({disabled!r}), embed_weights={embed!r}
+)
+
+model = load_model(MODEL)
+stored = np.load(HERE / {inputs!r})
+inputs = {{spec.name: stored[spec.name].astype(numpy_dtype(spec.dtype)) for spec in model.inputs}}
+with tempfile.TemporaryDirectory() as folder:
+    artifact = Path(ARTIFACT or Path(folder) / "artifact")
+    if ARTIFACT is None:
+        request = ModelRequest(MODEL, target=TARGET, lowering=OPTIONS)
+        compile_model(request, artifact, database=DATABASE, samples=0)
+    report = validate(Module.load(artifact), model, rtol={rtol!r}, atol={atol!r}, inputs=[inputs], repeats=1)
+for output in report.outputs:
+    print(output.name, "ok" if output.passed else output.reason)
+sys.exit(0 if report.passed else 3)
+'''

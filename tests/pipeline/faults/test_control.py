@@ -1,0 +1,88 @@
+"""The control: without a planted fault nothing fails and nothing is found; and a fault of the import is told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tvm import relax
+
+from pipeline.bisect import Culprit, bisect
+from pipeline.bisect.matching import TensorMatcher
+from pipeline.bisect.stages import Stages
+from pipeline.bisect.tensors import onnx_tensors
+from pipeline.importer import frontend, import_model
+from pipeline.importer.converters import ConverterInput
+from pipeline.passes import LoweringOptions
+from pipeline.tolerances import Tolerance
+from pipeline.validate import default_tolerance, sample_inputs, validate
+from schedules.targets import ResolvedTarget
+from tests.pipeline.faults.planting import build
+from tests.pipeline.faults.small_models import make_model
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("bert", None), ("bert", "fp16"), ("bert-fp16", None), ("gpt2", None), ("llama", None), ("llama-decode", None)],
+)
+def test_nothing_is_found_without_a_fault(
+    name: str, precision: str | None, llvm_target: ResolvedTarget, tmp_path: Path
+) -> None:
+    model = make_model(name, tmp_path)
+    module = build(model, llvm_target, tmp_path, options=LoweringOptions(precision=precision))
+    report = validate(module, model, samples=2)
+    assert report.passed
+    assert report.repeats is not None
+    assert report.repeats.identical
+    assert bisect(module, model, sample_inputs(model, samples=1, seed=0)[0], default_tolerance(module, model)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [("bert", None), ("bert-fp16", None), ("llama", None), ("gpt2", "fp16")]
+)
+def test_no_tensor_of_the_last_stage_is_taken_for_wrong_without_a_fault(
+    name: str, precision: str | None, llvm_target: ResolvedTarget, tmp_path: Path
+) -> None:
+    model = make_model(name, tmp_path)
+    inputs = sample_inputs(model, samples=1, seed=0)[0]
+    stages = Stages(import_model(model), llvm_target.target, LoweringOptions(precision=precision), inputs)
+    tolerance = Tolerance(2e-2, 2e-2) if precision or name.endswith("fp16") else Tolerance(1e-4, 1e-4)
+    matcher = TensorMatcher(onnx_tensors(model, inputs), tolerance)
+    imported, last = stages.run([]), stages.run(stages.steps)
+    known = matcher.learn(imported.trace)
+    assert len(known) > 0.8 * len(imported.trace)
+    assert matcher.find_divergence(last.trace, last.outputs, known, frozenset()) is None
+    assert matcher.find_divergence(imported.trace, imported.outputs, matcher.guess(imported.trace), frozenset()) is None
+
+
+def test_a_wrong_converter_is_told_from_a_wrong_pass(
+    llvm_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tanh_for_erf(given: ConverterInput) -> relax.Expr:
+        return relax.op.tanh(given.inputs[0])
+
+    monkeypatch.setitem(frontend.CONVERTERS, ("", "Erf"), tanh_for_erf)
+    model = make_model("bert", tmp_path)
+    module = build(model, llvm_target, tmp_path)
+    assert not validate(module, model, samples=1).passed
+    inputs = sample_inputs(model, samples=1, seed=0)[0]
+    found = bisect(module, model, inputs, default_tolerance(module, model))
+    assert found is not None
+    assert found.culprit is Culprit.IMPORT
+    assert found.node == "/encoder/layer.0/intermediate/Erf"
+
+
+def test_symbolic_axes_take_the_sizes_of_the_sample(
+    llvm_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.pipeline.faults.test_passes import CASES
+
+    CASES["a bias is dropped"].fault.plant(monkeypatch)
+    model = make_model("bert-symbolic", tmp_path)
+    module = build(model, llvm_target, tmp_path)
+    (inputs,) = sample_inputs(model, samples=1, seed=0, dims={"batch": 1, "sequence": 7})
+    found = bisect(module, model, inputs, default_tolerance(module, model))
+    assert found is not None
+    assert found.lowering_pass is not None
+    assert found.lowering_pass.name == "merge_common_subexpressions"
+    assert found.node == "/encoder/layer.0/attention/output/dense/Add"
