@@ -5,7 +5,7 @@ lets a conversion of accumulators move above that wait where another wait, for t
 multiplication and it: a kernel that converts results which are only partly there, and is wrong on a GPU although its
 CUDA and its PTX are right. Kernels are written so that it does not happen; this looks at what came out.
 
-Encodings: as nvdisasm 13.0 prints the 16-byte instructions of sm_90a, compared over 650 kernels.
+Encodings: as nvdisasm 13.0 prints the 16-byte instructions of sm_90a; compared with its text over 170 kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _READS = {
     0x820: (_A,),
     0xC20: (_A,),
     0x223: (_A, _B, _C),  # FFMA
-    0x423: (_A, _B),
+    0x423: (_A, _C),
     0x823: (_A, _C),
     0xC23: (_A, _C),
     0x209: (_A, _B),  # FMNMX
@@ -45,6 +45,9 @@ _READS = {
     0xC0B: (_A,),
     0x308: (_B,),  # MUFU
     0x202: (_B,),  # MOV
+    0x224: (_A, _B, _C),  # IMAD, which moves registers too
+    0x589: (_A,),  # SHFL
+    0xF89: (_A,),
     0x388: (_B,),  # STS
     0x986: (_B,),  # STG
 }
