@@ -5,7 +5,7 @@ lets a conversion of accumulators move above that wait where another wait, for t
 multiplication and it: a kernel that converts results which are only partly there, and is wrong on a GPU although its
 CUDA and its PTX are right. Kernels are written so that it does not happen; this looks at what came out.
 
-Encodings: as nvdisasm 13.0 prints the 16-byte instructions of sm_90a; compared with its text over 170 kernels.
+Encodings: as nvdisasm 13.5 prints the 16-byte instructions of sm_90a; compared with its text over 170 kernels.
 """
 
 from __future__ import annotations

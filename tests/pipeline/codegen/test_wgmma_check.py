@@ -11,7 +11,7 @@ from pipeline.codegen.cuda_compiler import compile_cubin, find_toolchain
 from pipeline.codegen.wgmma_check import count_early_reads
 from pipeline.errors import LoweringError
 
-# As nvdisasm 13.0 prints kernels of the GEMM template (sm_90a).
+# As nvdisasm 13.5 prints kernels of the GEMM template (sm_90a).
 MULTIPLY_24 = (0x40E000000C1879F0, 0x000FE20008700818)  # HGMMA.64x64x16.F32 R24, gdesc[UR12].tnspB, R24
 END_GROUP_24 = (0x40E000000C1879F0, 0x000FE60008000818)  # HGMMA.64x64x16.F32 R24, gdesc[UR12].tnspB, R24, gsb0
 END_GROUP_56 = (0x40E000000C3879F0, 0x000FE60008000838)  # HGMMA.64x64x16.F32 R56, gdesc[UR12].tnspB, R56, gsb0
