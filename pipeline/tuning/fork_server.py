@@ -2,7 +2,8 @@
 
 A worker spends two seconds of a processor on importing TVM; sixteen at the same time spend seven (16 cores of an H200's
 host). `python -m pipeline.tuning.fork_server FD PARENT MODULE...` imports the modules once, on a single thread, so that
-nothing is lost by forking, and touches no device. It answers one request at a time on its socket:
+nothing is lost by forking. A worker that needs a GPU cannot be forked, since TVM may initialise CUDA here. The process
+answers one request at a time on its socket:
 
 - `Fork`, followed by two descriptors (the worker's connection, its log): the pid of a worker, which then answers
   requests as `pipeline.tuning.child` does;

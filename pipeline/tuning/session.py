@@ -132,7 +132,9 @@ def _start_processes(
         if runner is None:
             device = "cuda:0" if target.kind == "cuda" else "cpu:0"
             measure = _measure_options(options, target)
-            own = ProcessRunner(device, measure, options.run_timeout_s, stop, options.seed, server)
+            # CUDA, which TVM initialises in the server, works in no process forked from it.
+            forks = server if target.kind != "cuda" else None
+            own = ProcessRunner(device, measure, options.run_timeout_s, stop, options.seed, forks)
             runner = started.enter_context(contextlib.closing(own))
         # Started last and so ended first: what it builds goes to the runner.
         asynchronous: AsyncBuilder
@@ -195,6 +197,7 @@ class _Session:
         self._stop = stop
         self._tasks = list(tasks)
         self._states: list[TaskState] = []
+        self._known: list[Sequence[TuningRecord]] = []
         self._recorder = Recorder(
             database, target_key(target), environment, job_id=job_id, seed=options.seed, seconds=self.seconds
         )
@@ -223,8 +226,7 @@ class _Session:
             if measured_since(known, recorded):
                 holding.append(state)
             self._spent += take_known(state, known, options, runs)
-            if options.routes & OFFERED_ROUTES:
-                state.templates = self._templates(state, known)
+            self._known.append(known)
         end_what_was_done(holding, records, runs)
         begun = any(state.before_us is None for state in self._to_do())
         return begun or bool(self._to_do() and (options.trials is None or self._spent < options.trials))
@@ -234,6 +236,10 @@ class _Session:
 
     def run(self, evaluator: Evaluator, workers: int, began: float) -> None:
         """Measure; what was finished is recorded when this returns or raises."""
+        if self._options.routes & OFFERED_ROUTES:
+            # Here and not before, since the processes start meanwhile.
+            for state, known in zip(self._states, self._known, strict=True):
+                state.templates = self._templates(state, known)
         threads = 1 if evaluator.exclusive else max(1, min(_SEARCHES_MAX, workers // 2))
         searches = SearchPool(
             threads, lambda state: self._new_search(state, max(1, workers // threads)), evaluator.wake
