@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 import onnx
@@ -15,6 +15,7 @@ from models.zoo.decoding import TOTAL_AFTER_PAST
 from models.zoo.gpt2 import Gpt2Config, build_gpt2
 from models.zoo.graph import Dim, Precision
 from models.zoo.llama import LlamaConfig, build_llama
+from models.zoo.outliers import Outliers, add_outliers
 from models.zoo.t5 import T5Config, build_t5
 from models.zoo.vit import VitConfig, build_vit
 
@@ -112,6 +113,28 @@ def _decoder_pair(
     return prefill, decode
 
 
+def _with_outliers(preset: Preset, outliers: Outliers, *, layers: int | None = None) -> Preset:
+    """Return the model with a few large channels; with `layers`, of so many layers, which a CPU runs in a test."""
+    config = preset.config
+    if not isinstance(config, BertConfig | LlamaConfig):
+        raise TypeError(f"{preset.name} is neither BERT nor Llama; expected one of these for outliers")
+    suffix = "outliers"
+    if layers is not None:
+        config, suffix = replace(config, layers=layers), f"{layers}-layers-outliers"
+    whole = _bert("", config) if isinstance(config, BertConfig) else _llama("", config)[0]
+
+    def build(title: str, dims: dict[str, Dim], precision: Precision, seed: int) -> onnx.ModelProto:
+        return add_outliers(whole.build(title, dims, precision, seed), config.hidden, outliers)
+
+    size = f"x {outliers.scale:g}, {outliers.count} channels x {outliers.factor:g} besides"
+    return replace(
+        whole,
+        name=f"{preset.name}-{suffix}",
+        description=f"{whole.description}, residual stream {size}",
+        build=build,
+    )
+
+
 def _vit(name: str, config: VitConfig) -> Preset:
     shape = ("batch", config.channels, config.image, config.image)
     return Preset(
@@ -150,6 +173,15 @@ def _table() -> dict[str, Preset]:
         _vit("vit-base", VitConfig(layers=12, hidden=768, heads=12, ffn=3072, image=224, patch=16, classes=1000)),
         _t5("t5-tiny", T5Config(layers=2, hidden=128, heads=2, head_size=64, ffn=512, vocab=1024, init_std=0.05)),
         _t5("t5-small", T5Config(layers=6, hidden=512, heads=8, head_size=64, ffn=2048, vocab=32128)),
+    ]
+    named = {preset.name: preset for preset in presets}
+    presets += [
+        _with_outliers(named["bert-tiny"], Outliers(2, 8.0, 64.0)),
+        _with_outliers(named["bert-large"], Outliers(4, 16.0, 64.0)),
+        _with_outliers(named["bert-large"], Outliers(4, 16.0, 64.0), layers=2),
+        _with_outliers(named["llama-tiny"], Outliers(2, 8.0, 500.0)),
+        _with_outliers(named["llama-1b"], Outliers(4, 22.0, 100.0)),
+        _with_outliers(named["llama-1b"], Outliers(4, 22.0, 100.0), layers=2),
     ]
     return {preset.name: preset for preset in presets}
 

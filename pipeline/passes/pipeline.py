@@ -12,6 +12,7 @@ from tvm.relax import transform as relax_pass
 
 from pipeline.passes.accumulate import accumulate_in_float32
 from pipeline.passes.append_caches import append_caches
+from pipeline.passes.append_in_attention import append_in_attention
 from pipeline.passes.combine_matmuls import combine_matmuls
 from pipeline.passes.fold_constants import fold_constants
 from pipeline.passes.fuse import fuse_operations
@@ -32,6 +33,7 @@ from pipeline.passes.recognise_activations import recognise_activations
 from pipeline.passes.recognise_attention import recognise_attention
 from pipeline.passes.recognise_norms import recognise_norms
 from pipeline.passes.recognise_rotary import recognise_rotary
+from pipeline.passes.round_to_tf32 import round_to_tf32
 from pipeline.passes.simplify_views import simplify_views
 from pipeline.passes.step import Phase, Step, stock
 from pipeline.passes.transposed_matmul import write_matmuls_transposed
@@ -60,12 +62,14 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.REMOVE_DEAD_CODE, "remove_nan_guards", remove_nan_guards),
         # 3 precision
         Step(Phase.PRECISION, "compute_in_half_precision", compute_in_half_precision),
+        Step(Phase.PRECISION, "round_to_tf32", round_to_tf32),
         Step(Phase.PRECISION, "accumulate_in_float32", accumulate_in_float32),
         # 4 pattern rewrites
         Step(Phase.PATTERNS, "combine_matmuls", combine_matmuls),
         Step(Phase.PATTERNS, "interleave_gates", interleave_gates),
         Step(Phase.PATTERNS, "recognise_rotary", recognise_rotary),
         Step(Phase.PATTERNS, "recognise_attention", recognise_attention),
+        Step(Phase.PATTERNS, "append_in_attention", append_in_attention),
         Step(Phase.PATTERNS, "append_caches", append_caches),
         Step(Phase.PATTERNS, "write_matmuls_transposed", write_matmuls_transposed),
         Step(Phase.PATTERNS, "norms_of_half", norms_of_half),
