@@ -38,8 +38,8 @@ from tuning_db.records import Route
 
 PASSES = frozenset(
     {
-        *("recognise_attention", "recognise_rotary", "append_caches", "unflatten_matmuls", "norms_of_half"),
-        *("gather_rows", "interleave_gates"),
+        *("recognise_attention", "recognise_rotary", "append_in_attention", "append_caches", "unflatten_matmuls"),
+        *("norms_of_half", "gather_rows", "interleave_gates"),
     }
 )
 TARGET = resolve_target("cuda:sm_90a")

@@ -15,6 +15,8 @@ ONNX's Softmax has it; with a finite bias everywhere, however low, the softmax i
 
 The tensors lie anywhere in the parameters (`HeadLayout`: three slices of one packed QKV product, say). The pass that
 recognises attention writes down where, as an `AttentionSpec` in the function's attribute `ATTENTION_ATTR`.
+
+In a decode step K and V may be results too (`CacheGrowth`): caches of `past` positions, and new ones after them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import tvm
 from tvm import te, tirx
@@ -84,6 +86,27 @@ class ScoreBias:
 
 
 @dataclass(frozen=True)
+class CacheGrowth:
+    """K and V, which the function writes besides O: `past` positions of caches, then new ones.
+
+    Attributes
+    ----------
+    past
+        Positions of the caches.
+    past_key, past_value
+        Where these lie.
+    new_key, new_value
+        Where the positions after them come from.
+    """
+
+    past: int
+    past_key: HeadLayout
+    past_value: HeadLayout
+    new_key: HeadLayout
+    new_value: HeadLayout
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """An attention of static shape.
 
@@ -101,6 +124,8 @@ class AttentionSpec:
         Where the tensors lie.
     bias
         The mask, if there is one.
+    growth
+        What K and V, then the last two parameters, are made of; None where they are inputs.
     """
 
     batch: int
@@ -117,6 +142,12 @@ class AttentionSpec:
     value: HeadLayout
     output: HeadLayout
     bias: ScoreBias | None = None
+    growth: CacheGrowth | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Parameters, the last ones, that the function writes."""
+        return 1 if self.growth is None else 3
 
     @property
     def group(self) -> int:
@@ -125,7 +156,10 @@ class AttentionSpec:
 
     def to_json(self) -> str:
         """Return canonical JSON text."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        document = asdict(self)
+        if self.growth is None:
+            del document["growth"]
+        return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> AttentionSpec:
@@ -140,9 +174,15 @@ class AttentionSpec:
             document = json.loads(text)
             layouts = {role: HeadLayout(**document[role]) for role in ("query", "key", "value", "output")}
             bias = ScoreBias(**document["bias"]) if document["bias"] is not None else None
-            return cls(**{**document, **layouts, "bias": bias})
+            growth = _growth_from(document.pop("growth")) if "growth" in document else None
+            return cls(**{**document, **layouts, "bias": bias, "growth": growth})
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise AttentionError(f"{text!r} is no attention specification of this version ({error!r}).") from error
+
+
+def _growth_from(document: dict[str, Any]) -> CacheGrowth:
+    past = document.pop("past")
+    return CacheGrowth(past, **{role: HeadLayout(**layout) for role, layout in document.items()})
 
 
 def spec_of(func: tirx.PrimFunc) -> AttentionSpec | None:
@@ -165,7 +205,7 @@ def attention_function(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ..
     spec : AttentionSpec
         What to compute.
     params : sequence of (shape, dtype)
-        The inputs, then the output, of which every element must be one of O.
+        The inputs, then the output, of which every element must be one of O; then K and V, where they are written.
 
     Raises
     ------
@@ -173,26 +213,30 @@ def attention_function(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ..
         The specification and the parameters do not fit together.
     """
     check_spec(spec, params)
-    inputs = [te.placeholder(shape, dtype, name=f"p{index}") for index, (shape, dtype) in enumerate(params[:-1])]
-    weights = _weights(spec, inputs)
+    own = len(params) - spec.outputs
+    inputs = [te.placeholder(shape, dtype, name=f"p{index}") for index, (shape, dtype) in enumerate(params[:own])]
+    grown = _grown(spec, inputs, params) if spec.growth is not None else []
+    # K and V follow the output among the parameters; nothing reads the output's place.
+    tensors = [*inputs, *grown[:1], *grown]
+    weights = _weights(spec, tensors)
     total = _row_sums(spec, weights)
     dtype = params[spec.value.param][1]
     last = te.reduce_axis((0, spec.keys), name="j")
     dims = (spec.batch, spec.heads, spec.queries, spec.head_dim)
 
     def weigh(b: tirx.Var, h: tirx.Var, i: tirx.Var, d: tirx.Var) -> tirx.Expr:
-        value = _element(inputs, spec.value, (b, last.var, h // spec.group, d), _bounds(spec, b, h, d=d, j=last.var))
+        value = _element(tensors, spec.value, (b, last.var, h // spec.group, d), _bounds(spec, b, h, d=d, j=last.var))
         return te.sum(weights[b, h, i, last].astype(dtype).astype("float32") * value, axis=last)
 
     values = te.compute(dims, weigh, name="values")
-    shape, output_dtype = params[-1]
+    shape, output_dtype = params[own]
 
     def lay_out(*indices: tirx.Var) -> tirx.Expr:
-        b, h, i, d = _output_position(spec, indices, shape)
+        b, h, i, d = _position(spec.output, dims, indices, shape)
         return (values[b, h, i, d] / total[b, h, i]).astype(output_dtype)
 
     output = te.compute(shape, lay_out, name="output")
-    func = te.create_prim_func([*inputs, output])
+    func = te.create_prim_func([*inputs, output, *grown])
     return func.with_attr(ATTENTION_ATTR, spec.to_json()).with_attr("op_pattern", _OPAQUE)
 
 
@@ -209,15 +253,19 @@ def check_spec(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ...], str]
         raise AttentionError(f"sizes {sizes}: expected positive ones, and heads a multiple of kv_heads.")
     if spec.window < 0:
         raise AttentionError(f"window is {spec.window}, expected 0 (none) or a positive number of keys.")
-    if spec.output.param != len(params) - 1:
-        raise AttentionError(f"the output is parameter {spec.output.param}, expected the last, {len(params) - 1}.")
-    for role, heads, positions in (
-        ("query", spec.heads, spec.queries),
-        ("key", spec.kv_heads, spec.keys),
-        ("value", spec.kv_heads, spec.keys),
-        ("output", spec.heads, spec.queries),
-    ):
-        layout: HeadLayout = getattr(spec, role)
+    first = len(params) - spec.outputs
+    if spec.output.param != first:
+        which = "the last" if spec.growth is None else "the third from the last"
+        raise AttentionError(f"the output is parameter {spec.output.param}, expected {which}, {first}.")
+    roles = [
+        ("query", spec.query, spec.heads, spec.queries),
+        ("key", spec.key, spec.kv_heads, spec.keys),
+        ("value", spec.value, spec.kv_heads, spec.keys),
+        ("output", spec.output, spec.heads, spec.queries),
+    ]
+    if spec.growth is not None:
+        roles += _check_growth(spec, spec.growth, params)
+    for role, layout, heads, positions in roles:
         steps = [layout.batch_stride, layout.head_stride, layout.position_stride, 1]
         _check_inside(role, layout.param, layout.offset, steps, (spec.batch, heads, positions, spec.head_dim), params)
     if spec.bias is not None:
@@ -226,7 +274,27 @@ def check_spec(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ...], str]
         _check_inside("bias", bias.param, 0, steps, (spec.batch, spec.heads, spec.queries, spec.keys), params)
         if bias.kind not in ("add", "keep"):
             raise AttentionError(f"the bias is of kind {bias.kind!r}, expected 'add' or 'keep'.")
-    _check_output(spec, params[-1][0])
+    _check_written("output", spec.output, (spec.batch, spec.heads, spec.queries, spec.head_dim), params[first][0])
+
+
+def _check_growth(
+    spec: AttentionSpec, growth: CacheGrowth, params: Sequence[tuple[tuple[int, ...], str]]
+) -> list[tuple[str, HeadLayout, int, int]]:
+    """Return what K and V are made of, as roles with their heads and positions."""
+    if not 0 < growth.past < spec.keys:
+        raise AttentionError(f"the caches have {growth.past} positions, expected 1 to {spec.keys - 1}.")
+    sizes = (spec.batch, spec.kv_heads, spec.keys, spec.head_dim)
+    for role, layout, param in (("key", spec.key, len(params) - 2), ("value", spec.value, len(params) - 1)):
+        if layout.param != param:
+            raise AttentionError(f"the {role} that is written is parameter {layout.param}, expected {param}.")
+        _check_written(role, layout, sizes, params[param][0])
+    new = spec.keys - growth.past
+    return [
+        ("past key", growth.past_key, spec.kv_heads, growth.past),
+        ("past value", growth.past_value, spec.kv_heads, growth.past),
+        ("new key", growth.new_key, spec.kv_heads, new),
+        ("new value", growth.new_value, spec.kv_heads, new),
+    ]
 
 
 def _check_inside(
@@ -248,13 +316,14 @@ def _check_inside(
         )
 
 
-def _check_output(spec: AttentionSpec, shape: Sequence[int]) -> None:
-    layout = spec.output
+def _check_written(role: str, layout: HeadLayout, sizes: tuple[int, int, int, int], shape: Sequence[int]) -> None:
+    """Check that a tensor of some batch, heads, positions and head_dim is all of the parameter it is written to."""
+    batch, heads, positions, head_dim = sizes
     axes = [
-        (layout.batch_stride, spec.batch),
-        (layout.head_stride, spec.heads),
-        (layout.position_stride, spec.queries),
-        (1, spec.head_dim),
+        (layout.batch_stride, batch),
+        (layout.head_stride, heads),
+        (layout.position_stride, positions),
+        (1, head_dim),
     ]
     filled = 1
     for stride, extent in sorted((stride, extent) for stride, extent in axes if extent > 1):
@@ -263,9 +332,36 @@ def _check_output(spec: AttentionSpec, shape: Sequence[int]) -> None:
         filled *= extent
     if layout.offset or filled != math.prod(shape):
         raise AttentionError(
-            f"the output {layout} leaves elements of {list(shape)} out or writes them twice; expected offset 0 and "
+            f"the {role} {layout} leaves elements of {list(shape)} out or writes them twice; expected offset 0 and "
             "the strides of a permutation of batch, heads and positions."
         )
+
+
+def _grown(
+    spec: AttentionSpec, inputs: Sequence[te.Tensor], params: Sequence[tuple[tuple[int, ...], str]]
+) -> list[te.Tensor]:
+    """Return K and V as they are written."""
+    growth, sizes = spec.growth, (spec.batch, spec.kv_heads, spec.keys, spec.head_dim)
+    assert growth is not None
+
+    def grow(role: str, layout: HeadLayout, past: HeadLayout, new: HeadLayout) -> te.Tensor:
+        shape, dtype = params[layout.param]
+
+        def element(*indices: tirx.Var) -> tirx.Expr:
+            b, h, j, d = _position(layout, sizes, indices, shape)
+            bounds = dict(zip(indices, shape, strict=True))
+            added = tirx.max(j - growth.past, 0) if spec.keys - growth.past > 1 else tirx.IntImm("int32", 0)
+            before = _flat(past, (b, tirx.min(j, growth.past - 1), h, d))
+            after = _flat(new, (b, added, h, d))
+            of_cache = _at(inputs[past.param], before, bounds)
+            return tirx.if_then_else(j < growth.past, of_cache, _at(inputs[new.param], after, bounds)).astype(dtype)
+
+        return te.compute(shape, element, name=role)
+
+    return [
+        grow("keys", spec.key, growth.past_key, growth.new_key),
+        grow("values_grown", spec.value, growth.past_value, growth.new_value),
+    ]
 
 
 def _weights(spec: AttentionSpec, inputs: Sequence[te.Tensor]) -> te.Tensor:
@@ -327,9 +423,13 @@ def _element(
     bounds: Mapping[tirx.Var, int],
 ) -> tirx.Expr:
     """Return Q, K or V at batch, position, head and d, as float32."""
+    return _at(inputs[layout.param], _flat(layout, position), bounds).astype("float32")
+
+
+def _flat(layout: HeadLayout, position: tuple[tirx.Expr, tirx.Expr, tirx.Expr, tirx.Expr]) -> tirx.Expr:
+    """Return the row-major position of an element at batch, position, head and d."""
     b, i, h, d = position
-    flat = layout.offset + b * layout.batch_stride + i * layout.position_stride + h * layout.head_stride + d
-    return _at(inputs[layout.param], flat, bounds).astype("float32")
+    return layout.offset + b * layout.batch_stride + i * layout.position_stride + h * layout.head_stride + d
 
 
 def _bounds(
@@ -355,11 +455,11 @@ def _at(tensor: te.Tensor, flat: tirx.Expr, bounds: Mapping[tirx.Var, int]) -> t
     return tensor[tuple(analyzer.simplify(flat // step % size) for step, size in zip(inner, shape, strict=True))]
 
 
-def _output_position(
-    spec: AttentionSpec, indices: Sequence[tirx.Var], shape: Sequence[int]
+def _position(
+    layout: HeadLayout, sizes: tuple[int, int, int, int], indices: Sequence[tirx.Var], shape: Sequence[int]
 ) -> tuple[tirx.Expr, tirx.Expr, tirx.Expr, tirx.Expr]:
-    """Return batch, head, query and d of an element of the output."""
-    layout = spec.output
+    """Return batch, head, position and d of an element of a tensor that is all of a parameter."""
+    batch, heads, positions, head_dim = sizes
     analyzer = tvm.sym.Analyzer()
     flat: tirx.Expr = tirx.IntImm("int32", 0)
     for axis, (index, size) in enumerate(zip(indices, shape, strict=True)):
@@ -370,8 +470,8 @@ def _output_position(
         return analyzer.simplify(flat // stride % extent) if extent > 1 else tirx.IntImm("int32", 0)
 
     return (
-        coordinate(layout.batch_stride, spec.batch),
-        coordinate(layout.head_stride, spec.heads),
-        coordinate(layout.position_stride, spec.queries),
-        coordinate(1, spec.head_dim),
+        coordinate(layout.batch_stride, batch),
+        coordinate(layout.head_stride, heads),
+        coordinate(layout.position_stride, positions),
+        coordinate(1, head_dim),
     )

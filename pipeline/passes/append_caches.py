@@ -34,7 +34,7 @@ _OPAQUE = 8
 
 
 @dataclass(frozen=True)
-class _Grown:
+class Grown:
     """`concat(past, new)` along an axis, as the tensors `results` of some dtypes; `new` is a view of `base`."""
 
     results: tuple[relax.Var, ...]
@@ -62,9 +62,9 @@ def append_caches(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule
     main = main_of(mod)
     values, users = values_of(main), users_of(main)
     order = {binding.var: index for index, binding in enumerate(bindings_of(main))}
-    groups: list[tuple[_Grown, _Grown]] = []
+    groups: list[tuple[Grown, Grown]] = []
     for binding in bindings_of(main):
-        pair = _caches_of(binding.value, mod, values)
+        pair = caches_of(binding.value, mod, values)
         if pair is not None and _can_wait(pair, order, users):
             groups.append(pair)
     if not groups:
@@ -73,11 +73,16 @@ def append_caches(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule
     return rewrite_main(mod, _Replace(mod, groups, order, state))
 
 
-def _caches_of(call: tvm.ir.Expr, mod: tvm.ir.IRModule, values: Values) -> tuple[_Grown, _Grown] | None:
+def caches_of(call: tvm.ir.Expr, mod: tvm.ir.IRModule, values: Values) -> tuple[Grown, Grown] | None:
     """Return the caches of an attention that both grow in this graph, to one shape."""
     callee = called_function(call)
     spec = spec_of(mod[callee]) if callee is not None and isinstance(mod[callee], tirx.PrimFunc) else None
-    if spec is None or not isinstance(call, relax.Call) or spec.key.param == spec.value.param:
+    if (
+        spec is None
+        or not isinstance(call, relax.Call)
+        or spec.key.param == spec.value.param
+        or spec.growth is not None
+    ):
         return None
     operands = call.args[1].fields
     key, value = (_grown(operands[layout.param], values) for layout in (spec.key, spec.value))
@@ -86,7 +91,7 @@ def _caches_of(call: tvm.ir.Expr, mod: tvm.ir.IRModule, values: Values) -> tuple
     return (key, value) if key.results[0] != value.results[0] else None
 
 
-def _grown(operand: tvm.ir.Expr, values: Values) -> _Grown | None:
+def _grown(operand: tvm.ir.Expr, values: Values) -> Grown | None:
     results = [operand] if isinstance(operand, relax.Var) else []
     value = values.get(operand) if results else None
     if is_op(value, "astype") and isinstance(value.args[0], relax.Var):
@@ -103,12 +108,12 @@ def _grown(operand: tvm.ir.Expr, values: Values) -> _Grown | None:
         if isinstance(reading.base, relax.Var) and same and all(len(axis) < 2 for axis in axes):
             strides = tuple(axis[0][1] if axis else 0 for axis in axes)
             axis = int(value.attrs.axis) % len(shape)
-            return _Grown(tuple(results), shape, axis, fields[0], reading.base, reading.view.offset, strides)
+            return Grown(tuple(results), shape, axis, fields[0], reading.base, reading.view.offset, strides)
     return None
 
 
 def _can_wait(
-    pair: tuple[_Grown, _Grown], order: Mapping[relax.Var, int], users: Mapping[relax.Var, list[relax.Var]]
+    pair: tuple[Grown, Grown], order: Mapping[relax.Var, int], users: Mapping[relax.Var, list[relax.Var]]
 ) -> bool:
     """Return whether nothing else reads any of the results before the last of them is made."""
     results = [var for grown in pair for var in grown.results]
@@ -121,13 +126,13 @@ class _Replace(PyExprMutator):  # type: ignore[misc]
     def __init__(
         self,
         mod: tvm.ir.IRModule,
-        groups: Sequence[tuple[_Grown, _Grown]],
+        groups: Sequence[tuple[Grown, Grown]],
         order: Mapping[relax.Var, int],
         state: LoweringState,
     ) -> None:
         super().__init__(mod)
         self._state = state
-        self._group_of: dict[relax.Var, tuple[_Grown, _Grown]] = {}
+        self._group_of: dict[relax.Var, tuple[Grown, Grown]] = {}
         self._last: set[relax.Var] = set()
         for pair in groups:
             results = [var for grown in pair for var in grown.results]
@@ -140,7 +145,7 @@ class _Replace(PyExprMutator):  # type: ignore[misc]
         elif binding.var in self._last:
             self._emit(self._group_of[binding.var])
 
-    def _emit(self, pair: tuple[_Grown, _Grown]) -> None:
+    def _emit(self, pair: tuple[Grown, Grown]) -> None:
         results = [var for grown in pair for var in grown.results]
         name = f"{results[0].name}__appended"
         self._state.sources[name] = self._state.nodes_of(var.name for var in results)
@@ -154,7 +159,7 @@ class _Replace(PyExprMutator):  # type: ignore[misc]
             self._state.sources[var.name] = ()
 
 
-def _append(pair: tuple[_Grown, _Grown]) -> Callable[..., list[te.Tensor]]:
+def _append(pair: tuple[Grown, Grown]) -> Callable[..., list[te.Tensor]]:
     """Return the tensor expressions of all results: past and base of the keys, then those of the values, come in."""
     dtypes = [[dtype_of(var) for var in grown.results] for grown in pair]
 
@@ -169,7 +174,7 @@ def _append(pair: tuple[_Grown, _Grown]) -> Callable[..., list[te.Tensor]]:
     return compute
 
 
-def _element(grown: _Grown, past: te.Tensor, base: te.Tensor, dtype: str) -> Callable[..., tirx.Expr]:
+def _element(grown: Grown, past: te.Tensor, base: te.Tensor, dtype: str) -> Callable[..., tirx.Expr]:
     before = int(past.shape[grown.axis])
     added = grown.shape[grown.axis] - before
 
@@ -184,7 +189,7 @@ def _element(grown: _Grown, past: te.Tensor, base: te.Tensor, dtype: str) -> Cal
 
 
 def _unflattened(
-    flat: tirx.Expr | int, base: te.Tensor, grown: _Grown, index: Sequence[tirx.Var]
+    flat: tirx.Expr | int, base: te.Tensor, grown: Grown, index: Sequence[tirx.Var]
 ) -> tuple[tirx.Expr, ...]:
     """Return the indices of a row-major position."""
     analyzer = tvm.sym.Analyzer()

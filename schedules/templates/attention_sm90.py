@@ -37,6 +37,9 @@ With `split`, the blocks of a cluster share one tile: each sums a part of the ke
 block that adds up that row, in the order of ranks, and writes it. With `dependent`, the kernel may start while the one
 before it in the stream ends (programmatic dependent launch): it waits for it before it reads or writes global memory.
 
+Where caches grow (`schedules.attention.CacheGrowth`), the kernel writes K and V too: it loads the caches and the new
+positions, and copies each block of keys from shared memory (`attention_sm90_growth`).
+
 What holds of masks: an `add` mask of finite numbers, however low, gives an ordinary softmax; a row of which no key is
 seen (all -inf, or not kept) is NaN; +inf or NaN in a row makes it NaN. Rows and keys outside the tensors are neither
 read (TMA fills with zeros) nor written.
@@ -153,17 +156,21 @@ def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | R
 
 
 def _layouts(spec: AttentionSpec) -> dict[str, HeadLayout]:
-    return {"query": spec.query, "key": spec.key, "value": spec.value, "output": spec.output}
+    layouts = {"query": spec.query, "key": spec.key, "value": spec.value, "output": spec.output}
+    if spec.growth is not None:
+        layouts |= {"past key": spec.growth.past_key, "past value": spec.growth.past_value}
+        layouts |= {"new key": spec.growth.new_key, "new value": spec.growth.new_value}
+    return layouts
 
 
 def _refuse_layouts(spec: AttentionSpec) -> Refusal | None:
     """Return why TMA does not take a tensor: a stride that matters is 0 or no multiple of 16 bytes."""
     for role, layout in _layouts(spec).items():
-        shared = role in ("key", "value")
+        shared = role not in ("query", "output")
         axes = (
             ("batch", spec.batch, layout.batch_stride),
             ("head", spec.kv_heads if shared else spec.heads, layout.head_stride),
-            ("position", spec.keys if shared else spec.queries, layout.position_stride),
+            ("position", _positions(spec, role), layout.position_stride),
         )
         for axis, extent, stride in axes:
             if extent > 1 and (stride == 0 or stride * ELEMENT_BYTES % _TMA_ALIGNMENT):
@@ -171,6 +178,14 @@ def _refuse_layouts(spec: AttentionSpec) -> Refusal | None:
         if layout.offset * ELEMENT_BYTES % _TMA_ALIGNMENT:
             return Refusal(f"the {role} starts at element {layout.offset}, expected a multiple of 8")
     return None
+
+
+def _positions(spec: AttentionSpec, role: str) -> int:
+    if role in ("query", "output"):
+        return spec.queries
+    if spec.growth is None or role in ("key", "value"):
+        return spec.keys
+    return spec.growth.past if role.startswith("past") else spec.keys - spec.growth.past
 
 
 def _refuse_bias(func: tirx.PrimFunc, spec: AttentionSpec) -> Refusal | None:

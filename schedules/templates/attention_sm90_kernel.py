@@ -8,6 +8,7 @@ from tvm.tirx.script import builder as T
 
 from schedules.attention import HeadLayout
 from schedules.fallback import SCHEDULED_ATTR
+from schedules.templates.attention_sm90_growth import NewPositions, copy_block
 from schedules.templates.attention_sm90_mask import Rows
 from schedules.templates.attention_sm90_multiply import AttentionMultiply
 from schedules.templates.attention_sm90_output import AttentionOutput
@@ -91,8 +92,13 @@ class _Kernel:
         queries, keys = (CHUNK, plan.group, plan.tile_queries), (CHUNK, 1, p.block_k)
         stored = (CHUNK, plan.group, ROWS // plan.group)
         self._map_q = self._encode("map_q", spec.query, spec.heads, spec.queries, queries)
-        self._map_k = self._encode("map_k", spec.key, spec.kv_heads, spec.keys, keys)
-        self._map_v = self._encode("map_v", spec.value, spec.kv_heads, spec.keys, keys)
+        key, value, loaded = spec.key, spec.value, spec.keys
+        if spec.growth is not None:
+            key, value, loaded = spec.growth.past_key, spec.growth.past_value, spec.growth.past
+            self._to_k = self._encode("to_k", spec.key, spec.kv_heads, loaded, keys)
+            self._to_v = self._encode("to_v", spec.value, spec.kv_heads, loaded, keys)
+        self._map_k = self._encode("map_k", key, spec.kv_heads, loaded, keys)
+        self._map_v = self._encode("map_v", value, spec.kv_heads, loaded, keys)
         if p.split == 1:
             self._map_o = self._encode("map_o", spec.output, spec.heads, spec.queries, stored)
 
@@ -152,6 +158,9 @@ class _Kernel:
         def load(tile: Tile) -> None:
             self._tile = tile
             self._load_query()
+            if self._spec.growth is not None:
+                self._load_and_copy(ring_k, ring_v)
+                return
             self._load_keys(ring_k, 0)
             with T.serial(tile.block_count - 1) as step:
                 self._load_keys(ring_k, step + 1)
@@ -159,6 +168,38 @@ class _Kernel:
             self._load_values(ring_v, tile.block_count - 1)
 
         each_tile(self._plan, self._block, load)
+
+    def _load_and_copy(self, ring_k: Ring, ring_v: Ring) -> None:
+        """Emit the loads of a tile's keys and values, each block of them copied to K and V once it has arrived."""
+        stages, lag, count = self._p.stages, self._plan.copy_lag, self._tile.block_count
+        ring = Ring(stages)
+
+        def copy(step: tirx.Expr) -> None:
+            block = self._tile.first_block + step
+            for full, tile, target in (
+                (self._full_k, self._tile_k, self._to_k),
+                (self._full_v, self._tile_v, self._to_v),
+            ):
+                T.evaluate(T.cuda.mbarrier_wait(full.ptr_to([ring.stage]), ring.phase))
+                copy_block(self._plan, target, block, tile, ring.stage, self._tile)
+            T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
+            ring.advance()
+
+        self._load_keys(ring_k, 0)
+        with T.serial(count - 1) as step:
+            if stages > lag:
+                with T.If(step + 1 >= stages), T.Then():
+                    # What is loaded now takes the place of what the copy before these has read.
+                    T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](stages - lag - 1))
+            self._load_keys(ring_k, step + 1)
+            self._load_values(ring_v, step)
+            with T.If(step + 1 >= lag), T.Then():
+                copy(step + 1 - lag)
+        self._load_values(ring_v, count - 1)
+        left = tirx.min(count, lag)
+        with T.serial(left) as step:
+            copy(count - left + step)
+        T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
 
     def _load_query(self) -> None:
         plan, at = self._plan, self._tile
@@ -214,8 +255,11 @@ class _Kernel:
         self._multiply.describe(first_row, self._tile_k.ptr_to([0, 0]), self._tile_v.ptr_to([0, 0]))
         self._ring_k, self._ring_v = Ring(p.stages), Ring(p.stages)
         self._leader = self._thread % WARPGROUP == 0
-        if p.dependent and bias is not None:
+        if p.dependent and (bias is not None or spec.growth is not None):
             T.evaluate(T.ptx.griddepcontrol.wait())
+        if spec.growth is not None:
+            self._new_keys = NewPositions(plan, spec.growth.new_key, spec.key, self._params)
+            self._new_values = NewPositions(plan, spec.growth.new_value, spec.value, self._params)
         if p.pingpong:
             # The first turn is the first warpgroup's.
             with T.If(group == 0), T.Then():
@@ -280,7 +324,7 @@ class _Kernel:
             with T.If(step > 0), T.Then():
                 self._softmax.rescale(self._sums, self._spec.head_dim // 2)
             self._softmax.convert(self._scores, self._weights)
-            self._begin_values()
+            self._begin_values(step)
             self._end_values()
 
     def _sum_overlapped(self, group: tirx.Expr) -> None:
@@ -295,14 +339,14 @@ class _Kernel:
             T.evaluate(T.cuda.mbarrier_wait(self._full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
             self._wait_turn(group)
             self._begin_scores(step + 1, wait=False)
-            self._begin_values()
+            self._begin_values(step)
             self._end_turn(group)
             self._end_scores(1)
             self._weigh(step + 1)
             self._end_values()
             self._softmax.rescale(self._sums, self._spec.head_dim // 2)
             self._softmax.convert(self._scores, self._weights)
-        self._begin_values()
+        self._begin_values(self._tile.block_count - 1)
         self._end_values()
 
     def _release_query(self, step: tirx.Expr) -> None:
@@ -316,6 +360,9 @@ class _Kernel:
     def _begin_scores(self, step: tirx.Expr, *, wait: bool = True) -> None:
         if wait:
             T.evaluate(T.cuda.mbarrier_wait(self._full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
+        if self._spec.growth is not None:
+            block = self._tile.first_block + step
+            self._new_keys.put(self._thread, block, self._tile_k, self._ring_k.stage, self._tile)
         self._multiply.scores(self._scores, self._query_stage, self._ring_k.stage)
         self._softmax.prefetch(self._tile.first_block + step)
 
@@ -330,8 +377,11 @@ class _Kernel:
         block = self._tile.first_block + step
         self._softmax.weigh(self._scores, block, self._masked(block))
 
-    def _begin_values(self) -> None:
+    def _begin_values(self, step: tirx.Expr) -> None:
         T.evaluate(T.cuda.mbarrier_wait(self._full_v.ptr_to([self._ring_v.stage]), self._ring_v.phase))
+        if self._spec.growth is not None:
+            block = self._tile.first_block + step
+            self._new_values.put(self._thread, block, self._tile_v, self._ring_v.stage, self._tile)
         self._multiply.values(self._sums, self._weights, self._ring_v.stage)
 
     def _end_values(self) -> None:

@@ -172,6 +172,11 @@ class AttentionPlan:
         return self.statistics_start + 2 * self.parameters.split * self.share_rows
 
     @property
+    def copy_lag(self) -> int:
+        """Blocks of keys that are loaded before the first of them is copied to where K and V are written."""
+        return max(1, self.parameters.stages // 2)
+
+    @property
     def ahead(self) -> int:
         """Position of the first query among the keys."""
         return self.spec.keys - self.spec.queries
@@ -217,7 +222,19 @@ def make_plan(
     )
     if plan.shared_bytes > limits.shared_bytes_optin:
         return Refusal(f"{plan.shared_bytes} bytes of shared memory, the target has {limits.shared_bytes_optin}")
-    return plan
+    return plan if spec.growth is None else _refuse_growth(plan) or plan
+
+
+def _refuse_growth(plan: AttentionPlan) -> Refusal | None:
+    """Return why a kernel that writes K and V does not: each of their elements is to be loaded by one block, once."""
+    spec, p = plan.spec, plan.parameters
+    if plan.tiles > 1 or plan.group != spec.group or plan.query_stages > 1:
+        return Refusal("caches that grow take one tile for all queries of the heads that share a head of K and V")
+    if spec.window or p.consumers > 1:
+        return Refusal("caches that grow go with 1 consumer and no window")
+    if p.stages < 2 and plan.key_blocks > p.split:
+        return Refusal("caches that grow take 2 stages or more for several blocks of keys")
+    return None
 
 
 def registers_needed(spec: AttentionSpec, p: AttentionParameters, bias_bytes: int) -> int:

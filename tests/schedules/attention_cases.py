@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from schedules.attention import AttentionSpec, HeadLayout, ScoreBias
+from schedules.attention import AttentionSpec, CacheGrowth, HeadLayout, ScoreBias
 
 Params = list[tuple[tuple[int, ...], str]]
 
@@ -19,6 +19,7 @@ class AttentionCase:
 
     `packed`: Q, K and V are slices of one parameter. `heads_first`: [B, H, S, D] instead of [B, S, H * D].
     `bias`: the kind, dtype and shape [B, H, Q, K], in which a 1 broadcasts.
+    `past`: positions of caches [B, H, S, D] that grow by the keys and values of a packed product.
     """
 
     batch: int = 1
@@ -33,12 +34,40 @@ class AttentionCase:
     packed: bool = False
     heads_first: bool = False
     bias: tuple[str, str, tuple[int, int, int, int]] | None = None
+    past: int = 0
 
     @property
     def shared(self) -> int:
         return self.kv_heads or self.heads
 
     def made(self) -> tuple[AttentionSpec, Params]:
+        return self._growing() if self.past else self._reading()
+
+    def _growing(self) -> tuple[AttentionSpec, Params]:
+        """A packed product of the new positions, caches, perhaps a mask; then the output and the grown caches."""
+        first, (product, *mask, output) = replace(self, past=0, packed=True)._reading()
+        assert self.queries == self.keys - self.past
+        sizes = (self.batch, self.shared, self.past, self.head_dim), (self.batch, self.shared, self.keys, self.head_dim)
+        params = [product, (sizes[0], self.dtype), (sizes[0], self.dtype), *mask, output]
+        params += [(sizes[1], self.dtype)] * 2
+        count = len(params)
+
+        def cache(param: int, positions: int) -> HeadLayout:
+            d = self.head_dim
+            return HeadLayout(param, 0, self.shared * positions * d, d, positions * d)
+
+        growth = CacheGrowth(self.past, cache(1, self.past), cache(2, self.past), first.key, first.value)
+        spec = replace(
+            first,
+            key=cache(count - 2, self.keys),
+            value=cache(count - 1, self.keys),
+            output=replace(first.output, param=count - 3),
+            bias=None if first.bias is None else replace(first.bias, param=3),
+            growth=growth,
+        )
+        return spec, params
+
+    def _reading(self) -> tuple[AttentionSpec, Params]:
         heads, shared, d = self.heads, self.shared, self.head_dim
         if self.packed:
             width = (heads + 2 * shared) * d
@@ -88,6 +117,10 @@ CASES = {
     "keep": replace(PLAIN, batch=2, keys=13, bias=("keep", "bool", (2, 1, 8, 13))),
     "keep by number": replace(PLAIN, bias=("keep", "int64", (1, 1, 8, 8))),
     "relative bias": replace(PLAIN, batch=2, causal=True, bias=("add", "float32", (1, 2, 8, 8))),
+    "caches that grow": replace(PLAIN, batch=2, heads=4, kv_heads=2, queries=1, keys=6, past=5),
+    "caches that grow by several": replace(
+        PLAIN, queries=3, keys=9, past=6, causal=True, bias=("add", "float32", (1, 1, 1, 9))
+    ),
     "half": replace(PLAIN, batch=2, queries=4, keys=17, dtype="float16", bias=("add", "float16", (2, 1, 1, 17))),
 }
 
@@ -96,7 +129,7 @@ def draw(params: Params, spec: AttentionSpec, seed: int) -> list[np.ndarray]:
     """Return random inputs; a `keep` mask leaves every row its first key, an `add` mask has some -inf."""
     rng = np.random.default_rng(seed)
     drawn = []
-    for index, (shape, dtype) in enumerate(params[:-1]):
+    for index, (shape, dtype) in enumerate(params[: -spec.outputs]):
         bias = spec.bias
         if bias is not None and index == bias.param and bias.kind == "keep":
             keep = rng.random(shape) < 0.7
@@ -110,20 +143,34 @@ def draw(params: Params, spec: AttentionSpec, seed: int) -> list[np.ndarray]:
     return drawn
 
 
+def _heads(
+    spec: AttentionSpec, inputs: Sequence[np.ndarray], layout: HeadLayout, heads: int, positions: int
+) -> np.ndarray:
+    shape = (spec.batch, heads, positions, spec.head_dim)
+    steps = (layout.batch_stride, layout.head_stride, layout.position_stride, 1)
+    return _strided(inputs[layout.param], layout.offset, shape, steps)
+
+
+def keys_and_values(spec: AttentionSpec, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return K and V [B, H, S, D], grown where they grow."""
+    if spec.growth is None:
+        return [_heads(spec, inputs, layout, spec.kv_heads, spec.keys) for layout in (spec.key, spec.value)]
+    growth, new = spec.growth, spec.keys - spec.growth.past
+    pairs = ((growth.past_key, growth.new_key), (growth.past_value, growth.new_value))
+    parts = [
+        [
+            _heads(spec, inputs, layout, spec.kv_heads, count)
+            for layout, count in zip(pair, (growth.past, new), strict=True)
+        ]
+        for pair in pairs
+    ]
+    return [np.concatenate(pair, axis=2) for pair in parts]
+
+
 def reference(spec: AttentionSpec, params: Params, inputs: Sequence[np.ndarray]) -> np.ndarray:
     """Return the output in float64, of the output's shape."""
-
-    def tensor(layout: HeadLayout, heads: int, positions: int) -> np.ndarray:
-        return _strided(
-            inputs[layout.param],
-            layout.offset,
-            (spec.batch, heads, positions, spec.head_dim),
-            (layout.batch_stride, layout.head_stride, layout.position_stride, 1),
-        ).astype(np.float64)
-
-    query = tensor(spec.query, spec.heads, spec.queries)
-    key = tensor(spec.key, spec.kv_heads, spec.keys).repeat(spec.group, axis=1)
-    value = tensor(spec.value, spec.kv_heads, spec.keys).repeat(spec.group, axis=1)
+    query = _heads(spec, inputs, spec.query, spec.heads, spec.queries).astype(np.float64)
+    key, value = (part.astype(np.float64).repeat(spec.group, axis=1) for part in keys_and_values(spec, inputs))
     scores = query @ key.swapaxes(2, 3) * spec.scale
     ahead = np.arange(spec.keys) - np.arange(spec.queries)[:, None] - (spec.keys - spec.queries)
     seen = np.ones_like(ahead, bool)
@@ -143,11 +190,12 @@ def reference(spec: AttentionSpec, params: Params, inputs: Sequence[np.ndarray])
     with np.errstate(invalid="ignore"):
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     values = weights @ value / weights.sum(axis=-1, keepdims=True)
-    output = np.full(math.prod(params[-1][0]), np.nan)
+    shape = params[-spec.outputs][0]
+    output = np.full(math.prod(shape), np.nan)
     layout = spec.output
     steps = (layout.batch_stride, layout.head_stride, layout.position_stride, 1)
     _strided(output, layout.offset, values.shape, steps)[...] = values
-    return output.reshape(params[-1][0])
+    return output.reshape(shape)
 
 
 def _strided(array: np.ndarray, offset: int, shape: Sequence[int], steps: Sequence[int]) -> np.ndarray:

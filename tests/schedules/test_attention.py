@@ -16,30 +16,32 @@ from schedules.attention import (
     check_spec,
     spec_of,
 )
-from tests.schedules.attention_cases import CASES, PLAIN, AttentionCase, draw, reference
+from tests.schedules.attention_cases import CASES, PLAIN, AttentionCase, draw, keys_and_values, reference
 
 
-def run(func: tirx.PrimFunc, inputs: list[np.ndarray], shape: tuple[int, ...], dtype: str) -> np.ndarray:
+def run(func: tirx.PrimFunc, inputs: list[np.ndarray], *written: tuple[tuple[int, ...], str]) -> list[np.ndarray]:
     library = tirx.build(tvm.IRModule({"main": func.with_attr("global_symbol", "main")}), target="llvm")
-    output = tvm.runtime.tensor(np.full(shape, np.nan, dtype))
-    library["main"](*(tvm.runtime.tensor(value) for value in inputs), output)
-    return output.numpy()
+    outputs = [tvm.runtime.tensor(np.full(shape, np.nan, dtype)) for shape, dtype in written]
+    library["main"](*(tvm.runtime.tensor(value) for value in inputs), *outputs)
+    return [output.numpy() for output in outputs]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_function_computes_attention(case: AttentionCase) -> None:
     spec, params = case.made()
     inputs = draw(params, spec, seed=0)
-    found = run(attention_function(spec, params), inputs, *params[-1])
+    found, *grown = run(attention_function(spec, params), inputs, *params[-spec.outputs :])
     tolerance = 2e-3 if case.dtype == "float16" else 2e-6
     np.testing.assert_allclose(found, reference(spec, params, inputs), rtol=tolerance, atol=tolerance)
+    for cache, expected in zip(grown, keys_and_values(spec, inputs), strict=bool(grown)):
+        np.testing.assert_array_equal(cache, expected)
 
 
 def test_row_without_keys_is_nan_and_others_are_not() -> None:
     spec, params = replace(PLAIN, bias=("keep", "bool", (1, 1, 8, 8))).made()
     inputs = draw(params, spec, seed=1)
     inputs[3][0, 0, 2] = False
-    found = run(attention_function(spec, params), inputs, *params[-1])
+    (found,) = run(attention_function(spec, params), inputs, params[-1])
     assert np.isnan(found[0, 2]).all()
     assert np.isfinite(np.delete(found, 2, axis=1)).all()
 
@@ -48,7 +50,7 @@ def test_row_of_a_low_finite_bias_is_an_ordinary_softmax() -> None:
     spec, params = replace(PLAIN, bias=("add", "float32", (1, 1, 1, 8))).made()
     inputs = draw(params, spec, seed=2)
     inputs[3][...] = np.finfo(np.float32).min
-    found = run(attention_function(spec, params), inputs, *params[-1])
+    (found,) = run(attention_function(spec, params), inputs, params[-1])
     value = inputs[2].reshape(1, 8, 2, 16)
     np.testing.assert_allclose(
         found.reshape(1, 8, 2, 16), np.broadcast_to(value.mean(axis=1, keepdims=True), value.shape), atol=1e-6
@@ -80,6 +82,10 @@ def test_text_that_is_no_spec_is_an_error(text: str) -> None:
         AttentionSpec.from_json(text)
 
 
+def test_spec_without_growth_reads_as_before() -> None:
+    assert "growth" not in PLAIN.made()[0].to_json()
+
+
 SPEC, PARAMS = PLAIN.made()
 
 
@@ -101,3 +107,24 @@ SPEC, PARAMS = PLAIN.made()
 def test_spec_outside_its_parameters_is_an_error(spec: AttentionSpec, message: str) -> None:
     with pytest.raises(AttentionError, match=message):
         check_spec(spec, PARAMS)
+
+
+GROWING, GROWING_PARAMS = CASES["caches that grow"].made()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (replace(GROWING, growth=replace(GROWING.growth, past=6)), "the caches have 6 positions, expected 1 to 5"),
+        (replace(GROWING, value=GROWING.key), "the value that is written is parameter 4, expected 5"),
+        (replace(GROWING, key=replace(GROWING.key, offset=1)), "the key .* leaves elements of"),
+        (replace(GROWING, output=replace(GROWING.output, param=5)), "expected the third from the last, 3"),
+        (
+            replace(GROWING, growth=replace(GROWING.growth, new_key=replace(GROWING.query, head_stride=999))),
+            "the new key spans elements 0 to",
+        ),
+    ],
+)
+def test_growing_spec_outside_its_parameters_is_an_error(spec: AttentionSpec, message: str) -> None:
+    with pytest.raises(AttentionError, match=message):
+        check_spec(spec, GROWING_PARAMS)

@@ -229,6 +229,34 @@ def test_sections_are_a_divisor_of_all_heads_whose_keys_fit_the_cache() -> None:
         assert made.section == 1 or made.section * keys * 128 * 4 <= 16 << 20
 
 
+GROWING = replace(DECODE, keys=1024, past=1023)
+
+
+def test_candidates_of_caches_that_grow_load_each_key_once(target: ResolvedTarget) -> None:
+    for p in candidates(GROWING, target):
+        made = plan(GROWING, p)
+        assert (p.pack, p.consumers, made.tiles, made.query_stages) == (True, 1, 1, 1)
+        assert made.blocks == GROWING.shared * p.split
+
+
+@pytest.mark.parametrize(
+    ("case", "parameters", "reason"),
+    [
+        (GROWING, SMALL, "one tile for all queries of the heads that share a head"),
+        (replace(GROWING, queries=20, past=1004), replace(SMALL, pack=True), "one tile for all queries"),
+        (GROWING, replace(SMALL, consumers=2, pack=True), "1 consumer and no window"),
+        (replace(GROWING, window=9, causal=True), replace(SMALL, pack=True), "1 consumer and no window"),
+        (GROWING, replace(SMALL, pack=True, stages=1, overlap=False), "2 stages or more"),
+    ],
+)
+def test_plan_refuses_what_does_not_load_each_key_of_a_growing_cache_once(
+    case: AttentionCase, parameters: AttentionParameters, reason: str
+) -> None:
+    found = make_plan(case.made()[0], parameters, LIMITS)
+    assert isinstance(found, Refusal)
+    assert reason in found.reason
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype", "looked_for"),
     [("add", "float16", True), ("add", "float32", True), ("keep", "bool", False)],

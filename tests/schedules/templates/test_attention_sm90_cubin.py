@@ -52,13 +52,18 @@ def target() -> ResolvedTarget:
             255,
         ),
         (
+            replace(LONG, packed=False, batch=1, queries=1, kv_heads=4, head_dim=64, past=2047),
+            AttentionParameters(1, 128, 4, pack=True),
+            255,
+        ),
+        (
             replace(LONG, head_dim=80, window=100, bias=("keep", "bool", (8, 1, 2048, 2048))),
             AttentionParameters(2, 112, 2),
             168,
         ),
         (replace(LONG, head_dim=256), AttentionParameters(2, 80, 2, pingpong=True), 168),
     ],
-    ids=["small", "mask", "causal", "three consumers", "decode", "window", "wide"],
+    ids=["small", "mask", "causal", "three consumers", "decode", "decode that appends", "window", "wide"],
 )
 def test_cubin_has_wgmma_and_no_spills(
     case: AttentionCase, parameters: AttentionParameters, registers_max: int, target: ResolvedTarget

@@ -15,7 +15,7 @@ from schedules.targets import resolve_target
 from schedules.templates.attention_sm90 import AttentionSm90
 from schedules.templates.attention_sm90_plan import AttentionParameters
 from schedules.templates.lowering import register_mixed_pipeline
-from tests.schedules.attention_cases import AttentionCase, draw, reference
+from tests.schedules.attention_cases import AttentionCase, draw, keys_and_values, reference
 
 needs_hopper = pytest.mark.skipif(
     not tvm.cuda(0).exist or str(tvm.cuda(0).compute_version) != "9.0", reason="needs a GPU of compute capability 9.0"
@@ -58,6 +58,18 @@ CASES = {
         replace(PRIME, heads=8, kv_heads=2, queries=7, keys=1009, head_dim=128, window=300, causal=True),
         replace(SMALL, split=8, pack=True),
     ),
+    "caches that grow": (
+        replace(PRIME, heads=8, kv_heads=2, queries=1, keys=1009, past=1008),
+        replace(SMALL, pack=True),
+    ),
+    "caches that grow, split": (
+        replace(PRIME, heads=8, kv_heads=2, queries=1, keys=961, past=960, bias=("add", "float16", (2, 1, 1, 961))),
+        replace(SMALL, split=4, pack=True),
+    ),
+    "caches that grow by several": (
+        replace(PRIME, queries=7, keys=131, past=124, head_dim=80, causal=True, dtype="bfloat16"),
+        AttentionParameters(1, 128, 2),
+    ),
     "split": (replace(PRIME, queries=130, keys=300, causal=True), AttentionParameters(2, 64, 2, split=3)),
     "split mask": (replace(PRIME, bias=("add", "float32", (2, 1, 1, 131))), replace(SMALL, split=3)),
     **{f"head of {d}": (replace(PRIME, head_dim=d, packed=True, keys=127), SMALL) for d in (32, 72, 80, 96)},
@@ -72,20 +84,25 @@ def test_case_can_be_made(case: AttentionCase, parameters: AttentionParameters) 
     assert isinstance(made, tvm.tirx.PrimFunc), made
 
 
-def run(case: AttentionCase, parameters: AttentionParameters, inputs: list[list[np.ndarray]]) -> list[np.ndarray]:
+def run(
+    case: AttentionCase, parameters: AttentionParameters, inputs: list[list[np.ndarray]]
+) -> list[tuple[np.ndarray, ...]]:
+    """Return what the kernel writes for each of some inputs, in float32: the output, and caches that grow."""
     target = resolve_target("cuda:sm_90a")
     spec, params = case.made()
     func = AttentionSm90().apply(attention_function(spec, params), target, parameters)
     with cuda_compiler("sm_90a"):
         mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
         kernel = tvm.tirx.build(mod, target=target.target, pipeline=register_mixed_pipeline())
-    shape, dtype = params[-1]
     results = []
     for arrays in inputs:
-        poisoned = np.full(shape, np.nan, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-        tensors = [tvm.runtime.tensor(array, tvm.cuda(0)) for array in (*arrays, poisoned)]
+        poisoned = [
+            np.full(shape, np.nan, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+            for shape, dtype in params[-spec.outputs :]
+        ]
+        tensors = [tvm.runtime.tensor(array, tvm.cuda(0)) for array in (*arrays, *poisoned)]
         kernel["main"](*tensors)
-        results.append(tensors[-1].numpy().astype("float32"))
+        results.append(tuple(tensor.numpy().astype("float32") for tensor in tensors[-spec.outputs :]))
     return results
 
 
@@ -95,7 +112,9 @@ def run(case: AttentionCase, parameters: AttentionParameters, inputs: list[list[
 def test_kernel_agrees_with_float64(case: AttentionCase, parameters: AttentionParameters) -> None:
     spec, params = case.made()
     inputs = [draw(params, spec, seed) for seed in range(20)]
-    for arrays, found in zip(inputs, run(case, parameters, inputs), strict=True):
+    for arrays, (found, *grown) in zip(inputs, run(case, parameters, inputs), strict=True):
+        for cache, whole in zip(grown, keys_and_values(spec, arrays), strict=bool(grown)):
+            np.testing.assert_array_equal(cache, whole.astype("float32"))
         expected = reference(spec, params, arrays)
         empty = np.isnan(expected)
         np.testing.assert_array_equal(np.isnan(found), empty)
@@ -113,7 +132,7 @@ def test_row_of_a_low_finite_mask_is_an_ordinary_softmax_and_one_of_minus_infini
     arrays = draw(params, spec, seed=0)
     arrays[3][0, 0, 5] = np.finfo(np.float32).min
     arrays[3][1, 0, 7] = -np.inf
-    (found,) = run(case, replace(SMALL, split=split), [arrays])
+    ((found,),) = run(case, replace(SMALL, split=split), [arrays])
     value = arrays[2].astype("float32")
     np.testing.assert_allclose(found[0, 5], value[0].mean(axis=0), atol=2e-3)
     assert np.isnan(found[1, 7]).all()
@@ -134,7 +153,7 @@ def test_mask_of_padding_on_either_side_agrees_with_float64(dtype: str) -> None:
         arrays[3][:] = 0
         arrays[3][..., :left] = lowest
         arrays[3][..., right:] = lowest
-        (found,) = run(case, replace(SMALL, stages=2), [arrays])
+        ((found,),) = run(case, replace(SMALL, stages=2), [arrays])
         expected = reference(spec, params, arrays)
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
         assert error < 8e-4, (left, right)
