@@ -26,7 +26,7 @@ from schedules.targets import ResolvedTarget
 from tuning_db.records import Route
 
 # TVM's atomics, CUDA's functions, and the PTX instructions `atom` and `red` (not `reduce` or `redux`).
-_ATOMIC = re.compile(r"atomic|\batom\.|\bred\.(async|shared|global|gpu|relaxed|release|sys)|reduce_add_async")
+_ATOMIC = re.compile(r"atomic|\batom\.|\bred\.(async|shared|global|gpu|relaxed|release|sys)|cp\.reduce")
 
 
 def describe_determinism(

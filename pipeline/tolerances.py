@@ -91,7 +91,7 @@ TOLERANCE_TABLE = (
     ToleranceRow("float32", "float32", 8192, Tolerance(1e-4, 1e-4), "u = 6e-8, 18 sqrt(8192) u = 1e-4"),
     ToleranceRow("float32", "float32", None, Tolerance(4e-4, 4e-4), "18 sqrt(131072) u = 4e-4"),
     ToleranceRow("float16", "float32", None, Tolerance(2e-2, 2e-2), "u = 4.9e-4 of the storage, 18 u = 9e-3, twice"),
-    ToleranceRow("float16", "float16", 4096, Tolerance(1e-1, 1e-1), "sqrt(4096) u = 3e-2 in a dot product, three times"),
+    ToleranceRow("float16", "float16", 4096, Tolerance(1e-1, 1e-1), "sqrt(4096) u = 3e-2 in a dot product, thrice"),
     ToleranceRow("bfloat16", "float32", None, Tolerance(1e-1, 1e-1), "u = 3.9e-3 of the storage, 18 u = 7e-2"),
 )  # fmt: skip
 

@@ -70,6 +70,8 @@ class Bisection:
         The pass to blame.
     tried
         What was tried, in order.
+    reproduction
+        The script that shows the fault, where one was written.
     """
 
     model: str
@@ -83,6 +85,7 @@ class Bisection:
     kernels: tuple[FaultyKernel, ...] = ()
     lowering_pass: FaultyPass | None = None
     tried: tuple[str, ...] = ()
+    reproduction: str | None = None
 
     def to_json(self) -> dict[str, object]:
         """Return the value as plain JSON data."""
@@ -112,6 +115,8 @@ def render(bisection: Bisection) -> Table:
         rows.append(("nodes it may be in", ", ".join(bisection.nodes)))
     for kernel in bisection.kernels:
         rows.append((f"kernel {kernel.function}", kernel.reason))
+    if bisection.reproduction is not None:
+        rows.append(("reproduction", f"python {bisection.reproduction}"))
     rows += [(f"step {number}", text) for number, text in enumerate(bisection.tried, 1)]
     for name, value in rows:
         # As plain text: names of nodes may hold brackets, which rich would read as markup.

@@ -1,4 +1,4 @@
-"""`relaxtune validate`, `bench` and `run`: what can be done with an artifact."""
+"""`relaxtune validate`, `compare`, `bench` and `run`: what can be done with an artifact."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from pipeline.errors import PipelineError, UsageError
 
 if TYPE_CHECKING:
     from models import OnnxModel
+    from pipeline.bisect import Bisection
     from pipeline.runtime import Module
+    from pipeline.validate import ValidationReport
+
+_INPUTS_FILE = "for --inputs a .npz file with one array for each input, as numpy.savez(path, input_ids=..., ...) writes"
+_OUTPUTS_FILE = "an artifact, or a .npz file of outputs, as `relaxtune run DIR --inputs X.npz --outputs Y.npz` writes"
 
 ReferenceOption = Annotated[
     str | None,
@@ -31,6 +36,16 @@ def validate_command(
     atol: Annotated[float | None, typer.Option("--atol", min=0.0, help="Default: by dtype and precision.")] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Random inputs to compare.")] = 3,
     seed: SeedOption = 0,
+    repeat: Annotated[
+        int, typer.Option("--repeat", min=1, help="Runs of each input; from 2 on their bits are compared.")
+    ] = 2,
+    bisect: Annotated[
+        bool, typer.Option("--bisect", help="If it fails, find the ONNX node, and the pass or the kernel to blame.")
+    ] = False,
+    repro: Annotated[
+        Path | None,
+        typer.Option("--repro", metavar="DIR", help="Where --bisect writes a reproduction. Default: DIR-repro."),
+    ] = None,
     logits: Annotated[
         list[str] | None,
         typer.Option("--logits", metavar="NAME", help="Output that is logits, for the drift (repeatable)."),
@@ -44,6 +59,7 @@ def validate_command(
 ) -> None:
     """Compare an artifact with ONNX Runtime on random inputs. Exits 3 when they disagree."""
     from pipeline.artifact import record_validation
+    from pipeline.bisect import render as render_bisection
     from pipeline.drift import DriftOptions, render_drift
     from pipeline.outcomes import artifact_of, environment_of, note_validation
     from pipeline.runtime import Module
@@ -55,18 +71,84 @@ def validate_command(
     # Opened first: a database that cannot be had is told before the work.
     with nullcontext() if db is None else TuningDatabase.open(db) as database:
         wanted = DriftOptions(tuple(logits or ()), tokens)
-        report = validate(module, reference, rtol=rtol, atol=atol, samples=samples, seed=seed, drift=wanted)
+        report = validate(
+            module, reference, rtol=rtol, atol=atol, samples=samples, seed=seed, drift=wanted, repeats=repeat
+        )
         record_validation(directory, report.to_json())
         if database is not None:
             manifest = module.manifest
             note_validation(database, artifact_of(manifest, directory), environment_of(manifest), report)
+    data = report.to_json()
+    found = None
+    if bisect:
+        found = _bisect(module, reference, report, directory, repro, db)
+        data["bisection"] = None if found is None else found.to_json()
+        record_validation(directory, data)
     if output_format is OutputFormat.JSON:
-        print_json(report.to_json())
+        print_json(data)
     else:
         stdout_console().print(render(report))
         if report.drift is not None:
             stdout_console().print(render_drift(report.drift))
+        if found is not None:
+            stdout_console().print(render_bisection(found))
     report.raise_if_failed()
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="An artifact, or a .npz of outputs that `run` saved.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="The same of another build, or from another machine.")],
+    inputs: Annotated[
+        Path | None,
+        typer.Option(
+            "--inputs", metavar="X.npz", help="What artifacts are run on. Default: random, for two artifacts."
+        ),
+    ] = None,
+    model: ReferenceOption = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Random inputs to compare.")] = 3,
+    seed: SeedOption = 0,
+    exact: Annotated[bool, typer.Option("--exact", help="Exit 3 unless all bits are the same.")] = False,
+    rtol: Annotated[float | None, typer.Option("--rtol", min=0.0, help="Exit 3 beyond this (--atol: 0 then).")] = None,
+    atol: Annotated[float | None, typer.Option("--atol", min=0.0, help="Exit 3 beyond this (--rtol: 0 then).")] = None,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Measure the drift between two builds of a model. Exits 3 only where equal bits or a tolerance are asked for."""
+    from pipeline.compare import Comparison, compare_manifests, compare_outputs, render
+    from pipeline.runtime import Module
+    from pipeline.tolerances import Tolerance
+    from pipeline.validate import sample_inputs
+
+    loaded = [Module.load(path) if path.is_dir() else None for path in (first, second)]
+    a, b = loaded
+    asked = "no bit" if exact else ""
+    tolerance = None
+    if not exact and (rtol is not None or atol is not None):
+        tolerance = Tolerance(rtol or 0.0, atol or 0.0)
+        asked = f"rtol {tolerance.rtol:g} and atol {tolerance.atol:g} x max(1, RMS)"
+    if inputs is not None:
+        given = [_read_arrays(inputs)]
+    elif a is not None and b is not None:
+        given = sample_inputs(_reference_model(a, model), samples=samples, seed=seed)
+    elif a is not None or b is not None:
+        raise UsageError(
+            f"{first if a is None else second} holds outputs, and nothing says of which inputs; give those that it was "
+            "run on with --inputs X.npz"
+        )
+    else:
+        given = []
+    outputs = [
+        [_read_arrays(path, _OUTPUTS_FILE)] if module is None else [module.run(sample) for sample in given]
+        for path, module in zip((first, second), loaded, strict=True)
+    ]
+    drift = compare_outputs(outputs[0], outputs[1], exact=exact, tolerance=tolerance)
+    kernels, builds = compare_manifests(a.manifest, b.manifest) if a is not None and b is not None else ((), ())
+    comparison = Comparison(str(first), str(second), drift, kernels, builds, asked)
+    if output_format is OutputFormat.JSON:
+        print_json(comparison.to_json())
+    else:
+        for table in render(comparison):
+            stdout_console().print(table)
+    comparison.raise_if_failed()
 
 
 def bench(
@@ -122,8 +204,36 @@ def run(
 def register(app: typer.Typer) -> None:
     """Attach the commands to `app`."""
     app.command(name="validate")(validate_command)
+    app.command()(compare)
     app.command()(bench)
     app.command()(run)
+
+
+def _bisect(
+    module: Module,
+    model: OnnxModel,
+    report: ValidationReport,
+    directory: Path,
+    repro: Path | None,
+    database: str | None,
+) -> Bisection | None:
+    """Return what makes a validation fail, with a reproduction written; None when it passed."""
+    from dataclasses import replace
+
+    from pipeline.bisect import bisect, write_reproduction
+    from pipeline.validate import sample_inputs
+
+    if report.passed:
+        return None
+    inputs = sample_inputs(model, samples=report.samples, seed=report.seed)[report.failed_sample or 0]
+    found = bisect(module, model, inputs, report.tolerance, database=database)
+    if found is None:
+        return None
+    folder = repro or directory.with_name(f"{directory.name}-repro")
+    made = write_reproduction(
+        found, module.manifest, directory, model, inputs, report.tolerance, folder, database=database
+    )
+    return replace(found, reproduction=str(made.script))
 
 
 def _reference_model(module: Module, source: str | None) -> OnnxModel:
@@ -147,15 +257,12 @@ def _reference_model(module: Module, source: str | None) -> OnnxModel:
     return model
 
 
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+def _read_arrays(path: Path, expected: str = _INPUTS_FILE) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
     except (OSError, ValueError, zipfile.BadZipFile, AttributeError) as error:
-        raise UsageError(
-            f"--inputs {path} cannot be read ({error}); expected a .npz file with one array for each input, "
-            "as numpy.savez(path, input_ids=..., ...) writes"
-        ) from error
+        raise UsageError(f"{path} cannot be read ({error}); expected {expected}") from error
 
 
 def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
