@@ -35,9 +35,16 @@ def serve(module: str, descriptor: int, parent_pid: int) -> None:
         The process to die with.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_out_torch()
     connection = Connection(descriptor)
     die_with_parent(parent_pid)
     answer_requests(module, connection)
+
+
+def leave_out_torch() -> None:
+    """Keep PyTorch out of this process: TVM imports it wherever it is installed, which takes three seconds."""
+    # What Python takes for a module that is not there.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 
 def answer_requests(module: str, connection: Connection) -> None:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from pipeline.tuning.child import answer_requests, die_with_parent
+from pipeline.tuning.child import answer_requests, die_with_parent, leave_out_torch
 from pipeline.tuning.fork_requests import Fork, Reap
 
 _POLL_S = 0.002
@@ -33,6 +33,7 @@ def main(descriptor: int, parent_pid: int, modules: Sequence[str]) -> None:
     """Import the modules and answer until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent_pid)
+    leave_out_torch()
     with socket.socket(fileno=descriptor) as control, Connection(os.dup(descriptor)) as connection:
         for name in modules:
             importlib.import_module(name).start()

@@ -29,6 +29,8 @@ def answer(request):
             return dict(os.environ)
         case "threads":
             return threading.active_count()
+        case "torch":
+            import torch
         case "die":
             print("last words", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -88,6 +90,17 @@ def test_forked_children_answer_in_an_environment_of_their_own(server: ForkServe
     for child in (first, second):
         child.kill()
         assert gone(child.pid)
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_no_child_imports_torch(
+    server: ForkServer, module: str, forked: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    child = ChildProcess(module, {}, server if forked else None)
+    assert "import of torch halted" in str(asked(child, "torch"))
+    child.kill()
 
 
 @pytest.mark.parametrize(
