@@ -82,6 +82,15 @@ def measure(model: str, precision: str, target: str, sequence: int) -> dict[str,
     }
 
 
+def environment() -> dict[str, Any]:
+    """Return the machine and the versions that the figures are true for."""
+    from pipeline.environment import detect_environment
+    from pipeline.export import versions
+    from schedules.targets import resolve_target
+
+    return {"device": detect_environment(resolve_target("auto")).device_name, "versions": versions()}
+
+
 def print_lines(entry: dict[str, Any]) -> None:
     for output in entry["outputs"]:
         drift = output["drift"] or {}
@@ -124,7 +133,7 @@ def main() -> None:
             entries.append(future.result())
             print_lines(entries[-1])
             if arguments.out is not None:
-                arguments.out.write_text(json.dumps(entries, indent=1))
+                arguments.out.write_text(json.dumps({**environment(), "entries": entries}, indent=1))
     sys.exit(0 if all(output["passed"] for entry in entries for output in entry["outputs"]) else 1)
 
 

@@ -236,4 +236,6 @@ class _Kernel:
 
 
 def _flat(param: tirx.Var) -> tirx.Var:
-    return T.decl_buffer((max(1, math.prod(static_shape(param) or ())),), dtype_of(param), data=param.data)
+    view = T.decl_buffer((max(1, math.prod(static_shape(param) or ())),), dtype_of(param), data=param.data)
+    IRBuilder.name(str(param.name), view)
+    return view

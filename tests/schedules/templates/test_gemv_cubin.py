@@ -1,0 +1,73 @@
+"""The machine code of kernels for few rows, without a GPU: tensor-core instructions, wide loads, no spills."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import tvm
+
+from schedules.targets import resolve_target
+from schedules.templates.base import Refusal
+from schedules.templates.gemv import Gemv
+from schedules.templates.gemv_plan import GemvParameters
+from schedules.templates.lowering import register_mixed_pipeline
+from tests.schedules.templates.cubin import LOCAL_LOAD, LOCAL_STORE, MMA_SYNC, captured_cubins, kernel_code, read_cubin
+from tests.schedules.templates.gemv_cases import CASES, GemvCase
+
+HOPPER = resolve_target("cuda:sm_90a")
+# Low 12 bits of a 16-byte instruction, as nvdisasm 13.0 prints them: LDG, and griddepcontrol's wait.
+LOAD, WAIT = 0x981, 0x82E
+
+
+def cubin_of(case: GemvCase, parameters: GemvParameters | None = None) -> bytes:
+    func = case.func()
+    if parameters is None:
+        found = Gemv().candidates(func, HOPPER)
+        assert not isinstance(found, Refusal)
+        parameters = found[0]
+    kernel = Gemv().apply(func, HOPPER, parameters)
+    assert not isinstance(kernel, Refusal), kernel
+    with captured_cubins("sm_90a") as cubins:
+        module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
+        tvm.tirx.build(module, target=HOPPER.target, pipeline=register_mixed_pipeline())
+    (cubin,) = cubins
+    return cubin
+
+
+@pytest.mark.parametrize("name", ["16 rows, ragged", "one row, bfloat16", "8 bits", "4 bits, 9 rows, gated"])
+def test_kernels_multiply_with_tensor_cores_and_spill_nothing(name: str) -> None:
+    facts = read_cubin(cubin_of(CASES[name]))
+    assert facts.count(MMA_SYNC) > 0
+    assert facts.frame_bytes == 0
+    assert facts.count(LOCAL_LOAD) == facts.count(LOCAL_STORE) == 0
+
+
+@pytest.mark.parametrize(("bits", "instructions"), [(16, 2), (8, 4), (4, 8)])
+def test_a_load_of_each_row_feeds_as_many_products_as_it_has_weights(bits: int, instructions: int) -> None:
+    case = GemvCase(rows=(1,), n=4096, k=128 * 8 * 2, bits=bits)
+    facts = read_cubin(cubin_of(case, GemvParameters(tiles=1, warps=8, unroll=1, dependent=False)))
+    # The first step, and the loop over the others.
+    assert facts.count(MMA_SYNC) in (instructions, 2 * instructions)
+
+
+def test_the_first_weights_are_read_before_the_wait_where_they_are_constant() -> None:
+    """Weights do not depend on the kernel before, x does."""
+
+    def loads_before_the_wait(func_case: GemvCase, constant: bool) -> int:
+        func = func_case.func()
+        if not constant:
+            func = func.without_attr("relaxtune.constant_params")
+        kernel = Gemv().apply(func, HOPPER, GemvParameters(tiles=1, warps=4, unroll=2, dependent=True))
+        assert not isinstance(kernel, Refusal)
+        with captured_cubins("sm_90a") as cubins:
+            module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
+            tvm.tirx.build(module, target=HOPPER.target, pipeline=register_mixed_pipeline())
+        code = kernel_code(cubins[0])
+        opcodes = [struct.unpack_from("<H", code, at)[0] & 0xFFF for at in range(0, len(code), 16)]
+        return opcodes[: opcodes.index(WAIT)].count(LOAD)
+
+    case = GemvCase(n=512, k=1024, bits=4)
+    # Two steps of two rows: words and scales.
+    assert loads_before_the_wait(case, constant=True) == 8
+    assert loads_before_the_wait(case, constant=False) == 0

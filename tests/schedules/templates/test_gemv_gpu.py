@@ -1,0 +1,74 @@
+"""Kernels for few rows on a GPU: right on fresh inputs, into outputs full of NaN, for every form."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+
+from pipeline.tuning.kernel_ir import static_shape
+from schedules.targets import resolve_target
+from schedules.templates.base import Refusal
+from schedules.templates.gemv import Gemv
+from schedules.templates.lowering import register_mixed_pipeline
+from tests.schedules.templates.gemv_cases import CASES, GemvCase
+
+pytestmark = pytest.mark.gpu
+RNG = np.random.default_rng(0)
+
+
+def arguments_of(case: GemvCase) -> dict[str, np.ndarray]:
+    """Return random inputs by parameter name."""
+    arrays: dict[str, np.ndarray] = {}
+    for param in case.func().params[:-1]:
+        shape, name = static_shape(param) or (), str(param.name)
+        if name == "packed":
+            arrays[name] = RNG.integers(0, 256, shape, dtype=np.uint8)
+        elif name == "scales":
+            arrays[name] = RNG.uniform(0.001, 0.01, shape).astype(np.float16)
+        else:
+            arrays[name] = RNG.standard_normal(shape).astype(str(param.ty.dtype))
+    return arrays
+
+
+def expected_of(case: GemvCase, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the output in float64."""
+    if case.bits == 16:
+        weight = arrays["w"].astype(np.float64)
+    else:
+        levels = arrays["packed"]
+        if case.bits == 4:
+            levels = np.stack([levels & 15, levels >> 4], axis=-1).reshape(case.n, case.k)
+        scales = arrays["scales"].astype(np.float64).repeat(min(case.group, case.k), axis=0)[: case.k].T
+        weight = (levels.astype(np.float64) - 2 ** (case.bits - 1)) * scales
+    result = arrays["x"].astype(np.float64) @ weight.T
+    if "bias" in arrays:
+        result = result + arrays["bias"]
+    if "other" in arrays:
+        result = result + arrays["other"]
+    if case.epilogue == "gated":
+        pairs = result.reshape(*result.shape[:-1], -1, 2, 8)
+        gate, value = pairs[..., 0, :], pairs[..., 1, :]
+        result = (gate / (1 + np.exp(-gate)) * value).reshape(*result.shape[:-1], -1)
+    return result
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.dtype == "float16"])
+def test_every_candidate_is_right(name: str) -> None:
+    target = resolve_target("cuda")
+    case = CASES[name]
+    func = case.func()
+    found = Gemv().candidates(func, target)
+    assert not isinstance(found, Refusal), found
+    arrays = arguments_of(case)
+    expected = expected_of(case, arrays)
+    device = tvm.cuda()
+    for parameters in found:
+        kernel = Gemv().apply(func, target, parameters)
+        assert not isinstance(kernel, Refusal)
+        module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
+        built = tvm.tirx.build(module, target=target.target, pipeline=register_mixed_pipeline())
+        output = tvm.runtime.tensor(np.full(expected.shape, np.nan, case.output), device=device)
+        built["main"](*(tvm.runtime.tensor(array, device=device) for array in arrays.values()), output)
+        error = np.linalg.norm(output.numpy().astype(np.float64) - expected) / np.linalg.norm(expected)
+        assert error < 1e-3, parameters
