@@ -1,0 +1,58 @@
+"""The machine code of everything that the GEMM template proposes for the benchmark's shapes, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import tvm
+
+from benchmarks.bench_gemm_sm90 import CASES, Case, fused_matmul
+from schedules.targets import resolve_target
+from schedules.templates.base import Refusal
+from schedules.templates.gemm_sm90 import CONSTANT_PARAMS_ATTR, GemmSm90
+from schedules.templates.gemm_sm90_plan import GemmParameters
+from schedules.templates.lowering import register_mixed_pipeline
+from tests.schedules.templates.cubin import (
+    LOCAL_LOAD,
+    LOCAL_STORE,
+    MMA_SYNC,
+    TMA_LOAD,
+    TMA_LOAD_MULTICAST,
+    WARPGROUP,
+    WGMMA,
+    Cubin,
+    captured_cubins,
+    read_cubin,
+)
+
+
+def problems(cubin: Cubin, parameters: GemmParameters) -> list[str]:
+    """Return what is wrong with a kernel's code; reads of accumulators before the wait are the compiler's to refuse."""
+    groups = 1 if parameters.pingpong else parameters.consumers
+    found = {
+        "too few wgmma": cubin.count(WGMMA) < 4 * (parameters.block_m // 64 // groups),
+        "each wgmma is waited for by itself": cubin.count(WARPGROUP) >= cubin.count(WGMMA),
+        "no TMA loads": cubin.count(TMA_LOAD) + cubin.count(TMA_LOAD_MULTICAST) < 2,
+        "mma.sync": cubin.count(MMA_SYNC) > 0,
+        "spills": cubin.count(LOCAL_LOAD) + cubin.count(LOCAL_STORE) + cubin.frame_bytes > 0,
+        # Three warpgroups of 168 registers, or one of them and a warp.
+        f"{cubin.registers} registers": cubin.registers > (168 if parameters.consumers > 1 else 255),
+    }
+    return [text for text, holds in found.items() if holds]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_every_proposal_has_wgmma_and_no_spills(case: Case) -> None:
+    target, template = resolve_target("cuda:sm_90a"), GemmSm90()
+    func = fused_matmul(case).with_attr(CONSTANT_PARAMS_ATTR, [1])
+    proposals = template.candidates(func, target)
+    assert not isinstance(proposals, Refusal)
+    wrong = {}
+    for parameters in proposals:
+        mod = tvm.IRModule({"main": template.apply(func, target, parameters).with_attr("global_symbol", "main")})
+        with captured_cubins("sm_90a") as cubins:
+            tvm.tirx.build(mod, target=target.target, pipeline=register_mixed_pipeline())
+        (data,) = cubins
+        if found := problems(read_cubin(data), parameters):
+            wrong[parameters.to_json()] = found
+    assert not wrong
