@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import tvm
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from schedules.attention import ScoreBias
-from schedules.templates.attention_sm90_plan import AttentionPlan
+from schedules.templates.attention_sm90_plan import AttentionPlan, is_of_padding
 
 LOG2_E = math.log2(math.e)
 MINUS_INFINITY = tirx.FloatImm("float32", -math.inf)
@@ -35,6 +36,8 @@ __forceinline__ __device__ float NAME(unsigned packed, int shift) {
 }
 """
 _UNPACK_KINDS = {"float16": "f16", "bfloat16": "bf16"}
+# Words of 4 bytes -> the load.
+_SCAN_LOADS = {1: "ld.global.u32", 2: "ld.global.v2.u32", 4: "ld.global.v4.u32"}
 _ANY_LANE = "relaxtune_any_lane"
 _ANY_LANE_SOURCE = """
 __forceinline__ __device__ int relaxtune_any_lane(unsigned x) { return __any_sync(~0u, x != 0); }
@@ -52,10 +55,34 @@ class Rows:
     end: tirx.Var
 
 
+@dataclass(frozen=True)
+class _Scan:
+    """How a warp reads a block of a mask to see whether there is anything in it.
+
+    `loads` of `elements` neighbouring elements by each lane, `words` of 4 bytes in all.
+    """
+
+    elements: int
+    loads: int
+    words: int
+
+    @classmethod
+    def of(cls, plan: AttentionPlan, element_bytes: int) -> _Scan:
+        spec, block_k = plan.spec, plan.parameters.block_k
+        assert spec.bias is not None
+        fours = block_k > 64 and spec.keys % 4 == 0 and spec.bias.batch_stride % 4 == 0
+        elements = 4 if fours else 2
+        loads = math.ceil(block_k / (32 * elements))
+        return cls(elements, loads, loads * elements * element_bytes // 4)
+
+
 class BiasReader:
     """Reads the part of a mask that belongs to a block of keys into registers, and applies it.
 
     Two neighbouring elements of 1, 2 or 4 bytes are one load where they lie at a multiple of their size.
+
+    Of a mask to be added, `find_added` tells whether there is anything in it. Where all queries have the same one (a
+    mask of padding), a warp reads it with a load or two to see that, and only then as each thread needs it.
     """
 
     def __init__(self, plan: AttentionPlan, param: tirx.Var, lane: tirx.Expr) -> None:
@@ -77,9 +104,30 @@ class BiasReader:
         self._load = load[0] if load is not None else None
         words, kind = load[1:] if load is not None else (2, self._dtype)
         self._held = [[T.alloc_local([words], kind) for _ in range(self._pairs)] for _ in range(self._lines)]
+        self._lane = lane
+        if bias.kind == "add" and self._load is not None and is_of_padding(bias):
+            self._scan: _Scan | None = _Scan.of(plan, tvm.DataType(self._dtype).itemsize)
+            self._scanned = T.alloc_local([self._scan.words], "uint32")
+        else:
+            self._scan = None
 
-    def read(self, block: tirx.Expr, rows: Rows) -> None:
-        """Emit the reads of one block of keys; past the last key, the last is read."""
+    def prefetch(self, block: tirx.Expr, rows: Rows) -> None:
+        """Emit the reads of one block of keys that come before `find_added`."""
+        if self._scan is None:
+            self._read_block(block, rows)
+            return
+        scan, plan = self._scan, self._plan
+        block_k = plan.parameters.block_k
+        each = scan.words // scan.loads
+        for load in range(scan.loads):
+            inside = tirx.min((load * 32 + self._lane) * scan.elements, block_k - scan.elements)
+            key = tirx.min(block * block_k + inside, plan.spec.keys - scan.elements)
+            registers = [self._scanned[load * each + word] for word in range(each)]
+            at = self._buffer.ptr_to([rows.batch * self._bias.batch_stride + key])
+            T.evaluate(T.ptx[_SCAN_LOADS[each]](*registers, at))
+
+    def _read_block(self, block: tirx.Expr, rows: Rows) -> None:
+        """Emit what this thread's rows need of one block of keys; past the last key, the last is read."""
         bias, spec, block_k = self._bias, self._plan.spec, self._plan.parameters.block_k
         starts = [
             hold(
@@ -128,17 +176,21 @@ class BiasReader:
         """
         if self.unit is None or self._load is None:
             return None
-        words = [
-            tirx.reinterpret("uint32", held[word]) for line in self._held for held in line for word in _words(held)
-        ]
+        if self._scan is not None:
+            words = [self._scanned[word] for word in range(self._scan.words)]
+        else:
+            held = [pair for line in self._held for pair in line]
+            words = [tirx.reinterpret("uint32", pair[word]) for pair in held for word in _words(pair)]
         bits = words[0]
         for word in words[1:]:
             bits = tirx.bitwise_or(bits, word)
         found = T.cuda.func_call(_ANY_LANE, bits, source_code=_ANY_LANE_SOURCE, return_type="int32")
         return hold(found) != 0
 
-    def apply(self, scores: tirx.Var) -> None:
+    def apply(self, scores: tirx.Var, block: tirx.Expr, rows: Rows) -> None:
         """Emit the adding to scaled products, or the masking of plain ones."""
+        if self._scan is not None:
+            self._read_block(block, rows)
         for line in range(self._lines):
             for pair in range(self._pairs):
                 for index in range(2):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from schedules.attention import AttentionSpec
+from schedules.attention import AttentionSpec, ScoreBias
 from schedules.targets import CudaLimits
 from schedules.templates.base import Parameters, Refusal
 
@@ -27,6 +27,8 @@ _CLUSTER_MAX = 8
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 # What a consumer needs beside scores, weights and output (addresses, row statistics, masks), measured.
 _REGISTERS_BESIDE = 27
+# For the part of a mask of padding by which a warp sees whether there is anything in it.
+_REGISTERS_TO_SCAN = 8
 _RESIDENTS_MAX = 4
 # Of the L2 cache, what the keys and values of the tiles that are made together may take.
 _SECTION_BYTES = 16 << 20
@@ -243,12 +245,19 @@ def registers_needed(spec: AttentionSpec, p: AttentionParameters, bias_bytes: in
     With `overlap`, the weights in 2 bytes live beside the next scores, else they take their place.
     """
     weights = p.block_k // 4 if p.overlap else 0
-    if spec.bias is not None:
+    if spec.bias is not None and spec.bias.kind == "add" and is_of_padding(spec.bias):
+        weights += _REGISTERS_TO_SCAN
+    elif spec.bias is not None:
         # Of each 8 keys a pair, for each row of a thread unless one row of the mask serves all; some are used up before
         # the last is there.
         lines = 2 if spec.bias.query_stride or (p.pack and spec.bias.head_stride) else 1
         weights += lines * p.block_k // 8 * max(1, bias_bytes // 2) * 3 // 4
     return p.block_k // 2 + weights + spec.head_dim // 2 + _REGISTERS_BESIDE
+
+
+def is_of_padding(bias: ScoreBias) -> bool:
+    """Return whether all heads and queries have the same mask."""
+    return bias.query_stride == 0 and bias.head_stride == 0 and bias.key_stride == 1
 
 
 def registers_available(p: AttentionParameters, limits: CudaLimits) -> int:

@@ -129,7 +129,7 @@ class OnlineSoftmax:
     def prefetch(self, block: tirx.Expr) -> None:
         """Emit the reading of a block's bias, which `weigh` uses."""
         if self._bias is not None:
-            self._bias.read(block, self._rows)
+            self._bias.prefetch(block, self._rows)
 
     def weigh(self, scores: tirx.Var, block: tirx.Expr, masked: tirx.Expr | None) -> None:
         """Emit `scores = exp(scores - highest)` of a block of keys, with the change of the rows' statistics.
@@ -147,7 +147,7 @@ class OnlineSoftmax:
         scale = None if added is None else self._find_scale(added)
         if self._bias is not None:
             with _where(added):
-                self._bias.apply(scores)
+                self._bias.apply(scores, block, self._rows)
         if masked is not None:
             with T.If(masked), T.Then():
                 self._mask(scores, block)
