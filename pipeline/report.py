@@ -272,8 +272,13 @@ def _float_dtype(dtypes: Sequence[str]) -> str | None:
 def _validation(manifest: Manifest) -> dict[str, object] | None:
     if manifest.validation is None:
         return None
-    names = ("passed", "samples", "tolerance", "reference")
-    return {name: manifest.validation[name] for name in names if name in manifest.validation}
+    names = ("passed", "samples", "tolerance", "reference", "repeats")
+    found = {name: manifest.validation[name] for name in names if name in manifest.validation}
+    kept = ("name", "dtype", "worst", "histogram")
+    outputs = manifest.validation.get("outputs")
+    if isinstance(outputs, list):
+        found["outputs"] = [{name: output[name] for name in kept if name in output} for output in outputs]
+    return found
 
 
 def _notes(rows: Sequence[KernelRow], ceilings: Ceilings | None, device: str | None) -> list[str]:

@@ -6,6 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 
 from pipeline.report import Report
+from pipeline.report_errors import error_histograms
 from pipeline.report_kernel import Bottleneck, KernelRow
 from pipeline.report_plot import COLOURS, roofline, shares
 
@@ -59,6 +60,9 @@ def _section(report: Report) -> str:
         parts += ["<h2>Rates under the device's ceilings</h2>", plot]
     if report.ceilings is not None:
         parts.append(f"<p>Ceilings: {_escape(report.ceilings.source)}.</p>")
+    errors = error_histograms(report.validation or {})
+    if errors:
+        parts += ["<h2>Errors of the last validation over tolerance</h2>", errors]
     parts += ["<h2>Kernels</h2>", _table(report.kernels), _versions(report.versions or {})]
     return "".join(parts)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,21 +21,31 @@ from pipeline.tuning.mismatch import find_mismatch
 from pipeline.tuning.tasks import as_workload, untunable_reason
 from schedules.fallback import apply_fallback
 
-# Unscheduled code compiles in a tenth of the time at LLVM's level 0, and does some 0.05 GFLOP/s there. Above this many
-# operations the default schedules and LLVM's optimiser are worth their seconds.
-PLAIN_FLOPS_MAX = 5e8
+logger = logging.getLogger(__name__)
+
+# Operations of a run up to which unscheduled code is compiled without optimisation: it does some 0.05 GFLOP/s, and
+# compiles in a tenth of the time.
+UNOPTIMISED_FLOPS_MAX = 5e8
+# Up to which it is left without a schedule at all, at about 0.5 GFLOP/s. Beyond, the default schedules are the reference.
+UNSCHEDULED_FLOPS_MAX = 2e10
 
 # Root mean square of the arguments that the tolerances of kernels are made for, uniform in [-1, 1).
 _UNIFORM_RMS = 1 / math.sqrt(3)
 
 
-def ready_for_host(mod: tvm.ir.IRModule, host: tvm.target.Target) -> tuple[tvm.ir.IRModule, tvm.target.Target]:
+def ready_for_host(
+    mod: tvm.ir.IRModule, host: tvm.target.Target, calls: Sequence[CallSite]
+) -> tuple[tvm.ir.IRModule, tvm.target.Target]:
     """Return a module of unscheduled PrimFuncs as it can be compiled for the host, and the target for that.
 
-    Small models stay without a schedule and are compiled without optimisation; large ones take the default schedules.
+    They stay without a schedule, so that no rule of ours is in the reference, unless a run of `calls` would take minutes.
     """
-    if total_flops(mod) > PLAIN_FLOPS_MAX:
+    flops = total_flops(mod, calls)
+    if flops > UNSCHEDULED_FLOPS_MAX:
+        logger.info("reference kernels have the default schedules: %.3g operations a run are too many without", flops)
         return finish_kernels(apply_fallback(mod, host), host), host
+    if flops > UNOPTIMISED_FLOPS_MAX:
+        return finish_kernels(mod, host), host
     # With a host like itself: that is what kernels are compiled for.
     own = {str(key): value for key, value in host.export().items() if str(key) != "host"}
     unoptimised = tvm.target.Target({**own, "opt-level": 0})
@@ -41,11 +53,14 @@ def ready_for_host(mod: tvm.ir.IRModule, host: tvm.target.Target) -> tuple[tvm.i
     return finish_kernels(mod, plain), plain
 
 
-def total_flops(mod: tvm.ir.IRModule) -> float:
-    """Return the operations of one run of each PrimFunc; those of symbolic shapes count nothing."""
-    functions = [func for _, func in mod.functions_items() if isinstance(func, tirx.PrimFunc)]
-    static = [func for func in functions if untunable_reason(func) is None]
-    return sum(float(s_tir.analysis.estimate_tir_flops(as_workload(func))) for func in static)
+def total_flops(mod: tvm.ir.IRModule, calls: Sequence[CallSite]) -> float:
+    """Return the operations of all calls of a module's PrimFuncs; those of symbolic shapes count nothing."""
+    total = 0.0
+    for function, count in Counter(call.function for call in calls).items():
+        func = mod[function]
+        if untunable_reason(func) is None:
+            total += count * float(s_tir.analysis.estimate_tir_flops(as_workload(func)))
+    return total
 
 
 def load_code(executable: tvm.runtime.Executable) -> tvm.runtime.Module:
@@ -74,14 +89,14 @@ def load_code(executable: tvm.runtime.Executable) -> tvm.runtime.Module:
 class ReferenceKernels:
     """The PrimFuncs of a lowered module on the host, to check a module's kernels with or to put in their place."""
 
-    def __init__(self, mod: tvm.ir.IRModule, host: tvm.target.Target) -> None:
-        """Compile every PrimFunc of an unscheduled module."""
+    def __init__(self, mod: tvm.ir.IRModule, host: tvm.target.Target, calls: Sequence[CallSite]) -> None:
+        """Compile every PrimFunc of an unscheduled module, which a run calls as `calls` says."""
         functions = {str(var.name_hint): func for var, func in mod.functions_items() if isinstance(func, tirx.PrimFunc)}
         self._accepted = {
             name: kernel_tolerance(func) for name, func in functions.items() if untunable_reason(func) is None
         }
         named = {name: func.with_attr("global_symbol", name) for name, func in functions.items()}
-        ready, target = ready_for_host(tvm.IRModule(named), host)
+        ready, target = ready_for_host(tvm.IRModule(named), host, calls)
         with tvm.transform.PassContext(opt_level=3), target:
             self._code = load_code(tvm.compile(ready, target))
 

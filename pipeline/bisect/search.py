@@ -83,7 +83,7 @@ class _Search:
 
     def run(self) -> Bisection | None:
         faults: list[tuple[CallSite, str]] = []
-        references = ReferenceKernels(self._subject.lowered.mod, self._subject.host)
+        references = ReferenceKernels(self._subject.lowered.mod, self._subject.host, self._subject.calls)
 
         def check(call: CallSite, arguments: Sequence[object]) -> None:
             reason = references.find_fault(call, arguments)

@@ -66,7 +66,7 @@ class Stages:
             mod = self._apply(steps, state, host)
             sources = state.sources or self._graph.source_map
             calls = kernel_calls(mod, sources)
-            ready, target = ready_for_host(mod, host)
+            ready, target = ready_for_host(mod, host, calls)
             with tvm.transform.PassContext(opt_level=3), target:
                 planned = tvm.transform.Sequential(plan_memory_passes(target, cuda_graph=False))(ready)
                 machine = VirtualMachine(load_code(relax.build(planned, target, relax_pipeline=None)), tvm.cpu())

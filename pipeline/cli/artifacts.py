@@ -120,6 +120,10 @@ def compare(
 
     loaded = [Module.load(path) if path.is_dir() else None for path in (first, second)]
     a, b = loaded
+    saved = [
+        None if module is not None else [_read_arrays(path, _OUTPUTS_FILE)]
+        for path, module in zip((first, second), loaded, strict=True)
+    ]
     asked = "no bit" if exact else ""
     tolerance = None
     if not exact and (rtol is not None or atol is not None):
@@ -137,8 +141,8 @@ def compare(
     else:
         given = []
     outputs = [
-        [_read_arrays(path, _OUTPUTS_FILE)] if module is None else [module.run(sample) for sample in given]
-        for path, module in zip((first, second), loaded, strict=True)
+        found if found is not None else [module.run(sample) for sample in given] if module is not None else []
+        for found, module in zip(saved, loaded, strict=True)
     ]
     drift = compare_outputs(outputs[0], outputs[1], exact=exact, tolerance=tolerance)
     kernels, builds = compare_manifests(a.manifest, b.manifest) if a is not None and b is not None else ((), ())
