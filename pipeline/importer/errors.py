@@ -7,14 +7,11 @@ from collections.abc import Iterator, Mapping
 
 import onnx
 from onnx import helper
-from tvm.relax.frontend.onnx import onnx_frontend
 
 from models import OnnxModel
 from pipeline.errors import ImportFailedError
-from pipeline.importer.converters import CONVERTERS
+from pipeline.importer.nearest import nearest_supported, supported_operators
 from pipeline.importer.normalise import NormalisedGraph
-
-_CONVERTED_ELSEWHERE = frozenset({"If"})
 
 
 def check_operators(model: OnnxModel, graph: NormalisedGraph) -> None:
@@ -25,7 +22,7 @@ def check_operators(model: OnnxModel, graph: NormalisedGraph) -> None:
     ImportFailedError
         Names the first such node in full, then every such operator with its count.
     """
-    unsupported = [node for node in list_nodes(graph.proto.graph) if not _is_supported(node)]
+    unsupported = [node for node in list_nodes(graph.proto.graph) if not has_converter(node)]
     if not unsupported:
         return
     first = unsupported[0]
@@ -33,7 +30,8 @@ def check_operators(model: OnnxModel, graph: NormalisedGraph) -> None:
     listed = ", ".join(f"{operator} x{count}" for operator, count in sorted(counts.items()))
     msg = (
         f"model {model.name!r}: no converter for {describe_node(graph, first)}.\n"
-        f"Unsupported operators in this model: {listed}.\n"
+        f"Nearest supported: {nearest_supported(first, 'no converter')}.\n"
+        f"Unsupported operators in this model: {listed}; `relaxtune inspect` lists their nodes.\n"
         f"Export the model with standard ONNX operators (domain ai.onnx), or add a converter to "
         f"pipeline/importer/converters."
     )
@@ -44,10 +42,9 @@ def conversion_failed(
     model: OnnxModel, graph: NormalisedGraph, node: onnx.NodeProto, cause: Exception
 ) -> ImportFailedError:
     """Return the error of a node whose converter raised `cause`."""
-    reason = str(cause).strip().splitlines()
     msg = (
         f"model {model.name!r}: cannot convert {describe_node(graph, node)}.\n"
-        f"Cause: {type(cause).__name__}: {reason[-1] if reason else 'no message'}\n"
+        f"Cause: {reason_of(cause)}\n"
         f"If a size in the inputs above is symbolic, give it a number (--shape); otherwise export the model with "
         f"another opset or exporter."
     )
@@ -56,31 +53,34 @@ def conversion_failed(
 
 def describe_node(graph: NormalisedGraph, node: onnx.NodeProto) -> str:
     """Return operator, domain, version, name and inputs of a node, e.g. for an error message."""
-    types = _value_types(graph.proto.graph)
+    types = value_types(graph.proto.graph)
     inputs = ", ".join(f"{name or '(left out)'}: {types.get(name, 'unknown')}" for name in node.input)
     names = ", ".join(graph.sources.get(node.name, (node.name,)))
     return f"{_operator(node, graph)}, node {names!r}, inputs ({inputs})"
 
 
 def _operator(node: onnx.NodeProto, graph: NormalisedGraph) -> str:
-    domain = node.domain or "ai.onnx"
-    versions = {item.domain or "ai.onnx": item.version for item in graph.proto.opset_import}
-    return f"{domain}.{node.op_type} (opset {versions.get(domain, 'not imported')})"
+    domain, version = operator_version(node, graph)
+    return f"{domain}.{node.op_type} (opset {'not imported' if version is None else version})"
 
 
-def _is_supported(node: onnx.NodeProto) -> bool:
+def has_converter(node: onnx.NodeProto) -> bool:
+    """Return whether there is a converter for a node's operator, ours or TVM's."""
     domain = "" if node.domain == "ai.onnx" else node.domain
-    if (domain, node.op_type) in CONVERTERS:
-        return True
-    return domain == "" and (node.op_type in _CONVERTED_ELSEWHERE or _stock_converter(node.op_type))
+    return (domain, node.op_type) in supported_operators()
 
 
-# Contrib operators that TVM's one table, which goes by name alone, has too; it must not serve them in another domain.
-_STOCK_CONTRIB = frozenset({"BiasGelu", "EmbedLayerNormalization", "FastGelu", "SkipLayerNormalization"})
+def operator_version(node: onnx.NodeProto, graph: NormalisedGraph) -> tuple[str, int | None]:
+    """Return a node's domain, `ai.onnx` for the main one, and the version of it that the model imports."""
+    domain = node.domain or "ai.onnx"
+    versions = {item.domain or "ai.onnx": int(item.version) for item in graph.proto.opset_import}
+    return domain, versions.get(domain)
 
 
-def _stock_converter(op_type: str) -> bool:
-    return op_type in onnx_frontend._get_convert_map() and op_type not in _STOCK_CONTRIB
+def reason_of(cause: Exception) -> str:
+    """Return an exception on one line."""
+    lines = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {lines[-1] if lines else 'no message'}"
 
 
 def list_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
@@ -101,7 +101,8 @@ def element_types(graph: onnx.GraphProto) -> Mapping[str, int]:
     return types
 
 
-def _value_types(graph: onnx.GraphProto) -> Mapping[str, str]:
+def value_types(graph: onnx.GraphProto) -> Mapping[str, str]:
+    """Return value name -> its type as text, such as `float32[1x128]`."""
     types = {info.name: _type_text(info.type) for info in (*graph.value_info, *graph.input, *graph.output)}
     for tensor in graph.initializer:
         types[tensor.name] = f"{_dtype(tensor.data_type)}{_shape(list(tensor.dims))} constant"

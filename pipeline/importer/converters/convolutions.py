@@ -78,16 +78,32 @@ def shaped(node: ConverterInput, values: tvm.ir.Expr, shape: list[int]) -> tvm.i
     return node.builder.emit(relax.op.reshape(values, shape))
 
 
-def refuse_output_shape(node: ConverterInput) -> None:
-    """Refuse a ConvTranspose that names its output's shape, which TVM's converter ignores; it has all others.
+def check_output_shape(node: ConverterInput) -> None:
+    """Refuse a ConvTranspose with an output shape other than its pads give, which TVM ignores; it has all others.
 
     Raises
     ------
     ValueError
-        The attribute is there.
+        The shapes differ.
     """
-    if node.attributes.get("output_shape"):
-        msg = f"attribute 'output_shape': expected pads instead, got {node.attributes['output_shape']!r}"
+    data, weight = node.input(0), node.input(1)
+    spatial = int(data.ty.ndim) - 2
+    wanted = _integers(node, "output_shape", [])
+    if not wanted:
+        return
+    strides, dilations = (_integers(node, name, [1] * spatial) for name in ("strides", "dilations"))
+    pads, extra = _integers(node, "pads", [0] * 2 * spatial), _integers(node, "output_padding", [0] * spatial)
+    given = [
+        (static_size(data, axis + 2) - 1) * strides[axis]
+        + (static_size(weight, axis + 2) - 1) * dilations[axis]
+        + 1
+        + extra[axis]
+        - pads[axis]
+        - pads[axis + spatial]
+        for axis in range(spatial)
+    ]
+    if wanted[-spatial:] != given:
+        msg = f"attribute 'output_shape': expected {given}, as the pads give, got {wanted}; set pads instead"
         raise ValueError(msg)
 
 
@@ -112,6 +128,6 @@ def _integers(node: ConverterInput, name: str, default: list[int]) -> list[int]:
 
 
 CONVOLUTION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "ConvTranspose"): refuse_output_shape,
+    ("", "ConvTranspose"): check_output_shape,
     ("com.microsoft", "FusedConv"): convert_fused_conv,
 }

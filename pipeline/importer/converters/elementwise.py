@@ -71,6 +71,19 @@ def convert_eye_like(node: ConverterInput) -> tvm.ir.Expr:
     return relax.op.eye(rows, columns, int_attribute(node, "k", 0), dtype)
 
 
+def check_blocks(node: ConverterInput) -> None:
+    """Refuse a SpaceToDepth with an order of its elements, which TVM ignores; it has all others.
+
+    Raises
+    ------
+    ValueError
+        The attribute `mode` asks for another order.
+    """
+    if node.attributes.get("mode", "DCR") != "DCR":
+        msg = f"attribute 'mode': expected 'DCR', got {node.attributes['mode']!r}"
+        raise ValueError(msg)
+
+
 def refuse_training(operator: str, *, by_input: int | None = None) -> Converter:
     """Return a converter that refuses a node in training mode and leaves any other to TVM, which ignores the mode."""
 
@@ -94,4 +107,5 @@ ELEMENTWISE_CONVERTERS: Mapping[tuple[str, str], Converter] = {
     ("", "EyeLike"): convert_eye_like,
     ("", "IsInf"): convert_is_inf,
     ("", "Pow"): convert_pow,
+    ("", "SpaceToDepth"): check_blocks,
 }

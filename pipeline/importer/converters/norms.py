@@ -113,7 +113,8 @@ def convert_rms_norm(node: ConverterInput) -> tvm.ir.Expr:
     axis, epsilon = int_attribute(node, "axis", -1) % rank, float_attribute(node, "epsilon", _SIMPLIFIED_EPSILON)
     if axis == rank - 1 and gamma.ty.ndim == 1:
         return relax.op.nn.rms_norm(data, gamma, axes=[-1], epsilon=epsilon)
-    lead, rest = sizes_of(data)[:axis], sizes_of(data)[axis:]
+    # At least one axis in front: TVM's kernel of a whole tensor has no axis left to write to.
+    lead, rest = sizes_of(data)[:axis] or [1], sizes_of(data)[axis:]
     spread = emit(relax.op.reshape(emit(relax.op.broadcast_to(gamma, rest)), [-1]))
     flat = emit(relax.op.reshape(data, [*lead, -1]))
     normed = emit(relax.op.nn.rms_norm(flat, spread, axes=[-1], epsilon=epsilon))

@@ -36,19 +36,18 @@ _WEIGHT_ATTRIBUTES = (
 _REFERENCE_OPSET = 19
 
 
-def convert_resize(node: ConverterInput) -> tvm.ir.Expr:
-    """Return x resized by scales or to sizes, of all axes or of `axes`.
+def convert_resize(node: ConverterInput) -> tvm.ir.Expr | None:
+    """Return x resized by scales or to sizes, of all axes or of `axes`; a resized region is left to TVM.
 
     Inputs: x, region (unused), scales, sizes; in opset 10: x, scales.
 
     Raises
     ------
     ValueError
-        Sizes known at run time only, or coordinates of a region.
+        Sizes known at run time only.
     """
     if node.attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize":
-        msg = "attribute 'coordinate_transformation_mode': expected no region, got 'tf_crop_and_resize'"
-        raise ValueError(msg)
+        return None
     data = node.input(0)
     mode = str(node.attributes.get("mode", "nearest"))
     dtype = dtype_of(data)

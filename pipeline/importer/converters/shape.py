@@ -113,8 +113,10 @@ def _expand_at_run_time(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
         msg = f"input 1 (shape) of {rank} sizes: expected at least {len(sizes)}, as many as the tensor has axes"
         raise ValueError(msg)
     own = emit(relax.op.shape_to_tensor(relax.ShapeExpr([1] * (rank - len(sizes)) + sizes)))
-    wanted = emit(relax.op.maximum(node.input(1), own))
-    return relax.op.broadcast_to(data, emit(relax.op.tensor_to_shape(wanted)))
+    wanted = emit(relax.op.tensor_to_shape(emit(relax.op.maximum(node.input(1), own))))
+    new = [tirx.Var(f"expanded_{axis}", "int64") for axis in range(rank)]
+    node.builder.match_cast(wanted, relax.ShapeType(new))
+    return relax.op.broadcast_to(data, relax.ShapeExpr(new))
 
 
 def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 import tvm
 from tvm import relax
 
-from pipeline.importer.converters.base import Converter, ConverterInput, int_attribute, sizes_of
+from pipeline.importer.converters.base import (
+    Converter,
+    ConverterInput,
+    constant,
+    constant_value,
+    int_attribute,
+    sizes_of,
+)
 from pipeline.importer.shape_values import simplify, size_list
 
 
@@ -32,7 +39,7 @@ def convert_one_hot(node: ConverterInput) -> tvm.ir.Expr | None:
     A negative index counts from the end; one outside of [-depth, depth) has no place, as ONNX has it. TVM takes
     constant depths and values only.
     """
-    depths = size_list(node.input(1))
+    depths = size_list(_whole(node.input(1)))
     if depths is None:
         return None
     depth = depths[0]
@@ -48,6 +55,12 @@ def convert_one_hot(node: ConverterInput) -> tvm.ir.Expr | None:
     hit = relax.op.equal(relax.op.expand_dims(indices, axis), places)
     off, on = (relax.op.squeeze(relax.op.strided_slice(node.input(2), [0], [i], [i + 1]), [0]) for i in (0, 1))
     return relax.op.where(hit, on, off)
+
+
+def _whole(depth: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return a constant depth in int64: ONNX allows every number type."""
+    value = constant_value(depth)
+    return depth if value is None else constant(value.astype("int64"))
 
 
 def _scalar(size: tvm.ir.Expr | int) -> tvm.ir.Expr:
