@@ -8,12 +8,14 @@ from tvm.s_tir import meta_schedule as ms
 from tvm.target import Target
 from tvm.tirx import IndexMap
 
+from schedules.attention import spec_of
 from schedules.context import QuietTuneContext
 from schedules.errors import TargetError
 from schedules.fallback import schedule_by_rules
 from schedules.rules.cuda import cuda_rules
 from schedules.rules.llvm import llvm_rules
 from schedules.rules.register_tile import contraction_designs
+from schedules.rules.thread_tile import thread_tile_designs
 from schedules.targets import CpuLimits, target_limits
 
 
@@ -21,8 +23,8 @@ def make_space(target: Target) -> ms.SpaceGenerator:
     """Return the space generator for a target.
 
     The schedule of the fallback is a design of the space wherever its trace can be stored (see `list_designs`). On
-    LLVM, contractions get the register-tile designs; everything else, and everything on CUDA, gets schedule rules
-    applied in post-order. TVM's own post-processors and mutators are kept.
+    LLVM, contractions get the register-tile designs, on CUDA the thread-tile design; everything else gets schedule
+    rules applied in post-order. TVM's own post-processors and mutators are kept.
 
     Raises
     ------
@@ -47,6 +49,8 @@ def make_space(target: Target) -> ms.SpaceGenerator:
 def list_designs(mod: IRModule, target: Target) -> list[Schedule]:
     """Return the designs of a module with one function `main`, the fallback's first.
 
+    Attention has no other design on CUDA: of the rules' schedules of its two matmuls hardly one keeps to all limits.
+
     A fallback that transforms a block's layout (dlight's matmuls) is no design: TVM 0.27 cannot write such a step of a
     trace as JSON, so that a candidate made from it could not be recorded.
     """
@@ -57,9 +61,9 @@ def list_designs(mod: IRModule, target: Target) -> list[Schedule]:
         designs = contraction_designs(func, limits)
         rules = llvm_rules(limits)
     else:
-        designs = []
+        designs = thread_tile_designs(func, limits)
         rules = cuda_rules(limits)
-    if not designs:
+    if not designs and spec_of(func) is None:
         space = ms.space_generator.PostOrderApply(sch_rules=rules, postprocs=[], mutator_probs={})
         designs = list(QuietTuneContext(mod, target, space).generate_design_space())
     return [fallback, *designs] if _can_be_stored(fallback) else designs

@@ -18,8 +18,8 @@ _TRIALS_MAX = 1 << 20
 # Generations between two rounds. Each mutates the whole population, runs the postprocessors on it and asks the cost
 # model about it: most of the time of a search.
 _GENERATIONS = 1
-# Fresh random schedules are the other half of the time on a GPU, where two of three fail a postprocessor; those found
-# beside half a round's worth are of little use, since each round draws anew (stock asks for 50).
+# Of fresh random schedules more than half a round's worth are of little use, since each round draws anew (stock asks
+# for 50).
 # Candidates after which a search begins again from its best, so many of them.
 _RENEW_AFTER = 512
 _PARENTS = 64
@@ -105,8 +105,10 @@ class TaskSearch:
                 ms.database.TuningRecord(trace, self._workload, run_secs, self._target, args_info)
             )
         self.spaces = self.context.generate_design_space()
-        self.context.pre_tuning(_TRIALS_MAX, self._per_round, self.spaces, self._database, self._cost_model)
-        self._open = True
+        # Attention has no space on a GPU.
+        self._open = bool(self.spaces)
+        if self._open:
+            self.context.pre_tuning(_TRIALS_MAX, self._per_round, self.spaces, self._database, self._cost_model)
         self._learnt = 0
 
     def _renew(self) -> None:

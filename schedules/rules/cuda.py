@@ -1,5 +1,7 @@
 """Schedule rules for CUDA without tensor cores: tiling through shared memory, cross-thread reductions, thread binding.
 
+A function with a single matmul gets a space of its own (`schedules.rules.thread_tile`).
+
 TVM's tensor-core rules are left out: nearly all of their candidates fail to build (the buffer's element type is not the
 one the intrinsic expects). Kernels on tensor cores are to come as templates.
 """

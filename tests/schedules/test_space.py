@@ -78,7 +78,7 @@ def test_space_binds_threads_when_on_cuda():
     case = matmul_case(64, 64, 64)
     context = QuietTuneContext(case.module, target, make_space(target))
     designs = context.generate_design_space()
-    assert len(designs) >= 2
+    assert designs
     assert all("threadIdx.x" in design.mod.script(show_meta=False) for design in designs)
     assert any("shared" in design.mod.script(show_meta=False) for design in designs)
     # dlight's matmul transforms a block's layout, a step that TVM cannot write as JSON.
