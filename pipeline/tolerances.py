@@ -146,7 +146,7 @@ def tensor_tolerance(outputs: Tolerance, depth: int, deepest: int) -> Tolerance:
     Errors grow with the square root of the roundings passed, so a tensor at `depth` of `deepest` may be off by the
     square root of that share of what the outputs may; the shallowest are given some more.
     """
-    share = math.sqrt((min(depth, deepest) + _SHALLOW) / (max(deepest, 1) + _SHALLOW))
+    share = math.sqrt((min(depth, deepest) + _SHALLOW) / (deepest + _SHALLOW))
     return Tolerance(outputs.rtol * share, outputs.atol * share)
 
 

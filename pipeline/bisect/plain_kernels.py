@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 # Operations of a run up to which unscheduled code is compiled without optimisation: it does some 0.05 GFLOP/s, and
 # compiles in a tenth of the time.
 UNOPTIMISED_FLOPS_MAX = 5e8
-# Up to which it is left without a schedule at all, at about 0.5 GFLOP/s. Beyond, the default schedules are the reference.
+# Up to which it has no schedule at all, at about 0.5 GFLOP/s. Beyond, the default schedules are the reference.
 UNSCHEDULED_FLOPS_MAX = 2e10
 
 # Root mean square of the arguments that the tolerances of kernels are made for, uniform in [-1, 1).
@@ -38,7 +38,7 @@ def ready_for_host(
 ) -> tuple[tvm.ir.IRModule, tvm.target.Target]:
     """Return a module of unscheduled PrimFuncs as it can be compiled for the host, and the target for that.
 
-    They stay without a schedule, so that no rule of ours is in the reference, unless a run of `calls` would take minutes.
+    They stay without a schedule, so that no rule of ours is in the reference, unless `calls` would take minutes.
     """
     flops = total_flops(mod, calls)
     if flops > UNSCHEDULED_FLOPS_MAX:

@@ -1,13 +1,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tvm
 from tvm import te, tirx
 
-from pipeline.tolerances import EXACT, EXACT_KERNEL, kernel_tolerance, model_tolerance, output_scale
+from models import OnnxModel
+from pipeline.reference import longest_reduction
+from pipeline.tolerances import (
+    EXACT,
+    EXACT_KERNEL,
+    TOLERANCE_TABLE,
+    Tolerance,
+    kernel_tolerance,
+    model_tolerance,
+    output_scale,
+    symbolic_kernel_tolerance,
+    table_markdown,
+    tensor_tolerance,
+)
 from pipeline.tuning.arguments import ArgumentSpec, make_arrays
 from pipeline.tuning.mismatch import find_mismatch
 from tests.pipeline.tuning.tuning_cases import matmul_mod
@@ -92,3 +106,39 @@ def test_the_scale_is_the_root_mean_square_and_at_least_one() -> None:
     assert output_scale(np.asarray([0.1, np.inf, np.nan])) == 1.0
     assert output_scale(np.asarray([100, 100])) == 1.0
     assert output_scale(np.zeros(0, np.float32)) == 1.0
+
+
+def test_the_documentation_shows_the_table() -> None:
+    shown = (Path(__file__).parent.parent.parent / "docs" / "validation.md").read_text(encoding="utf-8")
+    assert table_markdown() in shown
+
+
+def test_the_table_grows_with_the_length_of_sums_and_ends_without_a_limit() -> None:
+    rows: dict[tuple[str, str], list[float]] = {}
+    for row in TOLERANCE_TABLE:
+        rows.setdefault((row.storage, row.accumulator), []).append(row.tolerance.rtol)
+        assert row.reason
+    assert all(sorted(found) == found for found in rows.values())
+    assert model_tolerance("float32", reduction=8192) == Tolerance(1e-4, 1e-4)
+    assert model_tolerance("float32", reduction=8193) == Tolerance(4e-4, 4e-4)
+    assert model_tolerance("float16", reduction=10**6) == model_tolerance("float16")
+
+
+def test_the_longest_sum_of_a_model_is_that_of_its_weights(bert_tiny: OnnxModel) -> None:
+    assert longest_reduction(bert_tiny) == 512
+
+
+def test_a_tensor_near_the_inputs_may_be_off_by_less() -> None:
+    outputs = Tolerance(1e-2, 1e-3)
+    depths = [tensor_tolerance(outputs, depth, 40) for depth in (0, 10, 40, 99)]
+    assert depths[0].rtol < depths[1].rtol < depths[2].rtol == depths[3].rtol == outputs.rtol
+    assert depths[0].atol == pytest.approx(1e-3 * np.sqrt(10 / 50))
+    assert tensor_tolerance(outputs, 0, 0) == outputs
+
+
+def test_a_kernel_of_symbolic_shapes_is_held_against_its_longest_axis() -> None:
+    short, long = (symbolic_kernel_tolerance(["float32", "int64"], longest) for longest in (16, 1024))
+    assert short.rtol == long.rtol
+    assert short.atol < long.atol
+    assert long.accumulated == pytest.approx(kernel_tolerance(matmul_mod(k=1024)["main"]).accumulated)
+    assert symbolic_kernel_tolerance(["int64"], 8) == EXACT_KERNEL
