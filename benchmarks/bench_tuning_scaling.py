@@ -3,12 +3,14 @@
     python benchmarks/bench_tuning_scaling.py [--model bert-base] [--shape input_ids=1x128] [--precision fp16]
         [--workers 1 2 4 8 16] [--seconds 25] [--stock-seconds 60] [--out FILE]
 
-Every arm tunes the same tasks for so many seconds in a process of its own, one arm after the other, and is then ended:
+Every arm tunes for so many seconds in a process of its own, one arm after the other, and is then ended. All processes
+import the model first, together, and wait for their turn.
 
 - *stock*: `meta_schedule.tune_tasks` with its own builder (as many processes as the last of --workers), runner, space,
   cost model and scheduler; 16 candidates a task and round. It needs the package cloudpickle.
 - *search N*: this project's search alone, with N build processes, in an empty database; no finals, no early stop.
 - *all N*: the same with the kernel templates, as a user gets it; with the last of --workers.
+- *stock light*, *search light*: the same two on the tasks that are neither matmuls nor attention, which stock manages.
 
 A candidate counts when it is measured or has failed and the run knows so. The clock runs from the call, so that process
 starts, references and default schedules count; importing the model does not. `steady` leaves out what comes before the
@@ -26,7 +28,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,7 @@ from pipeline.tuning.options import TuningOptions  # noqa: E402
 from pipeline.tuning.progress import ProgressEvent  # noqa: E402
 from pipeline.tuning.session import tune  # noqa: E402
 from pipeline.tuning.table import to_data  # noqa: E402
+from pipeline.tuning.task import TuningTask  # noqa: E402
 from tuning_db.records import Route  # noqa: E402
 from tuning_db.store import TuningDatabase  # noqa: E402
 
@@ -53,6 +57,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "tuning-scaling.json"
 STOCK_TRIALS = 1 << 16
 # Until an arm that was told to end has ended.
 GRACE_S = 60
+ARMS = ("stock", "stock light", "search", "search light", "all")
+# Families of kernels whose tasks the light arms leave out.
+HEAVY = ("matmul", "batch_matmul", "attention")
 
 
 class Moments:
@@ -73,10 +80,10 @@ class Moments:
         self._valid = event.valid
 
 
-def run_stock(prepared: PreparedModel, workers: int, folder: Path) -> None:
+def run_stock(prepared: PreparedModel, tasks: Sequence[TuningTask], workers: int, folder: Path) -> None:
     """Tune with stock MetaSchedule until somebody ends this process."""
     target = prepared.target.target
-    extracted = [ms.ExtractedTask(task.name, task.mod, target, [task.mod], task.weight) for task in prepared.tasks]
+    extracted = [ms.ExtractedTask(task.name, task.mod, target, [task.mod], task.weight) for task in tasks]
     moments = Moments(folder / "moments")
 
     @derived_object
@@ -97,12 +104,19 @@ def run_stock(prepared: PreparedModel, workers: int, folder: Path) -> None:
     )
 
 
-def run_ours(prepared: PreparedModel, workers: int, seconds: float, routes: frozenset[Route], folder: Path) -> None:
+def run_ours(
+    prepared: PreparedModel,
+    tasks: Sequence[TuningTask],
+    workers: int,
+    seconds: float,
+    routes: frozenset[Route],
+    folder: Path,
+) -> None:
     """Tune with this project for some seconds and write what came of it."""
     with TuningDatabase.open(folder / "tuning.db") as database:
         moments = Moments(folder / "moments")
         summary = tune(
-            prepared.tasks,
+            tasks,
             target=prepared.target,
             database=database,
             environment=prepared.environment,
@@ -115,55 +129,103 @@ def run_ours(prepared: PreparedModel, workers: int, seconds: float, routes: froz
     (folder / "summary.json").write_text(json.dumps(document), encoding="utf-8")
 
 
-def run_arm(arm: str, workers: int, seconds: float, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what an arm did in its process."""
-    passed = ["--model", arguments.model, "--target", arguments.target, "--precision", arguments.precision]
-    for shape in arguments.shape:
-        passed += ["--shape", shape]
-    with tempfile.TemporaryDirectory(prefix="relaxtune-scaling-") as work:
-        folder = Path(work)
-        child = [sys.executable, __file__, "--arm", arm, "--workers", str(workers), "--seconds", str(seconds)]
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                [*child, "--work", work, *passed], stdout=log, stderr=log, start_new_session=True
+@dataclass(frozen=True)
+class Arm:
+    """What one process does; `light` leaves out matmuls and attention."""
+
+    name: str
+    workers: int
+    seconds: float
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether it runs until it is ended."""
+        return self.name.startswith("stock")
+
+
+class ArmProcess:
+    """An arm that imports the model at once and tunes when it is told to."""
+
+    def __init__(self, arm: Arm, arguments: argparse.Namespace) -> None:
+        self.arm = arm
+        self._work = tempfile.TemporaryDirectory(prefix="relaxtune-scaling-")
+        self.folder = Path(self._work.name)
+        passed = ["--model", arguments.model, "--target", arguments.target, "--precision", arguments.precision]
+        passed += ["--arm", arm.name, "--workers", str(arm.workers), "--seconds", str(arm.seconds)]
+        for shape in arguments.shape:
+            passed += ["--shape", shape]
+        with (self.folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, "--work", self._work.name, *passed],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
-            code = _wait(process, folder, seconds, stopped=arm == "stock")
+
+    def wait_until_ready(self) -> None:
+        """Wait until the model is imported, or the process has ended."""
+        while self._process.poll() is None and not (self.folder / "ready").exists():
+            time.sleep(0.05)
+
+    def run(self) -> dict[str, Any]:
+        """Let it tune and return what it did."""
+        arm, folder = self.arm, self.folder
+        (folder / "go").touch()
+        code = self._wait()
         lines = (folder / "moments").read_text(encoding="utf-8").split("\n") if (folder / "moments").exists() else []
         moments = [(float(at), valid == "1") for at, valid in (line.split() for line in lines if " " in line)]
-        moments = [one for one in moments if one[0] <= seconds]
+        moments = [one for one in moments if one[0] <= arm.seconds]
         summary = json.loads((folder / "summary.json").read_text()) if (folder / "summary.json").exists() else None
         if not moments:
             tail = (folder / "log").read_text(errors="replace")[-1500:]
-            print(f"{arm} with {workers} workers finished no candidate (exit {code}):\n{tail}", file=sys.stderr)
-    first = moments[0][0] if moments else None
-    failures: Counter[str] = Counter()
-    for task in summary["tasks"] if summary else ():
-        failures.update(task["failures"])
-    return {
-        "arm": arm,
-        "workers": workers,
-        "seconds": seconds,
-        "candidates": len(moments),
-        "valid": sum(valid for _, valid in moments),
-        "failures": dict(failures),
-        "per_s": len(moments) / seconds,
-        "steady_per_s": (len(moments) - 1) / (seconds - first) if first is not None and len(moments) > 1 else 0.0,
-        "first_candidate_s": first,
-        "seconds_by_phase": summary["seconds_by_phase"] if summary else None,
-        "environment": summary["environment"] if summary else None,
-        "moments_s": [at for at, _ in moments],
-    }
+            print(f"{arm} finished no candidate (exit {code}):\n{tail}", file=sys.stderr)
+        self._work.cleanup()
+        first = moments[0][0] if moments else None
+        failures: Counter[str] = Counter()
+        for task in summary["tasks"] if summary else ():
+            failures.update(task["failures"])
+        return {
+            "arm": arm.name,
+            "workers": arm.workers,
+            "seconds": arm.seconds,
+            "candidates": len(moments),
+            "valid": sum(valid for _, valid in moments),
+            "failures": dict(failures),
+            "per_s": len(moments) / arm.seconds,
+            "steady_per_s": (len(moments) - 1) / (arm.seconds - first) if first is not None else 0.0,
+            "first_candidate_s": first,
+            "seconds_by_phase": summary["seconds_by_phase"] if summary else None,
+            "environment": summary["environment"] if summary else None,
+            "moments_s": [at for at, _ in moments],
+        }
+
+    def _wait(self) -> int:
+        """Wait for the end; one that does not end by itself is ended so many seconds after its clock started."""
+        while self._process.poll() is None and not (self.folder / "moments").exists():
+            time.sleep(0.05)
+        try:
+            return self._process.wait(timeout=self.arm.seconds + (0.5 if self.arm.is_stock else GRACE_S))
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            return self._process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], folder: Path, seconds: float, *, stopped: bool) -> int:
-    """Wait for an arm; one that does not end by itself is ended so many seconds after its clock started."""
-    while process.poll() is None and not (folder / "moments").exists():
-        time.sleep(0.05)
-    try:
-        return process.wait(timeout=seconds + (0.5 if stopped else GRACE_S))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return process.wait()
+def run_child(arm: Arm, arguments: argparse.Namespace) -> None:
+    """Import the model, wait for the turn, tune."""
+    lowering = LoweringOptions(precision=None if arguments.precision == "fp32" else arguments.precision)
+    request = ModelRequest(
+        arguments.model, shapes=parse_shapes(arguments.shape), target=arguments.target, lowering=lowering
+    )
+    prepared = prepare_model(request)
+    tasks = [task for task in prepared.tasks if task.family not in HEAVY or "light" not in arm.name]
+    (arguments.work / "ready").touch()
+    while not (arguments.work / "go").exists():
+        time.sleep(0.02)
+    if arm.is_stock:
+        run_stock(prepared, tasks, arm.workers, arguments.work)
+    else:
+        routes = {Route.METASCHEDULE} | ({Route.TEMPLATE} if arm.name == "all" else set())
+        run_ours(prepared, tasks, arm.workers, arm.seconds, frozenset(routes), arguments.work)
 
 
 def main() -> None:
@@ -177,32 +239,35 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=25.0)
     parser.add_argument("--stock-seconds", type=float, default=60.0)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--arm", choices=("stock", "search", "all"), help=argparse.SUPPRESS)
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     most = arguments.workers[-1]
     if arguments.arm is not None:
-        lowering = LoweringOptions(precision=None if arguments.precision == "fp32" else arguments.precision)
-        request = ModelRequest(
-            arguments.model, shapes=parse_shapes(arguments.shape), target=arguments.target, lowering=lowering
-        )
-        prepared = prepare_model(request)
-        if arguments.arm == "stock":
-            run_stock(prepared, most, arguments.work)
-        else:
-            routes = {Route.METASCHEDULE} | ({Route.TEMPLATE} if arguments.arm == "all" else set())
-            run_ours(prepared, most, arguments.seconds, frozenset(routes), arguments.work)
+        run_child(Arm(arguments.arm, most, arguments.seconds), arguments)
         return
-    plan = [("search", count, arguments.seconds) for count in reversed(arguments.workers)]
-    plan = [*plan[:1], ("stock", most, arguments.stock_seconds), ("all", most, arguments.seconds), *plan[1:]]
+    ours, stock = arguments.seconds, arguments.stock_seconds
+    plan = [
+        Arm("search", most, ours),
+        Arm("stock", most, stock),
+        Arm("all", most, ours),
+        Arm("stock light", most, stock),
+        Arm("search light", most, ours),
+        *(Arm("search", count, ours) for count in reversed(arguments.workers[:-1])),
+    ]
+    processes = [ArmProcess(arm, arguments) for arm in plan]
+    for process in processes:
+        process.wait_until_ready()
     runs = []
-    for arm, workers, seconds in plan:
-        run = run_arm(arm, workers, seconds, arguments)
+    for process in processes:
+        run = process.run()
         runs.append(run)
         phases = " ".join(f"{name} {value:.0f}" for name, value in (run["seconds_by_phase"] or {}).items())
+        first = "none" if run["first_candidate_s"] is None else f"{run['first_candidate_s']:.1f} s"
         print(
-            f"{arm:6} {workers:2} build processes: {run['candidates']:4} candidates in {seconds:.0f} s, "
-            f"{run['per_s']:.2f}/s, steady {run['steady_per_s']:.2f}/s, {run['valid']} valid; {phases}",
+            f"{run['arm']:12} {run['workers']:2} build processes: {run['candidates']:4} candidates in "
+            f"{run['seconds']:.0f} s, {run['per_s']:.2f}/s, steady {run['steady_per_s']:.2f}/s, first {first}, "
+            f"{run['valid']} valid; {phases}",
             flush=True,
         )
         document = {

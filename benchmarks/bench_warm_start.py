@@ -1,7 +1,7 @@
 """What records of a near shape are worth: a model tuned cold, and after the same model with another sequence length.
 
     python benchmarks/bench_warm_start.py [--model bert-base] [--from 1x128] [--to 1x384] [--precision fp16]
-        [--trials 600] [--seeds 1] [--out FILE]
+        [--trials 600] [--seeds 1] [--routes metaschedule,template] [--out FILE]
 
 For each seed: `to` is tuned in an empty database (cold); `from` in another, then `to` in that one (warm), then `to`
 there once more (again). The latency of the model is the sum over its kernels of calls times the best latency known;
@@ -27,6 +27,7 @@ from pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from pipeline.tuning.options import TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressEvent
 from pipeline.tuning.session import tune
+from tuning_db.records import Route
 from tuning_db.store import TuningDatabase
 
 WITHIN = 0.95
@@ -88,7 +89,8 @@ def prepared_for(arguments: argparse.Namespace, shape: str) -> PreparedModel:
 
 
 def run_seed(arguments: argparse.Namespace, seed: int, near: PreparedModel, goal: PreparedModel) -> dict[str, Any]:
-    options = TuningOptions(trials=arguments.trials, seed=seed)
+    routes = frozenset(Route(name) for name in arguments.routes.split(","))
+    options = TuningOptions(trials=arguments.trials, seed=seed, routes=routes)
     with tempfile.TemporaryDirectory(prefix="warm-start-") as directory:
         cold = tuned(goal, f"{directory}/cold.db", options)
         donor = tuned(near, f"{directory}/warm.db", options)
@@ -115,6 +117,7 @@ def main() -> None:
     parser.add_argument("--target", default="auto")
     parser.add_argument("--trials", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--routes", default="metaschedule,template", help="who offers candidates")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/warm-start.json"))
     arguments = parser.parse_args()
 
