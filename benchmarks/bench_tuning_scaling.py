@@ -1,7 +1,8 @@
 """Candidates a second while tuning a model's kernels: by number of build processes, and stock MetaSchedule beside it.
 
     python benchmarks/bench_tuning_scaling.py [--model bert-base] [--shape input_ids=1x128] [--precision fp16]
-        [--workers 1 2 4 8 16] [--seconds 25] [--stock-seconds 60] [--out FILE]
+        [--workers 1 2 4 8 16] [--seconds 25] [--stock-seconds 60] [--arms search "stock light"]
+        [--out FILE]
 
 Every arm tunes for so many seconds in a process of its own, one arm after the other, and is then ended. All processes
 import the model first, together, and wait for their turn.
@@ -239,6 +240,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=25.0)
     parser.add_argument("--stock-seconds", type=float, default=60.0)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="which arms are run")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -255,7 +257,7 @@ def main() -> None:
         Arm("search light", most, ours),
         *(Arm("search", count, ours) for count in reversed(arguments.workers[:-1])),
     ]
-    processes = [ArmProcess(arm, arguments) for arm in plan]
+    processes = [ArmProcess(arm, arguments) for arm in plan if arm.name in arguments.arms]
     for process in processes:
         process.wait_until_ready()
     runs = []
