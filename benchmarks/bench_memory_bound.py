@@ -131,6 +131,30 @@ def _embedding_layer_norm(te: Any, topi: Any, tokens: int, columns: int, vocabul
     return [ids, table, position, gamma, beta, topi.cast(normed, "float16")]
 
 
+def _dequantise(te: Any, topi: Any, columns: int, k: int, bits: int) -> list[Any]:
+    from schedules.quantised import dequantise_rows
+
+    packed = te.placeholder((columns, k * bits // 8), "uint8", name="packed")
+    scales = te.placeholder((k // 128, columns), "float16", name="scales")
+    return [packed, scales, dequantise_rows(k, bits, 128, "float16")(packed, scales)]
+
+
+def _torch_dequantise(packed: Any, scales: Any) -> Any:
+    import torch
+
+    k = 128 * scales.shape[0]
+    bits = 8 * packed.shape[1] // k
+    levels = packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).reshape(-1, k)
+    return (levels.to(scales.dtype) - 2 ** (bits - 1)) * scales.repeat_interleave(128, dim=0).T
+
+
+def _packed(columns: int, k: int, bits: int) -> list[Any]:
+    import torch
+
+    packed = torch.randint(0, 256, (columns, k * bits // 8), device="cuda", dtype=torch.uint8)
+    return [packed, (torch.rand(k // 128, columns, device="cuda") * 0.01 + 0.001).half()]
+
+
 def _torch_rotary(x: Any, cos: Any, sin: Any) -> Any:
     import torch
 
@@ -182,6 +206,7 @@ KINDS = {
         ],
         _torch_rotary,
     ),
+    "dequantise": Kind(_dequantise, _packed, _torch_dequantise),
     "embedding_sum": Kind(
         _embedding,
         lambda tokens, columns, vocabulary: [
@@ -218,6 +243,8 @@ CASES = [
     Case("rms_norm", (8192, 8192)),
     Case("bias_gelu", (32768, 3072)),
     Case("rotary", (8, 2048, 32, 64)),
+    Case("dequantise", (16384, 8192, 4)),
+    Case("dequantise", (16384, 8192, 8)),
     Case("embedding_sum", (131072, 768, 30522)),
     Case("embedding_layer_norm", (131072, 768, 30522)),
     Case("layer_norm", (128, 768), chained=True),

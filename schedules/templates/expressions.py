@@ -28,6 +28,8 @@ BINARY = (
     tirx.GE,
     tirx.And,
     tirx.Or,
+    tirx.BitwiseAnd,
+    tirx.RShift,
 )
 IF_THEN_ELSE = "prim.if_then_else"
 # Calls without side effects that CUDA has for float32.

@@ -10,9 +10,10 @@ Notation
 Such a matmul takes as long as W takes to be read: a token in decoding. A block makes 16 * `tiles` rows of W; its
 `warps` share the sum over K. Along K, a step is 4 loads of 16 bytes in each row, by neighbouring lanes: 32 weights of
 16 bits, 64 of 8, 128 of 4. A warp makes every `warps`-th step, `unroll` of them with all loads in flight, and
-multiplies with tensor-core instructions (`gemv_multiply`), for which one row of x is as good as eight. x is read from
-the caches by every warp. Where a step lies within a group, integers are multiplied, exactly, and sums scaled in
-float32; where it does not, weights are scaled and rounded to float16, as the function says.
+multiplies with tensor-core instructions (`gemv_multiply`), for which one row of x is as good as eight. The part of x
+that such a round needs is copied to shared memory while the loads of W are on their way. Where a step lies within a
+group, integers are multiplied, exactly, and sums scaled in float32; where it does not, weights are scaled and rounded
+to float16, as the function says.
 
 The warps' sums meet in shared memory and are added up in the order of warps, so results repeat bit by bit; then each
 thread evaluates the epilogue of its elements.
@@ -39,7 +40,7 @@ from schedules.templates.memory_cost import sm_count_of
 _INPUTS = ("float16", "bfloat16")
 _OUTPUTS = ("float16", "bfloat16", "float32")
 _INDEX_MAX = 2**31 - 1
-_CANDIDATES_MAX = 16
+_CANDIDATES_MAX = 24
 _MINIMUM_ARCH = 80
 # Bytes a microsecond from memory, and the microseconds from a load to its data under load.
 _MEMORY, _LATENCY_US = 4.2e6, 0.9

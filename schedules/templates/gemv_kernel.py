@@ -20,7 +20,7 @@ from schedules.templates.fast_gelu import fast_gelu
 from schedules.templates.fast_math import fast_call
 from schedules.templates.gemv_function import GemvFunction
 from schedules.templates.gemv_multiply import emit_products
-from schedules.templates.gemv_plan import COLUMNS, LANES, LOAD_BYTES, SHARED_PAD, TILE, WARP, GemvPlan
+from schedules.templates.gemv_plan import COLUMNS, LANES, LOAD_BYTES, SHARED_PAD, TILE, WARP, X_PAD, GemvPlan
 from schedules.templates.global_access import load_bytes
 from schedules.templates.kernel_frame import constant_params, wait_for_predecessor
 from schedules.templates.lowering import KERNEL_ATTR
@@ -30,6 +30,21 @@ from schedules.templates.registers import when
 _BLOCKS_ATTR = "s_tir"
 # Launch attributes of a PrimFunc; the spelling is TVM's.
 _LAUNCH_ATTR, _DEPENDENT_LAUNCH = "tirx.kernel_launch_params", "tirx.use_programtic_dependent_launch"
+
+
+# Elements of x in 16 bytes.
+_VECTOR = 8
+_COPY = "relaxtune_copy_async"
+_COPY_SOURCE = """
+__forceinline__ __device__ void relaxtune_copy_async(void* to, const void* from, int size) {
+  unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(from), "r"(size) : "memory");
+}
+"""
+_ARRIVED = "relaxtune_copies_arrived"
+_ARRIVED_SOURCE = """
+__forceinline__ __device__ void relaxtune_copies_arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+"""
 
 
 def build_gemv_kernel(func: tirx.PrimFunc, function: GemvFunction, plan: GemvPlan) -> tirx.PrimFunc:
@@ -75,26 +90,30 @@ class _Kernel:
         self._group, self._part = lane // LANES, lane % LANES
         self._first_row = block * plan.rows
         pool = T.SMEMPool()
-        shape = (p.warps, self._matmul.m, plan.rows + SHARED_PAD)
-        self._shared = pool.alloc(shape, "float32", align=16)
+        self._shared = pool.alloc((p.warps, self._matmul.m, plan.rows + SHARED_PAD), "float32", align=16)
+        self._shared_x = pool.alloc((self._matmul.m, plan.span + X_PAD), self._matmul.input_dtype, align=16)
         pool.commit()
         self._sums = T.alloc_local([p.tiles * plan.column_tiles * 4], "float32")
         self._words = T.alloc_local([p.unroll * p.tiles * 2 * LOAD_BYTES // 4], "uint32")
-        self._words_x = T.alloc_local([p.unroll * plan.column_tiles * plan.words_x], "uint32")
+        self._words_x = T.alloc_local([plan.column_tiles * plan.words_x], "uint32")
         self._halves = None if self._stored is None else T.alloc_local([p.unroll * p.tiles * 2], "float16")
         for index in range(p.tiles * plan.column_tiles * 4):
             T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
-        rounds = math.ceil(plan.turns / p.unroll)
+        first = tirx.IntImm("int32", 0)
         if self._ahead:
-            self._load_weights(tirx.IntImm("int32", 0))
+            self._load_weights(first)
         wait_for_predecessor(p.dependent)
         if not self._ahead:
-            self._load_weights(tirx.IntImm("int32", 0))
-        self._multiply(tirx.IntImm("int32", 0))
-        if rounds > 1:
-            with T.serial(rounds - 1, unroll=False) as index:
+            self._load_weights(first)
+        self._load_x(first)
+        self._multiply()
+        if plan.rounds > 1:
+            with T.serial(plan.rounds - 1, unroll=False) as index:
                 self._load_weights(index + 1)
-                self._multiply(index + 1)
+                # All warps have read the x of the round before.
+                T.evaluate(T.cuda.cta_sync())
+                self._load_x(index + 1)
+                self._multiply()
         self._share()
         T.evaluate(T.cuda.cta_sync())
         self._write()
@@ -138,24 +157,34 @@ class _Kernel:
         row = self._first_row + half * COLUMNS + self._group
         return row if self._matmul.n % self._plan.rows == 0 else tirx.min(row, self._matmul.n - 1)
 
-    def _multiply(self, turn: tirx.Expr) -> None:
+    def _load_x(self, turn: tirx.Expr) -> None:
+        """Emit the copy of a round's part of x to shared memory, zeros behind its end, and the wait of all for it."""
+        plan, matmul = self._plan, self._matmul
+        vectors = plan.span // _VECTOR
+        count = matmul.m * vectors
+        for index in range(math.ceil(count / plan.threads)):
+            place = index * plan.threads + self._thread
+            row, vector = place // vectors, place % vectors
+            k = turn * plan.span + vector * _VECTOR
+            inside = k < matmul.k
+            source = self._x.ptr_to([row * matmul.k + tirx.Select(inside, k, tirx.IntImm("int32", 0))])
+            with when([place < count] if count % plan.threads else []):
+                _copy_async(self._shared_x.ptr_to([row, vector * _VECTOR]), source, inside)
+        T.evaluate(T.cuda.func_call(_ARRIVED, source_code=_ARRIVED_SOURCE))
+        T.evaluate(T.cuda.cta_sync())
+
+    def _multiply(self) -> None:
         plan, p, matmul = self._plan, self._p, self._matmul
         for number in range(p.unroll):
-            step = self._step(turn, number)
+            at = ((number * p.warps + self._warp) * LANES + self._part) * plan.length
             for tile in range(plan.column_tiles):
-                start = (number * plan.column_tiles + tile) * plan.words_x
-                row = tile * COLUMNS + self._group
-                inside = [row < matmul.m] if (tile + 1) * COLUMNS > matmul.m else []
-                conditions = [*inside, *self._exists(step)]
-                if conditions:
-                    for word in range(plan.words_x):
-                        T.buffer_store(self._words_x, tirx.IntImm("uint32", 0), [start + word])
-                place = row * matmul.k + (step * LANES + self._part) * plan.length
-                with when(conditions):
-                    for vector in range(plan.words_x // 4):
-                        to = self._words_x.ptr_to([start + vector * 4])
-                        load_bytes(to, self._x.ptr_to([place + vector * 8]), LOAD_BYTES)
-        for number in range(p.unroll):
+                # Columns of the sums that are no rows of x are not used, whatever is in them.
+                row = tirx.min(tile * COLUMNS + self._group, matmul.m - 1)
+                for vector in range(plan.words_x // 4):
+                    start = tile * plan.words_x + vector * 4
+                    registers = [self._words_x[start + word] for word in range(4)]
+                    source = self._shared_x.ptr_to([row, at + vector * _VECTOR])
+                    T.evaluate(T.ptx["ld.shared.v4.u32"](*registers, source))
             for tile in range(p.tiles):
                 half = number * p.tiles * 2 + tile * 2
                 rows = [self._words.ptr_to([(half + index) * LOAD_BYTES // 4]) for index in range(2)]
@@ -164,7 +193,7 @@ class _Kernel:
                     plan,
                     self._sums.ptr_to([tile * plan.column_tiles * 4]),
                     (rows[0], rows[1]),
-                    self._words_x.ptr_to([number * plan.column_tiles * plan.words_x]),
+                    self._words_x.ptr_to([0]),
                     None if self._halves is None else (self._halves[half], self._halves[half + 1]),
                 )
 
@@ -233,6 +262,12 @@ class _Kernel:
         indices = [substitute(index, axes) for index in load.indices]
         load_bytes(register.ptr_to([0]), buffer.ptr_to(indices), element_bytes(dtype_of(buffer)))
         return register[0]
+
+
+def _copy_async(to: tirx.Expr, source: tirx.Expr, inside: tirx.Expr) -> None:
+    """Emit a copy of 16 bytes from global to shared memory that goes on by itself; of zeros where it is not inside."""
+    size = tirx.Select(inside, tirx.IntImm("int32", LOAD_BYTES), tirx.IntImm("int32", 0))
+    T.evaluate(T.cuda.func_call(_COPY, to, source, size, source_code=_COPY_SOURCE))
 
 
 def _flat(param: tirx.Var) -> tirx.Var:

@@ -18,6 +18,10 @@ LOAD_BYTES, LANES = 16, 4
 WARP = 32
 # Elements after each row of partial sums: lanes that store different rows of x then hit different banks.
 SHARED_PAD = 4
+# Halves after each row of x, 16 bytes: so do lanes that read different rows.
+X_PAD = 8
+# Shared memory with which two blocks fit into a multiprocessor.
+_SHARED_MAX = 110_000
 # Registers that a thread needs beside what is listed in `make_plan`, measured.
 _REGISTERS_BESIDE = 40
 
@@ -94,6 +98,16 @@ class GemvPlan:
         return self.length // 2
 
     @property
+    def rounds(self) -> int:
+        """Times that loads are issued and waited for."""
+        return math.ceil(self.turns / self.parameters.unroll)
+
+    @property
+    def span(self) -> int:
+        """Weights of a row in a round, those of all warps."""
+        return self.step * self.parameters.warps * self.parameters.unroll
+
+    @property
     def in_flight(self) -> int:
         """Bytes of W that a block's threads wait for together."""
         p = self.parameters
@@ -116,16 +130,16 @@ def make_plan(function: GemvFunction, p: GemvParameters, limits: CudaLimits) -> 
     step = length * LANES
     steps = math.ceil(matmul.k / step)
     column_tiles = math.ceil(matmul.m / COLUMNS)
-    words = p.unroll * (p.tiles * 2 * LOAD_BYTES // 4 + column_tiles * length // 2 + (p.tiles if quantisation else 0))
-    # A quantised row pair is unpacked into as many words as x's.
-    unpacked = length if quantisation else 0
-    registers = _REGISTERS_BESIDE + words + unpacked + p.tiles * column_tiles * 4
+    words = p.unroll * p.tiles * (2 * LOAD_BYTES // 4 + (1 if quantisation else 0))
+    registers = _REGISTERS_BESIDE + words + column_tiles * length // 2 + p.tiles * column_tiles * 4
     available = min(limits.registers_per_thread, limits.registers_per_block // (p.warps * WARP))
     if registers > available:
         return Refusal(f"about {registers} registers a thread, a block of {p.warps} warps has {available}")
-    shared = 4 * p.warps * matmul.m * (TILE * p.tiles + SHARED_PAD)
-    if shared > limits.shared_bytes_static:
-        return Refusal(f"{shared} bytes of shared memory, expected {limits.shared_bytes_static} at most")
+    span = step * p.warps * p.unroll
+    shared = 4 * p.warps * matmul.m * (TILE * p.tiles + SHARED_PAD) + 2 * matmul.m * (span + X_PAD)
+    most = min(limits.shared_bytes_optin, _SHARED_MAX)
+    if shared > most:
+        return Refusal(f"{shared} bytes of shared memory, expected {most} at most")
     return GemvPlan(
         parameters=p,
         length=length,

@@ -23,8 +23,10 @@ def lowered(name: str, precision: str, target=LLVM, **options: object) -> Lowere
     return lower(import_model(small_model(name)), target, LoweringOptions(precision=precision, **options))
 
 
-@pytest.mark.parametrize("name", ["bert-tiny", "gpt2-tiny", "llama-tiny-decode", "t5-tiny"])
-@pytest.mark.parametrize("precision", ["w8a16", "w4a16"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("bert-tiny", "w8a16"), ("t5-tiny", "w8a16"), ("gpt2-tiny", "w4a16"), ("llama-tiny-decode", "w4a16")],
+)
 def test_artifact_computes_what_its_quantised_weights_stand_for(name: str, precision: str, tmp_path: Path) -> None:
     request = ModelRequest(
         name, {"input_ids": (1, 1 if "decode" in name else 12)}, "llvm", LoweringOptions(precision=precision)
