@@ -175,9 +175,16 @@ def _power_of_two(v: _Lanes, exponent: Expr) -> Expr:
 
 
 def _scalar_call(call: Call, dtype: DataType) -> Expr:
-    """Return what TVM's own rule would make of a float64: the function of libm."""
+    """Return what TVM's own rule would make of a float64: the function of libm, called for each lane of a vector."""
     name = str(call.op.name).removeprefix("tirx.")
     if name == "sigmoid":
         one = tirx.const(1.0, str(dtype))
         return one / (one + tirx.exp(-call.args[0]))
-    return tirx.call_pure_extern(call.ty, name, *call.args)
+    if dtype.lanes == 1:
+        return tirx.call_pure_extern(call.ty, name, *call.args)
+    scalar = str(dtype).partition("x")[0]
+    lanes = [
+        tirx.call_pure_extern(scalar, name, *(tirx.Shuffle([argument], [lane]) for argument in call.args))
+        for lane in range(dtype.lanes)
+    ]
+    return tirx.Shuffle(lanes, list(range(dtype.lanes)))

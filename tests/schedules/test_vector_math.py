@@ -50,8 +50,10 @@ def test_function_follows_libm_when_arguments_are_special(name):
 
 @pytest.mark.parametrize("name", list(REFERENCE))
 @pytest.mark.parametrize(("dtype", "rtol"), [("float16", 2e-3), ("float64", 1e-12)])
-def test_function_keeps_its_type_when_it_is_not_float32(name, dtype, rtol):
-    x = np.random.default_rng(0).uniform(-4, 4, 50).astype(dtype)
+@pytest.mark.parametrize("count", [50, 64])
+def test_function_keeps_its_type_when_it_is_not_float32(name, dtype, rtol, count):
+    # 64 are whole vectors, 50 are not.
+    x = np.random.default_rng(0).uniform(-4, 4, count).astype(dtype)
     got = evaluate(name, x)
     assert got.dtype == x.dtype
     np.testing.assert_allclose(got, REFERENCE[name](x.astype("float64")), rtol=rtol, atol=rtol)
