@@ -19,7 +19,7 @@ from schedules.templates.gemv import Gemv
 from schedules.templates.rows import Rows
 
 TEMPLATES: Mapping[str, Template] = {
-    template.name: template for template in (Gemv(), GemmSm90(), AttentionSm90(), Rows(), Elementwise())
+    template.name: template for template in (GemmSm90(), Gemv(), AttentionSm90(), Rows(), Elementwise())
 }
 
 LIBRARIES: Mapping[str, Template] = {library.name: library for library in (CublasLt(),)}

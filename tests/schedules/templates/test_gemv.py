@@ -113,12 +113,12 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
     function = recognise_gemv(GemvCase(rows=(16,), bits=4, n=4096, k=4096).func())
     assert isinstance(function, GemvFunction)
     limits = HOPPER.limits
-    assert isinstance(make_plan(function, GemvParameters(), limits), GemvPlan)
+    assert isinstance(make_plan(function, GemvParameters(unroll=2), limits), GemvPlan)
     for parameters, reason in (
         (GemvParameters(warps=64), "64 warps"),
         (GemvParameters(tiles=4, unroll=8), "registers"),
         (GemvParameters(tiles=0), "expected 1 or more"),
-        (GemvParameters(tiles=8, warps=8, unroll=1), "shared memory"),
+        (GemvParameters(unroll=4), "shared memory"),
     ):
         found = make_plan(function, parameters, limits)
         assert isinstance(found, Refusal), parameters
