@@ -7,7 +7,7 @@ GPU_PYTHON ?= python3
 # More options of the GPU targets, such as ARGS='--cases bert-base --budget 300'.
 ARGS ?=
 
-.PHONY: demo test test-all check bench tune-gpu bench-gpu clean
+.PHONY: demo test test-all nightly check bench tune-gpu bench-gpu clean
 
 # What the main job needs; the tests need more.
 $(VENV)/.installed: pyproject.toml
@@ -24,10 +24,13 @@ demo: $(VENV)/.installed  ## the main job on the embedded default: this CPU, SQL
 	$(BIN)/relaxtune tune bert-tiny --target llvm --trials 64 --db .demo/tuning.db --out .demo/bert-tiny
 
 test: $(VENV)/.installed-dev  ## what CI runs
-	$(BIN)/python -m pytest -m "not gpu and not slow and not export" --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -m "not gpu and not slow and not export and not nightly" --cov --cov-report=term:skip-covered
 
 test-all: $(VENV)/.installed-dev  ## every test that needs no GPU; the exports need `pip install -e .[export]`
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not nightly"
+
+nightly: $(VENV)/.installed-dev  ## two thousand fuzzed calls of five artifacts against ONNX Runtime
+	$(BIN)/python -m pytest -m nightly
 
 check: $(VENV)/.installed-dev  ## lint, format, strict types
 	$(BIN)/ruff check .

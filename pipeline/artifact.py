@@ -23,6 +23,7 @@ from pathlib import Path
 
 from pipeline.errors import ArtifactError
 from pipeline.manifest import MANIFEST_FILE, FileEntry, Manifest, parse_manifest
+from pipeline.manifest_buckets import PaddingEntry
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,21 @@ def record_validation(directory: Path, report: Mapping[str, object]) -> Manifest
     ArtifactError
         The directory is no artifact, or cannot be written.
     """
-    manifest = load_manifest(directory).with_validation(report)
+    return _replace_manifest(directory, load_manifest(directory).with_validation(report))
+
+
+def record_padding(directory: Path, padding: tuple[PaddingEntry, ...]) -> Manifest:
+    """Store along which axes calls may be padded in the manifest, atomically; return the new manifest.
+
+    Raises
+    ------
+    ArtifactError
+        The directory is no artifact, has no buckets, or cannot be written.
+    """
+    return _replace_manifest(directory, load_manifest(directory).with_padding(padding))
+
+
+def _replace_manifest(directory: Path, manifest: Manifest) -> Manifest:
     with _os_errors(directory):
         descriptor, name = tempfile.mkstemp(prefix=f".{MANIFEST_FILE}.", dir=directory)
         temporary = Path(name)

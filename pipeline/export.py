@@ -7,7 +7,8 @@ import importlib.metadata
 import platform
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ import safetensors.numpy
 import tvm
 import tvm_ffi
 
+from models import describe_inputs
+from models.buckets import Bucket, fill_values
 from pipeline.artifact import write_directory
 from pipeline.codegen.cuda_libraries import CUBLASLT, CUDART, DRIVER
 from pipeline.codegen.library_objects import compile_library_objects, list_library_sources
@@ -24,14 +27,26 @@ from pipeline.compile import CompiledModule
 from pipeline.errors import LoweringError
 from pipeline.kernel_facts import kernel_work
 from pipeline.manifest import MODULE_FILE, PARAMS_FILE, KernelEntry, Manifest, MemoryEntry, PassEntry, TargetEntry
+from pipeline.manifest_buckets import BucketEntry, BucketsEntry
 from pipeline.precision.recorded import policy_entry
 from pipeline.reference import compute_dtype
 from pipeline.runtime import vector_features
 from pipeline.selection import KernelChoice
 
 
-def write_artifact(compiled: CompiledModule, destination: Path) -> Manifest:
+@dataclass(frozen=True)
+class CompiledBucket:
+    """A model compiled for one shape bucket."""
+
+    bucket: Bucket
+    compiled: CompiledModule
+
+
+def write_artifact(compiled: CompiledModule, destination: Path, buckets: Sequence[CompiledBucket] = ()) -> Manifest:
     """Write a compiled module as an artifact directory, whole or not at all; return its manifest.
+
+    `buckets` are the same model compiled for other shapes: each adds a shared object, and what weights it has of its
+    own.
 
     Raises
     ------
@@ -44,13 +59,62 @@ def write_artifact(compiled: CompiledModule, destination: Path) -> Manifest:
     def write_files(directory: Path) -> Manifest:
         link_seconds = _link(compiled, directory / MODULE_FILE)
         weights = {name: np.ascontiguousarray(array) for name, array in compiled.lowered.weights.items()}
+        named = [share_weights(weights, one.compiled.lowered.weights, one.bucket.name) for one in buckets]
+        for number, one in enumerate(buckets):
+            link_seconds += _link(one.compiled, directory / _bucket_file(number))
         if weights:
             _write_weights(weights, directory / PARAMS_FILE)
             # safetensors makes private files.
             (directory / PARAMS_FILE).chmod((directory / MODULE_FILE).stat().st_mode & 0o666)
-        return build_manifest(compiled, link_seconds)
+        manifest = build_manifest(compiled, link_seconds)
+        if not buckets:
+            return manifest
+        entries = tuple(_bucket_entry(n, one, names) for n, (one, names) in enumerate(zip(buckets, named, strict=True)))
+        fills = fill_values(describe_inputs(compiled.lowered.graph.model))
+        size = sum(array.nbytes for array in weights.values())
+        memory = MemoryEntry(compiled.planned_bytes, size)
+        return replace(manifest, memory=memory, buckets=BucketsEntry(entries, fills))
 
     return write_directory(destination, write_files)
+
+
+def share_weights(stored: dict[str, np.ndarray], added: Mapping[str, np.ndarray], prefix: str) -> tuple[str, ...]:
+    """Add the weights of another shape to those stored, equal ones once; return the name of each there.
+
+    Shapes of one model hold the same weights, packed the same unless a pass decided by the shape.
+    """
+    names = []
+    for name, array in added.items():
+        same = stored.get(name)
+        if same is None or not _equal(same, array):
+            same_name = next((other for other, kept in stored.items() if _equal(kept, array)), None)
+            name = same_name or f"{prefix}/{name}"
+            stored.setdefault(name, np.ascontiguousarray(array))
+        names.append(name)
+    return tuple(names)
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == np.ascontiguousarray(b).tobytes()
+
+
+def _bucket_file(number: int) -> str:
+    return f"bucket-{number}.so"
+
+
+def _bucket_entry(number: int, one: CompiledBucket, weights: tuple[str, ...]) -> BucketEntry:
+    compiled = one.compiled
+    graph = compiled.lowered.graph
+    return BucketEntry(
+        sizes=dict(one.bucket.sizes),
+        file=_bucket_file(number),
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        weights=weights,
+        kernels=tuple(_kernel_entry(compiled, choice) for choice in compiled.choices),
+        cuda_graph=compiled.cuda_graph,
+        planned_bytes=compiled.planned_bytes,
+    )
 
 
 def _write_weights(weights: Mapping[str, np.ndarray], path: Path) -> None:

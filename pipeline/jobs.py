@@ -14,16 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from models import OnnxModel
 from models.inputs import random_inputs
 from pipeline.artifact import check_destination, record_validation
+from pipeline.bucket_proof import prove_and_record, route_inputs
 from pipeline.compile import compile_module
 from pipeline.environment import target_key
 from pipeline.errors import NothingMeasuredError, PipelineError, UsageError
-from pipeline.export import write_artifact
+from pipeline.export import CompiledBucket, write_artifact
 from pipeline.manifest import Manifest
 from pipeline.measure import ORT_ARM, OWN_ARM, BenchmarkReport, measure, module_arm, onnxruntime_arm, run_conditions
 from pipeline.outcomes import artifact_of, note_benchmark, note_validation
-from pipeline.prepare import ModelRequest, PreparedModel, prepare_model, stage
+from pipeline.passes.module import LoweredModule
+from pipeline.prepare import ModelRequest, PreparedBucket, PreparedModel, prepare_model, stage
 from pipeline.rerank import RerankReport, rerank
 from pipeline.runtime import Module
 from pipeline.selection import KernelChoice, select_kernels, tasks_without_record
@@ -226,9 +229,11 @@ def _tune(
     return job.id, summary
 
 
-def _select(prepared: PreparedModel, database: TuningDatabase | None) -> tuple[KernelChoice, ...]:
+def _select(
+    prepared: PreparedModel, database: TuningDatabase | None, lowered: LoweredModule | None = None
+) -> tuple[KernelChoice, ...]:
     return select_kernels(
-        prepared.lowered,
+        lowered or prepared.lowered,
         prepared.tasks,
         database=database,
         target=prepared.target,
@@ -249,20 +254,36 @@ def _compile(
 ) -> CompileResult:
     with stage("compile"):
         compiled = compile_module(prepared.lowered, choices, prepared.target)
+        buckets = [_compile_bucket(prepared, bucket, database) for bucket in prepared.buckets]
     with stage("export"):
-        manifest = write_artifact(compiled, out)
+        manifest = write_artifact(compiled, out, buckets)
     if database is not None and record:
         database.record_artifact(artifact_of(manifest, out, job_id))
     validation = None
     if samples and prepared.can_run:
         with stage("validate"):
-            validation = validate(out, prepared.model, samples=samples)
+            validation = _validate(out, prepared.model, samples)
         manifest = record_validation(out, validation.to_json())
         if database is not None and record:
             note_validation(database, artifact_of(manifest, out, job_id), prepared.environment, validation)
     elif samples:
         logger.warning("not validated: %s cannot run on this machine", prepared.target.arch)
-    return CompileResult(out, manifest, choices, tasks_without_record(choices), validation)
+    every = (*choices, *(choice for bucket in buckets for choice in bucket.compiled.choices))
+    return CompileResult(out, manifest, choices, tasks_without_record(every), validation)
+
+
+def _compile_bucket(prepared: PreparedModel, bucket: PreparedBucket, database: TuningDatabase | None) -> CompiledBucket:
+    choices = _select(prepared, database, bucket.lowered)
+    return CompiledBucket(bucket.bucket, compile_module(bucket.lowered, choices, prepared.target))
+
+
+def _validate(out: Path, model: OnnxModel, samples: int) -> ValidationReport:
+    """Validate an artifact; of one with buckets, first find out where padding is allowed, then go by every route."""
+    module = Module.load(out)
+    if module.manifest.buckets is None:
+        return validate(module, model, samples=samples)
+    module = prove_and_record(out, module, model)
+    return validate(module, model, samples=samples, inputs=route_inputs(module, model, samples=samples, seed=0))
 
 
 def _benchmark(prepared: PreparedModel, directory: Path) -> BenchmarkReport:

@@ -10,6 +10,7 @@ from typing import Any
 
 from models import TensorSpec
 from pipeline.errors import ArtifactError
+from pipeline.manifest_buckets import BucketEntry, BucketsEntry, PaddingEntry, parse_padding
 from pipeline.precision.recorded import PolicyEntry
 
 # Raised by one whenever an older reader would misread the directory.
@@ -196,6 +197,8 @@ class Manifest:
         What weights, activations, accumulators and KV cache are held in; None where a version before did not say.
     deterministic
         Its determinism contract; None where a version before did not say.
+    buckets
+        Shapes that it has code of their own for, beside the symbolic one that all else is about; None without any.
     """
 
     model: str
@@ -216,6 +219,7 @@ class Manifest:
     memory: MemoryEntry | None = None
     policy: PolicyEntry | None = None
     deterministic: DeterminismEntry | None = None
+    buckets: BucketsEntry | None = None
 
     @property
     def launches(self) -> int | None:
@@ -230,6 +234,26 @@ class Manifest:
     def with_validation(self, report: Mapping[str, object]) -> Manifest:
         """Return the same manifest with the result of a validation."""
         return replace(self, validation=dict(report))
+
+    def with_padding(self, padding: tuple[PaddingEntry, ...]) -> Manifest:
+        """Return the same manifest with what was found about padding; it has buckets."""
+        if self.buckets is None:
+            raise ArtifactError(f"artifact of {self.model} has no shape buckets, so nothing is padded")
+        return replace(self, buckets=replace(self.buckets, padding=padding))
+
+    def of_bucket(self, entry: BucketEntry) -> Manifest:
+        """Return what the manifest would be of one bucket alone."""
+        memory = self.memory
+        return replace(
+            self,
+            inputs=entry.inputs,
+            outputs=entry.outputs,
+            kernels=entry.kernels,
+            weights=entry.weights,
+            target=replace(self.target, cuda_graph=entry.cuda_graph),
+            memory=replace(memory, planned_bytes=entry.planned_bytes) if memory is not None else None,
+            buckets=None,
+        )
 
     def to_json(self) -> str:
         """Return the file's text; its last key is the hash of all the others."""
@@ -297,7 +321,24 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         memory=MemoryEntry(**data["memory"]) if data.get("memory") else None,
         policy=_policy(data["policy"]) if data.get("policy") else None,
         deterministic=_determinism(data["deterministic"]) if data.get("deterministic") else None,
+        buckets=_buckets(data["buckets"]) if data.get("buckets") else None,
     )
+
+
+def _buckets(data: dict[str, Any]) -> BucketsEntry:
+    entries = tuple(
+        BucketEntry(
+            **{
+                **entry,
+                "inputs": _specs(entry["inputs"]),
+                "outputs": _specs(entry["outputs"]),
+                "weights": tuple(entry["weights"]),
+                "kernels": tuple(_kernel(kernel) for kernel in entry["kernels"]),
+            }
+        )
+        for entry in data["entries"]
+    )
+    return BucketsEntry(entries, data["fills"], parse_padding(data["padding"]))
 
 
 def _determinism(entry: dict[str, Any]) -> DeterminismEntry:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from models import OnnxModel, load_model
+from models.buckets import Bucket, bucket_shapes, make_buckets, open_axes
 from pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from pipeline.importer import import_model
 from pipeline.passes import lower
@@ -44,6 +45,8 @@ class ModelRequest:
         Seed of the zoo's weights.
     routes
         Who may make kernels; the fallback always may.
+    buckets
+        Symbolic axis -> sizes that the artifact gets code of its own for, each combination of several axes' sizes.
     """
 
     source: str | Path
@@ -52,11 +55,23 @@ class ModelRequest:
     lowering: LoweringOptions = field(default_factory=LoweringOptions)
     seed: int = 0
     routes: frozenset[Route] = DEFAULT_ROUTES
+    buckets: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PreparedBucket:
+    """A model lowered for one shape bucket."""
+
+    bucket: Bucket
+    lowered: LoweredModule
 
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """A model lowered for its target, with its tuning tasks and the environment that measurements are true for."""
+    """A model lowered for its target, with its tuning tasks and the environment that measurements are true for.
+
+    `buckets` are the same model in other shapes; `tasks` and `untunable` are of them all.
+    """
 
     request: ModelRequest
     model: OnnxModel
@@ -65,6 +80,7 @@ class PreparedModel:
     lowered: LoweredModule
     tasks: tuple[TuningTask, ...]
     untunable: tuple[UntunableKernel, ...]
+    buckets: tuple[PreparedBucket, ...] = ()
 
     @property
     def can_run(self) -> bool:
@@ -83,14 +99,18 @@ def prepare_model(request: ModelRequest) -> PreparedModel:
     target = resolve_target(request.target)
     logger.info("target %s %s: %s; %s", target.kind, target.arch, target.source, target.limits)
     with stage("load"):
-        model = load_model(request.source, shapes=request.shapes or None, seed=request.seed)
+        shapes = open_axes(request.source, tuple(request.buckets), request.shapes)
+        model = load_model(request.source, shapes=shapes or None, seed=request.seed)
+        wanted = make_buckets(request.buckets, model.inputs) if request.buckets else ()
     with stage("import"):
         graph = import_model(model)
     with stage("lower"):
         lowered = lower(graph, target.target, _lowering_for(request))
+    buckets = tuple(_prepare_bucket(request, model, bucket, target) for bucket in wanted)
+    modules = [lowered, *(bucket.lowered for bucket in buckets)]
     with stage("tasks"):
-        tasks = tuple(extract_tasks([lowered]))
-        untunable = tuple(list_untunable([lowered]))
+        tasks = tuple(extract_tasks(modules))
+        untunable = tuple(list_untunable(modules))
     logger.info(
         "%s: %d ONNX nodes, %d kernels, %d tuning tasks, %d kernels that cannot be tuned",
         model.name,
@@ -101,7 +121,15 @@ def prepare_model(request: ModelRequest) -> PreparedModel:
     )
     for kernel in untunable:
         logger.info("not tunable: %s", kernel)
-    return PreparedModel(request, model, target, detect_environment(target), lowered, tasks, untunable)
+    return PreparedModel(request, model, target, detect_environment(target), lowered, tasks, untunable, buckets)
+
+
+def _prepare_bucket(request: ModelRequest, model: OnnxModel, bucket: Bucket, target: ResolvedTarget) -> PreparedBucket:
+    with stage(f"bucket {bucket.name}"):
+        pinned = load_model(request.source, shapes=bucket_shapes(model.inputs, bucket), seed=request.seed)
+        # Tasks and records tell the modules of a job apart by this name.
+        named = replace(pinned, name=f"{model.name}[{bucket.name}]")
+        return PreparedBucket(bucket, lower(import_model(named), target.target, _lowering_for(request)))
 
 
 def _lowering_for(request: ModelRequest) -> LoweringOptions:

@@ -82,6 +82,14 @@ class Reference:
         """Return the outputs by name; those of a half-precision graph are float32."""
         return dict(zip(self._names, self._session.run(self._names, dict(inputs)), strict=True))
 
+    def accepts(self, inputs: Mapping[str, np.ndarray]) -> bool:
+        """Whether ONNX Runtime computes the model on inputs at all; it refuses sizes that the graph is not made for."""
+        try:
+            self.run(inputs)
+        except _ORT_ERRORS:
+            return False
+        return True
+
 
 def peer_session(model: OnnxModel, threads: int) -> onnxruntime.InferenceSession:
     """Return a session with every optimisation on, computing with `threads` threads.

@@ -22,9 +22,11 @@ from tvm.target import codegen
 from models import TensorSpec
 from models.spec import numpy_dtype
 from pipeline.artifact import load_manifest, verify_artifact
+from pipeline.buckets import Router, RouteStatistics
 from pipeline.codegen.cuda_libraries import CUBLASLT, load_cuda_runtime, offer_cublaslt
 from pipeline.errors import ArtifactError, PipelineError
 from pipeline.manifest import MODULE_FILE, PARAMS_FILE, Manifest
+from pipeline.manifest_buckets import BucketEntry
 from pipeline.threads import configure_threads, default_threads
 from schedules.targets import resolve_target
 
@@ -45,6 +47,9 @@ class Module:
     into `input_buffers` first, except those that are these buffers themselves.
 
     Threads may call one module; calls take turns, since a run works in buffers that belong to the module.
+
+    A module with shape buckets sends each call to the best of them (`pipeline.buckets`), padded where the manifest says
+    that this was proved, and runs what fits none with symbolic shapes; `statistics` counts.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class Module:
         # Asked of the system once: a run must not read /sys again.
         self._threads = threads if threads is not None else default_threads()
         self._turn = threading.Lock()
+        self._router: Router | None = None
         self._buffers = self._fixed_inputs() if manifest.target.cuda_graph else None
         if self._buffers is not None:
             # Saved with its arguments, so that a run does not hand over every weight again.
@@ -102,7 +108,29 @@ class Module:
             machine = VirtualMachine(_load_code(directory / MODULE_FILE), chosen)
         except (RuntimeError, OSError, ValueError) as e:
             raise ArtifactError(f"{directory / MODULE_FILE} cannot be loaded: {_last_line(e)}") from e
-        return cls(manifest, machine, chosen, _load_weights(directory, manifest, chosen), threads)
+        stored = _load_weights(directory, manifest, chosen)
+        module = cls(manifest, machine, chosen, [stored[name] for name in manifest.weights], threads)
+        buckets = manifest.buckets
+        if buckets is not None:
+            loaded = [cls._of_bucket(directory, manifest, one, chosen, stored, threads) for one in buckets.entries]
+            module._router = Router(buckets, loaded, manifest.inputs, manifest.outputs)
+        return module
+
+    @classmethod
+    def _of_bucket(
+        cls,
+        directory: Path,
+        manifest: Manifest,
+        entry: BucketEntry,
+        device: Device,
+        weights: Mapping[str, Tensor],
+        threads: int | None,
+    ) -> Self:
+        try:
+            machine = VirtualMachine(_load_code(directory / entry.file), device)
+        except (RuntimeError, OSError, ValueError) as e:
+            raise ArtifactError(f"{directory / entry.file} cannot be loaded: {_last_line(e)}") from e
+        return cls(manifest.of_bucket(entry), machine, device, [weights[name] for name in entry.weights], threads)
 
     @property
     def manifest(self) -> Manifest:
@@ -120,6 +148,28 @@ class Module:
         return self._manifest.outputs
 
     @property
+    def statistics(self) -> RouteStatistics:
+        """What became of the calls so far, by shape bucket; all zero for an artifact without buckets."""
+        return self._router.statistics if self._router is not None else RouteStatistics()
+
+    def bucket_module(self, number: int) -> Module:
+        """Return the module of one bucket, in the manifest's order, which runs its own sizes only.
+
+        Raises
+        ------
+        PipelineError
+            There is no such bucket.
+        """
+        modules = self._buckets_loaded()
+        if number >= len(modules):
+            raise PipelineError(f"artifact of {self._manifest.model} has {len(modules)} buckets, got number {number}")
+        return modules[number]
+
+    def _buckets_loaded(self) -> list[Module]:
+        found = self._router.modules if self._router is not None else ()
+        return [module for module in found if isinstance(module, Module)]
+
+    @property
     def device(self) -> Device:
         """Where it runs."""
         return self._device
@@ -133,6 +183,9 @@ class Module:
             An input is missing, unexpected, or of another dtype or shape than the signature says.
         """
         check_inputs(inputs, self.inputs)
+        routed = self._router.run(inputs) if self._router is not None else None
+        if routed is not None:
+            return routed
         with self._turn:
             if self._buffers is None:
                 outputs = self._call(self.to_device(inputs))
@@ -159,8 +212,12 @@ class Module:
         Parameters
         ----------
         tensors : sequence of tvm.runtime.Tensor
-            One for each input, in the model's order, on `device`.
+            One for each input, in the model's order, on `device`. A call goes to a shape bucket when it has exactly its
+            sizes; nothing is padded here.
         """
+        routed = self._router.run_device(tensors) if self._router is not None else None
+        if routed is not None:
+            return routed
         with self._turn:
             return self._call(tensors)
 
@@ -182,11 +239,14 @@ class Module:
                 f"{self._manifest.model} runs as one CUDA graph, inside which no kernel can be watched; compile it "
                 "without a graph for that"
             )
-        self._machine.set_instrument(instrument)
+        machines = [self._machine, *(module._machine for module in self._buckets_loaded())]
+        for machine in machines:
+            machine.set_instrument(instrument)
         try:
             yield
         finally:
-            self._machine.set_instrument(None)
+            for machine in machines:
+                machine.set_instrument(None)
 
     def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # TVM keeps one thread pool for each calling thread, so every thread sets its own.
@@ -329,19 +389,22 @@ def vector_features(target: tvm.target.Target) -> set[str]:
     return {str(name) for name in codegen.llvm_get_cpu_features(target) if re.fullmatch(pattern, str(name))}
 
 
-def _load_weights(directory: Path, manifest: Manifest, device: Device) -> list[Tensor]:
-    if not manifest.weights:
-        return []
+def _load_weights(directory: Path, manifest: Manifest, device: Device) -> dict[str, Tensor]:
+    """Return the weights of the artifact and of its buckets by name, each once on the device."""
+    entries = manifest.buckets.entries if manifest.buckets is not None else ()
+    names = dict.fromkeys([*manifest.weights, *(name for entry in entries for name in entry.weights)])
+    if not names:
+        return {}
     try:
         arrays = safetensors.numpy.load_file(directory / PARAMS_FILE)
     except (OSError, safetensors.SafetensorError) as e:
         raise ArtifactError(f"{directory / PARAMS_FILE} cannot be read: {e}; compile the model again") from e
-    missing = [name for name in manifest.weights if name not in arrays]
+    missing = [name for name in names if name not in arrays]
     if missing:
         raise ArtifactError(
             f"{directory / PARAMS_FILE} lacks the weights {', '.join(missing)}; compile the model again"
         )
-    return [tvm.runtime.tensor(arrays[name], device=device) for name in manifest.weights]
+    return {name: tvm.runtime.tensor(arrays[name], device=device) for name in names}
 
 
 def _last_line(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,6 +61,7 @@ def validate_command(
     """Compare an artifact with ONNX Runtime on random inputs. Exits 3 when they disagree."""
     from pipeline.artifact import record_validation
     from pipeline.bisect import render as render_bisection
+    from pipeline.bucket_proof import prove_and_record, route_inputs
     from pipeline.drift import DriftOptions, render_drift
     from pipeline.outcomes import artifact_of, environment_of, note_validation
     from pipeline.runtime import Module
@@ -71,9 +73,13 @@ def validate_command(
     # Opened first: a database that cannot be had is told before the work.
     with nullcontext() if db is None else TuningDatabase.open(db) as database:
         wanted = DriftOptions(tuple(logits or ()), tokens)
+        if module.manifest.buckets is not None:
+            module = prove_and_record(directory, module, reference)
+        given = route_inputs(module, reference, samples=samples, seed=seed) or None
         report = validate(
-            module, reference, rtol=rtol, atol=atol, samples=samples, seed=seed, drift=wanted, repeats=repeat
-        )
+            module, reference, rtol=rtol, atol=atol, samples=samples, seed=seed, drift=wanted, inputs=given,
+            repeats=repeat,
+        )  # fmt: skip
         record_validation(directory, report.to_json())
         if database is not None:
             manifest = module.manifest
@@ -81,7 +87,7 @@ def validate_command(
     data = report.to_json()
     found = None
     if bisect:
-        found = _bisect(module, reference, report, directory, repro, db)
+        found = _bisect(module, reference, report, directory, repro, db, given)
         data["bisection"] = None if found is None else found.to_json()
         record_validation(directory, data)
     if output_format is OutputFormat.JSON:
@@ -165,9 +171,11 @@ def bench(
     db: OutcomeDatabaseOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Measure the latency of an artifact, side by side with peers, taking turns."""
+    """Measure the latency of an artifact, of each shape bucket if it has any, side by side with peers, taking turns."""
     from models.inputs import random_inputs
-    from pipeline.measure import measure_module, render
+    from pipeline.bucket_proof import route_sizes
+    from pipeline.buckets import render_statistics
+    from pipeline.measure import BenchmarkReport, measure_module, render
     from pipeline.outcomes import artifact_of, environment_of, note_benchmark
     from pipeline.runtime import Module
     from pipeline.validate import default_dims
@@ -175,17 +183,28 @@ def bench(
 
     module = Module.load(directory)
     reference = _reference_model(module, model)
-    inputs = random_inputs(reference, seed=seed, dims=default_dims(reference))
     peers = frozenset(name.strip() for name in against.split(",") if name.strip())
+    sizes = route_sizes(module, reference) or {"": {}}
+    reports: dict[str, BenchmarkReport] = {}
     with nullcontext() if db is None else TuningDatabase.open(db) as database:
-        report = measure_module(module, reference, inputs, against=peers, runs=runs, warmup=warmup)
-        if database is not None:
-            manifest = module.manifest
-            note_benchmark(database, artifact_of(manifest, directory), environment_of(manifest), report)
+        for name, dims in sizes.items():
+            inputs = random_inputs(reference, seed=seed, dims=default_dims(reference) | dims)
+            report = measure_module(module, reference, inputs, against=peers, runs=runs, warmup=warmup)
+            reports[name] = replace(report, conditions={**report.conditions, "shape": name}) if name else report
+            if database is not None:
+                manifest = module.manifest
+                note_benchmark(database, artifact_of(manifest, directory), environment_of(manifest), reports[name])
     if output_format is OutputFormat.JSON:
-        print_json(report.to_json())
-    else:
+        if module.manifest.buckets is None:
+            print_json(reports[""].to_json())
+        else:
+            routes = {name: report.to_json() for name, report in reports.items()}
+            print_json({"routes": routes, "statistics": module.statistics.to_json()})
+        return
+    for report in reports.values():
         stdout_console().print(render(report))
+    if module.manifest.buckets is not None:
+        stdout_console().print(render_statistics(module.statistics))
 
 
 def run(
@@ -220,16 +239,16 @@ def _bisect(
     directory: Path,
     repro: Path | None,
     database: str | None,
+    given: list[dict[str, np.ndarray]] | None,
 ) -> Bisection | None:
     """Return what makes a validation fail, with a reproduction written; None when it passed."""
-    from dataclasses import replace
-
     from pipeline.bisect import bisect, write_reproduction
     from pipeline.validate import sample_inputs
 
     if report.passed:
         return None
-    inputs = sample_inputs(model, samples=report.samples, seed=report.seed)[report.failed_sample or 0]
+    compared = given or sample_inputs(model, samples=report.samples, seed=report.seed)
+    inputs = compared[report.failed_sample or 0]
     found = bisect(module, model, inputs, report.tolerance, database=database)
     if found is None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from pipeline.cli.options import (
     DEFAULT_DATABASE,
+    BucketOption,
     DatabaseOption,
     DisablePassOption,
     DumpIrOption,
@@ -24,6 +26,7 @@ from pipeline.cli.options import (
     ShapeOption,
     SharedDatabasesOption,
     TargetOption,
+    parse_buckets,
     parse_routes,
     parse_shapes,
 )
@@ -35,6 +38,7 @@ from tuning_db.records import Mode
 if TYPE_CHECKING:
     from pipeline.jobs import CompileResult, TuneResult
     from pipeline.manifest import KernelEntry, Manifest
+    from pipeline.manifest_buckets import BucketsEntry
     from pipeline.passes.module import LoweringOptions
     from pipeline.prepare import ModelRequest
     from pipeline.rerank import RerankReport
@@ -72,6 +76,7 @@ def tune(
     precision: PrecisionOption = None,
     group_size: GroupSizeOption = None,
     shape: ShapeOption = None,
+    bucket: BucketOption = None,
     out: OutOption = None,
     seed: SeedOption = 0,
     mode: Annotated[
@@ -109,7 +114,7 @@ def tune(
     from pipeline.tuning.progress import ConsoleProgress
 
     lowering = _lowering_options(precision, group_size, disable_pass, dump_ir, embed_weights)
-    request = _model_request(model, shape, target, lowering, seed, routes)
+    request = _model_request(model, shape, bucket, target, lowering, seed, routes)
     level = options_for(effort, trials, time_budget)
     options = replace(
         level,
@@ -146,6 +151,7 @@ def compile_command(
     precision: PrecisionOption = None,
     group_size: GroupSizeOption = None,
     shape: ShapeOption = None,
+    bucket: BucketOption = None,
     out: OutOption = None,
     seed: SeedOption = 0,
     samples: SamplesOption = 3,
@@ -159,7 +165,7 @@ def compile_command(
     from pipeline.jobs import compile_model
 
     lowering = _lowering_options(precision, group_size, disable_pass, dump_ir, embed_weights)
-    request = _model_request(model, shape, target, lowering, seed, routes)
+    request = _model_request(model, shape, bucket, target, lowering, seed, routes)
     result = compile_model(
         request,
         out or _default_out(model, target),
@@ -200,7 +206,13 @@ def _lowering_options(
 
 
 def _model_request(
-    model: str, shape: list[str] | None, target: str, lowering: LoweringOptions, seed: int, routes: str | None
+    model: str,
+    shape: list[str] | None,
+    bucket: list[str] | None,
+    target: str,
+    lowering: LoweringOptions,
+    seed: int,
+    routes: str | None,
 ) -> ModelRequest:
     from pipeline.prepare import ModelRequest
 
@@ -211,6 +223,7 @@ def _model_request(
         lowering=lowering,
         seed=seed,
         routes=parse_routes(routes),
+        buckets=parse_buckets(bucket),
     )
 
 
@@ -265,6 +278,7 @@ def _compile_data(result: CompileResult) -> dict[str, object]:
         "memory": asdict(result.manifest.memory) if result.manifest.memory else None,
         "without_record": list(result.without_record),
         "compile_seconds": dict(result.manifest.compile_seconds),
+        "buckets": asdict(result.manifest.buckets) if result.manifest.buckets else None,
         "validation": result.validation.to_json() if result.validation else None,
     }
 
@@ -287,6 +301,8 @@ def _print_compiled(result: CompileResult) -> None:
     columns = ("kernel", "calls", "ONNX nodes", "route", "us", "record", "note")
     print_table(TableView(f"kernels of {result.directory}", columns, rows))
     stdout_console().print(_footprint(result.manifest))
+    if result.manifest.buckets is not None:
+        print_table(_bucket_table(result.manifest.buckets))
     if result.validation is not None:
         stdout_console().print(render_validation(result.validation))
 
@@ -301,6 +317,27 @@ def _footprint(manifest: Manifest) -> str:
         parts.append("memory depends on shapes" if planned is None else f"{planned / 1e6:,.2f} MB of planned memory")
         parts.append(f"{manifest.memory.weights_bytes / 1e6:,.2f} MB of weights")
     return ", ".join(parts)
+
+
+def _bucket_table(buckets: BucketsEntry) -> TableView:
+    """Return the buckets, and under them along which axes smaller calls are padded."""
+    rows = tuple(
+        (entry.bucket.name, str(sum(kernel.calls for kernel in entry.kernels)), _routes(entry.kernels))
+        for entry in buckets.entries
+    )
+    padding = "; ".join(
+        f"{one.axis} is padded on the {one.side.value}, as {one.cases} cases showed"
+        if one.side is not None
+        else f"{one.axis} is not padded: {one.reason}"
+        for one in buckets.padding
+    )
+    title = f"shape buckets; {padding or 'nothing is padded, since it was not proved on this machine'}"
+    return TableView(title, ("bucket", "kernels", "routes"), rows)
+
+
+def _routes(kernels: tuple[KernelEntry, ...]) -> str:
+    counts = Counter(kernel.route for kernel in kernels)
+    return ", ".join(f"{route} {count}" for route, count in sorted(counts.items()))
 
 
 def _record_place(kernel: KernelEntry) -> str:

@@ -43,6 +43,14 @@ ShapeOption = Annotated[
     list[str] | None,
     typer.Option("--shape", metavar="IN=1x128,...", help="Pin input shapes; a name instead of a size stays symbolic."),
 ]
+BucketOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--bucket",
+        metavar="AXIS=128,256,...",
+        help="Sizes of a symbolic axis that get code of their own, beside code for any size (repeatable).",
+    ),
+]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of the search, the zoo's weights and the inputs.")]
 FormatOption = Annotated[OutputFormat, typer.Option("--format", help="How to write the result to stdout.")]
 DisablePassOption = Annotated[
@@ -105,3 +113,26 @@ def parse_shapes(texts: list[str] | None) -> dict[str, tuple[int | str, ...]]:
                 raise UsageError(f"--shape names input {name!r} twice: {text!r}; give each input once")
             shapes[name] = shape
     return shapes
+
+
+def parse_buckets(texts: list[str] | None) -> dict[str, tuple[int, ...]]:
+    """Return `--bucket` values as axis -> sizes.
+
+    Raises
+    ------
+    UsageError
+        A text is not `axis=size,size`, or names an axis twice.
+    """
+    from models.buckets import parse_bucket
+    from models.errors import ModelError
+
+    buckets: dict[str, tuple[int, ...]] = {}
+    for text in texts or []:
+        try:
+            axis, sizes = parse_bucket(text)
+        except ModelError as error:
+            raise UsageError(f"--{error}") from error
+        if axis in buckets:
+            raise UsageError(f"--bucket names axis {axis!r} twice: {text!r}; give all its sizes in one: {axis}=128,256")
+        buckets[axis] = sizes
+    return buckets

@@ -1,6 +1,6 @@
 """The matrix of exports: family x exporter x precision x static or symbolic axes, each imported, compiled, validated.
 
-    python -m tests.export.matrix [--families bert ...] [--precisions fp16 ...] [--jobs 2] [--fresh]
+    python -m tests.export.matrix [--families bert ...] [--precisions fp16 ...] [--no-sweeps] [--jobs 2] [--fresh]
 
 Needs the `export` extra. The exports are made by `make_exports`, compiled for this CPU without tuning and compared with
 ONNX Runtime with the default tolerances. A run that was broken off goes on where it was, and only cells that did not
@@ -18,11 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from tests.export.matrix_cases import list_cells
+from tests.export.matrix_cases import Cell, list_cells
 from tests.export.matrix_table import render
 
 RESULTS = Path("benchmarks/results/export-matrix.json")
@@ -33,16 +34,29 @@ _PACKAGES = ("apache-tvm", "onnx", "onnxruntime", "onnxscript", "torch", "transf
 Rows = dict[str, dict[str, object]]
 
 
-def run_family(family: str, precisions: tuple[str, ...], done: Iterable[str], exports: Path | None) -> Rows:
+@dataclass(frozen=True)
+class Plan:
+    """What every family is put through: precisions beside its own, sweeps over opsets, where exports are kept."""
+
+    precisions: tuple[str, ...]
+    sweeps: bool
+    exports: Path | None
+
+    def cells(self, family: str) -> dict[str, Cell]:
+        """Return the cells of a family by key."""
+        return {cell.key: cell for cell in list_cells((family,), self.precisions, sweeps=self.sweeps)}
+
+
+def run_family(family: str, plan: Plan, done: Iterable[str]) -> Rows:
     """Return the outcomes of a family's cells that are not done; a crash ends its cell, not the others."""
     rows: Rows = {}
-    wanted = [cell.key for cell in list_cells((family,), precisions)]
+    wanted = plan.cells(family)
     skip = list(done)
     with tempfile.TemporaryDirectory(prefix="relaxtune-matrix-") as folder:
         lines = Path(folder) / "cells.jsonl"
         while set(wanted) - set(skip):
             lines.unlink(missing_ok=True)
-            status, said = _run_worker(family, precisions, skip, lines, exports)
+            status, said = _run_worker(family, plan, skip, lines)
             begun, finished = _read(lines)
             rows.update(finished)
             skip += list(finished)
@@ -51,16 +65,16 @@ def run_family(family: str, precisions: tuple[str, ...], done: Iterable[str], ex
                 break
             if not lost:
                 raise SystemExit(f"the worker of {family} ended with status {status} before its first cell:\n{said}")
-            rows[lost[0]] = _crashed(lost[0], family, precisions, f"its process ended with status {status}")
+            rows[lost[0]] = _crashed(wanted[lost[0]], f"its process ended with status {status}")
             skip.append(lost[0])
     return rows
 
 
-def _run_worker(
-    family: str, precisions: tuple[str, ...], skip: list[str], lines: Path, exports: Path | None
-) -> tuple[int | str, str]:
+def _run_worker(family: str, plan: Plan, skip: list[str], lines: Path) -> tuple[int | str, str]:
     command = [sys.executable, "-m", "tests.export.matrix_worker", family, str(lines)]
-    command += ["--precisions", *precisions, "--skip", *skip, *(["--exports", str(exports)] if exports else [])]
+    command += ["--precisions", *plan.precisions, "--skip", *skip]
+    command += [] if plan.sweeps else ["--no-sweeps"]
+    command += ["--exports", str(plan.exports)] if plan.exports else []
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=FAMILY_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -80,11 +94,10 @@ def _read(lines: Path) -> tuple[list[str], Rows]:
     return begun, finished
 
 
-def _crashed(key: str, family: str, precisions: tuple[str, ...], reason: str) -> dict[str, object]:
-    cell = next(cell for cell in list_cells((family,), precisions) if cell.key == key)
+def _crashed(cell: Cell, reason: str) -> dict[str, object]:
     made = cell.export
     return {
-        "key": key, "family": family, "exporter": made.exporter, "opset": made.opset, "dtype": made.dtype,
+        "key": cell.key, "family": made.family, "exporter": made.exporter, "opset": made.opset, "dtype": made.dtype,
         "axes": cell.axes, "precision": cell.precision, "state": "crashed", "reason": reason,
     }  # fmt: skip
 
@@ -117,24 +130,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--precisions", nargs="*", default=list(PRECISIONS), help="beside each graph's own")
+    parser.add_argument("--no-sweeps", action="store_true", help="leave out other opsets and half-precision graphs")
     parser.add_argument("--jobs", type=int, default=1, help="families at a time, a process each")
     parser.add_argument("--fresh", action="store_true", help="begin anew instead of going on")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--exports", type=Path, help="keep the .onnx files here, and take those that are there")
     args = parser.parse_args()
     rows = {} if args.fresh else load_rows(args.out)
-    precisions = tuple(args.precisions)
+    plan = Plan(tuple(args.precisions), not args.no_sweeps, args.exports)
     if args.exports:
         args.exports.mkdir(parents=True, exist_ok=True)
     passed = {key for key, row in rows.items() if row["state"] == "validated"}
     started = time.perf_counter()
     with ThreadPoolExecutor(args.jobs) as pool:
         futures = {
-            family: pool.submit(run_family, family, precisions, _of_family(passed, rows, family), args.exports)
-            for family in args.families
+            family: pool.submit(run_family, family, plan, _of_family(passed, rows, family)) for family in args.families
         }
-        for family, future in futures.items():
-            found = future.result()
+        families = {future: family for family, future in futures.items()}
+        for future in as_completed(families):
+            family, found = families[future], future.result()
             rows.update(found)
             save_rows(args.out, rows)
             good = sum(row["state"] == "validated" for row in found.values())

@@ -45,10 +45,10 @@ class Cell:
         return f"{self.export.name}/{self.axes}/{self.precision or 'own'}"
 
 
-def list_cells(families: tuple[str, ...], precisions: tuple[str, ...]) -> list[Cell]:
+def list_cells(families: tuple[str, ...], precisions: tuple[str, ...], *, sweeps: bool = True) -> list[Cell]:
     """Return the cells of some families; `precisions` beside each graph's own are for static and symbolic axes."""
     cells = []
-    for export in list_exports(families):
+    for export in list_exports(families, sweeps=sweeps):
         plain = export.opset is None and not export.dtype
         for axes in (SYMBOLIC, PINNED) if export.dynamic else (STATIC,):
             cells.append(Cell(export, axes))
@@ -57,14 +57,14 @@ def list_cells(families: tuple[str, ...], precisions: tuple[str, ...]) -> list[C
     return cells
 
 
-def list_exports(families: tuple[str, ...]) -> list[Export]:
-    """Return every export of some families."""
+def list_exports(families: tuple[str, ...], *, sweeps: bool = True) -> list[Export]:
+    """Return every export of some families; with `sweeps`, those in half precision and of other opsets too."""
     exports = []
     for family in families:
         for exporter in EXPORTERS:
             exports += [Export(family, exporter, dynamic) for dynamic in (False, True)]
-            if family in HALF_FAMILIES:
+            if sweeps and family in HALF_FAMILIES:
                 exports.append(Export(family, exporter, dtype="float16"))
-            if family in OPSET_FAMILIES:
+            if sweeps and family in OPSET_FAMILIES:
                 exports += [Export(family, exporter, True, opset) for opset in OPSETS[exporter]]
     return exports

@@ -146,7 +146,7 @@ def _run(cell: Cell, path: Path, folder: Path, found: dict[str, object]) -> None
 
 
 def _validate(folder: Path, model: OnnxModel, found: dict[str, object], *, symbolic: bool) -> list[ValidationReport]:
-    module = Module.load(folder)
+    module = Module.load(folder, threads=1)
     if symbolic:
         runs = [(size, sized_dims(model, *size)) for size in SIZES]
         found["sizes"] = tuple(size for size, _ in runs)
@@ -198,11 +198,13 @@ def main() -> None:
     parser.add_argument("lines", type=Path, help="file of finished cells, written at its end")
     parser.add_argument("--exports", type=Path, help="keep the .onnx files here")
     parser.add_argument("--precisions", nargs="*", default=[])
+    parser.add_argument("--no-sweeps", action="store_true")
     parser.add_argument("--skip", nargs="*", default=[], help="keys of cells that are done")
     args = parser.parse_args()
     logging.disable(logging.ERROR)
     skipped = set(args.skip)
-    cells = [cell for cell in list_cells((args.family,), tuple(args.precisions)) if cell.key not in skipped]
+    listed = list_cells((args.family,), tuple(args.precisions), sweeps=not args.no_sweeps)
+    cells = [cell for cell in listed if cell.key not in skipped]
     with tempfile.TemporaryDirectory(prefix="relaxtune-matrix-") as folder, args.lines.open("a") as lines:
         kept = args.exports or Path(folder)
         for cell in cells:

@@ -1,0 +1,87 @@
+"""Run fuzzed cases through an artifact and ONNX Runtime, and compare; and record what a few of them give."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from models import OnnxModel, load_model
+from pipeline.jobs import compile_model
+from pipeline.prepare import ModelRequest
+from pipeline.reference import Reference
+from pipeline.runtime import Module
+from pipeline.tolerances import Tolerance
+from pipeline.validate import compare_arrays
+from tests.guardrails.fuzz_cases import FuzzCase, Fuzzed, make_inputs
+
+# float32, summed in another order: as for a whole model, see `pipeline.tolerances`.
+TOLERANCE = Tolerance(1e-4, 1e-4)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An artifact, the model it was made of, and the reference."""
+
+    fuzzed: Fuzzed
+    model: OnnxModel
+    module: Module
+    reference: Reference
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A case whose output differs, or that could not be run, and how."""
+
+    case: FuzzCase
+    output: str
+    reason: str
+
+
+def make_subject(fuzzed: Fuzzed, folder: Path) -> Subject:
+    """Compile a model with symbolic axes, untuned, for this CPU."""
+    compile_model(ModelRequest(fuzzed.model, shapes=fuzzed.shapes, target="llvm"), folder, samples=0)
+    model = load_model(fuzzed.model, shapes=fuzzed.shapes)
+    return Subject(fuzzed, model, Module.load(folder), Reference(model))
+
+
+def run_cases(subject: Subject, cases: Iterable[FuzzCase]) -> tuple[list[Mismatch], float]:
+    """Return what differs, and the seconds it took."""
+    started = time.perf_counter()
+    found = [mismatch for case in cases for mismatch in run_case(subject, case)]
+    return found, time.perf_counter() - started
+
+
+def run_case(subject: Subject, case: FuzzCase) -> list[Mismatch]:
+    """Return the outputs of a case that differ from ONNX Runtime's."""
+    inputs = make_inputs(case, subject.fuzzed, subject.model)
+    expected = subject.reference.run(inputs)
+    try:
+        got = subject.module.run(inputs)
+    except Exception as e:  # whatever the module raises where ONNX Runtime answers is a finding
+        return [Mismatch(case, "", f"{type(e).__name__}: {e}")]
+    found = []
+    for name, wanted in expected.items():
+        if got[name].shape != wanted.shape:
+            found.append(Mismatch(case, name, f"expected shape {wanted.shape}, got {got[name].shape}"))
+            continue
+        comparison = compare_arrays(wanted, got[name], TOLERANCE)
+        if not comparison.passed:
+            found.append(Mismatch(case, name, comparison.reason))
+    return found
+
+
+def summarise(array: np.ndarray) -> dict[str, object]:
+    """Return what a golden case keeps of an output: shape, how many are finite, sums, and values at fixed places."""
+    finite = np.isfinite(array)
+    values = np.where(finite, array, 0).astype(np.float64)
+    places = np.linspace(0, array.size - 1, 6).astype(int)
+    return {
+        "shape": list(array.shape),
+        "finite": int(finite.sum()),
+        "rms": float(f"{np.sqrt(np.mean(values**2)):.7g}"),
+        "values": [float(f"{values.flat[place]:.7g}") for place in places],
+    }

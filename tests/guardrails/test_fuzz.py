@@ -1,0 +1,66 @@
+"""Fuzzed shapes, masks and values: a few in every run, two thousand by `-m nightly`, and golden answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.guardrails.fuzz_cases import ARTIFACTS, LENGTHS, FuzzCase, Fuzzed, draw_cases, make_inputs
+from tests.guardrails.fuzz_run import Subject, make_subject, run_case, run_cases, summarise
+
+GOLDEN = Path(__file__).parent / "golden.json"
+CASES_EACH = 400
+QUICK = [fuzzed for fuzzed in ARTIFACTS if fuzzed.model in ("bert-tiny", "llama-tiny-decode", "vit-tiny")]
+
+
+@pytest.fixture(scope="module", params=QUICK, ids=lambda fuzzed: fuzzed.model)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return make_subject(request.param, tmp_path_factory.mktemp("fuzz") / "artifact")
+
+
+def test_ten_fuzzed_cases_agree_with_onnx_runtime(subject: Subject) -> None:
+    cases = [case for case in draw_cases(subject.fuzzed, 40, seed=1) if case.length <= 33 and case.batch <= 5][:10]
+    assert len(cases) == 10
+    mismatches, _ = run_cases(subject, cases)
+    assert mismatches == []
+
+
+def test_golden_answers_are_given_still(subject: Subject) -> None:
+    golden = [entry for entry in json.loads(GOLDEN.read_text()) if entry["case"]["model"] == subject.fuzzed.model]
+    assert golden
+    for entry in golden:
+        case = FuzzCase(**entry["case"])
+        got = subject.module.run(make_inputs(case, subject.fuzzed, subject.model))
+        for name, want in entry["outputs"].items():
+            found = summarise(got[name])
+            assert (found["shape"], found["finite"]) == (want["shape"], want["finite"]), f"{case}: {name}"
+            near = 1e-3 * max(want["rms"], 1e-30)
+            np.testing.assert_allclose(found["values"], want["values"], rtol=1e-3, atol=near, err_msg=f"{case}: {name}")
+
+
+def test_a_wrong_answer_is_a_mismatch(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = FuzzCase(subject.fuzzed.model, 2, 5 if subject.fuzzed.length else 0, "right", "usual", 0)
+    assert run_case(subject, case) == []
+    run = subject.module.run
+    monkeypatch.setattr(subject.module, "run", lambda inputs: {n: y + np.float32(0.01) for n, y in run(inputs).items()})
+    assert run_case(subject, case)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("fuzzed", ARTIFACTS, ids=lambda fuzzed: fuzzed.model)
+def test_four_hundred_fuzzed_cases_agree_with_onnx_runtime(fuzzed: Fuzzed, tmp_path: Path) -> None:
+    mismatches, _ = run_cases(make_subject(fuzzed, tmp_path / "artifact"), draw_cases(fuzzed, CASES_EACH, seed=0))
+    assert mismatches == []
+
+
+def test_cases_are_the_same_every_time_and_reach_the_edges() -> None:
+    bert = ARTIFACTS[0]
+    cases = draw_cases(bert, CASES_EACH, seed=0)
+    assert cases == draw_cases(bert, CASES_EACH, seed=0)
+    assert cases[0].length == bert.longest
+    assert {case.length for case in cases} >= set(LENGTHS)
+    assert {case.mask for case in cases} >= {"none", "ragged", "one left"}
