@@ -34,15 +34,18 @@ _UNIFORM_RMS = 1 / math.sqrt(3)
 
 
 def ready_for_host(
-    mod: tvm.ir.IRModule, host: tvm.target.Target, calls: Sequence[CallSite]
+    mod: tvm.ir.IRModule,
+    host: tvm.target.Target,
+    calls: Sequence[CallSite],
+    unscheduled_flops_max: float = UNSCHEDULED_FLOPS_MAX,
 ) -> tuple[tvm.ir.IRModule, tvm.target.Target]:
     """Return a module of unscheduled PrimFuncs as it can be compiled for the host, and the target for that.
 
     They stay without a schedule, so that no rule of ours is in the reference, unless `calls` would take minutes.
     """
     flops = total_flops(mod, calls)
-    if flops > UNSCHEDULED_FLOPS_MAX:
-        logger.info("reference kernels have the default schedules: %.3g operations a run are too many without", flops)
+    if flops > unscheduled_flops_max:
+        logger.info("references have the default schedules: %.3g operations a run are too many without", flops)
         return finish_kernels(apply_fallback(mod, host), host), host
     if flops > UNOPTIMISED_FLOPS_MAX:
         return finish_kernels(mod, host), host

@@ -13,7 +13,7 @@ from tvm.relax import transform as relax_pass
 from tvm.runtime import Tensor
 from tvm.runtime.vm import VirtualMachine
 
-from pipeline.bisect.plain_kernels import load_code, ready_for_host
+from pipeline.bisect.plain_kernels import UNOPTIMISED_FLOPS_MAX, load_code, ready_for_host
 from pipeline.bisect.trace import KernelWatch, TracedCall, kernel_calls
 from pipeline.errors import LoweringError
 from pipeline.importer.graph import ImportedGraph
@@ -35,7 +35,8 @@ class StageRun:
 class Stages:
     """An imported graph on one input, to be run after any of its passes with unscheduled kernels.
 
-    Operators that the passes have left are legalised by TVM's own passes, one kernel each.
+    Operators that the passes have left are legalised by TVM's own passes, one kernel each. Large models take the
+    default schedules: passes are looked at once kernels have been compared with unscheduled ones.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Stages:
             mod = self._apply(steps, state, host)
             sources = state.sources or self._graph.source_map
             calls = kernel_calls(mod, sources)
-            ready, target = ready_for_host(mod, host, calls)
+            ready, target = ready_for_host(mod, host, calls, UNOPTIMISED_FLOPS_MAX)
             with tvm.transform.PassContext(opt_level=3), target:
                 planned = tvm.transform.Sequential(plan_memory_passes(target, cuda_graph=False))(ready)
                 machine = VirtualMachine(load_code(relax.build(planned, target, relax_pipeline=None)), tvm.cpu())
@@ -78,6 +79,7 @@ class Stages:
         given = [self._inputs[spec.name] for spec in self._graph.inputs]
         arguments = [tvm.runtime.tensor(np.ascontiguousarray(array)) for array in (*given, *state.weights.values())]
         result = machine["main"](*arguments)
+        watch.verify()
         fields = [result] if isinstance(result, Tensor) else list(result)
         outputs = {spec.name: field.numpy() for spec, field in zip(self._graph.outputs, fields, strict=True)}
         return StageRun(outputs, tuple(watch.trace))

@@ -77,6 +77,7 @@ class Subject:
         watch = KernelWatch(self.calls, poison=poison, replacements=replacements, after=after)
         with self.module.instrumented(watch):
             outputs = self.module.run(inputs)
+        watch.verify()
         return outputs, watch.trace
 
 

@@ -71,13 +71,18 @@ class KernelWatch:
         self._replacements = replacements or {}
         self._after = after
         self._next = 0
+        self._mismatch: tuple[int, str] | None = None
         self.trace: list[TracedCall] = []
 
     def __call__(self, _function: object, name: str, before: bool, _result: object, *arguments: object) -> int:
         """Take part in a call of the machine (`VirtualMachine.set_instrument`)."""
         if name not in self._names:
             return int(VMInstrumentReturnKind.NO_OP)
-        call = self._current(name)
+        call = self._calls[self._next] if self._next < len(self._calls) else None
+        if call is None or call.function != name:
+            # Raised by `verify`: an error would lose its type on the way through the machine.
+            self._mismatch = self._mismatch or (self._next, name)
+            return int(VMInstrumentReturnKind.NO_OP)
         if before:
             if self._poison:
                 for tensor in output_tensors(call, arguments):
@@ -89,15 +94,23 @@ class KernelWatch:
         self._finish(call, arguments)
         return int(VMInstrumentReturnKind.SKIP_RUN if before else VMInstrumentReturnKind.NO_OP)
 
-    def _current(self, name: str) -> CallSite:
-        call = self._calls[self._next] if self._next < len(self._calls) else None
-        if call is None or call.function != name:
-            expected = "no further kernel" if call is None else f"kernel {call.function!r}"
-            raise PipelineError(
-                f"call {self._next} of the module runs kernel {name!r} where the passes, run again, say {expected}: "
-                "the artifact is not what this version makes of the model; compile it again and validate that"
-            )
-        return call
+    def verify(self) -> None:
+        """Check, after a run, that it called the kernels it was expected to.
+
+        Raises
+        ------
+        PipelineError
+            It did not.
+        """
+        if self._mismatch is None and self._next == len(self._calls):
+            return
+        place, got = self._mismatch or (self._next, None)
+        expected = f"kernel {self._calls[place].function!r}" if place < len(self._calls) else "no further kernel"
+        raise PipelineError(
+            f"call {place} of the module runs {'no kernel' if got is None else f'kernel {got!r}'} where the passes, "
+            f"run again, say {expected}: the artifact is not what this version makes of the model; compile it again "
+            "and validate that"
+        )
 
     def _finish(self, call: CallSite, arguments: Sequence[object]) -> None:
         self._next += 1

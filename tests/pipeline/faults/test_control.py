@@ -23,7 +23,14 @@ from tests.pipeline.faults.small_models import make_model
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("bert", None), ("bert", "fp16"), ("bert-fp16", None), ("gpt2", None), ("llama", None), ("llama-decode", None)],
+    [
+        ("bert", None),
+        ("bert", "fp16"),
+        ("llama-decode", None),
+        pytest.param("bert-fp16", None, marks=pytest.mark.slow),
+        pytest.param("gpt2", None, marks=pytest.mark.slow),
+        pytest.param("llama", None, marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_is_found_without_a_fault(
     name: str, precision: str | None, llvm_target: ResolvedTarget, tmp_path: Path
@@ -38,7 +45,13 @@ def test_nothing_is_found_without_a_fault(
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [("bert", None), ("bert-fp16", None), ("llama", None), ("gpt2", "fp16")]
+    ("name", "precision"),
+    [
+        ("bert-fp16", None),
+        ("llama", None),
+        pytest.param("bert", None, marks=pytest.mark.slow),
+        pytest.param("gpt2", "fp16", marks=pytest.mark.slow),
+    ],
 )
 def test_no_tensor_of_the_last_stage_is_taken_for_wrong_without_a_fault(
     name: str, precision: str | None, llvm_target: ResolvedTarget, tmp_path: Path

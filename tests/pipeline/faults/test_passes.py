@@ -151,7 +151,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# What another case has the like of; left to the longer run.
+_SLOW = {
+    "the softmax runs over queries",
+    "a weight is transposed",
+    "a residual is broadcast from its first row",
+    "the halves of the rotation are swapped",
+    "query heads take the wrong group",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in _SLOW)) for name in CASES])
 def test_a_fault_in_a_pass_is_caught_and_named(
     name: str, llvm_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,144 @@
+"""The bisection where neither a pass nor a kernel is to blame, and with artifacts that are not what they seem."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+
+from models import OnnxModel
+from pipeline.bisect import Culprit, bisect, render
+from pipeline.bisect.plain_kernels import ReferenceKernels, ready_for_host
+from pipeline.bisect.search import _first_true
+from pipeline.bisect.subject import _without_graph, lowering_options, make_subject
+from pipeline.bisect.tensors import onnx_tensors
+from pipeline.bisect.trace import CallSite
+from pipeline.errors import PipelineError
+from pipeline.passes import LoweringOptions
+from pipeline.runtime import Module
+from pipeline.validate import default_tolerance, sample_inputs
+from schedules.targets import ResolvedTarget
+from tests.pipeline.faults.planting import build
+from tests.pipeline.faults.small_models import make_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("windowed")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> OnnxModel:
+    return make_model("windowed", folder)
+
+
+@pytest.fixture(scope="module")
+def module(model: OnnxModel, llvm_target: ResolvedTarget, folder: Path) -> Module:
+    return build(model, llvm_target, folder)
+
+
+@pytest.fixture(scope="module")
+def inputs(model: OnnxModel) -> dict[str, np.ndarray]:
+    return sample_inputs(model, samples=1, seed=0)[0]
+
+
+def test_wrong_weights_are_no_fault_of_passes_or_kernels(
+    model: OnnxModel, inputs: dict[str, np.ndarray], llvm_target: ResolvedTarget, tmp_path: Path
+) -> None:
+    damaged = build(model, llvm_target, tmp_path)
+    damaged._weights = tuple(tvm.runtime.tensor(np.zeros(w.shape, str(w.dtype))) for w in damaged._weights)
+    found = bisect(damaged, model, inputs, default_tolerance(damaged, model))
+    assert found is not None
+    assert found.culprit is Culprit.RUNTIME
+    assert found.node is None
+    assert "the weights or the runtime" in found.summary
+    assert "runtime" in str(render(found).title)
+
+
+def test_an_artifact_of_other_kernels_is_refused(module: Module, model: OnnxModel) -> None:
+    subject = make_subject(module, model, None)
+    first, *rest = subject.calls
+    other = replace(subject, calls=(replace(first, function="another"), *rest))
+    with pytest.raises(PipelineError, match="where the passes, run again, say kernel"):
+        other.run(sample_inputs(model, samples=1, seed=0)[0], replacements={})
+    shorter = replace(subject, calls=subject.calls[:1])
+    with pytest.raises(PipelineError, match="no further kernel"):
+        shorter.run(sample_inputs(model, samples=1, seed=0)[0])
+
+
+def test_a_module_is_made_again_without_a_graph_and_other_kernels_are_told(
+    module: Module, model: OnnxModel, inputs: dict[str, np.ndarray], caplog: pytest.LogCaptureFixture
+) -> None:
+    subject = make_subject(module, model, None)
+    again = _without_graph(subject.lowered, subject.target, module.manifest, None)
+    np.testing.assert_array_equal(again.run(inputs)["y"], module.run(inputs)["y"])
+    first, *rest = module.manifest.kernels
+    recorded = replace(module.manifest, kernels=(replace(first, decision_sha256="0" * 64), *rest))
+    with caplog.at_level(logging.WARNING):
+        _without_graph(subject.lowered, subject.target, recorded, None)
+    assert f"1 kernels are not the artifact's: {first.function}" in caplog.text
+
+
+def test_the_options_of_an_artifact_are_read_back(
+    model: OnnxModel, llvm_target: ResolvedTarget, tmp_path: Path
+) -> None:
+    asked = LoweringOptions(precision="fp16", disabled_passes=frozenset({"combine_matmuls"}))
+    module = build(model, llvm_target, tmp_path, options=asked)
+    assert lowering_options(module.manifest) == replace(asked, embed_weights=not module.manifest.weights)
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 7, 16])
+def test_halves_find_the_first_true(wanted: int) -> None:
+    asked: list[int] = []
+
+    def test(number: int) -> bool:
+        asked.append(number)
+        return number >= wanted
+
+    assert _first_true(test, 0, 16) == wanted
+    assert len(asked) <= 4
+
+
+def test_references_of_large_models_are_scheduled(module: Module, model: OnnxModel) -> None:
+    subject = make_subject(module, model, None)
+    mod = subject.lowered.mod
+    plain, small = ready_for_host(mod, subject.host, subject.calls)
+    assert int(small.attrs["opt-level"]) == 0
+    _, large = ready_for_host(mod, subject.host, [*subject.calls] * 10**5)
+    assert "opt-level" not in large.attrs
+    scheduled, _ = ready_for_host(mod, subject.host, subject.calls, unscheduled_flops_max=1.0)
+    name = subject.calls[0].function
+    assert not plain[name].attrs.get("tirx.is_scheduled", False)
+    assert scheduled[name].attrs["tirx.is_scheduled"]
+
+
+def test_a_kernel_is_checked_and_replaced_on_given_arguments(
+    module: Module, model: OnnxModel, inputs: dict[str, np.ndarray]
+) -> None:
+    subject = make_subject(module, model, None)
+    references = ReferenceKernels(subject.lowered.mod, subject.host, subject.calls)
+    seen: dict[str, str | None] = {}
+
+    def check(call: CallSite, arguments: object) -> None:
+        seen[call.binding] = references.find_fault(call, arguments)  # type: ignore[arg-type]
+
+    subject.run(inputs, poison=True, after=check)
+    assert len(seen) == len(subject.calls)
+    assert set(seen.values()) == {None}
+
+
+def test_every_tensor_has_its_writer_and_depth(model: OnnxModel, inputs: dict[str, np.ndarray]) -> None:
+    tensors = onnx_tensors(model, inputs)
+    assert tensors.depth("x") == 0
+    assert tensors.depth("q") == 1
+    assert tensors.depth("kt") == 1
+    assert tensors.depth("products") == 2
+    assert tensors.writer("x") is None
+    assert tensors.order("x") == -1
+    assert [node.label for node in tensors.makers("kt")] == ["/k/MatMul", "/Transpose"]
+    between = tensors.between("kept", frozenset({"x", "products"}), frozenset())
+    assert [node.label for node in between] == ["/scores/Mul", "/Where"]
