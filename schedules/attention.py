@@ -84,6 +84,11 @@ class ScoreBias:
     query_stride: int
     key_stride: int
 
+    @property
+    def of_padding(self) -> bool:
+        """Whether all heads and queries have the same mask, one element a key."""
+        return self.query_stride == 0 and self.head_stride == 0 and self.key_stride == 1
+
 
 @dataclass(frozen=True)
 class CacheGrowth:

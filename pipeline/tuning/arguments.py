@@ -53,6 +53,15 @@ def make_arrays(arguments: Sequence[ArgumentSpec], ranges: Mapping[int, int], se
     return arrays
 
 
+def hiding_nothing(arrays: Sequence[np.ndarray], masks: Mapping[str, int]) -> list[np.ndarray]:
+    """Return the arrays, each mask full of the number that hides nothing (`pipeline.tuning.note`)."""
+    numbers = {int(position): number for position, number in masks.items()}
+    return [
+        np.full_like(array, numbers[position]) if position in numbers else array
+        for position, array in enumerate(arrays)
+    ]
+
+
 def _uniform(shape: tuple[int, ...], dtype: np.dtype[np.generic], seed: tuple[int, int]) -> np.ndarray:
     """Return floats uniform in [-1, 1), each chunk from a generator of its own: the same on any number of threads."""
     made = np.empty(math.prod(shape), dtype)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tvm
+from tvm import tirx
 from tvm.s_tir import meta_schedule as ms
 
 from pipeline.codegen.finish import finish_kernels
@@ -17,6 +18,7 @@ from pipeline.tuning.failure import read_failure
 from pipeline.tuning.kernel_ir import written_params
 from pipeline.tuning.note import CandidateNote
 from pipeline.tuning.state import TaskState
+from schedules.attention import spec_of
 from schedules.errors import ScheduleError
 from schedules.fallback import apply_fallback, fallback_rule_names
 from schedules.targets import ResolvedTarget
@@ -110,7 +112,16 @@ def _note(state: TaskState, reference: str | None, *, on_device: bool = False) -
         rtol=accepted.rtol,
         atol=accepted.atol,
         accumulated=accepted.accumulated,
+        masks=padding_masks(func),
     )
+
+
+def padding_masks(func: tirx.PrimFunc) -> dict[str, int]:
+    """Return the position of an attention's mask of padding, and the number with which it hides nothing."""
+    spec = spec_of(func)
+    if spec is None or spec.bias is None or not spec.bias.of_padding:
+        return {}
+    return {str(spec.bias.param): 0 if spec.bias.kind == "add" else 1}
 
 
 def _fallback(state: TaskState, target: ResolvedTarget) -> tuple[tvm.ir.IRModule, str] | None:

@@ -19,7 +19,7 @@ import tvm
 
 from pipeline.threads import configure_threads
 from pipeline.tolerances import KernelTolerance
-from pipeline.tuning.arguments import ArgumentSpec, make_arrays
+from pipeline.tuning.arguments import ArgumentSpec, hiding_nothing, make_arrays
 from pipeline.tuning.measuring import (
     CompareReply,
     CompareRequest,
@@ -174,9 +174,11 @@ class _Measurer:
         # On a GPU, on arguments that are not in the L2 cache.
         self._timer = rotated = self._timer or RotatedTimer(device)
         if not workload.copies:
-            more = range(sets_needed(workload.bytes, rotated.l2_bytes) - 1)
-            copies = [_tensors(workload.arrays, request.arguments, device) for _ in more]
-            workload.copies = [workload.tensors, *copies]
+            masks = request.note.masks if request.note else {}
+            arrays = hiding_nothing(workload.arrays, masks)
+            own = [] if masks else [workload.tensors]
+            more = range(sets_needed(workload.bytes, rotated.l2_bytes) - len(own))
+            workload.copies = [*own, *(_tensors(arrays, request.arguments, device) for _ in more)]
         function, sets, size = module[_ENTRY], workload.copies, workload.bytes
         return _Loaded(
             lambda number, repeats: rotated.time(function, sets, number, repeats),

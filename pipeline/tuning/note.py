@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import tvm
@@ -34,6 +34,9 @@ class CandidateNote:
         nothing.
     best_s
         Best seconds of the workload known when the candidate was handed in; None when nothing was.
+    masks
+        Position (as text) of a mask of padding -> the number that hides nothing, of which it is full while a candidate
+        is timed, as it mostly is in use; candidates are compared on random ones.
     rtol, atol, accumulated
         Largest accepted difference, see `pipeline.tolerances.KernelTolerance`.
     """
@@ -47,6 +50,7 @@ class CandidateNote:
     rtol: float = 0.0
     atol: float = 0.0
     accumulated: float = 0.0
+    masks: Mapping[str, int] = field(default_factory=dict)
 
 
 def attach_note(mod: tvm.ir.IRModule, note: CandidateNote) -> tvm.ir.IRModule:

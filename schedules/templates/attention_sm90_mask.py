@@ -11,7 +11,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from schedules.attention import ScoreBias
-from schedules.templates.attention_sm90_plan import AttentionPlan, is_of_padding
+from schedules.templates.attention_sm90_plan import AttentionPlan
 
 LOG2_E = math.log2(math.e)
 MINUS_INFINITY = tirx.FloatImm("float32", -math.inf)
@@ -105,7 +105,7 @@ class BiasReader:
         words, kind = load[1:] if load is not None else (2, self._dtype)
         self._held = [[T.alloc_local([words], kind) for _ in range(self._pairs)] for _ in range(self._lines)]
         self._lane = lane
-        if bias.kind == "add" and self._load is not None and is_of_padding(bias):
+        if bias.kind == "add" and self._load is not None and bias.of_padding:
             self._scan: _Scan | None = _Scan.of(plan, tvm.DataType(self._dtype).itemsize)
             self._scanned = T.alloc_local([self._scan.words], "uint32")
         else:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from schedules.attention import AttentionSpec, ScoreBias
+from schedules.attention import AttentionSpec
 from schedules.targets import CudaLimits
 from schedules.templates.base import Parameters, Refusal
 
@@ -245,7 +245,7 @@ def registers_needed(spec: AttentionSpec, p: AttentionParameters, bias_bytes: in
     With `overlap`, the weights in 2 bytes live beside the next scores, else they take their place.
     """
     weights = p.block_k // 4 if p.overlap else 0
-    if spec.bias is not None and spec.bias.kind == "add" and is_of_padding(spec.bias):
+    if spec.bias is not None and spec.bias.kind == "add" and spec.bias.of_padding:
         weights += _REGISTERS_TO_SCAN
     elif spec.bias is not None:
         # Of each 8 keys a pair, for each row of a thread unless one row of the mask serves all; some are used up before
@@ -253,11 +253,6 @@ def registers_needed(spec: AttentionSpec, p: AttentionParameters, bias_bytes: in
         lines = 2 if spec.bias.query_stride or (p.pack and spec.bias.head_stride) else 1
         weights += lines * p.block_k // 8 * max(1, bias_bytes // 2) * 3 // 4
     return p.block_k // 2 + weights + spec.head_dim // 2 + _REGISTERS_BESIDE
-
-
-def is_of_padding(bias: ScoreBias) -> bool:
-    """Return whether all heads and queries have the same mask."""
-    return bias.query_stride == 0 and bias.head_stride == 0 and bias.key_stride == 1
 
 
 def registers_available(p: AttentionParameters, limits: CudaLimits) -> int:
