@@ -118,11 +118,11 @@ def convert_gather_block_quantized(node: ConverterInput) -> tvm.ir.Expr:
     size, block = table.shape[along], int_attribute(node, "block_size", 128)
     if zeros is not None and zeros.ndim:
         zeros = np.take(zeros, range(static_size(scales, along)), along)
-    indices = _non_negative(node, node.input(1), constant(table), [picked])
+    indices = node.builder.normalize(_non_negative(node, node.input(1), constant(table), [picked]))
     moved = along + int(indices.ty.ndim) - 1 if along > picked else along
 
     def rows(values: tvm.ir.Expr) -> tvm.ir.Expr:
-        return node.builder.emit(relax.op.take(values, node.builder.emit(indices), picked, mode="clip"))
+        return node.builder.emit(relax.op.take(values, indices, picked, mode="clip"))
 
     def a_place(values: tvm.ir.Expr) -> tvm.ir.Expr:
         return spread_blocks(node, rows(values), moved, block, tirx.IntImm("int64", size))
