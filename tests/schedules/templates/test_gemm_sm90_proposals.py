@@ -22,7 +22,6 @@ from tests.schedules.templates.cubin import (
     read_cubin,
 )
 
-
 # Bytes a thread may keep in memory where it has 192 accumulators or more: some of what the epilogue counts with.
 FRAME_BYTES_MAX = 128
 
