@@ -45,7 +45,7 @@ def ready_for_host(
     """
     flops = total_flops(mod, calls)
     if flops > unscheduled_flops_max:
-        logger.info("references have the default schedules: %.3g operations a run are too many without", flops)
+        logger.debug("references have the default schedules: %.3g operations a run are too many without", flops)
         return finish_kernels(apply_fallback(mod, host), host), host
     if flops > UNOPTIMISED_FLOPS_MAX:
         return finish_kernels(mod, host), host

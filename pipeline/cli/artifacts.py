@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zipfile
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,6 +15,8 @@ import typer
 from pipeline.cli.options import ArtifactArgument, FormatOption, OutcomeDatabaseOption, SeedOption
 from pipeline.cli.output import OutputFormat, TableView, emit, print_json, stdout_console
 from pipeline.errors import PipelineError, UsageError
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from models import OnnxModel
@@ -241,7 +244,10 @@ def _bisect(
     database: str | None,
     given: list[dict[str, np.ndarray]] | None,
 ) -> Bisection | None:
-    """Return what makes a validation fail, with a reproduction written; None when it passed."""
+    """Return what makes a validation fail, with a reproduction written; None when it passed or nothing was found.
+
+    A bisection that is not possible is told and changes nothing: the validation has failed all the same.
+    """
     from pipeline.bisect import bisect, write_reproduction
     from pipeline.validate import sample_inputs
 
@@ -249,8 +255,13 @@ def _bisect(
         return None
     compared = given or sample_inputs(model, samples=report.samples, seed=report.seed)
     inputs = compared[report.failed_sample or 0]
-    found = bisect(module, model, inputs, report.tolerance, database=database)
+    try:
+        found = bisect(module, model, inputs, report.tolerance, database=database)
+    except PipelineError as e:
+        logger.warning("not bisected: %s", e)
+        return None
     if found is None:
+        logger.warning("not bisected: run again on the input that failed, the module was right")
         return None
     folder = repro or directory.with_name(f"{directory.name}-repro")
     made = write_reproduction(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import pytest
 
 from models import OnnxModel
 from pipeline.cli.app import main
+from pipeline.passes import lowering_steps
 from pipeline.runtime import Module
 from schedules.targets import ResolvedTarget, resolve_target
 from tests.pipeline.faults.planting import build
@@ -145,3 +147,14 @@ def test_compare_says_what_it_lacks(relaxtune, builds, tmp_path) -> None:
     outcome = relaxtune("compare", tmp_path / "bad.npz", tmp_path / "y.npz")
     assert outcome.code == 2
     assert "expected an artifact, or a .npz file of outputs" in outcome.stderr
+
+
+def test_a_bisection_that_is_not_possible_leaves_the_verdict(relaxtune, builds, monkeypatch) -> None:
+    # The artifact was compiled with a pass that the list of passes now has no more: other kernels are made.
+    steps = tuple(step for step in lowering_steps() if step.name != "fuse_operations")
+    monkeypatch.setattr(importlib.import_module("pipeline.passes.lower"), "lowering_steps", lambda: steps)
+    outcome = relaxtune("validate", builds.wrong, "--bisect", "--samples", 1, "--format", "json")
+    assert outcome.code == 3
+    assert outcome.data["bisection"] is None
+    assert "not bisected: " in outcome.stderr
+    assert "is not what this version makes of the model" in outcome.stderr
