@@ -79,7 +79,7 @@ def add_outliers(proto: onnx.ModelProto, hidden: int, outliers: Outliers) -> onn
 
 def _scale(tensor: onnx.TensorProto, channels: Sequence[int] | np.ndarray, factor: float, axis: int = -1) -> None:
     array = numpy_helper.to_array(tensor).copy()
-    index = [slice(None)] * array.ndim
+    index: list[slice | np.ndarray] = [slice(None)] * array.ndim
     index[axis] = np.asarray(channels)
     array[tuple(index)] = (array[tuple(index)].astype(np.float64) * factor).astype(array.dtype)
     tensor.raw_data = array.tobytes()

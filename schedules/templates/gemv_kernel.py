@@ -91,11 +91,13 @@ class _Kernel:
         self._first_row = block * plan.rows
         pool = T.SMEMPool()
         self._shared = pool.alloc((p.warps, self._matmul.m, plan.rows + SHARED_PAD), "float32", align=16)
-        self._shared_x = pool.alloc((self._matmul.m, plan.span + X_PAD), self._matmul.input_dtype, align=16)
+        if p.staged:
+            self._shared_x = pool.alloc((self._matmul.m, plan.span + X_PAD), self._matmul.input_dtype, align=16)
         pool.commit()
         self._sums = T.alloc_local([p.tiles * plan.column_tiles * 4], "float32")
         self._words = T.alloc_local([p.unroll * p.tiles * 2 * LOAD_BYTES // 4], "uint32")
-        self._words_x = T.alloc_local([plan.column_tiles * plan.words_x], "uint32")
+        steps_x = 1 if p.staged else p.unroll
+        self._words_x = T.alloc_local([steps_x * plan.column_tiles * plan.words_x], "uint32")
         self._halves = None if self._stored is None else T.alloc_local([p.unroll * p.tiles * 2], "float16")
         for index in range(p.tiles * plan.column_tiles * 4):
             T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
@@ -105,15 +107,14 @@ class _Kernel:
         wait_for_predecessor(p.dependent)
         if not self._ahead:
             self._load_weights(first)
-        self._load_x(first)
-        self._multiply()
+        self._multiply(first)
         if plan.rounds > 1:
             with T.serial(plan.rounds - 1, unroll=False) as index:
                 self._load_weights(index + 1)
-                # All warps have read the x of the round before.
-                T.evaluate(T.cuda.cta_sync())
-                self._load_x(index + 1)
-                self._multiply()
+                if p.staged:
+                    # All warps have read the x of the round before.
+                    T.evaluate(T.cuda.cta_sync())
+                self._multiply(index + 1)
         self._share()
         T.evaluate(T.cuda.cta_sync())
         self._write()
@@ -157,7 +158,7 @@ class _Kernel:
         row = self._first_row + half * COLUMNS + self._group
         return row if self._matmul.n % self._plan.rows == 0 else tirx.min(row, self._matmul.n - 1)
 
-    def _load_x(self, turn: tirx.Expr) -> None:
+    def _stage_x(self, turn: tirx.Expr) -> None:
         """Emit the copy of a round's part of x to shared memory, zeros behind its end, and the wait of all for it."""
         plan, matmul = self._plan, self._matmul
         vectors = plan.span // _VECTOR
@@ -173,18 +174,49 @@ class _Kernel:
         T.evaluate(T.cuda.func_call(_ARRIVED, source_code=_ARRIVED_SOURCE))
         T.evaluate(T.cuda.cta_sync())
 
-    def _multiply(self) -> None:
+    def _read_staged(self, number: int) -> None:
+        """Emit the reading of a step's x from shared memory."""
+        plan, p = self._plan, self._p
+        at = ((number * p.warps + self._warp) * LANES + self._part) * plan.length
+        for tile in range(plan.column_tiles):
+            # Columns of the sums that are no rows of x are not used, whatever is in them.
+            row = tirx.min(tile * COLUMNS + self._group, self._matmul.m - 1)
+            for vector in range(plan.words_x // 4):
+                start = tile * plan.words_x + vector * 4
+                registers = [self._words_x[start + word] for word in range(4)]
+                source = self._shared_x.ptr_to([row, at + vector * _VECTOR])
+                T.evaluate(T.ptx["ld.shared.v4.u32"](*registers, source))
+
+    def _load_x(self, turn: tirx.Expr) -> None:
+        """Emit the loads of a round's x, by the lanes that multiply by it; zeros behind its end."""
         plan, p, matmul = self._plan, self._p, self._matmul
         for number in range(p.unroll):
-            at = ((number * p.warps + self._warp) * LANES + self._part) * plan.length
+            step = self._step(turn, number)
             for tile in range(plan.column_tiles):
-                # Columns of the sums that are no rows of x are not used, whatever is in them.
-                row = tirx.min(tile * COLUMNS + self._group, matmul.m - 1)
-                for vector in range(plan.words_x // 4):
-                    start = tile * plan.words_x + vector * 4
-                    registers = [self._words_x[start + word] for word in range(4)]
-                    source = self._shared_x.ptr_to([row, at + vector * _VECTOR])
-                    T.evaluate(T.ptx["ld.shared.v4.u32"](*registers, source))
+                start = (number * plan.column_tiles + tile) * plan.words_x
+                row = tile * COLUMNS + self._group
+                inside = [row < matmul.m] if (tile + 1) * COLUMNS > matmul.m else []
+                conditions = [*inside, *self._exists(step)]
+                if conditions:
+                    for word in range(plan.words_x):
+                        T.buffer_store(self._words_x, tirx.IntImm("uint32", 0), [start + word])
+                place = row * matmul.k + (step * LANES + self._part) * plan.length
+                with when(conditions):
+                    for vector in range(plan.words_x // 4):
+                        to = self._words_x.ptr_to([start + vector * 4])
+                        load_bytes(to, self._x.ptr_to([place + vector * _VECTOR]), LOAD_BYTES)
+
+    def _multiply(self, turn: tirx.Expr) -> None:
+        """Emit the products of a round's weights, which have been asked for, by its x."""
+        plan, p = self._plan, self._p
+        if p.staged:
+            self._stage_x(turn)
+        else:
+            self._load_x(turn)
+        for number in range(p.unroll):
+            if p.staged:
+                self._read_staged(number)
+            x = 0 if p.staged else number * plan.column_tiles * plan.words_x
             for tile in range(p.tiles):
                 half = number * p.tiles * 2 + tile * 2
                 rows = [self._words.ptr_to([(half + index) * LOAD_BYTES // 4]) for index in range(2)]
@@ -193,7 +225,7 @@ class _Kernel:
                     plan,
                     self._sums.ptr_to([tile * plan.column_tiles * 4]),
                     (rows[0], rows[1]),
-                    self._words_x.ptr_to([0]),
+                    self._words_x.ptr_to([x]),
                     None if self._halves is None else (self._halves[half], self._halves[half + 1]),
                 )
 

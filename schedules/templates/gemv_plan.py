@@ -38,6 +38,8 @@ class GemvParameters(Parameters):
         Of a block, which share the sum over K.
     unroll
         Steps along K whose loads are in flight together.
+    staged
+        Whether the part of x that a round of loads needs is copied to shared memory; else each warp reads its own.
     dependent
         Whether the kernel may start before the one before it has ended.
     """
@@ -47,6 +49,7 @@ class GemvParameters(Parameters):
     tiles: int = 1
     warps: int = 8
     unroll: int = 4
+    staged: bool = True
     dependent: bool = False
 
 
@@ -66,8 +69,8 @@ class GemvPlan:
         Tiles of 8 rows of x.
     blocks, threads
         Of the grid, and of a block.
-    registers
-        Of a thread, estimated.
+    registers, shared_bytes
+        Of a thread, estimated; of a block.
     grouped
         Whether a step is within a group of scales, so that sums are scaled; else weights are.
     """
@@ -80,6 +83,7 @@ class GemvPlan:
     blocks: int
     threads: int
     registers: int
+    shared_bytes: int
     grouped: bool
 
     @property
@@ -131,12 +135,17 @@ def make_plan(function: GemvFunction, p: GemvParameters, limits: CudaLimits) -> 
     steps = math.ceil(matmul.k / step)
     column_tiles = math.ceil(matmul.m / COLUMNS)
     words = p.unroll * p.tiles * (2 * LOAD_BYTES // 4 + (1 if quantisation else 0))
-    registers = _REGISTERS_BESIDE + words + column_tiles * length // 2 + p.tiles * column_tiles * 4
+    words += (1 if p.staged else p.unroll) * column_tiles * length // 2
+    # What a pair of rows is unpacked into.
+    unpacked = length if quantisation else 0
+    registers = _REGISTERS_BESIDE + words + unpacked + p.tiles * column_tiles * 4
     available = min(limits.registers_per_thread, limits.registers_per_block // (p.warps * WARP))
     if registers > available:
         return Refusal(f"about {registers} registers a thread, a block of {p.warps} warps has {available}")
     span = step * p.warps * p.unroll
-    shared = 4 * p.warps * matmul.m * (TILE * p.tiles + SHARED_PAD) + 2 * matmul.m * (span + X_PAD)
+    shared = 4 * p.warps * matmul.m * (TILE * p.tiles + SHARED_PAD)
+    if p.staged:
+        shared += 2 * matmul.m * (span + X_PAD)
     most = min(limits.shared_bytes_optin, _SHARED_MAX)
     if shared > most:
         return Refusal(f"{shared} bytes of shared memory, expected {most} at most")
@@ -149,5 +158,6 @@ def make_plan(function: GemvFunction, p: GemvParameters, limits: CudaLimits) -> 
         blocks=math.ceil(matmul.n / (TILE * p.tiles)),
         threads=p.warps * WARP,
         registers=registers,
+        shared_bytes=shared,
         grouped=quantisation is not None and (quantisation.group % step == 0 or quantisation.group >= matmul.k),
     )

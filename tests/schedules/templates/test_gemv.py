@@ -116,7 +116,7 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
     assert isinstance(make_plan(function, GemvParameters(unroll=2), limits), GemvPlan)
     for parameters, reason in (
         (GemvParameters(warps=64), "64 warps"),
-        (GemvParameters(tiles=4, unroll=8), "registers"),
+        (GemvParameters(tiles=4, warps=16, unroll=8), "registers"),
         (GemvParameters(tiles=0), "expected 1 or more"),
         (GemvParameters(unroll=4), "shared memory"),
     ):
