@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.bisect.reproduce import Reproduction, write_reproduction
 from pipeline.bisect.result import Bisection, Culprit, FaultyKernel, FaultyPass, render
-from pipeline.bisect.search import bisect
+from pipeline.bisect.search import bisect, check_kernels
 
 __all__ = [
     "Bisection",
@@ -13,6 +13,7 @@ __all__ = [
     "FaultyPass",
     "Reproduction",
     "bisect",
+    "check_kernels",
     "render",
     "write_reproduction",
 ]

@@ -64,6 +64,32 @@ def bisect(
     return _Search(module, model, inputs, tolerance, database).run()
 
 
+def check_kernels(
+    module: Module,
+    model: OnnxModel,
+    inputs: Mapping[str, np.ndarray],
+    *,
+    database: str | Path | None = None,
+) -> tuple[FaultyKernel, ...]:
+    """Return the kernels of a module that differ from their unscheduled form on the arguments they get for an input.
+
+    Finer than a comparison of outputs: a kernel that is slightly wrong may hide within what a deep model drifts.
+
+    Parameters
+    ----------
+    module, model, inputs, database
+        As for `bisect`.
+
+    Raises
+    ------
+    PipelineError
+        As `bisect` raises.
+    """
+    subject = make_subject(module, model, database)
+    faults, _, _ = _faulty_calls(subject, _references(subject), inputs)
+    return tuple(_faulty(subject, call, reason) for call, reason in _first_of_each(faults))
+
+
 class _Search:
     def __init__(
         self,
@@ -82,16 +108,9 @@ class _Search:
         self._tried: list[str] = []
 
     def run(self) -> Bisection | None:
-        faults: list[tuple[CallSite, str]] = []
-        references = ReferenceKernels(self._subject.lowered.mod, self._subject.host, self._subject.calls)
-
-        def check(call: CallSite, arguments: Sequence[object]) -> None:
-            reason = references.find_fault(call, arguments)
-            if reason is not None:
-                faults.append((call, reason))
-
+        references = _references(self._subject)
         plain, _ = self._subject.run(self._inputs)
-        poisoned, trace = self._subject.run(self._inputs, poison=True, after=check)
+        faults, poisoned, trace = _faulty_calls(self._subject, references, self._inputs)
         outputs = plain if self._wrong(plain) else poisoned
         if not self._wrong(outputs):
             return None
@@ -137,20 +156,9 @@ class _Search:
             right = not self._wrong(self._replaced(references, blamed)[0])
             self._note(f"only {', '.join(blamed)} replaced: results are {'right' if right else 'wrong'}")
         divergence = self._divergence(trace, outputs, self._matcher.learn(healthy))
-        kernels = tuple(self._faulty(call, reason) for call, reason in _first_of_each(faults))
+        kernels = tuple(_faulty(self._subject, call, reason) for call, reason in _first_of_each(faults))
         nodes = tuple(node.label for node in divergence.nodes) if divergence else kernels[0].onnx_nodes
         return self._result(Culprit.KERNEL, divergence, kernel=kernels[0], kernels=kernels, nodes=nodes)
-
-    def _faulty(self, call: CallSite, reason: str) -> FaultyKernel:
-        entry = self._subject.entry(call.function)
-        return FaultyKernel(
-            function=call.function,
-            onnx_nodes=call.onnx_nodes,
-            route=entry.route if entry is not None else "unknown",
-            record_id=entry.record_id if entry is not None else None,
-            decision_sha256=entry.decision_sha256 if entry is not None else None,
-            reason=reason,
-        )
 
     # Passes
 
@@ -168,7 +176,7 @@ class _Search:
             self._note(f"{after}: results are {'wrong' if wrong else 'right'}")
             return wrong
 
-        kernels = tuple(self._faulty(call, reason) for call, reason in _first_of_each(faults))
+        kernels = tuple(_faulty(self._subject, call, reason) for call, reason in _first_of_each(faults))
         if wrong_after(0):
             known = self._matcher.guess(runs[0].trace)
             return self._result(
@@ -237,6 +245,37 @@ class _Search:
     def _note(self, text: str) -> None:
         logger.info("bisect %s: %s", self._model.name, text)
         self._tried.append(text)
+
+
+def _references(subject: Subject) -> ReferenceKernels:
+    return ReferenceKernels(subject.lowered.mod, subject.host, subject.calls)
+
+
+def _faulty_calls(
+    subject: Subject, references: ReferenceKernels, inputs: Mapping[str, np.ndarray]
+) -> tuple[list[tuple[CallSite, str]], dict[str, np.ndarray], list[TracedCall]]:
+    """Run an artifact with poisoned outputs; return its faulty calls and how they differ, its outputs and its trace."""
+    faults: list[tuple[CallSite, str]] = []
+
+    def check(call: CallSite, arguments: Sequence[object]) -> None:
+        reason = references.find_fault(call, arguments)
+        if reason is not None:
+            faults.append((call, reason))
+
+    outputs, trace = subject.run(inputs, poison=True, after=check)
+    return faults, outputs, trace
+
+
+def _faulty(subject: Subject, call: CallSite, reason: str) -> FaultyKernel:
+    entry = subject.entry(call.function)
+    return FaultyKernel(
+        function=call.function,
+        onnx_nodes=call.onnx_nodes,
+        route=entry.route if entry is not None else "unknown",
+        record_id=entry.record_id if entry is not None else None,
+        decision_sha256=entry.decision_sha256 if entry is not None else None,
+        reason=reason,
+    )
 
 
 def _first_of_each(faults: Sequence[tuple[CallSite, str]]) -> list[tuple[CallSite, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zipfile
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,14 +13,14 @@ import numpy as np
 import typer
 
 from pipeline.cli.options import ArtifactArgument, FormatOption, OutcomeDatabaseOption, SeedOption
-from pipeline.cli.output import OutputFormat, TableView, emit, print_json, stdout_console
-from pipeline.errors import PipelineError, UsageError
+from pipeline.cli.output import OutputFormat, TableView, emit, print_json, print_table, stdout_console
+from pipeline.errors import PipelineError, UsageError, ValidationFailedError
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from models import OnnxModel
-    from pipeline.bisect import Bisection
+    from pipeline.bisect import Bisection, FaultyKernel
     from pipeline.runtime import Module
     from pipeline.validate import ValidationReport
 
@@ -43,6 +43,9 @@ def validate_command(
     repeat: Annotated[
         int, typer.Option("--repeat", min=1, help="Runs of each input; from 2 on their bits are compared.")
     ] = 2,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Compare each kernel with its unscheduled form too, on one input.")
+    ] = False,
     bisect: Annotated[
         bool, typer.Option("--bisect", help="If it fails, find the ONNX node, and the pass or the kernel to blame.")
     ] = False,
@@ -63,12 +66,13 @@ def validate_command(
 ) -> None:
     """Compare an artifact with ONNX Runtime on random inputs. Exits 3 when they disagree."""
     from pipeline.artifact import record_validation
+    from pipeline.bisect import check_kernels
     from pipeline.bisect import render as render_bisection
     from pipeline.bucket_proof import prove_and_record, route_inputs
     from pipeline.drift import DriftOptions, render_drift
     from pipeline.outcomes import artifact_of, environment_of, note_validation
     from pipeline.runtime import Module
-    from pipeline.validate import render, validate
+    from pipeline.validate import render, sample_inputs, validate
     from tuning_db.store import TuningDatabase
 
     module = Module.load(directory)
@@ -88,6 +92,12 @@ def validate_command(
             manifest = module.manifest
             note_validation(database, artifact_of(manifest, directory), environment_of(manifest), report)
     data = report.to_json()
+    faulty: tuple[FaultyKernel, ...] = ()
+    if kernels:
+        given_first = (given or sample_inputs(reference, samples=1, seed=seed))[0]
+        faulty = check_kernels(module, reference, given_first, database=db)
+        data["faulty_kernels"] = [asdict(kernel) for kernel in faulty]
+        record_validation(directory, data)
     found = None
     if bisect:
         found = _bisect(module, reference, report, directory, repro, db, given)
@@ -101,7 +111,17 @@ def validate_command(
             stdout_console().print(render_drift(report.drift))
         if found is not None:
             stdout_console().print(render_bisection(found))
+        if kernels:
+            rows = tuple((one.function, one.route, ", ".join(one.onnx_nodes), one.reason) for one in faulty)
+            print_table(
+                TableView(f"{len(faulty)} faulty kernels", ("kernel", "route", "ONNX nodes", "difference"), rows)
+            )
     report.raise_if_failed()
+    if faulty:
+        raise ValidationFailedError(
+            f"{report.model}: its outputs are within tolerance, and {len(faulty)} kernels are not: "
+            + "; ".join(f"{one.function} ({one.route}): {one.reason}" for one in faulty)
+        )
 
 
 def compare(

@@ -16,7 +16,7 @@ from pipeline.cli.app import main
 from pipeline.passes import lowering_steps
 from pipeline.runtime import Module
 from schedules.targets import ResolvedTarget, resolve_target
-from tests.pipeline.faults.planting import build
+from tests.pipeline.faults.planting import FaultyKernel, build
 from tests.pipeline.faults.small_models import make_model
 from tests.pipeline.faults.test_kernels import CASES as KERNEL_CASES
 from tests.pipeline.faults.test_passes import CASES as PASS_CASES
@@ -158,3 +158,21 @@ def test_a_bisection_that_is_not_possible_leaves_the_verdict(relaxtune, builds, 
     assert outcome.data["bisection"] is None
     assert "not bisected: " in outcome.stderr
     assert "is not what this version makes of the model" in outcome.stderr
+
+
+def test_a_kernel_that_hides_in_the_tolerance_is_found_when_kernels_are_compared(relaxtune, tmp_path) -> None:
+    model = make_model("bert", tmp_path)
+    slightly = FaultyKernel("encoder_layer_0_intermediate_Mul_1", [("0.70710678118654757", "0.7070")])
+    build(model, resolve_target("llvm"), tmp_path, slightly)
+    assert relaxtune("validate", tmp_path / "artifact", "--samples", 1).code == 0
+    outcome = relaxtune("validate", tmp_path / "artifact", "--samples", 1, "--kernels", "--format", "json")
+    assert outcome.code == 3
+    (kernel,) = outcome.data["faulty_kernels"]
+    assert "/encoder/layer.0/intermediate/Mul_1" in kernel["onnx_nodes"]
+    assert "its outputs are within tolerance, and 1 kernels are not" in outcome.stderr
+
+
+def test_right_kernels_are_not_told(relaxtune, builds) -> None:
+    outcome = relaxtune("validate", builds.right, "--samples", 1, "--kernels")
+    assert outcome.code == 0
+    assert "0 faulty kernels" in outcome.stdout
