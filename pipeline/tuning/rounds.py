@@ -48,8 +48,10 @@ from tuning_db.records import Route, Status
 
 logger = logging.getLogger(__name__)
 
-# Of each task, what its templates propose first is measured before anything else is: it is what compilation takes.
+# Of each task, what its templates propose first is measured before anything else is: it is what compilation takes. One
+# will do where it was best for a near shape.
 _FIRST_PROPOSALS = 2
+_FIRST_INFORMED = 1
 # Rounds in which a task proposed nothing new, before it counts as exhausted.
 _EMPTY_ROUNDS_MAX = 2
 _ROUND_MIN = 4
@@ -135,7 +137,7 @@ class Rounds:
         self._prepare_reference(state)
         if state.skipped is None and state.templates is not None and not state.templates.done:
             self._later.append(state)
-            self._template_round(state, _FIRST_PROPOSALS)
+            self._template_round(state, _FIRST_INFORMED if state.templates.informed else _FIRST_PROPOSALS)
         else:
             self._measure_fallback(state)
         if self._references_due == 0:

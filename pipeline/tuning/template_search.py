@@ -51,6 +51,11 @@ class TemplateSearch:
         """Candidates that were never asked for."""
         return len(self._candidates) - len(self._asked)
 
+    @property
+    def informed(self) -> bool:
+        """Whether it begins with what was best for near shapes."""
+        return bool(self._preferred)
+
     def prefer(self, decisions: Sequence[str]) -> None:
         """Begin with these: they were best for near shapes."""
         self._preferred = [self._row[decision] for decision in decisions if decision in self._row]
