@@ -25,7 +25,7 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from models import OnnxModel
-from models.spec import PROTOBUF_LIMIT_BYTES
+from models.spec import PROTOBUF_LIMIT_BYTES, numpy_dtype
 from pipeline.errors import PipelineError
 from pipeline.precision.onnx_weights import with_quantised_weights
 from pipeline.precision.recorded import PolicyEntry
@@ -80,7 +80,8 @@ class Reference:
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the outputs by name; those of a half-precision graph are float32."""
-        return dict(zip(self._names, self._session.run(self._names, dict(inputs)), strict=True))
+        feeds = {name: _without_bfloat16(array) for name, array in inputs.items()}
+        return dict(zip(self._names, self._session.run(self._names, feeds), strict=True))
 
     def accepts(self, inputs: Mapping[str, np.ndarray]) -> bool:
         """Whether ONNX Runtime computes the model on inputs at all; it refuses sizes that the graph is not made for."""
@@ -143,7 +144,7 @@ def longest_reduction(model: OnnxModel) -> int:
 def upcast_to_float32(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy of the graph in which all half-precision work is done in float32.
 
-    Inputs keep their dtype (a Cast follows them); outputs become float32.
+    Inputs keep their dtype (a Cast follows them), but bfloat16 becomes float32, as outputs do.
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
@@ -157,6 +158,9 @@ def upcast_to_float32(proto: onnx.ModelProto) -> onnx.ModelProto:
             casts.append(
                 onnx.helper.make_node("Cast", [value.name], [value.name + _CAST_SUFFIX], to=onnx.TensorProto.FLOAT)
             )
+            if value.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16:
+                # ONNX Runtime takes no NumPy array of bfloat16.
+                value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
     nodes = [*casts, *copy.graph.node]
     del copy.graph.node[:]
     copy.graph.node.extend(nodes)
@@ -164,6 +168,10 @@ def upcast_to_float32(proto: onnx.ModelProto) -> onnx.ModelProto:
         if value.type.tensor_type.elem_type in HALF_TYPES:
             value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
     return copy
+
+
+def _without_bfloat16(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32) if array.dtype == numpy_dtype("bfloat16") else array
 
 
 def _upcast_graph(graph: onnx.GraphProto) -> None:

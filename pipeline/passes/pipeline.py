@@ -39,6 +39,7 @@ from pipeline.passes.step import Phase, Step, stock
 from pipeline.passes.transposed_matmul import write_matmuls_transposed
 from pipeline.passes.turn_weights import turn_weights
 from pipeline.passes.unflatten_matmuls import unflatten_matmuls
+from pipeline.passes.widen_norms import widen_norms
 
 _CODE_GENERATOR = "the code generator accepts nothing else"
 
@@ -50,6 +51,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.CANONICALISE, "name_bindings", name_bindings, "every report finds its ONNX nodes by these names"),
         Step(Phase.CANONICALISE, "canonicalise_bindings", stock(relax_pass.CanonicalizeBindings())),
         Step(Phase.CANONICALISE, "recognise_norms", recognise_norms),
+        Step(Phase.CANONICALISE, "widen_norms", widen_norms),
         Step(Phase.CANONICALISE, "recognise_activations", recognise_activations),
         # 1 fold constants
         Step(Phase.FOLD_CONSTANTS, "fold_constants", fold_constants),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 
 from models import load_model
@@ -110,6 +112,37 @@ def test_a_precision_compiles_for_a_gpu_that_is_not_here(precision: str, tmp_pat
     routes = {kernel.function.split("_")[0]: kernel.route for kernel in result.manifest.kernels}
     if precision == "w4a16":
         assert routes["dequantise"] == "template"
+
+
+def test_a_graph_in_bfloat16_compiles_and_agrees_with_its_float32_form(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+
+    def weight(name: str, array: np.ndarray) -> onnx.TensorProto:
+        return onnx.numpy_helper.from_array(array.astype(ml_dtypes.bfloat16), name)
+
+    def value(name: str, columns: int) -> onnx.ValueInfoProto:
+        return onnx.helper.make_tensor_value_info(name, onnx.TensorProto.BFLOAT16, [4, columns])
+
+    nodes = [
+        onnx.helper.make_node("MatMul", ["x", "w"], ["product"], name="matmul"),
+        onnx.helper.make_node("LayerNormalization", ["product", "gain", "bias"], ["normed"], name="norm", axis=-1),
+        onnx.helper.make_node("Softmax", ["normed"], ["weights"], name="softmax"),
+        onnx.helper.make_node("MatMul", ["weights", "v"], ["y"], name="values"),
+    ]
+    weights = [
+        weight("w", rng.standard_normal((64, 64))),
+        weight("gain", np.ones(64)),
+        weight("bias", rng.standard_normal(64)),
+        weight("v", rng.standard_normal((64, 32))),
+    ]
+    graph = onnx.helper.make_graph(nodes, "narrow", [value("x", 64)], [value("y", 32)], weights)
+    path = tmp_path / "narrow.onnx"
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9), path)
+    result = compile_model(ModelRequest(path, target="llvm"), tmp_path / "out", samples=2)
+    assert result.validation is not None
+    assert result.validation.passed, result.validation.outputs
+    assert result.manifest.policy is not None
+    assert (result.manifest.policy.name, result.manifest.policy.weights) == ("as given", "bfloat16")
 
 
 def test_bfloat16_has_the_templates_of_float16_on_hopper() -> None:

@@ -43,10 +43,13 @@ def test_kernels_multiply_with_tensor_cores_and_spill_nothing(name: str) -> None
     assert facts.count(LOCAL_LOAD) == facts.count(LOCAL_STORE) == 0
 
 
+@pytest.mark.parametrize("staged", [True, False])
 @pytest.mark.parametrize(("bits", "instructions"), [(16, 2), (8, 4), (4, 8)])
-def test_a_load_of_each_row_feeds_as_many_products_as_it_has_weights(bits: int, instructions: int) -> None:
+def test_a_load_of_each_row_feeds_as_many_products_as_it_has_weights(
+    bits: int, instructions: int, staged: bool
+) -> None:
     case = GemvCase(rows=(1,), n=4096, k=128 * 8 * 2, bits=bits)
-    facts = read_cubin(cubin_of(case, GemvParameters(tiles=1, warps=8, unroll=1, dependent=False)))
+    facts = read_cubin(cubin_of(case, GemvParameters(tiles=1, warps=8, unroll=1, staged=staged, dependent=False)))
     # The first step, and the loop over the others.
     assert facts.count(MMA_SYNC) in (instructions, 2 * instructions)
 
