@@ -225,6 +225,7 @@ def _write(
         database=None if request.database is None else str(request.database),
         target=request.target,
         precision=options.precision,
+        group=options.group_size,
         disabled=sorted(options.disabled_passes),
         embed=options.embed_weights,
         rtol=request.tolerance.rtol,
@@ -270,7 +271,10 @@ ARTIFACT = {artifact!r}
 DATABASE = {database!r}
 TARGET = {target!r}
 OPTIONS = LoweringOptions(
-    precision={precision!r}, disabled_passes=frozenset({disabled!r}), embed_weights={embed!r}
+    precision={precision!r},
+    group_size={group!r},
+    disabled_passes=frozenset({disabled!r}),
+    embed_weights={embed!r},
 )
 
 model = load_model(MODEL)

@@ -26,6 +26,8 @@ from pipeline.bisect.stages import StageRun, Stages
 from pipeline.bisect.subject import Subject, make_subject
 from pipeline.bisect.tensors import onnx_tensors
 from pipeline.bisect.trace import CallSite, TracedCall
+from pipeline.importer import ImportedGraph, import_model
+from pipeline.precision.onnx_weights import with_quantised_weights
 from pipeline.runtime import Module
 from pipeline.tolerances import Tolerance
 from pipeline.validate import SampleComparison, compare_arrays
@@ -164,7 +166,7 @@ class _Search:
 
     def _pass_to_blame(self, faults: Sequence[tuple[CallSite, str]]) -> Bisection:
         lowered = self._subject.lowered
-        stages = Stages(lowered.graph, lowered.target, lowered.options, self._inputs)
+        stages = Stages(self._graph(), lowered.target, lowered.options, self._inputs)
         runs: dict[int, StageRun] = {}
 
         def wrong_after(count: int) -> bool:
@@ -196,6 +198,17 @@ class _Search:
         divergence = self._divergence(after.trace, after.outputs, self._matcher.learn(before.trace))
         blamed = FaultyPass(step.name, step.phase.value, not step.required, healed)
         return self._result(Culprit.PASS, divergence, lowering_pass=blamed, kernels=kernels)
+
+    def _graph(self) -> ImportedGraph:
+        """Return the imported graph; one whose weights are to be quantised with what they are quantised to.
+
+        The reference computes with those, so results before the pass that quantises are to be the same.
+        """
+        policy = self._subject.module.manifest.policy
+        bits = None if policy is None else policy.weight_bits
+        if policy is None or bits is None:
+            return self._subject.lowered.graph
+        return import_model(with_quantised_weights(self._model, policy.quantised_nodes, bits, policy.group_size or 0))
 
     # Both
 

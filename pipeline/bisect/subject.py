@@ -110,7 +110,14 @@ def make_subject(module: Module, model: OnnxModel, database: str | Path | None) 
 def lowering_options(manifest: Manifest) -> LoweringOptions:
     """Return the options that an artifact was lowered with."""
     disabled = frozenset(entry.name for entry in manifest.passes if not entry.enabled)
-    return LoweringOptions(precision=manifest.precision, disabled_passes=disabled, embed_weights=not manifest.weights)
+    policy = manifest.policy
+    grouped = manifest.precision is not None and policy is not None and policy.weight_bits is not None
+    return LoweringOptions(
+        precision=manifest.precision,
+        disabled_passes=disabled,
+        embed_weights=not manifest.weights,
+        group_size=policy.group_size if grouped and policy is not None else None,
+    )
 
 
 def _without_graph(

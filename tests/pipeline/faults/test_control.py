@@ -19,6 +19,7 @@ from pipeline.validate import default_tolerance, sample_inputs, validate
 from schedules.targets import ResolvedTarget
 from tests.pipeline.faults.planting import build
 from tests.pipeline.faults.small_models import make_model
+from tests.pipeline.faults.test_passes import CASES
 
 
 @pytest.mark.parametrize(
@@ -88,13 +89,25 @@ def test_a_wrong_converter_is_told_from_a_wrong_pass(
 def test_symbolic_axes_take_the_sizes_of_the_sample(
     llvm_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.pipeline.faults.test_passes import CASES
-
     CASES["a bias is dropped"].fault.plant(monkeypatch)
     model = make_model("bert-symbolic", tmp_path)
     module = build(model, llvm_target, tmp_path)
     (inputs,) = sample_inputs(model, samples=1, seed=0, dims={"batch": 1, "sequence": 7})
     found = bisect(module, model, inputs, default_tolerance(module, model))
+    assert found is not None
+    assert found.lowering_pass is not None
+    assert found.lowering_pass.name == "merge_common_subexpressions"
+    assert found.node == "/encoder/layer.0/attention/output/dense/Add"
+
+
+@pytest.mark.slow
+def test_quantised_weights_are_no_fault_of_the_import(
+    llvm_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CASES["a bias is dropped"].fault.plant(monkeypatch)
+    model = make_model("bert", tmp_path)
+    module = build(model, llvm_target, tmp_path, options=LoweringOptions(precision="w4a16", group_size=32))
+    found = bisect(module, model, sample_inputs(model, samples=1, seed=0)[0], default_tolerance(module, model))
     assert found is not None
     assert found.lowering_pass is not None
     assert found.lowering_pass.name == "merge_common_subexpressions"
