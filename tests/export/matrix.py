@@ -27,7 +27,7 @@ from tests.export.matrix_cases import Cell, list_cells
 from tests.export.matrix_table import render
 
 RESULTS = Path("benchmarks/results/export-matrix.json")
-PRECISIONS = ("fp16",)
+PRECISIONS = ("fp16", "bf16", "w8a16", "w4a16")
 FAMILY_TIMEOUT_S = 3600
 _PACKAGES = ("apache-tvm", "onnx", "onnxruntime", "onnxscript", "torch", "transformers")
 

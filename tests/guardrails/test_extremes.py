@@ -35,7 +35,7 @@ def rows(dtype: str) -> np.ndarray:
         np.where(np.arange(WIDTH) == 3, largest / 2, usual),
         usual * 1e-6,
         np.zeros(WIDTH),
-        100 + usual * 1e-2,
+        30 + usual * 1e-1,
         np.where(np.arange(WIDTH) == 5, np.inf, usual),
         np.where(np.arange(WIDTH) == 5, -np.inf, usual),
         np.full(WIDTH, -np.inf),

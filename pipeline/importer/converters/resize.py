@@ -21,8 +21,10 @@ from pipeline.importer.converters.base import (
     constant,
     constant_value,
     dtype_of,
+    sizes_of,
     static_size,
 )
+from pipeline.importer.shape_values import simplify, size_list
 
 # The attributes that shape the weights of one axis; their meaning has not changed since opset 11.
 _WEIGHT_ATTRIBUTES = (
@@ -68,6 +70,8 @@ def _resized_axes(node: ConverterInput) -> list[tuple[int, int, float]]:
     given = node.attributes.get("axes")
     axes = [int(axis) % rank for axis in given] if isinstance(given, list) and given else list(range(rank))
     scales, sizes = _numbers(node, 2 if node.opset > 10 else 1), _numbers(node, 3)
+    if sizes is None:
+        axes, sizes = _drop_kept_axes(node, axes)
     if sizes is None and scales is None:
         msg = "inputs 2 and 3 (scales and sizes): expected a constant, got values known at run time only"
         raise ValueError(msg)
@@ -86,6 +90,21 @@ def _resized_axes(node: ConverterInput) -> list[tuple[int, int, float]]:
         axes, factors = [axes[place] for place in changed], [factors[place] for place in changed]
         results = [int(np.floor(static_size(data, axis) * factor)) for axis, factor in zip(axes, factors, strict=True)]
     return [(axis, size, factor) for axis, size, factor in zip(axes, results, factors, strict=True) if factor != 1.0]
+
+
+def _drop_kept_axes(node: ConverterInput, axes: list[int]) -> tuple[list[int], list[float] | None]:
+    """Return the axes that change and their sizes, where all that is symbolic in the sizes is an axis's own size."""
+    listed, data = size_list(node.optional(3)), sizes_of(node.input(0))
+    if listed is None:
+        return axes, None
+    kept = [
+        isinstance(gap := simplify(size - data[axis]), int) and gap == 0
+        for axis, size in zip(axes, listed, strict=True)
+    ]
+    changed = [(axis, size) for axis, size, same in zip(axes, listed, kept, strict=True) if not same]
+    if not all(isinstance(size, int) for _, size in changed):
+        return axes, None
+    return [axis for axis, _ in changed], [float(size) for _, size in changed if isinstance(size, int)]
 
 
 def _numbers(node: ConverterInput, place: int) -> Sequence[float] | None:
