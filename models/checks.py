@@ -139,8 +139,8 @@ def _check_value(value: onnx.ValueInfoProto, kind: str, *, rank_needed: bool = T
             raise ModelShapeError(msg)
 
 
-def check_graph(model: onnx.ModelProto) -> None:
-    """Check names, order and operators of the graph and its subgraphs.
+def check_graph(model: onnx.ModelProto, *, operators: bool = True) -> None:
+    """Check names, order and, unless told otherwise, operators of the graph and its subgraphs.
 
     Raises
     ------
@@ -149,13 +149,18 @@ def check_graph(model: onnx.ModelProto) -> None:
     UnsupportedModelError
         An operator without a schema in a standard domain, or of a domain that is not known.
     """
+    if operators:
+        _check_all_operators(model)
+    _check_scope(model.graph, set())
+
+
+def _check_all_operators(model: onnx.ModelProto) -> None:
     opsets = {_canonical(entry.domain): entry.version for entry in model.opset_import}
     functions = {(function.domain, function.name) for function in model.functions}
     _check_operators(model.graph.node, opsets, functions)
     for function in model.functions:
         own = {_canonical(entry.domain): entry.version for entry in function.opset_import}
         _check_operators(function.node, own, functions)
-    _check_scope(model.graph, set())
 
 
 def _check_operators(nodes: Sequence[onnx.NodeProto], opsets: dict[str, int], functions: set[tuple[str, str]]) -> None:

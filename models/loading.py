@@ -20,7 +20,12 @@ from models.zoo.presets import DEFAULT_DIMS, Preset, get_preset, list_models
 
 
 def load_model(
-    source: str | Path, *, shapes: Shapes | None = None, precision: str | None = None, seed: int = 0
+    source: str | Path,
+    *,
+    shapes: Shapes | None = None,
+    precision: str | None = None,
+    seed: int = 0,
+    any_operator: bool = False,
 ) -> OnnxModel:
     """Return a model of the zoo, or a user's `.onnx` file, checked and with its shapes pinned.
 
@@ -37,6 +42,8 @@ def load_model(
         precision it has.
     seed
         Seed of a zoo model's weights.
+    any_operator
+        Whether a file may have operators of unknown domains, as for listing what cannot be imported.
 
     Raises
     ------
@@ -44,7 +51,7 @@ def load_model(
         Every leaf of `models.errors`.
     """
     if _is_path(source):
-        return _load_file(Path(source), shapes or {})
+        return _load_file(Path(source), shapes or {}, any_operator=any_operator)
     name, _, suffix = str(source).partition(":")
     return _load_zoo(str(source), get_preset(name), shapes or {}, _parse_precision(precision or suffix or None), seed)
 
@@ -57,12 +64,12 @@ def _is_path(source: str | Path) -> bool:
     return separators or (source not in list_models() and bool(source) and Path(source).exists())
 
 
-def _load_file(path: Path, shapes: Shapes) -> OnnxModel:
+def _load_file(path: Path, shapes: Shapes, *, any_operator: bool) -> OnnxModel:
     proto = read_proto(path)
     check_text(proto)
     check_versions(proto)
     check_signature(proto)
-    check_graph(proto)
+    check_graph(proto, operators=not any_operator)
     folder = path.absolute().parent
     all_inline = inline_external_data(proto, folder, check_external_data(proto, folder))
     weights = {tensor.name for tensor in proto.graph.initializer}

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli import artifacts, compilation, database, diagnosis, report
+from pipeline.cli import artifacts, compilation, database, diagnosis, inspection, report
 from pipeline.cli.output import configure_logging, stderr_console
 from pipeline.errors import PipelineError
 
@@ -37,7 +37,7 @@ def _root(
     configure_logging(verbose=verbose or debug)
 
 
-for group in (compilation, artifacts, report, diagnosis):
+for group in (compilation, artifacts, inspection, report, diagnosis):
     group.register(app)
 app.add_typer(database.app, name="db")
 

@@ -1,0 +1,209 @@
+"""`inspect_model`: what a model needs and would become, or everything that keeps it from being imported."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+import onnx
+from onnx import helper
+
+from models import OnnxModel, TensorSpec, load_model
+from models.inputs import InputKind, describe_inputs
+from models.spec import element_type_name, is_numeric, numpy_dtype, tensor_bytes
+from pipeline.importer.unsupported import ImportSurvey, UnsupportedNode, find_unsupported
+from pipeline.prepare import ModelRequest, PreparedModel, prepare_model
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Weights of one dtype: tensors, numbers, bytes."""
+
+    dtype: str
+    tensors: int
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """The KV cache that a model takes as inputs.
+
+    Attributes
+    ----------
+    inputs
+        Names of the inputs that hold past keys and values.
+    length
+        Tokens they hold as the shapes are now; a name where that is symbolic.
+    bytes_per_token
+        Of one token of one sequence, over all layers; None where a size of a head is symbolic.
+    bytes
+        Of all inputs as the shapes are now; None where a size is symbolic.
+    """
+
+    inputs: tuple[str, ...]
+    length: int | str
+    bytes_per_token: int | None
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class TaskCost:
+    """A tuning task the model would have; `flops` and `bytes` are of one run of it, `weight` its runs an inference."""
+
+    name: str
+    family: str
+    signature: Mapping[str, object]
+    weight: int
+    flops: float
+    bytes: float
+    onnx_nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `relaxtune inspect` says.
+
+    Attributes
+    ----------
+    model, sha256, opsets, nodes
+        Name, content hash, version by domain, nodes of the main graph.
+    inputs, outputs, parameters
+        The signature, and the weights by dtype.
+    cache
+        The KV cache among the inputs, None where there is none.
+    survey
+        What stops the import.
+    target
+        What tasks are for; None, as are tasks, flops and bytes, where the import is stopped.
+    tasks, without_task
+        The tasks; kernels that none can be made of, with the reason.
+    flops, bytes
+        Of one inference, over all tasks.
+    """
+
+    model: str
+    sha256: str
+    opsets: Mapping[str, int]
+    nodes: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    parameters: tuple[ParameterCount, ...]
+    cache: CacheSize | None
+    survey: ImportSurvey
+    target: str | None = None
+    tasks: tuple[TaskCost, ...] = ()
+    without_task: Mapping[str, str] = field(default_factory=dict)
+    flops: float | None = None
+    bytes: float | None = None
+
+    @property
+    def unsupported(self) -> tuple[UnsupportedNode, ...]:
+        """The nodes that cannot be imported."""
+        return self.survey.unsupported
+
+    def to_json(self) -> dict[str, object]:
+        """Return the inspection as plain values."""
+        data = asdict(self)
+        survey = data.pop("survey")
+        return {**data, "unsupported": survey["unsupported"], "not_looked_at": survey["not_looked_at"]}
+
+
+def inspect_model(request: ModelRequest) -> Inspection:
+    """Return what a model needs and would become.
+
+    Raises
+    ------
+    ModelError, ScheduleError, PipelineError
+        The file, the target or the lowering cannot be had; see `pipeline.errors`. A node that cannot be imported is
+        no error here but part of the answer.
+    """
+    model = load_model(request.source, shapes=request.shapes or None, seed=request.seed, any_operator=True)
+    survey = find_unsupported(model)
+    facts = Inspection(
+        model=model.name,
+        sha256=model.sha256,
+        opsets={entry.domain or "ai.onnx": int(entry.version) for entry in model.proto.opset_import},
+        nodes=len(model.proto.graph.node),
+        inputs=model.inputs,
+        outputs=model.outputs,
+        parameters=count_parameters(model.proto.graph.initializer),
+        cache=measure_cache(model),
+        survey=survey,
+    )
+    return facts if survey.unsupported else _with_tasks(facts, prepare_model(request))
+
+
+def count_parameters(weights: Sequence[onnx.TensorProto]) -> tuple[ParameterCount, ...]:
+    """Return the weights by dtype, those with the most bytes first."""
+    by_type: dict[int, list[onnx.TensorProto]] = {}
+    for tensor in weights:
+        if is_numeric(tensor.data_type):
+            by_type.setdefault(int(tensor.data_type), []).append(tensor)
+    counts = [
+        ParameterCount(
+            dtype=_type_name(element_type),
+            tensors=len(tensors),
+            count=sum(math.prod(tensor.dims) for tensor in tensors),
+            bytes=sum(tensor_bytes(tensor) for tensor in tensors),
+        )
+        for element_type, tensors in by_type.items()
+    ]
+    return tuple(sorted(counts, key=lambda item: -item.bytes))
+
+
+def measure_cache(model: OnnxModel) -> CacheSize | None:
+    """Return the size of the KV cache among the inputs, recognised as `models.inputs` does; None without one.
+
+    Keys and values are (B, N, P, H), or (2, B, N, P, H) together: the length P is the last axis but one.
+    """
+    kinds = {rule.name: rule.kind for rule in describe_inputs(model)}
+    caches = [spec for spec in model.inputs if kinds[spec.name] is InputKind.CACHE and len(spec.shape) in (4, 5)]
+    if not caches:
+        return None
+    length = caches[0].shape[-2]
+    return CacheSize(
+        inputs=tuple(spec.name for spec in caches),
+        length=length,
+        bytes_per_token=_sum_bytes(caches, _one_token),
+        bytes=_sum_bytes(caches, lambda spec: spec.shape),
+    )
+
+
+def _one_token(spec: TensorSpec) -> tuple[int | str, ...]:
+    batch = len(spec.shape) - 4
+    return tuple(1 if axis in (batch, len(spec.shape) - 2) else size for axis, size in enumerate(spec.shape))
+
+
+def _sum_bytes(specs: Sequence[TensorSpec], shape_of: Callable[[TensorSpec], tuple[int | str, ...]]) -> int | None:
+    total = 0
+    for spec in specs:
+        sizes = [size for size in shape_of(spec) if isinstance(size, int)]
+        if len(sizes) < len(spec.shape):
+            return None
+        total += math.prod(sizes) * numpy_dtype(spec.dtype).itemsize
+    return total
+
+
+def _with_tasks(facts: Inspection, prepared: PreparedModel) -> Inspection:
+    tasks = tuple(
+        TaskCost(
+            task.name, task.family, json.loads(task.signature), task.weight, task.flops, task.bytes, task.onnx_nodes
+        )
+        for task in prepared.tasks
+    )
+    return replace(
+        facts,
+        target=f"{prepared.target.kind} {prepared.target.arch}",
+        tasks=tasks,
+        without_task={kernel.name: kernel.reason for kernel in prepared.untunable},
+        flops=sum(task.weight * task.flops for task in tasks),
+        bytes=sum(task.weight * task.bytes for task in tasks),
+    )
+
+
+def _type_name(element_type: int) -> str:
+    name = str(helper.tensor_dtype_to_np_dtype(element_type))
+    return name if name != "object" else element_type_name(element_type)

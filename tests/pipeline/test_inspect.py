@@ -1,0 +1,145 @@
+"""`relaxtune inspect`: what a model needs and would become, or everything that stops its import."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from models import load_model
+from pipeline.cli.app import main
+from pipeline.importer.nearest import nearest_supported
+from pipeline.importer.unsupported import find_unsupported
+from pipeline.inspect import inspect_model, measure_cache
+from pipeline.prepare import ModelRequest
+
+
+def write_model(folder: Path, nodes: list[onnx.NodeProto], domains: tuple[str, ...] = ()) -> Path:
+    graph = helper.make_graph(
+        nodes,
+        "case",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ("batch", 4))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ("batch", 4))],
+        [
+            numpy_helper.from_array(np.ones((4, 4), "float32"), "w"),
+            numpy_helper.from_array(np.ones(4, "float16"), "h"),
+            numpy_helper.from_array(np.array([1]), "axes"),
+        ],
+    )
+    opsets = [helper.make_opsetid("", 18), *(helper.make_opsetid(domain, 1) for domain in domains)]
+    path = folder / "case.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
+    return path
+
+
+@pytest.fixture
+def blocked(tmp_path: Path) -> Path:
+    """Two nodes without a converter, one whose converter refuses it, one behind an unknown type."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"], name="first"),
+        helper.make_node("Wobble", ["a", "h"], ["b"], name="odd", domain="com.example"),
+        helper.make_node("Relu", ["b"], ["c"], name="behind"),
+        helper.make_node("Cast", ["a"], ["i"], name="whole", to=TensorProto.INT64),
+        helper.make_node("ReduceMax", ["i"], ["j"], name="size", keepdims=0),
+        helper.make_node("Unsqueeze", ["j", "axes_0"], ["k"], name="vector"),
+        helper.make_node("Slice", ["a", "k", "far", "axes"], ["d"], name="cut"),
+        helper.make_node("SkipLayerNorm", ["a", "a"], ["e"], name="near", domain="com.microsoft"),
+        helper.make_node("Identity", ["a"], ["y"], name="last"),
+        helper.make_node("Constant", [], ["axes_0"], name="zero", value_ints=[0]),
+        helper.make_node("Constant", [], ["far"], name="far", value_ints=[4]),
+    ]
+    ordered = [*nodes[-2:], *nodes[:-2]]
+    path = write_model(tmp_path, ordered, ("com.example", "com.microsoft"))
+    model = onnx.load(path)
+    for name in ("c", "d", "e"):
+        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, ("batch", f"{name}_width")))
+    onnx.save(model, path)
+    return path
+
+
+def test_every_node_that_stops_the_import_is_listed(blocked: Path) -> None:
+    survey = find_unsupported(load_model(blocked, any_operator=True))
+    found = {node.nodes: node for node in survey.unsupported}
+    assert set(found) == {("odd",), ("cut",), ("near",)}
+    odd = found[("odd",)]
+    assert (odd.domain, odd.operator, odd.opset, odd.reason) == ("com.example", "Wobble", 1, "no converter")
+    # The identity behind it was dropped: `a` bears the name of the output.
+    assert odd.inputs == ("y: float32[batchx4]", "h: float16[4] constant")
+    assert "starts" in found[("cut",)].reason
+    assert found[("near",)].nearest == "com.microsoft.SkipLayerNormalization"
+    assert survey.not_looked_at == 1
+
+
+def test_the_command_shows_them_and_exits_1(blocked: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", str(blocked), "--target", "llvm", "--format", "json"])
+    captured = capsys.readouterr()
+    data = json.loads(captured.out)
+    assert ended.value.code == 1
+    assert {node["operator"] for node in data["unsupported"]} == {"Wobble", "Slice", "SkipLayerNorm"}
+    assert data["tasks"] == []
+    assert "3 nodes cannot be imported" in captured.err
+    assert "--shape" in captured.err
+
+
+def test_nothing_stops_a_model_that_imports() -> None:
+    survey = find_unsupported(load_model("bert-tiny", shapes={"input_ids": [1, 16]}))
+    assert (survey.unsupported, survey.not_looked_at) == ((), 0)
+
+
+def test_inspection_sums_tasks_parameters_and_the_cache() -> None:
+    inspection = inspect_model(ModelRequest("gpt2-tiny-decode", target="llvm"))
+    assert inspection.opsets["ai.onnx"] >= 17
+    assert inspection.flops == sum(task.weight * task.flops for task in inspection.tasks) > 0
+    assert inspection.bytes == sum(task.weight * task.bytes for task in inspection.tasks) > 0
+    assert {task.family for task in inspection.tasks} >= {"matmul", "norm", "softmax"}
+    model = load_model("gpt2-tiny-decode")
+    assert sum(item.bytes for item in inspection.parameters) == model.weight_bytes
+    # Two layers, keys and values, 2 heads of 64, float32.
+    cache = inspection.cache
+    assert cache is not None
+    assert (cache.length, cache.bytes_per_token, cache.bytes) == (127, 2 * 2 * 2 * 64 * 4, 127 * 2048)
+    assert len(cache.inputs) == 4
+
+
+def test_a_cache_of_symbolic_length_has_bytes_a_token_only() -> None:
+    model = load_model("llama-tiny-decode", shapes={"past_key_values.0.key": ["batch", 2, "past", 32]})
+    cache = measure_cache(model)
+    assert cache is not None
+    assert (cache.length, cache.bytes_per_token, cache.bytes) == ("past", 2 * 2 * 2 * 32 * 4, None)
+
+
+def test_a_model_without_a_cache_has_none() -> None:
+    assert measure_cache(load_model("bert-tiny")) is None
+
+
+def test_the_command_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_model(tmp_path, [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")])
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", str(path), "--target", "llvm", "--shape", "x=2x4"])
+    out = capsys.readouterr().out
+    assert not ended.value.code
+    for part in ("x: float32[2x4]", "4 float16 in 1 tensors", "matmul", "tasks for llvm"):
+        assert part in out
+    assert re.search(r"one inference: [1-9][\d,]* FLOPs", out)
+
+
+@pytest.mark.parametrize(
+    ("domain", "operator", "reason", "nearest"),
+    [
+        ("com.example", "FastGelu", "no converter", "com.microsoft.FastGelu"),
+        ("com.example", "LayerNormalisation", "no converter", "ai.onnx.LayerNormalization"),
+        ("", "AffineGridd", "no converter", "ai.onnx.AffineGrid"),
+        ("", "Celu", "no converter", "the operators that ONNX defines Celu by"),
+        ("", "Slice", "ValueError: starts", "ai.onnx.Slice in another form"),
+        ("com.example", "Qx", "no converter", "standard operators"),
+    ],
+)
+def test_nearest_supported_thing(domain: str, operator: str, reason: str, nearest: str) -> None:
+    node = helper.make_node(operator, ["x"], ["y"], domain=domain)
+    assert nearest_supported(node, reason).startswith(nearest)
