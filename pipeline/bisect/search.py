@@ -153,14 +153,21 @@ class _Search:
             site = next(call for call in self._subject.calls if call.function == functions[count - 1])
             faults = [(site, "within tolerance by itself; results are right once it and those before are replaced")]
             self._note(f"kernels replaced by halves: right with the first {count} of {len(functions)} replaced")
-        blamed = list(dict.fromkeys(call.function for call, _ in faults))
-        if len(blamed) < len(functions):
-            right = not self._wrong(self._replaced(references, blamed)[0])
-            self._note(f"only {', '.join(blamed)} replaced: results are {'right' if right else 'wrong'}")
+        blamed = self._healing(references, list(dict.fromkeys(call.function for call, _ in faults)))
+        faults = sorted(faults, key=lambda fault: fault[0].function != blamed)
         divergence = self._divergence(trace, outputs, self._matcher.learn(healthy))
         kernels = tuple(_faulty(self._subject, call, reason) for call, reason in _first_of_each(faults))
         nodes = tuple(node.label for node in divergence.nodes) if divergence else kernels[0].onnx_nodes
         return self._result(Culprit.KERNEL, divergence, kernel=kernels[0], kernels=kernels, nodes=nodes)
+
+    def _healing(self, references: ReferenceKernels, functions: Sequence[str]) -> str:
+        """Return the first function that, replaced alone, makes results right; the first of all when none does."""
+        for name in functions:
+            right = not self._wrong(self._replaced(references, [name])[0])
+            self._note(f"only {name} replaced: results are {'right' if right else 'wrong'}")
+            if right:
+                return name
+        return functions[0]
 
     # Passes
 

@@ -58,8 +58,8 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
     folder = tmp_path_factory.mktemp("builds")
     target: ResolvedTarget = resolve_target("llvm")
     model = make_model("windowed", folder)
-    for name, fault in (("right", None), ("wrong", KERNEL_CASES["a mask is read one key early"].fault)):
-        build(model, target, folder / name, fault)
+    for name, faults in (("right", []), ("wrong", [KERNEL_CASES["a mask is read one key early"].fault])):
+        build(model, target, folder / name, *faults)
     return Builds(model, folder / "right" / "artifact", folder / "wrong" / "artifact")
 
 

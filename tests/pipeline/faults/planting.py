@@ -121,10 +121,10 @@ def build(
     model: OnnxModel,
     target: ResolvedTarget,
     folder: Path,
-    kernel: FaultyKernel | None = None,
+    *kernels: FaultyKernel,
     options: LoweringOptions | None = None,
 ) -> Module:
-    """Return the model compiled, with a faulty kernel if one is given; a faulty pass is planted before."""
+    """Return the model compiled, with the faulty kernels given; a faulty pass is planted before."""
     lowered = lower(import_model(model), target.target, options)
     choices = select_kernels(
         lowered,
@@ -133,7 +133,7 @@ def build(
         target=target,
         environment=detect_environment(target),
     )
-    if kernel is not None:
+    for kernel in kernels:
         function = function_of(lowered.kernels, kernel.binding)
         choices = kernel.plant(choices, lowered.mod, function, target)
     write_artifact(compile_module(lowered, choices, target), folder / "artifact")

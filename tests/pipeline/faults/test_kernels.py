@@ -100,3 +100,18 @@ def test_a_fault_in_a_kernel_is_caught_and_named(name: str, llvm_target: Resolve
     assert found.kernel.record_id == case.fault.record
     assert case.node in found.kernel.onnx_nodes
     assert found.node in found.kernel.onnx_nodes
+
+
+def test_of_two_faulty_kernels_the_one_that_spoils_the_results_is_named(
+    llvm_target: ResolvedTarget, tmp_path: Path
+) -> None:
+    slightly = FaultyKernel(f"{LAYER}_intermediate_Mul_1", [("0.70710678118654757", "0.7070")])
+    later = FaultyKernel(f"{LAYER}_output_Add", [(OUTPUT_LOOPS.format(64), OUTPUT_LOOPS.format(63))])
+    model = make_model("bert", tmp_path)
+    module = build(model, llvm_target, tmp_path, slightly, later)
+    (inputs,) = sample_inputs(model, samples=1, seed=0)
+    found = bisect(module, model, inputs, default_tolerance(module, model))
+    assert found is not None
+    assert found.kernel is not None
+    assert "/encoder/layer.0/output/Add" in found.kernel.onnx_nodes
+    assert len(found.kernels) == 2
