@@ -24,7 +24,7 @@ from tuning_db.records import Environment, Route
 logger = logging.getLogger(__name__)
 
 # Passes whose kernels are for templates: the fallback makes them of many parts, slower than without the pass.
-TEMPLATE_PASSES = frozenset({"recognise_attention", "interleave_gates"})
+TEMPLATE_PASSES = frozenset({"recognise_attention", "interleave_gates", "fuse_norms"})
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pipeline.passes.append_in_attention import append_in_attention
 from pipeline.passes.combine_matmuls import combine_matmuls
 from pipeline.passes.fold_constants import fold_constants
 from pipeline.passes.fuse import fuse_operations
+from pipeline.passes.fuse_norms import fuse_norms
 from pipeline.passes.gather_rows import gather_rows
 from pipeline.passes.half_precision import compute_in_half_precision
 from pipeline.passes.interleave_gates import interleave_gates
@@ -91,6 +92,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.FUSE, "fuse_tir", stock(relax_pass.FuseTIR()), "a kernel is one PrimFunc"),
         # A reshape that nothing fused with is a view, not a kernel to tune.
         Step(Phase.FUSE, "reshapes_to_views", stock(relax_pass.RewriteDataflowReshape())),
+        Step(Phase.FUSE, "fuse_norms", fuse_norms),
         Step(
             Phase.FUSE,
             "remove_unused_functions",

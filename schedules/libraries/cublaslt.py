@@ -112,6 +112,8 @@ def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> tuple[MatmulFunct
     matmul = recognise_matmul(func)
     if isinstance(matmul, Refusal):
         return matmul
+    if matmul.norm is not None or matmul.partials is not None:
+        return Refusal("cuBLASLt makes no statistics of rows")
     if matmul.input_dtype not in _INPUTS or matmul.output_dtype not in (matmul.input_dtype, "float32"):
         return Refusal(f"cuBLASLt does not make {matmul.output_dtype} of {matmul.input_dtype}")
     added = _added(func, matmul)

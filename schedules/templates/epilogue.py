@@ -11,6 +11,9 @@
 
 The blocks after the matmul are inlined into one expression over the accumulator and the output's axes; every buffer
 that it still loads from is a parameter of the function. Leading axes of A are rows: M is their product.
+
+Blocks before the matmul may make statistics of A's rows, which the expression reads, and a block after the others may
+make partial sums of C's rows (`schedules.templates.row_norm`).
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from schedules.templates.blocks import (
     substitute,
     tree_size,
 )
+from schedules.templates.row_norm import PartialSums, RowNorm, find_partial_sums, find_row_norm
 
 # Inlining repeats what is used twice; a compiler finds the repetitions of small trees.
 _NODES_MAX = 400
@@ -93,12 +97,20 @@ class Epilogue:
             constant_value(index) == 0 for index in load.indices[:-1]
         )
 
+    def is_per_row(self, load: TensorLoad) -> bool:
+        """Whether the load reads, of a buffer of a few elements for each row of the output, one of them."""
+        shape, last = static_shape(load.source), len(self.axes) - 1
+        if shape is None or shape[:-1] != self.shape[:-1] or constant_value(load.indices[-1]) is None:
+            return False
+        return _same_position(load.indices[:-1], self.axes[:last], self.shape[:last])
+
 
 @dataclass(frozen=True)
 class MatmulFunction:
     """`C[M, N] = epilogue(A[M, K] @ B)` with B as `[K, N]`, or as `[N, K]` when `b_transposed`.
 
-    `a`, `b` and `output` are positions of the function's parameters.
+    `a`, `b` and `output` are positions of the function's parameters; `norm` are statistics of A's rows that the
+    epilogue reads, `partials` sums of C's rows that are an output too, None where there are none.
     """
 
     a: int
@@ -111,6 +123,8 @@ class MatmulFunction:
     input_dtype: str
     output_dtype: str
     epilogue: Epilogue
+    norm: RowNorm | None = None
+    partials: PartialSums | None = None
 
     @property
     def columns(self) -> int:
@@ -141,18 +155,25 @@ def recognise_matmul(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
         return blocks
     if not all(static_shape(param) for param in func.params):
         return Refusal("a parameter is a scalar, expected tensors")
+    norm, partials = find_row_norm(func, blocks), find_partial_sums(func, blocks)
+    apart = [*(norm.blocks if norm else ()), *([partials.block] if partials else [])]
+    blocks = [block for block in blocks if not any(block.same_as(other) for other in apart)]
     reductions = [block for block in blocks if block.init is not None]
-    if len(reductions) != 1 or blocks[0] is not reductions[0]:
+    if len(reductions) != 1 or not blocks[0].same_as(reductions[0]):
         return Refusal(
             f"expected one reduction before everything else, found {len(reductions)} among {len(blocks)} blocks"
         )
     core = _core(func, reductions[0])
     if isinstance(core, Refusal):
         return core
-    epilogue = _inline(func, blocks)
+    if norm is not None and norm.size != core[3][2]:
+        return Refusal(f"the statistics are of rows of {norm.size}, the left operand's have {core[3][2]}")
+    epilogue = _inline(func, blocks, norm)
     if isinstance(epilogue, Refusal):
         return epilogue
     output, value = epilogue
+    if partials is not None and partials.source != output:
+        return Refusal("the partial sums are of another parameter than the output")
     operand_a, operand_b, transposed, (m, n, k) = core
     return MatmulFunction(
         a=operand_a,
@@ -165,6 +186,8 @@ def recognise_matmul(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
         input_dtype=str(func.params[operand_a].ty.dtype),
         output_dtype=str(func.params[output].ty.dtype),
         epilogue=value,
+        norm=norm,
+        partials=partials,
     )
 
 
@@ -225,7 +248,7 @@ def _operands(store: tirx.BufferStore) -> tuple[TensorLoad, TensorLoad] | None:
     return (x, y) if isinstance(x, TensorLoad) and isinstance(y, TensorLoad) else None
 
 
-def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock]) -> tuple[int, Epilogue] | Refusal:
+def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock], norm: RowNorm | None) -> tuple[int, Epilogue] | Refusal:
     """Return the position of the output, and its value with every block inlined into it."""
     matmul, last = blocks[0], blocks[-1]
     written = [position_of(func, block.body.buffer) for block in blocks]
@@ -253,7 +276,8 @@ def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock]) -> tuple[int, Epilogu
     axes = tuple(last.body.indices)
     accumulator = tirx.Var("accumulator", "float32")
     second = tirx.Var("second", "float32") if gated else None
-    value = _Inliner(func, matmul.body.buffer, producers, accumulator, second, axes, shape).value()
+    given = [*func.params] if norm is None else [*func.params, norm.buffer]
+    value = _Inliner(given, matmul.body.buffer, producers, accumulator, second, axes, shape).value()
     if isinstance(value, Refusal):
         return value
     if second is not None and not (_uses(value, accumulator) and _uses(value, second)):
@@ -267,7 +291,7 @@ def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock]) -> tuple[int, Epilogu
 class _Inliner:
     def __init__(
         self,
-        func: tirx.PrimFunc,
+        given: Sequence[tirx.Var],
         matmul: tirx.Var,
         producers: Mapping[tirx.Var, tirx.BufferStore],
         accumulator: tirx.Var,
@@ -275,7 +299,7 @@ class _Inliner:
         axes: tuple[tirx.Var, ...],
         shape: tuple[int, ...],
     ) -> None:
-        self._func = func
+        self._given = given
         self._matmul = matmul
         self._producers = producers
         self._accumulator = accumulator
@@ -297,7 +321,7 @@ class _Inliner:
             return self._accumulator_of(load)
         store = self._producers.get(load.source)
         if store is None:
-            if position_of(self._func, load.source) is None:
+            if not any(load.source.same_as(buffer) for buffer in self._given):
                 self._refusal = Refusal(f"the epilogue reads {load.source.name}, which nothing computes before it")
             return load
         inner = dict(zip(store.indices, load.indices, strict=True))

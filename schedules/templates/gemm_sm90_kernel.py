@@ -11,6 +11,7 @@ from tvm.tirx.script import builder as T
 from schedules.fallback import SCHEDULED_ATTR
 from schedules.templates.epilogue import MatmulFunction
 from schedules.templates.gemm_sm90_multiply import Multiply
+from schedules.templates.gemm_sm90_norm import RowStatistics
 from schedules.templates.gemm_sm90_plan import (
     BLOCK_K,
     CONSUMER_REGISTERS,
@@ -32,6 +33,7 @@ from schedules.templates.hopper import (
 )
 from schedules.templates.lowering import KERNEL_ATTR
 from schedules.templates.output_tile import OutputTile
+from schedules.templates.row_norm import RowNorm
 
 # On a PrimFunc made of blocks, which the kernel is not.
 _BLOCKS_ATTR = "s_tir"
@@ -62,6 +64,7 @@ class _Kernel:
         self._matmul = matmul
         self._plan = plan
         self._p = plan.parameters
+        self._norm: RowNorm | None = matmul.norm
 
     def build(self) -> tirx.PrimFunc:
         plan = self._plan
@@ -298,6 +301,9 @@ class _Kernel:
         multiply.describe(self._tile_a.ptr_to([0, first_row * BLOCK_K]), self._tile_b.ptr_to([0, 0]))
         leader = self._thread % WARPGROUP == 0
         _, count = self._k_range()
+        if self._norm is not None:
+            partials = self._params[self._norm.partials]
+            self._statistics = RowStatistics(self._matmul, self._norm, partials, plan.m_blocks)
         if p.dependent:
             T.evaluate(T.ptx.griddepcontrol.wait())
 
@@ -343,6 +349,10 @@ class _Kernel:
         first_column = column * (p.block_n // plan.shares.accumulators)
         if p.split_k > 1:
             first_column += self._rank * plan.shares.columns
+        if self._norm is not None:
+            self._statistics.read(first_row, lane)
+            if not plan.hold_partials:
+                self._statistics.finish()
         self._output.begin(first_row, first_column, warp, lane, ragged_rows=self._ragged_rows)
 
     @property
@@ -357,9 +367,17 @@ class _Kernel:
         end: tirx.Expr | int = matmul.columns
         if p.split_k > 1:
             accumulators = self._reduce(accumulators)
-            if width // 8 % p.split_k:
+            if width % (self._plan.shares.columns * p.split_k):
                 end = tirx.min(matmul.columns, (column + 1) * width)
                 ragged_columns = True
+        if self._norm is not None:
+            if self._plan.hold_partials:
+                self._statistics.finish()
+            self._output.take_statistics(self._norm.buffer, self._statistics.statistic)
+            if self._norm.output is not None:
+                first = [column == 0, *([self._rank == 0] if p.split_k > 1 else [])]
+                with T.If(tirx.all(*first)), T.Then():
+                    self._statistics.write(self._params[self._norm.output])
         self._output.write(accumulators, ragged_columns=ragged_columns, column_end=end)
         if p.split_k > 1:
             # Shared memory stays valid until every block of the cluster has read it.

@@ -9,6 +9,7 @@ from typing import ClassVar
 from schedules.targets import CudaLimits
 from schedules.templates.base import Parameters, Refusal
 from schedules.templates.epilogue import MatmulFunction
+from schedules.templates.gemm_sm90_norm import statistics_registers
 from schedules.templates.output_tile import Shares, residual_registers, shared_bytes
 
 BLOCK_K = 64
@@ -132,6 +133,8 @@ class GemmPlan:
         Rows of K of B as [K, N] that one block loads at a time: all of a tile's, or its part of the cluster's.
     early
         Tiles of K of a block's first tile whose B is loaded before the kernel waits for the one before it.
+    hold_partials
+        Whether partial sums of rows stay in registers until the tile's sum is made; else they are added up before it.
     shares
         Who writes what of a tile.
     stage_bytes, shared_bytes
@@ -153,6 +156,7 @@ class GemmPlan:
     chunked: bool
     rows_b: int
     early: int
+    hold_partials: bool
     shares: Shares
     stage_bytes: int
     shared_bytes: int
@@ -185,16 +189,23 @@ def make_plan(
     threads = p.consumers * WARPGROUP + (WARPGROUP if p.consumers > 1 else 32)
     accumulators = m_blocks * p.block_n // 2
     registers = CONSUMER_REGISTERS if p.consumers > 1 else limits.registers_per_thread
-    if accumulators + _REGISTERS_BESIDE > registers:
-        return Refusal(f"{accumulators} accumulators a thread beside {_REGISTERS_BESIDE} registers, {registers} exist")
+    partials = 0 if matmul.norm is None else statistics_registers(matmul.norm, m_blocks)
+    hold_partials = accumulators + _REGISTERS_BESIDE + partials <= registers
+    beside = _REGISTERS_BESIDE + (partials if hold_partials else 0)
+    if accumulators + beside > registers:
+        return Refusal(f"{accumulators} accumulators a thread beside {beside} registers, {registers} exist")
     each = matmul.epilogue.accumulators
-    columns = 8 * math.ceil(p.block_n // (8 * each) / p.split_k)
+    # Columns are shared in eights, or in whole groups of partial sums.
+    unit = 8 if matmul.partials is None else matmul.partials.group
+    if p.block_n % (unit * each):
+        return Refusal(f"block_n is {p.block_n}, expected whole groups of {unit * each} columns")
+    columns = unit * math.ceil(p.block_n // (unit * each) / p.split_k)
     held = residual_registers(matmul, m_blocks, columns)
     shares = Shares(
         warps=4 * p.consumers,
         m_blocks=m_blocks,
         columns=columns,
-        prefetched=accumulators + held + _REGISTERS_BESIDE <= registers,
+        prefetched=accumulators + held + beside <= registers,
         accumulators=each,
         batch=_BATCH if accumulators + _REGISTERS_TO_EVALUATE <= registers else _SMALL_BATCH,
     )
@@ -226,6 +237,7 @@ def make_plan(
         chunked=matmul.n % chunk == 0,
         rows_b=BLOCK_K // p.multicast,
         early=min(p.stages, least) if p.dependent and constant_b else 0,
+        hold_partials=hold_partials,
         shares=shares,
         stage_bytes=stage_bytes,
         shared_bytes=total,

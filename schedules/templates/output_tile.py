@@ -8,8 +8,12 @@ What the epilogue reads from other buffers:
 
 - at the output's own position (a residual): read as it is written, 16 bytes a lane and through a patch; where registers
   are left, before the sum is made, so that the sum hides the latency;
-- one element a column (a bias): copied to shared memory before the sum is made, a copy for each warp;
+- one element a column (a bias): copied to shared memory before the sum is made, a copy for each warpgroup;
+- a few elements a row (statistics): the lane's own, in registers from before the sum on;
 - anything else: read in place, element by element.
+
+Partial sums of the output's rows (`schedules.templates.row_norm`), where the function has them, are taken from the
+pairs as they are rounded: a lane adds up its columns of a group, then the four lanes of a row theirs.
 
 Rows and columns outside the output are clamped for reads, and not written. Where the output's rows do not start at
 multiples of 16 bytes, it is written element by element, and residuals are read in place.
@@ -18,7 +22,7 @@ multiples of 16 bytes, it is written element by element, and residuals are read 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,15 +33,20 @@ from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
 from tvm.tirx.script import builder as T
 
-from schedules.templates.blocks import substitute
+from schedules.templates.blocks import constant_value, substitute
 from schedules.templates.epilogue import Epilogue, MatmulFunction
 from schedules.templates.fast_gelu import fast_gelu
 from schedules.templates.fast_math import fast_call
+from schedules.templates.gemm_sm90_norm import share_of_four_sums
+from schedules.templates.row_norm import COUNT, SQUARES, SUM, PartialSums
 
 PATCH_WIDTH_MAX = 64
 # Elements after each row of a patch: rows then start in different banks (2-byte pairs and 4-byte pairs alike).
 _PATCH_PAD = 8
 _VECTOR_BYTES = 16
+# A warpgroup shares copies of row vectors: its warps, and the first of its named barriers.
+_GROUP_WARPS = 4
+_GROUP_BARRIER = 2
 # Elements whose rows of a multiple of 8 start at multiples of 16 bytes.
 _PAIRED = ("float16", "bfloat16", "float32")
 
@@ -85,7 +94,8 @@ def shared_bytes(matmul: MatmulFunction, shares: Shares) -> int:
     patches, columns = _patch_dtypes(matmul), _columns(matmul)
     patch_bytes = 16 * (shares.width + _PATCH_PAD) * sum(_bytes(dtype) for dtype in patches)
     column_bytes = shares.columns * sum(_bytes(_dtype(load)) for load in columns)
-    return shares.warps * (patch_bytes + column_bytes) + 128 * (len(patches) + len(columns))
+    copies = shares.warps // _GROUP_WARPS * column_bytes
+    return shares.warps * patch_bytes + copies + 128 * (len(patches) + len(columns))
 
 
 def residual_registers(matmul: MatmulFunction, m_blocks: int, columns: int) -> int:
@@ -111,6 +121,15 @@ def _has_vectors(matmul: MatmulFunction, dtype: str) -> bool:
 def _columns(matmul: MatmulFunction) -> list[TensorLoad]:
     """Return the loads of one element a column that are made from a copy."""
     return [load for load in matmul.epilogue.loads() if matmul.epilogue.is_per_column(load) and _dtype(load) in _PAIRED]
+
+
+def _row_loads(matmul: MatmulFunction) -> list[TensorLoad]:
+    """Return the loads of one element a row that are made once, before the sum."""
+    return [
+        load
+        for load in matmul.epilogue.loads()
+        if matmul.epilogue.is_per_row(load) and not (matmul.norm and load.source.same_as(matmul.norm.buffer))
+    ]
 
 
 def _patch_dtypes(matmul: MatmulFunction) -> list[str]:
@@ -146,7 +165,9 @@ class OutputTile:
         self._shares = shares
         self._residuals = _residuals(matmul)
         self._columns = _columns(matmul)
+        self._row_loads = _row_loads(matmul)
         self._output_param = params[matmul.output]
+        self._params = params
 
     def allocate(self, pool: T.SMEMPool) -> None:
         """Take shared memory from a pool."""
@@ -161,7 +182,8 @@ class OutputTile:
             free = free and not shared
             self._residual_patches.append(self._patch if shared else pool.alloc(shape, dtype, align=128))
         self._column_copies = [
-            pool.alloc((shares.warps, shares.columns), _dtype(load), align=128) for load in self._columns
+            pool.alloc((shares.warps // _GROUP_WARPS, shares.columns), _dtype(load), align=128)
+            for load in self._columns
         ]
 
     def begin(self, row: tirx.Expr, column: tirx.Expr, warp: tirx.Expr, lane: tirx.Expr, *, ragged_rows: bool) -> None:
@@ -180,20 +202,55 @@ class OutputTile:
         self._ragged_rows = ragged_rows
         shares, matmul = self._shares, self._matmul
         # The reads of the tile before must be done.
-        if self._columns:
-            T.evaluate(T.cuda.warp_sync())
+        self._wait_for_group()
+        thread = warp % _GROUP_WARPS * 32 + lane
         for load, copy in zip(self._columns, self._column_copies, strict=True):
             source = _matrix(self._renamed[load.source], 1, matmul.columns)
-            for step in range(math.ceil(shares.columns / 32)):
-                position = lane + step * 32
+            for step in range(math.ceil(shares.columns / (_GROUP_WARPS * 32))):
+                position = thread + step * _GROUP_WARPS * 32
                 at = tirx.min(column + position, matmul.columns - 1)
                 with T.If(position < shares.columns), T.Then():
-                    T.buffer_store(copy, source[0, at], [warp, position])
+                    T.buffer_store(copy, source[0, at], [warp // _GROUP_WARPS, position])
+        self._rows: list[tuple[TensorLoad, dict[tuple[int, int], tirx.Expr]]] = []
+        for load in self._row_loads:
+            self._rows.append((load, self._read_rows(load)))
         self._held: dict[tuple[int, int, int], tirx.Var] = {}
         if shares.prefetched:
             for block in range(shares.m_blocks):
                 for start, width in shares.chunks:
                     self._read_residuals(block, start, width)
+
+    def take_statistics(self, buffer: tirx.Var, statistic: Callable[[int, int, int], tirx.Expr]) -> None:
+        """Take registers for the loads from a buffer of statistics.
+
+        Parameters
+        ----------
+        buffer : Var
+            The statistics as the epilogue reads them, [rows..., number].
+        statistic : callable
+            Returns the register of a block of 64 rows, a half of 16 and a number.
+        """
+        for load in self._epilogue.loads():
+            if load.source.same_as(buffer):
+                number = int(constant_value(load.indices[-1]) or 0)
+                places = ((block, half) for block in range(self._shares.m_blocks) for half in range(2))
+                self._rows.append((load, {place: statistic(*place, number) for place in places}))
+
+    def _read_rows(self, load: TensorLoad) -> dict[tuple[int, int], tirx.Expr]:
+        """Emit the loads of one element for each of a lane's rows; return the registers by block and half."""
+        source = _matrix(self._renamed[load.source], self._matmul.m, int(load.source.ty.shape[-1]))
+        registers = T.alloc_local([self._shares.m_blocks * 2], _dtype(load))
+        places = [(block, half) for block in range(self._shares.m_blocks) for half in range(2)]
+        for number, (block, half) in enumerate(places):
+            row = tirx.min(self._row + block * 64 + half * 8 + self._lane // 4, self._matmul.m - 1)
+            T.buffer_store(registers, source[row, load.indices[-1]], [number])
+        return {place: registers[number] for number, place in enumerate(places)}
+
+    def _wait_for_group(self) -> None:
+        """Emit a barrier of the warpgroup, where it shares copies."""
+        if self._columns:
+            barrier = tirx.Cast("uint32", self._warp // _GROUP_WARPS + _GROUP_BARRIER)
+            T.evaluate(T.ptx.bar.sync(barrier, _GROUP_WARPS * 32))
 
     @contextmanager
     def rows_exist(self, block: int) -> Iterator[None]:
@@ -220,9 +277,8 @@ class OutputTile:
         self._column_end = column_end
         self._output = _matrix(self._output_param, self._matmul.m, self._matmul.columns)
         shares = self._shares
-        if self._columns:
-            # Each lane reads copies that others made.
-            T.evaluate(T.cuda.warp_sync())
+        # Each lane reads copies that others made.
+        self._wait_for_group()
         for block in range(shares.m_blocks):
             with self.rows_exist(block):
                 for start, width in shares.chunks:
@@ -283,9 +339,47 @@ class OutputTile:
         In a batch, all loads come first and all stores last: a compiler that cannot tell two addresses of shared memory
         apart keeps their order, and would make one pair after another wait for its load.
         """
+        partials = self._matmul.partials
+        if partials is not None:
+            self._sums = T.alloc_local([math.ceil(width / partials.group) * 2 * COUNT], "float32")
+            for index in range(math.ceil(width / partials.group) * 2 * COUNT):
+                T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
         for first in range(start, start + width, self._shares.batch):
             last = min(first + self._shares.batch, start + width)
             self._evaluate_batch(accumulators, block, start, range(first // 8, last // 8))
+        if partials is not None:
+            self._write_sums(block, start, math.ceil(width / partials.group), partials)
+
+    def _add_to_sums(self, column: int, half: int, result: tirx.Var, group: int) -> None:
+        """Emit the adding of a pair, some columns into a chunk, to its group's sums."""
+        first = (column // group * 2 + half) * COUNT
+        for index in range(2):
+            value = tirx.Cast("float32", result[index])
+            T.buffer_store(self._sums, self._sums[first + SUM] + value, [first + SUM])
+            T.buffer_store(self._sums, self._sums[first + SQUARES] + value * value, [first + SQUARES])
+
+    def _write_sums(self, block: int, start: int, groups: int, partials: PartialSums) -> None:
+        """Emit the sums over the four lanes of a row, and their writing."""
+        matmul, lane, group = self._matmul, self._lane, partials.group
+        data = self._params[partials.output].data
+        target = T.decl_buffer((matmul.columns // group, matmul.m, COUNT), "float32", data=data)
+        # Of a row and the one 8 below, each of four lanes writes one of the sums.
+        row, which = self._row + block * 64 + lane % 4 // COUNT * 8 + lane // 4, lane % COUNT
+        shares = T.alloc_local([groups], "float32")
+        for number in range(groups):
+            values = [self._sums[number * 2 * COUNT + index] for index in range(2 * COUNT)]
+            T.buffer_store(shares, share_of_four_sums(lane, values), [number])
+        for number in range(groups):
+            column = self._column + start + number * group
+            guards = [row < matmul.m] if self._ragged_rows else []
+            if self._ragged_columns:
+                guards.append(column < self._column_end)
+            at = [tirx.floordiv(column, group), row, which]
+            if guards:
+                with T.If(tirx.all(*guards)), T.Then():
+                    T.buffer_store(target, shares[number], at)
+            else:
+                T.buffer_store(target, shares[number], at)
 
     def _evaluate_batch(self, accumulators: tirx.Var, block: int, start: int, eights: range) -> None:
         places = [(eight, half) for eight in eights for half in range(2)]
@@ -303,12 +397,15 @@ class OutputTile:
             result = T.alloc_local([2], self._matmul.output_dtype)
             for index in range(2):
                 loaded = [(load, pair[index]) for load, pair in (*columns[eight], *residual)]
+                loaded += [(load, registers[block, half]) for load, registers in self._rows]
                 here = tirx.min(at_column + index, self._matmul.columns - 1)
                 # The gated column's register follows those of its gate's 8 columns.
                 registers = [accumulators[register + index + 4 * number] for number in range(each)]
                 value = self._value(registers, loaded, at_row, here)
                 T.buffer_store(result, value, [index])
             results.append(result)
+            if self._matmul.partials is not None:
+                self._add_to_sums(eight * 8 - start, half, result, self._matmul.partials.group)
         for (eight, half), result in zip(places, results, strict=True):
             with T.vectorized(2) as lane:
                 inside = [self._warp, self._lane // 4 + half * 8, eight * 8 - start + two + lane]
@@ -317,7 +414,7 @@ class OutputTile:
     def _load_columns(self, column: tirx.Expr) -> list[tuple[TensorLoad, tirx.Var]]:
         """Emit the loads of two neighbouring elements of every row vector into registers."""
         return [
-            (load, _load_pair(copy, [self._warp], column))
+            (load, _load_pair(copy, [self._warp // _GROUP_WARPS], column))
             for load, copy in zip(self._columns, self._column_copies, strict=True)
         ]
 
