@@ -181,13 +181,15 @@ def tensor_bytes(tensor: onnx.TensorProto) -> int:
     count = 1
     for dim in tensor.dims:
         count *= dim
-    packed = {
+    a_byte = {
+        onnx.TensorProto.INT2: 4,
+        onnx.TensorProto.UINT2: 4,
         onnx.TensorProto.INT4: 2,
         onnx.TensorProto.UINT4: 2,
         onnx.TensorProto.FLOAT4E2M1: 2,
     }
-    if tensor.data_type in packed:
-        return (count + 1) // 2
+    if tensor.data_type in a_byte:
+        return -(-count // a_byte[tensor.data_type])
     return count * int(helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
 
 

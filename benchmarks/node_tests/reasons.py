@@ -72,14 +72,15 @@ REASONS: Sequence[Reason] = (
         Stage.IMPORT,
         error=(
             "known at run time only|expected a constant|Only constant|must be a constant|Dynamic Split|Dynamic pads|"
-            "new shape to be Shape|requires a compile-time constant axis|'Var' object has no attribute 'value'"
+            "new shape to be Shape|requires a compile-time constant axis|'Var' object has no attribute 'value'|"
+            "Type .* for size is currently unsupported"
         ),
     ),
     Reason(
         "control flow",
         "Loop has no converter: exports of transformers unroll loops, and generation is run outside of the graph.",
         Stage.IMPORT,
-        error=r"no converter for ai\.onnx\.Loop",
+        error=r"ai\.onnx\.Loop",
     ),
     Reason(
         "training",
@@ -89,11 +90,11 @@ REASONS: Sequence[Reason] = (
         error="in training mode",
     ),
     Reason(
-        "float8 quantisation",
-        "Quantising to float8 and back is not converted: ONNX Runtime's CPU, the reference, lacks most of it too.",
+        "float8 and float4 quantisation",
+        "Quantising to float8, float4 and back is not converted: ONNX Runtime's CPU, the reference, lacks most of it.",
         Stage.IMPORT,
         ("DequantizeLinear", "QuantizeLinear"),
-        error="quantised type: expected one of .* got float8",
+        error="quantised type: expected one of .* got float[84]",
     ),
     Reason(
         "float8 casts",
@@ -123,6 +124,14 @@ REASONS: Sequence[Reason] = (
         Stage.IMPORT,
         ("MaxPool",),
         error="gave 1 outputs, the node has 2",
+    ),
+    Reason(
+        "resized region",
+        "TVM resizes a region of both spatial axes only, without the attribute `axes`.",
+        Stage.IMPORT,
+        ("Resize",),
+        case="tf_crop_and_resize_axes",
+        error="2-dim shape",
     ),
     Reason(
         "rounded aspect ratio",

@@ -11,7 +11,7 @@ from onnx import defs
 from pipeline.importer.converters import CONVERTERS
 from pipeline.importer.stock import stock_operators
 
-_MIN_SIMILARITY = 0.6
+_MIN_SIMILARITY = 0.7
 # The main domain of ONNX and ONNX Runtime's own.
 _DOMAINS = ("", "com.microsoft")
 

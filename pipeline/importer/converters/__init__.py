@@ -29,6 +29,7 @@ from pipeline.importer.converters.resize import RESIZE_CONVERTERS
 from pipeline.importer.converters.rotary import ROTARY_CONVERTERS
 from pipeline.importer.converters.shape import SHAPE_CONVERTERS
 from pipeline.importer.converters.tile import TILE_CONVERTERS
+from pipeline.importer.converters.top_k import TOP_K_CONVERTERS
 
 CONVERTERS: Mapping[tuple[str, str], Converter] = {
     **ACTIVATION_CONVERTERS,
@@ -51,6 +52,7 @@ CONVERTERS: Mapping[tuple[str, str], Converter] = {
     **RESIZE_CONVERTERS,
     **SHAPE_CONVERTERS,
     **TILE_CONVERTERS,
+    **TOP_K_CONVERTERS,
 }
 
 __all__ = ["CONVERTERS", "Converter", "ConverterInput"]

@@ -1,0 +1,76 @@
+"""Forms that exporters write and TVM alone refuses: computed operands, constant branches, functions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx import helper
+
+from pipeline.importer import import_model
+from tests.pipeline.importer.onnx_cases import assert_agrees, make_model, run_relax
+from tests.pipeline.importer.test_contrib_converters import floats
+
+
+@pytest.mark.parametrize("largest", [0, 1])
+def test_top_k_unsorted_holds_the_same_elements(largest: int) -> None:
+    node = helper.make_node("TopK", ["x", "k"], ["v", "i"], sorted=0, largest=largest)
+    outputs = {"v": ("float32", (3, 4)), "i": ("int64", (3, 4))}
+    model = make_model([node], {"x": ("float32", (3, 9))}, outputs, {"k": np.array([4])})
+    x = floats(3, 9)
+    values, places = run_relax(import_model(model), {"x": x})
+    want = np.sort(x, axis=1)[:, -4:] if largest else np.sort(x, axis=1)[:, :4]
+    np.testing.assert_array_equal(np.sort(values, axis=1), want)
+    np.testing.assert_array_equal(np.take_along_axis(x, places, 1), values)
+
+
+@pytest.mark.parametrize("width", [5, 6])
+def test_pads_computed_from_a_static_shape(width: int) -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["all"]),
+        helper.make_node("Gather", ["all", "one"], ["width"]),
+        helper.make_node("Mod", ["width", "four"], ["rest"]),
+        helper.make_node("Sub", ["four", "rest"], ["more"]),
+        helper.make_node("Mod", ["more", "four"], ["end"]),
+        helper.make_node("Concat", ["zeros", "end"], ["pads"], axis=0),
+        helper.make_node("Pad", ["x", "pads"], ["y"]),
+    ]
+    constants = {"one": np.array([1]), "four": np.array([4]), "zeros": np.zeros(3, "int64")}
+    model = make_model(nodes, {"x": ("float32", (2, width))}, {"y": ("float32", (2, 8))}, constants)
+    assert_agrees(model, {"x": floats(2, width)})
+
+
+@pytest.mark.parametrize("condition", [True, False])
+def test_if_with_a_constant_condition_leaves_one_branch(condition: bool) -> None:
+    def branch(op_type: str) -> object:
+        node = helper.make_node(op_type, ["x"], [op_type], name=op_type)
+        return helper.make_graph([node], op_type, [], [helper.make_tensor_value_info(op_type, 1, [3])])
+
+    node = helper.make_node("If", ["c"], ["y"], name="choose", then_branch=branch("Neg"), else_branch=branch("Abs"))
+    constants = {"c": np.array(condition)}
+    model = make_model([node], {"x": ("float32", (3,))}, {"y": ("float32", (3,))}, constants)
+    graph = assert_agrees(model, {"x": floats(3)})
+    text = graph.mod.script()
+    assert ("R.negative" in text, "R.abs" in text, "if " in text) == (condition, not condition, False)
+
+
+def test_function_with_attributes_and_constants_of_every_kind() -> None:
+    body = [
+        helper.make_node("Constant", [], ["half"], value_float=0.5),
+        helper.make_node("Constant", [], ["bias"], value_floats=[1.0, 2.0, 3.0]),
+        helper.make_node("Constant", [], ["axes"], value_ints=[1]),
+        helper.make_node("Mul", ["a", "half"], ["m"]),
+        helper.make_node("Add", ["m", "bias"], ["s"]),
+        helper.make_node("LeakyRelu", ["s"], ["r"]),
+        helper.make_node("ReduceSum", ["r", "axes"], ["b"], keepdims=0),
+    ]
+    attribute = body[5].attribute.add()
+    attribute.name, attribute.ref_attr_name, attribute.type = "alpha", "slope", 1
+    function = helper.make_function("local", "Block", ["a"], ["b"], body, [helper.make_opsetid("", 18)], ["slope"])
+    model = make_model(
+        [helper.make_node("Block", ["x"], ["y"], domain="local", slope=0.3)],
+        {"x": ("float32", (2, 3))},
+        {"y": ("float32", (2,))},
+        domains={"local": 1},
+        functions=[function],
+    )
+    assert_agrees(model, {"x": floats(2, 3) * 5})
