@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import typer
@@ -20,6 +22,8 @@ from pipeline.errors import ImportFailedError
 
 if TYPE_CHECKING:
     from pipeline.inspect import Inspection
+
+_SIGNATURE_CHARS = 100
 
 
 def inspect(
@@ -109,12 +113,12 @@ def _print_tasks(inspection: Inspection) -> None:
         stdout_console().print(f"{name} is no task and not counted: {reason}", markup=False, soft_wrap=True)
 
 
-def _sizes(signature: object) -> str:
-    """Return the numbers and names of a signature in short; the whole is in the JSON."""
-    if not isinstance(signature, dict):
-        return str(signature)
-    short = {key: value for key, value in signature.items() if isinstance(value, int | str) and key != "family"}
-    return " ".join(f"{key}={value}" for key, value in short.items())
+def _sizes(signature: Mapping[str, object]) -> str:
+    """Return the numbers and names of a signature in short, or its text cut off; the whole is in the JSON."""
+    rest = {key: value for key, value in signature.items() if key != "family"}
+    short = [f"{key}={value}" for key, value in rest.items() if isinstance(value, int | str)]
+    text = " ".join(short) or json.dumps(rest, separators=(",", ":"))
+    return text if len(text) <= _SIGNATURE_CHARS else f"{text[: _SIGNATURE_CHARS - 3]}..."
 
 
 def _raise_if_unsupported(inspection: Inspection) -> None:
