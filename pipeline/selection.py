@@ -23,6 +23,8 @@ from pipeline.routes import DEFAULT_ROUTES
 from pipeline.tuning.standing import standing_records
 from pipeline.tuning.task import TuningTask
 from schedules.fallback import SCHEDULED_ATTR
+from schedules.rules.tensor_intrinsics import register_intrinsics
+from schedules.rules.tensor_tile import takes_tensor_tiles
 from schedules.targets import ResolvedTarget
 from schedules.templates.base import TemplateError
 from schedules.templates.registry import apply_decision, list_candidates
@@ -152,6 +154,8 @@ def replay_record(task: TuningTask, record: TuningRecord, target: ResolvedTarget
         kernel by now than the one that was measured.
     """
     replay = _REPLAY.get(record.route)
+    if takes_tensor_tiles(target.target):
+        register_intrinsics()
     if replay is None:
         raise LoweringError(f"record {record.id} of task {task.name}: route {record.route.value} is not known here")
     try:

@@ -15,6 +15,7 @@ from schedules.fallback import schedule_by_rules
 from schedules.rules.cuda import cuda_rules
 from schedules.rules.llvm import llvm_rules
 from schedules.rules.register_tile import contraction_designs
+from schedules.rules.tensor_tile import tensor_tile_designs
 from schedules.rules.thread_tile import thread_tile_designs
 from schedules.targets import CpuLimits, target_limits
 
@@ -61,7 +62,7 @@ def list_designs(mod: IRModule, target: Target) -> list[Schedule]:
         designs = contraction_designs(func, limits)
         rules = llvm_rules(limits)
     else:
-        designs = thread_tile_designs(func, limits)
+        designs = tensor_tile_designs(func, target) or thread_tile_designs(func, limits)
         rules = cuda_rules(limits)
     if not designs and spec_of(func) is None:
         space = ms.space_generator.PostOrderApply(sch_rules=rules, postprocs=[], mutator_probs={})

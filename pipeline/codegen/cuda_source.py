@@ -13,6 +13,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pipeline.codegen import mma_fragments
+
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*[<\"]([^>\"\n]+)[>\"][^\n]*$", re.MULTILINE)
 # The lines of TVM's own block that name something in `cuda::`.
 _USING = re.compile(r"^[ \t]*using cuda::std::\w+;[ \t]*$", re.MULTILINE)
@@ -98,6 +100,8 @@ def prepare_source(code: str) -> DeviceSource:
     left = includes - dropped
     needs_real = uses_libcu or any(name.startswith(_LIBCU_PREFIXES) for name in left - _LIGHT)
     headers = {_TYPE_TRAITS: _TYPE_TRAITS_TEXT} if _TYPE_TRAITS in left and not needs_real else {}
+    if mma_fragments.HEADER in left:
+        headers[mma_fragments.HEADER] = mma_fragments.TEXT
     light = _INCLUDE.sub(lambda match: "" if match.group(1) in dropped else match.group(0), code)
     prelude = _PRELUDE + (_TENSOR_MAP if "CUtensorMap" in code else "")
     return DeviceSource(prelude + light, headers)

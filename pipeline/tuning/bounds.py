@@ -7,6 +7,7 @@ import json
 import tvm
 
 from pipeline.tuning.task import TuningTask
+from schedules.rules.tensor_tile import takes_tensor_tiles
 from schedules.targets import CudaLimits, ResolvedTarget
 
 # Lanes of a multiprocessor, each a fused multiply-add a clock: the most of any generation (CUDA C++ Programming Guide
@@ -19,9 +20,11 @@ _FAMILIES = ("matmul", "batch_matmul")
 def search_bound_us(task: TuningTask, target: ResolvedTarget) -> float | None:
     """Return the microseconds below which no candidate of the search can be; None where that is not known.
 
-    The search space has no tensor-core instructions (`schedules.rules.cuda`), so a contraction that accumulates in
-    float32 takes at least its operations over the float32 rate at the highest clock.
+    Where the search has no tensor-core instructions (`schedules.rules.tensor_tile` says where it has), a contraction
+    that accumulates in float32 takes at least its operations over the float32 rate at the highest clock.
     """
+    if takes_tensor_tiles(target.target):
+        return None
     if target.kind != "cuda" or task.family not in _FAMILIES or not isinstance(target.limits, CudaLimits):
         return None
     if json.loads(task.signature).get("acc_dtype") != "float32" or target.limits.sm_count is None:

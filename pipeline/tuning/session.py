@@ -43,6 +43,8 @@ from pipeline.tuning.template_search import TemplateSearch
 from pipeline.tuning.timing import MeasureOptions
 from pipeline.tuning.warm_start import begin_with_records
 from schedules.host import physical_cores
+from schedules.rules.tensor_intrinsics import register_intrinsics
+from schedules.rules.tensor_tile import takes_tensor_tiles
 from schedules.space import make_space
 from schedules.targets import ResolvedTarget
 from tuning_db.metaschedule import MetaScheduleAdapter
@@ -102,6 +104,9 @@ def tune(
     _check(options)
     if Route.LIBRARY in options.routes:
         offer_cublaslt()
+    if takes_tensor_tiles(target.target):
+        # Records of earlier runs name them.
+        register_intrinsics()
     began = time.monotonic()
     stop = StopSignal(began + options.time_budget_s if options.time_budget_s is not None else None)
     session = _Session(tasks, target, database, environment, options, job_id, progress or SilentProgress(), stop)

@@ -1,9 +1,9 @@
 """Schedule rules for CUDA without tensor cores: tiling through shared memory, cross-thread reductions, thread binding.
 
-A function with a single matmul gets a space of its own (`schedules.rules.thread_tile`).
+A function with a single matmul gets a space of its own (`schedules.rules.tensor_tile`, else `thread_tile`).
 
 TVM's tensor-core rules are left out: nearly all of their candidates fail to build (the buffer's element type is not the
-one the intrinsic expects). Kernels on tensor cores are to come as templates.
+one the intrinsic expects).
 """
 
 from __future__ import annotations

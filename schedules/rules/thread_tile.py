@@ -40,45 +40,47 @@ LOAD_BYTES = 16
 def thread_tile_designs(func: PrimFunc, limits: CudaLimits) -> list[Schedule]:
     """Return the sampled schedule of a function with one contraction and what is elementwise around it, or nothing."""
     sch = Schedule(func)
-    reductions = [block for block in list_blocks(sch) if not block.is_spatial]
-    if len(reductions) != 1 or not all(is_canonical(sch, block) for block in list_blocks(sch)):
+    isolated = isolate_contraction(sch)
+    if isolated is None:
         return []
-    for block in list_blocks(sch):
-        if can_inline(sch, block):
-            sch.compute_inline(block.rv)
-    contraction = block_facts(sch, reductions[0].rv)
+    contraction, epilogue = isolated
     operands = find_operands(contraction)
-    if operands is None or list_blocks(sch)[0].name != contraction.name:
+    if operands is None:
         return []
-    spatial = contraction.kinds.count("S")
-    if spatial < 1 or contraction.kinds != "S" * spatial + "R":
-        return []
-    epilogue = _isolate(sch, contraction)
-    if epilogue is None:
-        return []
+    sch.set_scope(contraction.rv, 0, "local")
     _tile(sch, contraction, epilogue, operands, limits)
     return [sch]
 
 
-def _isolate(sch: Schedule, contraction: BlockFacts) -> SBlockRV | None:
-    """Return the only block after the contraction, a plain copy where there is none; None for anything else."""
-    others = [block for block in list_blocks(sch) if block.name != contraction.name]
+def isolate_contraction(sch: Schedule) -> tuple[BlockFacts, SBlockRV] | None:
+    """Return the only contraction of a function, and the only block after it: a copy where there was none.
+
+    What is elementwise is inlined first. None for a function with other blocks, or whose last block reads the sums in
+    another order than it writes its own output.
+    """
+    blocks = list_blocks(sch)
+    reductions = [block for block in blocks if not block.is_spatial]
+    if len(reductions) != 1 or not all(is_canonical(sch, block) for block in blocks):
+        return None
+    for block in blocks:
+        if can_inline(sch, block):
+            sch.compute_inline(block.rv)
+    contraction = block_facts(sch, reductions[0].rv)
+    spatial = contraction.kinds.count("S")
+    first, *others = list_blocks(sch)
+    if first.name != contraction.name or spatial < 1 or contraction.kinds != "S" * spatial + "R":
+        return None
     if not others:
-        return sch.cache_write(contraction.rv, 0, "local")
+        return contraction, sch.cache_write(contraction.rv, 0, "global")
     if len(others) != 1 or not others[0].is_spatial:
         return None
-    (epilogue,) = others
-    iterators = [one.var for one in epilogue.stmt.iter_vars]
     written = contraction.stmt.writes[0].source
-    for read in epilogue.stmt.reads:
-        if read.source.same_as(written):
-            indices = [region.min for region in read.region]
-            same = len(indices) == len(iterators) and all(
-                index.same_as(var) for index, var in zip(indices, iterators, strict=True)
-            )
-            if same and len(iterators) == contraction.kinds.count("S"):
-                sch.set_scope(contraction.rv, 0, "local")
-                return epilogue.rv
+    iterators = [one.var for one in others[0].stmt.iter_vars]
+    for read in others[0].stmt.reads:
+        indices = [region.min for region in read.region]
+        if read.source.same_as(written) and len(indices) == len(iterators) == spatial:
+            same = all(index.same_as(var) for index, var in zip(indices, iterators, strict=True))
+            return (contraction, others[0].rv) if same else None
     return None
 
 
@@ -94,13 +96,13 @@ def _tile(
     row = batch.pop() if batch else None
     columns = static_extent(sch.get(column).extent) or 1
     rows = 1 if row is None else static_extent(sch.get(row).extent) or 1
-    across = _sample(sch, _up_to(THREADS_ACROSS, columns))
-    wide = _sample(sch, _up_to(TILE_ACROSS, columns // THREADS_ACROSS[-1]))
+    across = sample(sch, _up_to(THREADS_ACROSS, columns))
+    wide = sample(sch, _up_to(TILE_ACROSS, columns // THREADS_ACROSS[-1]))
     column_blocks, column_thread, column_tile = sch.split(column, [None, across, wide])
     outer, threads, tile = [*batch, column_blocks], [column_thread], [column_tile]
     if row is not None:
-        down = _sample(sch, _up_to(THREADS_DOWN, rows))
-        high = _sample(sch, _up_to(TILE_DOWN, rows // THREADS_DOWN[-1]))
+        down = sample(sch, _up_to(THREADS_DOWN, rows))
+        high = sample(sch, _up_to(TILE_DOWN, rows // THREADS_DOWN[-1]))
         row_blocks, row_thread, row_tile = sch.split(row, [None, down, high])
         outer, threads, tile = [*batch, row_blocks, column_blocks], [row_thread, column_thread], [row_tile, column_tile]
     sch.reorder(*outer, *threads, *tile)
@@ -111,16 +113,16 @@ def _tile(
     *_, reduce = sch.get_loops(contraction.rv)
     depth = static_extent(sch.get(reduce).extent) or 1
     inner = sch.get_loops(contraction.rv)[2:-1]
-    chunks, steps = sch.split(reduce, [None, _sample(sch, _up_to(DEPTHS, depth))])
+    chunks, steps = sch.split(reduce, [None, sample(sch, _up_to(DEPTHS, depth))])
     sch.reorder(chunks, steps, *inner)
     for load in operands:
         copy = sch.cache_read(contraction.rv, _position(sch, contraction, load), "shared")
         sch.compute_at(copy, chunks, preserve_unit_loops=True)
         sch.fuse(*sch.get_loops(copy)[len(sch.get_loops(contraction.rv)) - 2 - len(inner) + 1 :])
-        lanes = [1 << bit for bit in range((LOAD_BYTES // dtype_bytes(str(load.source.dtype))).bit_length())]
-        sch.annotate(copy, "meta_schedule.cooperative_fetch", _sample(sch, lanes))
+        lanes = copy_lanes(str(load.source.dtype))
+        sch.annotate(copy, "meta_schedule.cooperative_fetch", sample(sch, lanes))
     root = sch.get_sblock("root")
-    sch.annotate(root, "meta_schedule.unroll_explicit", _sample(sch, UNROLL_STEPS))
+    sch.annotate(root, "meta_schedule.unroll_explicit", sample(sch, UNROLL_STEPS))
 
 
 def _position(sch: Schedule, contraction: BlockFacts, load: TensorLoad) -> int:
@@ -128,8 +130,14 @@ def _position(sch: Schedule, contraction: BlockFacts, load: TensorLoad) -> int:
     return next(position for position, source in enumerate(reads) if source.same_as(load.source))
 
 
-def _sample(sch: Schedule, choices: Sequence[int]) -> ExprRV:
+def sample(sch: Schedule, choices: Sequence[int]) -> ExprRV:
+    """Return one of some numbers, each as likely."""
     return sch.sample_categorical(list(choices), [1.0 / len(choices)] * len(choices))
+
+
+def copy_lanes(dtype: str) -> list[int]:
+    """Return how many elements a thread may copy at once."""
+    return [1 << bit for bit in range((LOAD_BYTES // dtype_bytes(dtype)).bit_length())]
 
 
 def _up_to(choices: Sequence[int], extent: int) -> Sequence[int]:
