@@ -10,13 +10,22 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
+import platform
 import sys
 import tempfile
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 
 from tests.guardrails.fuzz_cases import ARTIFACTS, draw_cases
 from tests.guardrails.fuzz_run import make_subject, run_cases
+
+
+def environment() -> dict[str, str]:
+    """Return what the outcome is true for."""
+    packages = {name: metadata.version(name) for name in ("apache-tvm", "onnxruntime", "numpy")}
+    return {"machine": platform.machine(), "cores": str(os.cpu_count()), **packages}
 
 
 def main() -> None:
@@ -47,7 +56,9 @@ def main() -> None:
                 }
             )
     if args.out:
-        args.out.write_text(json.dumps({"seed": args.seed, "artifacts": summary}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({"environment": environment(), "seed": args.seed, "artifacts": summary}, indent=1) + "\n"
+        )
     sys.exit(any(entry["mismatches"] for entry in summary))
 
 

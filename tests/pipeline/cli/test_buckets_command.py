@@ -1,0 +1,103 @@
+"""`--bucket` from end to end: compile, validate over every route, bench each bucket; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from pipeline.cli.app import main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layer over tokens, each of which is computed by itself."""
+    weight = np.random.default_rng(0).standard_normal((16, 16)).astype("float32")
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["h"], name="layer"), helper.make_node("Tanh", ["h"], ["y"])],
+        "tokens",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["tokens", 16])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["tokens", 16])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    path = tmp_path_factory.mktemp("model") / "tokens.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def artifact(model: Path) -> Path:
+    out = model.parent / "artifact"
+    with pytest.raises(SystemExit) as ended:
+        main(["compile", str(model), "--target", "llvm", "--bucket", "tokens=4,8", "--out", str(out)])
+    assert not ended.value.code
+    return out
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    seen = capsys.readouterr()
+    return int(ended.value.code or 0), seen.out, seen.err
+
+
+def test_compile_tells_the_buckets_and_the_padding(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = model.parent / "told"
+    words = ["compile", str(model), "--target", "llvm", "--bucket", "tokens=4", "--out", str(out)]
+    code, shown, _ = run(capsys, *words)
+    assert code == 0
+    assert "tokens=4" in shown
+    assert "padded on the right" in " ".join(shown.split())
+
+
+def test_validate_goes_by_every_route(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown, _ = run(capsys, "validate", str(artifact), "--samples", "1", "--format", "json")
+    assert code == 0
+    # Two buckets and the symbolic code, each at its size and at a smaller one.
+    assert json.loads(shown)["samples"] == 6
+
+
+def test_bench_times_each_bucket_and_counts(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown, _ = run(
+        capsys, "bench", str(artifact), "--runs", "2", "--warmup", "1", "--against", "", "--format", "json"
+    )
+    assert code == 0
+    data = json.loads(shown)
+    assert list(data["routes"]) == ["tokens=4", "tokens=8", "symbolic"]
+    assert data["routes"]["tokens=4"]["conditions"]["shape"] == "tokens=4"
+    counts = data["statistics"]
+    assert counts["slow_path"] == 5
+    assert [one["exact"] for one in counts["buckets"]] == [5, 5]
+
+
+def test_bench_shows_the_counts_in_a_table(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown, _ = run(capsys, "bench", str(artifact), "--runs", "1", "--warmup", "0", "--against", "")
+    assert code == 0
+    assert "calls by bucket" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--bucket", "tokens"), "AXIS=SIZE"),
+        (("--bucket", "tokens=4", "--bucket", "tokens=8"), "twice"),
+    ],
+)
+def test_a_bucket_that_cannot_be_read_is_a_usage_error(
+    model: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    code, _, told = run(capsys, "compile", str(model), "--target", "llvm", *words)
+    assert code == 2
+    assert said in told
+
+
+def test_a_bucket_of_an_axis_that_is_not_there_fails_and_names_those_that_are(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, told = run(capsys, "compile", str(model), "--target", "llvm", "--bucket", "sequence=4")
+    assert code == 1
+    assert "expected one of tokens" in " ".join(told.split())
