@@ -120,6 +120,9 @@ def report_artifact(
     """
     manifest = load_manifest(directory)
     notes: list[str] = []
+    if manifest.buckets is not None:
+        names = ", ".join(entry.bucket.name for entry in manifest.buckets.entries)
+        notes.append(f"the kernels are those for symbolic shapes; the artifact has code of its own for {names}")
     records = _records_of(manifest, database, notes)
     rows = [_row_of_kernel(kernel, records.get(kernel.function), profile) for kernel in manifest.kernels]
     devices = sorted({kernel.measured.device for kernel in manifest.kernels if kernel.measured is not None})

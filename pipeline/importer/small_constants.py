@@ -22,7 +22,7 @@ _OPERATORS = frozenset(
         *("Abs", "Add", "And", "Cast", "Ceil", "Concat", "Div", "Equal", "Expand", "Floor", "Gather", "Greater"),
         *("GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Range"),
         *("ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Sign", "Slice", "Squeeze", "Sub", "Sum"),
-        *("Tile", "Transpose", "Unsqueeze", "Where"),
+        *("OneHot", "Tile", "Transpose", "Unsqueeze", "Where"),
     }
 )
 

@@ -18,8 +18,8 @@ from tests.pipeline.passes.pass_cases import run_lowered
 
 WIDTH = 24
 NODE = helper.make_node
-# A value near the largest, and one whose square is beyond the range. A row of float32's is kept so small that its sum is
-# finite: norms add up in float32, where ONNX Runtime has double.
+# A value near the largest, and one whose square is beyond the range. Rows of float32 are kept so small that their sum
+# is finite: norms add up in float32, where ONNX Runtime has double.
 EDGES = {"float16": (65504.0, 300.0), "float32": (1e37, 1e20)}
 
 
