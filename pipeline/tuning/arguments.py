@@ -62,6 +62,20 @@ def hiding_nothing(arrays: Sequence[np.ndarray], masks: Mapping[str, int]) -> li
     ]
 
 
+def with_partial_sums(arrays: Sequence[np.ndarray], partial_sums: Mapping[str, int]) -> list[np.ndarray]:
+    """Return the arrays, the partial sums among them those of the rows they belong to (`pipeline.tuning.note`).
+
+    Rows [rows..., K] have partial sums [groups, rows..., 2]: of K / groups elements each, and of their squares.
+    """
+    made = list(arrays)
+    for position, rows in partial_sums.items():
+        sums = made[int(position)]
+        parts = made[rows].astype(np.float32).reshape(-1, sums.shape[0], made[rows].shape[-1] // sums.shape[0])
+        both = np.stack([parts.sum(axis=-1), np.square(parts).sum(axis=-1)], axis=-1)
+        made[int(position)] = np.ascontiguousarray(both.swapaxes(0, 1)).reshape(sums.shape).astype(sums.dtype)
+    return made
+
+
 def _uniform(shape: tuple[int, ...], dtype: np.dtype[np.generic], seed: tuple[int, int]) -> np.ndarray:
     """Return floats uniform in [-1, 1), each chunk from a generator of its own: the same on any number of threads."""
     made = np.empty(math.prod(shape), dtype)

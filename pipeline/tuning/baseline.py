@@ -22,6 +22,8 @@ from schedules.attention import spec_of
 from schedules.errors import ScheduleError
 from schedules.fallback import apply_fallback, fallback_rule_names
 from schedules.targets import ResolvedTarget
+from schedules.templates.base import Refusal
+from schedules.templates.epilogue import recognise_matmul
 from tuning_db.records import Status, canonical_json
 
 logger = logging.getLogger(__name__)
@@ -113,6 +115,7 @@ def _note(state: TaskState, reference: str | None, *, on_device: bool = False) -
         atol=accepted.atol,
         accumulated=accepted.accumulated,
         masks=padding_masks(func),
+        partial_sums=partial_sums_of_rows(func),
     )
 
 
@@ -122,6 +125,14 @@ def padding_masks(func: tirx.PrimFunc) -> dict[str, int]:
     if spec is None or spec.bias is None or not spec.bias.of_padding:
         return {}
     return {str(spec.bias.param): 0 if spec.bias.kind == "add" else 1}
+
+
+def partial_sums_of_rows(func: tirx.PrimFunc) -> dict[str, int]:
+    """Return the position of the partial sums that a matmul of normalised rows reads, and that of the rows."""
+    matmul = recognise_matmul(func)
+    if isinstance(matmul, Refusal) or matmul.norm is None:
+        return {}
+    return {str(matmul.norm.partials): matmul.a}
 
 
 def _fallback(state: TaskState, target: ResolvedTarget) -> tuple[tvm.ir.IRModule, str] | None:

@@ -19,7 +19,7 @@ import tvm
 
 from pipeline.threads import configure_threads
 from pipeline.tolerances import KernelTolerance
-from pipeline.tuning.arguments import ArgumentSpec, hiding_nothing, make_arrays
+from pipeline.tuning.arguments import ArgumentSpec, hiding_nothing, make_arrays, with_partial_sums
 from pipeline.tuning.measuring import (
     CompareReply,
     CompareRequest,
@@ -189,6 +189,8 @@ class _Measurer:
         key = (request.note.workload if request.note else None, request.arguments, seed, request.device)
         if key not in self._workloads:
             arrays = make_arrays(request.arguments, _ranges(request.note), seed)
+            if request.note is not None:
+                arrays = with_partial_sums(arrays, request.note.partial_sums)
             made = _Workload(arrays, _tensors(arrays, request.arguments, device))
             while self._workloads and sum(one.bytes for one in self._workloads.values()) + made.bytes > _KEPT_BYTES:
                 self._workloads.pop(next(iter(self._workloads)))

@@ -37,6 +37,9 @@ class CandidateNote:
     masks
         Position (as text) of a mask of padding -> the number that hides nothing, of which it is full while a candidate
         is timed, as it mostly is in use; candidates are compared on random ones.
+    partial_sums
+        Position (as text) of the partial sums of rows (`schedules.templates.row_norm`) -> position of the rows, of which
+        they are computed: random ones would be of no rows at all, with variances near and below zero.
     rtol, atol, accumulated
         Largest accepted difference, see `pipeline.tolerances.KernelTolerance`.
     """
@@ -51,6 +54,7 @@ class CandidateNote:
     atol: float = 0.0
     accumulated: float = 0.0
     masks: Mapping[str, int] = field(default_factory=dict)
+    partial_sums: Mapping[str, int] = field(default_factory=dict)
 
 
 def attach_note(mod: tvm.ir.IRModule, note: CandidateNote) -> tvm.ir.IRModule:
