@@ -38,7 +38,7 @@ class CandidateNote:
         Position (as text) of a mask of padding -> the number that hides nothing, of which it is full while a candidate
         is timed, as it mostly is in use; candidates are compared on random ones.
     partial_sums
-        Position (as text) of the partial sums of rows (`schedules.templates.row_norm`) -> position of the rows, of which
+        Position (as text) of partial sums of rows (`schedules.templates.row_norm`) -> position of the rows, of which
         they are computed: random ones would be of no rows at all, with variances near and below zero.
     rtol, atol, accumulated
         Largest accepted difference, see `pipeline.tolerances.KernelTolerance`.
