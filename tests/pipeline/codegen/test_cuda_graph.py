@@ -9,7 +9,7 @@ from pipeline.codegen.cuda_graph import capture_whole_function
 from pipeline.compile import _pass_context, _plan_memory
 from pipeline.importer import import_model
 from pipeline.passes import lower
-from pipeline.passes.module import LoweredModule
+from pipeline.passes.module import LoweredModule, LoweringOptions
 from schedules.targets import ResolvedTarget, resolve_target
 
 
@@ -41,10 +41,12 @@ def kernels_of(mod: tvm.ir.IRModule, function: str) -> list[str]:
     return [name for name in found if name in primitive]
 
 
-def test_all_kernels_of_a_decode_step_are_inside_one_graph_when_one_writes_both_caches(target: ResolvedTarget) -> None:
+@pytest.mark.parametrize("appending", ["attention", "one kernel"])
+def test_all_kernels_of_a_decode_step_are_inside_one_graph(target: ResolvedTarget, appending: str) -> None:
     model = load_model("gpt2-tiny-decode", shapes={"attention_mask": (1, 8)}, precision="fp16")
-    lowered = lower(import_model(model), target.target)
-    assert any(name.startswith("append") for name in lowered.kernels)
+    disabled = frozenset({"append_in_attention"} if appending == "one kernel" else ())
+    lowered = lower(import_model(model), target.target, LoweringOptions(disabled_passes=disabled))
+    assert any(name.startswith("append") for name in lowered.kernels) == (appending == "one kernel")
     mod = planned(capture_whole_function(lowered.mod, len(lowered.graph.inputs)), target)
     (captured,) = [str(v.name_hint) for v in mod.get_global_vars() if "cuda_graph_capture" in str(v.name_hint)]
     assert len(kernels_of(mod, captured)) == sum(map(len, lowered.kernels.values()))
