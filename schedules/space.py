@@ -6,7 +6,7 @@ from tvm.ir import IRModule
 from tvm.s_tir import Schedule
 from tvm.s_tir import meta_schedule as ms
 from tvm.target import Target
-from tvm.tirx import IndexMap
+from tvm.tirx import IndexMap, PrimFunc
 
 from schedules.attention import spec_of
 from schedules.context import QuietTuneContext
@@ -18,6 +18,8 @@ from schedules.rules.register_tile import contraction_designs
 from schedules.rules.tensor_tile import tensor_tile_designs
 from schedules.rules.thread_tile import thread_tile_designs
 from schedules.targets import CpuLimits, target_limits
+from schedules.templates.base import Refusal
+from schedules.templates.epilogue import recognise_matmul
 
 
 def make_space(target: Target) -> ms.SpaceGenerator:
@@ -48,15 +50,15 @@ def make_space(target: Target) -> ms.SpaceGenerator:
 
 
 def list_designs(mod: IRModule, target: Target) -> list[Schedule]:
-    """Return the designs of a module with one function `main`, the fallback's first.
-
-    Attention has no other design on CUDA: of the rules' schedules of its two matmuls hardly one keeps to all limits.
+    """Return the designs of a module with one function `main`, the fallback's first; none for one that is not searched.
 
     A fallback that transforms a block's layout (dlight's matmuls) is no design: TVM 0.27 cannot write such a step of a
     trace as JSON, so that a candidate made from it could not be recorded.
     """
     limits = target_limits(target)
     func = mod["main"]
+    if find_refusal(func) is not None:
+        return []
     _, fallback = schedule_by_rules("main", func, target)
     if isinstance(limits, CpuLimits):
         designs = contraction_designs(func, limits)
@@ -64,10 +66,30 @@ def list_designs(mod: IRModule, target: Target) -> list[Schedule]:
     else:
         designs = tensor_tile_designs(func, target) or thread_tile_designs(func, limits)
         rules = cuda_rules(limits)
-    if not designs and spec_of(func) is None:
+    if not designs:
         space = ms.space_generator.PostOrderApply(sch_rules=rules, postprocs=[], mutator_probs={})
         designs = list(QuietTuneContext(mod, target, space).generate_design_space())
     return [fallback, *designs] if _can_be_stored(fallback) else designs
+
+
+def find_refusal(func: PrimFunc) -> Refusal | None:
+    """Return why a function is not searched but left to its template, None for one that has a space.
+
+    The passes make such functions only where a template takes them, and its kernels use tensor cores, which no schedule
+    of several reductions does. Of attention's schedules hardly one keeps to the limits of a block; on statistics of
+    rows TVM 0.27's rules fail ("Index 6 out of bounds 6"); of matmuls with partial sums, the search found no schedule
+    that keeps to the limits.
+    """
+    if spec_of(func) is not None:
+        return Refusal("attention is left to its template: hardly a schedule of its two matmuls keeps to all limits")
+    matmul = recognise_matmul(func)
+    if isinstance(matmul, Refusal):
+        return None
+    if matmul.norm is not None:
+        return Refusal("a matmul that makes statistics of its rows is left to its template: no rule schedules both")
+    if matmul.partials is not None:
+        return Refusal("a matmul that sums up its result's rows is left to its template: no rule schedules both")
+    return None
 
 
 def _can_be_stored(design: Schedule) -> bool:

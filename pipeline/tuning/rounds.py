@@ -41,6 +41,7 @@ from pipeline.tuning.state import (
     model_us,
 )
 from pipeline.tuning.template_candidates import OFFERED_ROUTES
+from schedules.space import find_refusal
 from schedules.targets import ResolvedTarget
 from schedules.templates.base import TemplateError
 from tuning_db.metaschedule import REPLAY_ERRORS
@@ -199,10 +200,12 @@ class Rounds:
         size = self._round_size() if remaining is None else min(self._round_size(), remaining)
         if state.templates is not None and not state.templates.done:
             self._template_round(state, self._round_size())
-        elif Route.METASCHEDULE in self._options.routes:
-            self._searches.submit(state, size)
-        else:
+        elif Route.METASCHEDULE not in self._options.routes:
             state.ended = "no search was asked for"
+        elif (refusal := find_refusal(state.task.mod["main"])) is not None:
+            state.ended = f"no search: {refusal.reason}"
+        else:
+            self._searches.submit(state, size)
 
     def _template_round(self, state: TaskState, wanted: int) -> None:
         remaining = self._remaining()

@@ -105,7 +105,7 @@ class TaskSearch:
                 ms.database.TuningRecord(trace, self._workload, run_secs, self._target, args_info)
             )
         self.spaces = self.context.generate_design_space()
-        # Attention has no space on a GPU.
+        # What is left to its template has no space (`schedules.space.find_refusal`).
         self._open = bool(self.spaces)
         if self._open:
             self.context.pre_tuning(_TRIALS_MAX, self._per_round, self.spaces, self._database, self._cost_model)

@@ -2,15 +2,20 @@ from __future__ import annotations
 
 import pytest
 import tvm
+from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.schedule import Trace
 
+from schedules.attention import attention_function
 from schedules.context import QuietTuneContext
 from schedules.errors import TargetError
-from schedules.space import list_designs, make_space
+from schedules.space import find_refusal, list_designs, make_space
 from schedules.targets import resolve_target
+from tests.schedules.attention_cases import PLAIN
 from tests.schedules.kernel_cases import check, conv2d_case, host, loop_kinds, matmul_case, rows_case
+from tests.schedules.templates.matmul_cases import MatmulCase
+from tests.schedules.templates.norm_cases import NormCase
 
 
 def candidates(case, per_design: int):
@@ -84,6 +89,39 @@ def test_space_binds_threads_when_on_cuda():
     # dlight's matmul transforms a block's layout, a step that TVM cannot write as JSON.
     assert "TransformBlockLayout" not in {str(step.kind.name) for d in designs for step in d.trace.insts}
     assert len(context.space_generator.postprocs) >= 5
+
+
+ADDS_NORM = MatmulCase((2, 24), 64, 96, ("bias", "residual"))
+LEFT_TO_TEMPLATES = {
+    "statistics of rows": (NormCase(ADDS_NORM, operand=True, keeps=True).func(), "makes statistics of its rows"),
+    "RMS, statistics not kept": (NormCase(ADDS_NORM, operand=True, centred=False).func(), "makes statistics"),
+    "partial sums": (NormCase(ADDS_NORM, sums=True).func(), "sums up its result's rows"),
+    "normalised residual, partial sums": (NormCase(ADDS_NORM, residual=True, sums=True).func(), "sums up"),
+    "attention": (attention_function(*PLAIN.made()), "attention is left to its template"),
+}
+
+
+@pytest.mark.parametrize("target", ["llvm", "cuda:sm_90a"])
+@pytest.mark.parametrize(("func", "reason"), LEFT_TO_TEMPLATES.values(), ids=LEFT_TO_TEMPLATES.keys())
+def test_functions_left_to_templates_are_refused_with_a_reason(func: tirx.PrimFunc, reason: str, target: str) -> None:
+    refusal = find_refusal(func)
+    assert refusal is not None
+    assert reason in refusal.reason
+    assert list_designs(tvm.IRModule({"main": func}), resolve_target(target).target) == []
+
+
+def test_a_matmul_that_reads_statistics_is_searched() -> None:
+    func = NormCase(ADDS_NORM, residual=True, shifted=True).func().with_attr("global_symbol", "main")
+    target = resolve_target("cuda:sm_90a").target
+    mod, space = tvm.IRModule({"main": func}), make_space(target)
+    assert find_refusal(func) is None
+    QuietTuneContext(mod, target, space)
+    (design,) = list_designs(mod, target)
+    for seed in range(1, 9):
+        schedule = Schedule(mod, seed=seed)
+        Trace(design.trace.simplified(True).insts, {}).apply_to_schedule(schedule, remove_postproc=True)
+        schedule.enter_postproc()
+        assert all(rule.apply(schedule) for rule in space.postprocs)
 
 
 def test_space_refuses_when_the_target_is_neither_llvm_nor_cuda():
