@@ -16,6 +16,9 @@ wrong mask, axis or epilogue shows as 0.1 and more.
   the float32 original (or the float16 graph computed in float32), so this bounds the drift against the exact value.
 - float16 storage, float16 accumulators: sqrt(4096) * 5e-4 = 3e-2 for one dot product alone.
 - bfloat16 storage, float32 accumulators: u = 4e-3, times 18 is 7e-2.
+- int8, int32 accumulators (of graphs that come quantised): the sums are exact, the reference's are rounded. Where a
+  value lies beside a tie of a quantiser behind them, it takes the next step, and what follows differs by some steps;
+  255 of them span 6 to 8 RMS, so one is 3e-2. Elements that no tie reaches are equal.
 - integers and booleans: equal.
 
 **A kernel** (a tuning candidate) is compared on arguments uniform in [-1, 1) with a reference that sums in another
@@ -38,16 +41,17 @@ At K = 3072 in float32 `accumulated` is 7e-4, where one lost term of the sum is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+import tvm
 from tvm import tirx
 
 from pipeline.tuning.arguments import numpy_dtype
 from pipeline.tuning.contraction import find_contraction
-from pipeline.tuning.kernel_ir import list_blocks
+from pipeline.tuning.kernel_ir import BlockView, list_blocks, list_loads
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,15 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class KernelTolerance:
-    """Accepted difference: `rtol` of each value, `atol` of the output's largest magnitude, plus `accumulated`."""
+    """Accepted difference: `rtol` of each value, `atol` of the output's largest magnitude, plus `accumulated`.
+
+    An output's last axis may hold several `quantities` of different size, each then held against its own largest.
+    """
 
     rtol: float
     atol: float
     accumulated: float = 0.0
+    quantities: int = 1
 
 
 EXACT = Tolerance(0.0, 0.0)
@@ -93,6 +101,7 @@ TOLERANCE_TABLE = (
     ToleranceRow("float16", "float32", None, Tolerance(2e-2, 2e-2), "u = 4.9e-4 of the storage, 18 u = 9e-3, twice"),
     ToleranceRow("float16", "float16", 4096, Tolerance(1e-1, 1e-1), "sqrt(4096) u = 3e-2 in a dot product, thrice"),
     ToleranceRow("bfloat16", "float32", None, Tolerance(1e-1, 1e-1), "u = 3.9e-3 of the storage, 18 u = 7e-2"),
+    ToleranceRow("int8", "int32", None, Tolerance(1e-1, 1e-1), "a step is 3e-2 RMS, a tie decided otherwise is one"),
 )  # fmt: skip
 
 # A tensor this many roundings from the inputs, or nearer, is given the tolerance of that depth.
@@ -114,6 +123,7 @@ _PRECISIONS = {
     "bf16": ("bfloat16", "float32"),
     "w8a16": ("float16", "float32"),
     "w4a16": ("float16", "float32"),
+    "int8": ("int8", "int32"),
 }
 
 
@@ -166,9 +176,14 @@ def table_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def kernel_tolerance(func: tirx.PrimFunc) -> KernelTolerance:
-    """Return the tolerance for the outputs of an unscheduled PrimFunc; integers must be equal."""
+def kernel_tolerance(func: tirx.PrimFunc, output: int | None = None) -> KernelTolerance:
+    """Return the tolerance for the outputs of an unscheduled PrimFunc; integers must be equal.
+
+    With the position of one output, that which follows from what this one is computed by.
+    """
     blocks = list_blocks(func)
+    if output is not None:
+        blocks = _blocks_behind(blocks, func.params[output])
     coarsest = max((_eps(str(store.buffer.dtype)) for block in blocks for store in block.stores), default=0.0)
     if coarsest == 0.0:
         return EXACT_KERNEL
@@ -186,6 +201,16 @@ def kernel_tolerance(func: tirx.PrimFunc) -> KernelTolerance:
         atol=_ROUNDINGS * coarsest + _SUM_FACTOR * max(sums, default=0.0),
         accumulated=_ACCUMULATION * max(products, default=0.0),
     )
+
+
+def _blocks_behind(blocks: Sequence[BlockView], output: tvm.ir.Var) -> list[BlockView]:
+    """Return the blocks that a buffer depends on."""
+    needed, read = [], [output]
+    for block in reversed(blocks):
+        if any(store.buffer.same_as(buffer) for store in block.stores for buffer in read):
+            needed.append(block)
+            read += [load.source for store in block.stores for load in list_loads(store.value)]
+    return needed
 
 
 def symbolic_kernel_tolerance(dtypes: Iterable[str], longest: int) -> KernelTolerance:

@@ -76,6 +76,15 @@ def with_partial_sums(arrays: Sequence[np.ndarray], partial_sums: Mapping[str, i
     return made
 
 
+def with_column_sums(arrays: Sequence[np.ndarray], column_sums: Mapping[str, Sequence[int]]) -> list[np.ndarray]:
+    """Return the arrays, the sums of columns among them those of their matrices (`pipeline.tuning.note`)."""
+    made = list(arrays)
+    for position, (matrix, axis) in column_sums.items():
+        sums = made[int(position)]
+        made[int(position)] = made[matrix].astype(np.float32).sum(axis=axis).reshape(sums.shape).astype(sums.dtype)
+    return made
+
+
 def _uniform(shape: tuple[int, ...], dtype: np.dtype[np.generic], seed: tuple[int, int]) -> np.ndarray:
     """Return floats uniform in [-1, 1), each chunk from a generator of its own: the same on any number of threads."""
     made = np.empty(math.prod(shape), dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import tvm
 from tvm import tirx
@@ -12,18 +12,19 @@ from tvm.s_tir import meta_schedule as ms
 
 from pipeline.codegen.finish import finish_kernels
 from pipeline.errors import LoweringError
-from pipeline.tolerances import kernel_tolerance
+from pipeline.tolerances import KernelTolerance, kernel_tolerance
+from pipeline.tuning.dependent_arguments import column_sums_of_weights, padding_masks, partial_sums_of_rows
 from pipeline.tuning.evaluate import Evaluator, Job, Outcome
 from pipeline.tuning.failure import read_failure
 from pipeline.tuning.kernel_ir import written_params
 from pipeline.tuning.note import CandidateNote
 from pipeline.tuning.state import TaskState
-from schedules.attention import spec_of
 from schedules.errors import ScheduleError
 from schedules.fallback import apply_fallback, fallback_rule_names
 from schedules.targets import ResolvedTarget
 from schedules.templates.base import Refusal
 from schedules.templates.epilogue import recognise_matmul
+from schedules.templates.row_norm import COUNT
 from tuning_db.records import Status, canonical_json
 
 logger = logging.getLogger(__name__)
@@ -116,23 +117,26 @@ def _note(state: TaskState, reference: str | None, *, on_device: bool = False) -
         accumulated=accepted.accumulated,
         masks=padding_masks(func),
         partial_sums=partial_sums_of_rows(func),
+        column_sums=column_sums_of_weights(func),
+        own_tolerances=own_tolerances(func),
     )
 
 
-def padding_masks(func: tirx.PrimFunc) -> dict[str, int]:
-    """Return the position of an attention's mask of padding, and the number with which it hides nothing."""
-    spec = spec_of(func)
-    if spec is None or spec.bias is None or not spec.bias.of_padding:
-        return {}
-    return {str(spec.bias.param): 0 if spec.bias.kind == "add" else 1}
+def own_tolerances(func: tirx.PrimFunc) -> dict[str, dict[str, float]]:
+    """Return the tolerances of statistics and partial sums of rows, by the positions of those outputs.
 
-
-def partial_sums_of_rows(func: tirx.PrimFunc) -> dict[str, int]:
-    """Return the position of the partial sums that a matmul of normalised rows reads, and that of the rows."""
+    Statistics are made in float32 of parameters alone, whatever the product is rounded to; of partial sums, the sums of
+    squares are much larger than the sums.
+    """
     matmul = recognise_matmul(func)
-    if isinstance(matmul, Refusal) or matmul.norm is None:
+    if isinstance(matmul, Refusal):
         return {}
-    return {str(matmul.norm.partials): matmul.a}
+    own: dict[int, KernelTolerance] = {}
+    if matmul.norm is not None and matmul.norm.output is not None:
+        own[matmul.norm.output] = kernel_tolerance(func, matmul.norm.output)
+    if matmul.partials is not None:
+        own[matmul.partials.output] = replace(kernel_tolerance(func, matmul.partials.output), quantities=COUNT)
+    return {str(position): asdict(accepted) for position, accepted in own.items()}
 
 
 def _fallback(state: TaskState, target: ResolvedTarget) -> tuple[tvm.ir.IRModule, str] | None:

@@ -18,8 +18,13 @@ import numpy as np
 import tvm
 
 from pipeline.threads import configure_threads
-from pipeline.tolerances import KernelTolerance
-from pipeline.tuning.arguments import ArgumentSpec, hiding_nothing, make_arrays, with_partial_sums
+from pipeline.tuning.arguments import (
+    ArgumentSpec,
+    hiding_nothing,
+    make_arrays,
+    with_column_sums,
+    with_partial_sums,
+)
 from pipeline.tuning.measuring import (
     CompareReply,
     CompareRequest,
@@ -191,6 +196,7 @@ class _Measurer:
             arrays = make_arrays(request.arguments, _ranges(request.note), seed)
             if request.note is not None:
                 arrays = with_partial_sums(arrays, request.note.partial_sums)
+                arrays = with_column_sums(arrays, request.note.column_sums)
             made = _Workload(arrays, _tensors(arrays, request.arguments, device))
             while self._workloads and sum(one.bytes for one in self._workloads.values()) + made.bytes > _KEPT_BYTES:
                 self._workloads.pop(next(iter(self._workloads)))
@@ -229,8 +235,7 @@ class _Measurer:
             workload.expected = pickle.loads(path.read_bytes())
         for position, expected in zip(outputs, workload.expected or (), strict=True):
             got = workload.tensors[position].numpy()
-            accepted = KernelTolerance(request.note.rtol, request.note.atol, request.note.accumulated)
-            mismatch = find_mismatch(got, expected, accepted)
+            mismatch = find_mismatch(got, expected, request.note.tolerance_of(position))
             if mismatch is not None:
                 return elapsed, f"output parameter {position}: {mismatch}"
         return elapsed, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,6 +13,10 @@ from pipeline.tuning.chunks import map_chunks
 
 def find_mismatch(output: np.ndarray, expected: np.ndarray, accepted: KernelTolerance) -> str | None:
     """Return how an output differs from what is expected, or None when it is within tolerance; integers are equal."""
+    if accepted.quantities > 1:
+        alone = replace(accepted, quantities=1)
+        told = [find_mismatch(output[..., i], expected[..., i], alone) for i in range(accepted.quantities)]
+        return next((f"[..., {i}]: {one}" for i, one in enumerate(told) if one is not None), None)
     if expected.dtype.kind in "iub":
         wrong = output != expected
         if not wrong.any():

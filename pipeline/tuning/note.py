@@ -8,11 +8,13 @@ the artifact, where the runner finds it, on this machine or another.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import tvm
+
+from pipeline.tolerances import KernelTolerance
 
 _ATTR = "relaxtune.note"
 
@@ -40,8 +42,12 @@ class CandidateNote:
     partial_sums
         Position (as text) of partial sums of rows (`schedules.templates.row_norm`) -> position of the rows, of which
         they are computed: random ones would be of no rows at all, with variances near and below zero.
+    column_sums
+        Position (as text) of sums of a matrix's columns -> position of the matrix, and the axis that is summed over.
     rtol, atol, accumulated
         Largest accepted difference, see `pipeline.tolerances.KernelTolerance`.
+    own_tolerances
+        Position (as text) of an output -> the fields of a tolerance of its own.
     """
 
     workload: str
@@ -55,6 +61,15 @@ class CandidateNote:
     accumulated: float = 0.0
     masks: Mapping[str, int] = field(default_factory=dict)
     partial_sums: Mapping[str, int] = field(default_factory=dict)
+    column_sums: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    own_tolerances: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def tolerance_of(self, output: int) -> KernelTolerance:
+        """Return the largest accepted difference of the output at a position."""
+        own = self.own_tolerances.get(str(output))
+        if own is None:
+            return KernelTolerance(self.rtol, self.atol, self.accumulated)
+        return KernelTolerance(own["rtol"], own["atol"], own["accumulated"], int(own["quantities"]))
 
 
 def attach_note(mod: tvm.ir.IRModule, note: CandidateNote) -> tvm.ir.IRModule:

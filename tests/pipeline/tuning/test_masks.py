@@ -9,7 +9,7 @@ import pytest
 import tvm
 
 from pipeline.tuning.arguments import hiding_nothing
-from pipeline.tuning.baseline import padding_masks
+from pipeline.tuning.dependent_arguments import padding_masks
 from pipeline.tuning.note import CandidateNote, attach_note, take_note
 from schedules.attention import attention_function
 from tests.schedules.attention_cases import PLAIN, AttentionCase

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.tolerances import kernel_tolerance
 from pipeline.tuning.arguments import ArgumentSpec, make_arrays, with_partial_sums
-from pipeline.tuning.baseline import partial_sums_of_rows
+from pipeline.tuning.dependent_arguments import partial_sums_of_rows
 from pipeline.tuning.mismatch import find_mismatch
 from tests.schedules.templates.matmul_cases import MatmulCase
 from tests.schedules.templates.norm_cases import NormCase, sums_of

@@ -1,0 +1,189 @@
+"""Tasks of matmuls that norms were taken into: each output is checked, and those with sums are not searched."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+import pytest
+import tvm
+from tvm.s_tir import meta_schedule as ms
+
+from pipeline.tuning.arguments import ArgumentSpec, make_arrays, with_column_sums, with_partial_sums
+from pipeline.tuning.baseline import own_tolerances, reference_mods, take_reference
+from pipeline.tuning.builder import PoolBuilder
+from pipeline.tuning.dependent_arguments import column_sums_of_weights, partial_sums_of_rows
+from pipeline.tuning.failure import read_failure
+from pipeline.tuning.mismatch import find_mismatch
+from pipeline.tuning.note import CandidateNote, attach_note
+from pipeline.tuning.options import TuningOptions
+from pipeline.tuning.runner import ProcessRunner
+from pipeline.tuning.session import tune
+from pipeline.tuning.state import TaskState
+from pipeline.tuning.task import TuningTask
+from pipeline.tuning.tasks import as_workload
+from pipeline.tuning.timing import MeasureOptions
+from schedules.fallback import apply_fallback
+from tests.pipeline.tuning.tuning_cases import Place, args_info, task_of
+from tests.schedules.templates.matmul_cases import MatmulCase
+from tests.schedules.templates.norm_cases import OUTPUTS, NormCase
+from tuning_db.records import Route, Status
+from tuning_db.store import TuningDatabase
+
+QUICK = MeasureOptions(repeats=3, contender_repeats=0, min_repeat_s=0.0005, threads=1)
+STATISTICS = NormCase(MatmulCase((2, 24), 64, 256, ("bias",)), operand=True, shifted=True, keeps=True)
+SUMS = NormCase(MatmulCase((2, 24), 64, 256, ("bias", "residual")), sums=True)
+BOTH = NormCase(MatmulCase((2, 24), 64, 256, ("bias",), transposed=True), operand=True, keeps=True, sums=True)
+CASES = {"statistics": STATISTICS, "partial sums": SUMS, "both": BOTH}
+_ELEMENT = "epilogue[v_i1, v_i2, v_i0 * T.int64(16) + v_c]"
+# In a function's text, what the first is replaced by: the output named is wrong, the product within its tolerance.
+FAULTS = {
+    "variance of K - 1 elements": (
+        STATISTICS,
+        "row_statistics",
+        "row_squares[v_i0, v_i1] / T.float32(256.0)",
+        "row_squares[v_i0, v_i1] / T.float32(255.0)",
+    ),
+    "no epsilon": (STATISTICS, "row_statistics", "T.float32(1.0000000000000001e-05)", "T.float32(0.0)"),
+    "sums of other columns": (SUMS, "partial_sums", " + v_c]", " + (v_c + T.int64(1)) % T.int64(15)]"),
+    "sums too small, squares right": (
+        SUMS,
+        "partial_sums",
+        f'T.int64(0), T.Cast("float32", {_ELEMENT}),',
+        f'T.int64(0), T.float32(0.97) * T.Cast("float32", {_ELEMENT}),',
+    ),
+}
+
+
+def make_task(case: NormCase) -> TuningTask:
+    return task_of("norms", as_workload(case.func()))
+
+
+def position(task: TuningTask, name: str) -> int:
+    return [str(param.name) for param in task.mod["main"].params].index(name)
+
+
+def planted(mod: tvm.IRModule, before: str, after: str) -> tvm.IRModule:
+    text = mod.script(show_meta=False)
+    assert before in text
+    return tvm.script.from_source(text.replace(before, after))
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolBuilder]:
+    with closing(PoolBuilder(1, tmp_path_factory.mktemp("artifacts"))) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ProcessRunner]:
+    with closing(ProcessRunner("cpu:0", QUICK, timeout_s=20.0)) as opened:
+        yield opened
+
+
+def build(builder: PoolBuilder, place: Place, mod: tvm.IRModule, note: CandidateNote | None = None) -> str:
+    noted = mod if note is None else attach_note(mod, note)
+    (result,) = builder.build([ms.builder.BuilderInput(noted, place.target.target)])
+    assert result.error_msg is None, result.error_msg
+    return str(result.artifact_path)
+
+
+def failure_of(
+    builder: PoolBuilder, runner: ProcessRunner, place: Place, task: TuningTask, mod: tvm.IRModule
+) -> str | None:
+    """Return why the measuring process refuses a module as a candidate of a task; None when it does not."""
+    state = TaskState(task)
+    (reference,) = reference_mods([state], place.target)
+    take_reference(state, build(builder, place, reference), None)
+    path = build(builder, place, mod, state.note)
+    (future,) = runner.run([ms.runner.RunnerInput(path, "llvm", args_info(task.mod))])
+    error = future.result().error_msg
+    return None if error is None else str(error)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_right_candidates_pass_on_every_output(
+    builder: PoolBuilder, runner: ProcessRunner, place: Place, case: NormCase
+) -> None:
+    task = make_task(case)
+    scheduled = apply_fallback(task.mod, place.target.target)
+    assert failure_of(builder, runner, place, task, scheduled) is None
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_a_wrong_second_output_is_a_wrong_result(
+    builder: PoolBuilder, runner: ProcessRunner, place: Place, fault: tuple[NormCase, str, str, str]
+) -> None:
+    case, output, before, after = fault
+    task = make_task(case)
+    error = failure_of(builder, runner, place, task, planted(task.mod, before, after))
+    status, text = read_failure(str(error), Status.OK)
+    assert status is Status.WRONG_RESULT
+    assert f"output parameter {position(task, output)}: " in text
+
+
+def test_statistics_and_sums_have_tolerances_of_their_own() -> None:
+    task = make_task(BOTH)
+    own = own_tolerances(task.mod["main"])
+    statistics, sums = (own[str(position(task, name))] for name in OUTPUTS[1::-1])
+    assert statistics["rtol"] < 1e-5 < 1e-3 < sums["rtol"]
+    assert (statistics["quantities"], sums["quantities"]) == (1, 2)
+    assert statistics["accumulated"] == 0
+    assert own_tolerances(as_workload(NormCase(BOTH.matmul).func())["main"]) == {}
+
+
+def test_quantities_of_different_size_are_each_held_against_their_own() -> None:
+    expected = np.array([[1.0, 1000.0], [2.0, 2000.0]], np.float32)
+    wrong = expected + np.array([[0.5, 0.0], [0.0, 0.0]], np.float32)
+    note = CandidateNote("any", {}, (0,), atol=1e-3)
+    assert find_mismatch(wrong, expected, note.tolerance_of(0)) is None
+    apart = {"0": {"rtol": 0.0, "atol": 1e-3, "accumulated": 0.0, "quantities": 2}}
+    note = CandidateNote("any", {}, (0,), atol=1e-3, own_tolerances=apart)
+    assert str(find_mismatch(wrong, expected, note.tolerance_of(0))).startswith("[..., 0]: 1 of 2 elements")
+    assert find_mismatch(expected, expected, note.tolerance_of(0)) is None
+
+
+@pytest.mark.parametrize("case", [STATISTICS, BOTH], ids=["[K, N]", "[N, K]"])
+def test_column_sums_are_those_of_the_matrix(case: NormCase) -> None:
+    func = case.func()
+    specs = [ArgumentSpec(tuple(int(size) for size in p.ty.shape), str(p.ty.dtype)) for p in func.params]
+    arrays = with_partial_sums(make_arrays(specs, {}, 3), partial_sums_of_rows(func))
+    names = [str(param.name) for param in func.params]
+    made = dict(zip(names, with_column_sums(arrays, column_sums_of_weights(func)), strict=True))
+    weights = made["B"].astype(np.float64)
+    np.testing.assert_allclose(made["column_sums"], weights.sum(1 if case.matmul.transposed else 0), rtol=1e-4)
+    assert made["B"] is arrays[names.index("B")]
+    plain = NormCase(case.matmul, operand=True, centred=False).func()
+    assert column_sums_of_weights(plain) == column_sums_of_weights(SUMS.func()) == {}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_work_counts_the_product_and_each_buffer_once(case: NormCase) -> None:
+    task = make_task(case)
+    product = 2 * math.prod(case.matmul.rows) * case.matmul.n * case.matmul.k
+    assert product < task.flops < 1.05 * product
+    sizes = [math.prod(int(size) for size in p.ty.shape) for p in task.mod["main"].params]
+    widths = [2 if str(p.ty.dtype) == "float16" else 4 for p in task.mod["main"].params]
+    assert task.bytes == sum(size * width for size, width in zip(sizes, widths, strict=True))
+    assert task.family == "matmul"
+
+
+def test_tune_says_why_it_does_not_search(
+    place: Place, database: TuningDatabase, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        summary = tune(
+            [make_task(STATISTICS)],
+            target=place.target,
+            database=database,
+            environment=place.environment,
+            options=TuningOptions(trials=8, workers=1, measure=QUICK, routes=frozenset({Route.METASCHEDULE})),
+        )
+    (result,) = summary.tasks
+    assert str(result.ended).startswith("no search: a matmul that makes statistics of its rows is left to its template")
+    assert (result.valid, result.failed, result.skipped) == (0, 0, None)
+    assert result.before_us is not None
+    assert not caplog.records
