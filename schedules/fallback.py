@@ -15,6 +15,7 @@ from schedules.cpu.convolution import Convolution
 from schedules.cpu.elementwise import Elementwise
 from schedules.cpu.generic import Generic
 from schedules.cpu.matmul import Matmul
+from schedules.cpu.normed_matmul import NormedMatmul
 from schedules.cpu.plain import Plain
 from schedules.cpu.reduction import RowReduction
 from schedules.errors import TargetError, UnscheduledError
@@ -72,7 +73,7 @@ def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
     """
     if target.kind.name == "llvm":
         register_vector_math()
-        rules = (Elementwise(), Matmul(), Convolution(), RowReduction(), Generic(), Plain())
+        rules = (Elementwise(), Matmul(), NormedMatmul(), Convolution(), RowReduction(), Generic(), Plain())
         return [(rule.name, rule) for rule in rules]
     if target.kind.name == "cuda":
         return cuda_rules()

@@ -37,7 +37,8 @@ QUICK = MeasureOptions(repeats=3, contender_repeats=0, min_repeat_s=0.0005, thre
 STATISTICS = NormCase(MatmulCase((2, 24), 64, 256, ("bias",)), operand=True, shifted=True, keeps=True)
 SUMS = NormCase(MatmulCase((2, 24), 64, 256, ("bias", "residual")), sums=True)
 BOTH = NormCase(MatmulCase((2, 24), 64, 256, ("bias",), transposed=True), operand=True, keeps=True, sums=True)
-CASES = {"statistics": STATISTICS, "partial sums": SUMS, "both": BOTH}
+GATED = NormCase(MatmulCase((2, 24), 64, 256, ("gated",)), operand=True, centred=False, keeps=True)
+CASES = {"statistics": STATISTICS, "partial sums": SUMS, "both": BOTH, "gated": GATED}
 _ELEMENT = "epilogue[v_i1, v_i2, v_i0 * T.int64(16) + v_c]"
 # In a function's text, what the first is replaced by: the output named is wrong, the product within its tolerance.
 FAULTS = {
