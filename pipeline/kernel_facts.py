@@ -5,6 +5,7 @@ from __future__ import annotations
 from tvm import s_tir, tirx
 
 from pipeline.manifest import ArgumentEntry, WorkEntry
+from pipeline.tuning.dependent_arguments import column_sums_of_weights, padding_masks, partial_sums_of_rows
 from pipeline.tuning.index_ranges import index_ranges
 from pipeline.tuning.kernel_ir import buffer_bytes, static_shape, written_params
 from pipeline.tuning.signature import describe_kernel
@@ -16,9 +17,17 @@ def kernel_work(func: tirx.PrimFunc) -> WorkEntry | None:
     """Return the work of one run of an unscheduled PrimFunc; None where a shape is known only at run time."""
     if untunable_reason(func) is not None:
         return None
-    ranges = index_ranges(func)
+    ranges, masks = index_ranges(func), padding_masks(func)
+    partials, columns = partial_sums_of_rows(func), column_sums_of_weights(func)
     arguments = tuple(
-        ArgumentEntry(str(param.dtype), static_shape(param) or (), ranges.get(position))
+        ArgumentEntry(
+            str(param.dtype),
+            static_shape(param) or (),
+            limit=ranges.get(position),
+            hides_nothing=masks.get(str(position)),
+            partial_sums_of=partials.get(str(position)),
+            column_sums_of=columns.get(str(position)),
+        )
         for position, param in enumerate(func.params)
     )
     family = "attention" if spec_of(func) is not None else describe_kernel(func).family

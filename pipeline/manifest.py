@@ -70,11 +70,26 @@ class PassEntry:
 
 @dataclass(frozen=True)
 class ArgumentEntry:
-    """A kernel's parameter; `limit` is the exclusive upper bound of an index it holds."""
+    """A kernel's parameter.
+
+    Attributes
+    ----------
+    limit
+        The exclusive upper bound of an index it holds.
+    hides_nothing
+        The number that a mask of padding is full of when it hides nothing; None for anything else.
+    partial_sums_of
+        Position of the parameter whose rows it holds partial sums of.
+    column_sums_of
+        Position of the matrix whose columns it holds the sums of, and the axis that is summed over.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     limit: int | None = None
+    hides_nothing: int | None = None
+    partial_sums_of: int | None = None
+    column_sums_of: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -352,10 +367,17 @@ def _policy(entry: dict[str, Any]) -> PolicyEntry:
 def _kernel(entry: dict[str, Any]) -> KernelEntry:
     work = entry.get("work")
     if work is not None:
-        arguments = tuple(ArgumentEntry(one["dtype"], tuple(one["shape"]), one["limit"]) for one in work["arguments"])
-        work = WorkEntry(**{**work, "arguments": arguments})
+        work = WorkEntry(**{**work, "arguments": tuple(_argument(one) for one in work["arguments"])})
     measured = MeasuredEntry(**entry["measured"]) if entry.get("measured") else None
     return KernelEntry(**{**entry, "onnx_nodes": tuple(entry["onnx_nodes"]), "work": work, "measured": measured})
+
+
+def _argument(entry: dict[str, Any]) -> ArgumentEntry:
+    # Versions before said no more than the limit.
+    columns = entry.get("column_sums_of")
+    return ArgumentEntry(
+        **{**entry, "shape": tuple(entry["shape"]), "column_sums_of": None if columns is None else tuple(columns)}
+    )
 
 
 def _specs(entries: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +14,10 @@ import tvm
 from models import TensorSpec
 from models.spec import numpy_dtype
 from pipeline.environment import cpu_name
-from pipeline.manifest import MODULE_FILE, KernelEntry, Manifest
+from pipeline.manifest import MODULE_FILE, ArgumentEntry, KernelEntry, Manifest
 from pipeline.measure import OWN_ARM, measure, module_arm
 from pipeline.runtime import Module
-from pipeline.tuning.arguments import ArgumentSpec, make_arrays
+from pipeline.tuning.arguments import ArgumentSpec, hiding_nothing, make_arrays, with_column_sums, with_partial_sums
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +61,22 @@ def _kernel_seconds(library: tvm.runtime.Module, kernel: KernelEntry, device: tv
     if kernel.work is None:
         logger.info("kernel %s has symbolic shapes and is not profiled", kernel.function)
         return None
-    arguments = kernel.work.arguments
-    limits = {position: one.limit for position, one in enumerate(arguments) if one.limit is not None}
-    arrays = make_arrays([ArgumentSpec(one.shape, one.dtype) for one in arguments], limits, _SEED)
-    tensors = [tvm.runtime.tensor(array, device=device) for array in arrays]
+    tensors = [tvm.runtime.tensor(array, device=device) for array in profile_arrays(kernel.work.arguments)]
     timer = _owner(library, kernel.function).time_evaluator(
         kernel.function, device, number=1, repeat=_REPEATS, min_repeat_ms=_MIN_REPEAT_MS
     )
     return float(statistics.median(timer(*tensors).results))
+
+
+def profile_arrays(arguments: Sequence[ArgumentEntry]) -> list[np.ndarray]:
+    """Return what a kernel is called with: random numbers as the tuner times with, masks of padding hide nothing."""
+    limits = {position: one.limit for position, one in enumerate(arguments) if one.limit is not None}
+    arrays = make_arrays([ArgumentSpec(one.shape, one.dtype) for one in arguments], limits, _SEED)
+    numbered = [(str(position), one) for position, one in enumerate(arguments)]
+    rows = {position: one.partial_sums_of for position, one in numbered if one.partial_sums_of is not None}
+    columns = {position: one.column_sums_of for position, one in numbered if one.column_sums_of is not None}
+    masks = {position: one.hides_nothing for position, one in numbered if one.hides_nothing is not None}
+    return hiding_nothing(with_column_sums(with_partial_sums(arrays, rows), columns), masks)
 
 
 def _owner(library: tvm.runtime.Module, function: str) -> tvm.runtime.Module:
