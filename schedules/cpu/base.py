@@ -22,6 +22,7 @@ from schedules.cpu.analysis import (
     static_extent,
 )
 from schedules.cpu.transposition import find_crossed_axis
+from schedules.cpu.wrapping import wraps_by_lane
 from schedules.targets import CpuLimits, TargetLimits, target_limits
 
 # Below this many element operations, waking the thread pool (about 5 us) costs more than it saves.
@@ -85,14 +86,15 @@ def schedule_elementwise(sch: Schedule, block: BlockFacts, limits: CpuLimits) ->
 
     The innermost loops are fused until they hold at least a vector; the rest is fused into one parallel loop. A block
     whose loops are all "inner" is cut into chunks, so that a flat tensor too is shared among the cores. A block that
-    reads across its vector axis is walked as `transposition` says.
+    reads across its vector axis is walked as `transposition` says; `wrapping` says which vectors are unrolled.
     """
     loops = sch.get_loops(block.rv)
     if not loops or not is_canonical(sch, block):
         return
     parallel = worth_parallel(work_of(sch, block.rv))
     lanes = limits.vector_bytes // dtype_bytes(str(block.stmt.writes[0].source.dtype))
-    crossed = find_crossed_axis(sch, block, lanes)
+    wraps = wraps_by_lane(sch, block, lanes)
+    crossed = None if wraps else find_crossed_axis(sch, block, lanes)
     if crossed is not None and _schedule_crossed(sch, block, crossed, lanes, limits):
         return
     extents = loop_extents(sch, block.rv)
@@ -103,7 +105,10 @@ def schedule_elementwise(sch: Schedule, block: BlockFacts, limits: CpuLimits) ->
     if outer is None or (static_extent(sch.get(outer).extent) or limits.cores) < limits.cores:
         chunk, inner = sch.split(inner, [None, _chunk_of(inner_extent, lanes, limits)])
         outer = chunk if outer is None else sch.fuse(outer, chunk)
-    vectorize_loop(sch, inner, lanes)
+    if wraps:
+        sch.unroll(sch.split(inner, [None, lanes])[1])
+    else:
+        vectorize_loop(sch, inner, lanes)
     if parallel:
         sch.parallel(outer)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import te, tirx, topi
@@ -105,3 +106,48 @@ def test_scalar_matches_numpy_when_there_are_no_loops():
     a = te.placeholder((), "float32", name="A")
     func = prim_func([a, topi.multiply(a, tirx.const(2.0, "float32"))])
     run(Case(func, [np.float32(3.0).reshape(())], [np.float32(6.0).reshape(())]))
+
+
+def rotary_case(positions: int, heads: int, head_dim: int, dtype: str = "float32") -> Case:
+    shape, half = (2, positions, heads * head_dim), head_dim // 2
+    x, cos, sin = (
+        te.placeholder((*shape[:2], size), dtype, name=name)
+        for name, size in (("X", shape[2]), ("C", half), ("S", half))
+    )
+    rows = topi.transpose(topi.reshape(x, (*shape[:2], heads, head_dim)), (0, 2, 1, 3))
+    low, high = (topi.strided_slice(rows, [at], [at + half], [1], axes=[3]) for at in (0, half))
+    wide_cos, wide_sin = topi.expand_dims(cos, 1), topi.expand_dims(sin, 1)
+    turned = topi.concatenate([low * wide_cos - high * wide_sin, high * wide_cos + low * wide_sin], axis=3)
+    out = topi.reshape(topi.transpose(turned, (0, 2, 1, 3)), shape)
+    rng = np.random.default_rng(0)
+    inputs = [rng.standard_normal((*shape[:2], size)).astype(dtype) for size in (shape[2], half, half)]
+    wide = inputs[0].astype("float32").reshape(*shape[:2], heads, head_dim)
+    a, b = wide[..., :half], wide[..., half:]
+    c, s = (table.astype("float32")[:, :, None] for table in inputs[1:])
+    expected = np.concatenate([a * c - b * s, b * c + a * s], -1).reshape(shape).astype(dtype)
+    tolerance = 2e-5 if dtype == "float32" else 2e-2
+    return Case(prim_func([x, cos, sin, out]), inputs, [expected], tolerance, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("positions", "heads", "head_dim", "dtype"),
+    [(3, 4, 4, "float32"), (3, 4, 8, "float32"), (16, 3, 8, "float32"), (3, 4, 16, "float32"), (3, 4, 16, "float16")],
+)
+def test_rotary_embedding_matches_numpy_when_a_vector_covers_several_heads(positions, heads, head_dim, dtype):
+    assert run(rotary_case(positions, heads, head_dim, dtype)) == "cpu-elementwise"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "mcpu", "kind"),
+    [
+        (8, "znver5", "unroll"),
+        (8, "skylake-avx512", "unroll"),
+        (4, "haswell", "unroll"),
+        (16, "znver5", "vectorized"),
+        (64, "znver5", "vectorized"),
+    ],
+)
+def test_vector_is_unrolled_only_when_it_wraps_within_its_lanes(head_dim, mcpu, kind):
+    target = tvm.target.Target({"kind": "llvm", "mcpu": mcpu, "num-cores": 2})
+    script = apply_fallback(rotary_case(128, 12, head_dim).module, target).script(show_meta=False)
+    assert [word for word in ("unroll", "vectorized") if f"T.{word}(" in script] == [kind]
