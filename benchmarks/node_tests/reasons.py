@@ -169,14 +169,6 @@ REASONS: Sequence[Reason] = (
         ("TopK",),
         error="Unsupported input dtype: uint64",
     ),
-    Reason(
-        "heads of 8 on AVX-512",
-        "A defect: LLVM's code for Zen 4 and 5 at -O3 is wrong where one vector covers several short heads of a "
-        "rotary embedding. Seen for heads of 8 elements, not for 16 and more; other targets are right.",
-        Stage.MISMATCH,
-        ("RotaryEmbedding",),
-        case="3d_input",
-    ),
 )
 
 

@@ -1,0 +1,101 @@
+"""Vector loops that LLVM must not see: branches by lane beside an index that wraps at a power of two, on a CPU.
+
+A rotary embedding of heads of 8 elements on 16 lanes, say:
+
+    for lane in range(16):  out[lane] = a[lane % 8] if lane % 8 < 4 else b[lane % 8 - 4]
+
+TVM makes a scalar loop of a vector loop whose branch depends on the lane, and LLVM 22.1, which TVM 0.27 holds,
+vectorises that with wrong numbers: a check that `base + lane` does not wrap in 32 bits counts as one that `lane % 8`
+does not in three, and a vector then reads on beyond its row (llvm/llvm-project issue 191382, mended by
+191498; any CPU). Unrolled lanes leave it no loop, and their remainders are constants.
+"""
+
+from __future__ import annotations
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Call, Range
+from tvm.s_tir import Schedule
+
+from schedules.cpu.analysis import BlockFacts, loop_extents, used_vars
+
+# LLVM takes the step of a remainder by 2 for a negative one, and so does not draw the wrong conclusion.
+_HARMLESS_DIVISOR = 2
+
+
+def wraps_by_lane(sch: Schedule, block: BlockFacts, lanes: int) -> bool:
+    """Whether, over a vector of so many lanes, a branch changes its course and a remainder starts anew.
+
+    The vector runs along the last axis of a canonical block, and on over the axes before where that is shorter.
+    """
+    branches: list[tirx.Expr] = []
+    remainders: list[tirx.FloorMod] = []
+
+    def note(call: Call) -> None:
+        if str(getattr(call.op, "name", "")) == "prim.if_then_else":
+            branches.append(call.args[0])
+
+    tvm_ffi.structural_walk(block.stmt.body, [(Call, note), (tirx.FloorMod, remainders.append)])
+    if not branches:
+        return False
+    along = _Vector(sch, block, lanes)
+    if not any(along.lane in used_vars(along.place(branch)) for branch in branches):
+        return False
+    short = along.extent is not None and along.extent < lanes and _can_mislead(along.extent)
+    return short or any(_takes_remainder(along.place(remainder), along.lane) for remainder in remainders)
+
+
+class _Vector:
+    """A vector of a block: `place` writes an expression of the block's iterators as one of the vector's lane."""
+
+    def __init__(self, sch: Schedule, block: BlockFacts, lanes: int) -> None:
+        extents = loop_extents(sch, block.rv)
+        self.extent = extents[-1]
+        self._last = block.stmt.iter_vars[-1].var
+        dtype = str(self._last.ty.dtype)
+        self.lane = tirx.Var("lane", dtype)
+        self._analyzer = tvm.sym.Analyzer()
+        for iter_var, extent in zip(block.stmt.iter_vars[:-1], extents[:-1], strict=True):
+            self._bind(iter_var.var, extent)
+        if self.extent is not None and self.extent < lanes:
+            self._bind(self.lane, self.extent)
+            self._position: tirx.Expr = self.lane
+        else:
+            start = tirx.Var("start", dtype)
+            self._bind(start, None if self.extent is None else -(-self.extent // lanes))
+            self._bind(self.lane, lanes)
+            self._position = start * tirx.const(lanes, dtype) + self.lane
+
+    def _bind(self, var: tirx.Var, extent: int | None) -> None:
+        if extent is not None:
+            dtype = str(var.ty.dtype)
+            self._analyzer.bind(var, Range(tirx.const(0, dtype), tirx.const(extent, dtype)))
+
+    def place(self, expr: tirx.Expr) -> tirx.Expr:
+        def position(var: tirx.Var) -> tirx.Expr:
+            return self._position if var.same_as(self._last) else var
+
+        return self._analyzer.simplify(tvm_ffi.structural_map(expr, (tirx.Var, position)))
+
+
+def _takes_remainder(expr: tirx.Expr, lane: tirx.Var) -> bool:
+    """Whether an expression takes the remainder of the lane; of a quotient of it is harmless."""
+    found: list[tirx.FloorMod] = []
+    tvm_ffi.structural_walk(expr, (tirx.FloorMod, found.append))
+    return any(
+        isinstance(remainder.b, tirx.IntImm)
+        and _can_mislead(int(remainder.b))
+        and lane in used_vars(_without_quotients(remainder.a))
+        for remainder in found
+    )
+
+
+def _can_mislead(divisor: int) -> bool:
+    """Whether LLVM sees a remainder by so much as an integer of few bits."""
+    return divisor > _HARMLESS_DIVISOR and divisor & (divisor - 1) == 0
+
+
+def _without_quotients(expr: tirx.Expr) -> tirx.Expr:
+    """Return an expression with 0 for its quotients: they do not grow by the same step from lane to lane."""
+    return tvm_ffi.structural_map(expr, (tirx.FloorDiv, lambda quotient: tirx.const(0, str(quotient.ty.dtype))))
