@@ -155,7 +155,12 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
         versions=versions(),
         compile_seconds={**compiled.seconds, "link": link_seconds},
         policy=policy_entry(
-            lowered.options.policy, model, lowered.weights, lowered.quantised_nodes, compute_dtype(model)
+            lowered.options.policy,
+            model,
+            lowered.weights,
+            lowered.quantised_nodes,
+            compute_dtype(model),
+            lowered.float_nodes,
         ),
         memory=MemoryEntry(compiled.planned_bytes, sum(array.nbytes for array in lowered.weights.values())),
         deterministic=compiled.determinism,

@@ -361,7 +361,8 @@ def _determinism(entry: dict[str, Any]) -> DeterminismEntry:
 
 
 def _policy(entry: dict[str, Any]) -> PolicyEntry:
-    return PolicyEntry(**{**entry, "quantised_nodes": tuple(entry["quantised_nodes"])})
+    nodes = {name: tuple(entry.get(name, ())) for name in ("quantised_nodes", "float_nodes")}
+    return PolicyEntry(**{**entry, **nodes})
 
 
 def _kernel(entry: dict[str, Any]) -> KernelEntry:

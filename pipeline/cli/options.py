@@ -32,7 +32,7 @@ OutcomeDatabaseOption = Annotated[
 PrecisionOption = Annotated[
     str | None,
     typer.Option(
-        "--precision", help="fp32, tf32, fp16, bf16, w8a16 or w4a16: asked for by name. Default: the graph's own."
+        "--precision", help="fp32, tf32, fp16, bf16, w8a16, w4a16 or int8: asked for by name. Default: the graph's own."
     ),
 ]
 GroupSizeOption = Annotated[

@@ -11,7 +11,8 @@ import tvm
 
 from pipeline.errors import LoweringError, UsageError
 from pipeline.importer.graph import ImportedGraph
-from pipeline.passes.ir import HALVES, binding_count, constant_dtypes
+from pipeline.passes.integer_matmuls import find_integer_matmuls
+from pipeline.passes.ir import HALVES, binding_count, constant_dtypes, main_of
 from pipeline.passes.module import LoweredModule, LoweringOptions, PassReport
 from pipeline.passes.pipeline import lowering_steps
 from pipeline.passes.state import LoweringState
@@ -58,6 +59,7 @@ def lower(graph: ImportedGraph, target: tvm.target.Target, options: LoweringOpti
         kernels=kernels,
         reports=tuple(reports),
         quantised_nodes=tuple(sorted(state.quantised_nodes)),
+        float_nodes=tuple(sorted(state.float_nodes)),
     )
 
 
@@ -76,9 +78,17 @@ def _check(options: LoweringOptions, steps: tuple[Step, ...], graph: ImportedGra
 
 
 def _check_precision(options: LoweringOptions, graph: ImportedGraph) -> None:
-    """Refuse a name that would have no effect: a graph in half precision is not made wider."""
+    """Refuse a name that would have no effect: half precision made wider, or int8 of a graph that is not quantised."""
     policy = options.policy
     if policy is None or policy.half is not None:
+        return
+    if policy.integer and not find_integer_matmuls(main_of(graph.mod)):
+        raise UsageError(
+            f"precision {policy.name!r} of model {graph.name!r}: none of its matmuls reads 8-bit activations and a "
+            "constant 8-bit matrix with one scale or one a column; quantise the model first (quantize_static in "
+            "QDQ format or quantize_dynamic, of onnxruntime.quantization), or choose another precision"
+        )
+    if policy.integer:
         return
     halves = sorted({dtype for dtype in constant_dtypes(graph.mod) if dtype in HALVES})
     if halves:

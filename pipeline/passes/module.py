@@ -95,7 +95,9 @@ class LoweredModule:
     reports
         One entry per pass, in order, disabled ones included.
     quantised_nodes
-        Names of the ONNX matmuls whose weights were quantised.
+        Names of the ONNX matmuls whose weights were quantised; under precision int8, of those computed in integers.
+    float_nodes
+        Names of the ONNX matmuls that precision int8 has left in floats.
     """
 
     graph: ImportedGraph
@@ -106,3 +108,4 @@ class LoweredModule:
     kernels: Mapping[str, tuple[KernelCall, ...]]
     reports: tuple[PassReport, ...] = field(default=())
     quantised_nodes: tuple[str, ...] = ()
+    float_nodes: tuple[str, ...] = ()

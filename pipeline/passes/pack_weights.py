@@ -22,12 +22,17 @@ from pipeline.passes.state import LoweringState
 from schedules.cpu.packing import pack_weight, packed_matmul, panel_width
 from schedules.targets import CpuLimits, target_limits
 
-# The other types have no kernels of their own on a CPU, and gain nothing.
-_DTYPE = "float32"
+# (Of x, of the weight, of the sums.) The other types have no kernels of their own on a CPU, and gain nothing.
+_DTYPES = {
+    ("float32", "float32", "float32"),
+    *((x, weight, "int32") for x in ("int8", "uint8") for weight in ("int8", "int16")),
+}
 
 
 def pack_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
-    """Return `mod` with `matmul(x, W)` of a constant float32 [K, N] matrix as a kernel that reads W in packed panels.
+    """Return `mod` with `matmul(x, W)` of a constant [K, N] matrix as a kernel that reads W in packed panels.
+
+    W is of float32, or of integers under precision int8.
 
     The panels are constants like any weight, so the packing costs nothing at run time, and the tuner's task is the
     kernel that reads them. A weight that several matmuls of the same width read is packed once. On a CPU only: a GPU's
@@ -47,8 +52,8 @@ def _can_pack(value: tvm.ir.Expr) -> bool:
     if not is_op(value, "matmul") or not is_constant(value.args[1]):
         return False
     left, right = shape_of(value.args[0]), static_shape(value.args[1])
-    same = {dtype_of(value.args[0]), dtype_of(value.args[1]), str(value.attrs.out_dtype or _DTYPE)} == {_DTYPE}
-    return left is not None and len(left) >= 2 and right is not None and len(right) == 2 and same
+    known = (dtype_of(value.args[0]), dtype_of(value.args[1]), dtype_of(value)) in _DTYPES
+    return left is not None and len(left) >= 2 and right is not None and len(right) == 2 and known
 
 
 @mutator
@@ -70,17 +75,18 @@ class _Pack(PyExprMutator):  # type: ignore[misc]
             return
         left, weight = binding.value.args
         columns = (static_shape(weight) or ())[1]
-        width = panel_width(_longest_row_axis(left), columns, _DTYPE, self._limits)
+        dtype = dtype_of(binding.var)
+        width = panel_width(_longest_row_axis(left), columns, dtype, self._limits)
         key = (weight, width)
         if key not in self._packed:
             packed = pack_weight(array_of(weight), width)
-            self._packed[key] = relax.const(packed, _DTYPE)
+            self._packed[key] = relax.const(packed)
             self.bytes += packed.nbytes
         operands = (self.visit_expr(left), self._packed[key])
         emit_named(
             self,
             binding.var,
-            self.builder_.call_te(packed_matmul(columns), *operands, primfunc_name_hint="packed_matmul"),
+            self.builder_.call_te(packed_matmul(columns, dtype), *operands, primfunc_name_hint="packed_matmul"),
         )
 
 

@@ -19,6 +19,7 @@ from pipeline.passes.fuse import fuse_operations
 from pipeline.passes.fuse_norms import fuse_norms
 from pipeline.passes.gather_rows import gather_rows
 from pipeline.passes.half_precision import compute_in_half_precision
+from pipeline.passes.integer_matmuls import integer_matmuls
 from pipeline.passes.interleave_gates import interleave_gates
 from pipeline.passes.keep_sizes_apart import keep_sizes_apart
 from pipeline.passes.lift_weights import lift_weights
@@ -54,6 +55,8 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.CANONICALISE, "recognise_norms", recognise_norms),
         Step(Phase.CANONICALISE, "widen_norms", widen_norms),
         Step(Phase.CANONICALISE, "recognise_activations", recognise_activations),
+        # Folded, the integers of a quantised weight would be numbers.
+        Step(Phase.CANONICALISE, "integer_matmuls", integer_matmuls),
         # 1 fold constants
         Step(Phase.FOLD_CONSTANTS, "fold_constants", fold_constants),
         # 2 remove dead code

@@ -30,7 +30,10 @@ class LoweringState:
     gate_products
         Bindings that multiply the rounded factors of a gated activation by a PrimFunc; the precision pass makes them.
     quantised_nodes
-        Names of the ONNX matmuls whose weights `quantise_weights` has quantised.
+        Names of the ONNX matmuls whose weights `quantise_weights` has quantised, or that `integer_matmuls` has made
+        matmuls of integers.
+    float_nodes
+        Names of the ONNX matmuls that precision int8 leaves in floats.
     unfolded
         Bindings of constants alone that are to be computed at run time: packed weights are smaller than unpacked ones.
     """
@@ -44,6 +47,7 @@ class LoweringState:
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     gate_products: set[str] = field(default_factory=set)
     quantised_nodes: set[str] = field(default_factory=set)
+    float_nodes: set[str] = field(default_factory=set)
     unfolded: set[str] = field(default_factory=set)
     _order: dict[str, int] = field(default_factory=dict)
 

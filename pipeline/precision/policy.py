@@ -13,6 +13,7 @@ fp16          float16              float16              float32
 bf16          bfloat16             bfloat16             float32
 w8a16         uint8, scales fp16   float16              float32       offset 128, a scale for each group of a column
 w4a16         uint4, scales fp16   float16              float32       offset 8, two in a byte, as above
+int8          int8                 int8 or uint8        int32         of graphs that come quantised, as they come
 ============  ===================  ===================  ============  ================================================
 
 "activations" are what matmuls and convolutions read; norms, softmax and elementwise chains compute in float32 in all.
@@ -38,7 +39,7 @@ class PrecisionPolicy:
     name
         As it is asked for.
     weights
-        Of matmuls: a dtype, "tf32", or "uint8" and "uint4" for quantised ones.
+        Of matmuls: a dtype, "tf32", or "int8", "uint8" and "uint4" for quantised ones.
     activations
         What matmuls and convolutions read.
     accumulators
@@ -65,8 +66,13 @@ class PrecisionPolicy:
         return self.activations if self.activations in ("float16", "bfloat16") else None
 
     @property
+    def integer(self) -> bool:
+        """Whether the matmuls of a graph that comes quantised are computed in integers."""
+        return self.accumulators == "int32"
+
+    @property
     def weight_bits(self) -> int | None:
-        """Bits of a quantised weight, None where weights are floats."""
+        """Bits of a weight that the policy quantises, None where it leaves weights as they come."""
         return {"uint8": 8, "uint4": 4}.get(self.weights)
 
 
@@ -79,6 +85,7 @@ _POLICIES = {
         PrecisionPolicy("bf16", "bfloat16", "bfloat16"),
         PrecisionPolicy("w8a16", "uint8", "float16", group_size=DEFAULT_GROUP_SIZE, scale_dtype="float16"),
         PrecisionPolicy("w4a16", "uint4", "float16", group_size=DEFAULT_GROUP_SIZE, scale_dtype="float16"),
+        PrecisionPolicy("int8", "int8", "int8 or uint8", accumulators="int32"),
     )
 }
 POLICY_NAMES = tuple(_POLICIES)

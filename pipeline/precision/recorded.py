@@ -28,7 +28,11 @@ class PolicyEntry:
     kv_cache
         Of the inputs that hold keys and values of tokens before; "none" where there are none.
     quantised_nodes
-        Names of the ONNX matmuls whose weights are quantised; other weights are held as activations are.
+        Names of the ONNX matmuls whose weights are quantised; other weights are held as activations are. Under int8:
+        of those computed in integers.
+    float_nodes
+        Names of the ONNX matmuls that int8 has left in floats (of two activations, with scales along K, of 16 bits);
+        empty under other policies.
     """
 
     name: str
@@ -40,10 +44,11 @@ class PolicyEntry:
     group_size: int | None = None
     scale_dtype: str | None = None
     quantised_nodes: tuple[str, ...] = ()
+    float_nodes: tuple[str, ...] = ()
 
     @property
     def weight_bits(self) -> int | None:
-        """Bits of a quantised weight, None where weights are floats."""
+        """Bits of a weight that the policy has quantised, None where weights are as they came."""
         return {"uint8": 8, "uint4": 4}.get(self.weights) if self.quantised_nodes else None
 
 
@@ -53,6 +58,7 @@ def policy_entry(
     weights: Mapping[str, np.ndarray],
     quantised_nodes: tuple[str, ...],
     graph_dtype: str,
+    float_nodes: tuple[str, ...] = (),
 ) -> PolicyEntry:
     """Return the entry of a lowered model.
 
@@ -64,12 +70,15 @@ def policy_entry(
         The weights as they are stored, for a graph that was compiled as it is.
     graph_dtype : str
         The dtype in which the graph as given computes.
+    float_nodes : tuple of str
+        See `PolicyEntry`.
     """
     cache = ", ".join(sorted({spec.dtype for spec in _caches(model)})) or "none"
-    if policy is not None:
+    # Without a matmul in integers (the pass is switched off) the graph is compiled as given.
+    if policy is not None and (quantised_nodes or not policy.integer):
         return PolicyEntry(
             policy.name, policy.weights, policy.activations, policy.accumulators, policy.norms, cache,
-            policy.group_size, policy.scale_dtype, quantised_nodes,
+            policy.group_size, policy.scale_dtype, quantised_nodes, float_nodes,
         )  # fmt: skip
     stored = _largest_dtype(weights) or graph_dtype
     name = "fp32" if (stored, graph_dtype) == ("float32", "float32") else AS_GIVEN

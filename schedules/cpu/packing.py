@@ -45,8 +45,8 @@ def pack_weight(weight: np.ndarray, width: int) -> np.ndarray:
     return np.ascontiguousarray(padded.reshape(rows, panels, width).transpose(1, 0, 2))
 
 
-def packed_matmul(columns: int) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
-    """Return the tensor expression of x [..., M, K] times a packed weight of so many columns.
+def packed_matmul(columns: int, dtype: str = "float32") -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
+    """Return the tensor expression of x [..., M, K] times a packed weight of so many columns, with sums in a dtype.
 
     Where the columns do not fill the last panel, the product is computed for whole panels and cropped.
     """
@@ -57,7 +57,8 @@ def packed_matmul(columns: int) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
 
         def element(*index: tirx.Var) -> tirx.Expr:
             *rows, column = index
-            return te.sum(x(*rows, k) * packed(tirx.floordiv(column, width), k, tirx.floormod(column, width)), axis=k)
+            weight = packed(tirx.floordiv(column, width), k, tirx.floormod(column, width))
+            return te.sum(x(*rows, k).astype(dtype) * weight.astype(dtype), axis=k)
 
         whole = int(packed.shape[0]) * width
         product = te.compute([*x.shape[:-1], whole], element, name="matmul")

@@ -51,9 +51,11 @@ def quantise(name: str, how: str, folder: Path) -> Path:
                     _Samples(model),
                     quant_format=QuantFormat.QOperator if how == "operators" else QuantFormat.QDQ,
                     op_types_to_quantize=every if how == "every operator" else None,
-                    activation_type=QuantType.QUInt16 if how == "16 bits" else QuantType.QUInt8,
+                    activation_type={"16 bits": QuantType.QUInt16, "signed": QuantType.QInt8}.get(
+                        how, QuantType.QUInt8
+                    ),
                     weight_type=QuantType.QInt4 if how == "4-bit weights" else QuantType.QInt8,
-                    per_channel=how == "4-bit weights",
+                    per_channel=how in ("4-bit weights", "per channel"),
                 )
         finally:
             logging.disable(logging.NOTSET)

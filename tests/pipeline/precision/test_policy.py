@@ -23,13 +23,15 @@ def test_every_policy_states_weights_activations_accumulators_and_norms_apart() 
         "bf16": ("bfloat16", "bfloat16", "float32", "float32", None, None),
         "w8a16": ("uint8", "float16", "float32", "float32", 128, "float16"),
         "w4a16": ("uint4", "float16", "float32", "float32", 128, "float16"),
+        "int8": ("int8", "int8 or uint8", "int32", "float32", None, None),
     }
 
 
 @pytest.mark.parametrize(
     ("name", "group", "message"),
     [
-        ("int8", None, "unknown precision 'int8'; expected fp32, tf32"),
+        ("int4", None, "unknown precision 'int4'; expected fp32, tf32"),
+        ("int8", 128, "precision 'int8' has no groups of weights"),
         ("fp16", 128, "precision 'fp16' has no groups of weights; a group size is for w8a16, w4a16"),
         ("w4a16", 48, "group size 48; expected a multiple of 32, or 0"),
         ("w4a16", -32, "group size -32"),
@@ -50,6 +52,15 @@ def test_the_kv_cache_is_recorded_beside_the_policy() -> None:
     entry = policy_entry(named_policy("w4a16", 64), decode, {}, ("node",), "float32")
     assert (entry.kv_cache, entry.weights, entry.group_size, entry.weight_bits) == ("float32", "uint4", 64, 4)
     assert policy_entry(None, load_model("bert-tiny"), {}, (), "float32").kv_cache == "none"
+
+
+def test_int8_without_a_matmul_in_integers_is_not_recorded_as_int8() -> None:
+    model, policy = load_model("bert-tiny"), named_policy("int8")
+    entry = policy_entry(policy, model, {}, ("a",), "float32", ("b",))
+    assert (entry.name, entry.weights, entry.accumulators, entry.float_nodes) == ("int8", "int8", "int32", ("b",))
+    assert entry.weight_bits is None
+    without = policy_entry(policy, model, {}, (), "float32")
+    assert (without.name, without.weights, without.accumulators) == ("fp32", "float32", "float32")
 
 
 def test_a_graph_as_given_is_named_after_what_it_holds() -> None:
