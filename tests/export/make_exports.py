@@ -33,6 +33,8 @@ from tests.export.vision import VISION
 
 __all__ = ["EXPORTERS", "FAMILIES", "export", "minilm_folder"]
 
+# TorchScript's exporter writes torch's fused attention from this opset on; before, attention goes step by step.
+_FUSED_ATTENTION_OPSET = 14
 FAMILIES: Families = {**ENCODERS, **DECODERS, **SEQUENCE_TO_SEQUENCE, **VISION}
 
 
@@ -86,6 +88,8 @@ def export(
     inputs = recipe.inputs(model)
     if dtype:
         model, inputs = model.to(getattr(torch, dtype)), _in_dtype(inputs, getattr(torch, dtype))
+    if (opset or default_opset(exporter)) < _FUSED_ATTENTION_OPSET:
+        model.set_attn_implementation("eager")
     wrapper = Wrapper(model, recipe, list(inputs)).eval()
     path = out_dir / f"{export_name(family, exporter, opset, dtype, dynamic=dynamic)}.onnx"
     axes = recipe.symbolic_axes(inputs) if dynamic else None

@@ -17,10 +17,12 @@ from pathlib import Path
 
 from models import OnnxModel, load_model
 from models.dims import evaluate_dim
+from models.inputs import random_inputs
 from pipeline.compile import compile_module
 from pipeline.export import write_artifact
 from pipeline.passes.module import LoweringOptions
 from pipeline.prepare import ModelRequest, prepare_model
+from pipeline.reference import Reference
 from pipeline.runtime import Module
 from pipeline.selection import select_kernels
 from pipeline.validate import ValidationReport, validate
@@ -43,7 +45,8 @@ class Outcome:
     key, family, exporter, opset, dtype, axes, precision
         The cell; `opset` None and `dtype` empty for the exporter's own, `precision` empty for the graph's.
     state
-        `validated`, or where it ended: `not exported`, `not imported`, `not compiled`, `wrong result`, `crashed`.
+        `validated`, or where it ended: `not exported`, `not imported`, `not compiled`, `refused by ONNX Runtime` (the
+        exporter's graph is wrong), `wrong result`, `crashed`.
     reason
         Why it ended there.
     nodes, kernels
@@ -138,6 +141,9 @@ def _run(cell: Cell, path: Path, folder: Path, found: dict[str, object]) -> None
         )
         write_artifact(compile_module(prepared.lowered, choices, prepared.target), folder)
     found["kernels"] = len(prepared.lowered.kernels)
+    with _ends("refused by ONNX Runtime"):
+        dims = sized_dims(prepared.model, *SIZES[1])
+        Reference(prepared.model).run(random_inputs(prepared.model, seed=0, dims=dims))
     with _ends("crashed"):
         reports = _validate(folder, prepared.model, found, symbolic=cell.axes == SYMBOLIC)
     failed = next((output for report in reports for output in report.outputs if not output.passed), None)
