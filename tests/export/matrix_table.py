@@ -11,8 +11,8 @@ _NOTES = {
     (
         "gemma2",
         "float16",
-    ): "one query, padding itself, sees nothing but padding in its window: the graph adds -65504 to its "
-    "scores in float16, which makes them equal, the reference in float32, which does not"
+    ): "one query, padding itself, sees nothing but padding in its window: the graph adds "
+    "-65504 to its scores in float16, which makes them equal, the reference in float32, which does not"
 }
 _AXES = ("static", "symbolic", "pinned")
 
