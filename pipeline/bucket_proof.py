@@ -16,12 +16,13 @@ import numpy as np
 from models import OnnxModel
 from models.buckets import Side, cut_outputs, list_sides, list_symbols, pad_inputs, unknown_axes
 from models.inputs import random_inputs
+from pipeline.array_comparison import compare_arrays
 from pipeline.artifact import record_padding
 from pipeline.manifest_buckets import BucketEntry, BucketsEntry, PaddingEntry
 from pipeline.reference import Reference
 from pipeline.runtime import Module
 from pipeline.tolerances import Tolerance
-from pipeline.validate import compare_arrays, default_dims, default_tolerance
+from pipeline.validate import default_dims, default_tolerance
 
 logger = logging.getLogger(__name__)
 

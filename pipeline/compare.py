@@ -14,10 +14,10 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.array_comparison import compare_arrays, differing_bits
 from pipeline.errors import PipelineError, ValidationFailedError
 from pipeline.manifest import KernelEntry, Manifest
 from pipeline.tolerances import Tolerance
-from pipeline.validate import compare_arrays, differing_bits
 
 # Of a kernel, what can differ between two builds.
 _KERNEL_FIELDS = ("route", "record_id", "decision_sha256", "kernel_hash", "onnx_nodes", "calls")

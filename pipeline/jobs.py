@@ -33,7 +33,8 @@ from pipeline.selection import KernelChoice, select_kernels, tasks_without_recor
 from pipeline.tuning.options import TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressListener, SilentProgress
 from pipeline.tuning.session import require_valid, tune
-from pipeline.validate import ValidationReport, default_dims, validate
+from pipeline.validate import default_dims, validate
+from pipeline.validation_report import ValidationReport
 from tuning_db.layers import open_databases
 from tuning_db.records import Mode, Route
 from tuning_db.store import TuningDatabase

@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline.environment import detect_environment, target_key
 from pipeline.manifest import Manifest
 from pipeline.measure import BenchmarkReport
-from pipeline.validate import ValidationReport
+from pipeline.validation_report import ValidationReport
 from schedules.targets import resolve_target
 from tuning_db.outcomes import Artifact, Benchmark, Validation
 from tuning_db.records import Environment, canonical_json, utc_now

@@ -93,7 +93,7 @@ class ToleranceRow:
     reason: str
 
 
-# The table of whole models; `docs/validation.md` shows it.
+# The table of whole models; `pipeline/validation.md` shows it.
 TOLERANCE_TABLE = (
     ToleranceRow("float64", "float64", None, Tolerance(1e-9, 1e-9), "18 sqrt(131072) u = 7e-13, and libm's functions"),
     ToleranceRow("float32", "float32", 8192, Tolerance(1e-4, 1e-4), "u = 6e-8, 18 sqrt(8192) u = 1e-4"),

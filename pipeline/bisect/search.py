@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from models import OnnxModel
+from pipeline.array_comparison import SampleComparison, compare_arrays
 from pipeline.bisect.matching import Divergence, TensorMatcher
 from pipeline.bisect.plain_kernels import ReferenceKernels
 from pipeline.bisect.result import Bisection, Culprit, FaultyKernel, FaultyPass
@@ -30,7 +31,6 @@ from pipeline.importer import ImportedGraph, import_model
 from pipeline.precision.onnx_weights import with_quantised_weights
 from pipeline.runtime import Module
 from pipeline.tolerances import Tolerance
-from pipeline.validate import SampleComparison, compare_arrays
 
 logger = logging.getLogger(__name__)
 

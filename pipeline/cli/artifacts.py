@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from models import OnnxModel
     from pipeline.bisect import Bisection, FaultyKernel
     from pipeline.runtime import Module
-    from pipeline.validate import ValidationReport
+    from pipeline.validation_report import ValidationReport
 
 _INPUTS_FILE = "for --inputs a .npz file with one array for each input, as numpy.savez(path, input_ids=..., ...) writes"
 _OUTPUTS_FILE = "an artifact, or a .npz file of outputs, as `relaxtune run DIR --inputs X.npz --outputs Y.npz` writes"
@@ -72,7 +72,8 @@ def validate_command(
     from pipeline.drift import DriftOptions, render_drift
     from pipeline.outcomes import artifact_of, environment_of, note_validation
     from pipeline.runtime import Module
-    from pipeline.validate import render, sample_inputs, validate
+    from pipeline.validate import sample_inputs, validate
+    from pipeline.validation_report import render
     from tuning_db.store import TuningDatabase
 
     module = Module.load(directory)

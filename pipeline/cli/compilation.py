@@ -284,7 +284,7 @@ def _compile_data(result: CompileResult) -> dict[str, object]:
 
 
 def _print_compiled(result: CompileResult) -> None:
-    from pipeline.validate import render as render_validation
+    from pipeline.validation_report import render as render_validation
 
     rows = tuple(
         (

@@ -25,7 +25,8 @@ from pipeline.prepare import ModelRequest, prepare_model
 from pipeline.reference import Reference
 from pipeline.runtime import Module
 from pipeline.selection import select_kernels
-from pipeline.validate import ValidationReport, validate
+from pipeline.validate import validate
+from pipeline.validation_report import ValidationReport
 from tests.export.make_exports import export
 from tests.export.matrix_cases import PINNED, SYMBOLIC, Cell, Export, list_cells
 

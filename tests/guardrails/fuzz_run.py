@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from models import OnnxModel, load_model
+from pipeline.array_comparison import compare_arrays
 from pipeline.jobs import compile_model
 from pipeline.prepare import ModelRequest
 from pipeline.reference import Reference
 from pipeline.runtime import Module
 from pipeline.tolerances import Tolerance
-from pipeline.validate import compare_arrays
 from tests.guardrails.fuzz_cases import FuzzCase, Fuzzed, make_inputs
 
 # float32, summed in another order: as for a whole model, see `pipeline.tolerances`.

@@ -7,11 +7,11 @@ import onnx
 import pytest
 from onnx import helper
 
+from pipeline.array_comparison import compare_arrays
 from pipeline.importer import import_model
 from pipeline.passes import lower
 from pipeline.reference import Reference
 from pipeline.tolerances import Tolerance
-from pipeline.validate import compare_arrays
 from schedules.targets import resolve_target
 from tests.pipeline.importer.onnx_cases import make_model
 from tests.pipeline.passes.pass_cases import run_lowered

@@ -14,13 +14,15 @@ import tvm
 from tvm import tirx
 
 from models import OnnxModel
+from pipeline.array_comparison import differing_bits
 from pipeline.artifact import load_manifest
 from pipeline.compile import CompiledModule
 from pipeline.determinism import describe_determinism, uses_atomics
 from pipeline.errors import ValidationFailedError
 from pipeline.manifest import parse_manifest
 from pipeline.runtime import Module
-from pipeline.validate import Observation, RepeatReport, differing_bits, repeat_runs, validate
+from pipeline.validate import Observation, repeat_runs, validate
+from pipeline.validation_report import RepeatReport
 from schedules.targets import ResolvedTarget
 from tuning_db.records import Route
 

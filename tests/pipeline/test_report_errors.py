@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from models import OnnxModel, TensorSpec
+from pipeline.array_comparison import HISTOGRAM_EDGES, compare_arrays
 from pipeline.report_errors import error_histograms
 from pipeline.tolerances import Tolerance
-from pipeline.validate import HISTOGRAM_EDGES, Observation, compare, compare_arrays, render, validate
+from pipeline.validate import Observation, compare, validate
+from pipeline.validation_report import render
 
 TIGHT = Tolerance(1e-3, 1e-3)
 

@@ -109,7 +109,7 @@ def test_the_scale_is_the_root_mean_square_and_at_least_one() -> None:
 
 
 def test_the_documentation_shows_the_table() -> None:
-    shown = (Path(__file__).parent.parent.parent / "docs" / "validation.md").read_text(encoding="utf-8")
+    shown = (Path(__file__).parent.parent.parent / "pipeline" / "validation.md").read_text(encoding="utf-8")
     assert table_markdown() in shown
 
 

@@ -12,20 +12,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from models import OnnxModel, TensorSpec, load_model
+from pipeline.array_comparison import compare_arrays
 from pipeline.errors import ValidationFailedError
 from pipeline.reference import Reference
 from pipeline.runtime import Module
 from pipeline.tolerances import Tolerance
-from pipeline.validate import (
-    Observation,
-    ValidationReport,
-    compare,
-    compare_arrays,
-    default_dims,
-    observe,
-    render,
-    validate,
-)
+from pipeline.validate import Observation, compare, default_dims, observe, validate
+from pipeline.validation_report import ValidationReport, render
 
 TIGHT = Tolerance(1e-3, 1e-3)
 
