@@ -13,7 +13,6 @@ compared with float32 arithmetic. Then all arms of a case are timed by turns, as
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -22,7 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cubins import Kernel, captured_graph, cubin_writer, median_and_p95, read_kernels, time_by_turns
+from benchmarks.cubins import (
+    Kernel,
+    build_and_run_parser,
+    captured_graph,
+    cubin_writer,
+    median_and_p95,
+    read_kernels,
+    time_by_turns,
+)
 
 CHECKS = 20
 # Of the norm of the difference; the weights are rounded to 11 bits, as is the output.
@@ -312,15 +319,10 @@ def run(directory: Path, rounds: int, out: Path | None, only: str) -> int:
 
 def main() -> None:
     """Build or run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    building, running = commands.add_parser("build"), commands.add_parser("run")
-    for command in (building, running):
-        command.add_argument("directory", type=Path)
+    parser, building, running = build_and_run_parser(__doc__)
     building.add_argument("--candidates", type=int, default=4)
     running.add_argument("--rounds", type=int, default=100)
     running.add_argument("--only", default="", help="cases whose name has this in it")
-    running.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "build":
         build(arguments.directory, arguments.candidates)

@@ -17,7 +17,6 @@ A kernel of ours may start while the one before it ends (dependent launch) and l
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -29,7 +28,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cubins import Kernel, captured_graph, cubin_writer, median_and_p95, read_kernels, time_by_turns
+from benchmarks.cubins import (
+    Kernel,
+    build_and_run_parser,
+    captured_graph,
+    cubin_writer,
+    median_and_p95,
+    read_kernels,
+    time_by_turns,
+)
 from benchmarks.cublaslt import CublasLt
 
 ROWS = (1, 16, 128, 512, 4096)
@@ -254,16 +261,11 @@ def _line(case: str, times: dict[str, list[float]], decisions: list[str], best: 
 
 def main() -> None:
     """Build or run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    building, running = commands.add_parser("build"), commands.add_parser("run")
-    for command in (building, running):
-        command.add_argument("directory", type=Path)
+    parser, building, running = build_and_run_parser(__doc__)
     building.add_argument("--cases", default="", help="regular expression; all by default")
     building.add_argument("--candidates", type=int, default=4)
     running.add_argument("--rounds", type=int, default=100)
     running.add_argument("--checks", type=int, default=20, help="fresh random inputs that each kernel is checked on")
-    running.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "build":
         cases = [case for case in CASES if re.search(arguments.cases, case)]

@@ -16,7 +16,6 @@ Small odd cases are checked and not timed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -26,7 +25,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cubins import Kernel, captured_graph, cubin_writer, median_and_p95, read_kernels, time_by_turns
+from benchmarks.cubins import (
+    Kernel,
+    build_and_run_parser,
+    captured_graph,
+    cubin_writer,
+    median_and_p95,
+    read_kernels,
+    time_by_turns,
+)
 
 # Relative error of a float16 result of float32 sums; of weights that are rounded to float16 first.
 ERROR_MAX = 6e-4
@@ -269,16 +276,12 @@ def _print_line(case: Case, times: dict[str, list[float]], decisions: list[str],
 
 def main() -> None:
     """Build or run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    building, running = commands.add_parser("build"), commands.add_parser("run")
+    parser, building, running = build_and_run_parser(__doc__)
     for command in (building, running):
-        command.add_argument("directory", type=Path)
         command.add_argument("--cases", default="")
     building.add_argument("--candidates", type=int, default=6)
     running.add_argument("--rounds", type=int, default=60)
     running.add_argument("--checks", type=int, default=5)
-    running.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "build":
         build(arguments.directory, arguments.candidates, arguments.cases)

@@ -16,7 +16,6 @@ the output of the one before, as in a model.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -26,7 +25,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cubins import Kernel, captured_graph, cubin_writer, median_and_p95, read_kernels, time_by_turns
+from benchmarks.cubins import (
+    Kernel,
+    build_and_run_parser,
+    captured_graph,
+    cubin_writer,
+    median_and_p95,
+    read_kernels,
+    time_by_turns,
+)
 
 CHECKS = 20
 # Relative error of a float16 result of float32 arithmetic: rounding gives 2.1e-4 on normal values.
@@ -418,17 +425,13 @@ def _print_line(name: str, size: int, times: dict[str, list[float]], decisions: 
 
 def main() -> None:
     """Build or run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    building, running = commands.add_parser("build"), commands.add_parser("run")
+    parser, building, running = build_and_run_parser(__doc__)
     for command in (building, running):
-        command.add_argument("directory", type=Path)
         command.add_argument("--cases", default="")
     building.add_argument("--candidates", type=int, default=4)
     running.add_argument("--rounds", type=int, default=100)
     running.add_argument("--checks", type=int, default=CHECKS)
     running.add_argument("--inductor", action="store_true")
-    running.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "build":
         build(arguments.directory, arguments.candidates, arguments.cases)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import statistics
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,17 @@ _DIMENSIONS = ("x", "y", "z")
 _DEPENDENT = "tirx.use_programtic_dependent_launch"
 _DYNAMIC = "tirx.use_dyn_shared_memory"
 _MAP_ELEMENTS = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "int8": "UINT8", "uint8": "UINT8"}
+
+
+def build_and_run_parser(doc: str | None) -> tuple[ArgumentParser, ArgumentParser, ArgumentParser]:
+    """Return a benchmark's parser, and those of its `build DIR` and `run DIR`, for more options."""
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    building, running = commands.add_parser("build"), commands.add_parser("run")
+    for command in (building, running):
+        command.add_argument("directory", type=Path)
+    running.add_argument("--out", type=Path)
+    return parser, building, running
 
 
 @dataclass

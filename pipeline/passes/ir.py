@@ -101,6 +101,14 @@ def scalar_of(expr: tvm.ir.Expr) -> float | None:
     return float(array.flat[0])
 
 
+def multiplies_by_matrix(expr: tvm.ir.Expr | None) -> TypeGuard[relax.Call]:
+    """Return whether `expr` is a matmul of rows by a constant matrix, both of known rank."""
+    if not is_op(expr, "matmul") or not is_constant(expr.args[1]):
+        return False
+    left, right = shape_of(expr.args[0]), static_shape(expr.args[1])
+    return left is not None and len(left) >= 2 and right is not None and len(right) == 2
+
+
 def static_shape(expr: tvm.ir.Expr) -> tuple[int, ...] | None:
     """Return the shape of a tensor when every axis is a number, or None."""
     shape = shape_of(expr)

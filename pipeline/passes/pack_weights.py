@@ -11,9 +11,8 @@ from pipeline.passes.ir import (
     bindings_of,
     dtype_of,
     emit_named,
-    is_constant,
-    is_op,
     main_of,
+    multiplies_by_matrix,
     rewrite_main,
     shape_of,
     static_shape,
@@ -49,11 +48,9 @@ def pack_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
 
 
 def _can_pack(value: tvm.ir.Expr) -> bool:
-    if not is_op(value, "matmul") or not is_constant(value.args[1]):
-        return False
-    left, right = shape_of(value.args[0]), static_shape(value.args[1])
-    known = (dtype_of(value.args[0]), dtype_of(value.args[1]), dtype_of(value)) in _DTYPES
-    return left is not None and len(left) >= 2 and right is not None and len(right) == 2 and known
+    return (
+        multiplies_by_matrix(value) and (dtype_of(value.args[0]), dtype_of(value.args[1]), dtype_of(value)) in _DTYPES
+    )
 
 
 @mutator

@@ -13,9 +13,8 @@ from pipeline.passes.ir import (
     dtype_of,
     emit_extra,
     emit_named,
-    is_constant,
-    is_op,
     main_of,
+    multiplies_by_matrix,
     rewrite_main,
     shape_of,
     static_shape,
@@ -67,11 +66,7 @@ def quantise_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
 
 
 def _has_constant_weight(value: tvm.ir.Expr) -> bool:
-    if not is_op(value, "matmul") or not is_constant(value.args[1]):
-        return False
-    left, right = shape_of(value.args[0]), static_shape(value.args[1])
-    halves = {dtype_of(arg) for arg in value.args} == {_HALF}
-    return halves and left is not None and len(left) >= 2 and right is not None and len(right) == 2
+    return multiplies_by_matrix(value) and {dtype_of(arg) for arg in value.args} == {_HALF}
 
 
 def _is_known(binding: relax.VarBinding, weights: MatmulWeights, state: LoweringState) -> bool:
