@@ -127,6 +127,8 @@ def _prove_axis(
     for side in list_sides(axis, module.inputs):
         tried = _try(buckets, {axis: side}, module, model, reference, tolerance, seed)
         cases += tried.cases
+        if not tried.cases:
+            return PaddingEntry(axis, None, reason="no call is smaller than its buckets")
         if not tried.reason:
             return PaddingEntry(axis, side, tried.cases, tried.required_atol)
         reasons.append(f"on the {side.value}: {tried.reason}")

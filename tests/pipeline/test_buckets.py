@@ -44,6 +44,17 @@ def test_padding_of_bert_is_proved_and_weights_are_stored_once(bert: Path) -> No
     assert any(name.startswith("sequence=8/") for name in large)
 
 
+def test_an_axis_without_smaller_calls_proves_nothing_and_is_not_padded(tmp_path: Path) -> None:
+    buckets = {"batch": (1,), "sequence": (8,)}
+    compile_model(ModelRequest("bert-tiny", target="llvm", buckets=buckets), tmp_path / "bert", samples=1)
+    found = load_manifest(tmp_path / "bert").buckets
+    assert found is not None
+    batch, sequence = found.padding
+    assert (batch.axis, batch.side, batch.cases) == ("batch", None, 0)
+    assert batch.reason == "no call is smaller than its buckets"
+    assert (sequence.side, sequence.cases > 0) == (Side.RIGHT, True)
+
+
 def test_every_route_agrees_with_onnx_runtime_and_is_counted(bert: Path) -> None:
     module = Module.load(bert)
     model = load_model("bert-tiny", shapes={"input_ids": (1, "sequence")})
