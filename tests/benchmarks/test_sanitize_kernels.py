@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sanitize_kernels import Outcome, gpu_tests, sanitize
+from benchmarks.sanitize_kernels import Outcome, gpu_tests, runs_of, sanitize
 
 _STAND_IN = """\
 #!{python}
@@ -28,7 +28,7 @@ def outcome_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, repor
     program.write_text(_STAND_IN.format(python=sys.executable, report=report, suite=suite))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    return sanitize(Path("test_gemm_gpu.py"), tool, "", tmp_path, threads=1, timeout_s=60)
+    return sanitize(["tests/test_gemm_gpu.py::test_kernel"] * 7, tool, tmp_path / "run", timeout_s=60)
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,28 @@ def test_only_a_whole_run_without_findings_is_clean(
 ) -> None:
     outcome = outcome_of(tmp_path, monkeypatch, tool, report, suite)
     assert outcome.clean == clean
-    assert outcome.passed == (0 if not suite or 'skipped="9"' in suite else 6 if 'failures="1"' in suite else 7)
+    failed = 7 if not suite else 1 if 'failures="1"' in suite else 0
+    assert (outcome.passed, outcome.failed) == (0 if 'skipped="9"' in suite else 7 - failed, failed)
+
+
+def test_both_runs_must_be_clean() -> None:
+    clean, hazard = Outcome(3, 0, 0, "0 errors", 1.5), Outcome(2, 0, 1, "1 error", 2.0)
+    unfinished = Outcome(0, 2, None, "no summary", 3.0)
+    assert clean + clean == Outcome(6, 0, 0, "0 errors", 3.0)
+    assert clean + hazard == hazard + clean == Outcome(5, 0, 1, "1 error", 3.5)
+    assert hazard + unfinished == unfinished + hazard == Outcome(2, 2, None, "no summary", 5.0)
+    assert [(clean + one).clean for one in (clean, hazard, unfinished)] == [True, False, False]
+
+
+def test_every_test_is_in_one_run_of_its_file() -> None:
+    tests = [f"tests/a.py::test[{number}]" for number in range(12)] + ["tests/b.py::test"]
+    runs = runs_of(tests, 5)
+    assert [len(run) for run in runs] == [4, 4, 4, 1]
+    assert sorted(test for run in runs for test in run) == sorted(tests)
+    assert all(len({test.partition("::")[0] for test in run}) == 1 for run in runs)
 
 
 def test_there_are_gpu_tests_of_every_template() -> None:
-    names = {path.name for path in gpu_tests()}
-    assert names >= {"test_gemm_sm90_gpu.py", "test_attention_sm90_gpu.py", "test_memory_bound_gpu.py"}
+    names = {Path(test.partition("::")[0]).stem for test in gpu_tests("")}
+    kernels = {"gemm_sm90_gpu", "gemm_sm90_norm", "attention_sm90_gpu", "memory_bound_gpu", "gemv_gpu"}
+    assert names >= {f"test_{kernel}" for kernel in kernels}

@@ -149,7 +149,7 @@ def test_kernel_agrees_with_float32_and_with_itself(case: NormCase, parameters: 
         mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
         kernel = tvm.tirx.build(mod, target=TARGET.target, pipeline=register_mixed_pipeline())
     rng, device = np.random.default_rng(0), tvm.cuda(0)
-    for _ in range(5):
+    for _ in range(20):
         inputs = case.inputs(rng)
         runs = []
         for _again in range(2):
