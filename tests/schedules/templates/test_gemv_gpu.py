@@ -15,6 +15,8 @@ from tests.schedules.templates.gemv_cases import CASES, GemvCase
 
 pytestmark = pytest.mark.gpu
 RNG = np.random.default_rng(0)
+# Of a case's candidates, each of which takes a second to compile: the parts are tests that can run side by side.
+PARTS = 4
 
 
 def arguments_of(case: GemvCase) -> dict[str, np.ndarray]:
@@ -53,8 +55,9 @@ def expected_of(case: GemvCase, arrays: dict[str, np.ndarray]) -> np.ndarray:
     return result
 
 
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.dtype == "float16"])
-def test_every_candidate_is_right(name: str) -> None:
+def test_every_candidate_is_right(name: str, part: int) -> None:
     target = resolve_target("cuda")
     case = CASES[name]
     func = case.func()
@@ -63,7 +66,7 @@ def test_every_candidate_is_right(name: str) -> None:
     draws = [arguments_of(case) for _ in range(20)]
     expected = [expected_of(case, arrays) for arrays in draws]
     device = tvm.cuda()
-    for parameters in found:
+    for parameters in found[part::PARTS]:
         kernel = Gemv().apply(func, target, parameters)
         assert not isinstance(kernel, Refusal)
         module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
