@@ -34,6 +34,8 @@ class MeasureOptions:
     rotate
         Time on several copies of the arguments, together larger than twice the L2, since a model's weights are cold;
         GPU only (see `pipeline.tuning.rotation`).
+    compare_on_device
+        Compare large outputs with their reference on the GPU; else they are copied back.
     threads
         Threads of a CPU kernel; None leaves the default.
     """
@@ -46,6 +48,7 @@ class MeasureOptions:
     contender_repeats: int = 4
     cold_cache: bool = False
     rotate: bool = True
+    compare_on_device: bool = True
     threads: int | None = None
 
 
