@@ -2,17 +2,20 @@
 
 A kernel timed alone may mislead: in the model its neighbours leave other data in the caches, and other kernels beside
 it on the device. So for each of the hottest tasks the runners-up are compiled into the model one at a time, and all
-these models and the one as tuned take turns. The model as tuned takes part twice, first and last in every turn: how far
-its two medians are apart is how much a difference must exceed to count, and a runner-up must win most turns against
-both.
+these models and the one as tuned take turns. The model as tuned takes part twice, first and last in every turn: a
+runner-up's gain is over both, turn by turn, and how far the two are apart is how much it must exceed to count. It is
+taken when a sign test of the turns (`pipeline.paired_gain`) leaves no doubt of that; while it is open, there are more
+turns, and the doubt allowed is shared by all runners-up and by every time that is looked.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import statistics
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +27,8 @@ from pipeline.environment import target_key
 from pipeline.errors import LoweringError
 from pipeline.export import write_artifact
 from pipeline.manifest import MeasuredEntry
-from pipeline.measure import Arm, measure, module_arm
+from pipeline.measure import DEFAULT_WARMUP, Arm, measure, module_arm
+from pipeline.paired_gain import PairedGain, paired_gain
 from pipeline.prepare import PreparedModel
 from pipeline.runtime import Module
 from pipeline.selection import KernelChoice, replay_record
@@ -42,12 +46,14 @@ logger = logging.getLogger(__name__)
 _RIVALS = 2
 _MARGIN = 0.1
 _LISTED = 64
-_RUNS = 30
+# Turns after which it is looked whether the gains are settled; slow models have no more once so many seconds are over.
+_LOOKS = (30, 60, 120)
+_SECONDS_MAX = 20.0
 _BEFORE, _AFTER = "as tuned, before", "as tuned, after"
 # A difference below this is nothing, however steady the machine.
 _LEAST_GAIN = 0.003
-# The part of the turns in which a runner-up must beat the model as tuned both before and after it.
-_TURNS_WON = 0.8
+# The probability with which a run of all of this may take a runner-up that gains nothing.
+_DOUBT = 0.01
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,8 @@ class Trial:
         Its latency when it is timed alone.
     model_ms, baseline_ms
         Median latency of the model with it, and of the model as tuned (the mean of before and after).
+    gain, least_gain
+        The part of the model's latency that it saves: the median of the turns, and what it is at least, beyond doubt.
     taken
         Whether it replaces the winner in the artifact.
     """
@@ -72,19 +80,29 @@ class Trial:
     alone_us: float
     model_ms: float
     baseline_ms: float
+    gain: float
+    least_gain: float
     taken: bool
 
 
 @dataclass(frozen=True)
 class RerankReport:
-    """What came of trying runners-up inside the model; `noise` is the baseline's own relative difference."""
+    """What came of trying runners-up inside the model in so many turns.
+
+    `noise` is how far the model as tuned, before and after the others in a turn, is from itself.
+    """
 
     trials: tuple[Trial, ...]
     noise: float
+    turns: int = 0
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain JSON data."""
-        return {"noise": self.noise, "trials": [dataclasses.asdict(trial) for trial in self.trials]}
+        return {
+            "noise": self.noise,
+            "turns": self.turns,
+            "trials": [dataclasses.asdict(trial) for trial in self.trials],
+        }
 
 
 def rerank(
@@ -113,19 +131,13 @@ def rerank(
         for number, (_, changed) in enumerate(rivals):
             arms[str(number)] = _arm(prepared, changed, Path(folder) / str(number))
         arms[_AFTER] = plain
-        report = measure(arms, runs=_RUNS)
-    medians = {arm.name: arm.median_ms for arm in report.arms}
-    baselines = list(zip(report.arm(_BEFORE).latencies_ms, report.arm(_AFTER).latencies_ms, strict=True))
-    before, after = medians[_BEFORE], medians[_AFTER]
-    baseline = (before + after) / 2
-    noise = abs(before - after) / baseline
-    bar = baseline * (1 - max(_LEAST_GAIN, noise))
+        latencies, gains = _take_turns(arms, len(rivals))
+    medians = {name: statistics.median(values) for name, values in latencies.items()}
+    baseline = (medians[_BEFORE] + medians[_AFTER]) / 2
     best: dict[str, int] = {}
     for number, (one, _) in enumerate(rivals):
-        median = medians[str(number)]
-        won = sum(ms < min(pair) for ms, pair in zip(report.arm(str(number)).latencies_ms, baselines, strict=True))
-        held = medians[str(best[one.task])] if one.task in best else bar
-        if median < min(bar, held) and won >= _TURNS_WON * len(baselines):
+        held = best.get(one.task)
+        if is_gain(gains[number]) and (held is None or gains[number].median > gains[held].median):
             best[one.task] = number
     trials = tuple(
         Trial(
@@ -135,6 +147,8 @@ def rerank(
             one.record.latency_us or 0.0,
             medians[str(n)],
             baseline,
+            gains[n].median,
+            gains[n].least,
             best.get(one.task) == n,
         )
         for n, (one, _) in enumerate(rivals)
@@ -142,13 +156,39 @@ def rerank(
     taken = {choice.function: choice for number in best.values() for choice in rivals[number][0].changes}
     for trial in trials:
         logger.info(
-            "task %s, record %s in the model: %.4f ms, as tuned %.4f ms",
+            "task %s, record %s in the model: %.4f ms, as tuned %.4f ms, gains %.2f %%, %.2f %% at least",
             trial.task,
             trial.record_id,
             trial.model_ms,
             trial.baseline_ms,
+            100 * trial.gain,
+            100 * trial.least_gain,
         )
-    return tuple(taken.get(choice.function, choice) for choice in choices), RerankReport(trials, noise)
+    report = RerankReport(trials, gains[0].bias, len(latencies[_BEFORE]))
+    return tuple(taken.get(choice.function, choice) for choice in choices), report
+
+
+def is_gain(gain: PairedGain) -> bool:
+    """Whether something is surely faster, by more than a place in the turn makes."""
+    return gain.least > max(_LEAST_GAIN, gain.bias)
+
+
+def _take_turns(arms: Mapping[str, Arm], rivals: int) -> tuple[dict[str, list[float]], list[PairedGain]]:
+    """Return the latencies of all arms and the gains of the rivals, after as many turns as it takes to tell."""
+    latencies: dict[str, list[float]] = {name: [] for name in arms}
+    doubt = _DOUBT / (rivals * len(_LOOKS))
+    began, turns = time.monotonic(), 0
+    gains: list[PairedGain] = []
+    for look in _LOOKS:
+        report = measure(arms, runs=look - turns, warmup=0 if turns else DEFAULT_WARMUP)
+        turns = look
+        for arm in report.arms:
+            latencies[arm.name] += arm.latencies_ms
+        before, after = latencies[_BEFORE], latencies[_AFTER]
+        gains = [paired_gain(latencies[str(n)], before, after, doubt=doubt) for n in range(rivals)]
+        if all(is_gain(one) or one.most < _LEAST_GAIN for one in gains) or time.monotonic() - began > _SECONDS_MAX:
+            break
+    return latencies, gains
 
 
 @dataclass(frozen=True)

@@ -260,12 +260,15 @@ def _print_reranked(report: RerankReport) -> None:
             f"{trial.alone_us:.1f}",
             f"{trial.model_ms:.4f}",
             f"{trial.baseline_ms:.4f}",
+            f"{trial.gain:.2%}",
+            f"{trial.least_gain:.2%}",
             "taken" if trial.taken else "",
         )
         for trial in report.trials
     )
-    columns = ("task", "route", "record", "alone us", "model ms", "as tuned ms", "")
-    print_table(TableView(f"runners-up inside the model, noise {report.noise:.1%}", columns, rows))
+    columns = ("task", "route", "record", "alone us", "model ms", "as tuned ms", "gain", "at least", "")
+    title = f"runners-up inside the model, {report.turns} turns, noise {report.noise:.1%}"
+    print_table(TableView(title, columns, rows))
 
 
 def _compile_data(result: CompileResult) -> dict[str, object]:

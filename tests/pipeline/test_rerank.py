@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import pipeline.rerank as rerank_module
@@ -73,29 +74,33 @@ def database(prepared: PreparedModel, summary: TuningSummary, tmp_path: Path) ->
     return opened
 
 
-def told(medians: dict[str, float], turns: int = 5, spoilt: int = 0) -> object:
-    def measure(arms: dict[str, Arm], *, runs: int) -> BenchmarkReport:
+def told(medians: dict[str, float], spread: float = 0.0, spoilt: float = 0.0) -> object:
+    """Return what measures: latencies off by up to `spread`, the first arm too fast in a part of the turns."""
+    rng = np.random.default_rng(0)
+
+    def measure(arms: dict[str, Arm], *, runs: int, warmup: int) -> BenchmarkReport:
         for arm in arms.values():
             arm()
         assert list(arms) == list(medians)
-        latencies = {name: [ms] * turns for name, ms in medians.items()}
-        for turn in range(spoilt):
-            latencies["as tuned, before"][turn] = 0.1
-        return BenchmarkReport(tuple(ArmResult(name, tuple(ms)) for name, ms in latencies.items()), runs, 0, {})
+        latencies = {name: ms * (1 + rng.uniform(-spread, spread, runs)) for name, ms in medians.items()}
+        latencies["as tuned, before"][: round(spoilt * runs)] = 0.1
+        return BenchmarkReport(tuple(ArmResult(name, tuple(ms)) for name, ms in latencies.items()), runs, warmup, {})
 
     return measure
 
 
 @pytest.mark.parametrize(
-    ("before", "rival", "after", "spoilt", "taken"),
+    ("before", "rival", "after", "spread", "spoilt", "taken", "turns"),
     [
-        (1.00, 0.95, 1.01, 1, True),
-        (1.00, 0.95, 1.01, 2, False),
-        (1.00, 0.95, 1.10, 0, False),
-        (1.00, 0.999, 1.00, 0, False),
-        (1.00, 1.05, 1.00, 0, False),
+        (1.00, 0.95, 1.01, 0.01, 0.1, True, 30),
+        (1.00, 0.95, 1.01, 0.0, 0.4, False, 120),
+        (1.00, 0.95, 1.10, 0.0, 0.0, False, 120),
+        (1.00, 0.99, 1.00, 0.005, 0.0, True, 30),
+        (1.00, 0.99, 1.00, 0.025, 0.0, True, 60),
+        (1.00, 0.999, 1.00, 0.0, 0.0, False, 30),
+        (1.00, 1.05, 1.00, 0.0, 0.0, False, 30),
     ],
-    ids=["faster", "not-in-most-turns", "within-the-noise", "hardly", "slower"],
+    ids=["faster", "not-in-most-turns", "within-the-noise", "one-percent", "one-percent-in-noise", "hardly", "slower"],
 )
 def test_a_runner_up_is_taken_when_the_model_is_faster_by_more_than_the_noise(
     prepared: PreparedModel,
@@ -105,8 +110,10 @@ def test_a_runner_up_is_taken_when_the_model_is_faster_by_more_than_the_noise(
     before: float,
     rival: float,
     after: float,
-    spoilt: int,
+    spread: float,
+    spoilt: float,
     taken: bool,
+    turns: int,
 ) -> None:
     choices = select_kernels(
         prepared.lowered,
@@ -116,10 +123,12 @@ def test_a_runner_up_is_taken_when_the_model_is_faster_by_more_than_the_noise(
         environment=prepared.environment,
     )
     medians = {"as tuned, before": before, "0": rival, "as tuned, after": after}
-    monkeypatch.setattr(rerank_module, "measure", told(medians, spoilt=spoilt))
+    monkeypatch.setattr(rerank_module, "measure", told(medians, spread, spoilt))
     changed, report = rerank(prepared, choices, summary, database, tasks=1)
     (trial,) = report.trials
-    assert (trial.taken, trial.alone_us, trial.model_ms) == (taken, 10.4, rival)
+    assert (trial.taken, trial.alone_us, report.turns) == (taken, 10.4, turns)
+    assert trial.model_ms == pytest.approx(rival, rel=0.01)
+    assert trial.least_gain <= trial.gain
     hot = summary.tasks[0].task.name
     mine = [choice for choice in changed if choice.task == hot]
     assert {choice.latency_us for choice in mine} == {10.4 if taken else 10.0}
