@@ -5,7 +5,8 @@ lets a conversion of accumulators move above that wait where another wait, for t
 multiplication and it: a kernel that converts results which are only partly there, and is wrong on a GPU although its
 CUDA and its PTX are right. Kernels are written so that it does not happen; this looks at what came out.
 
-Encodings: as nvdisasm 13.5 prints the 16-byte instructions of sm_90a; compared with its text over 170 kernels.
+Encodings: as nvdisasm 13.5 prints the 16-byte instructions of sm_90a; compared with its text over 170 kernels, and of
+8-bit operands over an instruction of each N from 8 to 256.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-# Low 12 bits of an instruction, with A in shared memory and in registers.
-_WGMMA = frozenset({0x9F0, 0xDF0})
+# Low 12 bits of an instruction, with A in shared memory and in registers: HGMMA of 16 bits, QGMMA of float8, IGMMA of
+# 8-bit integers.
+_INTEGER_WGMMA = frozenset({0x9F1, 0xDF1})
+_WGMMA = frozenset({0x9F0, 0xDF0, 0x9F3, 0xDF3}) | _INTEGER_WGMMA
 _WARPGROUP = 0x9C5
 # Of WARPGROUP's instructions, the wait: until no more groups are pending than 8 bits from bit 72 on say.
 _WAIT_BIT = 1 << 47
 # In bits 84 to 86 of a wgmma: it ends no group.
 _OPEN = 7
-# Instructions that read float32 registers -> where the registers' numbers start. With an operand that is an immediate,
-# a constant or uniform, the opcode is another.
+# Instructions that read registers as accumulators are read -> where the registers' numbers start. With an operand that
+# is an immediate, a constant or uniform, the opcode is another.
 _A, _B, _C = 24, 32, 64
 _READS = {
     0x23E: (_A, _B),  # F2FP: two float32 to a pair of halves
@@ -45,7 +48,15 @@ _READS = {
     0xC0B: (_A,),
     0x308: (_B,),  # MUFU
     0x202: (_B,),  # MOV
-    0x224: (_A, _B, _C),  # IMAD, which moves registers too
+    0x224: (_A, _B, _C),  # IMAD, which moves and adds registers too
+    0x824: (_A, _C),
+    0xC24: (_A, _C),
+    0x210: (_A, _B, _C),  # IADD3
+    0x810: (_A, _C),
+    0xC10: (_A, _C),
+    0x836: (_A,),  # VIADD
+    0x245: (_B,),  # I2FP
+    0x306: (_B,),  # I2F
     0x589: (_A,),  # SHFL
     0xF89: (_A,),
     0x388: (_B,),  # STS
@@ -73,7 +84,7 @@ def _count(code: bytes) -> int:
     for low, high in struct.iter_unpack("<QQ", code):
         opcode = low & 0xFFF
         if opcode in _WGMMA:
-            first, eights = low >> 16 & 0xFF, (low >> 53 & 0x3F) + 1
+            first, eights = low >> 16 & 0xFF, _eights(opcode, low >> 53 & 0x3F)
             pending[-1].update(range(first, first + 4 * eights))
             if high >> 20 & 7 != _OPEN:
                 pending.append(set())
@@ -85,6 +96,17 @@ def _count(code: bytes) -> int:
             read = {whole >> start & 0xFF for start in _READS[opcode]}
             early += any(not read.isdisjoint(group) for group in pending)
     return early
+
+
+def _eights(opcode: int, field: int) -> int:
+    """Return how many times 8 columns an instruction has.
+
+    Of integers, the field counts in threes through 8, 16, 24, 32, 48, 64 and so on.
+    """
+    if opcode not in _INTEGER_WGMMA:
+        return field + 1
+    place = field // 3
+    return place + 1 if place < 4 else 2 * place - 2
 
 
 def _kernels(cubin: bytes) -> Iterator[bytes]:

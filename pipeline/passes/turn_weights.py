@@ -1,8 +1,8 @@
-"""Pass: on a GPU, keep a constant matrix turned where its rows would not start at aligned addresses."""
+"""Pass: on a GPU, keep a constant matrix turned where its kernels read rows of K, or unaligned rows of N otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import numpy as np
 import tvm
@@ -26,42 +26,54 @@ from pipeline.passes.state import LoweringState
 # TMA loads rows that start at multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled).
 _ALIGNMENT = 16
 _BYTES = {"float16": 2, "bfloat16": 2}
+# Whose products Hopper's tensor cores make of rows of K alone.
+_INTEGERS = ("int8", "uint8")
 
 
 def turn_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
-    """Return `mod` with `matmul(x, W)` of a constant half-precision W [K, N] as a kernel that reads W as [N, K].
+    """Return `mod` with `matmul(x, W)` of a constant W [K, N] as a kernel that reads W as [N, K].
 
-    Only where rows of N elements start at unaligned addresses and rows of K do not: the output layer of a language
-    model whose vocabulary has an odd size (GPT-2's 50257). The turned matrix is a constant like any weight.
+    Of half precision only where rows of N elements start at unaligned addresses and rows of K do not: the output layer
+    of a language model whose vocabulary has an odd size (GPT-2's 50257). Of 8-bit integers (precision int8) on sm_90a,
+    where rows of K start at aligned addresses: wgmma has no other 8-bit operands. The turned matrix is a constant like
+    any weight.
     """
     main = main_of(mod)
-    if state.target.kind.name != "cuda" or not any(_is_unaligned(binding.value) for binding in bindings_of(main)):
+    if state.target.kind.name != "cuda":
         return mod
-    turner = _Turn(mod)
+    hopper = str(state.target.attrs["arch"]) == "sm_90a"
+    found = {binding.var for binding in bindings_of(main) if _turns(binding.value, hopper)}
+    if not found:
+        return mod
+    turner = _Turn(mod, found)
     result = rewrite_main(mod, turner)
     state.note(f"{turner.count} weights turned")
     return result
 
 
-def _is_unaligned(value: tvm.ir.Expr) -> bool:
+def _turns(value: tvm.ir.Expr, hopper: bool) -> bool:
     if not is_op(value, "matmul") or not is_constant(value.args[1]):
         return False
-    left, right, size = shape_of(value.args[0]), static_shape(value.args[1]), _BYTES.get(dtype_of(value.args[1]))
-    if left is None or len(left) < 2 or right is None or len(right) != 2 or size is None:
+    left, right, dtype = shape_of(value.args[0]), static_shape(value.args[1]), dtype_of(value.args[1])
+    if left is None or len(left) < 2 or right is None or len(right) != 2:
         return False
     rows, columns = right
-    return columns * size % _ALIGNMENT != 0 and rows * size % _ALIGNMENT == 0
+    if dtype in _INTEGERS:
+        return hopper and dtype_of(value.args[0]) in _INTEGERS and rows % _ALIGNMENT == 0
+    size = _BYTES.get(dtype)
+    return size is not None and columns * size % _ALIGNMENT != 0 and rows * size % _ALIGNMENT == 0
 
 
 @mutator
 class _Turn(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.ir.IRModule) -> None:
+    def __init__(self, mod: tvm.ir.IRModule, found: Set[relax.Var]) -> None:
         super().__init__(mod)
+        self._found = found
         self.count = 0
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         value = binding.value
-        if not _is_unaligned(value):
+        if binding.var not in self._found:
             super().visit_var_binding_(binding)
             return
         weight = np.ascontiguousarray(array_of(value.args[1]).T)

@@ -9,8 +9,8 @@
     for b, i, j:
         C[b, i, j] = f16(gelu(t[b, i, j]))
 
-The blocks after the matmul are inlined into one expression over the accumulator and the output's axes; every buffer
-that it still loads from is a parameter of the function. Leading axes of A are rows: M is their product.
+The other blocks are inlined into one expression over the accumulator and the output's axes; every buffer that it still
+loads from is a parameter of the function. Leading axes of A are rows: M is their product.
 
 Blocks before the matmul may make statistics of A's rows, which the expression reads, and a block after the others may
 make partial sums of C's rows (`schedules.templates.row_norm`).
@@ -41,7 +41,10 @@ from schedules.templates.blocks import (
 from schedules.templates.row_norm import PartialSums, RowNorm, find_partial_sums, find_row_norm
 
 # Inlining repeats what is used twice; a compiler finds the repetitions of small trees.
-_NODES_MAX = 400
+_NODES_MAX = 600
+# Dtypes of 8 bits of which one operand may have another than the other.
+_INTEGERS, _FLOATS = frozenset({"int8", "uint8"}), frozenset({"float8_e4m3fn", "float8_e5m2"})
+_BYTES = (_INTEGERS, _FLOATS)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Epilogue:
     value
         The output element; its variables are `accumulator` and `axes`.
     accumulator
-        Stands for the float32 accumulator.
+        Stands for the accumulator: float32, or int32 of integer operands.
     second
         Stands for the other accumulator of a gated function (see `gate_column`), None in others.
     axes
@@ -100,7 +103,7 @@ class Epilogue:
     def is_per_row(self, load: TensorLoad) -> bool:
         """Whether the load reads, of a buffer of a few elements for each row of the output, one of them."""
         shape, last = static_shape(load.source), len(self.axes) - 1
-        if shape is None or shape[:-1] != self.shape[:-1] or constant_value(load.indices[-1]) is None:
+        if not shape or shape[:-1] != self.shape[:-1] or constant_value(load.indices[-1]) is None:
             return False
         return _same_position(load.indices[:-1], self.axes[:last], self.shape[:last])
 
@@ -109,8 +112,9 @@ class Epilogue:
 class MatmulFunction:
     """`C[M, N] = epilogue(A[M, K] @ B)` with B as `[K, N]`, or as `[N, K]` when `b_transposed`.
 
-    `a`, `b` and `output` are positions of the function's parameters; `norm` are statistics of A's rows that the
-    epilogue reads, `partials` sums of C's rows that are an output too, None where there are none.
+    `a`, `b` and `output` are positions of the function's parameters; `input_dtype` is A's dtype, `b_dtype` B's, which
+    may be another where both have 8 bits; `norm` are statistics of A's rows that the epilogue reads, `partials` sums of
+    C's rows that are an output too, None where there are none.
     """
 
     a: int
@@ -121,6 +125,7 @@ class MatmulFunction:
     n: int
     k: int
     input_dtype: str
+    b_dtype: str
     output_dtype: str
     epilogue: Epilogue
     norm: RowNorm | None = None
@@ -153,16 +158,12 @@ def recognise_matmul(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     blocks = list_blocks(func)
     if isinstance(blocks, Refusal):
         return blocks
-    if not all(static_shape(param) for param in func.params):
-        return Refusal("a parameter is a scalar, expected tensors")
     norm, partials = find_row_norm(func, blocks), find_partial_sums(func, blocks)
     apart = [*(norm.blocks if norm else ()), *([partials.block] if partials else [])]
     blocks = [block for block in blocks if not any(block.same_as(other) for other in apart)]
     reductions = [block for block in blocks if block.init is not None]
-    if len(reductions) != 1 or not blocks[0].same_as(reductions[0]):
-        return Refusal(
-            f"expected one reduction before everything else, found {len(reductions)} among {len(blocks)} blocks"
-        )
+    if len(reductions) != 1:
+        return Refusal(f"expected one reduction, found {len(reductions)} among {len(blocks)} blocks")
     core = _core(func, reductions[0])
     if isinstance(core, Refusal):
         return core
@@ -184,6 +185,7 @@ def recognise_matmul(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
         n=n,
         k=k,
         input_dtype=str(func.params[operand_a].ty.dtype),
+        b_dtype=str(func.params[operand_b].ty.dtype),
         output_dtype=str(func.params[output].ty.dtype),
         epilogue=value,
         norm=norm,
@@ -197,8 +199,9 @@ Core = tuple[int, int, bool, tuple[int, int, int]]
 def _core(func: tirx.PrimFunc, block: SBlock) -> Core | Refusal:
     """Return the positions of A and B, whether B is transposed, and M, N and K."""
     store, name = block.body, block.name_hint
-    if str(store.buffer.ty.dtype) != "float32":
-        return Refusal(f"the accumulator is {store.buffer.ty.dtype}, expected float32")
+    sums = str(store.buffer.ty.dtype)
+    if sums not in ("float32", "int32"):
+        return Refusal(f"the accumulator is {sums}, expected float32 or int32")
     if constant_value(block.init.value) != 0:
         return Refusal(f"the sum of block {name} does not start at 0")
     reduced = [axis.var for axis in block.iter_vars if axis.iter_type == tirx.IterVar.CommReduce]
@@ -215,8 +218,11 @@ def _core(func: tirx.PrimFunc, block: SBlock) -> Core | Refusal:
     if positions[0] is None or positions[1] is None:
         return Refusal("an operand is computed inside the function, expected two of its parameters")
     dtypes = {str(load.source.ty.dtype) for load in operands}
-    if len(dtypes) != 1:
+    families = [family for family in _BYTES if dtypes <= family]
+    if len(dtypes) != 1 and not families:
         return Refusal(f"the operands' dtypes differ: {sorted(dtypes)}")
+    if (sums == "int32") != (families[:1] == [_INTEGERS]):
+        return Refusal(f"the accumulator is {sums}, the operands are {' and '.join(sorted(dtypes))}")
     *rows, column = spatial
     if len(a.indices) != len(rows) + 1 or not _are(a.indices, [*rows, reduced[0]]):
         return Refusal("the left operand is not indexed as [rows..., k]")
@@ -250,7 +256,9 @@ def _operands(store: tirx.BufferStore) -> tuple[TensorLoad, TensorLoad] | None:
 
 def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock], norm: RowNorm | None) -> tuple[int, Epilogue] | Refusal:
     """Return the position of the output, and its value with every block inlined into it."""
-    matmul, last = blocks[0], blocks[-1]
+    (matmul,) = (block for block in blocks if block.init is not None)
+    last = blocks[-1]
+    dtype = str(matmul.body.buffer.ty.dtype)
     written = [position_of(func, block.body.buffer) for block in blocks]
     output = written[-1]
     if output is None or any(position is not None for position in written[:-1]):
@@ -262,20 +270,23 @@ def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock], norm: RowNorm | None)
         return Refusal(f"the output's shape {shape} is not the matmul's {static_shape(matmul.body.buffer)}")
     if last is matmul:
         axes = tuple(axis.var for axis in matmul.iter_vars if axis.iter_type == tirx.IterVar.DataPar)
-        accumulator = tirx.Var("accumulator", "float32")
+        accumulator = tirx.Var("accumulator", dtype)
         return output, Epilogue(accumulator, accumulator, axes, shape)
     producers = {}
-    for block in blocks[1:]:
+    for block in blocks:
+        if block.same_as(matmul):
+            continue
         if not all(isinstance(index, tirx.Var) for index in block.body.indices):
             return Refusal(f"block {block.name_hint} writes a rearranged output")
         if any(axis.iter_type != tirx.IterVar.DataPar for axis in block.iter_vars):
             return Refusal(f"block {block.name_hint} is not elementwise")
-        if axis_extents(block) != static_shape(block.body.buffer):
+        # A scalar's block has an axis of one element.
+        if axis_extents(block) != (static_shape(block.body.buffer) or (1,)):
             return Refusal(f"block {block.name_hint} writes a part of its output")
         producers[block.body.buffer] = block.body
     axes = tuple(last.body.indices)
-    accumulator = tirx.Var("accumulator", "float32")
-    second = tirx.Var("second", "float32") if gated else None
+    accumulator = tirx.Var("accumulator", dtype)
+    second = tirx.Var("second", dtype) if gated else None
     given = [*func.params] if norm is None else [*func.params, norm.buffer]
     value = _Inliner(given, matmul.body.buffer, producers, accumulator, second, axes, shape).value()
     if isinstance(value, Refusal):

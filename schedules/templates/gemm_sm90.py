@@ -60,12 +60,15 @@ from schedules.templates.base import Parameters, Refusal, TemplateError
 from schedules.templates.epilogue import MatmulFunction, recognise_matmul
 from schedules.templates.gemm_sm90_cost import predicted_us
 from schedules.templates.gemm_sm90_kernel import build_kernel
-from schedules.templates.gemm_sm90_plan import ELEMENT_BYTES, PTX_TYPES, GemmParameters, GemmPlan, make_plan
+from schedules.templates.gemm_sm90_operands import operands_of
+from schedules.templates.gemm_sm90_plan import GemmParameters, GemmPlan, make_plan
 
 # A PrimFunc's attribute: positions of the parameters that no kernel writes (weights).
 CONSTANT_PARAMS_ATTR = "relaxtune.constant_params"
 
 _OUTPUT_DTYPES = ("float16", "bfloat16", "float32")
+# Of integer sums, beside those.
+_INTEGER_OUTPUTS = ("int8", "uint8", "int32")
 _TMA_ALIGNMENT = 16
 _INDEX_MAX = 2**31 - 1
 # Of H100 SXM and H200, where the target was given by name.
@@ -125,14 +128,17 @@ def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | 
     matmul = recognise_matmul(func)
     if isinstance(matmul, Refusal):
         return matmul
-    if matmul.input_dtype not in PTX_TYPES:
-        return Refusal(f"the operands are {matmul.input_dtype}, expected one of {', '.join(PTX_TYPES)}")
-    if matmul.output_dtype not in _OUTPUT_DTYPES:
-        return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(_OUTPUT_DTYPES)}")
+    operands = operands_of(matmul.input_dtype, matmul.b_dtype, transposed=matmul.b_transposed)
+    if isinstance(operands, Refusal):
+        return operands
+    outputs = (*_OUTPUT_DTYPES, *_INTEGER_OUTPUTS) if operands.integer else _OUTPUT_DTYPES
+    if matmul.output_dtype not in outputs:
+        return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(outputs)}")
     # Rows of A, and of B as it lies in memory; C is written without TMA.
     for name, size in (("K", matmul.k), *(() if matmul.b_transposed else (("N", matmul.n),))):
-        if size * ELEMENT_BYTES % _TMA_ALIGNMENT:
-            return Refusal(f"{name} is {size}, expected a multiple of 8 (TMA strides are multiples of 16 bytes)")
+        if size * operands.bytes % _TMA_ALIGNMENT:
+            step = _TMA_ALIGNMENT // operands.bytes
+            return Refusal(f"{name} is {size}, expected a multiple of {step} (TMA strides are multiples of 16 bytes)")
     if max(matmul.m * matmul.n, matmul.m * matmul.k, matmul.n * matmul.k) > _INDEX_MAX:
         return Refusal("a matrix has 2**31 elements or more, the kernel counts in 32 bits")
     return matmul
@@ -181,7 +187,7 @@ def _deepest(
     halved = p.consumers == 1 and least.blocks * least.cluster > sm_count
     room = (min(limits.shared_bytes_optin, _HALF_BYTES) if halved else limits.shared_bytes_optin) - least.shared_bytes
     deepest = 2 + room // (least.stage_bytes + _STAGE_BARRIERS_BYTES)
-    for stages in range(min(p.stages, deepest if p.blocks else min(deepest, least.k_share)), 1, -1):
+    for stages in range(min(p.stages, deepest if p.blocks else min(deepest, max(2, least.k_share))), 1, -1):
         plan = make_plan(matmul, replace(p, stages=stages), limits, constant_b=constant_b)
         if isinstance(plan, GemmPlan):
             return plan

@@ -5,7 +5,8 @@ It is what each of three things would take alone, in a sum that leans to the lon
     (arithmetic^4 + memory^4 + chain^4)^(1/4) + tiles, one after another + blocks + writing + reduction
 
 `chain` is one stage of the ring after another. L2's bandwidth never decided; but B that several rows of tiles read at
-about the same time takes longer than once.
+about the same time takes longer than once. Of 8-bit operands, a stage has twice the elements of K and takes as long;
+the constants are those of 16 bits.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from tvm import DataType
+
 from schedules.templates.epilogue import MatmulFunction
-from schedules.templates.gemm_sm90_plan import BLOCK_K, ELEMENT_BYTES, GemmPlan
+from schedules.templates.gemm_sm90_operands import ROW_BYTES
+from schedules.templates.gemm_sm90_plan import GemmPlan
 
 _NORM = 4
 # Clusters stay within a group of multiprocessors, whose numbers differ: blocks of a cluster -> clusters that an H200's
@@ -28,6 +32,8 @@ _PART_USED = 0.77
 _MULTICAST = 1.03
 _MULTICAST_LONG = 0.98
 _LONG_US = 50.0
+# Bytes of an element of C as the fit counted them, whatever the dtype, and of the operands that it is of.
+_FITTED_BYTES = 2
 # Columns of B in a row of shared memory of 128 bytes.
 _CHUNK_MAX = 64
 # Up to this many, a matmul waits for its weights, not for arithmetic.
@@ -47,7 +53,7 @@ class CostModel:
     Attributes
     ----------
     multiply_adds
-        In a microsecond, of a multiprocessor.
+        In a microsecond, of a multiprocessor, of 16-bit operands.
     memory_bytes
         In a microsecond, of the GPU.
     latency_us
@@ -107,13 +113,14 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
     if resident > 1 and blocks > sm_count:
         on_one = math.ceil(blocks * tiles_each / sm_count)
     # Instructions of few columns take as long as those of 64.
-    work = p.block_m * max(p.block_n, 64) * BLOCK_K
+    work = p.block_m * max(p.block_n, 64) * ROW_BYTES // _FITTED_BYTES
     arithmetic = on_one * plan.k_share * work / model.multiply_adds
     if plan.chunk < _CHUNK_MAX < p.block_n and matmul.m > _FEW_ROWS and not matmul.b_transposed:
         arithmetic *= model.narrow
     of_b = matmul.n * matmul.k * (1 + model.reread * math.log2(plan.tiles_m))
-    moved = matmul.m * matmul.k + of_b + matmul.m * matmul.n
-    memory = moved * ELEMENT_BYTES / model.memory_bytes
+    size = plan.operands.bytes
+    written = _FITTED_BYTES if size == _FITTED_BYTES else DataType(matmul.output_dtype).bits // 8
+    memory = ((matmul.m * matmul.k + of_b) * size + matmul.m * matmul.n * written) / model.memory_bytes
     chain = in_turn * plan.k_share * model.step_us
     if plan.k_share > p.stages:
         chain = max(chain, in_turn * plan.k_share * model.latency_us / p.stages)

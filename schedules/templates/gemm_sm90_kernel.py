@@ -13,7 +13,6 @@ from schedules.templates.epilogue import MatmulFunction
 from schedules.templates.gemm_sm90_multiply import Multiply
 from schedules.templates.gemm_sm90_norm import RowStatistics
 from schedules.templates.gemm_sm90_plan import (
-    BLOCK_K,
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     WARPGROUP,
@@ -64,6 +63,7 @@ class _Kernel:
         self._matmul = matmul
         self._plan = plan
         self._p = plan.parameters
+        self._block_k = plan.operands.block_k
         self._norm: RowNorm | None = matmul.norm
 
     def build(self) -> tirx.PrimFunc:
@@ -113,7 +113,7 @@ class _Kernel:
             encode_tensor(
                 one.name,
                 self._params[one.param],
-                self._matmul.input_dtype,
+                self._plan.operands.tensor_map,
                 one.sizes,
                 one.strides,
                 one.box,
@@ -123,18 +123,18 @@ class _Kernel:
         )
 
     def _allocate(self) -> None:
-        p, dtype = self._p, self._matmul.input_dtype
+        p, operands = self._p, self._plan.operands
         # It starts at a multiple of 1024 bytes, as swizzle atoms need: on sm_90 the system reserves the first KiB of a
         # block's shared memory, and the kernel has no static shared memory.
         pool = T.SMEMPool()
-        self._tile_a = pool.alloc((p.stages, self._plan.rows_a * BLOCK_K), dtype, align=1024)
-        self._tile_b = pool.alloc((p.stages, p.block_n * BLOCK_K), dtype, align=1024)
+        self._tile_a = pool.alloc((p.stages, self._plan.rows_a * self._block_k), operands.tensor_map, align=1024)
+        self._tile_b = pool.alloc((p.stages, p.block_n * self._block_k), operands.tensor_map, align=1024)
         end = pool.offset
         if p.split_k > 1:
             # The partial sums take the place of the ring, whose tiles are used up by then.
             pool.move_base_to(0)
             groups = p.block_m // 64
-            self._partial = pool.alloc((groups, p.block_n // 8, WARPGROUP, 4), "float32", align=1024)
+            self._partial = pool.alloc((groups, p.block_n // 8, WARPGROUP, 4), operands.register, align=1024)
             pool.move_base_to(max(end, pool.offset))
         self._output.allocate(pool)
         self._full = pool.alloc((p.stages,), "uint64", align=8)
@@ -257,7 +257,7 @@ class _Kernel:
 
     def _load_a(self, stage: tirx.Expr | int, k_tile: tirx.Expr, row: tirx.Expr) -> None:
         to, full = self._tile_a.ptr_to([stage, 0]), self._full.ptr_to([stage])
-        load_tile(to, self._map_a, (k_tile * BLOCK_K, row * self._p.block_m), full)
+        load_tile(to, self._map_a, (k_tile * self._block_k, row * self._p.block_m), full)
 
     def _load_b(self, stage: tirx.Expr | int, k_tile: tirx.Expr, column: tirx.Expr) -> None:
         """Emit the loads of a tile of B, or of this block's part of it for all of the cluster."""
@@ -269,10 +269,10 @@ class _Kernel:
 
         if self._matmul.b_transposed:
             first = self._part(p.block_n // p.multicast)
-            load(first * BLOCK_K, k_tile * BLOCK_K, column * p.block_n + first)
+            load(first * self._block_k, k_tile * self._block_k, column * p.block_n + first)
             return
         first = self._part(plan.rows_b)
-        row = k_tile * BLOCK_K + first
+        row = k_tile * self._block_k + first
         if plan.chunked:
             load(first * p.block_n, 0, row, column * (p.block_n // chunk))
             return
@@ -295,10 +295,10 @@ class _Kernel:
         p, plan = self._p, self._plan
         ring = Ring(p.stages)
         group = self._group
-        accumulators = T.alloc_local([plan.m_blocks * p.block_n // 2], "float32")
+        accumulators = T.alloc_local([plan.m_blocks * p.block_n // 2], plan.operands.register)
         multiply = Multiply(self._matmul, plan)
         first_row = 0 if p.pingpong else group * (plan.m_blocks * 64)
-        multiply.describe(self._tile_a.ptr_to([0, first_row * BLOCK_K]), self._tile_b.ptr_to([0, 0]))
+        multiply.describe(self._tile_a.ptr_to([0, first_row * self._block_k]), self._tile_b.ptr_to([0, 0]))
         leader = self._thread % WARPGROUP == 0
         _, count = self._k_range()
         if self._norm is not None:
@@ -306,6 +306,9 @@ class _Kernel:
             self._statistics = RowStatistics(self._matmul, self._norm, partials, plan.m_blocks)
         if p.dependent:
             T.evaluate(T.ptx.griddepcontrol.wait())
+
+        # Of 8 bits, as many stages have twice the K: short loops, which the compiler unrolled whole, and spilled for.
+        unroll = False if plan.operands.bytes == 1 else None
 
         def multiply_stage(step: tirx.Expr | int) -> None:
             T.evaluate(T.cuda.mbarrier_wait(self._full.ptr_to([ring.stage]), ring.phase))
@@ -317,7 +320,7 @@ class _Kernel:
                 done = turn * plan.k_tiles
                 ring.set(done % p.stages, done // p.stages % 2)
                 T.evaluate(T.cuda.mbarrier_wait(self._turn.ptr_to([group]), turn // 2 % 2))
-            with T.serial(count - 1) as step:
+            with T.serial(count - 1, unroll=unroll) as step:
                 multiply_stage(step)
                 # The multiplications of the stage before are done: its memory may be overwritten.
                 T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
@@ -331,7 +334,7 @@ class _Kernel:
                 with T.If(leader), T.Then():
                     arrive(self._turn.ptr_to([1 - group]))
             T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
-            pin(accumulators, plan.m_blocks * p.block_n // 2)
+            pin(accumulators, plan.m_blocks * p.block_n // 2, plan.operands.register)
             with T.If(tirx.all(leader, count > 1)), T.Then():
                 self._release(ring.previous)
             with T.If(leader), T.Then():
@@ -390,6 +393,8 @@ class _Kernel:
         """
         p, plan = self._p, self._plan
         eights, share = p.block_n // 8, plan.shares.columns * plan.shares.accumulators // 8
+        register = plan.operands.register
+        kind = "u32" if plan.operands.integer else "f32"
         thread = self._thread % WARPGROUP
         first_group = self._thread // WARPGROUP * plan.m_blocks
         if p.consumers > 1:
@@ -399,11 +404,11 @@ class _Kernel:
                 for eight in range(eights):
                     at = self._partial.ptr_to([first_group + block, eight, thread, 0])
                     registers = [accumulators[(block * eights + eight) * 4 + index] for index in range(4)]
-                    T.evaluate(T.ptx["st.shared.v4.f32"](at, *registers))
+                    T.evaluate(T.ptx[f"st.shared.v4.{kind}"](at, *registers))
         T.evaluate(T.ptx.barrier.cluster.arrive.release())
         T.evaluate(T.ptx.barrier.cluster.wait.acquire())
-        total = T.alloc_local([plan.m_blocks * share * 4], "float32")
-        parts = [T.alloc_local([4], "float32") for _ in range(p.split_k * share)]
+        total = T.alloc_local([plan.m_blocks * share * 4], register)
+        parts = [T.alloc_local([4], register) for _ in range(p.split_k * share)]
         remote = T.alloc_local([1], "uint32")
         for block in range(plan.m_blocks):
             with self._output.rows_exist(block):
@@ -414,7 +419,7 @@ class _Kernel:
                     at = self._partial.ptr_to([first_group + block, which, thread, 0])
                     window = T.cuda.cvta_generic_to_shared(at)
                     T.evaluate(T.ptx.mapa.shared__cluster.u32(remote[0], window, T.uint32(rank)))
-                    T.evaluate(T.ptx["ld.shared::cluster.v4.f32"](*(part[index] for index in range(4)), remote[0]))
+                    T.evaluate(T.ptx[f"ld.shared::cluster.v4.{kind}"](*(part[index] for index in range(4)), remote[0]))
                 for eight in range(share):
                     for index in range(4):
                         value = parts[eight][index]

@@ -8,7 +8,8 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from schedules.templates.epilogue import MatmulFunction
-from schedules.templates.gemm_sm90_plan import BLOCK_K, ELEMENT_BYTES, PTX_TYPES, SWIZZLES, GemmPlan
+from schedules.templates.gemm_sm90_operands import ROW_BYTES, STEP_BYTES
+from schedules.templates.gemm_sm90_plan import SWIZZLES, GemmPlan
 from schedules.templates.hopper import matrix_descriptor
 
 
@@ -16,17 +17,19 @@ class Multiply:
     """The wgmma instructions of one stage.
 
     Matrix descriptors hold addresses and byte offsets in units of 16 bytes. With rows of K swizzled 128 bytes, 8 rows
-    ("stride") are 1024 bytes apart, and 16 elements of K are 32 bytes further along the row. With rows of N swizzled
-    2*w bytes, 8 rows of K are 16*w bytes apart ("stride"), chunks of w columns 64 such rows ("leading"), and 16
-    elements of K are 16 rows further; what each block of a `multicast` cluster loads, 64 / `multicast` rows of all
-    columns, is laid out so by itself.
+    ("stride") are 1024 bytes apart, and an instruction's elements of K (16, or 32 of 8 bits) are 32 bytes further along
+    the row. With rows of N swizzled 2*w bytes (16-bit operands), 8 rows of K are 16*w bytes apart ("stride"), chunks of
+    w columns 64 such rows ("leading"), and 16 elements of K are 16 rows further; what each block of a `multicast`
+    cluster loads, 64 / `multicast` rows of all columns, is laid out so by itself.
+    Where no instruction has all of a tile's columns, two have half of them each.
     """
 
     def __init__(self, matmul: MatmulFunction, plan: GemmPlan) -> None:
         self._plan = plan
         self._transposed = matmul.b_transposed
-        kind = PTX_TYPES[matmul.input_dtype]
-        self._instruction = f"wgmma.mma_async.sync.aligned.m64n{plan.parameters.block_n}k16.f32.{kind}.{kind}"
+        operands = plan.operands
+        self._instruction = operands.instruction(plan.columns)
+        self._modifiers = operands.modifiers(transposed=matmul.b_transposed)
 
     def describe(self, address_a: tirx.Expr, address_b: tirx.Expr) -> None:
         """Emit the descriptors of A's and B's tiles in stage 0."""
@@ -35,7 +38,7 @@ class Multiply:
             self._low_b, self._with_low_b = self._described(address_b, 1, 64, 3)
             return
         chunk = self._plan.chunk
-        row_units = chunk * ELEMENT_BYTES // 16
+        row_units = chunk * self._plan.operands.bytes // 16
         fields = (self._plan.rows_b * row_units, 8 * row_units, SWIZZLES[chunk])
         self._low_b, self._with_low_b = self._described(address_b, *fields)
 
@@ -48,33 +51,33 @@ class Multiply:
         T.buffer_store(register, low, [0])
         return register[0], with_low
 
-    def _units_b(self, k: int) -> int:
-        """Return the offset of row K = `k` in B's tile, in units of 16 bytes."""
+    def _units_b(self, part: int, column: int) -> int:
+        """Return the offset of an instruction's rows of K, from a column on, in B's tile, in units of 16 bytes."""
         if self._transposed:
-            return k * ELEMENT_BYTES // 16
-        rows, chunk = self._plan.rows_b, self._plan.chunk
-        return (k // rows * rows * self._plan.parameters.block_n + k % rows * chunk) * ELEMENT_BYTES // 16
+            return (part * STEP_BYTES + column * ROW_BYTES) // 16
+        rows, chunk, size = self._plan.rows_b, self._plan.chunk, self._plan.operands.bytes
+        k = part * STEP_BYTES // size
+        return (k // rows * rows * self._plan.parameters.block_n + k % rows * chunk) * size // 16
 
     def emit(self, accumulators: tirx.Var, stage: tirx.Expr, adds: tirx.Expr) -> None:
         """Emit one stage's products, which are added to the accumulators or overwrite them."""
-        p = self._plan.parameters
-        units_a, units_b = (size * BLOCK_K * ELEMENT_BYTES // 16 for size in (self._plan.rows_a, p.block_n))
-        lanes = p.block_n // 2
+        plan, block_n = self._plan, self._plan.parameters.block_n
+        units_a, units_b = (size * ROW_BYTES // 16 for size in (plan.rows_a, block_n))
+        lanes = plan.columns // 2
         T.evaluate(T.ptx.wgmma.fence.sync.aligned())
-        for part in range(BLOCK_K // 16):
-            for block in range(self._plan.m_blocks):
-                offset_a = stage * units_a + block * (64 * BLOCK_K * ELEMENT_BYTES // 16) + part * 2
-                offset_b = stage * units_b + self._units_b(part * 16)
-                T.evaluate(
-                    T.ptx[self._instruction](
-                        *(accumulators[block * lanes + lane] for lane in range(lanes)),
-                        self._with_low_a(self._low_a + offset_a),
-                        self._with_low_b(self._low_b + offset_b),
-                        tirx.const(True, "bool") if part else adds,
-                        1,
-                        1,
-                        0,
-                        int(not self._transposed),
+        for part in range(ROW_BYTES // STEP_BYTES):
+            for block in range(plan.m_blocks):
+                for column in range(0, block_n, plan.columns):
+                    first = (block * block_n + column) // 2
+                    offset_a = stage * units_a + block * (64 * ROW_BYTES // 16) + part * (STEP_BYTES // 16)
+                    offset_b = stage * units_b + self._units_b(part, column)
+                    T.evaluate(
+                        T.ptx[self._instruction](
+                            *(accumulators[first + lane] for lane in range(lanes)),
+                            self._with_low_a(self._low_a + offset_a),
+                            self._with_low_b(self._low_b + offset_b),
+                            tirx.const(True, "bool") if part else adds,
+                            *self._modifiers,
+                        )
                     )
-                )
         T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())

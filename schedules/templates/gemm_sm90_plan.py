@@ -10,13 +10,11 @@ from schedules.targets import CudaLimits
 from schedules.templates.base import Parameters, Refusal
 from schedules.templates.epilogue import MatmulFunction
 from schedules.templates.gemm_sm90_norm import statistics_registers
-from schedules.templates.output_tile import Shares, residual_registers, shared_bytes
+from schedules.templates.gemm_sm90_operands import ROW_BYTES, Operands, operands_of
+from schedules.templates.output_tile import Shares, residual_registers, share_unit, shared_bytes
 
-BLOCK_K = 64
 WARPGROUP = 128
-ELEMENT_BYTES = 2
-PTX_TYPES = {"float16": "f16", "bfloat16": "bf16"}
-# Width of a chunk of columns -> (TMA's and wgmma's swizzle mode), the widest first.
+# Width of a chunk of 16-bit columns -> (TMA's and wgmma's swizzle mode), the widest first.
 SWIZZLES = {64: 3, 32: 2, 16: 1}
 
 _TMA_BOX_MAX = 256
@@ -76,7 +74,7 @@ class GemmParameters(Parameters):
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What a TMA load reads: a tensor of 2-byte elements, a box at a time; axes with the contiguous one first.
+    """What a TMA load reads: a tensor, a box at a time; axes with the contiguous one first.
 
     Attributes
     ----------
@@ -108,6 +106,10 @@ class GemmPlan:
     ----------
     parameters
         What it is made from.
+    operands
+        What is multiplied.
+    columns
+        N of an instruction: the tile's, or half of them.
     threads
         Of a block: the consumers, and a warp or a warpgroup for the producer.
     cluster
@@ -142,6 +144,8 @@ class GemmPlan:
     """
 
     parameters: GemmParameters
+    operands: Operands
+    columns: int
     threads: int
     cluster: int
     tiles_m: int
@@ -180,10 +184,17 @@ def make_plan(
     refusal = _refuse_parameters(p)
     if refusal is not None:
         return refusal
-    k_tiles = math.ceil(matmul.k / BLOCK_K)
+    operands = operands_of(matmul.input_dtype, matmul.b_dtype, transposed=matmul.b_transposed)
+    if isinstance(operands, Refusal):
+        return operands
+    instruction_columns = operands.columns(p.block_n)
+    if instruction_columns is None:
+        return Refusal(f"block_n is {p.block_n}, of which neither all nor half is an N of wgmma for {operands.a}")
+    block_k = operands.block_k
+    k_tiles = math.ceil(matmul.k / block_k)
     k_share = math.ceil(k_tiles / p.split_k)
     if k_share * (p.split_k - 1) >= k_tiles:
-        return Refusal(f"split_k is {p.split_k}, K has {k_tiles} tiles of {BLOCK_K}: a block would have none")
+        return Refusal(f"split_k is {p.split_k}, K has {k_tiles} tiles of {block_k}: a block would have none")
     groups = 1 if p.pingpong else p.consumers
     m_blocks = p.block_m // 64 // groups
     threads = p.consumers * WARPGROUP + (WARPGROUP if p.consumers > 1 else 32)
@@ -195,8 +206,8 @@ def make_plan(
     if accumulators + beside > registers:
         return Refusal(f"{accumulators} accumulators a thread beside {beside} registers, {registers} exist")
     each = matmul.epilogue.accumulators
-    # Columns are shared in eights, or in whole groups of partial sums.
-    unit = 8 if matmul.partials is None else matmul.partials.group
+    # Columns are shared in what a vector of the output needs, or in whole groups of partial sums.
+    unit = share_unit(matmul) if matmul.partials is None else matmul.partials.group
     if p.block_n % (unit * each):
         return Refusal(f"block_n is {p.block_n}, expected whole groups of {unit * each} columns")
     columns = unit * math.ceil(p.block_n // (unit * each) / p.split_k)
@@ -210,7 +221,7 @@ def make_plan(
         batch=_BATCH if accumulators + _REGISTERS_TO_EVALUATE <= registers else _SMALL_BATCH,
     )
     rows_a = _loaded_rows(matmul, p)
-    stage_bytes = (rows_a + p.block_n) * BLOCK_K * ELEMENT_BYTES
+    stage_bytes = (rows_a + p.block_n) * ROW_BYTES
     partial_bytes = p.block_m * p.block_n * 4 if p.split_k > 1 else 0
     total = max(p.stages * stage_bytes, partial_bytes) + shared_bytes(matmul, shares) + 8 * (2 * p.stages + 2)
     if total > limits.shared_bytes_optin:
@@ -223,6 +234,8 @@ def make_plan(
     least = k_tiles - k_share * (p.split_k - 1)
     return GemmPlan(
         parameters=p,
+        operands=operands,
+        columns=instruction_columns,
         threads=threads,
         cluster=p.split_k * p.multicast,
         tiles_m=tiles_m,
@@ -235,7 +248,7 @@ def make_plan(
         rows_a=rows_a,
         chunk=chunk,
         chunked=matmul.n % chunk == 0,
-        rows_b=BLOCK_K // p.multicast,
+        rows_b=block_k // p.multicast,
         early=min(p.stages, least) if p.dependent and constant_b else 0,
         hold_partials=hold_partials,
         shares=shares,
@@ -250,15 +263,16 @@ def tensor_maps(matmul: MatmulFunction, plan: GemmPlan) -> tuple[TensorMap, Tens
     B as [K, N] is seen as chunks of columns, [N / chunk, K, chunk], where they divide it: one load brings all of a
     tile.
     """
-    p, chunk, depth = plan.parameters, plan.chunk, (matmul.k * ELEMENT_BYTES,)
-    a = TensorMap("map_a", matmul.a, (matmul.k, matmul.m), depth, (BLOCK_K, plan.rows_a), 3)
+    p, chunk, size, block_k = plan.parameters, plan.chunk, plan.operands.bytes, plan.operands.block_k
+    depth = (matmul.k * size,)
+    a = TensorMap("map_a", matmul.a, (matmul.k, matmul.m), depth, (block_k, plan.rows_a), 3)
     if matmul.b_transposed:
-        box: tuple[int, ...] = (BLOCK_K, p.block_n // p.multicast)
+        box: tuple[int, ...] = (block_k, p.block_n // p.multicast)
         return a, TensorMap("map_b", matmul.b, (matmul.k, matmul.n), depth, box, 3)
-    row = matmul.n * ELEMENT_BYTES
+    row = matmul.n * size
     if plan.chunked:
         sizes = (chunk, matmul.k, matmul.n // chunk)
-        box, strides = (chunk, plan.rows_b, p.block_n // chunk), (row, chunk * ELEMENT_BYTES)
+        box, strides = (chunk, plan.rows_b, p.block_n // chunk), (row, chunk * size)
         return a, TensorMap("map_b", matmul.b, sizes, strides, box, SWIZZLES[chunk])
     return a, TensorMap("map_b", matmul.b, (matmul.n, matmul.k), (row,), (chunk, plan.rows_b), SWIZZLES[chunk])
 

@@ -55,6 +55,8 @@ def recognise_gemv(func: tirx.PrimFunc) -> GemvFunction | Refusal:
     blocks = list_blocks(func)
     if isinstance(blocks, Refusal):
         return blocks
+    if not all(static_shape(param) for param in func.params):
+        return Refusal("a parameter is a scalar, expected tensors")
     if blocks[0].init is not None:
         matmul = recognise_matmul(func)
         return matmul if isinstance(matmul, Refusal) else _by_rows(matmul, None)

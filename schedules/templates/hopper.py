@@ -15,6 +15,11 @@ _PIN = "relaxtune_pin"
 _PIN_SOURCE = """
 __forceinline__ __device__ void relaxtune_pin(float& value) { asm volatile("" : "+f"(value) :: "memory"); }
 """
+_PIN_INTEGER = "relaxtune_pin_integer"
+_PIN_INTEGER_SOURCE = """
+__forceinline__ __device__ void relaxtune_pin_integer(unsigned& value) { asm volatile("" : "+r"(value) :: "memory"); }
+"""
+_PINS = {"float32": (_PIN, _PIN_SOURCE), "uint32": (_PIN_INTEGER, _PIN_INTEGER_SOURCE)}
 
 
 # A value that the compiler takes for the same in all threads of a warp, and so keeps in a uniform register.
@@ -49,9 +54,9 @@ def encode_tensor(
     name : str
         Of the kernel's parameter.
     tensor : Var
-        A buffer of 2-byte elements.
+        A buffer.
     dtype : str
-        Of its elements.
+        Of its elements as TMA is told; any of 8 bits is uint8.
     sizes, box : sequence of int
         Elements along each axis of the tensor and of what one load copies, the contiguous axis first.
     strides : sequence of int
@@ -155,10 +160,14 @@ def wait_for_cluster() -> None:
     T.evaluate(T.ptx.barrier.cluster.wait.acquire())
 
 
-def pin(registers: tirx.Var, count: int) -> None:
-    """Emit a use of registers that no later use may be moved above; after the wait for the wgmma that writes them."""
+def pin(registers: tirx.Var, count: int, dtype: str = "float32") -> None:
+    """Emit a use of registers that no later use may be moved above; after the wait for the wgmma that writes them.
+
+    `dtype` is the registers': float32 or uint32.
+    """
+    name, source = _PINS[dtype]
     for index in range(count):
-        T.evaluate(T.cuda.func_call(_PIN, registers[index], source_code=_PIN_SOURCE))
+        T.evaluate(T.cuda.func_call(name, registers[index], source_code=source))
 
 
 class Ring:

@@ -9,7 +9,7 @@ What the epilogue reads from other buffers:
 - at the output's own position (a residual): read as it is written, 16 bytes a lane and through a patch; where registers
   are left, before the sum is made, so that the sum hides the latency;
 - one element a column (a bias): copied to shared memory before the sum is made, a copy for each warpgroup;
-- a few elements a row (statistics): the lane's own, in registers from before the sum on;
+- a few elements a row (statistics): the lane's own, in registers from before the sum on; so is a scalar;
 - anything else: read in place, element by element.
 
 Partial sums of the output's rows (`schedules.templates.row_norm`), where the function has them, are taken from the
@@ -33,7 +33,7 @@ from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
 from tvm.tirx.script import builder as T
 
-from schedules.templates.blocks import constant_value, substitute
+from schedules.templates.blocks import constant_value, static_shape, substitute
 from schedules.templates.epilogue import Epilogue, MatmulFunction
 from schedules.templates.fast_gelu import fast_gelu
 from schedules.templates.fast_math import fast_call
@@ -41,14 +41,16 @@ from schedules.templates.gemm_sm90_norm import share_of_four_sums
 from schedules.templates.row_norm import COUNT, SQUARES, SUM, PartialSums
 
 PATCH_WIDTH_MAX = 64
-# Elements after each row of a patch: rows then start in different banks (2-byte pairs and 4-byte pairs alike).
-_PATCH_PAD = 8
+# Elements after each row of a patch: rows then start in different banks (2-byte pairs and 4-byte pairs alike), and of
+# 1-byte elements at multiples of 16 bytes.
+_PATCH_PAD, _BYTE_PATCH_PAD = 8, 16
 _VECTOR_BYTES = 16
 # A warpgroup shares copies of row vectors: its warps, and the first of its named barriers.
 _GROUP_WARPS = 4
 _GROUP_BARRIER = 2
-# Elements whose rows of a multiple of 8 start at multiples of 16 bytes.
+# Elements of the output and of what the epilogue reads that are moved in pairs and vectors; more of integer sums.
 _PAIRED = ("float16", "bfloat16", "float32")
+_PAIRED_INTEGERS = ("int32", "int8", "uint8")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Shares:
     m_blocks
         Times 16 rows, 64 apart, which a warp writes.
     columns
-        Columns that a warp writes of each row: a multiple of 8.
+        Columns that a warp writes of each row: a multiple of `share_unit`.
     prefetched
         Whether residuals are read before the sum is made.
     accumulators
@@ -89,10 +91,15 @@ class Shares:
         return tuple((s, min(self.width, self.columns - s)) for s in range(0, self.columns, self.width))
 
 
+def share_unit(matmul: MatmulFunction) -> int:
+    """Return the columns of which a warp writes a multiple: an instruction's 8, or a vector of 16 single bytes."""
+    return max(8, *(_VECTOR_BYTES // _bytes(dtype) for dtype in _patch_dtypes(matmul)))
+
+
 def shared_bytes(matmul: MatmulFunction, shares: Shares) -> int:
     """Return the shared memory that `OutputTile` allocates, at most."""
     patches, columns = _patch_dtypes(matmul), _columns(matmul)
-    patch_bytes = 16 * (shares.width + _PATCH_PAD) * sum(_bytes(dtype) for dtype in patches)
+    patch_bytes = 16 * sum((shares.width + _patch_pad(dtype)) * _bytes(dtype) for dtype in patches)
     column_bytes = shares.columns * sum(_bytes(_dtype(load)) for load in columns)
     copies = shares.warps // _GROUP_WARPS * column_bytes
     return shares.warps * patch_bytes + copies + 128 * (len(patches) + len(columns))
@@ -109,7 +116,7 @@ def _residuals(matmul: MatmulFunction) -> list[TensorLoad]:
     return [
         load
         for load in matmul.epilogue.loads()
-        if matmul.epilogue.is_aligned(load) and _dtype(load) in _PAIRED and _has_vectors(matmul, _dtype(load))
+        if matmul.epilogue.is_aligned(load) and _dtype(load) in _paired(matmul) and _has_vectors(matmul, _dtype(load))
     ]
 
 
@@ -120,7 +127,17 @@ def _has_vectors(matmul: MatmulFunction, dtype: str) -> bool:
 
 def _columns(matmul: MatmulFunction) -> list[TensorLoad]:
     """Return the loads of one element a column that are made from a copy."""
-    return [load for load in matmul.epilogue.loads() if matmul.epilogue.is_per_column(load) and _dtype(load) in _PAIRED]
+    epilogue, paired = matmul.epilogue, _paired(matmul)
+    return [load for load in epilogue.loads() if epilogue.is_per_column(load) and _dtype(load) in paired]
+
+
+def _paired(matmul: MatmulFunction) -> tuple[str, ...]:
+    integer = str(matmul.epilogue.accumulator.ty.dtype) == "int32"
+    return (*_PAIRED, *_PAIRED_INTEGERS) if integer else _PAIRED
+
+
+def _patch_pad(dtype: str) -> int:
+    return _BYTE_PATCH_PAD if _bytes(dtype) == 1 else _PATCH_PAD
 
 
 def _row_loads(matmul: MatmulFunction) -> list[TensorLoad]:
@@ -130,6 +147,11 @@ def _row_loads(matmul: MatmulFunction) -> list[TensorLoad]:
         for load in matmul.epilogue.loads()
         if matmul.epilogue.is_per_row(load) and not (matmul.norm and load.source.same_as(matmul.norm.buffer))
     ]
+
+
+def _scalar_loads(matmul: MatmulFunction) -> list[TensorLoad]:
+    """Return the loads of tensors without axes."""
+    return [load for load in matmul.epilogue.loads() if static_shape(load.source) == ()]
 
 
 def _patch_dtypes(matmul: MatmulFunction) -> list[str]:
@@ -172,19 +194,21 @@ class OutputTile:
     def allocate(self, pool: T.SMEMPool) -> None:
         """Take shared memory from a pool."""
         shares = self._shares
-        shape = (shares.warps, 16, shares.width + _PATCH_PAD)
-        self._patch = pool.alloc(shape, self._matmul.output_dtype, align=128)
+        self._patch = self._allocate_patch(pool, self._matmul.output_dtype)
         self._residual_patches: list[tirx.Var] = []
         free = True
         for load in self._residuals:
             dtype = _dtype(load)
             shared = free and dtype == self._matmul.output_dtype
             free = free and not shared
-            self._residual_patches.append(self._patch if shared else pool.alloc(shape, dtype, align=128))
+            self._residual_patches.append(self._patch if shared else self._allocate_patch(pool, dtype))
         self._column_copies = [
             pool.alloc((shares.warps // _GROUP_WARPS, shares.columns), _dtype(load), align=128)
             for load in self._columns
         ]
+
+    def _allocate_patch(self, pool: T.SMEMPool, dtype: str) -> tirx.Var:
+        return pool.alloc((self._shares.warps, 16, self._shares.width + _patch_pad(dtype)), dtype, align=128)
 
     def begin(self, row: tirx.Expr, column: tirx.Expr, warp: tirx.Expr, lane: tirx.Expr, *, ragged_rows: bool) -> None:
         """Emit the reads that are made before the sum.
@@ -214,6 +238,7 @@ class OutputTile:
         self._rows: list[tuple[TensorLoad, dict[tuple[int, int], tirx.Expr]]] = []
         for load in self._row_loads:
             self._rows.append((load, self._read_rows(load)))
+        self._scalars = [(load, self._read_scalar(load)) for load in _scalar_loads(matmul)]
         self._held: dict[tuple[int, int, int], tirx.Var] = {}
         if shares.prefetched:
             for block in range(shares.m_blocks):
@@ -235,6 +260,13 @@ class OutputTile:
                 number = int(constant_value(load.indices[-1]) or 0)
                 places = ((block, half) for block in range(self._shares.m_blocks) for half in range(2))
                 self._rows.append((load, {place: statistic(*place, number) for place in places}))
+
+    def _read_scalar(self, load: TensorLoad) -> tirx.Expr:
+        """Emit the load of a scalar; return its register."""
+        source = _matrix(self._renamed[load.source], 1, 1)
+        register = T.alloc_local([1], _dtype(load))
+        T.buffer_store(register, source[0, 0], [0])
+        return register[0]
 
     def _read_rows(self, load: TensorLoad) -> dict[tuple[int, int], tirx.Expr]:
         """Emit the loads of one element for each of a lane's rows; return the registers by block and half."""
@@ -267,7 +299,8 @@ class OutputTile:
         Parameters
         ----------
         accumulators : Var
-            Registers, 4 for every 8 columns of the product, the blocks of rows one after another.
+            Registers, 4 for every 8 columns of the product, the blocks of rows one after another; float32, or uint32
+            for sums in int32.
         ragged_columns : bool
             Whether columns may lie outside the output or this warp's part.
         column_end : Expr or int
@@ -398,6 +431,7 @@ class OutputTile:
             for index in range(2):
                 loaded = [(load, pair[index]) for load, pair in (*columns[eight], *residual)]
                 loaded += [(load, registers[block, half]) for load, registers in self._rows]
+                loaded += self._scalars
                 here = tirx.min(at_column + index, self._matmul.columns - 1)
                 # The gated column's register follows those of its gate's 8 columns.
                 registers = [accumulators[register + index + 4 * number] for number in range(each)]
@@ -446,7 +480,12 @@ class OutputTile:
         value = tvm_ffi.structural_map(value, (tirx.Mul, fast_gelu))
         value = tvm_ffi.structural_map(value, (Call, fast_call))
         variables = [epilogue.accumulator] if epilogue.second is None else [epilogue.accumulator, epilogue.second]
-        return substitute(value, {**axes, **dict(zip(variables, accumulators, strict=True))})
+        # Registers of integer sums are unsigned.
+        sums = [
+            one if one.ty == variable.ty else tirx.Cast(str(variable.ty.dtype), one)
+            for variable, one in zip(variables, accumulators, strict=True)
+        ]
+        return substitute(value, {**axes, **dict(zip(variables, sums, strict=True))})
 
     def _write_patch(self, block: int, start: int, width: int) -> None:
         dtype = self._matmul.output_dtype

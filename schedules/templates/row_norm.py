@@ -157,7 +157,7 @@ def _statistics_of(func: tirx.PrimFunc, blocks: Sequence[SBlock], block: SBlock)
     """Return the statistics that a block completes."""
     store, shape = block.body, static_shape(block.body.buffer)
     constants = _constants(store.value)
-    if block.init is not None or shape is None or shape[-1] != COUNT or axis_extents(block) != shape or not constants:
+    if block.init is not None or not shape or shape[-1] != COUNT or axis_extents(block) != shape or not constants:
         return None
     size, epsilon = constants
     read = [load.source for load in _loads(store.value)]

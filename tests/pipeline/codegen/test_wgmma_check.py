@@ -16,6 +16,8 @@ MULTIPLY_24 = (0x40E000000C1879F0, 0x000FE20008700818)  # HGMMA.64x64x16.F32 R24
 END_GROUP_24 = (0x40E000000C1879F0, 0x000FE60008000818)  # HGMMA.64x64x16.F32 R24, gdesc[UR12].tnspB, R24, gsb0
 END_GROUP_56 = (0x40E000000C3879F0, 0x000FE60008000838)  # HGMMA.64x64x16.F32 R56, gdesc[UR12].tnspB, R56, gsb0
 WIDE_24 = (0x42E000000C1879F0, 0x000FE60008000818)  # HGMMA.64x192x16.F32 R24, gdesc[UR12].tnspB, R24, gsb0
+INTEGER_24 = (0x02A00000081879F1, 0x000FE60008041018)  # IGMMA.64x96x32.S8.S8 R24, gdesc[UR8], R24, gsb0
+FLOAT8_24 = (0x01600000041879F3, 0x000FE60008000818)  # QGMMA.64x96x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24, gsb0
 BEGIN = (0x00000000000079C5, 0x000FE20000000000)  # WARPGROUP.ARRIVE
 WAIT_ALL = (0x00008000000079C5, 0x000FE40000010000)  # WARPGROUP.DEPBAR.LE gsb0, 0x0
 WAIT_BUT_ONE = (0x00008000000079C5, 0x000FE40000010100)  # WARPGROUP.DEPBAR.LE gsb0, 0x1
@@ -62,6 +64,25 @@ def test_older_groups_are_complete_at_a_wait_that_leaves_the_newest() -> None:
 def test_accumulators_are_as_many_as_the_instruction_has_columns() -> None:
     code = (WIDE_24, pack(119, 118), pack(121, 120), pack(23, 22), WAIT_ALL)
     assert count_early_reads(cubin(*code)) == 1
+
+
+def to_float(source: int) -> tuple[int, int]:
+    """I2FP.F32.S32 R0, R(source)"""
+    return 0x245 | 0x7000 | source << 32, 0x000FE40000201400
+
+
+def add(first: int, second: int) -> tuple[int, int]:
+    """IMAD.IADD R0, R(first), 0x1, R(second)"""
+    return 0x824 | 0x7000 | first << 24 | 1 << 32, 0x002FC400078E0200 | second
+
+
+def test_accumulators_of_integers_are_as_many_as_the_instruction_has_columns() -> None:
+    assert count_early_reads(cubin(INTEGER_24, to_float(71), to_float(72), to_float(23), WAIT_ALL, to_float(24))) == 1
+    assert count_early_reads(cubin(INTEGER_24, add(24, 100), add(100, 71), add(100, 72), WAIT_ALL)) == 2
+
+
+def test_accumulators_of_float8_are_as_many_as_the_instruction_has_columns() -> None:
+    assert count_early_reads(cubin(FLOAT8_24, pack(71, 72), pack(72, 73), WAIT_ALL, pack(24, 25))) == 1
 
 
 def test_multiplications_may_follow_each_other_without_a_wait() -> None:

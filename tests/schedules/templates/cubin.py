@@ -13,6 +13,8 @@ from pipeline.codegen.cuda_compiler import COMPILE_CALLBACK, cuda_compiler
 
 # Low 12 bits of a 16-byte instruction, as nvdisasm 12.8 and 13.0 print them for sm_90.
 WGMMA = 0x9F0
+WGMMA_INTEGER = 0x9F1
+WGMMA_FLOAT8 = 0x9F3
 # With operand A in registers.
 WGMMA_FROM_REGISTERS = 0xDF0
 # What begins and waits for them.

@@ -22,11 +22,14 @@ class MatmulCase:
     output: str = "float16"
     transposed: bool = False
     accumulator: str = "float32"
+    dtype_b: str | None = None
 
     def func(self) -> tirx.PrimFunc:
         """Return the function: parameters A, B, those of the epilogue in its order, and the output."""
         a = te.placeholder((*self.rows, self.k), self.dtype, name="A")
-        b = te.placeholder((self.n, self.k) if self.transposed else (self.k, self.n), self.dtype, name="B")
+        b = te.placeholder(
+            (self.n, self.k) if self.transposed else (self.k, self.n), self.dtype_b or self.dtype, name="B"
+        )
         over = te.reduce_axis((0, self.k), name="k")
 
         def product(*axes: tirx.Var) -> tirx.Expr:
@@ -104,6 +107,43 @@ def _masked(case: MatmulCase, value: te.Tensor):
     return te.compute(value.shape, keep, name="keep"), [mask]
 
 
+def _corrected(_case: MatmulCase, value: te.Tensor):
+    """Add what the zero point of the activations takes away, as `pipeline.passes.integer_matmuls` does."""
+    correction = te.placeholder((int(value.shape[-1]),), "int32", name="correction")
+    return te.compute(value.shape, lambda *axes: value(*axes) + correction[axes[-1]], name="correct"), [correction]
+
+
+def _dequantised(_case: MatmulCase, value: te.Tensor):
+    scale = te.placeholder((int(value.shape[-1]),), "float32", name="scale")
+    numbers = _map(lambda x: x.astype("float32"), value, "numbers")
+    return te.compute(value.shape, lambda *axes: numbers(*axes) * scale[axes[-1]], name="dequantise"), [scale]
+
+
+def _scaled(_case: MatmulCase, value: te.Tensor):
+    """Multiply by a number that is computed, as dynamic quantisation does."""
+    scale = te.placeholder((), "float32", name="scale")
+    numbers = _map(lambda x: x.astype("float32"), value, "numbers")
+    return te.compute(value.shape, lambda *axes: numbers(*axes) * scale(), name="dequantise"), [scale]
+
+
+def _byte_residual(_case: MatmulCase, value: te.Tensor):
+    """Add a quantised residual."""
+    residual = te.placeholder(value.shape, "int8", name="residual")
+    wide = te.compute(value.shape, lambda *axes: residual(*axes).astype("float32"), name="widen")
+    return te.compute(value.shape, lambda *axes: value(*axes) + wide(*axes), name="add_residual"), [residual]
+
+
+def _requantised(case: MatmulCase, value: te.Tensor):
+    """Round to 8 bits, with a scale of 1 / 64 and a zero point of 3."""
+    low, high = (0, 255) if case.output == "uint8" else (-128, 127)
+
+    def rounded(x):
+        moved = te.nearbyint(x * tirx.const(64.0, "float32")) + tirx.const(3.0, "float32")
+        return tirx.max(tirx.min(moved, tirx.const(float(high), "float32")), tirx.const(float(low), "float32"))
+
+    return _map(rounded, value, "requantise"), []
+
+
 def _squared(_case: MatmulCase, value: te.Tensor):
     return _map(lambda x: x * x, value, "square"), []
 
@@ -144,4 +184,9 @@ _STEPS = {
     "shifted": _shifted,
     "summed": _summed,
     "gated": _gated,
+    "corrected": _corrected,
+    "dequantised": _dequantised,
+    "scaled": _scaled,
+    "byte_residual": _byte_residual,
+    "requantised": _requantised,
 }

@@ -95,7 +95,7 @@ def test_inlined_epilogue_computes_what_the_blocks_do() -> None:
         (replace(PLAIN, accumulator="float16"), "the accumulator is float16, expected float32"),
         (replace(PLAIN, epilogue=("shifted",)), "at another position than it writes"),
         (replace(PLAIN, epilogue=("summed",)), "found 2 among 3 blocks"),
-        (replace(PLAIN, epilogue=("squared",) * 9), "operations when inlined, more than 400"),
+        (replace(PLAIN, epilogue=("squared",) * 9), "operations when inlined, more than 600"),
     ],
 )
 def test_recognise_says_why_not(case: MatmulCase, message: str) -> None:
@@ -136,7 +136,7 @@ def test_gates_alone_are_refused() -> None:
 def test_elementwise_function_is_no_matmul() -> None:
     x = te.placeholder((4, 4), "float16", name="x")
     func = te.create_prim_func([x, te.compute((4, 4), lambda i, j: x[i, j] + x[i, j])])
-    assert "expected one reduction before everything else, found 0" in refused(func)
+    assert "expected one reduction, found 0" in refused(func)
 
 
 def test_batched_matmul_is_refused() -> None:
@@ -221,5 +221,5 @@ def test_operand_computed_inside_is_refused() -> None:
     total = te.compute((8, 8), lambda m, n: te.sum(a[m, k].astype("float32") * b[k, n].astype("float32"), axis=k))
     doubled = te.compute((8, 8), lambda i, j: a[i, j] + a[i, j], name="doubled")
     late = te.compute((8, 8), lambda m, n: te.sum(doubled[m, k].astype("float32") * b[k, n].astype("float32"), axis=k))
-    assert "expected one reduction before everything else" in refused(te.create_prim_func([a, b, late]))
+    assert "an operand is computed inside" in refused(te.create_prim_func([a, b, late]))
     assert isinstance(recognise_matmul(te.create_prim_func([a, b, total])), MatmulFunction)
