@@ -313,7 +313,9 @@ def _constant(array: np.ndarray) -> tvm.ir.Expr:
 
 def _described(name: str, func: tirx.PrimFunc) -> _Function | None:
     matmul = recognise_matmul(func)
-    return None if isinstance(matmul, Refusal) else _Function(name, func, matmul)
+    if isinstance(matmul, Refusal) or str(matmul.epilogue.accumulator.ty.dtype) != "float32":
+        return None
+    return _Function(name, func, matmul)
 
 
 def _group(matmul: MatmulFunction) -> int | None:
