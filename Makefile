@@ -40,8 +40,8 @@ check: $(VENV)/.installed-dev  ## lint, format, strict types
 bench: $(VENV)/.installed-dev  ## side-by-side runs on this CPU; raw values under benchmarks/results
 	$(BIN)/python benchmarks/bench_cpu.py
 
-tune-gpu:  ## the artifacts of bench-gpu, tuned on this machine's GPU into out/gpu
-	$(GPU_PYTHON) -m benchmarks.tune_gpu_cases $(ARGS)
+tune-gpu:  ## the artifacts of bench-gpu, tuned on this machine's GPU into out/gpu, two layers standing for all
+	$(GPU_PYTHON) -m benchmarks.tune_gpu_cases --tune-layers 2 $(ARGS)
 
 bench-gpu:  ## whole models beside torch and ONNX Runtime on one GPU; raw values under benchmarks/results
 	$(GPU_PYTHON) -m benchmarks.bench_gpu $(ARGS)

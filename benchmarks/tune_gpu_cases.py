@@ -1,28 +1,40 @@
 """Make the artifacts that `benchmarks.bench_gpu` times: every case tuned into one database, each within its seconds.
 
     python -m benchmarks.tune_gpu_cases [--cases bert-base,...] [--seconds 60] [--db out/gpu/tuning.db]
-                                        [--artifacts out/gpu] [--target cuda]
+                                        [--artifacts out/gpu] [--target cuda] [--tune-layers 2] [--tune-only]
     python -m benchmarks.tune_gpu_cases --compile-only --target cuda:sm_90a      # from records alone, no GPU needed
 
 A case that fails is told and the others go on. Measured kernels are kept in the database, so that a second run takes
 up where the first stopped.
+
+With `--tune-layers N`, what is tuned is the model with N layers: same widths, vocabulary and shapes, hence the same
+tasks, weighed by how often each runs in the whole model (`benchmarks.gpu_arms.short_models`). The whole model is
+compiled from these records afterwards, unless `--tune-only` leaves that to a run with `--compile-only`: to import and
+compile the sixteen layers of Llama-1B takes longer than to tune its kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from benchmarks.bench_gpu import DEFAULT_ARTIFACTS
 from benchmarks.gpu_arms.artifact_facts import describe
 from benchmarks.gpu_arms.cases import Case, find_cases
+from benchmarks.gpu_arms.short_models import prepare_short
 from pipeline.cli.app import expected_errors
 from pipeline.cli.output import stdout_console
+from pipeline.environment import target_key
+from pipeline.errors import PipelineError
 from pipeline.jobs import CompileResult, TuneRequest, compile_model, tune_model
-from pipeline.prepare import ModelRequest
-from pipeline.tuning.options import TuningOptions
+from pipeline.prepare import ModelRequest, prepare_model
+from pipeline.tuning.options import TuningOptions, TuningSummary
+from pipeline.tuning.session import tune
+from tuning_db.store import TuningDatabase
 
 
 def main() -> None:
@@ -33,6 +45,11 @@ def main() -> None:
     for case in find_cases(arguments.cases):
         started = time.monotonic()
         try:
+            summary = tune_case(case, arguments) if _tunes_apart(arguments) else None
+            if summary is not None:
+                console.print(f"{case.name}: {_told(summary)}", markup=False, soft_wrap=True)
+            if arguments.tune_only:
+                continue
             compiled = make_artifact(case, arguments)
         except KeyboardInterrupt:
             raise
@@ -53,16 +70,70 @@ def main() -> None:
     sys.exit(1 if failed else 0)
 
 
+def tune_case(case: Case, arguments: argparse.Namespace) -> TuningSummary:
+    """Tune the tasks of one case, of its short model where there is a shorter one, and compile nothing."""
+    layers = arguments.tune_layers
+    prepared = prepare_short(case, layers, arguments.target) if layers is not None else None
+    if prepared is None:
+        prepared = prepare_model(_request(case, arguments))
+    if not prepared.can_run:
+        raise PipelineError(f"{case.name} is tuned on its device, and {prepared.target.arch} is not on this machine")
+    arguments.artifacts.mkdir(parents=True, exist_ok=True)
+    with TuningDatabase.open(_database(arguments)) as database:
+        job = database.start_job(
+            model=prepared.model.name,
+            model_sha256=prepared.lowered.graph.source_sha256,
+            target=target_key(prepared.target),
+            options=json.dumps({"seconds": arguments.seconds, "seed": arguments.seed, "tune_layers": layers}),
+        )
+        ended = "failed"
+        try:
+            summary = tune(
+                prepared.tasks,
+                target=prepared.target,
+                database=database,
+                environment=prepared.environment,
+                options=_tuning(arguments),
+                job_id=job.id,
+            )
+            ended = "interrupted" if summary.interrupted else "done"
+            return summary
+        finally:
+            database.finish_job(job.id, ended)
+
+
 def make_artifact(case: Case, arguments: argparse.Namespace) -> CompileResult:
-    """Return the artifact of one case, tuned unless only compiling is asked for."""
-    request = ModelRequest(case.source, shapes=case.shapes, target=arguments.target)
-    directory = arguments.artifacts / case.name
-    database = arguments.db or arguments.artifacts / "tuning.db"
-    if arguments.compile_only:
-        return compile_model(request, directory, database=database, samples=arguments.samples)
-    tuning = TuningOptions(trials=None, time_budget_s=arguments.seconds, seed=arguments.seed)
+    """Return the artifact of one case, tuned unless that was done or only compiling is asked for."""
+    request, directory = _request(case, arguments), arguments.artifacts / case.name
+    if arguments.compile_only or _tunes_apart(arguments):
+        return compile_model(request, directory, database=_database(arguments), samples=arguments.samples)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    return tune_model(request, TuneRequest(database, tuning, False, arguments.samples), directory).compiled
+    tuned = TuneRequest(_database(arguments), _tuning(arguments), benchmark=False, samples=arguments.samples)
+    return tune_model(request, tuned, directory).compiled
+
+
+def _tunes_apart(arguments: argparse.Namespace) -> bool:
+    return not arguments.compile_only and (arguments.tune_only or arguments.tune_layers is not None)
+
+
+def _request(case: Case, arguments: argparse.Namespace) -> ModelRequest:
+    return ModelRequest(case.source, shapes=case.shapes, target=arguments.target)
+
+
+def _tuning(arguments: argparse.Namespace) -> TuningOptions:
+    return TuningOptions(trials=None, time_budget_s=arguments.seconds, seed=arguments.seed)
+
+
+def _database(arguments: argparse.Namespace) -> str | Path:
+    return arguments.db or arguments.artifacts / "tuning.db"
+
+
+def _told(summary: TuningSummary) -> str:
+    failed = Counter[str]()
+    for task in summary.tasks:
+        failed.update({status.value: count for status, count in task.failures.items() if count})
+    failures = ", ".join(f"{count} {status}" for status, count in failed.items()) or "none failed"
+    return f"{summary.candidates} candidates in {summary.seconds:.0f} s, {failures}"
 
 
 def _parse() -> argparse.Namespace:
@@ -75,7 +146,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=1, help="random inputs to validate each artifact with, or 0")
     parser.add_argument("--seed", type=int, default=0, help="seed of the search")
     parser.add_argument("--compile-only", action="store_true", help="from the database's records, nothing measured")
+    parser.add_argument("--tune-layers", type=int, help="tune the model with so many layers in place of the whole one")
+    parser.add_argument("--tune-only", action="store_true", help="make no artifacts")
     arguments = parser.parse_args()
+    if arguments.tune_only and arguments.compile_only:
+        parser.error("--tune-only and --compile-only: expected one of them, nothing is left to do")
+    if arguments.tune_layers is not None and arguments.tune_layers < 1:
+        parser.error(f"--tune-layers {arguments.tune_layers}: expected at least 1")
     try:
         find_cases(arguments.cases)
     except ValueError as error:

@@ -6,7 +6,8 @@ The timed inputs have no padding; in a decode step the cache is full but for its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -105,7 +106,11 @@ class Case:
 
     @property
     def _is_decode(self) -> bool:
-        return self.model.endswith("-decode")
+        return "-decode" in self.model
+
+    def with_layers(self, layers: int) -> Case:
+        """Return the case of the same model with so many layers."""
+        return replace(self, model=f"{re.sub(r'-[0-9]+-layers$', '', self.model)}-{layers}-layers")
 
     def proto(self, precision: Precision = Precision.FP16) -> onnx.ModelProto:
         """Return the graph with its weights, as the zoo builds it."""

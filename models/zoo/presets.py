@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -21,6 +22,8 @@ from models.zoo.vit import VitConfig, build_vit
 
 Config = BertConfig | Gpt2Config | LlamaConfig | VitConfig | T5Config
 Builder = Callable[[str, dict[str, Dim], Precision, int], onnx.ModelProto]
+
+_OUTLIERS = "outliers"
 
 DEFAULT_DIMS: Mapping[str, int] = {"batch": 1, "sequence": 128, "past_sequence": 127}
 
@@ -118,9 +121,9 @@ def _with_outliers(preset: Preset, outliers: Outliers, *, layers: int | None = N
     config = preset.config
     if not isinstance(config, BertConfig | LlamaConfig):
         raise TypeError(f"{preset.name} is neither BERT nor Llama; expected one of these for outliers")
-    suffix = "outliers"
+    suffix = _OUTLIERS
     if layers is not None:
-        config, suffix = replace(config, layers=layers), f"{layers}-layers-outliers"
+        config, suffix = replace(config, layers=layers), f"{layers}-layers-{_OUTLIERS}"
     whole = _bert("", config) if isinstance(config, BertConfig) else _llama("", config)[0]
 
     def build(title: str, dims: dict[str, Dim], precision: Precision, seed: int) -> onnx.ModelProto:
@@ -187,12 +190,38 @@ def _table() -> dict[str, Preset]:
 
 
 def list_models() -> tuple[str, ...]:
-    """Return the names of the zoo."""
+    """Return the names of the zoo; each but those with outliers also stands with `-N-layers` behind it."""
     return tuple(_table())
 
 
+def with_layers(preset: Preset, layers: int) -> Preset:
+    """Return a model with so many layers and everything else the same, called `NAME-N-layers`.
+
+    Raises
+    ------
+    ValueError
+        `layers` is below 1, or the preset is not a plain model of the zoo.
+    """
+    name, config = preset.name.removesuffix("-decode"), replace(preset.config, layers=layers)
+    if layers < 1 or _OUTLIERS in preset.name:
+        raise ValueError(f"{preset.name} with {layers} layers: expected a plain model and at least 1 layer")
+    decode = name != preset.name
+    match config:
+        case BertConfig():
+            made = _bert(name, config)
+        case Gpt2Config():
+            made = _gpt2(name, config)[decode]
+        case LlamaConfig():
+            made = _llama(name, config)[decode]
+        case VitConfig():
+            made = _vit(name, config)
+        case T5Config():
+            made = _t5(name, config)
+    return replace(made, name=f"{preset.name}-{layers}-layers")
+
+
 def get_preset(name: str) -> Preset:
-    """Return a preset by name.
+    """Return a preset by name; `NAME-N-layers` is the plain model NAME with N layers.
 
     Raises
     ------
@@ -202,6 +231,9 @@ def get_preset(name: str) -> Preset:
     table = _table()
     if name in table:
         return table[name]
+    shorter = re.fullmatch(r"(.+)-([1-9]\d*)-layers", name)
+    if shorter is not None and shorter[1] in table and _OUTLIERS not in shorter[1]:
+        return with_layers(table[shorter[1]], int(shorter[2]))
     close = get_close_matches(name.lower(), table, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
     msg = (

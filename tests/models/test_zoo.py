@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -201,6 +202,26 @@ def test_list_models_names_every_preset() -> None:
     )
     for name in list_models():
         assert get_preset(name).name == name
+
+
+@pytest.mark.parametrize(
+    "name", ["bert-base", "gpt2-small", "gpt2-small-decode", "llama-1b-decode", "vit-base", "t5-small"]
+)
+def test_a_name_may_say_how_many_layers(name: str) -> None:
+    whole, short = get_preset(name), get_preset(f"{name}-3-layers")
+    assert short.name == f"{name}-3-layers"
+    assert short.config == dataclasses.replace(whole.config, layers=3)
+    assert [spec for spec in short.inputs if "past" not in spec.name] == [
+        spec for spec in whole.inputs if "past" not in spec.name
+    ]
+    assert len([spec for spec in short.inputs if "past" in spec.name]) == (6 if name.endswith("-decode") else 0)
+    assert short.limits == whole.limits
+
+
+@pytest.mark.parametrize("name", ["bert-base-0-layers", "bert-large-outliers-2-layers", "bert-bas-2-layers"])
+def test_a_number_of_layers_needs_a_plain_model(name: str) -> None:
+    with pytest.raises(ModelError, match="no zoo model is called"):
+        get_preset(name)
 
 
 def test_unknown_name_lists_close_and_all_names() -> None:
