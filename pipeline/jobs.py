@@ -24,6 +24,15 @@ from pipeline.errors import NothingMeasuredError, PipelineError, UsageError
 from pipeline.export import CompiledBucket, write_artifact
 from pipeline.manifest import Manifest
 from pipeline.measure import ORT_ARM, OWN_ARM, BenchmarkReport, measure, module_arm, onnxruntime_arm, run_conditions
+from pipeline.norm_forms import (
+    NormFormsReport,
+    all_tasks,
+    choose_form,
+    default_form,
+    in_recorded_form,
+    other_forms,
+    with_common_tasks,
+)
 from pipeline.outcomes import artifact_of, note_benchmark, note_validation
 from pipeline.passes.module import LoweredModule
 from pipeline.prepare import ModelRequest, PreparedBucket, PreparedModel, prepare_model, stage
@@ -33,6 +42,7 @@ from pipeline.selection import KernelChoice, select_kernels, tasks_without_recor
 from pipeline.tuning.options import TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressListener, SilentProgress
 from pipeline.tuning.session import require_valid, tune
+from pipeline.tuning.task import TuningTask
 from pipeline.validate import default_dims, validate
 from pipeline.validation_report import ValidationReport
 from tuning_db.layers import open_databases
@@ -72,7 +82,7 @@ class CompileResult:
 class TuneResult:
     """A tuning run and the artifact made of its records.
 
-    `benchmark` is None when it was not asked for, as is `rerank`.
+    `benchmark` is None when it was not asked for, as is `rerank`; `norm_forms` also where there is one form only.
     """
 
     job_id: str
@@ -80,6 +90,7 @@ class TuneResult:
     compiled: CompileResult
     benchmark: BenchmarkReport | None
     rerank: RerankReport | None = None
+    norm_forms: NormFormsReport | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +160,7 @@ def compile_model(
         prepared = prepare_model(request)
         return _compile(prepared, None, out, samples, _select(prepared, None), record=False)
     with open_databases(urls, mode=Mode.TUNE if record else Mode.READ_ONLY, create=False) as opened:
-        prepared = prepare_model(request)
+        prepared = in_recorded_form(prepare_model(request), opened)
         return _compile(prepared, opened, out, samples, _select(prepared, opened), record=record)
 
 
@@ -176,8 +187,8 @@ def tune_model(
                 f"tuning measures on the device, and {prepared.target.arch} is not on this machine; run the tune where "
                 "it is, or make the artifact from records alone with `relaxtune compile`"
             )
-        job_id, summary = _tune(prepared, tune_request, database, progress or SilentProgress())
-        choices, reranked = _select(prepared, database), None
+        tuned = _tune_forms(prepared, tune_request, database, progress or SilentProgress())
+        job_id, summary, prepared, choices, reranked = tuned.job_id, tuned.summary, tuned.prepared, tuned.choices, None
         if tune_request.tuning.rerank and not summary.interrupted:
             with stage("re-rank"):
                 choices, reranked = rerank(prepared, choices, summary, database, tasks=tune_request.tuning.rerank)
@@ -191,11 +202,43 @@ def tune_model(
             if tune_request.record:
                 artifact = artifact_of(compiled.manifest, out, job_id)
                 note_benchmark(database, artifact, prepared.environment, benchmark)
-    return TuneResult(job_id, summary, compiled, benchmark, reranked)
+    return TuneResult(job_id, summary, compiled, benchmark, reranked, tuned.forms)
+
+
+@dataclass(frozen=True)
+class _Tuned:
+    """A tuning run, and the form of the model that was the fastest, with its choices."""
+
+    job_id: str
+    summary: TuningSummary
+    prepared: PreparedModel
+    choices: tuple[KernelChoice, ...]
+    forms: NormFormsReport | None = None
+
+
+def _tune_forms(
+    prepared: PreparedModel, tune_request: TuneRequest, database: TuningDatabase, progress: ProgressListener
+) -> _Tuned:
+    """Tune a model, in all its forms where that is asked for."""
+    tuning = tune_request.tuning
+    others = other_forms(prepared) if tuning.norm_forms else {}
+    if not others:
+        prepared = in_recorded_form(prepared, database)
+        job_id, summary = _tune(prepared, prepared.tasks, tune_request, database, progress)
+        return _Tuned(job_id, summary, prepared, _select(prepared, database))
+    forms = dict(zip((default_form(prepared), *others), with_common_tasks([prepared, *others.values()]), strict=True))
+    job_id, summary = _tune(prepared, all_tasks(list(forms.values())), tune_request, database, progress)
+    selected = {name: (form, _select(form, database)) for name, form in forms.items()}
+    if summary.interrupted:
+        return _Tuned(job_id, summary, *selected[default_form(prepared)])
+    with stage("norm forms"):
+        taken, report = choose_form(selected, default_form(prepared), database, seed=tuning.seed, job_id=job_id)
+    return _Tuned(job_id, summary, *selected[taken], report)
 
 
 def _tune(
     prepared: PreparedModel,
+    tasks: Sequence[TuningTask],
     tune_request: TuneRequest,
     database: TuningDatabase,
     progress: ProgressListener,
@@ -210,7 +253,7 @@ def _tune(
     )
     try:
         summary = tune(
-            prepared.tasks,
+            tasks,
             target=prepared.target,
             database=database,
             environment=prepared.environment,

@@ -214,6 +214,8 @@ class Manifest:
         Its determinism contract; None where a version before did not say.
     buckets
         Shapes that it has code of their own for, beside the symbolic one that all else is about; None without any.
+    norm_rows_max
+        Rows of a matmul up to which norms were taken into it; None where a version before did not say.
     """
 
     model: str
@@ -235,6 +237,7 @@ class Manifest:
     policy: PolicyEntry | None = None
     deterministic: DeterminismEntry | None = None
     buckets: BucketsEntry | None = None
+    norm_rows_max: int | None = None
 
     @property
     def launches(self) -> int | None:

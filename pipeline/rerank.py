@@ -21,22 +21,18 @@ from pathlib import Path
 
 import tvm
 
-from models.inputs import random_inputs
-from pipeline.compile import compile_module
 from pipeline.environment import target_key
 from pipeline.errors import LoweringError
-from pipeline.export import write_artifact
 from pipeline.manifest import MeasuredEntry
-from pipeline.measure import DEFAULT_WARMUP, Arm, measure, module_arm
+from pipeline.measure import DEFAULT_WARMUP, Arm, measure
+from pipeline.model_arm import compiled_arm
 from pipeline.paired_gain import PairedGain, paired_gain
 from pipeline.prepare import PreparedModel
-from pipeline.runtime import Module
 from pipeline.selection import KernelChoice, replay_record
 from pipeline.tuning.options import TaskSummary, TuningSummary
 from pipeline.tuning.recorder import describe_workload
 from pipeline.tuning.standing import standing_records
 from pipeline.tuning.task import TuningTask
-from pipeline.validate import default_dims
 from tuning_db.records import Route, TuningRecord
 from tuning_db.store import TuningDatabase
 
@@ -126,10 +122,10 @@ def rerank(
     if not rivals:
         return tuple(choices), RerankReport((), 0.0)
     with tempfile.TemporaryDirectory(prefix="relaxtune-rerank-") as folder:
-        plain = _arm(prepared, choices, Path(folder) / "plain")
+        plain = compiled_arm(prepared, choices, Path(folder) / "plain")
         arms = {_BEFORE: plain}
         for number, (_, changed) in enumerate(rivals):
-            arms[str(number)] = _arm(prepared, changed, Path(folder) / str(number))
+            arms[str(number)] = compiled_arm(prepared, changed, Path(folder) / str(number))
         arms[_AFTER] = plain
         latencies, gains = _take_turns(arms, len(rivals))
     medians = {name: statistics.median(values) for name, values in latencies.items()}
@@ -254,9 +250,3 @@ def _changed(choice: KernelChoice, record: TuningRecord, scheduled: tvm.tirx.Pri
         measured=MeasuredEntry(record.environment.device_name, record.registers, record.smem_bytes, record.spill_bytes),
         scheduled=scheduled,
     )
-
-
-def _arm(prepared: PreparedModel, choices: Sequence[KernelChoice], directory: Path) -> Arm:
-    write_artifact(compile_module(prepared.lowered, choices, prepared.target), directory)
-    inputs = random_inputs(prepared.model, seed=0, dims=default_dims(prepared.model))
-    return module_arm(Module.load(directory), inputs)

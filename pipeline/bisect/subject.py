@@ -19,7 +19,7 @@ from pipeline.export import write_artifact
 from pipeline.importer import import_model
 from pipeline.manifest import KernelEntry, Manifest
 from pipeline.passes import lower
-from pipeline.passes.module import LoweredModule, LoweringOptions
+from pipeline.passes.module import NORM_ROWS_MAX, LoweredModule, LoweringOptions
 from pipeline.runtime import Module
 from pipeline.selection import select_kernels
 from pipeline.tuning.tasks import extract_tasks
@@ -117,6 +117,7 @@ def lowering_options(manifest: Manifest) -> LoweringOptions:
         disabled_passes=disabled,
         embed_weights=not manifest.weights,
         group_size=policy.group_size if grouped and policy is not None else None,
+        norm_rows_max=NORM_ROWS_MAX if manifest.norm_rows_max is None else manifest.norm_rows_max,
     )
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pipeline.jobs import CompileResult, TuneResult
     from pipeline.manifest import KernelEntry, Manifest
     from pipeline.manifest_buckets import BucketsEntry
+    from pipeline.norm_forms import NormFormsReport
     from pipeline.passes.module import LoweringOptions
     from pipeline.prepare import ModelRequest
     from pipeline.rerank import RerankReport
@@ -95,6 +96,13 @@ def tune(
         int | None,
         typer.Option("--rerank", min=0, metavar="N", help="Hot kernels tried inside the model. Default: the effort's."),
     ] = None,
+    norm_forms: Annotated[
+        bool | None,
+        typer.Option(
+            "--norm-forms/--no-norm-forms",
+            help="Try norms inside the matmuls and apart, in the whole model. Default: the effort's.",
+        ),
+    ] = None,
     shared_db: SharedDatabasesOption = None,
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Note artifact, validation and latencies in the database too.")
@@ -125,6 +133,7 @@ def tune(
         build_timeout_s=build_timeout,
         run_timeout_s=run_timeout,
         rerank=level.rerank if rerank is None else rerank,
+        norm_forms=level.norm_forms if norm_forms is None else norm_forms,
     )
     destination = out or _default_out(model, target)
     with ConsoleProgress(stderr_console()) as progress:
@@ -241,14 +250,27 @@ def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
         benchmark = result.benchmark.to_json() if result.benchmark else None
         tuned = {"job": result.job_id, "tuning": to_data(result.summary)}
         reranked = result.rerank.to_json() if result.rerank else None
-        print_json({**tuned, **_compile_data(result.compiled), "benchmark": benchmark, "rerank": reranked})
+        forms = result.norm_forms.to_json() if result.norm_forms else None
+        made = {**tuned, **_compile_data(result.compiled)}
+        print_json({**made, "benchmark": benchmark, "rerank": reranked, "norm_forms": forms})
         return
     stdout_console().print(summary_table(result.summary))
+    if result.norm_forms is not None:
+        _print_norm_forms(result.norm_forms)
     if result.rerank is not None:
         _print_reranked(result.rerank)
     _print_compiled(result.compiled)
     if result.benchmark is not None:
         stdout_console().print(render_benchmark(result.benchmark))
+
+
+def _print_norm_forms(report: NormFormsReport) -> None:
+    rows = tuple(
+        (trial.form, str(trial.launches), f"{trial.model_ms:.4f}", "taken" if trial.taken else "")
+        for trial in report.trials
+    )
+    columns = ("form", "kernels", "model ms", "")
+    print_table(TableView(f"where norms are done, noise {report.noise:.1%}", columns, rows))
 
 
 def _print_reranked(report: RerankReport) -> None:

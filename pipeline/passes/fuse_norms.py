@@ -46,9 +46,6 @@ _GROUPS = (16, 32, 64)
 _GROUPS_MAX = 64
 _FEW_ROWS = 256
 _FEW_ROWS_GROUP, _GROUP = 16, 32
-# With more, what a norm costs the matmuls around it is no less than the norm: BERT-base in half precision took, on an
-# H200, 0.94, 0.93 and 1.03 times as long with norms fused as without, with 128, 1024 and 4096 rows.
-_ROWS_MAX = 2048
 
 
 @dataclass(frozen=True)
@@ -115,9 +112,9 @@ def fuse_norms(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         u = g(b @ V + x)                   u = g(b @ V + (y - mean) * scale * gamma + beta)
 
     A norm goes where all that reads it are matmuls of it by a constant matrix that nothing else reads, and matmuls that
-    add it, after one of the former; and where the matmul before it writes half precision, of at most 2048 rows. The
-    weights are multiplied by gamma here and rounded again, to the graph's precision; what the norm rounded is not
-    rounded any more. The algebra and its numerics: `schedules.templates.row_norm`.
+    add it, after one of the former; and where the matmul before it writes half precision, of at most `norm_rows_max`
+    rows. The weights are multiplied by gamma here and rounded again, to the graph's precision; what the norm rounded is
+    not rounded any more. The algebra and its numerics: `schedules.templates.row_norm`.
     """
     if not state.launches_cost:
         return mod
@@ -209,7 +206,7 @@ class _Fuser:
     def _summing(self, call: _Call) -> _Call | None:
         """Return a call that writes partial sums too."""
         matmul = call.function.matmul
-        group = _group(matmul)
+        group = _group(matmul, self._state.options.norm_rows_max)
         if matmul.norm is not None or matmul.partials is not None or group is None:
             return None
         function = self._make(call, group, lambda func: keep_partial_sums(func, matmul, group))
@@ -318,9 +315,9 @@ def _described(name: str, func: tirx.PrimFunc) -> _Function | None:
     return _Function(name, func, matmul)
 
 
-def _group(matmul: MatmulFunction) -> int | None:
+def _group(matmul: MatmulFunction, rows_max: int) -> int | None:
     """Return the columns of a group of partial sums that suit a matmul's result, None where none do."""
-    if matmul.m > _ROWS_MAX:
+    if matmul.m > rows_max:
         return None
     least = _FEW_ROWS_GROUP if matmul.m <= _FEW_ROWS else _GROUP
     fitting = [size for size in _GROUPS if size >= least and matmul.columns % size == 0]

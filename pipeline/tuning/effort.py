@@ -15,7 +15,14 @@ LEVELS: Mapping[Effort, TuningOptions] = {
     Effort.NORMAL: TuningOptions(trials=256, population=64, min_gain=0.001),
     # All that templates offer, a search until a round saves a ten-thousandth, and a look at the whole model.
     Effort.THOROUGH: TuningOptions(
-        trials=2048, population=128, min_gain=0.0001, finals=11, warm_start_s=15.0, all_templates=True, rerank=3
+        trials=2048,
+        population=128,
+        min_gain=0.0001,
+        finals=11,
+        warm_start_s=15.0,
+        all_templates=True,
+        rerank=3,
+        norm_forms=True,
     ),
 }
 

@@ -40,6 +40,9 @@ class TuningOptions:
         Measure every candidate of the templates, also those that are predicted to be slow.
     rerank
         Hottest tasks whose best candidates are tried inside the compiled model; 0 leaves that out.
+    norm_forms
+        Tune the model with its norms inside the matmuls around them and apart, and take the faster; see
+        `pipeline.norm_forms`.
     seed
         Of the search and of the arguments' values.
     build_timeout_s, run_timeout_s
@@ -72,6 +75,7 @@ class TuningOptions:
     warm_start_s: float = 5.0
     all_templates: bool = False
     rerank: int = 0
+    norm_forms: bool = False
     seed: int = 0
     build_timeout_s: float = 30.0
     run_timeout_s: float = 10.0
