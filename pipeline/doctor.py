@@ -161,6 +161,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     lambda: check_package("cuda-bindings", required=False, extra="cuda"),
     check_nvcc,
     lambda: check_package("nvidia-cublas", required=False, extra="cublas"),
+    lambda: check_package("nvidia-cudnn-cu13", required=False, extra="cudnn"),
     lambda: check_package("torch", required=False, extra="export"),
 )
 

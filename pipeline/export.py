@@ -21,7 +21,7 @@ import tvm_ffi
 from models import describe_inputs
 from models.buckets import Bucket, fill_values
 from pipeline.artifact import write_directory
-from pipeline.codegen.cuda_libraries import CUBLASLT, CUDART, DRIVER
+from pipeline.codegen.cuda_libraries import CUDART, DRIVER
 from pipeline.codegen.library_objects import compile_library_objects, list_library_sources
 from pipeline.compile import CompiledModule
 from pipeline.errors import LoweringError
@@ -32,6 +32,7 @@ from pipeline.precision.recorded import policy_entry
 from pipeline.reference import compute_dtype
 from pipeline.runtime import vector_features
 from pipeline.selection import KernelChoice
+from schedules.libraries.vendors import libraries_of
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ def _kernel_entry(compiled: CompiledModule, choice: KernelChoice) -> KernelEntry
 def _libraries(compiled: CompiledModule) -> tuple[str, ...]:
     if compiled.target.kind != "cuda":
         return ()
-    return (CUDART, DRIVER, *((CUBLASLT,) if _library_sources(compiled) else ()))
+    return (CUDART, DRIVER, *(library.file for library in libraries_of(_library_sources(compiled))))
 
 
 def _library_sources(compiled: CompiledModule) -> list[Path]:

@@ -24,7 +24,9 @@ from tuning_db.records import Environment, Route
 logger = logging.getLogger(__name__)
 
 # Passes whose kernels are for templates: the fallback makes them of many parts, slower than without the pass.
-TEMPLATE_PASSES = frozenset({"recognise_attention", "interleave_gates", "fuse_norms"})
+TEMPLATE_PASSES = frozenset({"recognise_attention", "append_in_attention", "interleave_gates", "fuse_norms"})
+# Of these, passes whose kernels a vendor's library makes too.
+LIBRARY_PASSES = frozenset({"recognise_attention"})
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,9 @@ def _lowering_for(request: ModelRequest) -> LoweringOptions:
     """Return a request's options without the passes that make what only a template makes, where templates are off."""
     if Route.TEMPLATE in request.routes:
         return request.lowering
-    logger.info("route template is left aside, and with it: %s", ", ".join(sorted(TEMPLATE_PASSES)))
-    return replace(request.lowering, disabled_passes=request.lowering.disabled_passes | TEMPLATE_PASSES)
+    aside = TEMPLATE_PASSES - (LIBRARY_PASSES if Route.LIBRARY in request.routes else frozenset())
+    logger.info("route template is left aside, and with it: %s", ", ".join(sorted(aside)))
+    return replace(request.lowering, disabled_passes=request.lowering.disabled_passes | aside)
 
 
 @contextmanager

@@ -23,11 +23,12 @@ from models import TensorSpec
 from models.spec import numpy_dtype
 from pipeline.artifact import load_manifest, verify_artifact
 from pipeline.buckets import Router, RouteStatistics
-from pipeline.codegen.cuda_libraries import CUBLASLT, load_cuda_runtime, offer_cublaslt
+from pipeline.codegen.cuda_libraries import load_cuda_runtime, offer_library
 from pipeline.errors import ArtifactError, PipelineError
 from pipeline.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from pipeline.manifest_buckets import BucketEntry
 from pipeline.threads import configure_threads, default_threads
+from schedules.libraries.vendors import VENDOR_LIBRARIES
 from schedules.targets import resolve_target
 
 _SAVED_MAIN = "relaxtune_saved_main"
@@ -102,8 +103,9 @@ class Module:
         manifest = verify_artifact(directory) if verify else load_manifest(directory)
         chosen = _device_for(manifest, device, directory)
         configure_threads(threads)
-        if CUBLASLT in manifest.target.libraries:
-            offer_cublaslt()
+        for library in VENDOR_LIBRARIES:
+            if library.file in manifest.target.libraries:
+                offer_library(library)
         try:
             machine = VirtualMachine(_load_code(directory / MODULE_FILE), chosen)
         except (RuntimeError, OSError, ValueError) as e:

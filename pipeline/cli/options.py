@@ -67,8 +67,8 @@ RoutesOption = Annotated[
     typer.Option(
         "--routes",
         metavar="ROUTE,...",
-        help="Who may make kernels: metaschedule, template, library (cuBLASLt, which the artifact then needs where it "
-        "runs). Default: all but library.",
+        help="Who may make kernels: metaschedule, template, library (cuBLASLt and cuDNN, which the artifact then needs "
+        "where it runs). Default: all but library.",
     ),
 ]
 

@@ -16,15 +16,13 @@ from pathlib import Path
 import tvm
 from tvm import libinfo
 
-from schedules.libraries import cublaslt
+from schedules.libraries.vendors import VendorLibrary
 
 logger = logging.getLogger(__name__)
 
 CUDART = "libcudart.so.13"
 DRIVER = "libcuda.so.1"
 SIDECAR = "libtvm_runtime_cuda.so"
-CUBLASLT = cublaslt.LIBRARY
-CUBLASLT_PATH_VARIABLE = cublaslt.PATH_VARIABLE
 TOOLKIT_FOLDERS = (Path("/usr/local/cuda/lib64"), Path("/usr/local/cuda/targets/x86_64-linux/lib"))
 
 
@@ -45,15 +43,16 @@ def load_cuda_runtime() -> str | None:
     return reason
 
 
-def offer_cublaslt() -> Path | None:
-    """Return where cuBLASLt is installed, told to this process and its children by the variable that kernels read.
+def offer_library(library: VendorLibrary) -> Path | None:
+    """Return where a vendor's library is installed, told to this process and its children by the variable of it.
 
-    None when no folder that is known here has it; the loader's path may.
+    Kernels that call it read the variable. None when no folder that is known here has it; the loader's path may.
     """
-    folders = [*pypi_folders("nvidia-cublas"), *TOOLKIT_FOLDERS]
-    found = next((folder / CUBLASLT for folder in folders if (folder / CUBLASLT).is_file()), None)
+    folders = [*pypi_folders(library.distribution), *TOOLKIT_FOLDERS]
+    found = next((folder / library.file for folder in folders if (folder / library.file).is_file()), None)
     if found is not None:
-        os.environ.setdefault(CUBLASLT_PATH_VARIABLE, str(found))
+        os.environ.setdefault(library.variable, str(found))
+        logger.info("%s: %s", library.title, os.environ[library.variable])
     return found
 
 

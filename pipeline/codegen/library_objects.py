@@ -15,7 +15,7 @@ import tvm_ffi.libinfo
 from tvm import tirx
 
 from pipeline.errors import LoweringError
-from schedules.libraries.cublaslt import SOURCES_ATTR, library_sources
+from schedules.libraries.vendors import SOURCES_ATTR, library_sources
 
 _FLAGS = ("-std=c11", "-O2", "-fPIC", "-c")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tvm.s_tir import meta_schedule as ms
 
-from pipeline.codegen.cuda_libraries import offer_cublaslt
+from pipeline.codegen.cuda_libraries import offer_library
 from pipeline.environment import target_key
 from pipeline.errors import NothingMeasuredError, UsageError
 from pipeline.tuning.build_pool import BUILD_MODULE, BuilderLimits, BuildPool
@@ -43,8 +43,9 @@ from pipeline.tuning.template_search import TemplateSearch
 from pipeline.tuning.timing import MeasureOptions
 from pipeline.tuning.warm_start import begin_with_records
 from schedules.host import physical_cores
+from schedules.libraries.vendors import VENDOR_LIBRARIES
 from schedules.rules.tensor_intrinsics import register_intrinsics
-from schedules.rules.tensor_tile import takes_tensor_tiles
+from schedules.rules.tensor_tile import has_tensor_tiles
 from schedules.space import make_space
 from schedules.targets import ResolvedTarget
 from tuning_db.metaschedule import MetaScheduleAdapter
@@ -103,8 +104,9 @@ def tune(
     """
     _check(options)
     if Route.LIBRARY in options.routes:
-        offer_cublaslt()
-    if takes_tensor_tiles(target.target):
+        for library in VENDOR_LIBRARIES:
+            offer_library(library)
+    if has_tensor_tiles(target.target):
         # Records of earlier runs name them.
         register_intrinsics()
     began = time.monotonic()
@@ -330,7 +332,7 @@ class _Session:
         return TaskSearch(
             state.task.mod,
             self._target.target,
-            make_space(self._target.target),
+            make_space(self._target.target, state.task.mod),
             self._cost_model,
             seeds,
             name=state.task.name,

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 from tvm import s_tir, tirx
 
+from schedules.libraries.vendors import SOURCES_ATTR
+
 # Code made without loops to bind (sorts, scans, templates) names its threads in statements of these kinds.
 _LAUNCHES = ("thread_extent", "virtual_thread")
 
@@ -20,8 +22,12 @@ def list_unbound_blocks(func: tirx.PrimFunc) -> list[str]:
 
 
 def count_launches(func: tirx.PrimFunc) -> int:
-    """Return how many kernels a scheduled GPU PrimFunc launches; one that is no schedule of blocks is one kernel."""
-    return max(1, _launches(func.body))
+    """Return how many kernels a scheduled GPU PrimFunc launches; one that is no schedule of blocks is one kernel.
+
+    A call of a vendor's library counts as one, whatever the library launches for it.
+    """
+    calls = 1 if func.attrs and SOURCES_ATTR in func.attrs else 0
+    return max(1, _launches(func.body) + calls)
 
 
 def _launches(stmt: tirx.Stmt) -> int:

@@ -3,24 +3,23 @@
 // cuBLASLt is opened when the first matmul runs, so a module that holds this code loads where the library is missing.
 // The declarations are those of cublasLt.h of CUDA 13; the numbers of its enumerations are part of its ABI.
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 #include <tvm/ffi/extra/c_env_api.h>
+
+#include "open_library.h"
 
 static const char *const LIBRARY = "libcublasLt.so.13";
 static const char *const PATH_VARIABLE = "RELAXTUNE_CUBLASLT";
-static const char *const DRIVER = "libcuda.so.1";
 
 // What relaxtune_cublaslt_matmul answers; schedules/libraries/cublaslt.py has a message for each.
 enum { DONE = 0, NO_LIBRARY = 1, NO_ALGORITHM = 2, FAILED = 3 };
 
-enum { COMPUTE_FLOAT32 = 68, TYPE_FLOAT32 = 0, TYPE_FLOAT16 = 2, TYPE_BFLOAT16 = 14, TRANSPOSED = 1, EPILOGUE_BIAS = 4 };
+enum { COMPUTE_FLOAT32 = 68, TYPE_FLOAT32 = 0, TYPE_FLOAT16 = 2, TYPE_BFLOAT16 = 14, TRANSPOSED = 1 };
+enum { EPILOGUE_BIAS = 4, EPILOGUE_GELU = 32 };  // bits, added up
 enum { DESC_TRANS_A = 3, DESC_EPILOGUE = 7, DESC_BIAS_POINTER = 8, DESC_BIAS_TYPE = 26 };
 enum { PREFER_WORKSPACE = 1, PREFER_ALIGNMENT = 5 };  // alignment of A; those of B, C and D follow
-enum { DEVICE_CUDA = 2, ALGORITHMS = 16, WORKSPACE_BYTES = 32 << 20 };
+enum { ALGORITHMS = 16, WORKSPACE_BYTES = 32 << 20 };
 
 typedef struct {
   uint64_t data[8];
@@ -52,7 +51,7 @@ static struct {
 // What tells one matmul from another; compared as bytes, so made by memset.
 typedef struct {
   int64_t m, n, k;
-  int device, transposed, input, output, algorithm;
+  int device, transposed, input, output, gelu, algorithm;
   uint32_t alignment[5];  // of b, a, residual, out, bias; 0 for what is absent
 } Key;
 
@@ -74,16 +73,8 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int load(void) {
   static int state = -1;
   if (state >= 0) return state;
-  void *library = dlopen(LIBRARY, RTLD_NOW | RTLD_LOCAL);
-  const char *path = getenv(PATH_VARIABLE);
-  if (library == NULL && path != NULL) library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  void *driver = dlopen(DRIVER, RTLD_NOW | RTLD_LOCAL);
-  if (library == NULL || driver == NULL) return state = 0;
-  const struct {
-    void *from;
-    const char *name;
-    void *to;
-  } functions[] = {
+  void *library = open_library(LIBRARY, PATH_VARIABLE), *driver = open_driver();
+  const Symbol symbols[] = {
       {library, "cublasLtCreate", &api.create},
       {library, "cublasLtMatmulDescCreate", &api.desc_create},
       {library, "cublasLtMatmulDescSetAttribute", &api.desc_set},
@@ -96,12 +87,7 @@ static int load(void) {
       {driver, "cuCtxGetDevice", &api.context_device},
       {driver, "cuMemAlloc_v2", &api.allocate},
   };
-  for (size_t i = 0; i < sizeof functions / sizeof *functions; ++i) {
-    void *function = dlsym(functions[i].from, functions[i].name);
-    if (function == NULL) return state = 0;
-    memcpy(functions[i].to, &function, sizeof function);
-  }
-  return state = 1;
+  return state = take_symbols(symbols, sizeof symbols / sizeof *symbols);
 }
 
 static Made *find(const Key *key) {
@@ -153,13 +139,11 @@ static int prepare(Made *made, Made *device, void *bias) {
       api.layout_create(&made->c, output, key->n, key->m, key->n) != 0) {
     return FAILED;
   }
-  if (bias != NULL) {
-    const int epilogue = EPILOGUE_BIAS;
-    if (api.desc_set(made->desc, DESC_EPILOGUE, &epilogue, sizeof epilogue) != 0 ||
-        api.desc_set(made->desc, DESC_BIAS_TYPE, &output, sizeof output) != 0 ||
-        api.desc_set(made->desc, DESC_BIAS_POINTER, &bias, sizeof bias) != 0) {
-      return FAILED;
-    }
+  const int epilogue = (bias != NULL ? EPILOGUE_BIAS : 0) + (key->gelu ? EPILOGUE_GELU : 0);
+  if (epilogue != 0 && api.desc_set(made->desc, DESC_EPILOGUE, &epilogue, sizeof epilogue) != 0) return FAILED;
+  if (bias != NULL && (api.desc_set(made->desc, DESC_BIAS_TYPE, &output, sizeof output) != 0 ||
+                       api.desc_set(made->desc, DESC_BIAS_POINTER, &bias, sizeof bias) != 0)) {
+    return FAILED;
   }
   void *preference = NULL;
   if (api.preference_create(&preference) != 0) return FAILED;
@@ -206,11 +190,11 @@ static int run(const Key *key, void *a, void *b, void *bias, void *residual, voi
   return status == 0 ? DONE : FAILED;
 }
 
-// out[m, n] = a[m, k] @ b (+ bias[n]) (+ residual[m, n]); b is [k, n], or [n, k] when transposed. bias and residual may
-// be null and have out's dtype. Dtypes: 0 float16, 1 bfloat16, 2 float32 (output only). algorithm: place in the list
-// that cuBLASLt's heuristic returns.
+// out[m, n] = gelu?(a[m, k] @ b (+ bias[n]) (+ residual[m, n])); b is [k, n], or [n, k] when transposed. bias and
+// residual may be null and have out's dtype. Dtypes: 0 float16, 1 bfloat16, 2 float32 (output only). gelu: 0, or 1 for
+// its tanh form. algorithm: place in the list that cuBLASLt's heuristic returns.
 int relaxtune_cublaslt_matmul(void *a, void *b, void *bias, void *residual, void *out, int64_t m, int64_t n, int64_t k,
-                              int transposed, int input, int output, int algorithm) {
+                              int transposed, int input, int output, int gelu, int algorithm) {
   Key key;
   memset(&key, 0, sizeof key);
   key.m = m;
@@ -219,6 +203,7 @@ int relaxtune_cublaslt_matmul(void *a, void *b, void *bias, void *residual, void
   key.transposed = transposed;
   key.input = input;
   key.output = output;
+  key.gelu = gelu;
   key.algorithm = algorithm;
   const void *const pointers[] = {b, a, residual, out, bias};
   for (int i = 0; i < 5; ++i) key.alignment[i] = alignment_of(pointers[i]);

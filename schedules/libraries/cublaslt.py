@@ -2,10 +2,15 @@
 
 ::
 
-    C[m, n] = sum_k A[m, k] * B[k, n] (+ bias[n]) (+ residual[m, n])        float16 or bfloat16; the sum: float32
+    C[m, n] = gelu?(sum_k A[m, k] * B[k, n] (+ bias[n])) (+ residual[m, n])   float16 or bfloat16; the sum: float32
 
-What the library computes itself is all that is taken: a bias, a residual of the output's dtype, nothing else. It has
-no gelu by erf, and it rounds only once, after the last addition, where the function may round after each.
+Where the library's own epilogues compute the function, they do (`epilogue="library"`): a bias; a residual of the
+output's dtype, as beta * C; gelu in its tanh form. It rounds only once, at the end, where the function may round after
+each step. It wants the bias in the output's dtype: one in another (float32, say, where matmuls are in half precision)
+is rounded to that by a small kernel before each call, which is as exact as the output is.
+
+Any other elementwise epilogue (gelu by erf, a residual of another dtype, factors of rows) is a kernel of our own after
+the call, which leaves the sums in float32 (`epilogue="kernel"`): what it costs to do without.
 
 The call is in C (`cublaslt.c`, linked into the module), which opens `libcublasLt.so.13` when it first runs: by the
 loader's path, or as the environment variable `RELAXTUNE_CUBLASLT` says. The place of an algorithm in the heuristic's
@@ -15,38 +20,27 @@ list holds for one version of the library on one model of GPU, which is where a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
-from tvm.script.ir_builder import IRBuilder
-from tvm.tirx.script import builder as T
 
-from schedules.fallback import SCHEDULED_ATTR
+from schedules.libraries.calls import LibraryCall, call_alone, call_before, call_on_made, no_pointer
+from schedules.libraries.vendors import CUBLASLT
 from schedules.targets import ResolvedTarget
 from schedules.templates.base import Parameters, Refusal, TemplateError
-from schedules.templates.blocks import constant_value
+from schedules.templates.blocks import constant_value, list_blocks, static_shape
 from schedules.templates.epilogue import MatmulFunction, recognise_matmul
+from schedules.templates.fast_gelu import find_gelu
 
-LIBRARY = "libcublasLt.so.13"
-# Where the library is, for a process whose loader does not find it.
-PATH_VARIABLE = "RELAXTUNE_CUBLASLT"
-# On a PrimFunc: names of the C sources, in this folder, that a module with it must be linked with.
-SOURCES_ATTR = "relaxtune.library_sources"
-
-_SOURCE = Path(__file__).with_name("cublaslt.c")
 _FUNCTION = "relaxtune_cublaslt_matmul"
 _INPUTS = {"float16": 0, "bfloat16": 1}
 _OUTPUTS = {**_INPUTS, "float32": 2}
 # The heuristic's first places; it offers 16 at most.
 _ALGORITHMS = 8
-# Attributes of the function that are about its blocks, which the call has not.
-_BLOCKS_ATTR = "s_tir"
+_BY_LIBRARY, _BY_KERNEL = "library", "kernel"
 _ANSWERS = {
-    1: f"cuBLASLt is not there: expected {LIBRARY} on the loader's path or at ${PATH_VARIABLE}; install nvidia-cublas, "
-    "or compile without --routes library",
     2: "cuBLASLt offers no such algorithm for this matmul here; another version recorded it: measure the task again",
     3: "cuBLASLt failed; look for an earlier error of the device",
 }
@@ -54,25 +48,29 @@ _ANSWERS = {
 
 @dataclass(frozen=True)
 class CublasLtParameters(Parameters):
-    """Which algorithm multiplies.
+    """Which algorithm multiplies, and who does the rest.
 
     Attributes
     ----------
     algorithm
         Place in the list of `cublasLtMatmulAlgoGetHeuristic`, 0 its favourite.
+    epilogue
+        "library": the algorithm does it; "kernel": a kernel of our own after it.
     """
 
     template: ClassVar[str] = "cublaslt"
 
     algorithm: int = 0
+    epilogue: str = _BY_LIBRARY
 
 
 @dataclass(frozen=True)
-class _Added:
-    """Positions of the parameters that the library adds, None where there is none."""
+class _Fused:
+    """What the library does besides: positions of the parameters that it adds, None where there is none; gelu."""
 
     bias: int | None = None
     residual: int | None = None
+    gelu: bool = False
 
 
 class CublasLt:
@@ -81,32 +79,35 @@ class CublasLt:
     name = CublasLtParameters.template
 
     def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[CublasLtParameters] | Refusal:
-        """Return the heuristic's first places, or why the library does not compute the function."""
-        found = _recognise(func, target)
-        if isinstance(found, Refusal):
-            return found
-        return [CublasLtParameters(algorithm) for algorithm in range(_ALGORITHMS)]
+        """Return the heuristic's first places, or why the library does not multiply for the function."""
+        matmul = _recognise(func, target)
+        if isinstance(matmul, Refusal):
+            return matmul
+        epilogue = _BY_KERNEL if isinstance(_fused(func, matmul), Refusal) else _BY_LIBRARY
+        return [CublasLtParameters(algorithm, epilogue) for algorithm in range(_ALGORITHMS)]
 
     def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
-        """Return the PrimFunc as a call of the library."""
+        """Return the PrimFunc as a call of the library, with a kernel before or after it where there must be one."""
         if not isinstance(parameters, CublasLtParameters):
             raise TemplateError(f"library {self.name} got {parameters!r}; expected CublasLtParameters.")
-        found = _recognise(func, target)
-        if isinstance(found, Refusal):
-            return found
-        return _call(func, *found, parameters.algorithm)
+        matmul = _recognise(func, target)
+        if isinstance(matmul, Refusal):
+            return matmul
+        if parameters.epilogue == _BY_LIBRARY:
+            fused = _fused(func, matmul)
+            return fused if isinstance(fused, Refusal) else _call_fused(func, matmul, fused, parameters.algorithm)
+        if parameters.epilogue != _BY_KERNEL:
+            return Refusal(f"epilogue is {parameters.epilogue!r}, expected {_BY_LIBRARY!r} or {_BY_KERNEL!r}")
+        if matmul.epilogue.value.same_as(matmul.epilogue.accumulator):
+            return Refusal("there is no epilogue that a kernel could do")
+        return _call_and_finish(func, matmul, parameters.algorithm)
 
     def parse(self, decision: str) -> CublasLtParameters:
         """Return the parameters of a decision; TemplateError when it is not one of this library's."""
         return CublasLtParameters.from_json(decision)
 
 
-def library_sources(names: Sequence[str]) -> list[Path]:
-    """Return the C sources that `SOURCES_ATTR` names."""
-    return [_SOURCE.with_name(str(name)) for name in names]
-
-
-def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> tuple[MatmulFunction, _Added] | Refusal:
+def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
     if target.kind != "cuda":
         return Refusal(f"the target is {target.kind}, expected cuda")
     matmul = recognise_matmul(func)
@@ -114,71 +115,118 @@ def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> tuple[MatmulFunct
         return matmul
     if matmul.norm is not None or matmul.partials is not None:
         return Refusal("cuBLASLt makes no statistics of rows")
-    if matmul.input_dtype not in _INPUTS or matmul.output_dtype not in (matmul.input_dtype, "float32"):
+    if matmul.input_dtype not in _INPUTS:
+        return Refusal(f"the operands are {matmul.input_dtype}, expected {' or '.join(_INPUTS)}")
+    return matmul
+
+
+def _fused(func: tirx.PrimFunc, matmul: MatmulFunction) -> _Fused | Refusal:
+    """Return what the library's own epilogue does, if that is all that the function's does."""
+    if matmul.output_dtype not in (matmul.input_dtype, "float32"):
         return Refusal(f"cuBLASLt does not make {matmul.output_dtype} of {matmul.input_dtype}")
-    added = _added(func, matmul)
-    return added if isinstance(added, Refusal) else (matmul, added)
+    value = _uncast(matmul.epilogue.value)
+    if isinstance(value, tirx.Mul):
+        found = find_gelu(value)
+        if found is None or found[0] != "tanh":
+            return Refusal("the epilogue does more than add a bias and a residual, or gelu in its tanh form")
+        inner = _sum_of(func, matmul, found[1])
+        if isinstance(inner, Refusal) or inner.residual is not None:
+            return inner if isinstance(inner, Refusal) else Refusal("gelu comes after the residual")
+        return replace(inner, gelu=True)
+    return _sum_of(func, matmul, value)
 
 
-def _added(func: tirx.PrimFunc, matmul: MatmulFunction) -> _Added | Refusal:
-    """Return what the epilogue adds to the sum, if it does nothing else."""
+def _sum_of(func: tirx.PrimFunc, matmul: MatmulFunction, total: tirx.Expr) -> _Fused | Refusal:
+    """Return what is added to the product."""
     positions: dict[str, int] = {}
-    for term in _terms(matmul.epilogue.value):
+    terms = _terms(total)
+    if sum(term.same_as(matmul.epilogue.accumulator) for term in terms) != 1:
+        return Refusal("the epilogue does more than add a bias and a residual, or gelu in its tanh form")
+    for term in terms:
         if term.same_as(matmul.epilogue.accumulator):
             continue
         if not isinstance(term, TensorLoad):
-            return Refusal("the epilogue does more than add a bias and a residual")
-        if str(term.source.ty.dtype) != matmul.output_dtype:
-            return Refusal(f"{term.source.name} is {term.source.ty.dtype}, the output {matmul.output_dtype}")
+            return Refusal("the epilogue does more than add a bias and a residual, or gelu in its tanh form")
+        dtype = str(term.source.ty.dtype)
         if matmul.epilogue.is_per_column(term):
-            kind = "bias"
+            kind, dtypes = "bias", tuple(_OUTPUTS)
         elif matmul.epilogue.is_aligned(term):
-            kind = "residual"
+            kind, dtypes = "residual", (matmul.output_dtype,)
         else:
             return Refusal(f"{term.source.name} is neither a bias nor a residual")
+        if dtype not in dtypes:
+            return Refusal(f"the {kind} {term.source.name} is {dtype}, expected {' or '.join(dtypes)}")
         if kind in positions:
             return Refusal(f"the epilogue adds two {kind} terms")
         positions[kind] = next(i for i, param in enumerate(func.params) if param.same_as(term.source))
-    return _Added(**positions)
+    return _Fused(positions.get("bias"), positions.get("residual"))
 
 
 def _terms(value: tirx.Expr) -> list[tirx.Expr]:
     """Return what is added up, casts removed."""
-    if isinstance(value, tirx.Cast):
-        return _terms(value.value)
+    value = _uncast(value)
     if isinstance(value, tirx.Add):
         return [*_terms(value.a), *_terms(value.b)]
     return [] if constant_value(value) == 0 else [value]
 
 
-def _call(func: tirx.PrimFunc, matmul: MatmulFunction, added: _Added, algorithm: int) -> tirx.PrimFunc:
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("main")
-        params = [
-            T.arg(param.name, T.Buffer([int(size) for size in param.ty.shape], str(param.ty.dtype)))
-            for param in func.params
-        ]
+def _uncast(value: tirx.Expr) -> tirx.Expr:
+    return _uncast(value.value) if isinstance(value, tirx.Cast) else value
 
-        def data(position: int | None) -> tirx.Expr:
-            return tirx.reinterpret("handle", tirx.const(0, "uint64")) if position is None else params[position].data
 
-        answer = T.Bind(
-            T.call_extern(
-                "int32",
-                _FUNCTION,
-                *(data(position) for position in (matmul.a, matmul.b, added.bias, added.residual, matmul.output)),
-                *(tirx.const(size, "int64") for size in (matmul.m, matmul.n, matmul.k)),
+def _call_fused(func: tirx.PrimFunc, matmul: MatmulFunction, fused: _Fused, algorithm: int) -> tirx.PrimFunc:
+    data = [param.data for param in func.params]
+    residual = no_pointer() if fused.residual is None else data[fused.residual]
+    output = data[matmul.output]
+
+    def call(bias: tirx.Expr) -> LibraryCall:
+        return _call(func, matmul, (bias, residual, output), matmul.output_dtype, fused.gelu, algorithm)
+
+    if fused.bias is None:
+        return call_alone(func, call(no_pointer()))
+    given = func.params[fused.bias]
+    if str(given.ty.dtype) == matmul.output_dtype:
+        return call_alone(func, call(given.data))
+    rounded = tirx.decl_buffer((matmul.n,), matmul.output_dtype, "rounded_bias")
+    leading = [0] * (len(static_shape(given) or ()) - 1)
+    return call_on_made(func, rounded, lambda n: given[(*leading, n)].astype(matmul.output_dtype), call(rounded.data))
+
+
+def _call_and_finish(func: tirx.PrimFunc, matmul: MatmulFunction, algorithm: int) -> tirx.PrimFunc | Refusal:
+    blocks = list_blocks(func)
+    if isinstance(blocks, Refusal):
+        return blocks
+    product = next(block.name_hint for block in blocks if block.init is not None)
+
+    def call(sums: tirx.Var) -> LibraryCall:
+        return _call(func, matmul, (no_pointer(), no_pointer(), sums.data), "float32", False, algorithm)
+
+    return call_before(func, product, call)
+
+
+def _call(
+    func: tirx.PrimFunc,
+    matmul: MatmulFunction,
+    pointers: tuple[tirx.Expr, tirx.Expr, tirx.Expr],
+    output_dtype: str,
+    gelu: bool,
+    algorithm: int,
+) -> LibraryCall:
+    """Return the call with pointers to the bias, the residual and the output."""
+    arguments = [
+        func.params[matmul.a].data,
+        func.params[matmul.b].data,
+        *pointers,
+        *(tirx.const(size, "int64") for size in (matmul.m, matmul.n, matmul.k)),
+        *(
+            tirx.const(number, "int32")
+            for number in (
                 int(matmul.b_transposed),
                 _INPUTS[matmul.input_dtype],
-                _OUTPUTS[matmul.output_dtype],
+                _OUTPUTS[output_dtype],
+                int(gelu),
                 algorithm,
             )
-        )
-        for value, message in _ANSWERS.items():
-            with T.Assert(answer != value, message):
-                pass
-    made = builder.get()
-    for key, value in func.attrs.items() if func.attrs else ():
-        if key != _BLOCKS_ATTR:
-            made = made.with_attr(key, value)
-    return made.with_attr(SCHEDULED_ATTR, True).with_attr(SOURCES_ATTR, [_SOURCE.name])
+        ),
+    ]
+    return LibraryCall(CUBLASLT, _FUNCTION, arguments, _ANSWERS)

@@ -42,8 +42,19 @@ def fast_gelu(product: tirx.Mul) -> tirx.Expr:
 
     Any other product is returned as it is.
     """
-    if str(product.ty.dtype) != "float32":
+    found = find_gelu(product)
+    if found is None:
         return product
+    form, x = found
+    if form == "tanh":
+        return T.cuda.func_call(_GELU_TANH, x, source_code=_GELU_TANH_SOURCE, return_type="float32")
+    return T.cuda.func_call(_GELU, x, source_code=_GELU_SOURCE, return_type="float32")
+
+
+def find_gelu(product: tirx.Mul) -> tuple[str, tirx.Expr] | None:
+    """Return which form of gelu a float32 product is ("erf" or "tanh"), and of what; None when it is none."""
+    if str(product.ty.dtype) != "float32":
+        return None
     scale, factors = _factors(product)
     for number, factor in enumerate(factors):
         others = factors[:number] + factors[number + 1 :]
@@ -53,10 +64,10 @@ def fast_gelu(product: tirx.Mul) -> tirx.Expr:
         call, x = found[1], others[0]
         inner = _polynomial(call.args[0], x)
         if _is(call, "erf") and _close(inner, {1: math.sqrt(0.5)}):
-            return T.cuda.func_call(_GELU, x, source_code=_GELU_SOURCE, return_type="float32")
+            return "erf", x
         if _is(call, "tanh") and _close(inner, _TANH_COEFFICIENTS):
-            return T.cuda.func_call(_GELU_TANH, x, source_code=_GELU_TANH_SOURCE, return_type="float32")
-    return product
+            return "tanh", x
+    return None
 
 
 def _weighted_one_plus(value: tirx.Expr) -> tuple[float, Call] | None:

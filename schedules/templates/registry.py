@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from tvm.tirx import PrimFunc
 
 from schedules.libraries.cublaslt import CublasLt
+from schedules.libraries.cudnn_attention import CudnnAttention
 from schedules.targets import ResolvedTarget
 from schedules.templates.attention_sm90 import AttentionSm90
 from schedules.templates.base import Parameters, Refusal, Template, TemplateError, template_of
@@ -22,7 +23,7 @@ TEMPLATES: Mapping[str, Template] = {
     template.name: template for template in (GemmSm90(), Gemv(), AttentionSm90(), Rows(), Elementwise())
 }
 
-LIBRARIES: Mapping[str, Template] = {library.name: library for library in (CublasLt(),)}
+LIBRARIES: Mapping[str, Template] = {library.name: library for library in (CublasLt(), CudnnAttention())}
 
 
 def list_candidates(

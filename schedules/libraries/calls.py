@@ -1,0 +1,138 @@
+"""PrimFuncs that call a C function of this folder, and the small kernels of our own around such a call.
+
+A call is host code: it tells the library's handle what to launch on TVM's stream, where kernels before and after it in
+the same PrimFunc are launched too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tvm import s_tir, tirx
+from tvm.ir.expr import StringImm
+
+from schedules.fallback import SCHEDULED_ATTR
+from schedules.libraries.vendors import SOURCES_ATTR, VendorLibrary
+
+_THREADS = 256
+_ERROR = "RuntimeError"
+# On a PrimFunc made of blocks.
+_BLOCKS_ATTR = "s_tir"
+
+
+@dataclass(frozen=True)
+class LibraryCall:
+    """A call of a C function that answers 0 when it is done.
+
+    Attributes
+    ----------
+    library
+        What it calls.
+    function
+        Its name.
+    arguments
+        Numbers, strings, and pointers to data.
+    answers
+        Message for each answer besides 0 and 1 (1: the library is not there).
+    """
+
+    library: VendorLibrary
+    function: str
+    arguments: Sequence[tirx.Expr]
+    answers: Mapping[int, str]
+
+    def statements(self) -> list[tirx.Stmt]:
+        """Return the call and the checks of its answer."""
+        answer = tirx.Var("answer", "int32")
+        called = tirx.Bind(answer, tirx.call_extern("int32", self.function, *self.arguments))
+        messages = {1: self.library.missing, **self.answers}
+        # The constructor takes them in this order, whatever names its Python signature gives them.
+        checks = [
+            tirx.AssertStmt(answer != value, StringImm(_ERROR), [StringImm(message)])
+            for value, message in messages.items()
+        ]
+        return [called, *checks]
+
+
+def no_pointer() -> tirx.Expr:
+    """Return a null pointer."""
+    return tirx.reinterpret("handle", tirx.const(0, "uint64"))
+
+
+def call_alone(func: tirx.PrimFunc, call: LibraryCall) -> tirx.PrimFunc:
+    """Return a PrimFunc, its body replaced by a call."""
+    return _with_body(func, call, call.statements(), [])
+
+
+def call_on_made(
+    func: tirx.PrimFunc, made: tirx.Var, element: Callable[[tirx.Var], tirx.Expr], call: LibraryCall
+) -> tirx.PrimFunc:
+    """Return a PrimFunc, its body replaced by a kernel that makes a flat buffer, and a call that reads it.
+
+    Parameters
+    ----------
+    func : PrimFunc
+        Its parameters and attributes stay.
+    made : Var
+        The buffer, of one axis, which is no parameter of the function.
+    element : callable
+        Gets a position in the buffer, returns its element.
+    call : LibraryCall
+        What reads it.
+    """
+    (size,) = (int(extent) for extent in made.ty.shape)
+    blocks = math.ceil(size / _THREADS)
+    block, thread = tirx.Var("block", "int32"), tirx.Var("thread", "int32")
+    position = block * _THREADS + thread
+    store: tirx.Stmt = tirx.BufferStore(made, element(position), [position])
+    if size % _THREADS:
+        store = tirx.IfThenElse(position < size, store, None)
+    kernel = _bound(block, blocks, "blockIdx.x", _bound(thread, _THREADS, "threadIdx.x", store))
+    return _with_body(func, call, [kernel, *call.statements()], [made])
+
+
+def call_before(func: tirx.PrimFunc, product: str, call: Callable[[tirx.Var], LibraryCall]) -> tirx.PrimFunc:
+    """Return a PrimFunc whose first block is replaced by a call, all that follows made by one kernel of our own.
+
+    Parameters
+    ----------
+    func : PrimFunc
+        Blocks one after the other; those after the first are elementwise.
+    product : str
+        Name of the first block.
+    call : callable
+        Gets the buffer that the first block writes; returns what fills it.
+    """
+    schedule = s_tir.Schedule(func)
+    root = schedule.get_sblock("root")
+    *inner, last = [one for one in schedule.get_child_blocks(root) if schedule.get(one).name_hint != product]
+    for one in inner:
+        schedule.compute_inline(one)
+    fused = schedule.fuse(*schedule.get_loops(last))
+    blocks, threads = schedule.split(fused, [None, _THREADS])
+    schedule.bind(blocks, "blockIdx.x")
+    schedule.bind(threads, "threadIdx.x")
+    made = schedule.mod["main"]
+    block = made.body.block
+    (buffer,) = block.alloc_buffers
+    told = call(buffer)
+    return _with_body(made, told, [*told.statements(), *list(block.body.seq)[1:]], [buffer])
+
+
+def _bound(var: tirx.Var, extent: int, thread: str, body: tirx.Stmt) -> tirx.Stmt:
+    axis = tirx.IterVar(None, var, tirx.IterVar.ThreadIndex, thread)
+    return tirx.For(var, 0, extent, tirx.ForKind.THREAD_BINDING, body, axis)
+
+
+def _with_body(
+    func: tirx.PrimFunc, call: LibraryCall, statements: Sequence[tirx.Stmt], buffers: Sequence[tirx.Var]
+) -> tirx.PrimFunc:
+    body = statements[0] if len(statements) == 1 else tirx.SeqStmt(list(statements))
+    if buffers:
+        root = s_tir.SBlock([], [], [], "root", body, alloc_buffers=list(buffers))
+        made = tirx.PrimFunc(func.params, s_tir.SBlockRealize([], True, root), func.ret_type, func.attrs)
+    else:
+        made = tirx.PrimFunc(func.params, body, func.ret_type, func.attrs).without_attr(_BLOCKS_ATTR)
+    return made.with_attr(SCHEDULED_ATTR, True).with_attr(SOURCES_ATTR, [call.library.source])

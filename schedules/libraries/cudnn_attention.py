@@ -1,0 +1,216 @@
+"""Attention by cuDNN 9: one execution plan of its fused attention, the plan a place in its heuristic's list.
+
+Notation is that of `schedules.attention`. What cuDNN takes here: float16 or bfloat16 for Q, K, V and O, which may lie
+anywhere (slices of one packed product, heads before positions or after); grouped queries; heads of a multiple of 8 up
+to 256; a causal mask, also with more keys than queries; a window; an added mask of float16, bfloat16 or float32 that
+broadcasts along any axis; a `keep` mask, which a small kernel before each call turns into an added one of 0 and -inf.
+
+Of a row of which no key is seen (all -inf, or not kept), cuDNN makes zeros, where the function has NaN. Scores with an
+added mask of float32 or bfloat16 are bounded below by -1e38: with all keys at float32's minimum, a row is an ordinary
+softmax, as the function has it.
+
+The call is in C (`cudnn_attention.c`, linked into the module), which opens `libcudnn.so.9` (9.10.2 or later) when it
+first runs: by the loader's path, or as the environment variable `RELAXTUNE_CUDNN` says. Then a plan is made, for which
+cuDNN compiles a kernel (up to a second), and kept. The place of a plan in the heuristic's list holds for one version of
+the library on one model of GPU, which is where a record is true.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tvm import tirx
+from tvm.ir.expr import StringImm
+
+from schedules.attention import AttentionSpec, HeadLayout, ScoreBias, spec_of
+from schedules.libraries.calls import LibraryCall, call_alone, call_on_made, no_pointer
+from schedules.libraries.vendors import CUDNN
+from schedules.targets import ResolvedTarget
+from schedules.templates.base import Parameters, Refusal, TemplateError
+from schedules.templates.blocks import static_shape
+
+_FUNCTION = "relaxtune_cudnn_attention"
+# cudnnDataType_t.
+_DTYPES = {"float16": 2, "bfloat16": 9}
+_ADDED = {**_DTYPES, "float32": 0}
+_KEPT = ("bool", "int8", "uint8", "int32", "int64")
+_NO_MASK = -1
+# Elements that its loads of 16 bytes take.
+_VECTOR = 8
+_HEAD_DIM_MAX = 256
+# The heuristic (mode A) of cuDNN 9.19 gives 2 to 4 on an H200, and its other modes the same ones.
+_PLANS = 4
+_MADE_MASK = "float16"
+_ANSWERS = {
+    2: "cuDNN offers no such plan for this attention here; another version recorded it, or it does not find NVRTC "
+    "(package nvidia-cuda-nvrtc): measure the task again",
+    3: "cuDNN failed; look for an earlier error of the device",
+}
+
+
+@dataclass(frozen=True)
+class CudnnAttentionParameters(Parameters):
+    """Which plan runs.
+
+    Attributes
+    ----------
+    plan
+        Place in the list of cuDNN's heuristic (mode A), 0 its favourite.
+    """
+
+    template: ClassVar[str] = "cudnn_attention"
+
+    plan: int = 0
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """A mask as cuDNN reads it: sizes along batch, head, query and key (1 broadcasts), strides in elements."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class CudnnAttention:
+    """The library as a maker of kernels; see `schedules.templates.base.Template`."""
+
+    name = CudnnAttentionParameters.template
+
+    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[CudnnAttentionParameters] | Refusal:
+        """Return the heuristic's places, or why the library does not compute the function."""
+        spec = _recognise(func, target)
+        return spec if isinstance(spec, Refusal) else [CudnnAttentionParameters(plan) for plan in range(_PLANS)]
+
+    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+        """Return the PrimFunc as a call of the library."""
+        if not isinstance(parameters, CudnnAttentionParameters):
+            raise TemplateError(f"library {self.name} got {parameters!r}; expected CudnnAttentionParameters.")
+        spec = _recognise(func, target)
+        return spec if isinstance(spec, Refusal) else _call(func, spec, parameters.plan)
+
+    def parse(self, decision: str) -> CudnnAttentionParameters:
+        """Return the parameters of a decision; TemplateError when it is not one of this library's."""
+        return CudnnAttentionParameters.from_json(decision)
+
+
+def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
+    """Return the function's attention when cuDNN computes it."""
+    if target.kind != "cuda":
+        return Refusal(f"the target is {target.kind}, expected cuda")
+    spec = spec_of(func)
+    if spec is None:
+        return Refusal("the function is not marked as an attention")
+    if spec.growth is not None:
+        return Refusal("cuDNN does not write caches of K and V")
+    if spec.head_dim % _VECTOR or spec.head_dim > _HEAD_DIM_MAX:
+        return Refusal(f"head_dim is {spec.head_dim}, expected a multiple of {_VECTOR} up to {_HEAD_DIM_MAX}")
+    if (spec.causal or spec.window) and spec.queries > spec.keys:
+        return Refusal(f"{spec.queries} queries look back on {spec.keys} keys: some see none")
+    dtypes = {role: str(func.params[layout.param].ty.dtype) for role, layout in _layouts(spec).items()}
+    if len(set(dtypes.values())) > 1 or dtypes["query"] not in _DTYPES:
+        return Refusal(f"the dtypes are {dtypes}, expected {' or '.join(_DTYPES)} for all")
+    return _refuse_layouts(spec) or _refuse_mask(func, spec.bias) or spec
+
+
+def _layouts(spec: AttentionSpec) -> dict[str, HeadLayout]:
+    return {"query": spec.query, "key": spec.key, "value": spec.value, "output": spec.output}
+
+
+def _refuse_layouts(spec: AttentionSpec) -> Refusal | None:
+    """Return why a tensor cannot be loaded in vectors of 16 bytes."""
+    for role, layout in _layouts(spec).items():
+        of_queries = role in ("query", "output")
+        axes = (
+            ("batch", spec.batch, layout.batch_stride),
+            ("head", spec.heads if of_queries else spec.kv_heads, layout.head_stride),
+            ("position", spec.queries if of_queries else spec.keys, layout.position_stride),
+        )
+        for axis, extent, stride in axes:
+            if extent > 1 and (stride == 0 or stride % _VECTOR):
+                return Refusal(f"the {role}'s {axis} stride is {stride}, expected a positive multiple of {_VECTOR}")
+        if layout.offset % _VECTOR:
+            return Refusal(f"the {role} starts at element {layout.offset}, expected a multiple of {_VECTOR}")
+    return None
+
+
+def _refuse_mask(func: tirx.PrimFunc, bias: ScoreBias | None) -> Refusal | None:
+    if bias is None:
+        return None
+    dtype = str(func.params[bias.param].ty.dtype)
+    expected = tuple(_ADDED) if bias.kind == "add" else (*_ADDED, *_KEPT)
+    if dtype not in expected:
+        return Refusal(f"the {bias.kind} mask is {dtype}, expected {' or '.join(expected)}")
+    if bias.key_stride not in (0, 1):
+        return Refusal(f"the mask's key stride is {bias.key_stride}, expected 0 or 1")
+    return None
+
+
+def _call(func: tirx.PrimFunc, spec: AttentionSpec, plan: int) -> tirx.PrimFunc:
+    bias = spec.bias
+    if bias is None:
+        return call_alone(func, _library_call(func, spec, None, no_pointer(), plan))
+    given = func.params[bias.param]
+    mask = _mask_of(spec, bias, str(given.ty.dtype))
+    if bias.kind == "add":
+        return call_alone(func, _library_call(func, spec, mask, given.data, plan))
+    packed = _packed(mask.sizes)
+    made = tirx.decl_buffer((math.prod(mask.sizes),), _MADE_MASK, "added_mask")
+    shape = static_shape(given) or ()
+
+    def element(position: tirx.Var) -> tirx.Expr:
+        places = [position // step % size for step, size in zip(packed, mask.sizes, strict=True)]
+        flat = sum((place * stride for place, stride in zip(places, mask.strides, strict=True)), tirx.const(0, "int32"))
+        inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        kept = given[tuple(flat // step % size for step, size in zip(inner, shape, strict=True))]
+        seen = kept if kept.ty.dtype == "bool" else kept != tirx.const(0, str(kept.ty.dtype))
+        return tirx.Select(seen, tirx.const(0.0, _MADE_MASK), tirx.const(-math.inf, _MADE_MASK))
+
+    added = _Mask(_MADE_MASK, mask.sizes, packed)
+    return call_on_made(func, made, element, _library_call(func, spec, added, made.data, plan))
+
+
+def _mask_of(spec: AttentionSpec, bias: ScoreBias, dtype: str) -> _Mask:
+    extents = (spec.batch, spec.heads, spec.queries, spec.keys)
+    strides = (bias.batch_stride, bias.head_stride, bias.query_stride, bias.key_stride)
+    sizes = tuple(extent if stride else 1 for extent, stride in zip(extents, strides, strict=True))
+    # cuDNN wants a stride of an axis of one element too, and takes that of a packed tensor.
+    told = tuple(
+        stride if size > 1 else step for size, stride, step in zip(sizes, strides, _packed(sizes), strict=True)
+    )
+    return _Mask(dtype, sizes, told)
+
+
+def _packed(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
+
+
+def _library_call(
+    func: tirx.PrimFunc, spec: AttentionSpec, mask: _Mask | None, mask_data: tirx.Expr, plan: int
+) -> LibraryCall:
+    layouts = _layouts(spec)
+    text = " ".join(str(number) for number in _numbers(func, spec, mask, plan))
+    query, key, value, output = (func.params[layout.param].data for layout in layouts.values())
+    return LibraryCall(CUDNN, _FUNCTION, [StringImm(text), query, key, value, mask_data, output], _ANSWERS)
+
+
+def _numbers(func: tirx.PrimFunc, spec: AttentionSpec, mask: _Mask | None, plan: int) -> list[int]:
+    """Return the fields of `Attention` in `cudnn_attention.c`, in their order."""
+    layouts = _layouts(spec).values()
+    (scale_bits,) = struct.unpack("<I", struct.pack("<f", spec.scale))
+    # A last query sees all keys before it whether that is asked for or not; its plans without a mask are the faster.
+    causal = spec.causal and spec.queries > 1
+    numbers = [
+        *(spec.batch, spec.heads, spec.kv_heads, spec.queries, spec.keys, spec.head_dim),
+        _DTYPES[str(func.params[spec.query.param].ty.dtype)],
+        _NO_MASK if mask is None else _ADDED[mask.dtype],
+        *(int(causal), spec.window, plan, scale_bits),
+    ]
+    for layout in layouts:
+        numbers += [layout.batch_stride, layout.head_stride, layout.position_stride]
+    numbers += [*(mask.strides if mask else (0,) * 4), *(mask.sizes if mask else (1,) * 4)]
+    return numbers + [layout.offset for layout in layouts]

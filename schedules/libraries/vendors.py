@@ -1,0 +1,61 @@
+"""The vendors' libraries that kernels of the route `library` call: their files, where they come from, our C sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# On a PrimFunc: names of the C sources, in this folder, that a module with it must be linked with.
+SOURCES_ATTR = "relaxtune.library_sources"
+
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class VendorLibrary:
+    """A shared library that is opened when a kernel first calls it.
+
+    Attributes
+    ----------
+    title
+        Its name in messages.
+    file
+        What the loader looks for.
+    variable
+        Environment variable with its path, for a process whose loader does not find it.
+    distribution
+        Package of PyPI that has it.
+    source
+        C source in this folder that opens and calls it.
+    """
+
+    title: str
+    file: str
+    variable: str
+    distribution: str
+    source: str
+
+    @property
+    def missing(self) -> str:
+        """What a call says where the library is not there."""
+        return (
+            f"{self.title} is not there: expected {self.file} on the loader's path or at ${self.variable}; install "
+            f"{self.distribution}, or compile without --routes library"
+        )
+
+
+CUBLASLT = VendorLibrary("cuBLASLt", "libcublasLt.so.13", "RELAXTUNE_CUBLASLT", "nvidia-cublas", "cublaslt.c")
+CUDNN = VendorLibrary("cuDNN", "libcudnn.so.9", "RELAXTUNE_CUDNN", "nvidia-cudnn-cu13", "cudnn_attention.c")
+VENDOR_LIBRARIES = (CUBLASLT, CUDNN)
+
+
+def library_sources(names: Sequence[str]) -> list[Path]:
+    """Return the C sources that `SOURCES_ATTR` names."""
+    return [_FOLDER / str(name) for name in names]
+
+
+def libraries_of(sources: Iterable[Path]) -> tuple[VendorLibrary, ...]:
+    """Return the libraries that C sources open."""
+    names = {source.name for source in sources}
+    return tuple(library for library in VENDOR_LIBRARIES if library.source in names)
