@@ -4,13 +4,17 @@
     python -m benchmarks.bench_gemm_sm90 run DIR [--rounds 100] [--out FILE.json]       on the GPU; needs no TVM
 
 Shapes: the matmuls of BERT-base and GPT-2 small (its vocabulary's weights are [N, K], all others [K, N]) and of a Llama
-of 1 billion parameters, with 1, 16, 128, 512 and 4096 rows, and 4096 cubed. `run` needs torch and cuda-bindings. Every
-kernel first runs on fresh random inputs into an output full of NaN, and is compared with a float32 product. Then all
-arms of a shape are timed by turns, as CUDA graphs over rotating buffers that do not fit the L2 cache together:
+of 1 billion parameters, with 1, 16, 128, 512 and 4096 rows, and 4096 cubed; in float16, and with 128 and 4096 rows in
+int8 ("int8-...": requantised to int8, and 4096 cubed to int32 too) and float8_e4m3fn ("float8-...": to float16), whose
+weights are [N, K]. `run` needs torch and cuda-bindings. Every kernel first runs on fresh random inputs into a poisoned
+output, and is compared with a product in float32 (of 8 bits, in float64; integers must be equal). Then all arms of a
+shape are timed by turns, as CUDA graphs over rotating buffers that do not fit the L2 cache together:
 
 - ours: the candidates that the template proposes, epilogue included; "first" is the one that is taken untuned;
 - cublaslt: the algorithms that cuBLASLt's heuristic offers (up to 40), each with cuBLASLt's own epilogue; the three
   that are fastest in a first look are timed, and the best of them counts. Its gelu is the tanh form, ours the erf form.
+  Of float8, both its ways of adding up are asked for: in the tensor cores alone ("fast accumulation"), as ours does,
+  and exact.
 
 A kernel of ours may start while the one before it ends (dependent launch) and loads weights before it waits for it.
 """
@@ -46,7 +50,8 @@ ROWS = (1, 16, 128, 512, 4096)
 class Case:
     """C[rows, n] = epilogue(A[rows, k] @ B); B is [k, n], or [n, k] where `transposed`.
 
-    Epilogues: "none", "bias", "gelu" (of the sum with a bias), "add" (a residual), "residual" (and a bias).
+    Epilogues: "none", "bias", "gelu" (of the sum with a bias), "add" (a residual), "residual" (and a bias); of int8,
+    "none" (the int32 sums) and "requantise" (times `SCALE`, rounded to int8).
     """
 
     rows: int
@@ -54,6 +59,8 @@ class Case:
     k: int
     epilogue: str
     transposed: bool = False
+    operands: str = "float16"
+    output: str = "float16"
 
 
 CASES = {
@@ -72,8 +79,33 @@ CASES = {
     }.items()
     for rows in ROWS
 } | {"square-4096": Case(4096, 4096, 4096, "none")}
-# Relative error of a float16 result of a float32 sum: rounding the output gives 2.1e-4 on normal values.
-ERROR_MAX = 6e-4
+EIGHT_BIT_CASES = {
+    f"{prefix}-{name}-{rows}": Case(rows, n, k, epilogue, True, *dtypes)
+    for name, n, k, of_float8 in (
+        ("bert-qkv", 2304, 768, "bias"),
+        ("bert-attention-output", 768, 768, "bias"),
+        ("bert-ffn-up", 3072, 768, "bias"),
+        ("bert-ffn-down", 768, 3072, "bias"),
+        ("llama-qkv", 3072, 2048, "none"),
+        ("llama-attention-output", 2048, 2048, "none"),
+        ("llama-ffn-up", 16384, 2048, "none"),
+        ("llama-ffn-down", 2048, 8192, "none"),
+        ("square", 4096, 4096, "none"),
+    )
+    for prefix, epilogue, dtypes in (
+        ("int8", "requantise", ("int8", "int8")),
+        ("float8", of_float8, ("float8_e4m3fn", "float16")),
+    )
+    for rows in ((4096,) if name == "square" else (128, 4096))
+} | {"int8-square-4096-sums": Case(4096, 4096, 4096, "none", True, "int8", "int32")}
+ALL_CASES = CASES | EIGHT_BIT_CASES
+BYTES = {"float16": 2, "int8": 1, "float8_e4m3fn": 1, "int32": 4}
+# Of a relative error: of a float16 result of a float32 sum, where rounding the output gives 2.1e-4 on normal values; of
+# float8, whose sums keep fewer bits; of integers, the part of the elements that differ.
+ERRORS_MAX = {"float16": 6e-4, "float8_e4m3fn": 2e-3, "int8": 0.0}
+# Of "requantise": sums of random bytes stay in the range of int8 for the most part.
+SCALE = 2.0**-13
+POISON = {"float16": math.nan, "int8": -77, "int32": -(2**30)}
 BYTES_PER_TURN = 160_000_000
 LAUNCHES_MAX = 128
 ALGORITHMS = 40
@@ -89,7 +121,7 @@ def build(directory: Path, cases: Sequence[str], candidates: int) -> None:
     target, template = resolve_target("cuda:sm_90a"), GemmSm90()
     with cubin_writer(directory, target) as writer:
         for case in cases:
-            func = fused_matmul(CASES[case]).with_attr(CONSTANT_PARAMS_ATTR, [1])
+            func = fused_matmul(ALL_CASES[case]).with_attr(CONSTANT_PARAMS_ATTR, [1])
             found = template.candidates(func, target)
             if isinstance(found, Refusal):
                 sys.exit(f"{case}: {found.reason}")
@@ -104,15 +136,16 @@ def fused_matmul(case: Case) -> Any:
     from tvm import te, tirx
 
     rows, n, k = case.rows, case.n, case.k
-    a = te.placeholder((rows, k), "float16", name="A")
-    b = te.placeholder((n, k) if case.transposed else (k, n), "float16", name="B")
+    sums = "int32" if case.operands == "int8" else "float32"
+    a = te.placeholder((rows, k), case.operands, name="A")
+    b = te.placeholder((n, k) if case.transposed else (k, n), case.operands, name="B")
     bias, residual = te.placeholder((n,), "float32", name="bias"), te.placeholder((rows, n), "float16", name="residual")
     over = te.reduce_axis((0, k), name="k")
     half = tirx.const(0.5, "float32")
 
     def product(i: Any, j: Any) -> Any:
         right = b[j, over] if case.transposed else b[over, j]
-        return te.sum(a[i, over].astype("float32") * right.astype("float32"), axis=over)
+        return te.sum(a[i, over].astype(sums) * right.astype(sums), axis=over)
 
     def finish(i: Any, j: Any) -> Any:
         x = value[i, j]
@@ -120,10 +153,16 @@ def fused_matmul(case: Case) -> Any:
             x = x * (half + te.erf(x * tirx.const(0.5**0.5, "float32")) * half)
         if case.epilogue in ("add", "residual"):
             x = x + residual[i, j].astype("float32")
-        return x.astype("float16")
+        if case.epilogue == "requantise":
+            x = te.nearbyint(x.astype("float32") * tirx.const(SCALE, "float32"))
+            x = tirx.max(tirx.min(x, tirx.const(127.0, "float32")), tirx.const(-128.0, "float32"))
+        return x if case.output == "float32" else x.astype(case.output)
 
-    value = total = te.compute((rows, n), product, name="matmul")
+    bare = case.epilogue == "none" and case.output == sums
+    value = total = te.compute((rows, n), product, name="output" if bare else "matmul")
     params = [a, b]
+    if bare:
+        return te.create_prim_func([*params, total])
     if case.epilogue in ("bias", "gelu", "residual"):
         value = te.compute((rows, n), lambda i, j: total[i, j] + bias[j], name="biased")
         params.append(bias)
@@ -133,17 +172,22 @@ def fused_matmul(case: Case) -> Any:
 
 
 def inputs(case: Case) -> dict[str, Any]:
-    """Return random tensors of a case, and an output full of NaN."""
+    """Return random tensors of a case, and a poisoned output."""
     import torch
 
     def normal(*shape: int) -> Any:
         return torch.randn(*shape, device="cuda", dtype=torch.float16)
 
+    def operand(*shape: int, scale: float = 1.0) -> Any:
+        if case.operands == "int8":
+            return torch.randint(-128, 128, shape, device="cuda", dtype=torch.int8)
+        return normal(*shape).mul_(scale) if case.operands == "float16" else normal(*shape).to(torch.float8_e4m3fn)
+
     rows, n, k = case.rows, case.n, case.k
     tensors = {
-        "A": normal(rows, k),
-        "B": normal(*((n, k) if case.transposed else (k, n))).div_(k**0.5),
-        "output": torch.full((rows, n), float("nan"), device="cuda", dtype=torch.float16),
+        "A": operand(rows, k),
+        "B": operand(*((n, k) if case.transposed else (k, n)), scale=k**-0.5),
+        "output": torch.full((rows, n), POISON[case.output], device="cuda", dtype=getattr(torch, case.output)),
     }
     if case.epilogue in ("bias", "gelu", "residual"):
         tensors["bias"] = normal(n).float()
@@ -153,11 +197,14 @@ def inputs(case: Case) -> dict[str, Any]:
 
 
 def expected(case: Case, tensors: dict[str, Any]) -> Any:
-    """Return what a case is in float32."""
+    """Return what a case is, in float32 or, of 8 bits, in float64."""
     import torch
 
-    b = tensors["B"].float()
-    value = tensors["A"].float() @ (b.t() if case.transposed else b)
+    wide = torch.float32 if case.operands == "float16" else torch.float64
+    b = tensors["B"].to(wide)
+    value = tensors["A"].to(wide) @ (b.t() if case.transposed else b)
+    if case.epilogue == "requantise":
+        return (value.float() * SCALE).round().clamp(-128, 127)
     if "bias" in tensors:
         value += tensors["bias"]
     if case.epilogue == "gelu":
@@ -166,18 +213,23 @@ def expected(case: Case, tensors: dict[str, Any]) -> Any:
 
 
 def largest_errors(case: Case, kernels: dict[str, Kernel], checks: int) -> dict[str, float]:
-    """Return each kernel's largest relative error over fresh inputs; NaN when an output was not written."""
+    """Return each kernel's largest relative error over fresh inputs; NaN when an output was not written.
+
+    Of integers, it is the part of the elements that differ.
+    """
     import torch
 
     errors = dict.fromkeys(kernels, 0.0)
     for _ in range(checks):
         tensors = inputs(case)
         right = expected(case, tensors)
+        exact = case.operands == "int8"
         norm = right.norm()
         for name, kernel in kernels.items():
-            tensors["output"].fill_(float("nan"))
+            tensors["output"].fill_(POISON[case.output])
             kernel.bind(tensors)()
-            error = float((tensors["output"] - right).norm() / norm)
+            found = tensors["output"]
+            error = float((found != right).double().mean() if exact else (found - right).norm() / norm)
             torch.cuda.synchronize()
             errors[name] = error if math.isnan(error) or error > errors[name] else errors[name]
     return errors
@@ -192,16 +244,29 @@ def graphs_of(case: Case, kernels: dict[str, Kernel], library: CublasLt) -> tupl
     graphs = {}
     for decision, kernel in kernels.items():
         graphs[decision] = captured_graph([kernel.bind(tensors) for tensors in sets])
-    problem = library.problem(case.rows, case.n, case.k, case.epilogue, transposed=case.transposed)
     bias = [tensors["bias"].half() if "bias" in tensors else None for tensors in sets]
-    offered = {}
-    for number, algorithm in enumerate(problem.algorithms(ALGORITHMS)):
-        launches = [partial(problem.launch, algorithm, *one) for one in zip(sets, bias, strict=True)]
-        offered[f"cublaslt {number}"] = captured_graph(launches)
-    looked = time_by_turns(offered, count, 3)
-    fastest = sorted(offered, key=lambda name: min(looked[name]))[:ALGORITHMS_TIMED]
-    graphs |= {name: offered[name] for name in fastest}
-    return graphs, count, (sets, bias, problem)
+    problems = []
+    for exact_sums in (False, True) if case.operands.startswith("float8") else (False,):
+        problem = library.problem(
+            case.rows,
+            case.n,
+            case.k,
+            case.epilogue,
+            transposed=case.transposed,
+            operands=case.operands,
+            output=case.output,
+            scale=SCALE if case.epilogue == "requantise" else 1.0,
+            exact_sums=exact_sums,
+        )
+        problems.append(problem)
+        offered = {}
+        for number, algorithm in enumerate(problem.algorithms(ALGORITHMS)):
+            launches = [partial(problem.launch, algorithm, *one) for one in zip(sets, bias, strict=True)]
+            offered[f"cublaslt {'exact ' if exact_sums else ''}{number}"] = captured_graph(launches)
+        looked = time_by_turns(offered, count, 3)
+        fastest = sorted(offered, key=lambda name: min(looked[name]))[:ALGORITHMS_TIMED]
+        graphs |= {name: offered[name] for name in fastest}
+    return graphs, count, (sets, bias, problems)
 
 
 def run(directory: Path, rounds: int, checks: int, out: Path | None) -> int:
@@ -221,10 +286,11 @@ def run(directory: Path, rounds: int, checks: int, out: Path | None) -> int:
     wrong = 0
     for case in dict.fromkeys(kernel.entry["case"] for kernel in loaded):
         kernels = {kernel.entry["decision"]: kernel for kernel in loaded if kernel.entry["case"] == case}
-        errors = largest_errors(CASES[case], kernels, checks)
-        right = {decision: kernel for decision, kernel in kernels.items() if errors[decision] <= ERROR_MAX}
+        allowed = ERRORS_MAX[ALL_CASES[case].operands]
+        errors = largest_errors(ALL_CASES[case], kernels, checks)
+        right = {decision: kernel for decision, kernel in kernels.items() if errors[decision] <= allowed}
         wrong += len(kernels) - len(right)
-        graphs, launches, _alive = graphs_of(CASES[case], right, library)
+        graphs, launches, _alive = graphs_of(ALL_CASES[case], right, library)
         times = time_by_turns(graphs, launches, rounds)
         rounded = {name: [round(value, 3) for value in values] for name, values in times.items()}
         results["cases"][case] = {"launches_a_graph": launches, "errors": errors, "times_us": rounded}
@@ -246,12 +312,14 @@ def run(directory: Path, rounds: int, checks: int, out: Path | None) -> int:
 
 
 def _line(case: str, times: dict[str, list[float]], decisions: list[str], best: str, other: str) -> str:
-    shape = CASES[case]
+    shape = ALL_CASES[case]
     ours, p95 = median_and_p95(times[best])
     theirs, theirs_p95 = median_and_p95(times[other])
     first = statistics.median(times.get(decisions[0], [math.inf]))
     teraflops = 2e-6 * shape.rows * shape.n * shape.k / ours
-    gigabytes = 2e-3 * (shape.rows * shape.k + shape.n * shape.k + shape.rows * shape.n) / ours
+    read = BYTES[shape.operands] * (shape.rows * shape.k + shape.n * shape.k)
+    moved = read + BYTES[shape.output] * shape.rows * shape.n
+    gigabytes = 1e-3 * moved / ours
     return (
         f"{case:27} ours {ours:7.2f} us (p95 {p95:.2f})  first {first:7.2f}  {other} {theirs:7.2f} ({theirs_p95:.2f})  "
         f"x{theirs / ours:.2f}  {teraflops:.0f} TFLOP/s  {gigabytes:.0f} GB/s  "
@@ -268,7 +336,7 @@ def main() -> None:
     running.add_argument("--checks", type=int, default=20, help="fresh random inputs that each kernel is checked on")
     arguments = parser.parse_args()
     if arguments.command == "build":
-        cases = [case for case in CASES if re.search(arguments.cases, case)]
+        cases = [case for case in ALL_CASES if re.search(arguments.cases, case)]
         build(arguments.directory, cases, arguments.candidates)
     else:
         sys.exit(run(arguments.directory, arguments.rounds, arguments.checks, arguments.out))

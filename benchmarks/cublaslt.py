@@ -1,8 +1,17 @@
 """cuBLASLt called through ctypes from torch's libraries: every algorithm that its heuristic offers, with its epilogues.
 
-Matrices are row major, float16, sums are float32: C[M, N] = epilogue(A[M, K] @ B [+ residual]), with B as [K, N] or
-[N, K]. cuBLASLt is column major, so it is asked for C^T = B^T A^T. Its epilogues: bias, gelu (the tanh form) of the
-sum with bias; the residual is its `beta * C`.
+Matrices are row major: C[M, N] = epilogue(A[M, K] @ B [+ residual]), with B as [K, N] or [N, K]. cuBLASLt is column
+major, so it is asked for C^T = B^T A^T. Its epilogues: bias, gelu (the tanh form) of the sum with bias; the residual is
+its `beta * C`; "requantise" is a product with its `alpha`, rounded to int8.
+
+=============  =======  ==================  =================================================================
+operands       sums     C                   B
+=============  =======  ==================  =================================================================
+float16        float32  float16             [K, N] or [N, K]
+int8           int32    int32, int8         [N, K]
+float8_e4m3fn  float32  float16, float32    [N, K]; with `exact_sums`, added up in float32 every few products
+=============  =======  ==================  =================================================================
+
 Names and numbers: cublasLt.h of CUDA 13.0.
 """
 
@@ -13,10 +22,19 @@ from pathlib import Path
 from typing import Any
 
 WORKSPACE_BYTES = 64 << 20
-_COMPUTE_32F, _R_32F, _R_16F = 68, 0, 2
-_DESC_TRANSA, _DESC_EPILOGUE, _DESC_BIAS_POINTER = 3, 7, 8
+_COMPUTE_32F, _COMPUTE_32I = 68, 72
+_R_32F, _R_16F, _R_8I, _R_32I, _R_8F_E4M3 = 0, 2, 3, 10, 28
+# (Operands, C) -> what computes, what scales, operands, C.
+_TYPES = {
+    ("float16", "float16"): (_COMPUTE_32F, _R_32F, _R_16F, _R_16F),
+    ("int8", "int32"): (_COMPUTE_32I, _R_32I, _R_8I, _R_32I),
+    ("int8", "int8"): (_COMPUTE_32I, _R_32F, _R_8I, _R_8I),
+    ("float8_e4m3fn", "float16"): (_COMPUTE_32F, _R_32F, _R_8F_E4M3, _R_16F),
+    ("float8_e4m3fn", "float32"): (_COMPUTE_32F, _R_32F, _R_8F_E4M3, _R_32F),
+}
+_DESC_TRANSA, _DESC_EPILOGUE, _DESC_BIAS_POINTER, _DESC_FAST_SUMS, _DESC_BIAS_TYPE = 3, 7, 8, 25, 26
 _PREFERENCE_WORKSPACE = 1
-_EPILOGUES = {"none": 1, "add": 1, "bias": 4, "residual": 4, "gelu": 36}
+_EPILOGUES = {"none": 1, "requantise": 1, "add": 1, "bias": 4, "residual": 4, "gelu": 36}
 _OP_T = 1
 
 
@@ -49,9 +67,20 @@ class CublasLt:
         self._handle = ctypes.c_void_p()
         self._call("cublasLtCreate", ctypes.byref(self._handle))
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-        self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
-    def problem(self, rows: int, n: int, k: int, epilogue: str, *, transposed: bool) -> Problem:
+    def problem(
+        self,
+        rows: int,
+        n: int,
+        k: int,
+        epilogue: str,
+        *,
+        transposed: bool,
+        operands: str = "float16",
+        output: str = "float16",
+        scale: float = 1.0,
+        exact_sums: bool = False,
+    ) -> Problem:
         """Return a problem whose algorithms can be listed and launched.
 
         Parameters
@@ -59,11 +88,17 @@ class CublasLt:
         rows, n, k : int
             M, N and K.
         epilogue : str
-            "none", "bias", "gelu" (after a bias), "add" (a residual) or "residual" (after a bias).
+            "none", "bias", "gelu" (after a bias), "add" (a residual), "residual" (after a bias) or "requantise".
         transposed : bool
             Whether B is [N, K].
+        operands, output : str
+            dtypes of A and B, and of C.
+        scale : float
+            Of "requantise".
+        exact_sums : bool
+            Of float8: whether sums are added up in float32 instead of in the tensor cores alone.
         """
-        return Problem(self, rows, n, k, epilogue, transposed)
+        return Problem(self, rows, n, k, epilogue, transposed, (operands, output), scale, exact_sums)
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._library, name)(*arguments)
@@ -74,16 +109,33 @@ class CublasLt:
 class Problem:
     """One shape and epilogue; make it with `CublasLt.problem`."""
 
-    def __init__(self, library: CublasLt, rows: int, n: int, k: int, epilogue: str, transposed: bool) -> None:
+    def __init__(
+        self,
+        library: CublasLt,
+        rows: int,
+        n: int,
+        k: int,
+        epilogue: str,
+        transposed: bool,
+        dtypes: tuple[str, str],
+        scale: float,
+        exact_sums: bool,
+    ) -> None:
         self._lt, self._epilogue = library, epilogue
         self._residual = epilogue in ("add", "residual")
+        compute, scales, factors, output = _TYPES[dtypes]
+        number = ctypes.c_int32 if scales == _R_32I else ctypes.c_float
+        self._alpha, self._beta = number(1 if scales == _R_32I else scale), number(int(self._residual))
         self._descriptor = ctypes.c_void_p()
-        library._call("cublasLtMatmulDescCreate", ctypes.byref(self._descriptor), _COMPUTE_32F, _R_32F)
+        library._call("cublasLtMatmulDescCreate", ctypes.byref(self._descriptor), compute, scales)
         if transposed:
             self._set(_DESC_TRANSA, ctypes.c_int32(_OP_T))
         self._set(_DESC_EPILOGUE, ctypes.c_uint32(_EPILOGUES[epilogue]))
-        self._b = self._layout(*((k, n) if transposed else (n, k)))
-        self._a, self._c = self._layout(k, rows), self._layout(n, rows)
+        if factors == _R_8F_E4M3:
+            self._set(_DESC_FAST_SUMS, ctypes.c_int8(int(not exact_sums)))
+            self._set(_DESC_BIAS_TYPE, ctypes.c_int32(_R_16F))
+        self._b = self._layout(*((k, n) if transposed else (n, k)), factors)
+        self._a, self._c = self._layout(k, rows, factors), self._layout(n, rows, output)
 
     def algorithms(self, count: int) -> list[_Heuristic]:
         """Return up to `count` algorithms, the one that cuBLASLt would take first."""
@@ -119,12 +171,12 @@ class Problem:
             "cublasLtMatmul",
             lt._handle,
             self._descriptor,
-            ctypes.byref(lt._one),
+            ctypes.byref(self._alpha),
             ctypes.c_void_p(tensors["B"].data_ptr()),
             self._b,
             ctypes.c_void_p(tensors["A"].data_ptr()),
             self._a,
-            ctypes.byref(lt._one if self._residual else lt._zero),
+            ctypes.byref(self._beta),
             ctypes.c_void_p(c.data_ptr()),
             self._c,
             ctypes.c_void_p(tensors["output"].data_ptr()),
@@ -139,9 +191,9 @@ class Problem:
         size = ctypes.c_size_t(ctypes.sizeof(value))
         self._lt._call("cublasLtMatmulDescSetAttribute", self._descriptor, attribute, ctypes.byref(value), size)
 
-    def _layout(self, rows: int, columns: int) -> ctypes.c_void_p:
+    def _layout(self, rows: int, columns: int, dtype: int) -> ctypes.c_void_p:
         """Return the layout of a column-major matrix without gaps."""
         layout = ctypes.c_void_p()
         sizes = (ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows))
-        self._lt._call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _R_16F, *sizes)
+        self._lt._call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), dtype, *sizes)
         return layout
