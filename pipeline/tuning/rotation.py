@@ -4,7 +4,7 @@ A kernel that is run again and again on the same arguments finds them in L2 (50 
 reads every weight from memory once an inference. So several copies of the arguments are made, and a raw latency is that
 of a row of launches, each on the next copy; before the row, a memset larger than twice the L2 evicts what is there.
 The memset does a second thing: the launches are queued while it runs, so that the host's 4 us a launch are not
-measured. Events are recorded on the stream of the launches, around the row.
+measured (a function that takes the host longer gets more of them). Events are recorded on the stream of the launches, around the row.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -21,8 +22,10 @@ import tvm
 # Copies of the arguments at most; small ones are cold after the memset however few copies there are.
 _SETS_MAX = 32
 _SETS_MIN = 2
-# Queueing one launch takes 4 to 5 us on the host; a memset writes about 3 TB/s.
+# Queueing one launch takes 4 to 5 us on the host, two of them and a vendor's library some times that; what a moment's
+# disturbance makes of it is bounded. A memset writes about 3 TB/s.
 _LAUNCH_S = 6e-6
+_LAUNCH_MAX_S = 40e-6
 _MEMSET_BYTES_PER_S = 3e12
 _L2_FACTOR = 2
 
@@ -70,7 +73,8 @@ class RotatedTimer:
         repeats: int,
     ) -> list[float]:
         """Return the seconds of one launch, `repeats` times, each the mean of `number` launches."""
-        memsets = max(1, math.ceil(number * _LAUNCH_S * _MEMSET_BYTES_PER_S / self._scratch_bytes))
+        queueing_s = number * _host_seconds(lambda: function(*sets[0]))
+        memsets = max(1, math.ceil(queueing_s * _MEMSET_BYTES_PER_S / self._scratch_bytes))
         stream = 0  # TVM launches on the default stream.
         seconds = []
         position = 0
@@ -92,3 +96,10 @@ class RotatedTimer:
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"CUDA: {name} failed with {status.name}")
         return values[0] if values else None
+
+
+def _host_seconds(launch: Callable[[], object]) -> float:
+    """Return how long a launch may take the host: twice what it took just now, within bounds."""
+    began = time.perf_counter()
+    launch()
+    return min(max(_LAUNCH_S, 2 * (time.perf_counter() - began)), _LAUNCH_MAX_S)
