@@ -6,8 +6,6 @@ its result; a validation that failed is in there too (`raise_if_failed`), and in
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import tempfile
 from collections.abc import Sequence
@@ -19,34 +17,23 @@ from models.inputs import random_inputs
 from pipeline.artifact import check_destination, record_validation
 from pipeline.bucket_proof import prove_and_record, route_inputs
 from pipeline.compile import compile_module
-from pipeline.environment import target_key
-from pipeline.errors import NothingMeasuredError, PipelineError, UsageError
+from pipeline.errors import PipelineError, UsageError
 from pipeline.export import CompiledBucket, write_artifact
 from pipeline.manifest import Manifest
 from pipeline.measure import ORT_ARM, OWN_ARM, BenchmarkReport, measure, module_arm, onnxruntime_arm, run_conditions
-from pipeline.norm_forms import (
-    NormFormsReport,
-    all_tasks,
-    choose_form,
-    default_form,
-    in_recorded_form,
-    other_forms,
-    with_common_tasks,
-)
+from pipeline.norm_forms import NormFormsReport
 from pipeline.outcomes import artifact_of, note_benchmark, note_validation
-from pipeline.passes.module import LoweredModule
 from pipeline.prepare import ModelRequest, PreparedBucket, PreparedModel, prepare_model, stage
-from pipeline.rerank import RerankReport, rerank
+from pipeline.rerank import RerankReport
 from pipeline.runtime import Module
 from pipeline.selection import KernelChoice, select_kernels, tasks_without_record
+from pipeline.tuned_model import choose_kernels, select_as_measured, tune_prepared
 from pipeline.tuning.options import TuningOptions, TuningSummary
 from pipeline.tuning.progress import ProgressListener, SilentProgress
-from pipeline.tuning.session import require_valid, tune
-from pipeline.tuning.task import TuningTask
 from pipeline.validate import default_dims, validate
 from pipeline.validation_report import ValidationReport
 from tuning_db.layers import open_databases
-from tuning_db.records import Mode, Route
+from tuning_db.records import Mode
 from tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
@@ -158,10 +145,11 @@ def compile_model(
     urls = [*([database] if database is not None else []), *shared]
     if not urls:
         prepared = prepare_model(request)
-        return _compile(prepared, None, out, samples, _select(prepared, None), record=False)
+        return _compile(prepared, None, out, samples, choose_kernels(prepared, None), record=False)
     with open_databases(urls, mode=Mode.TUNE if record else Mode.READ_ONLY, create=False) as opened:
-        prepared = in_recorded_form(prepare_model(request), opened)
-        return _compile(prepared, opened, out, samples, _select(prepared, opened), record=record)
+        prepared = prepare_model(request)
+        prepared, choices = select_as_measured(prepared, opened)
+        return _compile(prepared, opened, out, samples, choices, record=record)
 
 
 def tune_model(
@@ -187,13 +175,10 @@ def tune_model(
                 f"tuning measures on the device, and {prepared.target.arch} is not on this machine; run the tune where "
                 "it is, or make the artifact from records alone with `relaxtune compile`"
             )
-        tuned = _tune_forms(prepared, tune_request, database, progress or SilentProgress())
-        job_id, summary, prepared, choices, reranked = tuned.job_id, tuned.summary, tuned.prepared, tuned.choices, None
-        if tune_request.tuning.rerank and not summary.interrupted:
-            with stage("re-rank"):
-                choices, reranked = rerank(prepared, choices, summary, database, tasks=tune_request.tuning.rerank)
+        tuned = tune_prepared(prepared, tune_request.tuning, database, progress or SilentProgress())
+        prepared, job_id = tuned.prepared, tuned.job_id
         compiled = _compile(
-            prepared, database, out, tune_request.samples, choices, record=tune_request.record, job_id=job_id
+            prepared, database, out, tune_request.samples, tuned.choices, record=tune_request.record, job_id=job_id
         )
         benchmark = None
         if tune_request.benchmark:
@@ -202,88 +187,7 @@ def tune_model(
             if tune_request.record:
                 artifact = artifact_of(compiled.manifest, out, job_id)
                 note_benchmark(database, artifact, prepared.environment, benchmark)
-    return TuneResult(job_id, summary, compiled, benchmark, reranked, tuned.forms)
-
-
-@dataclass(frozen=True)
-class _Tuned:
-    """A tuning run, and the form of the model that was the fastest, with its choices."""
-
-    job_id: str
-    summary: TuningSummary
-    prepared: PreparedModel
-    choices: tuple[KernelChoice, ...]
-    forms: NormFormsReport | None = None
-
-
-def _tune_forms(
-    prepared: PreparedModel, tune_request: TuneRequest, database: TuningDatabase, progress: ProgressListener
-) -> _Tuned:
-    """Tune a model, in all its forms where that is asked for."""
-    tuning = tune_request.tuning
-    others = other_forms(prepared) if tuning.norm_forms else {}
-    if not others:
-        prepared = in_recorded_form(prepared, database)
-        job_id, summary = _tune(prepared, prepared.tasks, tune_request, database, progress)
-        return _Tuned(job_id, summary, prepared, _select(prepared, database))
-    forms = dict(zip((default_form(prepared), *others), with_common_tasks([prepared, *others.values()]), strict=True))
-    job_id, summary = _tune(prepared, all_tasks(list(forms.values())), tune_request, database, progress)
-    selected = {name: (form, _select(form, database)) for name, form in forms.items()}
-    if summary.interrupted:
-        return _Tuned(job_id, summary, *selected[default_form(prepared)])
-    with stage("norm forms"):
-        taken, report = choose_form(selected, default_form(prepared), database, seed=tuning.seed, job_id=job_id)
-    return _Tuned(job_id, summary, *selected[taken], report)
-
-
-def _tune(
-    prepared: PreparedModel,
-    tasks: Sequence[TuningTask],
-    tune_request: TuneRequest,
-    database: TuningDatabase,
-    progress: ProgressListener,
-) -> tuple[str, TuningSummary]:
-    tuning = dataclasses.replace(tune_request.tuning, routes=tune_request.tuning.routes & prepared.request.routes)
-    options = {"source": str(prepared.request.source), "target": prepared.request.target, **_plain(tuning)}
-    job = database.start_job(
-        model=prepared.model.name,
-        model_sha256=prepared.lowered.graph.source_sha256,
-        target=target_key(prepared.target),
-        options=json.dumps(options, default=str),
-    )
-    try:
-        summary = tune(
-            tasks,
-            target=prepared.target,
-            database=database,
-            environment=prepared.environment,
-            options=tuning,
-            job_id=job.id,
-            progress=progress,
-        )
-        if not summary.interrupted:
-            require_valid(summary)
-    except NothingMeasuredError:
-        database.finish_job(job.id, "nothing measured")
-        raise
-    except BaseException as error:
-        database.finish_job(job.id, f"failed: {type(error).__name__}")
-        raise
-    database.finish_job(job.id, "interrupted" if summary.interrupted else "done")
-    return job.id, summary
-
-
-def _select(
-    prepared: PreparedModel, database: TuningDatabase | None, lowered: LoweredModule | None = None
-) -> tuple[KernelChoice, ...]:
-    return select_kernels(
-        lowered or prepared.lowered,
-        prepared.tasks,
-        database=database,
-        target=prepared.target,
-        environment=prepared.environment,
-        routes=prepared.request.routes | {Route.FALLBACK},
-    )
+    return TuneResult(job_id, tuned.summary, compiled, benchmark, tuned.rerank, tuned.norm_forms)
 
 
 def _compile(
@@ -317,7 +221,7 @@ def _compile(
 
 
 def _compile_bucket(prepared: PreparedModel, bucket: PreparedBucket, database: TuningDatabase | None) -> CompiledBucket:
-    choices = _select(prepared, database, bucket.lowered)
+    choices = choose_kernels(prepared, database, bucket.lowered)
     return CompiledBucket(bucket.bucket, compile_module(bucket.lowered, choices, prepared.target))
 
 
@@ -346,7 +250,3 @@ def _benchmark(prepared: PreparedModel, directory: Path) -> BenchmarkReport:
             ORT_ARM: onnxruntime_arm(prepared.model, inputs),
         }
         return measure(arms, runs=BENCHMARK_RUNS, conditions=run_conditions(module))
-
-
-def _plain(options: TuningOptions) -> dict[str, object]:
-    return {**dataclasses.asdict(options), "mode": options.mode.value, "routes": sorted(options.routes)}

@@ -3,25 +3,22 @@
 Taking a norm into matmuls saves a kernel and makes the matmuls' epilogues longer; which is faster depends on the rows,
 the widths and the device. `LoweringOptions.norm_rows_max` is a guess for models that nobody measured. A tuning run
 that is asked to (`TuningOptions.norm_forms`) lowers the other forms too, tunes the kernels of all, and times the whole
-models by turns. The form that won is recorded as a workload of its own, the model: its latencies are the model's, and
-`relaxtune compile` takes the same form from the record.
+models by turns. The form that won is recorded as a measurement of the model (`pipeline.model_records`), so that
+`relaxtune compile` takes it too.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import tvm
-
-from pipeline.environment import target_key
 from pipeline.errors import LoweringError
 from pipeline.measure import BenchmarkReport, measure
 from pipeline.model_arm import compiled_arm
+from pipeline.model_records import MeasuredModel, ModelDecision, kernels_key
 from pipeline.paired_gain import paired_gain
 from pipeline.passes import lower
 from pipeline.prepare import PreparedModel
@@ -29,7 +26,6 @@ from pipeline.rerank import is_gain
 from pipeline.selection import KernelChoice
 from pipeline.tuning.task import TuningTask
 from pipeline.tuning.tasks import extract_tasks, list_untunable
-from tuning_db.records import Route, Status, TuningRecord, Workload, canonical_json, content_key
 from tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
@@ -37,13 +33,10 @@ logger = logging.getLogger(__name__)
 PASS = "fuse_norms"
 # Rows of a matmul up to which norms are taken into it, by the form's name.
 FORMS: Mapping[str, int] = {"norms in matmuls": 1 << 31, "norms apart": 0}
-_DECISION = "norm_forms"
 _RUNS = 40
 # The probability with which a form that is taken may be no faster.
 _DOUBT = 0.01
 _BEFORE, _AFTER = "as lowered, before", "as lowered, after"
-_US_PER_MS = 1e3
-_LISTED = 64
 
 
 @dataclass(frozen=True)
@@ -77,18 +70,20 @@ def other_forms(prepared: PreparedModel) -> dict[str, PreparedModel]:
     options = prepared.lowered.options
     if prepared.buckets or PASS in options.disabled_passes or prepared.target.kind != "cuda":
         return {}
-    seen = {_kernels_key(prepared)}
+    seen = {kernels_key(prepared)}
     found = {}
     for name, rows_max in FORMS.items():
         form = in_form(prepared, rows_max)
-        if _kernels_key(form) not in seen:
-            seen.add(_kernels_key(form))
+        if kernels_key(form) not in seen:
+            seen.add(kernels_key(form))
             found[name] = form
     return found
 
 
 def in_form(prepared: PreparedModel, rows_max: int) -> PreparedModel:
     """Return a model with norms taken into matmuls of so many rows at most."""
+    if rows_max == prepared.lowered.options.norm_rows_max:
+        return prepared
     options = replace(prepared.lowered.options, norm_rows_max=rows_max)
     lowered = lower(prepared.lowered.graph, prepared.target.target, options)
     tasks, untunable = tuple(extract_tasks([lowered])), tuple(list_untunable([lowered]))
@@ -127,6 +122,7 @@ def _task_of(task: TuningTask, form: PreparedModel, model: str) -> TuningTask:
 def choose_form(
     forms: Mapping[str, tuple[PreparedModel, tuple[KernelChoice, ...]]],
     default: str,
+    model: MeasuredModel,
     database: TuningDatabase,
     *,
     seed: int,
@@ -152,7 +148,8 @@ def choose_form(
                 try:
                     arms[name] = compiled_arm(form, chosen, Path(folder) / str(number))
                 except LoweringError as e:
-                    _record(prepared, database, name, seed, job_id, error=str(e))
+                    decision = _decision(form)
+                    model.record(database, decision, seed=seed, job_id=job_id, error=str(e))
                     logger.warning("%s: %s", name, e)
         arms[_AFTER] = first
         report = measure(arms, runs=_RUNS)
@@ -164,84 +161,22 @@ def choose_form(
     }
     medians = {default: (before.median_ms + after.median_ms) / 2} | {name: report.arm(name).median_ms for name in gains}
     taken = max((name for name in gains if is_gain(gains[name])), key=lambda name: gains[name].median, default=default)
-    _record(prepared, database, taken, seed, job_id, latencies_ms=_latencies(report, taken, default))
+    latencies_ms = _latencies(report, taken, default)
+    model.record(database, _decision(forms[taken][0]), seed=seed, job_id=job_id, latencies_ms=latencies_ms)
     trials = tuple(FormTrial(name, launches[name], ms, name == taken) for name, ms in medians.items())
     for trial in trials:
         logger.info("%s: %d kernels, %.4f ms%s", trial.form, trial.launches, trial.model_ms, ", taken" * trial.taken)
     return taken, NormFormsReport(trials, abs(before.median_ms - after.median_ms) / medians[default])
 
 
+def _decision(prepared: PreparedModel) -> ModelDecision:
+    return ModelDecision(prepared.lowered.options.norm_rows_max)
+
+
 def default_form(prepared: PreparedModel) -> str:
     """Return what the form is called that a model was lowered to: a form's own name, or "by rows"."""
     rows_max = prepared.lowered.options.norm_rows_max
     return next((name for name, most in FORMS.items() if most == rows_max), f"norms in matmuls of {rows_max} rows")
-
-
-def in_recorded_form(prepared: PreparedModel, database: TuningDatabase) -> PreparedModel:
-    """Return the model in the form that the newest record true here says was the fastest; as it is without one."""
-    workload = _workload(prepared)
-    records = database.list_top(
-        workload_hash=workload.workload_hash,
-        signature_key=workload.signature_key,
-        target=target_key(prepared.target),
-        environment=prepared.environment,
-        k=_LISTED,
-    )
-    newest = max(records, key=lambda record: (record.created_at, record.id or 0), default=None)
-    if newest is None:
-        return prepared
-    decision = json.loads(newest.decision)
-    logger.info("%s, as record %s of %s says", decision["form"], newest.id, newest.environment.device_name)
-    rows_max = decision["norm_rows_max"]
-    return prepared if rows_max == prepared.lowered.options.norm_rows_max else in_form(prepared, rows_max)
-
-
-def _kernels_key(prepared: PreparedModel) -> str:
-    tasks = sorted((task.workload_hash, task.weight) for task in prepared.tasks)
-    return content_key([tasks, sorted((one.name, one.calls) for one in prepared.untunable)])
-
-
-def _workload(prepared: PreparedModel) -> Workload:
-    """Return the model as a workload: the kernels of its default form, by their own hashes."""
-    key = _kernels_key(prepared)
-    return Workload(
-        workload_hash=key,
-        family="model",
-        signature=canonical_json({"family": "model", "kernels": key}),
-        name=prepared.model.name,
-        flops=sum(task.flops * task.weight for task in prepared.tasks),
-        bytes=sum(task.bytes * task.weight for task in prepared.tasks),
-        ir_json=None,
-        tvm_version=tvm.__version__,
-    )
-
-
-def _record(
-    prepared: PreparedModel,
-    database: TuningDatabase,
-    form: str,
-    seed: int,
-    job_id: str | None,
-    *,
-    latencies_ms: Sequence[float] = (),
-    error: str | None = None,
-) -> None:
-    workload = _workload(prepared)
-    rows_max = FORMS.get(form, prepared.lowered.options.norm_rows_max)
-    record = TuningRecord(
-        workload_hash=workload.workload_hash,
-        signature_key=workload.signature_key,
-        target=target_key(prepared.target),
-        environment=prepared.environment,
-        route=Route.TEMPLATE,
-        decision=canonical_json({"template": _DECISION, "form": form, "norm_rows_max": rows_max}),
-        status=Status.OK if error is None else Status.BUILD_ERROR,
-        latencies_us=tuple(ms * _US_PER_MS for ms in latencies_ms),
-        error=error,
-        seed=seed,
-        job_id=job_id,
-    )
-    database.record_all(workloads=[workload], records=[record])
 
 
 def _latencies(report: BenchmarkReport, taken: str, default: str) -> tuple[float, ...]:

@@ -85,12 +85,14 @@ class Trial:
 class RerankReport:
     """What came of trying runners-up inside the model in so many turns.
 
-    `noise` is how far the model as tuned, before and after the others in a turn, is from itself.
+    `noise` is how far the model as tuned, before and after the others in a turn, is from itself. `latencies_ms` are the
+    model's own, by turn: with the runner-up that gained most where one is taken, else as tuned.
     """
 
     trials: tuple[Trial, ...]
     noise: float
     turns: int = 0
+    latencies_ms: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain JSON data."""
@@ -98,6 +100,7 @@ class RerankReport:
             "noise": self.noise,
             "turns": self.turns,
             "trials": [dataclasses.asdict(trial) for trial in self.trials],
+            "latencies_ms": list(self.latencies_ms),
         }
 
 
@@ -160,7 +163,9 @@ def rerank(
             100 * trial.gain,
             100 * trial.least_gain,
         )
-    report = RerankReport(trials, gains[0].bias, len(latencies[_BEFORE]))
+    gained = max(best.values(), key=lambda number: gains[number].median, default=None)
+    of_model = latencies[_BEFORE] if gained is None else latencies[str(gained)]
+    report = RerankReport(trials, gains[0].bias, len(latencies[_BEFORE]), tuple(of_model))
     return tuple(taken.get(choice.function, choice) for choice in choices), report
 
 
@@ -248,5 +253,6 @@ def _changed(choice: KernelChoice, record: TuningRecord, scheduled: tvm.tirx.Pri
         note=f"faster than record {choice.record_id} inside the model",
         database=record.layer,
         measured=MeasuredEntry(record.environment.device_name, record.registers, record.smem_bytes, record.spill_bytes),
+        within_model=True,
         scheduled=scheduled,
     )

@@ -18,6 +18,7 @@ from pipeline.environment import target_key
 from pipeline.errors import LoweringError
 from pipeline.kernel_hash import kernel_hash
 from pipeline.manifest import MeasuredEntry
+from pipeline.model_records import ModelDecision
 from pipeline.passes.module import LoweredModule
 from pipeline.routes import DEFAULT_ROUTES
 from pipeline.tuning.standing import standing_records
@@ -76,6 +77,8 @@ class KernelChoice:
         The database the record is in, when several lie over each other; else None.
     measured
         The record's device and what the kernel takes there; None without a record.
+    within_model
+        Whether it is taken since the whole model is faster with it, though another kernel is faster alone.
     scheduled
         The scheduled PrimFunc, None when the fallback is to make it.
     """
@@ -90,6 +93,7 @@ class KernelChoice:
     unusable: tuple[int, ...] = ()
     database: str | None = None
     measured: MeasuredEntry | None = None
+    within_model: bool = False
     scheduled: tirx.PrimFunc | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -106,6 +110,7 @@ def select_kernels(
     target: ResolvedTarget,
     environment: Environment,
     routes: frozenset[Route] = DEFAULT_ROUTES,
+    decision: ModelDecision | None = None,
 ) -> tuple[KernelChoice, ...]:
     """Return how each PrimFunc of the module gets its schedule, in execution order.
 
@@ -121,6 +126,8 @@ def select_kernels(
         Where the code is to run.
     routes : frozenset of Route
         Records of other routes are left aside, as are defaults of templates without their route.
+    decision : ModelDecision or None
+        Kernels that are faster inside the model than those that are the fastest alone.
     """
     by_function = {name: task for task in tasks for name in task.functions.get(lowered.graph.name, ())}
     lookups = None if database is None else LookupCache(database)
@@ -133,7 +140,7 @@ def select_kernels(
         elif database is None or lookups is None:
             choice = _unmeasured(function, task, target, routes, "no database was given")
         else:
-            choice = _choose(function, task, database, lookups, refuted, target, environment, routes)
+            choice = _choose(function, task, database, lookups, refuted, target, environment, routes, decision)
         choices.append(choice)
     _log_choices(choices)
     return tuple(choices)
@@ -205,6 +212,7 @@ def _choose(
     target: ResolvedTarget,
     environment: Environment,
     routes: frozenset[Route],
+    decision: ModelDecision | None,
 ) -> KernelChoice:
     workload = Workload(
         task.workload_hash, task.family, task.signature, task.name, task.flops, task.bytes, None, tvm.__version__
@@ -224,18 +232,19 @@ def _choose(
         default = _unmeasured(function, task, target, routes, why, _failed_decisions(database, task))
         if default.route is Route.TEMPLATE or not records:
             return default
-    records = _without_ties(records)[:RECORDS_TRIED]
+    preferred = _inside_the_model(records, decision)
+    records = [*preferred, *_without_ties(records)][:RECORDS_TRIED]
     passed_over: list[tuple[int, str]] = []
     for record in records:
         if record.route is Route.FALLBACK:
-            return _made(function, task, record, passed_over, None)
+            return _made(function, task, record, passed_over, None, within_model=record in preferred)
         try:
             scheduled = replay_record(task, record, target)
         except LoweringError as e:
             logger.warning("%s", e)
             passed_over.append((record.id or 0, str(e)))
             continue
-        return _made(function, task, record, passed_over, scheduled)
+        return _made(function, task, record, passed_over, scheduled, within_model=record in preferred)
     choice = _unmeasured(function, task, target, routes, _note(passed_over), _failed_decisions(database, task))
     return replace(choice, unusable=tuple(number for number, _ in passed_over))
 
@@ -289,6 +298,14 @@ def _unmeasured(
     )
 
 
+def _inside_the_model(records: Sequence[TuningRecord], decision: ModelDecision | None) -> list[TuningRecord]:
+    """Return the record that a decision about the model names, unless the fastest was measured since."""
+    if decision is None or not records or decision.made_at is None or records[0].created_at > decision.made_at:
+        return []
+    wanted = decision.kernels.get(records[0].workload_hash)
+    return [record for record in records if (record.route, record.decision) == wanted]
+
+
 def _without_ties(records: Sequence[TuningRecord]) -> list[TuningRecord]:
     """Return the records less those whose median is within the spread that the fallback's own latencies show.
 
@@ -307,6 +324,8 @@ def _made(
     record: TuningRecord,
     passed_over: list[tuple[int, str]],
     scheduled: tirx.PrimFunc | None,
+    *,
+    within_model: bool,
 ) -> KernelChoice:
     return KernelChoice(
         function=function,
@@ -315,10 +334,11 @@ def _made(
         record_id=record.id,
         latency_us=record.latency_us,
         decision=record.decision,
-        note=_note(passed_over),
+        note="faster inside the model than alone" if within_model else _note(passed_over),
         unusable=tuple(number for number, _ in passed_over),
         database=record.layer,
         measured=MeasuredEntry(record.environment.device_name, record.registers, record.smem_bytes, record.spill_bytes),
+        within_model=within_model,
         scheduled=scheduled,
     )
 

@@ -11,11 +11,12 @@ import pytest
 import pipeline.norm_forms as module
 from pipeline.errors import LoweringError
 from pipeline.measure import ArmResult, BenchmarkReport
+from pipeline.model_records import measured_model
 from pipeline.norm_forms import (
     all_tasks,
     choose_form,
     default_form,
-    in_recorded_form,
+    in_form,
     other_forms,
     with_common_tasks,
 )
@@ -121,23 +122,27 @@ def test_the_form_that_was_fastest_is_recorded_and_compiled_from_the_record(
 ) -> None:
     told(monkeypatch, before, apart, after)
     with TuningDatabase.open(tmp_path / "tuning.db") as database:
-        assert in_recorded_form(prepared, database) is prepared
-        name, report = choose_form(selected, FUSED, database, seed=0, job_id=None)
+        model = measured_model(prepared)
+        assert model.find(database) is None
+        name, report = choose_form(selected, FUSED, model, database, seed=0, job_id=None)
         assert name == taken
         assert {trial.form: trial.taken for trial in report.trials} == {FUSED: taken == FUSED, APART: taken == APART}
         assert {trial.form: trial.launches for trial in report.trials} == {
             name: kernels(form) for name, (form, _) in selected.items()
         }
         (record,) = database.list_records()
-        assert json.loads(record.decision)["form"] == ("norms in matmuls" if taken == FUSED else taken)
+        rows_max = selected[taken][0].lowered.options.norm_rows_max
+        assert json.loads(record.decision)["norm_rows_max"] == rows_max
         assert record.latency_us == pytest.approx(1e3 * (apart if taken == APART else (before + after) / 2))
         assert database.get_workload(record.workload_hash).family == "model"
-        again = in_recorded_form(prepared, database)
-        assert kernels(again) == kernels(selected[taken][0])
+        found = model.find(database)
+        assert found is not None
+        assert kernels(in_form(prepared, found.norm_rows_max)) == kernels(selected[taken][0])
         told(monkeypatch, 2.0, 3.0, 2.0)
-        choose_form(selected, FUSED, database, seed=0, job_id=None)
-        newest = in_recorded_form(prepared, database)
-        assert kernels(newest) == kernels(prepared)
+        choose_form(selected, FUSED, model, database, seed=0, job_id=None)
+        newest = model.find(database)
+        assert newest is not None
+        assert newest.norm_rows_max == prepared.lowered.options.norm_rows_max
 
 
 def test_a_form_that_does_not_compile_is_recorded_and_left(
@@ -152,7 +157,8 @@ def test_a_form_that_does_not_compile_is_recorded_and_left(
 
     monkeypatch.setattr(module, "compiled_arm", arm)
     with TuningDatabase.open(tmp_path / "tuning.db") as database:
-        name, report = choose_form(selected, FUSED, database, seed=0, job_id=None)
+        model = measured_model(selected[FUSED][0])
+        name, report = choose_form(selected, FUSED, model, database, seed=0, job_id=None)
         assert (name, [trial.form for trial in report.trials]) == (FUSED, [FUSED])
         (failed,) = database.list_records(RecordFilter(status=Status.BUILD_ERROR))
         assert failed.error == "no code for it"

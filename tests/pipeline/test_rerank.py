@@ -11,15 +11,17 @@ import pytest
 import pipeline.rerank as rerank_module
 from pipeline.environment import target_key
 from pipeline.measure import Arm, ArmResult, BenchmarkReport
+from pipeline.model_records import ModelDecision, measured_model
 from pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from pipeline.rerank import rerank
-from pipeline.selection import select_kernels
+from pipeline.selection import KernelChoice, select_kernels
+from pipeline.tuned_model import select_as_measured
 from pipeline.tuning.cost_model import WARMUP_CANDIDATES, FastCostModel
 from pipeline.tuning.options import TaskSummary, TuningSummary
 from pipeline.tuning.recorder import describe_workload
 from pipeline.tuning.search import TaskSearch
 from schedules.space import make_space
-from tuning_db.records import Route, Status, TuningRecord
+from tuning_db.records import Route, Status, TuningRecord, utc_now
 from tuning_db.store import TuningDatabase
 
 
@@ -146,3 +148,30 @@ def test_nothing_is_compiled_when_nothing_is_near(
     assert rerank(prepared, choices, summary, database, tasks=1)[1].trials == ()
     none = dataclasses.replace(summary, tasks=())
     assert rerank(prepared, choices, none, database, tasks=3)[0] == choices
+
+
+def test_a_kernel_taken_for_its_time_in_the_model_is_compiled_from_records_until_a_newer_one_is_faster(
+    prepared: PreparedModel, summary: TuningSummary, database: TuningDatabase
+) -> None:
+    task = summary.tasks[0].task
+    model = measured_model(prepared)
+
+    def hot() -> KernelChoice:
+        _, choices = select_as_measured(prepared, database)
+        return next(choice for choice in choices if choice.task == task.name)
+
+    assert (hot().latency_us, hot().within_model) == (10.0, False)
+    second = next(record for record in database.list_records() if record.latency_us == 10.4)
+    rows_max = prepared.lowered.options.norm_rows_max
+    decision = ModelDecision(rows_max, {task.workload_hash: (second.route, second.decision)})
+    model.record(database, decision, seed=0, job_id=None, latencies_ms=(0.9, 0.8, 0.95))
+    (of_model,) = [one for one in database.list_records() if one.workload_hash == model.workload.workload_hash]
+    assert of_model.latency_us == pytest.approx(900.0)
+    chosen = hot()
+    assert (chosen.latency_us, chosen.record_id, chosen.within_model) == (10.4, second.id, True)
+    newer = dataclasses.replace(second, latencies_us=(9.0,), created_at=utc_now(), decision=second.decision)
+    first = next(record for record in database.list_records() if record.latency_us == 10.0)
+    database.record_measurement(dataclasses.replace(newer, decision=first.decision))
+    assert (hot().latency_us, hot().within_model) == (9.0, False)
+    model.record(database, ModelDecision(rows_max), seed=0, job_id=None, latencies_ms=(0.7,))
+    assert not hot().within_model

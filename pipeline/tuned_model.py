@@ -1,0 +1,179 @@
+"""From a model in its tasks to the kernels that it is made of: tuned, in the form and with the kernels that suit it.
+
+`tune_prepared` measures; `select_as_measured` picks from records alone, as the newest record of the whole model says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.environment import target_key
+from pipeline.errors import NothingMeasuredError
+from pipeline.model_records import MeasuredModel, ModelDecision, measured_model
+from pipeline.norm_forms import (
+    NormFormsReport,
+    all_tasks,
+    choose_form,
+    default_form,
+    in_form,
+    other_forms,
+    with_common_tasks,
+)
+from pipeline.passes.module import LoweredModule
+from pipeline.prepare import PreparedModel, stage
+from pipeline.rerank import RerankReport, rerank
+from pipeline.selection import KernelChoice, select_kernels
+from pipeline.tuning.options import TuningOptions, TuningSummary
+from pipeline.tuning.progress import ProgressListener
+from pipeline.tuning.session import require_valid, tune
+from pipeline.tuning.task import TuningTask
+from tuning_db.records import Route
+from tuning_db.store import TuningDatabase
+
+
+@dataclass(frozen=True)
+class TunedModel:
+    """A tuning run, and the form of the model that was the fastest, with its choices.
+
+    `norm_forms` and `rerank` are what was found in the compiled model, None where nothing was looked for.
+    """
+
+    job_id: str
+    summary: TuningSummary
+    prepared: PreparedModel
+    choices: tuple[KernelChoice, ...]
+    norm_forms: NormFormsReport | None = None
+    rerank: RerankReport | None = None
+
+
+def tune_prepared(
+    prepared: PreparedModel, tuning: TuningOptions, database: TuningDatabase, progress: ProgressListener
+) -> TunedModel:
+    """Tune a model, then look inside it where that is asked for; all that was found is recorded.
+
+    Raises
+    ------
+    NothingMeasuredError
+        Not one candidate nor fallback was measured validly, and the database knew none; the failures are recorded.
+    """
+    model = measured_model(prepared)
+    tuned = _tune_forms(prepared, model, tuning, database, progress)
+    if not tuning.rerank or tuned.summary.interrupted:
+        return tuned
+    with stage("re-rank"):
+        choices, report = rerank(tuned.prepared, tuned.choices, tuned.summary, database, tasks=tuning.rerank)
+    if report.trials:
+        decision = _decision(tuned.prepared, choices)
+        latencies_ms = report.latencies_ms
+        model.record(database, decision, seed=tuning.seed, job_id=tuned.job_id, latencies_ms=latencies_ms)
+    return dataclasses.replace(tuned, choices=choices, rerank=report)
+
+
+def select_as_measured(
+    prepared: PreparedModel, database: TuningDatabase
+) -> tuple[PreparedModel, tuple[KernelChoice, ...]]:
+    """Return the model in the form that its newest record says, and its kernels, of records alone."""
+    decision = measured_model(prepared).find(database)
+    prepared = _as_decided(prepared, decision)
+    return prepared, choose_kernels(prepared, database, decision=decision)
+
+
+def _tune_forms(
+    prepared: PreparedModel,
+    model: MeasuredModel,
+    tuning: TuningOptions,
+    database: TuningDatabase,
+    progress: ProgressListener,
+) -> TunedModel:
+    """Tune a model, in all its forms where that is asked for."""
+    others = other_forms(prepared) if tuning.norm_forms else {}
+    if not others:
+        decision = model.find(database)
+        prepared = _as_decided(prepared, decision)
+        job_id, summary = _tune(prepared, prepared.tasks, tuning, database, progress)
+        return TunedModel(job_id, summary, prepared, choose_kernels(prepared, database, decision=decision))
+    forms = dict(zip((default_form(prepared), *others), with_common_tasks([prepared, *others.values()]), strict=True))
+    job_id, summary = _tune(prepared, all_tasks(list(forms.values())), tuning, database, progress)
+    selected = {name: (form, choose_kernels(form, database)) for name, form in forms.items()}
+    if summary.interrupted:
+        return TunedModel(job_id, summary, *selected[default_form(prepared)])
+    with stage("norm forms"):
+        default = default_form(prepared)
+        taken, report = choose_form(selected, default, model, database, seed=tuning.seed, job_id=job_id)
+    return TunedModel(job_id, summary, *selected[taken], report)
+
+
+def _as_decided(prepared: PreparedModel, decision: ModelDecision | None) -> PreparedModel:
+    return prepared if decision is None else in_form(prepared, decision.norm_rows_max)
+
+
+def _decision(prepared: PreparedModel, choices: Sequence[KernelChoice]) -> ModelDecision:
+    hashes = {task.name: task.workload_hash for task in prepared.tasks}
+    kernels = {
+        hashes[choice.task]: (choice.route, choice.decision or "")
+        for choice in choices
+        if choice.task is not None and choice.within_model
+    }
+    return ModelDecision(prepared.lowered.options.norm_rows_max, kernels)
+
+
+def _tune(
+    prepared: PreparedModel,
+    tasks: Sequence[TuningTask],
+    tuning: TuningOptions,
+    database: TuningDatabase,
+    progress: ProgressListener,
+) -> tuple[str, TuningSummary]:
+    tuning = dataclasses.replace(tuning, routes=tuning.routes & prepared.request.routes)
+    options = {"source": str(prepared.request.source), "target": prepared.request.target, **_plain(tuning)}
+    job = database.start_job(
+        model=prepared.model.name,
+        model_sha256=prepared.lowered.graph.source_sha256,
+        target=target_key(prepared.target),
+        options=json.dumps(options, default=str),
+    )
+    try:
+        summary = tune(
+            tasks,
+            target=prepared.target,
+            database=database,
+            environment=prepared.environment,
+            options=tuning,
+            job_id=job.id,
+            progress=progress,
+        )
+        if not summary.interrupted:
+            require_valid(summary)
+    except NothingMeasuredError:
+        database.finish_job(job.id, "nothing measured")
+        raise
+    except BaseException as error:
+        database.finish_job(job.id, f"failed: {type(error).__name__}")
+        raise
+    database.finish_job(job.id, "interrupted" if summary.interrupted else "done")
+    return job.id, summary
+
+
+def choose_kernels(
+    prepared: PreparedModel,
+    database: TuningDatabase | None,
+    lowered: LoweredModule | None = None,
+    decision: ModelDecision | None = None,
+) -> tuple[KernelChoice, ...]:
+    """Return how each kernel of a model, or of one of its buckets, gets its schedule; see `select_kernels`."""
+    return select_kernels(
+        lowered or prepared.lowered,
+        prepared.tasks,
+        database=database,
+        target=prepared.target,
+        environment=prepared.environment,
+        routes=prepared.request.routes | {Route.FALLBACK},
+        decision=decision,
+    )
+
+
+def _plain(options: TuningOptions) -> dict[str, object]:
+    return {**dataclasses.asdict(options), "mode": options.mode.value, "routes": sorted(options.routes)}
