@@ -39,6 +39,7 @@ from schedules.templates.fast_gelu import fast_gelu
 from schedules.templates.fast_math import fast_call
 from schedules.templates.gemm_sm90_norm import share_of_four_sums
 from schedules.templates.row_norm import COUNT, SQUARES, SUM, PartialSums
+from schedules.templates.wide_epilogue import in_float32
 
 PATCH_WIDTH_MAX = 64
 # Elements after each row of a patch: rows then start in different banks (2-byte pairs and 4-byte pairs alike), and of
@@ -476,7 +477,7 @@ class OutputTile:
             buffer = self._renamed[load.source]
             return buffer[tuple(substitute(one, axes) for one in load.indices)]
 
-        value = tvm_ffi.structural_map(epilogue.value, (TensorLoad, replace_load))
+        value = tvm_ffi.structural_map(in_float32(epilogue.value), (TensorLoad, replace_load))
         value = tvm_ffi.structural_map(value, (tirx.Mul, fast_gelu))
         value = tvm_ffi.structural_map(value, (Call, fast_call))
         variables = [epilogue.accumulator] if epilogue.second is None else [epilogue.accumulator, epilogue.second]
