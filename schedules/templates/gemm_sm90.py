@@ -80,6 +80,8 @@ _STAGE_BARRIERS_BYTES = 16
 _ROWS = 8
 _STAGES_MAX = 24
 _CANDIDATES_MAX = 32
+# With fewer, turns of 64 rows were not measured: such matmuls wait for their weights.
+_SHORT_TURNS_ROWS = 1024
 
 
 class GemmSm90:
@@ -154,11 +156,14 @@ def _proposals(matmul: MatmulFunction, sm_count: int) -> Iterator[GemmParameters
     """Yield tiles and roles that may suit a shape, with the deepest ring; some do not fit."""
     for block_m, consumers, pingpong in (
         (64, 1, False),
+        (64, 2, True),
         (128, 2, False),
         (128, 2, True),
         (256, 2, False),
     ):
         rows = math.ceil(matmul.m / block_m)
+        if pingpong and block_m == 64 and matmul.m < _SHORT_TURNS_ROWS:
+            continue
         for block_n in (32, 64, 96, 128, 192, 256):
             if (block_m > 64 and block_m >= 2 * matmul.m) or (block_n > 32 and block_n >= 2 * matmul.n):
                 continue

@@ -74,6 +74,8 @@ class CostModel:
         Factor of the arithmetic of many rows where B as [K, N] lies in chunks of less than 64 columns of a wider tile.
     beside_us
         What a kernel on half of the multiprocessors saves, which begins beside the one before it.
+    shown
+        Part of `tile_us` that `pingpong` does not hide behind the other warpgroup's sum.
     """
 
     multiply_adds: float
@@ -89,13 +91,15 @@ class CostModel:
     reread: float
     narrow: float
     beside_us: float
+    shown: float
 
 
 # A least-squares fit (9 % root mean square) to 1092 medians, cold L2, of kernels of the shapes of
 # benchmarks/bench_gemm_sm90.py. Of those of a shape, the one it puts first takes 1 % longer than the fastest (geometric
-# mean; at most 13 %).
+# mean; at most 13 %). `shown` was set after it, by 674 medians with pingpong among them: with 1, the one it puts first
+# of a shape takes 4 % longer with 512 rows and more, with 0.5 it takes 1.5 %.
 H200 = CostModel(
-    2.805e6, 4.103e6, 1.532, 0.1383, 1.214, 0.3693, 5.223e-5, 0.4387, 0.1201, 1.581e-4, 0.1958, 1.211, 0.1683
+    2.805e6, 4.103e6, 1.532, 0.1383, 1.214, 0.3693, 5.223e-5, 0.4387, 0.1201, 1.581e-4, 0.1958, 1.211, 0.1683, 0.5
 )
 
 
@@ -132,7 +136,8 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
     if p.split_k > 1:
         elements = min(p.block_m, matmul.m) * columns
         reduce = model.cluster_us + p.split_k * (model.share_us + elements * model.sum_us)
-    total = longest + in_turn * model.tile_us + blocks / sm_count * model.block_us + write + reduce - beside
+    tiles_us = in_turn * model.tile_us * (model.shown if p.pingpong else 1.0)
+    total = longest + tiles_us + blocks / sm_count * model.block_us + write + reduce - beside
     if p.multicast == 1:
         return total
     return total * (_MULTICAST if total < _LONG_US else _MULTICAST_LONG)
