@@ -316,6 +316,7 @@ class _Kernel:
         if self._p.overlap:
             self._sum_overlapped(group)
             return
+        self._softmax.settle()
         with T.serial(self._tile.block_count) as step:
             self._begin_scores(step)
             self._release_query(step)
@@ -331,6 +332,7 @@ class _Kernel:
         """Emit the loop over the keys: the scores of a block run beside the values and the softmax of the last."""
         zero = tirx.IntImm("int32", 0)
         self._begin_scores(zero)
+        self._softmax.settle()
         self._release_query(zero)
         self._end_scores(0)
         self._weigh(zero)

@@ -38,6 +38,18 @@ __forceinline__ __device__ float NAME(unsigned packed, int shift) {
 _UNPACK_KINDS = {"float16": "f16", "bfloat16": "bf16"}
 # Words of 4 bytes -> the load.
 _SCAN_LOADS = {1: "ld.global.u32", 2: "ld.global.v2.u32", 4: "ld.global.v4.u32"}
+# Words of a mask that a lane reads at the beginning of a tile, at most.
+_TILE_WORDS_MAX = 16
+_LANES_WITH = "relaxtune_lanes_with"
+_LANES_WITH_SOURCE = """
+__forceinline__ __device__ unsigned relaxtune_lanes_with(unsigned x) { return __ballot_sync(~0u, x != 0); }
+"""
+_ANY_OF_LANES = "relaxtune_any_of_lanes"
+_ANY_OF_LANES_SOURCE = """
+__forceinline__ __device__ int relaxtune_any_of_lanes(unsigned lanes, int first, int last) {
+  return (lanes & ((2u << last) - (1u << first))) != 0;
+}
+"""
 _ANY_LANE = "relaxtune_any_lane"
 _ANY_LANE_SOURCE = """
 __forceinline__ __device__ int relaxtune_any_lane(unsigned x) { return __any_sync(~0u, x != 0); }
@@ -76,13 +88,44 @@ class _Scan:
         return cls(elements, loads, loads * elements * element_bytes // 4)
 
 
+@dataclass(frozen=True)
+class _TileScan:
+    """How a warp reads the mask of a tile's batch element to see in which blocks of keys there is anything.
+
+    Each lane has `elements` neighbouring keys, `vector` of them a load, `words` of 4 bytes in all.
+    """
+
+    elements: int
+    vector: int
+    words: int
+
+    @classmethod
+    def of(cls, plan: AttentionPlan, element_bytes: int) -> _TileScan | None:
+        """Return how, or None where a warp reads block by block: a long mask, or keys shared by a cluster."""
+        spec = plan.spec
+        assert spec.bias is not None
+        each = math.ceil(spec.keys / 32)
+        fitting = (
+            one
+            for one in (16 // element_bytes, 8 // element_bytes, 4 // element_bytes)
+            if one <= max(each, 4 // element_bytes) and spec.keys % one == 0 and spec.bias.batch_stride % one == 0
+        )
+        vector = next(fitting, 0)
+        if not vector or plan.parameters.split > 1:
+            return None
+        elements = vector * math.ceil(each / vector)
+        words = elements * element_bytes // 4
+        return cls(elements, vector, words) if words <= _TILE_WORDS_MAX else None
+
+
 class BiasReader:
     """Reads the part of a mask that belongs to a block of keys into registers, and applies it.
 
     Two neighbouring elements of 1, 2 or 4 bytes are one load where they lie at a multiple of their size.
 
     Of a mask to be added, `find_added` tells whether there is anything in it. Where all queries have the same one (a
-    mask of padding), a warp reads it with a load or two to see that, and only then as each thread needs it.
+    mask of padding), a warp reads all of it when a tile begins and remembers which lanes found something, or, where it
+    is long, each block of keys with a load or two; and only then what each thread needs.
     """
 
     def __init__(self, plan: AttentionPlan, param: tirx.Var, lane: tirx.Expr) -> None:
@@ -106,15 +149,41 @@ class BiasReader:
         self._held = [[T.alloc_local([words], kind) for _ in range(self._pairs)] for _ in range(self._lines)]
         self._lane = lane
         if bias.kind == "add" and self._load is not None and bias.of_padding:
-            self._scan: _Scan | None = _Scan.of(plan, tvm.DataType(self._dtype).itemsize)
-            self._scanned = T.alloc_local([self._scan.words], "uint32")
+            size = tvm.DataType(self._dtype).itemsize
+            self._scan: _Scan | None = _Scan.of(plan, size)
+            self._tile_scan = _TileScan.of(plan, size)
+            self._scanned = T.alloc_local([(self._tile_scan or self._scan).words], "uint32")
+            self._found = T.alloc_local([1], "uint32")
         else:
-            self._scan = None
+            self._scan, self._tile_scan = None, None
+
+    def begin(self, rows: Rows) -> None:
+        """Emit the reads of a tile's mask that come before `settle`."""
+        scan = self._tile_scan
+        if scan is None:
+            return
+        each = scan.words * scan.vector // scan.elements
+        for load in range(scan.elements // scan.vector):
+            inside = self._lane * scan.elements + load * scan.vector
+            key = tirx.min(inside, self._plan.spec.keys - scan.vector)
+            registers = [self._scanned[load * each + word] for word in range(each)]
+            at = self._buffer.ptr_to([rows.batch * self._bias.batch_stride + key])
+            T.evaluate(T.ptx[_SCAN_LOADS[each]](*registers, at))
+
+    def settle(self) -> None:
+        """Emit what remains of a tile's mask once it is read: which lanes found anything but zeros."""
+        if self._tile_scan is None:
+            return
+        bits = _bits([self._scanned[word] for word in range(self._tile_scan.words)])
+        found = T.cuda.func_call(_LANES_WITH, bits, source_code=_LANES_WITH_SOURCE, return_type="uint32")
+        T.buffer_store(self._found, found, [0])
 
     def prefetch(self, block: tirx.Expr, rows: Rows) -> None:
         """Emit the reads of one block of keys that come before `find_added`."""
         if self._scan is None:
             self._read_block(block, rows)
+            return
+        if self._tile_scan is not None:
             return
         scan, plan = self._scan, self._plan
         block_k = plan.parameters.block_k
@@ -169,22 +238,32 @@ class BiasReader:
         # What float16 holds may be multiplied by log2(e) beforehand; of a wider range, low finite numbers become -inf.
         return 1.0 if self._dtype == "float16" else LOG2_E
 
-    def find_added(self) -> tirx.Expr | None:
-        """Emit the search for anything but zeros in what the warp has read of a mask to be added.
+    def find_added(self, block: tirx.Expr) -> tirx.Expr | None:
+        """Emit the search for anything but zeros in what the warp has read of a mask to be added, for a block of keys.
 
         Returns whether there is any, in a register; None where that is not looked for.
         """
         if self.unit is None or self._load is None:
             return None
+        if self._tile_scan is not None:
+            block_k, elements = self._plan.parameters.block_k, self._tile_scan.elements
+            first = block * block_k // elements
+            last = tirx.min((block * block_k + block_k - 1) // elements, 31)
+            found = T.cuda.func_call(
+                _ANY_OF_LANES,
+                self._found[0],
+                first,
+                last,
+                source_code=_ANY_OF_LANES_SOURCE,
+                return_type="int32",
+            )
+            return hold(found) != 0
         if self._scan is not None:
             words = [self._scanned[word] for word in range(self._scan.words)]
         else:
             held = [pair for line in self._held for pair in line]
             words = [tirx.reinterpret("uint32", pair[word]) for pair in held for word in _words(pair)]
-        bits = words[0]
-        for word in words[1:]:
-            bits = tirx.bitwise_or(bits, word)
-        found = T.cuda.func_call(_ANY_LANE, bits, source_code=_ANY_LANE_SOURCE, return_type="int32")
+        found = T.cuda.func_call(_ANY_LANE, _bits(words), source_code=_ANY_LANE_SOURCE, return_type="int32")
         return hold(found) != 0
 
     def apply(self, scores: tirx.Var, block: tirx.Expr, rows: Rows) -> None:
@@ -221,6 +300,13 @@ class BiasReader:
         if self._dtype in ("int8", "uint8"):
             return tirx.bitwise_and(held[0], tirx.const(0xFF << 8 * index, "uint16"))
         return held[index]
+
+
+def _bits(words: list[tirx.Expr]) -> tirx.Expr:
+    bits = words[0]
+    for word in words[1:]:
+        bits = tirx.bitwise_or(bits, word)
+    return bits
 
 
 def _words(held: tirx.Var) -> range:

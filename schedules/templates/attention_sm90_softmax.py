@@ -125,6 +125,13 @@ class OnlineSoftmax:
         for row in range(2):
             T.buffer_store(self._highest, MINUS_INFINITY, [row])
             T.buffer_store(self._total, tirx.FloatImm("float32", 0.0), [row])
+        if self._bias is not None:
+            self._bias.begin(rows)
+
+    def settle(self) -> None:
+        """Emit what `weigh` needs of a tile's bias; it comes after `begin`, and some other work."""
+        if self._bias is not None:
+            self._bias.settle()
 
     def prefetch(self, block: tirx.Expr) -> None:
         """Emit the reading of a block's bias, which `weigh` uses."""
@@ -143,7 +150,7 @@ class OnlineSoftmax:
         masked : Expr or None
             Whether some row of the warpgroup does not see all of the block; None when that never happens.
         """
-        added = None if self._bias is None else self._bias.find_added()
+        added = None if self._bias is None else self._bias.find_added(block)
         scale = None if added is None else self._find_scale(added)
         if self._bias is not None:
             with _where(added):

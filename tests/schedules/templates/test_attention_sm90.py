@@ -267,4 +267,23 @@ def test_kernel_looks_for_zeros_in_a_mask_to_be_added(
     func = function(replace(BERT, bias=(kind, dtype, (1, 1, 1, 128))))
     made = AttentionSm90().apply(func, target, SMALL)
     assert isinstance(made, tirx.PrimFunc), made
-    assert ("relaxtune_any_lane" in made.script()) is looked_for
+    assert ("relaxtune_lanes_with" in made.script()) is looked_for
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype", "search"),
+    [
+        (128, "float16", "relaxtune_lanes_with"),
+        (300, "float32", "relaxtune_lanes_with"),
+        (1024, "float16", "relaxtune_lanes_with"),
+        (1040, "float16", "relaxtune_any_lane"),
+        (1024, "float32", "relaxtune_any_lane"),
+    ],
+)
+def test_short_mask_of_padding_is_searched_once_a_tile_and_a_long_one_block_by_block(
+    keys: int, dtype: str, search: str, target: ResolvedTarget
+) -> None:
+    func = function(replace(BERT, queries=keys, keys=keys, bias=("add", dtype, (1, 1, 1, keys))))
+    made = AttentionSm90().apply(func, target, SMALL)
+    assert isinstance(made, tirx.PrimFunc), made
+    assert [one for one in ("relaxtune_lanes_with", "relaxtune_any_lane") if one in made.script()] == [search]
