@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -12,6 +12,8 @@ import numpy as np
 from pipeline.tuning.chunks import CHUNK, map_chunks
 
 _UNKNOWN_BOUND = 2
+# After so many elements the numbers of a large output repeat: they only have to be wrong.
+_PERIOD = 16 * CHUNK
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,9 @@ class ArgumentSpec:
     dtype: str
 
 
-def make_arrays(arguments: Sequence[ArgumentSpec], ranges: Mapping[int, int], seed: int) -> list[np.ndarray]:
+def make_arrays(
+    arguments: Sequence[ArgumentSpec], ranges: Mapping[int, int], seed: int, outputs: Collection[int] = ()
+) -> list[np.ndarray]:
     """Return one random array per parameter.
 
     Parameters
@@ -33,6 +37,8 @@ def make_arrays(arguments: Sequence[ArgumentSpec], ranges: Mapping[int, int], se
         Parameter position -> exclusive upper bound of its integers; integers without one are 0 or 1.
     seed : int
         Of the random numbers.
+    outputs : collection of int
+        Positions of parameters that are written: of large ones, the numbers repeat.
 
     Notes
     -----
@@ -49,7 +55,8 @@ def make_arrays(arguments: Sequence[ArgumentSpec], ranges: Mapping[int, int], se
                 bound = min(bound, int(np.iinfo(str(dtype)).max))
             arrays.append(generator.integers(0, bound, spec.shape).astype(dtype))
         else:
-            arrays.append(_uniform(spec.shape, dtype, (seed, position)))
+            repeats = position in outputs
+            arrays.append(_uniform(spec.shape, dtype, (seed, position), _PERIOD if repeats else None))
     return arrays
 
 
@@ -85,9 +92,23 @@ def with_column_sums(arrays: Sequence[np.ndarray], column_sums: Mapping[str, Seq
     return made
 
 
-def _uniform(shape: tuple[int, ...], dtype: np.dtype[np.generic], seed: tuple[int, int]) -> np.ndarray:
-    """Return floats uniform in [-1, 1), each chunk from a generator of its own: the same on any number of threads."""
+def _uniform(
+    shape: tuple[int, ...], dtype: np.dtype[np.generic], seed: tuple[int, int], period: int | None = None
+) -> np.ndarray:
+    """Return floats uniform in [-1, 1), each chunk from a generator of its own: the same on any number of threads.
+
+    With a period, a multiple of a chunk, they repeat after so many.
+    """
     made = np.empty(math.prod(shape), dtype)
+    if period is not None and period < made.size:
+        block = _uniform((period,), dtype, seed)
+
+        def repeat(begin: int, end: int) -> None:
+            at = begin % period
+            made[begin:end] = block[at : at + end - begin]
+
+        map_chunks(repeat, made.size)
+        return made.reshape(shape)
 
     def fill(begin: int, end: int) -> None:
         generator = np.random.default_rng([*seed, begin // CHUNK])

@@ -29,6 +29,8 @@ from tuning_db.records import Status, canonical_json
 
 logger = logging.getLogger(__name__)
 
+# What has more arithmetic is computed on the GPU: GPT-2's logits for 8 x 512 tokens take a CPU with 16 cores seconds.
+_HOST_FLOPS_MAX = 2e9
 # An unscheduled PrimFunc runs at about 0.3 GFLOP/s; beyond this the reference has the CPU's fallback schedule, which
 # shares nothing with MetaSchedule's.
 _PLAIN_FLOPS_MAX = 1e8
@@ -53,9 +55,29 @@ def host_target(target: ResolvedTarget) -> tvm.target.Target:
     return target.target.host if target.target.host is not None else target.target
 
 
-def take_reference(state: TaskState, artifact: str | None, failure: Outcome | None) -> None:
-    """Give a task its reference, or a note without one when it did not build for the host."""
+def device_reference_mod(state: TaskState, target: ResolvedTarget) -> tvm.ir.IRModule | None:
+    """Return what computes a large task's reference on the GPU: its default schedule; None leaves it to the host."""
+    if target.kind != "cuda" or state.task.flops <= _HOST_FLOPS_MAX:
+        return None
+    scheduled = _fallback(state, target)
+    return None if scheduled is None else scheduled[0]
+
+
+def take_reference(
+    state: TaskState, artifact: str | None, failure: Outcome | None, on_device: str | None = None
+) -> None:
+    """Give a task its reference, or a note without one when it did not build for the host.
+
+    Parameters
+    ----------
+    artifact : str or None
+        The host's.
+    on_device : str or None
+        The device's, where it makes it; the host's is for appeals then.
+    """
     state.note = _note(state, artifact)
+    if on_device is not None:
+        state.note = _note(state, on_device, on_device=True, host_reference=artifact)
     if failure is not None:
         told = f"{failure.status.value}: {failure.error}"
         logger.warning("task %s has no reference on the CPU: %s", state.task.name, told)
@@ -103,7 +125,9 @@ def _reference_mod(state: TaskState, host: tvm.target.Target) -> tvm.ir.IRModule
         return state.task.mod
 
 
-def _note(state: TaskState, reference: str | None, *, on_device: bool = False) -> CandidateNote:
+def _note(
+    state: TaskState, reference: str | None, *, on_device: bool = False, host_reference: str | None = None
+) -> CandidateNote:
     func = state.task.mod["main"]
     accepted = kernel_tolerance(func)
     return CandidateNote(
@@ -112,6 +136,7 @@ def _note(state: TaskState, reference: str | None, *, on_device: bool = False) -
         outputs=written_params(func),
         reference=reference,
         reference_on_device=on_device,
+        host_reference=host_reference,
         rtol=accepted.rtol,
         atol=accepted.atol,
         accumulated=accepted.accumulated,

@@ -23,7 +23,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Tag:
-    """What a candidate on its way is."""
+    """What a candidate on its way is, or a `reference`, of which a task may have two: the CPU's and the device's."""
 
     state: TaskState
     route: Route
@@ -31,3 +31,4 @@ class Tag:
     batch: Batch | None = None
     candidate: Candidate | None = None
     reference: bool = False
+    on_device: bool = False

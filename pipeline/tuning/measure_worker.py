@@ -14,6 +14,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import tvm
@@ -35,6 +36,7 @@ from pipeline.tuning.measuring import (
     ReferenceRequest,
     WarmRequest,
     check_seeds,
+    host_reference_file,
     reference_file,
 )
 from pipeline.tuning.mismatch import absolute_bound, find_mismatch
@@ -67,9 +69,15 @@ class _Workload:
     tensors: list[tvm.runtime.Tensor]
     best_s: float = math.inf
     expected: list[np.ndarray] | None = None
+    expected_from: Path | None = None
     copies: list[list[tvm.runtime.Tensor]] = field(default_factory=list)
     untouched: dict[int, tvm.runtime.Tensor] = field(default_factory=dict)
     held: dict[int, _Held] = field(default_factory=dict)
+
+    def expect(self, outputs: list[np.ndarray], path: Path | None) -> None:
+        """Compare with these outputs from now on, which are kept in a file."""
+        self.expected, self.expected_from = outputs, path
+        self.held.clear()
 
     @property
     def bytes(self) -> int:
@@ -94,7 +102,7 @@ def start() -> Callable[[object], object]:
             case WarmRequest():
                 return measurer.warm(request)
             case ReferenceRequest():
-                return measurer.make_references(request.measurement)
+                return measurer.make_references(request.measurement, on_host=request.on_host)
             case MeasureRequest():
                 return measurer.measure(request)
             case CompareRequest():
@@ -119,21 +127,22 @@ class _Measurer:
             self._timer = self._timer or RotatedTimer(device)
         return True
 
-    def make_references(self, request: MeasureRequest) -> bool:
+    def make_references(self, request: MeasureRequest, *, on_host: bool = False) -> bool:
         """Compute the reference outputs for both seeds and keep them in files."""
         _use_threads(request)
         note = request.note
-        if note is None or note.reference is None:
+        artifact = None if note is None else note.host_reference if on_host else note.reference
+        if note is None or artifact is None:
             return False
-        device = tvm.device(request.device if note.reference_on_device else "cpu:0")
-        function = tvm.runtime.load_module(note.reference)[_ENTRY]
+        device = tvm.device(request.device if note.reference_on_device and not on_host else "cpu:0")
+        function = tvm.runtime.load_module(artifact)[_ENTRY]
         for seed in check_seeds(request):
             workload = self._workload(request, seed, tvm.device(request.device))
             tensors = _tensors(workload.arrays, request.arguments, device)
             function(*tensors)
             device.sync()
-            workload.expected = [tensors[position].numpy() for position in note.outputs]
-            path = reference_file(request, seed)
+            path = host_reference_file(request, seed) if on_host else reference_file(request, seed)
+            workload.expect([tensors[position].numpy() for position in note.outputs], path)
             if path is not None:
                 # Written whole: a process killed here must not leave half a reference.
                 partial = path.with_suffix(".partial")
@@ -213,7 +222,8 @@ class _Measurer:
         key = (request.note.workload if request.note else None, request.arguments, seed, request.device)
         workload = self._workloads.pop(key, None)
         if workload is None:
-            arrays = make_arrays(request.arguments, _ranges(request.note), seed)
+            outputs = request.note.outputs if request.note is not None else ()
+            arrays = make_arrays(request.arguments, _ranges(request.note), seed, outputs)
             if request.note is not None:
                 arrays = with_partial_sums(arrays, request.note.partial_sums)
                 arrays = with_column_sums(arrays, request.note.column_sums)
@@ -257,8 +267,8 @@ class _Measurer:
         path = reference_file(request, seed)
         if path is None or request.note is None:
             return elapsed, None
-        if workload.expected is None:
-            workload.expected = pickle.loads(path.read_bytes())
+        if workload.expected is None or workload.expected_from != path:
+            workload.expect(pickle.loads(path.read_bytes()), path)
         for position, expected in zip(outputs, workload.expected or (), strict=True):
             if self._is_right_there(workload, position, expected, request, device):
                 continue

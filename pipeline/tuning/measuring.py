@@ -32,9 +32,10 @@ class WarmRequest:
 
 @dataclass(frozen=True)
 class ReferenceRequest:
-    """Make the reference outputs that a measurement of this kind will need."""
+    """Make the reference outputs that a measurement of this kind will need; with `on_host` the CPU's, on appeal."""
 
     measurement: MeasureRequest
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,29 @@ class CompareReply:
 
 
 def reference_file(request: MeasureRequest, seed: int) -> Path | None:
-    """Return where the reference outputs for one seed are kept, or None when nothing is compared."""
+    """Return where the reference outputs for one seed are kept, or None when nothing is compared.
+
+    Where the device makes them, and the CPU did so too since a candidate appealed, it is the CPU's that count.
+    """
     if request.note is None or request.note.reference is None:
         return None
+    on_host = host_reference_file(request, seed)
+    if on_host is not None and on_host.exists():
+        return on_host
     return Path(f"{request.note.reference}.{seed}.pickle")
+
+
+def host_reference_file(request: MeasureRequest, seed: int) -> Path | None:
+    """Return where the CPU's outputs are kept, once a candidate has appealed from the device's; None without appeal."""
+    if request.note is None or request.note.host_reference is None:
+        return None
+    return Path(f"{request.note.host_reference}.{seed}.pickle")
+
+
+def may_appeal(request: MeasureRequest) -> bool:
+    """Whether a candidate was compared with what the device made, and the CPU can still be asked."""
+    files = [host_reference_file(request, seed) for seed in check_seeds(request)]
+    return any(path is not None and not path.exists() for path in files)
 
 
 def check_seeds(request: MeasureRequest) -> tuple[int, int]:

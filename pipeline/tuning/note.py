@@ -34,6 +34,9 @@ class CandidateNote:
     reference
         Shared object that computes the same on the CPU, or on the device where `reference_on_device`; None compares
         nothing.
+    host_reference
+        Shared object that computes the same on the CPU, where `reference` does so on the device: who differs from what
+        the device made is compared with what the CPU makes. None where there is none.
     best_s
         Best seconds of the workload known when the candidate was handed in; None when nothing was.
     masks
@@ -55,6 +58,7 @@ class CandidateNote:
     outputs: tuple[int, ...]
     reference: str | None = None
     reference_on_device: bool = False
+    host_reference: str | None = None
     best_s: float | None = None
     rtol: float = 0.0
     atol: float = 0.0

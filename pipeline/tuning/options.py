@@ -60,6 +60,9 @@ class TuningOptions:
     overlap
         Build and measure at the same time; None does so on a GPU only, since on a CPU building would disturb the
         clock.
+    device_references
+        Compute what the candidates of large tasks are compared with on the GPU, by its default schedule; the CPU, which
+        takes seconds for some, is asked only when a candidate differs.
     routes
         Who may offer candidates; without `metaschedule` nothing is searched, without `template` none is tried.
     measure
@@ -84,6 +87,7 @@ class TuningOptions:
     enough_records: int = 512
     fork: bool = True
     overlap: bool | None = None
+    device_references: bool = True
     routes: frozenset[Route] = SEARCHED_ROUTES & DEFAULT_ROUTES
     measure: MeasureOptions = field(default_factory=MeasureOptions)
 

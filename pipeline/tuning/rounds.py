@@ -16,6 +16,7 @@ from tvm.s_tir import meta_schedule as ms
 
 from pipeline.errors import UsageError
 from pipeline.tuning.baseline import (
+    device_reference_mod,
     host_target,
     make_fallback,
     reference_mods,
@@ -50,7 +51,8 @@ from tuning_db.records import Route, Status
 logger = logging.getLogger(__name__)
 
 # Of each task, what its templates propose first is measured before anything else is: it is what compilation takes. One
-# will do where it was best for a near shape.
+# will do where a near shape was tuned, and of what was best there one is searched first, too; none where something is
+# known of the task itself.
 _FIRST_PROPOSALS = 2
 _FIRST_INFORMED = 1
 # Rounds in which a task proposed nothing new, before it counts as exhausted.
@@ -101,6 +103,9 @@ class Rounds:
         self._spent = spent
         self._searches = searches
         self._references_due = 0
+        # Of each task, by its id: how many of its references are being built, and those that are.
+        self._references: dict[int, int] = {}
+        self._built: dict[tuple[int, bool], Finished] = {}
         self._later: list[TaskState] = []
         self._began = time.monotonic()
         self._flushed = 0.0
@@ -117,14 +122,35 @@ class Rounds:
         tagged = [
             (mod, Tag(state, Route.FALLBACK, "", reference=True)) for state, mod in zip(states, mods, strict=True)
         ]
+        on_device = []
+        if self._options.device_references and not self._evaluator.exclusive:
+            large = [(device_reference_mod(state, self._target), state) for state in states]
+            on_device = [
+                (mod, Tag(state, Route.FALLBACK, "", reference=True, on_device=True))
+                for mod, state in large
+                if mod is not None
+            ]
+        for _, tag in (*tagged, *on_device):
+            self._references[id(tag.state)] = self._references.get(id(tag.state), 0) + 1
         self._evaluator.submit_builds(tagged, host_target(self._target))
+        self._evaluator.submit_builds(on_device, self._target.target)
 
-    def _take_reference(self, state: TaskState, finished: Finished) -> None:
-        """Let a task begin: with what its templates propose first, or with its fallback."""
+    def _take_reference(self, tag: Tag, finished: Finished) -> None:
+        """Let a task begin when all its references are there: with what its templates propose, or with its fallback."""
         if finished.artifact is None and finished.outcome is None:
             return
-        take_reference(state, finished.artifact, finished.outcome)
-        if finished.artifact is None:
+        state = tag.state
+        self._built[id(state), tag.on_device] = finished
+        self._references[id(state)] -= 1
+        if self._references[id(state)]:
+            return
+        finished = self._built.pop((id(state), False))
+        device = self._built.pop((id(state), True), None)
+        on_device = None if device is None else device.artifact
+        if device is not None and device.outcome is not None:
+            logger.warning("task %s has no reference on the device: %s", state.task.name, device.outcome.error)
+        take_reference(state, finished.artifact, finished.outcome, on_device)
+        if finished.artifact is None and on_device is None:
             failed = reference_on_device(state, self._evaluator, self._target)
             if failed is not None:
                 decision, outcome = failed
@@ -136,7 +162,7 @@ class Rounds:
             return
         state.ready = True
         self._prepare_reference(state)
-        if state.skipped is None and state.templates is not None and not state.templates.done:
+        if state.skipped is None and state.templates is not None and not state.templates.done and not state.known:
             self._later.append(state)
             self._template_round(state, _FIRST_INFORMED if state.templates.informed else _FIRST_PROPOSALS)
         else:
@@ -205,7 +231,7 @@ class Rounds:
         elif (refusal := find_refusal(state.task.mod["main"])) is not None:
             state.ended = f"no search: {refusal.reason}"
         else:
-            self._searches.submit(state, size)
+            self._searches.submit(state, min(size, _FIRST_INFORMED) if state.near.traces and not state.rounds else size)
 
     def _template_round(self, state: TaskState, wanted: int) -> None:
         remaining = self._remaining()
@@ -291,7 +317,7 @@ class Rounds:
             raise TypeError(f"expected a candidate of this run back, got {type(tag).__name__}")
         state, outcome = tag.state, finished.outcome
         if tag.reference:
-            self._take_reference(state, finished)
+            self._take_reference(tag, finished)
             return
         if tag.route is not Route.FALLBACK:
             state.in_flight -= 1

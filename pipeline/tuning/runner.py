@@ -22,6 +22,7 @@ from pipeline.tuning.measuring import (
     ReferenceRequest,
     WarmRequest,
     check_seeds,
+    may_appeal,
     reference_file,
 )
 from pipeline.tuning.note import CandidateNote, read_note
@@ -101,6 +102,8 @@ class MeasuringProcess:
         if refused is not None:
             return refused
         answer = self._ask(request, self._timeout_s)
+        if isinstance(answer, MeasureReply) and answer.mismatch is not None and self._appeal(request):
+            answer = self._ask(request, self._timeout_s)
         if isinstance(answer, ms.runner.RunnerResult):
             return answer
         if not isinstance(answer, MeasureReply):
@@ -114,7 +117,11 @@ class MeasuringProcess:
         """
         if self._make_references(requests[0]) is not None:
             return None
-        answer = self._ask(CompareRequest(tuple(requests), rounds), self._timeout_s * len(requests))
+        asked, timeout_s = CompareRequest(tuple(requests), rounds), self._timeout_s * len(requests)
+        answer = self._ask(asked, timeout_s)
+        wrong = isinstance(answer, CompareReply) and any(reply.mismatch is not None for reply in answer.replies)
+        if wrong and self._appeal(requests[0]):
+            answer = self._ask(asked, timeout_s)
         if not isinstance(answer, CompareReply):
             reason = answer.error_msg if isinstance(answer, ms.runner.RunnerResult) else type(answer).__name__
             logger.warning("the final contenders could not be timed in turns: %s", reason)
@@ -131,6 +138,16 @@ class MeasuringProcess:
             return None
         reason = str(made.error_msg)
         return made if reason.startswith(CANCELLED) else _failed(Status.RUN_ERROR, f"{NO_REFERENCE}: {reason}")
+
+    def _appeal(self, request: MeasureRequest) -> bool:
+        """Have the CPU make the references that the device made until now; return whether it did."""
+        if not may_appeal(request):
+            return False
+        made = self._ask(ReferenceRequest(request, on_host=True), _REFERENCE_TIMEOUT_S)
+        if made is not True:
+            reason = made.error_msg if isinstance(made, ms.runner.RunnerResult) else type(made).__name__
+            logger.warning("what differs from the device's reference counts as wrong: the CPU made none: %s", reason)
+        return made is True
 
     def _ask(self, request: object, timeout_s: float) -> object:
         """Return the value that the process answers, or a failed result."""

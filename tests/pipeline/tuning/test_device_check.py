@@ -22,7 +22,6 @@ from pipeline.tuning.measuring import MeasureReply, MeasureRequest, ReferenceReq
 from pipeline.tuning.mismatch import absolute_bound, find_mismatch
 from pipeline.tuning.note import CandidateNote
 from pipeline.tuning.timing import MeasureOptions
-from schedules.fallback import apply_fallback
 from schedules.targets import resolve_target
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod
 
@@ -137,6 +136,13 @@ def test_it_builds_for_a_gpu(dtype: str) -> None:
         assert tvm.compile(check_module(dtype, target), target) is not None
 
 
+def test_the_cases_build_for_a_gpu() -> None:
+    target = resolve_target("cuda:sm_90a").target
+    for mod in (add_one_mod(size=SIZE), idle_mod()):
+        with device_toolchain(target), target:
+            assert tvm.compile(on_threads(mod), target) is not None
+
+
 @pytest.fixture(scope="module")
 def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolBuilder]:
     with closing(PoolBuilder(1, tmp_path_factory.mktemp("artifacts"))) as opened:
@@ -144,12 +150,20 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolBuilder]:
 
 
 def idle_mod() -> tvm.ir.IRModule:
-    """Return a module that leaves its output as it was."""
-    text = add_one_mod(size=SIZE).script()
-    for before, after in (("T.reads(A[v_i])", "T.reads(C[v_i])"), ("A[v_i] + T.float32(1.0)", "C[v_i]")):
-        assert before in text
-        text = text.replace(before, after)
-    return tvm.script.from_source(text)
+    """Return a module that writes the first element of its output and no other."""
+    text, loop = add_one_mod(size=SIZE).script(), f"in range({SIZE}):"
+    assert loop in text
+    return tvm.script.from_source(text.replace(loop, "in range(1):"))
+
+
+def on_threads(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
+    """Return the module with a GPU's thread for each element."""
+    schedule = tvm.s_tir.Schedule(mod)
+    (loop,) = schedule.get_loops(schedule.get_sblock("C"))
+    block, thread = schedule.split(loop, [None, 128])
+    schedule.bind(block, "blockIdx.x")
+    schedule.bind(thread, "threadIdx.x")
+    return schedule.mod
 
 
 def request_for(builder: PoolBuilder, place: Place, mod: tvm.ir.IRModule, device: str = "cpu:0") -> MeasureRequest:
@@ -157,7 +171,7 @@ def request_for(builder: PoolBuilder, place: Place, mod: tvm.ir.IRModule, device
     target = resolve_target("cuda").target if device.startswith("cuda") else place.target.target
     (reference,) = builder.build([ms.builder.BuilderInput(add_one_mod(size=SIZE), place.target.target)])
     note = CandidateNote("add-one", {}, (1,), str(reference.artifact_path), rtol=1e-6, atol=1e-6)
-    (result,) = builder.build([ms.builder.BuilderInput(apply_fallback(mod, target), target)])
+    (result,) = builder.build([ms.builder.BuilderInput(on_threads(mod) if device != "cpu:0" else mod, target)])
     assert result.error_msg is None, result.error_msg
     options = MeasureOptions(repeats=2, contender_repeats=0, min_repeat_s=0.0005)
     arguments = (ArgumentSpec((SIZE,), "float32"),) * 2
@@ -178,7 +192,7 @@ def mismatches(requests: list[MeasureRequest], options: MeasureOptions) -> list[
 
 @pytest.fixture(scope="module")
 def requests_here(builder: PoolBuilder, place: Place) -> list[MeasureRequest]:
-    """A right candidate, a wrong one, one that writes nothing, and the right one again."""
+    """A right candidate, a wrong one, one that writes next to nothing, and the right one again."""
     mods = (add_one_mod(size=SIZE), add_one_mod(1.5, size=SIZE), idle_mod(), add_one_mod(size=SIZE))
     return [request_for(builder, place, mod) for mod in mods]
 
