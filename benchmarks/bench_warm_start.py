@@ -1,17 +1,19 @@
 """What records of a near shape are worth: a model tuned cold, and after the same model with another sequence length.
 
-    python benchmarks/bench_warm_start.py [--model bert-base] [--from 1x128] [--to 1x384] [--precision fp16]
-        [--trials 600] [--seeds 1] [--routes metaschedule,template] [--out FILE]
+    python -m benchmarks.bench_warm_start [--model bert-base] [--layers N] [--from 1x128] [--to 1x384]
+        [--precision fp16] [--target auto] [--trials 600] [--seeds 1] [--routes metaschedule,template] [--out FILE]
 
 For each seed: `to` is tuned in an empty database (cold); `from` in another, then `to` in that one (warm), then `to`
 there once more (again). The latency of the model is the sum over its kernels of calls times the best latency known;
 after each candidate it is a little less. `needed` is how many candidates an arm takes to come within 5 % of what the
-cold one ends with. `again` should measure nothing.
+cold one ends with. `again` should measure nothing. Without the route `template` the model is lowered without the passes
+whose kernels only templates make, so that all of its kernels are searched.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import tempfile
@@ -21,6 +23,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import onnx
+
+from models.zoo.bert import build_bert
+from models.zoo.graph import Precision
+from models.zoo.presets import DEFAULT_DIMS, get_preset
 from pipeline.export import versions
 from pipeline.passes.module import LoweringOptions
 from pipeline.prepare import ModelRequest, PreparedModel, prepare_model
@@ -81,16 +88,31 @@ def needed(latencies: Sequence[float], goal_us: float) -> int | None:
     return next((count for count, us in enumerate(latencies) if us <= goal_us), None)
 
 
-def prepared_for(arguments: argparse.Namespace, shape: str) -> PreparedModel:
+def source_of(arguments: argparse.Namespace, directory: str) -> str | Path:
+    """Return the model's name, or where it was written with fewer layers and a short vocabulary."""
+    if arguments.layers is None:
+        return str(arguments.model)
+    config = dataclasses.replace(get_preset(arguments.model).config, layers=arguments.layers, vocab=1024)
+    dims = {axis: DEFAULT_DIMS[axis] for axis in ("batch", "sequence")}
+    path = Path(directory) / f"{arguments.model}.onnx"
+    onnx.save(build_bert(arguments.model, config, dims, Precision.FP32, 0), path)
+    return path
+
+
+def prepared_for(arguments: argparse.Namespace, source: str | Path, shape: str) -> PreparedModel:
     sizes = tuple(int(size) for size in shape.split("x"))
     lowering = LoweringOptions(precision=arguments.precision)
     shapes = {name: sizes for name in arguments.inputs}
-    return prepare_model(ModelRequest(arguments.model, shapes=shapes, target=arguments.target, lowering=lowering))
+    routes = routes_of(arguments)
+    return prepare_model(ModelRequest(source, shapes=shapes, target=arguments.target, lowering=lowering, routes=routes))
+
+
+def routes_of(arguments: argparse.Namespace) -> frozenset[Route]:
+    return frozenset(Route(name) for name in arguments.routes.split(","))
 
 
 def run_seed(arguments: argparse.Namespace, seed: int, near: PreparedModel, goal: PreparedModel) -> dict[str, Any]:
-    routes = frozenset(Route(name) for name in arguments.routes.split(","))
-    options = TuningOptions(trials=arguments.trials, seed=seed, routes=routes)
+    options = TuningOptions(trials=arguments.trials, seed=seed, routes=routes_of(arguments))
     with tempfile.TemporaryDirectory(prefix="warm-start-") as directory:
         cold = tuned(goal, f"{directory}/cold.db", options)
         donor = tuned(near, f"{directory}/warm.db", options)
@@ -110,6 +132,7 @@ def main() -> None:
     """Run every seed, print the figures, keep the raw values."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bert-base")
+    parser.add_argument("--layers", type=int, help="of a BERT, instead of the model's own number")
     parser.add_argument("--inputs", nargs="+", default=["input_ids", "attention_mask", "token_type_ids"])
     parser.add_argument("--from", dest="near", default="1x128")
     parser.add_argument("--to", default="1x384")
@@ -121,7 +144,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/warm-start.json"))
     arguments = parser.parse_args()
 
-    near, goal = prepared_for(arguments, arguments.near), prepared_for(arguments, arguments.to)
+    with tempfile.TemporaryDirectory(prefix="warm-start-") as directory:
+        source = source_of(arguments, directory)
+        near, goal = (prepared_for(arguments, source, shape) for shape in (arguments.near, arguments.to))
     document: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": goal.environment.device_name,

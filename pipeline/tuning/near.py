@@ -20,10 +20,20 @@ _RECORDS_MAX = 8
 
 @dataclass(frozen=True)
 class NearRecords:
-    """The best decisions of near shapes, the nearest shape's first: traces of the search, parameters of templates."""
+    """The best decisions of near shapes, the nearest shape's first.
+
+    Attributes
+    ----------
+    traces, parameters
+        Of the search, and of templates.
+    saved
+        The largest part of its fallback's latency that the search saved at a near shape, from 0 to 1; None where that
+        is known of none.
+    """
 
     traces: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
+    saved: float | None = None
 
 
 def shape_free(signature: str) -> str:
@@ -62,15 +72,22 @@ def near_records(
     """
     traces: list[str] = []
     parameters: list[str] = []
+    saved: list[float] = []
     for workload in near_workloads(task, recorded)[:_SHAPES_MAX]:
-        for route, found in ((Route.METASCHEDULE, traces), (Route.TEMPLATE, parameters)):
+        best: dict[Route, float | None] = {}
+        for route, found in ((Route.METASCHEDULE, traces), (Route.TEMPLATE, parameters), (Route.FALLBACK, None)):
             records = database.list_top(
                 workload_hash=workload.workload_hash,
                 signature_key=workload.signature_key,
                 target=target,
                 environment=environment,
                 route=route,
-                k=_RECORDS_MAX,
+                k=1 if found is None else _RECORDS_MAX,
             )
-            found += [record.decision for record in records if record.decision not in found]
-    return NearRecords(tuple(traces), tuple(parameters))
+            best[route] = records[0].latency_us if records else None
+            if found is not None:
+                found += [record.decision for record in records if record.decision not in found]
+        fallback_us, best_us = best[Route.FALLBACK], best[Route.METASCHEDULE]
+        if fallback_us and best_us is not None:
+            saved.append(max(0.0, 1.0 - best_us / fallback_us))
+    return NearRecords(tuple(traces), tuple(parameters), max(saved, default=None))

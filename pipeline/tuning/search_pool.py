@@ -10,10 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.tuning.clock import BusyClock
-from pipeline.tuning.near import NearRecords
 from pipeline.tuning.search import Candidate, TaskSearch
 from pipeline.tuning.state import TaskState, decision_key
 from tuning_db.metaschedule import REPLAY_ERRORS
@@ -100,8 +99,10 @@ class SearchPool:
                 state.search = self._make_search(state)
             if lessons:
                 state.search.learn([one for one, _ in lessons], [None if s is None else [s] for _, s in lessons])
-            if state.near.traces:
-                adopted, state.near = state.search.adopt(state.near.traces), NearRecords()
+            while state.near.traces and not candidates:
+                tried, left = state.near.traces[:size], state.near.traces[size:]
+                state.near = replace(state.near, traces=left)
+                adopted = state.search.adopt(tried)
                 if any(decision_key(one.decision) not in decided for one in adopted):
                     candidates = adopted
             candidates = candidates or state.search.propose()

@@ -22,7 +22,7 @@ _US_PER_S = 1e6
 _WINDOW = 3
 # How much of the expectation is hope (a task searched n rounds might still halve within n more) and not experience.
 _HOPE = 0.2
-# The part of a fallback's latency that the first round of a task is expected to save.
+# The part of a fallback's latency that the first round of a task is expected to save where no near shape tells it.
 _FIRST_HOPE = 0.5
 # Contenders of a task that are kept for its final.
 _CONTENDERS_MAX = 6
@@ -44,9 +44,9 @@ class TaskState:
 
     `decided` holds what was decided in this run and, but for mode force, in earlier ones: key of the decision -> median
     seconds, or None for a failure. `templates` come before any search. `progress` is the best latency after each round,
-    those of earlier runs included; `rounds` are this run's. `near` holds what was best for near shapes, to begin with.
-    `ready`: its reference and its fallback are there. `in_flight` counts the candidates handed in and not back,
-    `on_way` has the keys of their decisions; `searching` is how many a search that is under way will hand in.
+    those of earlier runs included; `rounds` are this run's. `near` holds what was best for near shapes and is not
+    tried yet. `ready`: its reference and its fallback are there. `in_flight` counts the candidates handed in and not
+    back, `on_way` has the keys of their decisions; `searching` is how many a search that is under way will hand in.
     """
 
     task: TuningTask
@@ -120,7 +120,8 @@ class TaskState:
         rounds = len(self.progress)
         if rounds == 0:
             hoped = self.best_us if self.best_us is not None else self.before_us
-            return float("inf") if hoped is None else self.task.weight * _FIRST_HOPE * hoped
+            part = _FIRST_HOPE if self.near.saved is None else self.near.saved
+            return float("inf") if hoped is None else self.task.weight * part * hoped
         latency = self.best_us if self.best_us is not None else 0.0
         earlier = self.progress[max(0, rounds - 1 - _WINDOW)]
         experience = (earlier - latency) / min(rounds, _WINDOW) if earlier is not None else 0.0

@@ -38,6 +38,7 @@ class TemplateSearch:
     ) -> None:
         self._candidates = list(candidates)
         self._preferred: list[int] = []
+        self._informed = False
         self._row = {one.decision: row for row, one in enumerate(self._candidates)}
         self._table = parameter_table([one.decision for one in self._candidates])
         self._measured: dict[int, float] = {}
@@ -53,11 +54,12 @@ class TemplateSearch:
 
     @property
     def informed(self) -> bool:
-        """Whether it begins with what was best for near shapes."""
-        return bool(self._preferred)
+        """Whether near shapes were tuned with it."""
+        return self._informed
 
     def prefer(self, decisions: Sequence[str]) -> None:
-        """Begin with these: they were best for near shapes."""
+        """Begin with these, which were best for near shapes, as far as they are candidates here."""
+        self._informed = bool(decisions)
         self._preferred = [self._row[decision] for decision in decisions if decision in self._row]
 
     def learn(self, decision: str, latency_us: float | None) -> None:

@@ -59,7 +59,9 @@ def test_what_is_known_is_not_asked_again() -> None:
 def test_what_was_best_for_near_shapes_comes_first() -> None:
     best = decision(64, 128, 4)
     search = TemplateSearch(candidates(), {})
+    assert not search.informed
     search.prefer(["of another version", best])
+    assert search.informed
     first = [one.decision for one in search.propose(3)]
     assert first == [best, decision(*GRID[0]), decision(*GRID[1])]
 

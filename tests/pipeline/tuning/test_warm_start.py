@@ -7,11 +7,12 @@ import pytest
 from tvm.s_tir.meta_schedule.utils import shash2hex
 
 from pipeline.tuning.cost_model import WARMUP_CANDIDATES, FastCostModel
-from pipeline.tuning.near import distance, near_records, near_workloads, shape_free
+from pipeline.tuning.near import NearRecords, distance, near_records, near_workloads, shape_free
 from pipeline.tuning.options import TuningOptions
 from pipeline.tuning.recorder import describe_workload
 from pipeline.tuning.search import TaskSearch
 from pipeline.tuning.session import tune
+from pipeline.tuning.state import TaskState
 from pipeline.tuning.timing import MeasureOptions
 from pipeline.tuning.warm_start import learn_from_records, spread_out
 from schedules.space import make_space
@@ -105,6 +106,37 @@ def test_a_warm_run_begins_with_what_was_best_for_the_near_shape(place: Place, t
     assert len(records) == 4
     steps = {_steps(decision) for decision in near.traces}
     assert all(_steps(record.decision) in steps for record in records)
+
+
+def test_every_task_with_a_near_shape_begins_with_one_candidate(place: Place, tuned: TuningDatabase) -> None:
+    others = [matmul_task(rows, 64, 32, f"rows{rows}") for rows in (48, 64)]
+    options = dataclasses.replace(OPTIONS, trials=2, trials_per_iteration=4)
+    tune(others, target=place.target, database=tuned, environment=place.environment, options=options)
+    for task in others:
+        searched = RecordFilter(workload_hash=task.workload_hash, route=Route.METASCHEDULE)
+        assert len(tuned.list_records(searched)) == 1
+
+
+def test_a_near_shape_tells_what_the_first_round_may_save(place: Place, tuned: TuningDatabase) -> None:
+    near = near_records(LONG, tuned.list_workloads(), tuned, place.key, place.environment)
+    best, default = (
+        tuned.list_top(
+            workload_hash=SHORT.workload_hash,
+            signature_key=None,
+            target=place.key,
+            environment=place.environment,
+            route=route,
+            k=1,
+        )[0].latency_us
+        or 0.0
+        for route in (Route.METASCHEDULE, Route.FALLBACK)
+    )
+    assert near.saved is not None
+    assert 0.0 < 1 - best / default <= near.saved < 1.0
+    state = TaskState(LONG, before_us=100.0)
+    assert state.expected_gain_us() == 50.0 * LONG.weight
+    state.near = NearRecords(saved=0.1)
+    assert state.expected_gain_us() == pytest.approx(10.0 * LONG.weight)
 
 
 def _steps(decision: str) -> str:
