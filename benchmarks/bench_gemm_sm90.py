@@ -13,8 +13,8 @@ shape are timed by turns, as CUDA graphs over rotating buffers that do not fit t
 - ours: the candidates that the template proposes, epilogue included; "first" is the one that is taken untuned;
 - cublaslt: the algorithms that cuBLASLt's heuristic offers (up to 40), each with cuBLASLt's own epilogue; the three
   that are fastest in a first look are timed, and the best of them counts. Its gelu is the tanh form, ours the erf form.
-  Of float8, both its ways of adding up are asked for: in the tensor cores alone ("fast accumulation"), as ours does,
-  and exact.
+  Of float8, it is asked for exact sums, as ours are, and beside them for those of the tensor cores alone ("fast
+  accumulation"), which do not count: their error grows with K (`benchmarks.float8_sums`).
 
 A kernel of ours may start while the one before it ends (dependent launch) and loads weights before it waits for it.
 """
@@ -100,11 +100,12 @@ EIGHT_BIT_CASES = {
 } | {"int8-square-4096-sums": Case(4096, 4096, 4096, "none", True, "int8", "int32")}
 ALL_CASES = CASES | EIGHT_BIT_CASES
 BYTES = {"float16": 2, "int8": 1, "float8_e4m3fn": 1, "int32": 4}
-# Of a relative error: of a float16 result of a float32 sum, where rounding the output gives 2.1e-4 on normal values; of
-# float8, whose sums keep fewer bits; of integers, the part of the elements that differ.
-ERRORS_MAX = {"float16": 6e-4, "float8_e4m3fn": 2e-3, "int8": 0.0}
+# Relative error of a float16 result of a float32 sum: rounding the output gives 2.1e-4 on normal values. Of integers,
+# the part of the elements that differ.
+ERRORS_MAX = {"float16": 6e-4, "float8_e4m3fn": 6e-4, "int8": 0.0}
 # Of "requantise": sums of random bytes stay in the range of int8 for the most part.
 SCALE = 2.0**-13
+FAST = "fast "
 POISON = {"float16": math.nan, "int8": -77, "int32": -(2**30)}
 BYTES_PER_TURN = 160_000_000
 LAUNCHES_MAX = 128
@@ -246,7 +247,7 @@ def graphs_of(case: Case, kernels: dict[str, Kernel], library: CublasLt) -> tupl
         graphs[decision] = captured_graph([kernel.bind(tensors) for tensors in sets])
     bias = [tensors["bias"].half() if "bias" in tensors else None for tensors in sets]
     problems = []
-    for exact_sums in (False, True) if case.operands.startswith("float8") else (False,):
+    for counts in (True, False) if case.operands.startswith("float8") else (True,):
         problem = library.problem(
             case.rows,
             case.n,
@@ -256,13 +257,13 @@ def graphs_of(case: Case, kernels: dict[str, Kernel], library: CublasLt) -> tupl
             operands=case.operands,
             output=case.output,
             scale=SCALE if case.epilogue == "requantise" else 1.0,
-            exact_sums=exact_sums,
+            exact_sums=counts,
         )
         problems.append(problem)
         offered = {}
         for number, algorithm in enumerate(problem.algorithms(ALGORITHMS)):
             launches = [partial(problem.launch, algorithm, *one) for one in zip(sets, bias, strict=True)]
-            offered[f"cublaslt {'exact ' if exact_sums else ''}{number}"] = captured_graph(launches)
+            offered[f"cublaslt {'' if counts else FAST}{number}"] = captured_graph(launches)
         looked = time_by_turns(offered, count, 3)
         fastest = sorted(offered, key=lambda name: min(looked[name]))[:ALGORITHMS_TIMED]
         graphs |= {name: offered[name] for name in fastest}
@@ -295,11 +296,17 @@ def run(directory: Path, rounds: int, checks: int, out: Path | None) -> int:
         rounded = {name: [round(value, 3) for value in values] for name, values in times.items()}
         results["cases"][case] = {"launches_a_graph": launches, "errors": errors, "times_us": rounded}
         ours = {name: statistics.median(times[name]) for name in right}
-        theirs = {name: statistics.median(times[name]) for name in times if name not in right}
+        theirs = {name: statistics.median(times[name]) for name in times if name not in right and FAST not in name}
+        if not ours:
+            print(f"{case}: no kernel is right: {errors}", flush=True)
+            continue
         best, other = min(ours, key=ours.__getitem__), min(theirs, key=theirs.__getitem__)
         ratios["best"].append(theirs[other] / ours[best])
         ratios["first"].append(theirs[other] / ours.get(next(iter(kernels)), math.inf))
         print(_line(case, times, list(kernels), best, other), flush=True)
+        fast = [statistics.median(values) for name, values in times.items() if FAST in name]
+        if fast:
+            print(f"  cublaslt's fast accumulation: {min(fast):.2f} us", flush=True)
         if len(right) < len(kernels):
             print("  wrong:", {name: error for name, error in errors.items() if name not in right}, flush=True)
         del graphs, _alive

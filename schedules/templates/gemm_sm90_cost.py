@@ -34,6 +34,11 @@ _MULTICAST_LONG = 0.98
 _LONG_US = 50.0
 # Bytes of an element of C as the fit counted them, whatever the dtype, and of the operands that it is of.
 _FITTED_BYTES = 2
+# Of 8 bits, set by 214 medians of those shapes: what adding up a stage's sums apart takes an accumulator, and makes of
+# turns, in which nothing else multiplies meanwhile; and how much longer an epilogue of integers takes.
+_ADDING_US = 0.0015
+_ADDING_IN_TURN = 1.5
+_INTEGER_WRITE = 2.0
 # Columns of B in a row of shared memory of 128 bytes.
 _CHUNK_MAX = 64
 # Up to this many, a matmul waits for its weights, not for arithmetic.
@@ -124,14 +129,19 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
     of_b = matmul.n * matmul.k * (1 + model.reread * math.log2(plan.tiles_m))
     size = plan.operands.bytes
     written = _FITTED_BYTES if size == _FITTED_BYTES else DataType(matmul.output_dtype).bits // 8
+    step_us = model.step_us
+    if plan.operands.exact_sums:
+        step_us += plan.m_blocks * p.block_n // 2 * _ADDING_US
+        arithmetic *= _ADDING_IN_TURN if p.pingpong else 1.0
     memory = ((matmul.m * matmul.k + of_b) * size + matmul.m * matmul.n * written) / model.memory_bytes
-    chain = in_turn * plan.k_share * model.step_us
+    chain = in_turn * plan.k_share * step_us
     if plan.k_share > p.stages:
         chain = max(chain, in_turn * plan.k_share * model.latency_us / p.stages)
     beside = model.beside_us if 2 * blocks <= sm_count else 0.0
     longest: float = sum(one**_NORM for one in (arithmetic, memory, chain)) ** (1 / _NORM)
     columns = plan.shares.columns
     write = 0.0 if p.pingpong else on_one * p.block_m * columns / p.consumers * model.write_us
+    write *= _INTEGER_WRITE if plan.operands.integer else 1.0
     reduce = 0.0
     if p.split_k > 1:
         elements = min(p.block_m, matmul.m) * columns
@@ -140,7 +150,7 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
     total = longest + tiles_us + blocks / sm_count * model.block_us + write + reduce - beside
     if p.multicast == 1:
         return total
-    return total * (_MULTICAST if total < _LONG_US else _MULTICAST_LONG)
+    return total * (_MULTICAST if total < _LONG_US or size < _FITTED_BYTES else _MULTICAST_LONG)
 
 
 def _part_used(cluster: int) -> float:

@@ -295,7 +295,8 @@ class _Kernel:
         p, plan = self._p, self._plan
         ring = Ring(p.stages)
         group = self._group
-        accumulators = T.alloc_local([plan.m_blocks * p.block_n // 2], plan.operands.register)
+        held = plan.m_blocks * p.block_n // 2
+        accumulators = T.alloc_local([held], plan.operands.register)
         multiply = Multiply(self._matmul, plan)
         first_row = 0 if p.pingpong else group * (plan.m_blocks * 64)
         multiply.describe(self._tile_a.ptr_to([0, first_row * self._block_k]), self._tile_b.ptr_to([0, 0]))
@@ -317,9 +318,7 @@ class _Kernel:
         def make_tile(turn: tirx.Expr, row: tirx.Expr, column: tirx.Expr) -> None:
             self._begin_output(row, column)
             if p.pingpong:
-                done = turn * plan.k_tiles
-                ring.set(done % p.stages, done // p.stages % 2)
-                T.evaluate(T.cuda.mbarrier_wait(self._turn.ptr_to([group]), turn // 2 % 2))
+                self._take_turn(ring, turn)
             with T.serial(count - 1, unroll=unroll) as step:
                 multiply_stage(step)
                 # The multiplications of the stage before are done: its memory may be overwritten.
@@ -331,10 +330,9 @@ class _Kernel:
             # for complete at the next wait, whichever it is, and moved their conversion above that for the last stage.
             multiply_stage(count - 1)
             if p.pingpong:
-                with T.If(leader), T.Then():
-                    arrive(self._turn.ptr_to([1 - group]))
+                self._give_turn(leader)
             T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
-            pin(accumulators, plan.m_blocks * p.block_n // 2, plan.operands.register)
+            pin(accumulators, held, plan.operands.register)
             with T.If(tirx.all(leader, count > 1)), T.Then():
                 self._release(ring.previous)
             with T.If(leader), T.Then():
@@ -342,7 +340,41 @@ class _Kernel:
             ring.advance()
             self._finish(accumulators, column)
 
+        def make_tile_of_exact_sums(turn: tirx.Expr, row: tirx.Expr, column: tirx.Expr) -> None:
+            self._begin_output(row, column)
+            for index in range(held):
+                T.buffer_store(totals, tirx.FloatImm("float32", 0.0), [index])
+            if p.pingpong:
+                self._take_turn(ring, turn)
+            with T.serial(count, unroll=False):
+                T.evaluate(T.cuda.mbarrier_wait(self._full.ptr_to([ring.stage]), ring.phase))
+                multiply.emit(accumulators, ring.stage, tirx.const(False, "bool"))
+                T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+                pin(accumulators, held)
+                with T.If(leader), T.Then():
+                    self._release(ring.stage)
+                for index in range(held):
+                    T.buffer_store(totals, totals[index] + accumulators[index], [index])
+                ring.advance()
+            if p.pingpong:
+                self._give_turn(leader)
+            self._finish(totals, column)
+
+        if plan.operands.exact_sums:
+            totals = T.alloc_local([held], "float32")
+            make_tile = make_tile_of_exact_sums
         self._each_tile(make_tile, first=group if p.pingpong else 0, every=2 if p.pingpong else 1)
+
+    def _take_turn(self, ring: Ring, turn: tirx.Expr) -> None:
+        """Emit, for a tile made by turns, the wait for its turn, and the step to its first stage."""
+        done = turn * self._plan.k_tiles
+        ring.set(done % self._p.stages, done // self._p.stages % 2)
+        T.evaluate(T.cuda.mbarrier_wait(self._turn.ptr_to([self._group]), turn // 2 % 2))
+
+    def _give_turn(self, leader: tirx.Expr) -> None:
+        """Emit the beginning of the other warpgroup's turn."""
+        with T.If(leader), T.Then():
+            arrive(self._turn.ptr_to([1 - self._group]))
 
     def _begin_output(self, row: tirx.Expr, column: tirx.Expr) -> None:
         p, plan = self._p, self._plan

@@ -198,7 +198,8 @@ def make_plan(
     groups = 1 if p.pingpong else p.consumers
     m_blocks = p.block_m // 64 // groups
     threads = p.consumers * WARPGROUP + (WARPGROUP if p.consumers > 1 else 32)
-    accumulators = m_blocks * p.block_n // 2
+    # Sums of a stage, and of all stages where those are added up apart.
+    accumulators = m_blocks * p.block_n // 2 * (2 if operands.exact_sums else 1)
     registers = CONSUMER_REGISTERS if p.consumers > 1 else limits.registers_per_thread
     partials = 0 if matmul.norm is None else statistics_registers(matmul.norm, m_blocks)
     hold_partials = accumulators + _REGISTERS_BESIDE + partials <= registers
@@ -218,7 +219,7 @@ def make_plan(
         columns=columns,
         prefetched=accumulators + held + beside <= registers,
         accumulators=each,
-        batch=_BATCH if accumulators + _REGISTERS_TO_EVALUATE <= registers else _SMALL_BATCH,
+        batch=_BATCH if m_blocks * p.block_n // 2 + _REGISTERS_TO_EVALUATE <= registers else _SMALL_BATCH,
     )
     rows_a = _loaded_rows(matmul, p)
     stage_bytes = (rows_a + p.block_n) * ROW_BYTES

@@ -109,10 +109,18 @@ def test_a_stage_holds_as_many_bytes_of_k_as_of_16_bits() -> None:
 def test_tiles_wider_than_an_instruction_of_integers_are_two() -> None:
     assert plan(INTEGERS, replace(SMALL, block_n=224)).columns == 224
     assert plan(INTEGERS, replace(SMALL, block_n=256)).columns == 128
-    assert plan(FLOATS["plain"][0], replace(SMALL, block_n=256)).columns == 256
     refused = plan(INTEGERS, replace(SMALL, block_n=240))
     assert isinstance(refused, Refusal)
     assert "block_n is 240, of which neither all nor half is an N of wgmma for int8" in refused.reason
+
+
+def test_exact_sums_of_float8_take_twice_the_registers() -> None:
+    case = FLOATS["plain"][0]
+    assert plan(case, GemmParameters(128, 192, 3, 2)).columns == 192
+    for parameters in (GemmParameters(128, 256, 3, 2), GemmParameters(256, 128, 3, 2)):
+        refused = plan(case, parameters)
+        assert isinstance(refused, Refusal)
+        assert "256 accumulators a thread" in refused.reason
 
 
 def test_bytes_are_written_in_whole_vectors() -> None:
@@ -150,9 +158,9 @@ def compiled(case: MatmulCase, parameters: GemmParameters) -> Cubin:
         (LARGE, GemmParameters(128, 128, 5, 2, 132, pingpong=True, dependent=True), 168),
         (BYTES, GemmParameters(128, 128, 4, 2, 66, 1, True, True, 2, 4), 168),
         (replace(BYTES, dtype="uint8", dtype_b="int8"), GemmParameters(128, 128, 4, 2), 168),
-        (FLOAT8, GemmParameters(128, 256, 4, 2, 132), 168),
+        (FLOAT8, GemmParameters(128, 192, 4, 2, 132), 168),
         (replace(FLOAT8, rows=(128,)), GemmParameters(64, 64, 8, 1, split_k=2, dependent=True), 110),
-        (FLOAT8, GemmParameters(128, 128, 4, 2, 132, pingpong=True, dependent=True), 168),
+        (FLOAT8, GemmParameters(128, 96, 4, 2, 132, pingpong=True, dependent=True), 168),
     ],
     ids=[
         "split_k",
@@ -173,7 +181,7 @@ def test_cubin_has_8_bit_wgmma_and_no_spills(case: MatmulCase, parameters: GemmP
     # Four instructions of 32 deep for every 64 rows, at least once; none of 16 bits, none of the slower path.
     assert cubin.count(found) >= 4 * (parameters.block_m // 64 // (1 if parameters.pingpong else parameters.consumers))
     assert cubin.count(WGMMA) == cubin.count(MMA_SYNC) == 0
-    assert cubin.count(WARPGROUP) < cubin.count(found)
+    assert cubin.count(WARPGROUP) <= cubin.count(found) // 2
     assert cubin.count(TMA_LOAD) + cubin.count(TMA_LOAD_MULTICAST) >= 2
     assert cubin.count(LOCAL_LOAD) == cubin.count(LOCAL_STORE) == cubin.frame_bytes == 0
     assert cubin.registers <= registers_max
@@ -208,4 +216,5 @@ def test_float8_agrees_with_float64(case: MatmulCase, parameters: GemmParameters
     for arrays, found in run_on_gpu(case, parameters):
         right = expected(case, arrays)
         error = np.linalg.norm(found.astype("float64") - right) / np.linalg.norm(right)
-        assert error < (4e-3 if case.output == "bfloat16" else 1e-3)
+        # Of sums that the tensor cores make alone, 8.6e-4 with K = 2048.
+        assert error < (4e-3 if case.output == "bfloat16" else 6e-4)
