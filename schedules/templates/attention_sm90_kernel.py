@@ -312,13 +312,25 @@ class _Kernel:
         return masked if self._whole_first is None else tirx.any(masked, block * p.block_k < self._whole_first)
 
     def _sum(self, group: tirx.Expr) -> None:
-        """Emit the loop over the keys."""
+        """Emit the loop over the keys, twice where a tile without anything in its mask is made as if there was none."""
         if self._p.overlap:
-            self._sum_overlapped(group)
+            self._begin_scores(tirx.IntImm("int32", 0))
+        make = self._sum_overlapped if self._p.overlap else self._sum_in_turn
+        nothing = self._softmax.find_nothing()
+        if nothing is None:
+            make(group)
             return
-        self._softmax.settle()
+        with T.If(nothing):
+            with T.Then(), self._softmax.without_bias():
+                make(group)
+            with T.Else():
+                make(group)
+
+    def _sum_in_turn(self, _group: tirx.Expr) -> None:
+        """Emit the loop over the keys: each block's scores, softmax and values."""
         with T.serial(self._tile.block_count) as step:
             self._begin_scores(step)
+            self._softmax.prefetch(self._tile.first_block + step)
             self._release_query(step)
             self._end_scores(0)
             self._weigh(step)
@@ -329,10 +341,12 @@ class _Kernel:
             self._end_values()
 
     def _sum_overlapped(self, group: tirx.Expr) -> None:
-        """Emit the loop over the keys: the scores of a block run beside the values and the softmax of the last."""
+        """Emit the loop over the keys: the scores of a block run beside the values and the softmax of the last.
+
+        The first block's scores are on their way.
+        """
         zero = tirx.IntImm("int32", 0)
-        self._begin_scores(zero)
-        self._softmax.settle()
+        self._softmax.prefetch(self._tile.first_block)
         self._release_query(zero)
         self._end_scores(0)
         self._weigh(zero)
@@ -341,6 +355,7 @@ class _Kernel:
             T.evaluate(T.cuda.mbarrier_wait(self._full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
             self._wait_turn(group)
             self._begin_scores(step + 1, wait=False)
+            self._softmax.prefetch(self._tile.first_block + step + 1)
             self._begin_values(step)
             self._end_turn(group)
             self._end_scores(1)
@@ -366,7 +381,6 @@ class _Kernel:
             block = self._tile.first_block + step
             self._new_keys.put(self._thread, block, self._tile_k, self._ring_k.stage, self._tile)
         self._multiply.scores(self._scores, self._query_stage, self._ring_k.stage)
-        self._softmax.prefetch(self._tile.first_block + step)
 
     def _end_scores(self, pending: int) -> None:
         T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(pending))

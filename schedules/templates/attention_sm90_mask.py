@@ -38,18 +38,8 @@ __forceinline__ __device__ float NAME(unsigned packed, int shift) {
 _UNPACK_KINDS = {"float16": "f16", "bfloat16": "bf16"}
 # Words of 4 bytes -> the load.
 _SCAN_LOADS = {1: "ld.global.u32", 2: "ld.global.v2.u32", 4: "ld.global.v4.u32"}
-# Words of a mask that a lane reads at the beginning of a tile, at most.
-_TILE_WORDS_MAX = 16
-_LANES_WITH = "relaxtune_lanes_with"
-_LANES_WITH_SOURCE = """
-__forceinline__ __device__ unsigned relaxtune_lanes_with(unsigned x) { return __ballot_sync(~0u, x != 0); }
-"""
-_ANY_OF_LANES = "relaxtune_any_of_lanes"
-_ANY_OF_LANES_SOURCE = """
-__forceinline__ __device__ int relaxtune_any_of_lanes(unsigned lanes, int first, int last) {
-  return (lanes & ((2u << last) - (1u << first))) != 0;
-}
-"""
+# Words that a lane reads of a tile's mask: at a time, and at most.
+_HELD_WORDS_MAX, _SEARCHED_WORDS_MAX = 16, 256
 _ANY_LANE = "relaxtune_any_lane"
 _ANY_LANE_SOURCE = """
 __forceinline__ __device__ int relaxtune_any_lane(unsigned x) { return __any_sync(~0u, x != 0); }
@@ -88,34 +78,86 @@ class _Scan:
         return cls(elements, loads, loads * elements * element_bytes // 4)
 
 
-@dataclass(frozen=True)
-class _TileScan:
-    """How a warp reads the mask of a tile's batch element to see in which blocks of keys there is anything.
+class PaddingSearch:
+    """Finds out whether there is anything but zeros in the mask of padding of a tile's batch element.
 
-    Each lane has `elements` neighbouring keys, `vector` of them a load, `words` of 4 bytes in all.
+    A short mask is read when a tile begins, and looked at once the tile's first scores are being multiplied. A long one
+    is read for a thread block's first tile, and again where the batch element has changed.
     """
 
-    elements: int
-    vector: int
-    words: int
+    def __init__(self, plan: AttentionPlan, param: tirx.Var, lane: tirx.Expr) -> None:
+        spec, dtype = plan.spec, str(param.ty.dtype)
+        assert spec.bias is not None
+        self._keys, self._stride, self._lane = spec.keys, spec.bias.batch_stride, lane
+        element_bytes = int(tvm.DataType(dtype).itemsize)
+        self._vector = self.vector_of(plan, element_bytes)
+        size = math.prod(int(size) for size in param.ty.shape)
+        self._buffer = T.decl_buffer((size,), dtype, data=param.data)
+        self._loads = math.ceil(spec.keys / (32 * self._vector))
+        self._each = self._vector * element_bytes // 4
+        self._batch_loads = _HELD_WORDS_MAX // self._each
+        self._bits = T.alloc_local([1], "uint32")
+        self._words = T.alloc_local([min(self._loads, self._batch_loads) * self._each], "uint32")
+        if self._is_long:
+            self._known = T.alloc_local([1], "int32")
+            T.buffer_store(self._known, -1, [0])
 
     @classmethod
-    def of(cls, plan: AttentionPlan, element_bytes: int) -> _TileScan | None:
-        """Return how, or None where a warp reads block by block: a long mask, or keys shared by a cluster."""
+    def serves(cls, plan: AttentionPlan, param: tirx.Var) -> bool:
+        """Whether a tile has such a mask, and no other block a part of its keys."""
+        bias, dtype = plan.spec.bias, str(param.ty.dtype)
+        if bias is None or bias.kind != "add" or not bias.of_padding or plan.parameters.split > 1:
+            return False
+        size = int(tvm.DataType(dtype).itemsize)
+        vector = cls.vector_of(plan, size)
+        return vector > 0 and math.ceil(plan.spec.keys / (32 * vector)) * vector * size <= 4 * _SEARCHED_WORDS_MAX
+
+    @staticmethod
+    def vector_of(plan: AttentionPlan, element_bytes: int) -> int:
+        """Return the elements of the widest loads that the rows of the mask allow; 0 for none of 4 bytes or more."""
         spec = plan.spec
         assert spec.bias is not None
-        each = math.ceil(spec.keys / 32)
-        fitting = (
-            one
-            for one in (16 // element_bytes, 8 // element_bytes, 4 // element_bytes)
-            if one <= max(each, 4 // element_bytes) and spec.keys % one == 0 and spec.bias.batch_stride % one == 0
-        )
-        vector = next(fitting, 0)
-        if not vector or plan.parameters.split > 1:
-            return None
-        elements = vector * math.ceil(each / vector)
-        words = elements * element_bytes // 4
-        return cls(elements, vector, words) if words <= _TILE_WORDS_MAX else None
+        sizes = [size // element_bytes for size in (16, 8, 4)]
+        # No wider than that all lanes have something to read.
+        useful = [one for one in sizes if one * 32 <= spec.keys] or sizes[-1:]
+        fitting = [one for one in useful if one and spec.keys % one == 0 and spec.bias.batch_stride % one == 0]
+        return fitting[0] if fitting else 0
+
+    @property
+    def _is_long(self) -> bool:
+        return self._loads > self._batch_loads
+
+    def begin(self, batch: tirx.Expr) -> None:
+        """Emit the reads for a tile."""
+        if not self._is_long:
+            self._read(batch, 0, self._loads)
+            return
+        with T.If(batch != self._known[0]), T.Then():
+            T.buffer_store(self._known, batch, [0])
+            T.buffer_store(self._bits, T.uint32(0), [0])
+            for first in range(0, self._loads, self._batch_loads):
+                count = min(self._batch_loads, self._loads - first)
+                self._read(batch, first, count)
+                T.buffer_store(self._bits, tirx.bitwise_or(self._bits[0], self._read_bits(count)), [0])
+
+    def found_nothing(self) -> tirx.Expr:
+        """Return whether the tile's mask is zeros alone, the same in all lanes of a warp."""
+        if not self._is_long:
+            T.buffer_store(self._bits, self._read_bits(self._loads), [0])
+        found = T.cuda.func_call(_ANY_LANE, self._bits[0], source_code=_ANY_LANE_SOURCE, return_type="int32")
+        return hold(found) == 0
+
+    def _read(self, batch: tirx.Expr, first: int, count: int) -> None:
+        for load in range(count):
+            key = tirx.min(((first + load) * 32 + self._lane) * self._vector, self._keys - self._vector)
+            registers = [self._words[load * self._each + word] for word in range(self._each)]
+            T.evaluate(T.ptx[_SCAN_LOADS[self._each]](*registers, self._buffer.ptr_to([batch * self._stride + key])))
+
+    def _read_bits(self, count: int) -> tirx.Expr:
+        bits = self._words[0]
+        for word in range(1, count * self._each):
+            bits = tirx.bitwise_or(bits, self._words[word])
+        return bits
 
 
 class BiasReader:
@@ -124,8 +166,7 @@ class BiasReader:
     Two neighbouring elements of 1, 2 or 4 bytes are one load where they lie at a multiple of their size.
 
     Of a mask to be added, `find_added` tells whether there is anything in it. Where all queries have the same one (a
-    mask of padding), a warp reads all of it when a tile begins and remembers which lanes found something, or, where it
-    is long, each block of keys with a load or two; and only then what each thread needs.
+    mask of padding), a warp reads it with a load or two to see that, and only then as each thread needs it.
     """
 
     def __init__(self, plan: AttentionPlan, param: tirx.Var, lane: tirx.Expr) -> None:
@@ -149,41 +190,15 @@ class BiasReader:
         self._held = [[T.alloc_local([words], kind) for _ in range(self._pairs)] for _ in range(self._lines)]
         self._lane = lane
         if bias.kind == "add" and self._load is not None and bias.of_padding:
-            size = tvm.DataType(self._dtype).itemsize
-            self._scan: _Scan | None = _Scan.of(plan, size)
-            self._tile_scan = _TileScan.of(plan, size)
-            self._scanned = T.alloc_local([(self._tile_scan or self._scan).words], "uint32")
-            self._found = T.alloc_local([1], "uint32")
+            self._scan: _Scan | None = _Scan.of(plan, tvm.DataType(self._dtype).itemsize)
+            self._scanned = T.alloc_local([self._scan.words], "uint32")
         else:
-            self._scan, self._tile_scan = None, None
-
-    def begin(self, rows: Rows) -> None:
-        """Emit the reads of a tile's mask that come before `settle`."""
-        scan = self._tile_scan
-        if scan is None:
-            return
-        each = scan.words * scan.vector // scan.elements
-        for load in range(scan.elements // scan.vector):
-            inside = self._lane * scan.elements + load * scan.vector
-            key = tirx.min(inside, self._plan.spec.keys - scan.vector)
-            registers = [self._scanned[load * each + word] for word in range(each)]
-            at = self._buffer.ptr_to([rows.batch * self._bias.batch_stride + key])
-            T.evaluate(T.ptx[_SCAN_LOADS[each]](*registers, at))
-
-    def settle(self) -> None:
-        """Emit what remains of a tile's mask once it is read: which lanes found anything but zeros."""
-        if self._tile_scan is None:
-            return
-        bits = _bits([self._scanned[word] for word in range(self._tile_scan.words)])
-        found = T.cuda.func_call(_LANES_WITH, bits, source_code=_LANES_WITH_SOURCE, return_type="uint32")
-        T.buffer_store(self._found, found, [0])
+            self._scan = None
 
     def prefetch(self, block: tirx.Expr, rows: Rows) -> None:
         """Emit the reads of one block of keys that come before `find_added`."""
         if self._scan is None:
             self._read_block(block, rows)
-            return
-        if self._tile_scan is not None:
             return
         scan, plan = self._scan, self._plan
         block_k = plan.parameters.block_k
@@ -238,32 +253,22 @@ class BiasReader:
         # What float16 holds may be multiplied by log2(e) beforehand; of a wider range, low finite numbers become -inf.
         return 1.0 if self._dtype == "float16" else LOG2_E
 
-    def find_added(self, block: tirx.Expr) -> tirx.Expr | None:
-        """Emit the search for anything but zeros in what the warp has read of a mask to be added, for a block of keys.
+    def find_added(self) -> tirx.Expr | None:
+        """Emit the search for anything but zeros in what the warp has read of a mask to be added.
 
         Returns whether there is any, in a register; None where that is not looked for.
         """
         if self.unit is None or self._load is None:
             return None
-        if self._tile_scan is not None:
-            block_k, elements = self._plan.parameters.block_k, self._tile_scan.elements
-            first = block * block_k // elements
-            last = tirx.min((block * block_k + block_k - 1) // elements, 31)
-            found = T.cuda.func_call(
-                _ANY_OF_LANES,
-                self._found[0],
-                first,
-                last,
-                source_code=_ANY_OF_LANES_SOURCE,
-                return_type="int32",
-            )
-            return hold(found) != 0
         if self._scan is not None:
             words = [self._scanned[word] for word in range(self._scan.words)]
         else:
             held = [pair for line in self._held for pair in line]
             words = [tirx.reinterpret("uint32", pair[word]) for pair in held for word in _words(pair)]
-        found = T.cuda.func_call(_ANY_LANE, _bits(words), source_code=_ANY_LANE_SOURCE, return_type="int32")
+        bits = words[0]
+        for word in words[1:]:
+            bits = tirx.bitwise_or(bits, word)
+        found = T.cuda.func_call(_ANY_LANE, bits, source_code=_ANY_LANE_SOURCE, return_type="int32")
         return hold(found) != 0
 
     def apply(self, scores: tirx.Var, block: tirx.Expr, rows: Rows) -> None:
@@ -300,13 +305,6 @@ class BiasReader:
         if self._dtype in ("int8", "uint8"):
             return tirx.bitwise_and(held[0], tirx.const(0xFF << 8 * index, "uint16"))
         return held[index]
-
-
-def _bits(words: list[tirx.Expr]) -> tirx.Expr:
-    bits = words[0]
-    for word in words[1:]:
-        bits = tirx.bitwise_or(bits, word)
-    return bits
 
 
 def _words(held: tirx.Var) -> range:

@@ -8,6 +8,10 @@ has a largest score of -inf; its weights are computed against 0, all exp(-inf) =
 
 Where a warp finds nothing but zeros in a block of a mask to be added, which is most blocks of a mask of padding, it
 adds nothing: its products stay plain, and the scale is part of the power's one multiplication.
+
+Where it finds nothing in a mask of padding at all, its tile is made by code of its own, without a mask: what is done to
+a block is then no choice any more, and as fast as if there was none (H200: 45.98 us beside 49.47 with choices, for a
+Llama's 32 heads of 64 over 2048 positions).
 """
 
 from __future__ import annotations
@@ -18,7 +22,14 @@ from contextlib import contextmanager
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from schedules.templates.attention_sm90_mask import LOG2_E, MINUS_INFINITY, BiasReader, Rows, hold
+from schedules.templates.attention_sm90_mask import (
+    LOG2_E,
+    MINUS_INFINITY,
+    BiasReader,
+    PaddingSearch,
+    Rows,
+    hold,
+)
 from schedules.templates.attention_sm90_plan import AttentionPlan
 
 # About the lowest finite number.
@@ -96,12 +107,11 @@ class OnlineSoftmax:
     def __init__(self, plan: AttentionPlan, bias: tirx.Var | None, dtype: str, lane: tirx.Expr) -> None:
         self._plan = plan
         self._bias = None if bias is None else BiasReader(plan, bias, lane)
+        searched = bias is not None and PaddingSearch.serves(plan, bias)
+        self._search = PaddingSearch(plan, bias, lane) if searched else None
         self._dtype = dtype
         self._pairs = plan.parameters.block_k // 8
         self._column = lane % 4 * 2
-        added = None if self._bias is None else self._bias.unit
-        self._plain = added is None
-        self._unit = plan.spec.scale * LOG2_E if added is None else added
         self._highest, self._total, self._used, self._change = (T.alloc_local([2], "float32") for _ in range(4))
 
     @property
@@ -117,7 +127,24 @@ class OnlineSoftmax:
     @property
     def unit(self) -> float:
         """Factor from scores to powers of 2."""
-        return self._unit
+        added = None if self._bias is None else self._bias.unit
+        return self._plan.spec.scale * LOG2_E if added is None else added
+
+    @property
+    def _plain(self) -> bool:
+        """Whether nothing is added to the scores: they are plain products."""
+        return self._bias is None or self._bias.unit is None
+
+    def find_nothing(self) -> tirx.Expr | None:
+        """Return whether there is nothing but zeros in a tile's mask; None where that is not looked for."""
+        return None if self._search is None else self._search.found_nothing()
+
+    @contextmanager
+    def without_bias(self) -> Iterator[None]:
+        """Emit what is inside for a tile whose mask holds nothing."""
+        bias, self._bias = self._bias, None
+        yield
+        self._bias = bias
 
     def begin(self, rows: Rows) -> None:
         """Emit the state before any key."""
@@ -125,13 +152,8 @@ class OnlineSoftmax:
         for row in range(2):
             T.buffer_store(self._highest, MINUS_INFINITY, [row])
             T.buffer_store(self._total, tirx.FloatImm("float32", 0.0), [row])
-        if self._bias is not None:
-            self._bias.begin(rows)
-
-    def settle(self) -> None:
-        """Emit what `weigh` needs of a tile's bias; it comes after `begin`, and some other work."""
-        if self._bias is not None:
-            self._bias.settle()
+        if self._search is not None:
+            self._search.begin(rows.batch)
 
     def prefetch(self, block: tirx.Expr) -> None:
         """Emit the reading of a block's bias, which `weigh` uses."""
@@ -150,7 +172,7 @@ class OnlineSoftmax:
         masked : Expr or None
             Whether some row of the warpgroup does not see all of the block; None when that never happens.
         """
-        added = None if self._bias is None else self._bias.find_added(block)
+        added = None if self._bias is None else self._bias.find_added()
         scale = None if added is None else self._find_scale(added)
         if self._bias is not None:
             with _where(added):
@@ -163,7 +185,7 @@ class OnlineSoftmax:
         if self._subtracts:
             with _where(added):
                 self._subtract(scores)
-        factor: tirx.Expr | None = None if self._unit == 1.0 else tirx.FloatImm("float32", self._unit)
+        factor: tirx.Expr | None = None if self.unit == 1.0 else tirx.FloatImm("float32", self.unit)
         if scale is not None:
             factor = scale if factor is None else scale * factor
         for row in range(2):
@@ -172,11 +194,11 @@ class OnlineSoftmax:
     @property
     def _subtracts(self) -> bool:
         """Whether the largest score is subtracted first: a low finite score times log2(e) may be -inf."""
-        return not self._plain and self._unit != 1.0
+        return not self._plain and self.unit != 1.0
 
     def _find_scale(self, added: tirx.Expr) -> tirx.Expr:
         """Emit the factor from what a thread holds of a block to scores: plain products where nothing is added."""
-        scale = tirx.FloatImm("float32", self._plan.spec.scale * LOG2_E / self._unit)
+        scale = tirx.FloatImm("float32", self._plan.spec.scale * LOG2_E / self.unit)
         return _held(tirx.Select(added, tirx.FloatImm("float32", 1.0), scale))
 
     def _subtrahend(self, row: int, added: tirx.Expr | None) -> tirx.Expr | None:
@@ -186,7 +208,7 @@ class OnlineSoftmax:
         if added is None:
             return None
         # Finite, for products of -inf (keys that are not seen).
-        power = tirx.max(self._used[row] * tirx.FloatImm("float32", self._unit), tirx.FloatImm("float32", _LOWEST))
+        power = tirx.max(self._used[row] * tirx.FloatImm("float32", self.unit), tirx.FloatImm("float32", _LOWEST))
         return tirx.Select(added, tirx.FloatImm("float32", 0.0), power)
 
     def _subtract(self, scores: tirx.Var) -> None:
@@ -236,7 +258,7 @@ class OnlineSoftmax:
         T.buffer_store(highest, found if scale is None else tirx.max(self._highest[row], found * scale), [0])
         for mask in (1, 2):
             T.buffer_store(highest, tirx.max(highest[0], lane_xor(highest[0], mask)), [0])
-        unit = tirx.FloatImm("float32", self._unit)
+        unit = tirx.FloatImm("float32", self.unit)
         used = highest[0]
         if self._may_see_nothing:
             used = tirx.Select(highest[0] == MINUS_INFINITY, tirx.FloatImm("float32", 0.0), highest[0])
@@ -248,16 +270,16 @@ class OnlineSoftmax:
     def _may_see_nothing(self) -> bool:
         """Whether a row may not have seen any key after a block."""
         spec, p = self._plan.spec, self._plan.parameters
-        return spec.bias is not None or spec.window > 0 or p.split > 1 or (spec.causal and spec.keys < spec.queries)
+        return self._bias is not None or spec.window > 0 or p.split > 1 or (spec.causal and spec.keys < spec.queries)
 
     def _power(self, score: tirx.Expr, row: int) -> tirx.Expr:
         """Return the power of 2 that is a score's weight."""
-        unit = tirx.FloatImm("float32", self._unit)
+        unit = tirx.FloatImm("float32", self.unit)
         if self._plain:
             return score * unit - self._used[row]
         # The subtraction comes first: a low finite score times log2(e) may be -inf.
         difference = score - self._used[row]
-        return difference if self._unit == 1.0 else difference * unit
+        return difference if self.unit == 1.0 else difference * unit
 
     def _exponentiate(self, scores: tirx.Var, row: int, factor: tirx.Expr | None, less: tirx.Expr | None) -> None:
         """Emit the weights of a row: 2 to the power of what is there, by a factor, less something; None for neither."""

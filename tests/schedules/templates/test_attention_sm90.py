@@ -267,23 +267,29 @@ def test_kernel_looks_for_zeros_in_a_mask_to_be_added(
     func = function(replace(BERT, bias=(kind, dtype, (1, 1, 1, 128))))
     made = AttentionSm90().apply(func, target, SMALL)
     assert isinstance(made, tirx.PrimFunc), made
-    assert ("relaxtune_lanes_with" in made.script()) is looked_for
+    assert ("relaxtune_any_lane" in made.script()) is looked_for
 
 
 @pytest.mark.parametrize(
-    ("keys", "dtype", "search"),
+    ("keys", "dtype", "parameters", "twice"),
     [
-        (128, "float16", "relaxtune_lanes_with"),
-        (300, "float32", "relaxtune_lanes_with"),
-        (1024, "float16", "relaxtune_lanes_with"),
-        (1040, "float16", "relaxtune_any_lane"),
-        (1024, "float32", "relaxtune_any_lane"),
+        (128, "float16", SMALL, True),
+        (300, "float32", SMALL, True),
+        (2048, "float32", SMALL, True),
+        (8192, "float32", SMALL, True),
+        (16384, "float32", SMALL, False),
+        (131, "float16", SMALL, False),
+        (512, "float16", replace(SMALL, split=2), False),
     ],
 )
-def test_short_mask_of_padding_is_searched_once_a_tile_and_a_long_one_block_by_block(
-    keys: int, dtype: str, search: str, target: ResolvedTarget
+def test_tile_without_padding_has_code_of_its_own(
+    keys: int, dtype: str, parameters: AttentionParameters, twice: bool, target: ResolvedTarget
 ) -> None:
+    """One search beside that of the blocks of keys, and exponentials for both."""
     func = function(replace(BERT, queries=keys, keys=keys, bias=("add", dtype, (1, 1, 1, keys))))
-    made = AttentionSm90().apply(func, target, SMALL)
+    made = AttentionSm90().apply(func, target, parameters)
     assert isinstance(made, tirx.PrimFunc), made
-    assert [one for one in ("relaxtune_lanes_with", "relaxtune_any_lane") if one in made.script()] == [search]
+    other = AttentionSm90().apply(function(replace(BERT, queries=keys, keys=keys)), target, parameters)
+    assert isinstance(other, tirx.PrimFunc), other
+    each = other.script().count("relaxtune_exp2(")
+    assert made.script().count("relaxtune_exp2(") == (2 * each if twice else each)
