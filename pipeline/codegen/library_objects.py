@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 import tvm
@@ -32,7 +34,7 @@ def list_library_sources(scheduled: Iterable[tvm.ir.BaseFunc]) -> list[Path]:
 
 
 def compile_library_objects(sources: Sequence[Path], directory: Path) -> list[Path]:
-    """Compile C sources into a directory and return the object files.
+    """Write the object files of C sources into a directory and return them.
 
     Raises
     ------
@@ -50,10 +52,19 @@ def compile_library_objects(sources: Sequence[Path], directory: Path) -> list[Pa
     objects = []
     for source in sources:
         made = directory / f"{source.stem}.o"
-        folders = [f"-I{folder}" for folder in tvm_ffi.libinfo.include_paths()]
+        made.write_bytes(_compiled(compiler, source))
+        objects.append(made)
+    return objects
+
+
+@cache
+def _compiled(compiler: str, source: Path) -> bytes:
+    """Return the object file of a source, made once a process: a process that builds candidates needs it for each."""
+    folders = [f"-I{folder}" for folder in tvm_ffi.libinfo.include_paths()]
+    with tempfile.TemporaryDirectory(prefix="relaxtune-") as directory:
+        made = Path(directory) / f"{source.stem}.o"
         command = [compiler, *_FLAGS, *folders, str(source), "-o", str(made)]
         finished = subprocess.run(command, capture_output=True, text=True, check=False)
         if finished.returncode != 0:
             raise LoweringError(f"{compiler} failed on {source.name}: {finished.stderr.strip()}")
-        objects.append(made)
-    return objects
+        return made.read_bytes()

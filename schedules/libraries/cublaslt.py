@@ -10,7 +10,9 @@ each step. It wants the bias in the output's dtype: one in another (float32, say
 is rounded to that by a small kernel before each call, which is as exact as the output is.
 
 Any other elementwise epilogue (gelu by erf, a residual of another dtype, factors of rows) is a kernel of our own after
-the call, which leaves the sums in float32 (`epilogue="kernel"`): what it costs to do without.
+the call, which leaves the sums in float32 (`epilogue="kernel"`): what it costs to do without. Where a bias must be
+rounded, both forms are offered: on an H200, 128 x 768 x 3072 with a bias and a residual took 12.7 us in the first, and
+11.1 us in the second with an output in float32.
 
 The call is in C (`cublaslt.c`, linked into the module), which opens `libcublasLt.so.13` when it first runs: by the
 loader's path, or as the environment variable `RELAXTUNE_CUBLASLT` says. The place of an algorithm in the heuristic's
@@ -83,8 +85,8 @@ class CublasLt:
         matmul = _recognise(func, target)
         if isinstance(matmul, Refusal):
             return matmul
-        epilogue = _BY_KERNEL if isinstance(_fused(func, matmul), Refusal) else _BY_LIBRARY
-        return [CublasLtParameters(algorithm, epilogue) for algorithm in range(_ALGORITHMS)]
+        epilogues = _epilogues(func, matmul)
+        return [CublasLtParameters(algorithm, one) for algorithm in range(_ALGORITHMS) for one in epilogues]
 
     def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
         """Return the PrimFunc as a call of the library, with a kernel before or after it where there must be one."""
@@ -118,6 +120,19 @@ def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | 
     if matmul.input_dtype not in _INPUTS:
         return Refusal(f"the operands are {matmul.input_dtype}, expected {' or '.join(_INPUTS)}")
     return matmul
+
+
+def _epilogues(func: tirx.PrimFunc, matmul: MatmulFunction) -> tuple[str, ...]:
+    """Return who may do the rest, the more promising first."""
+    fused = _fused(func, matmul)
+    if isinstance(fused, Refusal):
+        return (_BY_KERNEL,)
+    return (_BY_LIBRARY, _BY_KERNEL) if _must_round(func, matmul, fused) else (_BY_LIBRARY,)
+
+
+def _must_round(func: tirx.PrimFunc, matmul: MatmulFunction, fused: _Fused) -> bool:
+    """Whether the bias has another dtype than the library wants."""
+    return fused.bias is not None and str(func.params[fused.bias].ty.dtype) != matmul.output_dtype
 
 
 def _fused(func: tirx.PrimFunc, matmul: MatmulFunction) -> _Fused | Refusal:
@@ -185,7 +200,7 @@ def _call_fused(func: tirx.PrimFunc, matmul: MatmulFunction, fused: _Fused, algo
     if fused.bias is None:
         return call_alone(func, call(no_pointer()))
     given = func.params[fused.bias]
-    if str(given.ty.dtype) == matmul.output_dtype:
+    if not _must_round(func, matmul, fused):
         return call_alone(func, call(given.data))
     rounded = tirx.decl_buffer((matmul.n,), matmul.output_dtype, "rounded_bias")
     leading = [0] * (len(static_shape(given) or ()) - 1)

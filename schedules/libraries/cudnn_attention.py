@@ -5,9 +5,9 @@ anywhere (slices of one packed product, heads before positions or after); groupe
 to 256; a causal mask, also with more keys than queries; a window; an added mask of float16, bfloat16 or float32 that
 broadcasts along any axis; a `keep` mask, which a small kernel before each call turns into an added one of 0 and -inf.
 
-Of a row of which no key is seen (all -inf, or not kept), cuDNN makes zeros, where the function has NaN. Scores with an
-added mask of float32 or bfloat16 are bounded below by -1e38: with all keys at float32's minimum, a row is an ordinary
-softmax, as the function has it.
+Scores with an added mask of float32 or bfloat16 are bounded below by -1e38, since cuDNN hides what is lower: with all
+keys at float32's minimum, a row is an ordinary softmax, as the function has it. A row of which no key is seen (all
+-inf, or not kept), where the function has NaN, is zeros, or with such a mask the mean of the values.
 
 The call is in C (`cudnn_attention.c`, linked into the module), which opens `libcudnn.so.9` (9.10.2 or later) when it
 first runs: by the loader's path, or as the environment variable `RELAXTUNE_CUDNN` says. Then a plan is made, for which

@@ -39,7 +39,7 @@ def biased() -> tirx.PrimFunc:
 def made_of(func: tirx.PrimFunc, target: ResolvedTarget, algorithm: int = 0) -> tirx.PrimFunc:
     offered = LIBRARY.candidates(func, target)
     assert not isinstance(offered, Refusal), offered
-    made = LIBRARY.apply(func, target, offered[algorithm])
+    made = LIBRARY.apply(func, target, next(one for one in offered if one.algorithm == algorithm))
     assert isinstance(made, tirx.PrimFunc), made
     assert list_unbound_blocks(made) == []
     return made
@@ -82,6 +82,12 @@ def test_a_bias_in_float32_is_rounded_before_the_call(target: ResolvedTarget, ep
     assert count_launches(made) == 2
     assert call.endswith(f"0, 0, 0, {int('gelu_tanh' in epilogue)}, 0)")
     assert ("residual.data" in call) == ("residual" in epilogue)
+    offered = LIBRARY.candidates(func, target)
+    assert not isinstance(offered, Refusal)
+    assert [one.epilogue for one in offered[:4]] == ["library", "kernel"] * 2
+    after = LIBRARY.apply(func, target, CublasLtParameters(0, "kernel"))
+    assert isinstance(after, tirx.PrimFunc)
+    assert "rounded_bias" not in after.script()
 
 
 @pytest.mark.parametrize(

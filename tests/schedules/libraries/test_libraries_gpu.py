@@ -159,7 +159,7 @@ def test_attention_agrees_with_float64(case: AttentionCase, tmp_path: Path) -> N
         check_attention(case, params, tensors[-1].numpy().astype(np.float64), reference(spec, params, arrays))
 
 
-def test_a_row_of_a_low_finite_mask_is_an_ordinary_softmax_and_one_of_minus_infinity_is_zero(tmp_path: Path) -> None:
+def test_a_row_of_a_low_finite_mask_is_an_ordinary_softmax_and_one_of_minus_infinity_is_finite(tmp_path: Path) -> None:
     need(CUDNN)
     case = replace(PRIME, bias=("add", "float32", (2, 1, 127, 131)))
     spec, params = case.made()
