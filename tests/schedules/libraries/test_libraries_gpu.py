@@ -208,7 +208,7 @@ def test_calls_are_captured_in_a_cuda_graph(place: int, tmp_path: Path) -> None:
     need(CUDNN)
     case, attention = MATMULS["gelu"], ATTENTIONS["keep"]
     spec, params = attention.made()
-    tensors, calls = [], []
+    calls = []
     for name, func in (("cublaslt", case.func()), ("cudnn_attention", attention_function(spec, params))):
         folder = tmp_path / name
         folder.mkdir()
