@@ -17,7 +17,7 @@ static const char *const LIBRARY = "libcudnn.so.9";
 static const char *const PATH_VARIABLE = "RELAXTUNE_CUDNN";
 
 // What relaxtune_cudnn_attention answers; schedules/libraries/cudnn_attention.py has a message for each.
-enum { DONE = 0, NO_LIBRARY = 1, NO_PLAN = 2, FAILED = 3 };
+enum { DONE = 0, NO_LIBRARY = 1, NO_PLAN = 2, FAILED = 3, NOT_ALIGNED = 4 };
 
 enum { FLOAT32 = 0, FLOAT16 = 2, INT32 = 4, BFLOAT16 = 9, BOOLEAN = 11 };
 enum { ADD = 0, MULTIPLY = 1, LARGER = 3, DIVIDE = 6, SUBTRACT = 9, EXP = 13, LOG = 15 };
@@ -94,9 +94,9 @@ static struct {
 typedef struct {
   int64_t batch, heads, kv_heads, queries, keys, head_dim;
   int64_t dtype, mask_dtype;  // mask_dtype: -1 where there is no mask
-  int64_t causal, window;  // window: 0 for all keys
-  int64_t plan;            // place in the heuristic's list
-  int64_t scale_bits;      // of a float
+  int64_t causal, window;     // window: 0 for all keys
+  int64_t plan;               // place in the heuristic's list
+  int64_t scale_bits;         // of a float
   int64_t query[3], key[3], value[3], output[3];
   int64_t mask_strides[4], mask_sizes[4];  // along batch, head, query, key; a size of 1 broadcasts
   int64_t offsets[4];                      // of query, key, value and output, in elements
@@ -487,6 +487,9 @@ static int run(int device, const char *text, void *query, void *key, void *value
   const int64_t *offsets = made->what.offsets;
   void *const pointers[] = {moved(query, offsets[0]), moved(key, offsets[1]), moved(value, offsets[2]), mask,
                             moved(output, offsets[3])};
+  for (int i = 0; i < 5; ++i) {
+    if ((uintptr_t)pointers[i] % ALIGNMENT != 0) return NOT_ALIGNED;
+  }
   void *stream = TVMFFIEnvGetStream(DEVICE_CUDA, device);
   if (bind(made, pointers) != DONE || api.set_stream(handle, stream) != 0) return FAILED;
   return api.execute(handle, made->plan, made->pack) == 0 ? DONE : FAILED;

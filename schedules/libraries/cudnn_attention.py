@@ -49,6 +49,8 @@ _ANSWERS = {
     2: "cuDNN offers no such plan for this attention here; another version recorded it, or it does not find NVRTC "
     "(package nvidia-cuda-nvrtc): measure the task again",
     3: "cuDNN failed; look for an earlier error of the device",
+    4: "a tensor of the attention is not at a multiple of 16 bytes in memory, which cuDNN's kernels need; copy the "
+    "input that is a view of another tensor",
 }
 
 

@@ -28,6 +28,8 @@ class VendorLibrary:
         Package of PyPI that has it.
     source
         C source in this folder that opens and calls it.
+    oldest
+        Version from which on it is taken; empty where the file's name says enough.
     """
 
     title: str
@@ -35,18 +37,20 @@ class VendorLibrary:
     variable: str
     distribution: str
     source: str
+    oldest: str = ""
 
     @property
     def missing(self) -> str:
         """What a call says where the library is not there."""
+        version = f" ({self.oldest} or later)" if self.oldest else ""
         return (
-            f"{self.title} is not there: expected {self.file} on the loader's path or at ${self.variable}; install "
-            f"{self.distribution}, or compile without --routes library"
+            f"{self.title} is not there: expected {self.file}{version} on the loader's path or at ${self.variable}; "
+            f"install {self.distribution}, or compile without --routes library"
         )
 
 
 CUBLASLT = VendorLibrary("cuBLASLt", "libcublasLt.so.13", "RELAXTUNE_CUBLASLT", "nvidia-cublas", "cublaslt.c")
-CUDNN = VendorLibrary("cuDNN", "libcudnn.so.9", "RELAXTUNE_CUDNN", "nvidia-cudnn-cu13", "cudnn_attention.c")
+CUDNN = VendorLibrary("cuDNN", "libcudnn.so.9", "RELAXTUNE_CUDNN", "nvidia-cudnn-cu13", "cudnn_attention.c", "9.10.2")
 VENDOR_LIBRARIES = (CUBLASLT, CUDNN)
 
 

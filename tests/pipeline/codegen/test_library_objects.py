@@ -13,7 +13,7 @@ from pipeline.errors import LoweringError
 from schedules.attention import attention_function
 from schedules.libraries.cublaslt import CublasLt, CublasLtParameters
 from schedules.libraries.cudnn_attention import CudnnAttention, CudnnAttentionParameters
-from schedules.libraries.vendors import VENDOR_LIBRARIES
+from schedules.libraries.vendors import CUDNN, VENDOR_LIBRARIES
 from schedules.targets import resolve_target
 from tests.schedules.attention_cases import AttentionCase
 from tests.schedules.templates.matmul_cases import MatmulCase
@@ -62,6 +62,7 @@ def test_a_missing_library_is_told_where_it_is_looked_for() -> None:
     for library in VENDOR_LIBRARIES:
         for part in (library.file, library.variable, library.distribution, "--routes library"):
             assert part in library.missing
+    assert "9.10.2 or later" in CUDNN.missing
 
 
 def test_a_missing_or_failing_compiler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
