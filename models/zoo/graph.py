@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import StrEnum
 
@@ -56,6 +59,10 @@ class GraphBuilder:
         self._model = onnx.ModelProto(ir_version=IR_VERSION, producer_name="relaxtune")
         self._model.opset_import.append(helper.make_opsetid("", OPSET))
         self._drawn: set[str] = set()
+        # Weights that are being drawn: as many as there are threads, again for the sake of memory.
+        self._pending: deque[tuple[TensorProto, Future[bytes]]] = deque()
+        self._workers = os.cpu_count() or 1
+        self._threads = ThreadPoolExecutor(self._workers, thread_name_prefix="relaxtune-zoo")
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
@@ -130,6 +137,8 @@ class GraphBuilder:
 
     def build(self) -> onnx.ModelProto:
         """Return the model."""
+        self._take_drawn(0)
+        self._threads.shutdown()
         graph = self._model.graph
         graph.name = self.name
         graph.node.extend(self._nodes)
@@ -143,12 +152,21 @@ class GraphBuilder:
             self._drawn.add(full_name)
             words = np.frombuffer(hashlib.sha256(full_name.encode()).digest(), dtype=np.uint32)
             rng = np.random.default_rng([self._seed, *(int(word) for word in words)])
-            data = _normal_bytes(rng, math.prod(shape), mean, std, helper.tensor_dtype_to_np_dtype(element_type))
-            self._store(full_name, data, shape, element_type)
+            tensor = self._store(full_name, b"", shape, element_type)
+            dtype = helper.tensor_dtype_to_np_dtype(element_type)
+            drawn = self._threads.submit(_normal_bytes, rng, math.prod(shape), mean, std, dtype)
+            self._pending.append((tensor, drawn))
+            self._take_drawn(self._workers)
         return full_name
 
-    def _store(self, name: str, data: bytes, shape: tuple[int, ...], element_type: int) -> None:
-        self._model.graph.initializer.add(name=name, data_type=element_type, dims=shape, raw_data=data)
+    def _take_drawn(self, left: int) -> None:
+        """Put weights into the model until no more than so many are being drawn."""
+        while len(self._pending) > left:
+            tensor, data = self._pending.popleft()
+            tensor.raw_data = data.result()
+
+    def _store(self, name: str, data: bytes, shape: tuple[int, ...], element_type: int) -> TensorProto:
+        return self._model.graph.initializer.add(name=name, data_type=element_type, dims=shape, raw_data=data)
 
 
 def _normal_bytes(rng: np.random.Generator, count: int, mean: float, std: float, dtype: np.dtype[np.generic]) -> bytes:

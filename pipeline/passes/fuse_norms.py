@@ -29,6 +29,7 @@ from pipeline.passes.ir import (
 )
 from pipeline.passes.norm_kernels import NormKernel, find_norm
 from pipeline.passes.state import LoweringState
+from pipeline.tuning.chunks import CHUNK, map_chunks
 from schedules.templates.base import Refusal
 from schedules.templates.epilogue import MatmulFunction, recognise_matmul
 from schedules.templates.expressions import UnsupportedExpressionError
@@ -285,14 +286,28 @@ class _Folded:
 
 def _fold(norm: _Norm, weight: np.ndarray, transposed: bool) -> _Folded | None:
     """Return a norm's part in a weight [K, N], or [N, K]; None where the weight cannot hold it."""
-    wide = weight.astype("float64")
-    wide = wide.T if transposed else wide
-    with np.errstate(over="ignore"):
-        scaled = (wide * norm.gamma[:, None]).astype(weight.dtype)
-    if not np.isfinite(scaled.astype("float64")).all():
+    scaled = np.empty(weight.shape, weight.dtype)
+
+    def fold_rows(begin: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
+        wide = weight[begin:end].astype("float64")
+        with np.errstate(over="ignore"):
+            scaled[begin:end] = wide * (norm.gamma if transposed else norm.gamma[begin:end, None])
+        rounded = scaled[begin:end].astype("float64")
+        if not np.isfinite(rounded).all():
+            return None
+        if transposed:
+            return rounded.sum(axis=1), wide @ norm.beta
+        return rounded.sum(axis=0), norm.beta[begin:end] @ wide
+
+    # In float64, which would be gigabytes for all of a large weight.
+    parts = map_chunks(fold_rows, weight.shape[0], max(1, CHUNK // weight.shape[1]))
+    made = [part for part in parts if part is not None]
+    if len(made) < len(parts):
         return None
-    column_sums, shift = scaled.astype("float64").sum(axis=0), norm.beta @ wide
-    return _Folded(np.ascontiguousarray(scaled.T if transposed else scaled), column_sums, shift)
+    sums, shifts = ([part[index] for part in made] for index in (0, 1))
+    if transposed:
+        return _Folded(scaled, np.concatenate(sums), np.concatenate(shifts))
+    return _Folded(scaled, np.sum(sums, axis=0), np.sum(shifts, axis=0))
 
 
 def _plus(constant: tvm.ir.Expr, vector: np.ndarray) -> tvm.ir.Expr:

@@ -16,9 +16,9 @@ CHUNK = 1 << 16
 _THREADS_MAX = 8
 
 
-def map_chunks(work: Callable[[int, int], T], size: int) -> list[T]:
+def map_chunks(work: Callable[[int, int], T], size: int, chunk: int = CHUNK) -> list[T]:
     """Return what `work(begin, end)` returns for each chunk of `size` elements, in order."""
-    bounds = [(begin, min(begin + CHUNK, size)) for begin in range(0, size, CHUNK)]
+    bounds = [(begin, min(begin + chunk, size)) for begin in range(0, size, chunk)]
     if len(bounds) < 2:
         return [work(begin, end) for begin, end in bounds]
     return list(_threads().map(lambda bound: work(*bound), bounds))
