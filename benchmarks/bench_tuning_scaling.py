@@ -1,26 +1,37 @@
 """Candidates a second while tuning a model's kernels: by number of build processes, and stock MetaSchedule beside it.
 
     python benchmarks/bench_tuning_scaling.py [--model bert-base] [--shape input_ids=1x128] [--precision fp16]
-        [--workers 1 2 4 8 16] [--seconds 25] [--stock-seconds 60] [--arms search "stock light"]
-        [--out FILE]
+        [--workers 1 2 4 8 16] [--seconds 25] [--stock-seconds 90] [--light-seconds 35]
+        [--arms search "stock light"] [--out FILE]
 
 Every arm tunes for so many seconds in a process of its own, one arm after the other, and is then ended. All processes
 import the model first, together, and wait for their turn.
 
 - *stock*: `meta_schedule.tune_tasks` with its own builder (as many processes as the last of --workers), runner, space,
-  cost model and scheduler; 16 candidates a task and round. It needs the package cloudpickle.
+  cost model, scheduler and number of candidates a round (64), and a search thread for each core. It needs the package
+  cloudpickle.
+- *stock replay*: the same with MetaSchedule's strategy `replay-trace`, which draws candidates and evolves none: the
+  least time that stock can spend on a search.
 - *search N*: this project's search alone, with N build processes, in an empty database; no finals, no early stop.
 - *all N*: the same with the kernel templates, as a user gets it; with the last of --workers.
-- *stock light*, *search light*: the same two on the tasks that are neither matmuls nor attention, which stock manages.
+- *stock light*, *search light*: the same two on the tasks that are neither matmuls nor attention: of stock's schedules
+  of matmuls most fail to build.
 
-A candidate counts when it is measured or has failed and the run knows so. The clock runs from the call, so that process
-starts, references and default schedules count; importing the model does not. `steady` leaves out what comes before the
-first candidate. Raw moments of every candidate go to the output file.
+All but *all* tune the same kernels: those of the model lowered without the passes whose kernels only templates make,
+for some of which stock has no design space. Every process runs as if PyTorch were not installed, which TVM would import
+in each of stock's build processes.
+
+A candidate counts when it is measured or has failed: of stock, when its builder or its runner says so, since its
+scheduler asks for the results of a round only after the first rounds of all tasks. The clock runs from the call, so
+that process starts, references and default schedules count; importing the model does not. `steady` leaves out what
+comes before the first candidate. Raw moments of every candidate, and the seconds of each of stock's rounds, go to the
+output file.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -29,7 +40,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -58,7 +69,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "tuning-scaling.json"
 STOCK_TRIALS = 1 << 16
 # Until an arm that was told to end has ended.
 GRACE_S = 60
-ARMS = ("stock", "stock light", "search", "search light", "all")
+ARMS = ("stock", "stock replay", "stock light", "search", "search light", "all")
 # Families of kernels whose tasks the light arms leave out.
 HEAVY = ("matmul", "batch_matmul", "attention")
 
@@ -71,9 +82,14 @@ class Moments:
         self._began = time.monotonic()
         self._valid = 0
 
+    @property
+    def now_s(self) -> float:
+        """Seconds since the start of the clock."""
+        return time.monotonic() - self._began
+
     def add(self, valid: bool) -> None:
         """Note a candidate, at once in the file: an arm may be killed."""
-        self._file.write(f"{time.monotonic() - self._began:.3f} {int(valid)}\n")
+        self._file.write(f"{self.now_s:.3f} {int(valid)}\n")
 
     def candidate_measured(self, event: ProgressEvent) -> None:
         """Note a candidate of ours."""
@@ -81,27 +97,79 @@ class Moments:
         self._valid = event.valid
 
 
-def run_stock(prepared: PreparedModel, tasks: Sequence[TuningTask], workers: int, folder: Path) -> None:
+class Phases:
+    """What stock's builder and runner did, and when: a line of JSON each, at once in the file."""
+
+    def __init__(self, path: Path, moments: Moments) -> None:
+        self._file = path.open("w", encoding="utf-8", buffering=1)
+        self._moments = moments
+
+    @contextlib.contextmanager
+    def timed(self, phase: str, candidates: int) -> Iterator[None]:
+        """Note what goes on inside."""
+        began = self._moments.now_s
+        yield
+        noted = {"phase": phase, "candidates": candidates, "from_s": began, "to_s": self._moments.now_s}
+        self._file.write(json.dumps(noted) + "\n")
+
+
+@derived_object
+class CountingBuilder(ms.builder.PyBuilder):
+    """Stock's builder, whose failures are noted."""
+
+    def __init__(self, inner: ms.builder.LocalBuilder, moments: Moments, phases: Phases) -> None:
+        super().__init__()
+        self.inner, self.moments, self.phases = inner, moments, phases
+
+    def build(self, build_inputs: list[ms.builder.BuilderInput]) -> list[ms.builder.BuilderResult]:
+        """Build a round's candidates."""
+        with self.phases.timed("build", len(build_inputs)):
+            results: list[ms.builder.BuilderResult] = list(self.inner.build(build_inputs))
+        for result in results:
+            if result.error_msg is not None:
+                self.moments.add(valid=False)
+        return results
+
+
+@derived_object
+class CountingRunner(ms.runner.PyRunner):
+    """Stock's runner, which measures one candidate after the other, each of them noted."""
+
+    def __init__(self, inner: ms.runner.LocalRunner, moments: Moments, phases: Phases) -> None:
+        super().__init__()
+        self.inner, self.moments, self.phases = inner, moments, phases
+
+    def run(self, runner_inputs: list[ms.runner.RunnerInput]) -> list[ms.runner.RunnerFuture]:
+        """Measure what was built of a round's candidates."""
+        futures = []
+        with self.phases.timed("run", len(runner_inputs)):
+            for one in runner_inputs:
+                (future,) = self.inner.run([one])
+                self.moments.add(valid=future.result().error_msg is None)
+                futures.append(future)
+        return futures
+
+
+def run_stock(prepared: PreparedModel, tasks: Sequence[TuningTask], arm: Arm, folder: Path) -> None:
     """Tune with stock MetaSchedule until somebody ends this process."""
     target = prepared.target.target
     extracted = [ms.ExtractedTask(task.name, task.mod, target, [task.mod], task.weight) for task in tasks]
     moments = Moments(folder / "moments")
-
-    @derived_object
-    class Counting(ms.measure_callback.PyMeasureCallback):
-        def apply(self, scheduler: Any, task: int, candidates: Any, builds: Any, runs: Any) -> None:
-            for run in runs:
-                moments.add(run.error_msg is None)
-
-    contexts, weights = extracted_tasks_to_tune_contexts(extracted, str(folder), seed=1)
+    phases = Phases(folder / "phases", moments)
+    contexts, weights = extracted_tasks_to_tune_contexts(
+        extracted,
+        str(folder),
+        strategy="replay-trace" if "replay" in arm.name else "evolutionary",
+        num_threads="logical",
+        seed=1,
+    )
     ms.tune_tasks(
         tasks=contexts,
         task_weights=weights,
         work_dir=str(folder),
         max_trials_global=STOCK_TRIALS,
-        num_trials_per_iter=16,
-        builder=ms.builder.LocalBuilder(max_workers=workers),
-        measure_callbacks=[Counting(), *ms.measure_callback.MeasureCallback.create("default")],
+        builder=CountingBuilder(ms.builder.LocalBuilder(max_workers=arm.workers), moments, phases),
+        runner=CountingRunner(ms.runner.LocalRunner(), moments, phases),
     )
 
 
@@ -155,12 +223,17 @@ class ArmProcess:
         passed += ["--arm", arm.name, "--workers", str(arm.workers), "--seconds", str(arm.seconds)]
         for shape in arguments.shape:
             passed += ["--shape", shape]
+        without_torch = self.folder / "without-torch"
+        without_torch.mkdir()
+        (without_torch / "torch.py").write_text('raise ImportError("left out")\n', encoding="utf-8")
+        paths = [str(without_torch), *filter(None, [os.environ.get("PYTHONPATH")])]
         with (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, "--work", self._work.name, *passed],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
 
     def wait_until_ready(self) -> None:
@@ -177,6 +250,7 @@ class ArmProcess:
         moments = [(float(at), valid == "1") for at, valid in (line.split() for line in lines if " " in line)]
         moments = [one for one in moments if one[0] <= arm.seconds]
         summary = json.loads((folder / "summary.json").read_text()) if (folder / "summary.json").exists() else None
+        rounds = (folder / "phases").read_text(encoding="utf-8").splitlines() if arm.is_stock else []
         if not moments:
             tail = (folder / "log").read_text(errors="replace")[-1500:]
             print(f"{arm} finished no candidate (exit {code}):\n{tail}", file=sys.stderr)
@@ -196,6 +270,8 @@ class ArmProcess:
             "steady_per_s": (len(moments) - 1) / (arm.seconds - first) if first is not None else 0.0,
             "first_candidate_s": first,
             "seconds_by_phase": summary["seconds_by_phase"] if summary else None,
+            "valid_per_s": sum(valid for _, valid in moments) / arm.seconds,
+            "stock_phases": [json.loads(line) for line in rounds],
             "environment": summary["environment"] if summary else None,
             "moments_s": [at for at, _ in moments],
         }
@@ -214,8 +290,13 @@ class ArmProcess:
 def run_child(arm: Arm, arguments: argparse.Namespace) -> None:
     """Import the model, wait for the turn, tune."""
     lowering = LoweringOptions(precision=None if arguments.precision == "fp32" else arguments.precision)
+    routes = frozenset({Route.METASCHEDULE} | ({Route.TEMPLATE} if arm.name == "all" else set()))
     request = ModelRequest(
-        arguments.model, shapes=parse_shapes(arguments.shape), target=arguments.target, lowering=lowering
+        arguments.model,
+        shapes=parse_shapes(arguments.shape),
+        target=arguments.target,
+        lowering=lowering,
+        routes=routes,
     )
     prepared = prepare_model(request)
     tasks = [task for task in prepared.tasks if task.family not in HEAVY or "light" not in arm.name]
@@ -223,10 +304,9 @@ def run_child(arm: Arm, arguments: argparse.Namespace) -> None:
     while not (arguments.work / "go").exists():
         time.sleep(0.02)
     if arm.is_stock:
-        run_stock(prepared, tasks, arm.workers, arguments.work)
+        run_stock(prepared, tasks, arm, arguments.work)
     else:
-        routes = {Route.METASCHEDULE} | ({Route.TEMPLATE} if arm.name == "all" else set())
-        run_ours(prepared, tasks, arm.workers, arm.seconds, frozenset(routes), arguments.work)
+        run_ours(prepared, tasks, arm.workers, arm.seconds, routes, arguments.work)
 
 
 def main() -> None:
@@ -238,7 +318,8 @@ def main() -> None:
     parser.add_argument("--target", default="auto")
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--seconds", type=float, default=25.0)
-    parser.add_argument("--stock-seconds", type=float, default=60.0)
+    parser.add_argument("--stock-seconds", type=float, default=90.0)
+    parser.add_argument("--light-seconds", type=float, default=35.0, help="of the arms stock light and stock replay")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="which arms are run")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
@@ -248,13 +329,14 @@ def main() -> None:
     if arguments.arm is not None:
         run_child(Arm(arguments.arm, most, arguments.seconds), arguments)
         return
-    ours, stock = arguments.seconds, arguments.stock_seconds
+    ours, stock, light = arguments.seconds, arguments.stock_seconds, arguments.light_seconds
     plan = [
         Arm("search", most, ours),
         Arm("stock", most, stock),
         Arm("all", most, ours),
-        Arm("stock light", most, stock),
+        Arm("stock light", most, light),
         Arm("search light", most, ours),
+        Arm("stock replay", most, light),
         *(Arm("search", count, ours) for count in reversed(arguments.workers[:-1])),
     ]
     processes = [ArmProcess(arm, arguments) for arm in plan if arm.name in arguments.arms]
