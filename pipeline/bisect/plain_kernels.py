@@ -7,6 +7,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -155,7 +156,7 @@ def _scaled(accepted: KernelTolerance, inputs: Sequence[np.ndarray]) -> KernelTo
     """
     sizes = sorted((_rms(array) / _UNIFORM_RMS for array in inputs if array.dtype.kind in "fV"), reverse=True)
     growth = max(1.0, math.prod(sizes[:2]))
-    return KernelTolerance(accepted.rtol, accepted.atol, accepted.accumulated * growth)
+    return replace(accepted, accumulated=accepted.accumulated * growth)
 
 
 def _rms(array: np.ndarray) -> float:

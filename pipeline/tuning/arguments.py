@@ -12,6 +12,8 @@ import numpy as np
 from pipeline.tuning.chunks import CHUNK, map_chunks
 
 _UNKNOWN_BOUND = 2
+# In the place of a bound: all integers of 8 bits, negative ones too.
+ALL_BYTES = 0
 # After so many elements the numbers of a large output repeat: they only have to be wrong.
 _PERIOD = 16 * CHUNK
 
@@ -34,7 +36,7 @@ def make_arrays(
     arguments : sequence of ArgumentSpec
         The kernel's parameters, outputs included.
     ranges : mapping
-        Parameter position -> exclusive upper bound of its integers; integers without one are 0 or 1.
+        Parameter position -> exclusive upper bound of its integers, or `ALL_BYTES`; integers without one are 0 or 1.
     seed : int
         Of the random numbers.
     outputs : collection of int
@@ -50,10 +52,12 @@ def make_arrays(
     for position, spec in enumerate(arguments):
         dtype = numpy_dtype(spec.dtype)
         if dtype.kind in "iub":
-            bound = ranges.get(position, _UNKNOWN_BOUND)
-            if dtype.kind != "b":
+            bound, least = ranges.get(position, _UNKNOWN_BOUND), 0
+            if bound == ALL_BYTES:
+                least, bound = int(np.iinfo(str(dtype)).min), int(np.iinfo(str(dtype)).max) + 1
+            elif dtype.kind != "b":
                 bound = min(bound, int(np.iinfo(str(dtype)).max))
-            arrays.append(generator.integers(0, bound, spec.shape).astype(dtype))
+            arrays.append(generator.integers(least, bound, spec.shape).astype(dtype))
         else:
             repeats = position in outputs
             arrays.append(_uniform(spec.shape, dtype, (seed, position), _PERIOD if repeats else None))

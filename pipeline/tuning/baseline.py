@@ -140,6 +140,7 @@ def _note(
         rtol=accepted.rtol,
         atol=accepted.atol,
         accumulated=accepted.accumulated,
+        steps=accepted.steps,
         masks=padding_masks(func),
         partial_sums=partial_sums_of_rows(func),
         column_sums=column_sums_of_weights(func),

@@ -1,7 +1,8 @@
 """Ranges of the integers that a kernel's parameters may hold, found from what it indexes with them.
 
 A kernel such as `take` reads `table[ids[i], j]`: random integers would read out of bounds. The bound of `ids` is the
-size of the axis it indexes. An integer parameter that indexes nothing (a mask, a condition) gets 0 and 1.
+size of the axis it indexes. An integer parameter that indexes nothing (a mask, a condition) gets 0 and 1, one of 8 bits
+that is multiplied into sums in int32 all its integers.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import tvm
 from tvm import tirx
 
+from pipeline.tuning.arguments import ALL_BYTES
 from pipeline.tuning.kernel_ir import (
     is_buffer,
     list_expressions,
@@ -19,6 +21,7 @@ from pipeline.tuning.kernel_ir import (
 )
 
 _UNKNOWN_BOUND = 2
+_BYTES = ("int8", "uint8")
 
 
 def index_ranges(func: tirx.PrimFunc) -> dict[int, int]:
@@ -51,7 +54,21 @@ def index_ranges(func: tirx.PrimFunc) -> dict[int, int]:
                     for param in sources.get(load.source, set()):
                         position = positions[param]
                         bounds[position] = min(bounds.get(position, bound), bound)
-    return {position: bounds.get(position, _UNKNOWN_BOUND) for position in sorted(positions.values())}
+    factors = {positions[param] for param in positions if any(_is_factor(param, store) for store in stores)}
+    unknown = {position: ALL_BYTES if position in factors else _UNKNOWN_BOUND for position in positions.values()}
+    return {position: bounds.get(position, unknown[position]) for position in sorted(positions.values())}
+
+
+def _is_factor(param: tvm.ir.Var, store: tirx.BufferStore) -> bool:
+    """Whether a statement multiplies integers of 8 bits into a sum in int32."""
+    value = store.value
+    return (
+        str(param.dtype) in _BYTES
+        and str(store.buffer.dtype) == "int32"
+        and isinstance(value, tirx.Add)
+        and isinstance(value.b, tirx.Mul)
+        and any(load.source.same_as(param) for load in list_loads(value.b))
+    )
 
 
 def _integer_sources(stores: list[tirx.BufferStore], params: set[tvm.ir.Var]) -> dict[tvm.ir.Var, set[tvm.ir.Var]]:

@@ -47,7 +47,7 @@ class CandidateNote:
         they are computed: random ones would be of no rows at all, with variances near and below zero.
     column_sums
         Position (as text) of sums of a matrix's columns -> position of the matrix, and the axis that is summed over.
-    rtol, atol, accumulated
+    rtol, atol, accumulated, steps
         Largest accepted difference, see `pipeline.tolerances.KernelTolerance`.
     own_tolerances
         Position (as text) of an output -> the fields of a tolerance of its own.
@@ -63,6 +63,7 @@ class CandidateNote:
     rtol: float = 0.0
     atol: float = 0.0
     accumulated: float = 0.0
+    steps: float = 0.0
     masks: Mapping[str, int] = field(default_factory=dict)
     partial_sums: Mapping[str, int] = field(default_factory=dict)
     column_sums: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class CandidateNote:
         """Return the largest accepted difference of the output at a position."""
         own = self.own_tolerances.get(str(output))
         if own is None:
-            return KernelTolerance(self.rtol, self.atol, self.accumulated)
+            return KernelTolerance(self.rtol, self.atol, self.accumulated, steps=self.steps)
         return KernelTolerance(own["rtol"], own["atol"], own["accumulated"], int(own["quantities"]))
 
 

@@ -14,6 +14,7 @@ from pipeline.tolerances import (
     EXACT,
     EXACT_KERNEL,
     TOLERANCE_TABLE,
+    KernelTolerance,
     Tolerance,
     kernel_tolerance,
     model_tolerance,
@@ -92,6 +93,30 @@ def test_a_kernel_tolerance_grows_with_the_reduction_and_the_dtype() -> None:
     assert half.accumulated == 0
     whole = te.placeholder((4,), "int32", name="A")
     assert kernel_tolerance(te.create_prim_func([whole, te.compute((4,), lambda i: whole[i] + 1)])) == EXACT_KERNEL
+
+
+def rounded(dtype: str) -> KernelTolerance:
+    x = te.placeholder((4,), "float32", name="x")
+    return kernel_tolerance(te.create_prim_func([x, te.compute((4,), lambda i: te.nearbyint(x[i]).astype(dtype))]))
+
+
+def test_numbers_rounded_to_bytes_may_take_the_next_step_in_few_places() -> None:
+    accepted = rounded("int8")
+    assert rounded("uint8").steps == accepted.steps > 0
+    assert rounded("int32").steps == 0
+    expected = np.tile(np.arange(-100, 100, dtype=np.int8), 100)
+    one, two, many = expected.copy(), expected.copy(), expected.copy()
+    one[7] += 1
+    two[7] += 2
+    many[: int(accepted.steps * many.size) + 1] += 1
+    assert find_mismatch(one, expected, accepted) is None
+    assert "1 of 20000 integers differ, first at (7,)" in (find_mismatch(two, expected, accepted) or "")
+    assert find_mismatch(many, expected, accepted) is not None
+    assert find_mismatch(one, expected, EXACT_KERNEL) is not None
+    wide = expected.astype(np.int32)
+    assert find_mismatch(one.astype(np.int32), wide, accepted) is not None
+    signs = np.array([-128, 127], np.int8)
+    assert find_mismatch(signs[::-1].copy(), signs, accepted) is not None
 
 
 def test_a_precision_asked_for_overrides_the_graph() -> None:

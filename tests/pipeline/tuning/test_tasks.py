@@ -11,7 +11,7 @@ from models import load_model
 from pipeline.importer import import_model
 from pipeline.passes import LoweredModule, LoweringOptions, lower
 from pipeline.tolerances import KernelTolerance
-from pipeline.tuning.arguments import ArgumentSpec, make_arrays
+from pipeline.tuning.arguments import ALL_BYTES, ArgumentSpec, make_arrays
 from pipeline.tuning.index_ranges import index_ranges
 from pipeline.tuning.mismatch import find_mismatch
 from pipeline.tuning.signature import describe_kernel
@@ -157,6 +157,18 @@ def test_index_ranges_follow_the_index_expression(index: object, bound: int) -> 
     func = primfunc([table, ids], out)
     assert describe_kernel(func).family == "gather"
     assert index_ranges(func) == {1: bound}
+
+
+def test_operands_of_integer_matmuls_are_all_integers_of_8_bits() -> None:
+    a, b = te.placeholder((8, 64), "uint8", name="a"), te.placeholder((64, 8), "int8", name="b")
+    k = te.reduce_axis((0, 64), name="k")
+    total = te.compute((8, 8), lambda i, j: te.sum(a[i, k].astype("int32") * b[k, j].astype("int32"), axis=k))
+    ranges = index_ranges(te.create_prim_func([a, b, total]))
+    assert ranges == {0: ALL_BYTES, 1: ALL_BYTES}
+    specs = [ArgumentSpec((64, 64), "uint8"), ArgumentSpec((64, 64), "int8")]
+    unsigned, signed = make_arrays(specs, ranges, seed=0)
+    assert (unsigned.min(), unsigned.max()) == (0, 255)
+    assert (signed.min(), signed.max()) == (-128, 127)
 
 
 def test_index_ranges_follow_intermediates_and_leave_masks_at_two() -> None:
