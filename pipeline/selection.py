@@ -25,7 +25,7 @@ from pipeline.tuning.standing import standing_records
 from pipeline.tuning.task import TuningTask
 from schedules.fallback import SCHEDULED_ATTR
 from schedules.rules.tensor_intrinsics import register_intrinsics
-from schedules.rules.tensor_tile import takes_tensor_tiles
+from schedules.rules.tensor_tile import has_tensor_tiles
 from schedules.targets import ResolvedTarget
 from schedules.templates.base import TemplateError
 from schedules.templates.registry import apply_decision, list_candidates
@@ -161,7 +161,7 @@ def replay_record(task: TuningTask, record: TuningRecord, target: ResolvedTarget
         kernel by now than the one that was measured.
     """
     replay = _REPLAY.get(record.route)
-    if takes_tensor_tiles(target.target):
+    if has_tensor_tiles(target.target):
         register_intrinsics()
     if replay is None:
         raise LoweringError(f"record {record.id} of task {task.name}: route {record.route.value} is not known here")

@@ -15,19 +15,21 @@ from schedules.fallback import schedule_by_rules
 from schedules.rules.cuda import cuda_rules
 from schedules.rules.llvm import llvm_rules
 from schedules.rules.register_tile import contraction_designs
-from schedules.rules.tensor_tile import tensor_tile_designs
+from schedules.rules.tensor_tile import takes_tensor_tiles, tensor_tile_designs
 from schedules.rules.thread_tile import thread_tile_designs
 from schedules.targets import CpuLimits, target_limits
 from schedules.templates.base import Refusal
 from schedules.templates.epilogue import recognise_matmul
 
 
-def make_space(target: Target) -> ms.SpaceGenerator:
-    """Return the space generator for a target.
+def make_space(target: Target, mod: IRModule | None = None) -> ms.SpaceGenerator:
+    """Return the space generator for a target, and for a module with one function `main` where it is known.
 
     The schedule of the fallback is a design of the space wherever its trace can be stored (see `list_designs`). On
-    LLVM, contractions get the register-tile designs, on CUDA the thread-tile design; everything else gets schedule
-    rules applied in post-order. TVM's own post-processors and mutators are kept.
+    LLVM, contractions get the register-tile designs, on CUDA the tensor-tile or thread-tile designs; everything else
+    gets schedule rules applied in post-order. TVM's own post-processors and mutators are kept, except that what is made
+    of tensor-tile designs is not lowered once more to see whether it keeps to the limits of a block: it does, and TVM's
+    check knows the limit of static shared memory only, which they do not use.
 
     Raises
     ------
@@ -41,10 +43,13 @@ def make_space(target: Target) -> ms.SpaceGenerator:
     def designs(sch: Schedule) -> list[Schedule]:
         return list_designs(sch.mod, target)
 
+    postprocs = list(ms.postproc.Postproc.create(kind))
+    if mod is not None and takes_tensor_tiles(mod["main"], target):
+        postprocs = [one for one in postprocs if not isinstance(one, ms.postproc.VerifyGPUCode)]
     return ms.space_generator.ScheduleFn(
         designs,
         sch_rules=[],
-        postprocs=ms.postproc.Postproc.create(kind),
+        postprocs=postprocs,
         mutator_probs=ms.mutator.Mutator.create(kind),
     )
 

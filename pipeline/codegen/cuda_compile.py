@@ -16,6 +16,7 @@ from pathlib import Path
 import tvm
 
 from pipeline.codegen.cuda_source import DeviceSource, prepare_source
+from pipeline.codegen.mma_fragments import with_fragments
 from pipeline.errors import LoweringError
 
 ELF_MAGIC = b"\x7fELF"
@@ -114,7 +115,7 @@ def compile_with_nvcc(
     """
     with tempfile.TemporaryDirectory(prefix="relaxtune-") as folder:
         source, cubin = Path(folder) / "kernels.cu", Path(folder) / "kernels.cubin"
-        source.write_text(code)
+        source.write_text(with_fragments(code))
         command = [
             str(nvcc),
             "--cubin",

@@ -21,14 +21,15 @@ def round_to_tf32(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule
     """Return `mod` with the operands of float32 matmuls and convolutions rounded to tf32, to nearest, ties to even.
 
     Products and sums stay in float32, so results are those of tf32 tensor cores but for the order of sums, whatever
-    kernel computes them, on any target. No kernel here multiplies in tf32 itself: the policy shows what tf32 would
-    cost in accuracy, and makes nothing faster. Weights are rounded at compile time, activations by the kernel before.
+    kernel computes them, on any target. On CUDA tensor cores may then multiply them (`mark_tf32`). Weights are rounded
+    at compile time, activations by the kernel before.
     """
     policy = state.options.policy
     if policy is None or policy.activations != "tf32":
         return mod
     rewriter = _Round(mod)
     result = rewrite_main(mod, rewriter)
+    state.tf32 = True
     state.note(f"operands of {rewriter.count} matmuls and convolutions rounded to tf32")
     return result if rewriter.count else mod
 

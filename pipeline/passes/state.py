@@ -36,6 +36,8 @@ class LoweringState:
         Names of the ONNX matmuls that precision int8 leaves in floats.
     unfolded
         Bindings of constants alone that are to be computed at run time: packed weights are smaller than unpacked ones.
+    tf32
+        Whether what float32 matmuls read was rounded to tf32.
     """
 
     graph: ImportedGraph
@@ -49,6 +51,7 @@ class LoweringState:
     quantised_nodes: set[str] = field(default_factory=set)
     float_nodes: set[str] = field(default_factory=set)
     unfolded: set[str] = field(default_factory=set)
+    tf32: bool = False
     _order: dict[str, int] = field(default_factory=dict)
 
     @property

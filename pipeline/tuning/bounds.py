@@ -23,11 +23,11 @@ def search_bound_us(task: TuningTask, target: ResolvedTarget) -> float | None:
     Where the search has no tensor-core instructions (`schedules.rules.tensor_tile` says where it has), a contraction
     that accumulates in float32 takes at least its operations over the float32 rate at the highest clock.
     """
-    if takes_tensor_tiles(target.target):
-        return None
     if target.kind != "cuda" or task.family not in _FAMILIES or not isinstance(target.limits, CudaLimits):
         return None
     if json.loads(task.signature).get("acc_dtype") != "float32" or target.limits.sm_count is None:
+        return None
+    if takes_tensor_tiles(task.mod["main"], target.target):
         return None
     device = tvm.cuda(0)
     if not device.exist or not device.max_clock_rate:

@@ -11,6 +11,7 @@ from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
 
 from schedules.context import QuietTuneContext
+from schedules.rules.tensor_tile import form_of
 from tuning_db.metaschedule import REPLAY_ERRORS, trace_to_json
 
 # MetaSchedule's search ends after so many candidates; the run's own limits come first.
@@ -130,6 +131,7 @@ class TaskSearch:
         Tile sizes that do not divide an extent are replaced by TVM; the postprocessors run as for any candidate.
         """
         args_info = ms.arg_info.ArgInfo.from_entry_func(self.context.mod, False)
+        forms = {form_of(design.mod["main"]) for design in self.spaces}
         found: dict[str, Candidate] = {}
         for decision in decisions:
             schedule = Schedule(self.context.mod, error_render_level="none")
@@ -140,7 +142,9 @@ class TaskSearch:
                     )
                     record.trace.apply_to_schedule(schedule, remove_postproc=True)
                     schedule.enter_postproc()
-                    fits = all(rule.apply(schedule) for rule in self.context.space_generator.postprocs)
+                    fits = form_of(schedule.mod["main"]) in forms and all(
+                        rule.apply(schedule) for rule in self.context.space_generator.postprocs
+                    )
             except REPLAY_ERRORS:
                 continue
             if fits:

@@ -45,7 +45,7 @@ from pipeline.tuning.warm_start import begin_with_records
 from schedules.host import physical_cores
 from schedules.libraries.vendors import VENDOR_LIBRARIES
 from schedules.rules.tensor_intrinsics import register_intrinsics
-from schedules.rules.tensor_tile import takes_tensor_tiles
+from schedules.rules.tensor_tile import has_tensor_tiles
 from schedules.space import make_space
 from schedules.targets import ResolvedTarget
 from tuning_db.metaschedule import MetaScheduleAdapter
@@ -106,7 +106,7 @@ def tune(
     if Route.LIBRARY in options.routes:
         for library in VENDOR_LIBRARIES:
             offer_library(library)
-    if takes_tensor_tiles(target.target):
+    if has_tensor_tiles(target.target):
         # Records of earlier runs name them.
         register_intrinsics()
     began = time.monotonic()
@@ -332,7 +332,7 @@ class _Session:
         return TaskSearch(
             state.task.mod,
             self._target.target,
-            make_space(self._target.target),
+            make_space(self._target.target, state.task.mod),
             self._cost_model,
             seeds,
             name=state.task.name,

@@ -25,6 +25,7 @@ from pipeline.tuning.kernel_ir import (
     written_params,
 )
 from schedules.attention import spec_of
+from schedules.rules.tensor_tile import TF32_ATTR
 
 _OPERATORS = {
     "Add": "add", "Sub": "subtract", "Mul": "multiply", "Div": "divide", "Max": "maximum", "Min": "minimum",
@@ -67,6 +68,8 @@ def _described(func: tirx.PrimFunc, family: str, fields: Mapping[str, object]) -
     body = dict(fields)
     body["inputs"] = [_param(p) for i, p in enumerate(func.params) if i not in outputs]
     body["outputs"] = [_param(func.params[i]) for i in sorted(outputs)]
+    if func.attrs and func.attrs.get(TF32_ATTR, False):
+        body["tf32"] = True
     signature = json.dumps({"family": family, **body}, sort_keys=True, separators=(",", ":"))
     return KernelMeaning(family, signature)
 
