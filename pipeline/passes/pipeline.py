@@ -24,6 +24,7 @@ from pipeline.passes.interleave_gates import interleave_gates
 from pipeline.passes.keep_sizes_apart import keep_sizes_apart
 from pipeline.passes.lift_weights import lift_weights
 from pipeline.passes.mark_constants import mark_constants
+from pipeline.passes.mark_tf32 import mark_tf32
 from pipeline.passes.merge_common import merge_common_subexpressions
 from pipeline.passes.name_bindings import name_bindings
 from pipeline.passes.nan_guard import remove_nan_guards
@@ -104,6 +105,7 @@ def lowering_steps() -> tuple[Step, ...]:
         ),
         Step(Phase.FUSE, "lift_weights", lift_weights, "set embed_weights=True to keep weights inside the module"),
         Step(Phase.FUSE, "mark_constants", mark_constants),
+        Step(Phase.FUSE, "mark_tf32", mark_tf32),
     )
 
 
