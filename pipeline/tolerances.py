@@ -50,6 +50,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 import tvm
+import tvm_ffi
 from tvm import tirx
 
 from pipeline.tuning.arguments import numpy_dtype
@@ -212,13 +213,12 @@ def kernel_tolerance(func: tirx.PrimFunc, output: int | None = None) -> KernelTo
 
 
 def _rounds_to_bytes(store: tirx.BufferStore) -> bool:
-    """Whether what is stored is a float, rounded to an integer of 8 bits."""
-    value = store.value
-    return (
-        str(store.buffer.dtype) in ("int8", "uint8")
-        and isinstance(value, tirx.Cast)
-        and _eps(str(value.value.ty.dtype)) > 0
-    )
+    """Whether what is stored are integers of 8 bits that floats are rounded to, directly or as wider integers first."""
+    if str(store.buffer.dtype) not in ("int8", "uint8"):
+        return False
+    casts: list[tirx.Cast] = []
+    tvm_ffi.structural_walk(store.value, (tirx.Cast, casts.append))
+    return any(_eps(str(cast.ty.dtype)) == 0 < _eps(str(cast.value.ty.dtype)) for cast in casts)
 
 
 def _blocks_behind(blocks: Sequence[BlockView], output: tvm.ir.Var) -> list[BlockView]:

@@ -104,6 +104,11 @@ def test_numbers_rounded_to_bytes_may_take_the_next_step_in_few_places() -> None
     accepted = rounded("int8")
     assert rounded("uint8").steps == accepted.steps > 0
     assert rounded("int32").steps == 0
+    x = te.placeholder((4,), "float32", name="x")
+    wider = te.compute((4,), lambda i: tirx.min(x[i].astype("int32") + 3, tirx.const(127, "int32")).astype("int8"))
+    assert kernel_tolerance(te.create_prim_func([x, wider])).steps == accepted.steps
+    bits = te.placeholder((4,), "int32", name="bits")
+    assert kernel_tolerance(te.create_prim_func([bits, te.compute((4,), lambda i: bits[i].astype("int8"))])).steps == 0
     expected = np.tile(np.arange(-100, 100, dtype=np.int8), 100)
     one, two, many = expected.copy(), expected.copy(), expected.copy()
     one[7] += 1
