@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
 from models import load_model, random_inputs
 from pipeline.compile import compile_module
@@ -16,9 +16,13 @@ from pipeline.importer import import_model
 from pipeline.jobs import compile_model
 from pipeline.manifest import parse_manifest
 from pipeline.passes import LoweringOptions, lower
+from pipeline.passes.ir import bindings_of, is_op, main_of
 from pipeline.prepare import ModelRequest
 from pipeline.reference import Reference
 from schedules.targets import resolve_target
+from schedules.templates.base import Refusal
+from schedules.templates.epilogue import MatmulFunction, recognise_matmul
+from schedules.templates.gemm_sm90 import GemmSm90
 from tests.pipeline.importer.test_quantised_models import quantise
 
 # Six matrices a layer of two, and the pooler's; the scores and the sums of values are products of activations.
@@ -56,6 +60,26 @@ def test_a_statically_quantised_bert_keeps_8_bit_weights(tmp_path: Path) -> None
     assert len(module.float_nodes) == PRODUCTS_OF_ACTIVATIONS
     matrices = sum(array.nbytes for array in module.weights.values() if array.dtype == "int8")
     assert matrices == 2 * (4 * 128 * 128 + 2 * 128 * 512) + 128 * 128
+
+
+@pytest.mark.parametrize("how", ["static", "dynamic"])
+def test_the_gemm_template_makes_every_integer_matmul_on_hopper(how: str, tmp_path: Path) -> None:
+    target = resolve_target("cuda:sm_90a")
+    module = lower(
+        import_model(load_model(quantise("bert-tiny", how, tmp_path))), target.target, LoweringOptions("int8")
+    )
+    integer = {}
+    for name, func in module.mod.functions.items():
+        matmul = recognise_matmul(func) if isinstance(func, tirx.PrimFunc) else None
+        if isinstance(matmul, MatmulFunction) and matmul.b_dtype == "int8":
+            integer[name.name_hint] = GemmSm90().candidates(func, target)
+    assert not {name: found.reason for name, found in integer.items() if isinstance(found, Refusal)}
+    calls = [
+        binding.value.args[0].name_hint
+        for binding in bindings_of(main_of(module.mod))
+        if is_op(binding.value, "call_tir")
+    ]
+    assert sum(name in integer for name in calls) == MATRICES
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tvm
 
-from benchmarks.bench_gemm_sm90 import CASES, Case, fused_matmul
+from benchmarks.bench_gemm_sm90 import CASES, EIGHT_BIT_CASES, Case, fused_matmul
 from schedules.targets import resolve_target
 from schedules.templates.base import Refusal
 from schedules.templates.gemm_sm90 import CONSTANT_PARAMS_ATTR, GemmSm90
@@ -17,6 +17,8 @@ from tests.schedules.templates.cubin import (
     TMA_LOAD_MULTICAST,
     WARPGROUP,
     WGMMA,
+    WGMMA_FLOAT8,
+    WGMMA_INTEGER,
     Cubin,
     captured_cubins,
     read_cubin,
@@ -26,13 +28,25 @@ from tests.schedules.templates.cubin import (
 FRAME_BYTES_MAX = 128
 
 
-def problems(cubin: Cubin, parameters: GemmParameters) -> list[str]:
+# Of 8 bits, few and many rows, short and long sums, and sums as the output.
+EIGHT_BIT = (
+    "int8-bert-ffn-up-128",
+    "int8-llama-ffn-down-4096",
+    "int8-square-4096-sums",
+    "float8-bert-ffn-up-128",
+    "float8-llama-ffn-down-4096",
+)
+EVERY = CASES | {name: EIGHT_BIT_CASES[name] for name in EIGHT_BIT}
+OPCODES = {"float16": WGMMA, "int8": WGMMA_INTEGER, "float8_e4m3fn": WGMMA_FLOAT8}
+
+
+def problems(cubin: Cubin, parameters: GemmParameters, opcode: int) -> list[str]:
     """Return what is wrong with a kernel's code; reads of accumulators before the wait are the compiler's to refuse."""
     groups = 1 if parameters.pingpong else parameters.consumers
     wide = parameters.block_m // groups * parameters.block_n // 128 >= 192
     found = {
-        "too few wgmma": cubin.count(WGMMA) < 4 * (parameters.block_m // 64 // groups),
-        "each wgmma is waited for by itself": cubin.count(WARPGROUP) >= cubin.count(WGMMA),
+        "too few wgmma": cubin.count(opcode) < 4 * (parameters.block_m // 64 // groups),
+        "each wgmma is waited for by itself": cubin.count(WARPGROUP) >= cubin.count(opcode),
         "no TMA loads": cubin.count(TMA_LOAD) + cubin.count(TMA_LOAD_MULTICAST) < 2,
         "mma.sync": cubin.count(MMA_SYNC) > 0,
         f"{cubin.frame_bytes} bytes of spills": cubin.frame_bytes > (FRAME_BYTES_MAX if wide else 0),
@@ -43,7 +57,7 @@ def problems(cubin: Cubin, parameters: GemmParameters) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY.keys())
 def test_every_proposal_has_wgmma_and_spills_within_bounds(case: Case) -> None:
     target, template = resolve_target("cuda:sm_90a"), GemmSm90()
     func = fused_matmul(case).with_attr(CONSTANT_PARAMS_ATTR, [1])
@@ -55,6 +69,6 @@ def test_every_proposal_has_wgmma_and_spills_within_bounds(case: Case) -> None:
         with captured_cubins("sm_90a") as cubins:
             tvm.tirx.build(mod, target=target.target, pipeline=register_mixed_pipeline())
         (data,) = cubins
-        if found := problems(read_cubin(data), parameters):
+        if found := problems(read_cubin(data), parameters, OPCODES[case.operands]):
             wrong[parameters.to_json()] = found
     assert not wrong
