@@ -4,25 +4,26 @@ Notation
 --------
 ::
 
-    C[m, n] = epilogue(sum_k A[m, k] * B[k, n], m, n)        A, B: float16 or bfloat16; the sum: float32
+    C[m, n] = epilogue(sum_k A[m, k] * B[k, n], m, n)
 
-    A   [M, K]            row major
-    B   [K, N] or [N, K]  row major ("MN-major" or "K-major" to wgmma)
-    C   [M, N]            row major, any dtype; leading axes of A and C are flattened into M
+    A   [M, K]            row major; 16-bit floats, or of 8 bits: see `schedules.templates.gemm_sm90_operands`
+    B   [K, N] or [N, K]  row major ("MN-major" or "K-major" to wgmma); of 8 bits [N, K] alone
+    C   [M, N]            row major; leading axes of A and C are flattened into M
 
 One thread block makes tiles of `block_m` x `block_n`: one, or where `blocks` is given, every `blocks`-th. Tiles are
 counted column by column in groups of `group` rows of tiles, so that what runs at a time shares rows of A and columns of
 B in L2. Its threads:
 
 - consumers: `consumers` warpgroups of 128 threads, each `block_m / consumers` rows of the tile, in `m64nNk16` wgmma
-  instructions. Thread t of a warpgroup holds of rows `16 * (t / 32) + (t % 32) / 4` and 8 below, in each 8 columns,
-  columns `2 * (t % 4)` and the next: 4 accumulators for every 8 columns of an instruction.
+  instructions (of 8 bits `m64nNk32`). Thread t of a warpgroup holds of rows `16 * (t / 32) + (t % 32) / 4` and 8 below,
+  in each 8 columns, columns `2 * (t % 4)` and the next: 4 accumulators for every 8 columns of an instruction.
   With `pingpong`, each of two warpgroups makes whole tiles, by turns: one multiplies while the other writes.
 - producer: one warp after them, of which one thread issues every TMA load.
 
 Shared memory is a ring of `stages` stages (dynamic; each tile 1024-byte aligned, which a swizzle atom needs):
 
-    tile_a   [stages, rows, 64]                  128-byte rows of K, swizzled 128 bytes; only rows that exist are loaded
+    tile_a   [stages, rows, 64]                  (of 8 bits, 128 in the place of 64)
+                                                 128-byte rows of K, swizzled 128 bytes; only rows that exist are loaded
     tile_b   [stages, c, block_n/w, 64/c, w]     [K, N]: chunks of w columns, rows of K, swizzled 2*w bytes
              [stages, block_n, 64]               [N, K]: as A
     full     [stages] mbarrier: one arrival (the producer) and the bytes of both tiles
@@ -38,9 +39,9 @@ With `dependent`, the kernel may start while the one before it in the stream end
 waits for it before it reads or writes global memory, but for the first tiles of B where B is known to be constant.
 
 TMA fills what lies outside A and B with zeros, so K may be ragged; rows and columns outside C are not written.
-TMA's strides are multiples of 16 bytes: K has to be a multiple of 8, and N too where B is [K, N]; as [N, K], B may have
-any N, such as a vocabulary's 50257. Fewer than 64 rows (a token or a few, in decoding) waste arithmetic, which is not
-what such matmuls wait for: they read B at memory bandwidth.
+TMA's strides are multiples of 16 bytes: K has to be a multiple of 8 (of 8 bits, of 16), and N too where B is [K, N]; as
+[N, K], B may have any N, such as a vocabulary's 50257. Fewer than 64 rows (a token or a few, in decoding) waste
+arithmetic, which is not what such matmuls wait for: they read B at memory bandwidth.
 
 Limits and encodings: PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" (shapes,
 register fragments, matrix descriptors, swizzle modes) and "Tensor Memory Access" (cp.async.bulk.tensor); CUDA driver
