@@ -251,9 +251,9 @@ class ArmProcess:
         moments = [one for one in moments if one[0] <= arm.seconds]
         summary = json.loads((folder / "summary.json").read_text()) if (folder / "summary.json").exists() else None
         rounds = (folder / "phases").read_text(encoding="utf-8").splitlines() if arm.is_stock else []
+        log = (folder / "log").read_text(encoding="utf-8", errors="replace")
         if not moments:
-            tail = (folder / "log").read_text(errors="replace")[-1500:]
-            print(f"{arm} finished no candidate (exit {code}):\n{tail}", file=sys.stderr)
+            print(f"{arm} finished no candidate (exit {code}):\n{log[-1500:]}", file=sys.stderr)
         self._work.cleanup()
         first = moments[0][0] if moments else None
         failures: Counter[str] = Counter()
@@ -272,6 +272,7 @@ class ArmProcess:
             "seconds_by_phase": summary["seconds_by_phase"] if summary else None,
             "valid_per_s": sum(valid for _, valid in moments) / arm.seconds,
             "stock_phases": [json.loads(line) for line in rounds],
+            "stock_log": scheduler_lines(log) if arm.is_stock else [],
             "environment": summary["environment"] if summary else None,
             "moments_s": [at for at, _ in moments],
         }
@@ -285,6 +286,12 @@ class ArmProcess:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             return self._process.wait()
+
+
+def scheduler_lines(log: str) -> list[str]:
+    """Return when stock's scheduler began, and which task it took and sent on when."""
+    told = ("Logging directory", "TaskScheduler picks", "sample(s)")
+    return [line for line in log.splitlines() if any(text in line for text in told)]
 
 
 def run_child(arm: Arm, arguments: argparse.Namespace) -> None:
