@@ -39,7 +39,7 @@ from tuning_db.records import Route
 PASSES = frozenset(
     {
         *("recognise_attention", "recognise_rotary", "append_in_attention", "append_caches", "unflatten_matmuls"),
-        *("norms_of_half", "gather_rows", "interleave_gates", "fuse_norms"),
+        *("norms_of_half", "gather_rows", "interleave_gates", "rotate_in_matmul", "fuse_norms"),
     }
 )
 TARGET = resolve_target("cuda:sm_90a")

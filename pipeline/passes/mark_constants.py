@@ -1,19 +1,24 @@
-"""Pass: tell kernels which of their parameters are weights, so that they may read them ahead of time."""
+"""Pass: tell kernels which of their parameters are weights or inputs, so that they may read them ahead of time."""
 
 from __future__ import annotations
 
 import tvm
 from tvm import relax, tirx
 
-from pipeline.passes.ir import bindings_of, called_function, is_constant, main_of
+from pipeline.passes.ir import bindings_of, called_function, is_constant, main_of, static_shape
 from pipeline.passes.state import LoweringState
+from schedules.attention import spec_of
 from schedules.templates.gemm_sm90 import CONSTANT_PARAMS_ATTR
+from schedules.templates.kernel_frame import INPUT_PARAMS_ATTR
 
 
 def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with the positions of parameters that are weights in every call of a PrimFunc as its attribute.
 
-    Templates read it: a kernel with dependent launch loads weights before `griddepcontrol.wait`, while the kernel
+    Those of attention that are inputs of the graph in every call (caches) are another attribute, where all inputs have
+    static shapes; no other template reads inputs ahead of time.
+
+    Templates read them: a kernel with dependent launch loads weights before `griddepcontrol.wait`, while the kernel
     before it still runs. For CUDA only; elsewhere nothing reads it, and it would tell apart kernels that are
     the same. There they are not: equal functions of which one reads a weight where another reads an activation are two
     tasks, as their best kernels differ. (A PrimFunc that is called both ways stays unmarked.)
@@ -29,26 +34,43 @@ def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     anything that is not marked, and before it writes anything (the memory planner reuses memory, so a write too early
     could fall into what a kernel that still runs reads). (CUDA C++ Programming Guide 13.0, "Programmatic Dependent
     Launch and Synchronization"; PTX ISA 9.0, "griddepcontrol".)
+
+    Of inputs it is safe as long as nothing that writes them overlaps with the kernels. A module whose inputs are static
+    runs as one CUDA graph, whose first kernel starts when all before the launch of the graph has ended; run without a
+    graph (`relaxtune validate --bisect`), its inputs are copied from the host before each run, which the first kernel
+    waits for.
     """
     if state.target.kind.name != "cuda":
         return mod
     main = main_of(mod)
-    inputs = len(state.graph.inputs)
-    weights = set(main.params[inputs:])
-    marked: dict[tvm.ir.GlobalVar, set[int]] = {}
+    count = len(state.graph.inputs)
+    weights, inputs = set(main.params[count:]), set(main.params[:count])
+    if not all(static_shape(param) is not None for param in inputs):
+        inputs = set()
+    marked: dict[str, dict[tvm.ir.GlobalVar, set[int]]] = {CONSTANT_PARAMS_ATTR: {}, INPUT_PARAMS_ATTR: {}}
     for binding in bindings_of(main):
         callee = called_function(binding.value)
         if callee is None:
             continue
         args = binding.value.args[1]
-        constant = {
-            position
-            for position, arg in enumerate(args.fields if isinstance(args, relax.Tuple) else [args])
-            if is_constant(arg) or (isinstance(arg, relax.Var) and arg in weights)
-        }
-        marked[callee] = marked[callee] & constant if callee in marked else constant
+        places = list(enumerate(args.fields if isinstance(args, relax.Tuple) else [args]))
+        constant = {place for place, arg in places if is_constant(arg) or _is_one_of(arg, weights)}
+        given = {place for place, arg in places if _is_one_of(arg, inputs)}
+        for attribute, found in ((CONSTANT_PARAMS_ATTR, constant), (INPUT_PARAMS_ATTR, given)):
+            known = marked[attribute]
+            known[callee] = known[callee] & found if callee in known else found
     result = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
-    for callee, positions in marked.items():
-        if positions and isinstance(mod[callee], tirx.PrimFunc):
-            result[callee] = mod[callee].with_attr(CONSTANT_PARAMS_ATTR, sorted(positions))
+    for attribute, functions in marked.items():
+        for callee, positions in functions.items():
+            if positions and isinstance(mod[callee], tirx.PrimFunc) and _is_read(attribute, mod[callee]):
+                result[callee] = result[callee].with_attr(attribute, sorted(positions))
     return result
+
+
+def _is_read(attribute: str, func: tirx.PrimFunc) -> bool:
+    """Return whether a template reads an attribute of a function; where none does, it would only tell tasks apart."""
+    return attribute == CONSTANT_PARAMS_ATTR or spec_of(func) is not None
+
+
+def _is_one_of(arg: tvm.ir.Expr, variables: set[relax.Var]) -> bool:
+    return isinstance(arg, relax.Var) and arg in variables

@@ -36,6 +36,7 @@ from pipeline.passes.recognise_activations import recognise_activations
 from pipeline.passes.recognise_attention import recognise_attention
 from pipeline.passes.recognise_norms import recognise_norms
 from pipeline.passes.recognise_rotary import recognise_rotary
+from pipeline.passes.rotate_in_matmul import rotate_in_matmul
 from pipeline.passes.round_to_tf32 import round_to_tf32
 from pipeline.passes.simplify_views import simplify_views
 from pipeline.passes.step import Phase, Step, stock
@@ -75,6 +76,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.PATTERNS, "combine_matmuls", combine_matmuls),
         Step(Phase.PATTERNS, "interleave_gates", interleave_gates),
         Step(Phase.PATTERNS, "recognise_rotary", recognise_rotary),
+        Step(Phase.PATTERNS, "rotate_in_matmul", rotate_in_matmul),
         Step(Phase.PATTERNS, "recognise_attention", recognise_attention),
         Step(Phase.PATTERNS, "append_in_attention", append_in_attention),
         Step(Phase.PATTERNS, "append_caches", append_caches),

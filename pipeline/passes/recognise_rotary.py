@@ -28,6 +28,9 @@ from pipeline.passes.rounding import Roundings
 from pipeline.passes.state import LoweringState
 from pipeline.passes.strided_view import StridedView, is_view
 
+# A PrimFunc's attribute: first column that is rotated, how many are, and columns of a head.
+ROTARY_ATTR = "relaxtune.rotary"
+
 Values = Mapping[relax.Var, tvm.ir.Expr]
 Users = Mapping[relax.Var, list[relax.Var]]
 
@@ -157,7 +160,7 @@ def _placed(
     users: Users,
 ) -> _Rotation | None:
     batch, heads, positions, size = shape
-    dtype = _rounded_dtype(var, values, users)
+    dtype = rounded_dtype(var, values, users)
     if dtype is None:
         return None
     for reading in readings_of(data, values, scaled=False):
@@ -174,7 +177,7 @@ def _placed(
     return None
 
 
-def _rounded_dtype(var: relax.Var, values: Values, users: Users) -> str | None:
+def rounded_dtype(var: relax.Var, values: Values, users: Users) -> str | None:
     """Return the half precision that a tensor is of, or that all its readers round it to, moved or scaled."""
     if dtype_of(var) in HALVES:
         return dtype_of(var)
@@ -186,7 +189,7 @@ def _rounded_dtype(var: relax.Var, values: Values, users: Users) -> str | None:
         if is_op(value, "astype"):
             found.add(dtype_of(reader) if dtype_of(reader) in HALVES else None)
         elif is_view(value) or (is_op(value, "multiply", "divide") and any(map(_is_number, value.args))):
-            found.add(_rounded_dtype(reader, values, users))
+            found.add(rounded_dtype(reader, values, users))
         else:
             return None
     return found.pop() if len(found) == 1 else None
@@ -240,6 +243,7 @@ class _Replace(PyExprMutator):  # type: ignore[misc]
             self._table(first.cos),
             self._table(first.sin),
             primfunc_name_hint="rotary",
+            primfunc_attrs={ROTARY_ATTR: [first.start, columns, first.shape[3]]},
         )
         return emit_extra(self, name, call)
 

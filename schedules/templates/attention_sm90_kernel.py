@@ -23,6 +23,7 @@ from schedules.templates.attention_sm90_plan import (
 from schedules.templates.attention_sm90_softmax import OnlineSoftmax
 from schedules.templates.attention_sm90_tiles import Tile, each_tile, named
 from schedules.templates.hopper import Ring, arrive, encode_tensor, initialise_barrier, load_tile, pin
+from schedules.templates.kernel_frame import unwritten_params
 from schedules.templates.lowering import KERNEL_ATTR
 
 # On a PrimFunc made of blocks, which the kernel is not.
@@ -55,6 +56,9 @@ class _Kernel:
         self._spec = plan.spec
         self._p = plan.parameters
         self._dtype = str(func.params[plan.spec.query.param].ty.dtype)
+        growth = plan.spec.growth
+        caches = set() if growth is None else {growth.past_key.param, growth.past_value.param}
+        self._early_caches = caches <= unwritten_params(func)
 
     def build(self) -> tirx.PrimFunc:
         plan, p = self._plan, self._p
@@ -152,15 +156,15 @@ class _Kernel:
     def _produce(self) -> None:
         p = self._p
         ring_k, ring_v = Ring(p.stages), Ring(p.stages)
-        if p.dependent:
+        if p.dependent and self._spec.growth is None:
             T.evaluate(T.ptx.griddepcontrol.wait())
 
         def load(tile: Tile) -> None:
             self._tile = tile
-            self._load_query()
             if self._spec.growth is not None:
                 self._load_and_copy(ring_k, ring_v)
                 return
+            self._load_query()
             self._load_keys(ring_k, 0)
             with T.serial(tile.block_count - 1) as step:
                 self._load_keys(ring_k, step + 1)
@@ -170,11 +174,21 @@ class _Kernel:
         each_tile(self._plan, self._block, load)
 
     def _load_and_copy(self, ring_k: Ring, ring_v: Ring) -> None:
-        """Emit the loads of a tile's keys and values, each block of them copied to K and V once it has arrived."""
+        """Emit the loads of the only tile, each block of its keys and values copied to K and V once it has arrived.
+
+        Where no kernel writes the caches, what fits is loaded before the kernel waits for the one before it.
+        """
         stages, lag, count = self._p.stages, self._plan.copy_lag, self._tile.block_count
         ring = Ring(stages)
-
-        def copy(step: tirx.Expr) -> None:
+        if self._p.dependent and not self._early_caches:
+            T.evaluate(T.ptx.griddepcontrol.wait())
+        with T.serial(tirx.min(count, stages)) as step:
+            self._load_keys(ring_k, step)
+            self._load_values(ring_v, step)
+        if self._p.dependent and self._early_caches:
+            T.evaluate(T.ptx.griddepcontrol.wait())
+        self._load_query()
+        with T.serial(count) as step:
             block = self._tile.first_block + step
             for full, tile, target in (
                 (self._full_k, self._tile_k, self._to_k),
@@ -184,21 +198,12 @@ class _Kernel:
                 copy_block(self._plan, target, block, tile, ring.stage, self._tile)
             T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
             ring.advance()
-
-        self._load_keys(ring_k, 0)
-        with T.serial(count - 1) as step:
-            if stages > lag:
-                with T.If(step + 1 >= stages), T.Then():
-                    # What is loaded now takes the place of what the copy before these has read.
-                    T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](stages - lag - 1))
-            self._load_keys(ring_k, step + 1)
-            self._load_values(ring_v, step)
-            with T.If(step + 1 >= lag), T.Then():
-                copy(step + 1 - lag)
-        self._load_values(ring_v, count - 1)
-        left = tirx.min(count, lag)
-        with T.serial(left) as step:
-            copy(count - left + step)
+            following = step + stages - lag
+            with T.If(tirx.all(step >= lag, following < count)), T.Then():
+                # What is loaded now takes the place of what an earlier copy has read.
+                T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](lag))
+                self._load_keys(ring_k, following)
+                self._load_values(ring_v, following)
         T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
 
     def _load_query(self) -> None:

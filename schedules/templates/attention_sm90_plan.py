@@ -175,8 +175,8 @@ class AttentionPlan:
 
     @property
     def copy_lag(self) -> int:
-        """Blocks of keys that are loaded before the first of them is copied to where K and V are written."""
-        return max(1, self.parameters.stages // 2)
+        """Copies of blocks of keys that may still read shared memory when the next block is loaded."""
+        return min(1, self.parameters.stages - 1)
 
     @property
     def ahead(self) -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tvm_ffi
 from tvm import tirx
@@ -38,6 +38,7 @@ from schedules.templates.blocks import (
     substitute,
     tree_size,
 )
+from schedules.templates.rotated_matmul import partner_column, possible_heads, product_column
 from schedules.templates.row_norm import PartialSums, RowNorm, find_partial_sums, find_row_norm
 
 # Inlining repeats what is used twice; a compiler finds the repetitions of small trees.
@@ -45,6 +46,8 @@ _NODES_MAX = 600
 # Dtypes of 8 bits of which one operand may have another than the other.
 _INTEGERS, _FLOATS = frozenset({"int8", "uint8"}), frozenset({"float8_e4m3fn", "float8_e5m2"})
 _BYTES = (_INTEGERS, _FLOATS)
+# Dtypes of outputs whose heads are rotated: 16 bytes of a row are 8 columns at most.
+_ROTATED = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,14 @@ class Epilogue:
     accumulator
         Stands for the accumulator: float32, or int32 of integer operands.
     second
-        Stands for the other accumulator of a gated function (see `gate_column`), None in others.
+        Stands for the other accumulator of a gated function (see `gate_column`), or of one that rotates heads; None in
+        others.
     axes
         One variable per output axis.
     shape
         The output's shape.
+    head
+        Columns of each head of a function that rotates heads (see `rotated_matmul`), 0 in others.
     """
 
     value: tirx.Expr
@@ -70,11 +76,18 @@ class Epilogue:
     axes: tuple[tirx.Var, ...]
     shape: tuple[int, ...]
     second: tirx.Var | None = None
+    head: int = 0
 
     @property
     def accumulators(self) -> int:
-        """Columns of the product that an output element is made of."""
-        return 1 if self.second is None else 2
+        """Columns of the product for each column of the output."""
+        return 1 if self.second is None or self.head else 2
+
+    def product_columns(self, column: tirx.Expr) -> tuple[tirx.Expr, ...]:
+        """Return the columns of the product that an output column is made of: that of each accumulator."""
+        if self.head:
+            return product_column(column, self.head), partner_column(column, self.head)
+        return (column,) if self.second is None else (gate_column(column), value_column(column))
 
     def loads(self) -> tuple[TensorLoad, ...]:
         """Return the distinct elements of external buffers that one output element depends on."""
@@ -175,6 +188,8 @@ def recognise_matmul(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     output, value = epilogue
     if partials is not None and partials.source != output:
         return Refusal("the partial sums are of another parameter than the output")
+    if value.head and (partials is not None or str(func.params[output].ty.dtype) not in _ROTATED):
+        return Refusal(f"the epilogue rotates heads and sums up rows, or its output is none of {', '.join(_ROTATED)}")
     operand_a, operand_b, transposed, (m, n, k) = core
     return MatmulFunction(
         a=operand_a,
@@ -285,18 +300,38 @@ def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock], norm: RowNorm | None)
             return Refusal(f"block {block.name_hint} writes a part of its output")
         producers[block.body.buffer] = block.body
     axes = tuple(last.body.indices)
-    accumulator = tirx.Var("accumulator", dtype)
-    second = tirx.Var("second", dtype) if gated else None
+    accumulator, second = tirx.Var("accumulator", dtype), tirx.Var("second", dtype)
     given = [*func.params] if norm is None else [*func.params, norm.buffer]
-    value = _Inliner(given, matmul.body.buffer, producers, accumulator, second, axes, shape).value()
-    if isinstance(value, Refusal):
-        return value
-    if second is not None and not (_uses(value, accumulator) and _uses(value, second)):
+
+    def inlined(form: Epilogue) -> Epilogue | Refusal:
+        value = _Inliner(given, matmul.body.buffer, producers, form).value()
+        return value if isinstance(value, Refusal) else replace(form, value=value)
+
+    found = inlined(Epilogue(accumulator, accumulator, axes, shape, second if gated else None))
+    # What reads other columns than it writes may rotate heads.
+    heads = iter(possible_heads(shape[-1]) if isinstance(found, Refusal) and not gated else ())
+    while isinstance(found, Refusal) and (head := next(heads, 0)):
+        rotated = inlined(Epilogue(accumulator, accumulator, axes, shape, second, head))
+        found = found if isinstance(rotated, Refusal) else rotated
+    if isinstance(found, Refusal):
+        return found
+    if found.second is not None and not (_uses(found.value, accumulator) and _uses(found.value, second)):
         return Refusal("the epilogue reads half of the matmul's columns")
-    size = tree_size(value)
+    if found.head and not all(_is_of_heads(found, load, norm) for load in found.loads()):
+        return Refusal("the epilogue rotates heads and reads more than tables of their columns")
+    size = tree_size(found.value)
     if size > _NODES_MAX:
         return Refusal(f"the epilogue has {size} operations when inlined, more than {_NODES_MAX}")
-    return output, Epilogue(value, accumulator, axes, shape, second)
+    return output, found
+
+
+def _is_of_heads(epilogue: Epilogue, load: TensorLoad, norm: RowNorm | None) -> bool:
+    """Whether a load is of a table of a head's columns, or of the rows' statistics."""
+    if norm is not None and load.source.same_as(norm.buffer):
+        return True
+    *others, last = load.indices
+    place = tirx.floormod(epilogue.axes[-1], epilogue.head)
+    return Analyzer().can_prove_equal(last, place) and not any(_uses(index, epilogue.axes[-1]) for index in others)
 
 
 class _Inliner:
@@ -305,18 +340,12 @@ class _Inliner:
         given: Sequence[tirx.Var],
         matmul: tirx.Var,
         producers: Mapping[tirx.Var, tirx.BufferStore],
-        accumulator: tirx.Var,
-        second: tirx.Var | None,
-        axes: tuple[tirx.Var, ...],
-        shape: tuple[int, ...],
+        form: Epilogue,
     ) -> None:
         self._given = given
         self._matmul = matmul
         self._producers = producers
-        self._accumulator = accumulator
-        self._second = second
-        self._axes = axes
-        self._shape = shape
+        self._form = form
         self._refusal: Refusal | None = None
 
     def value(self) -> tirx.Expr | Refusal:
@@ -339,17 +368,17 @@ class _Inliner:
         return self._expand(substitute(store.value, inner))
 
     def _accumulator_of(self, load: TensorLoad) -> tirx.Var:
-        if self._second is None:
-            if _same_position(load.indices, self._axes, self._shape):
-                return self._accumulator
-        elif _same_position(load.indices[:-1], self._axes[:-1], self._shape[:-1]):
-            column, analyzer = self._axes[-1], Analyzer()
-            if analyzer.can_prove_equal(load.indices[-1], gate_column(column)):
-                return self._accumulator
-            if analyzer.can_prove_equal(load.indices[-1], value_column(column)):
-                return self._second
+        form, analyzer = self._form, Analyzer()
+        if form.second is None:
+            if _same_position(load.indices, form.axes, form.shape):
+                return form.accumulator
+        elif _same_position(load.indices[:-1], form.axes[:-1], form.shape[:-1]):
+            columns = form.product_columns(form.axes[-1])
+            for column, accumulator in zip(columns, (form.accumulator, form.second), strict=True):
+                if analyzer.can_prove_equal(load.indices[-1], column):
+                    return accumulator
         self._refusal = Refusal("the epilogue reads the matmul's result at another position than it writes")
-        return self._accumulator
+        return form.accumulator
 
 
 def _uses(value: tirx.Expr, variable: tirx.Var) -> bool:

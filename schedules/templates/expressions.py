@@ -63,7 +63,7 @@ def rebuild(expr: tirx.Expr, visit: Callable[[tirx.Expr], tirx.Expr]) -> tirx.Ex
     if isinstance(expr, (tirx.Var, tirx.IntImm, tirx.FloatImm)):
         return expr
     if isinstance(expr, BINARY):
-        return type(expr)(visit(expr.a), visit(expr.b))
+        return type(expr)(*_of_one_width(visit(expr.a), visit(expr.b)))
     if isinstance(expr, tirx.Not):
         return tirx.Not(visit(expr.a))
     if isinstance(expr, tirx.Cast):
@@ -76,6 +76,16 @@ def rebuild(expr: tirx.Expr, visit: Callable[[tirx.Expr], tirx.Expr]) -> tirx.Ex
         return Call(expr.op, [visit(argument) for argument in expr.args], ret_ty=expr.ty)
     name = call_name(expr) if isinstance(expr, Call) else type(expr).__name__
     raise UnsupportedExpressionError(f"it computes {name}, which no row or elementwise template makes")
+
+
+def _of_one_width(left: tirx.Expr, right: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+    """Return two operands, of integers that differ in width the number in the width of the other."""
+    for number, other in ((left, right), (right, left)):
+        dtypes = {dtype_of(number), dtype_of(other)}
+        if isinstance(number, tirx.IntImm) and dtypes == {"int32", "int64"} and not isinstance(other, tirx.IntImm):
+            wide = tirx.IntImm(dtype_of(other), int(number))
+            return (wide, other) if number is left else (other, wide)
+    return left, right
 
 
 def is_branch(expr: tirx.Expr) -> bool:

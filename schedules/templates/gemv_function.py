@@ -72,6 +72,8 @@ def recognise_gemv(func: tirx.PrimFunc) -> GemvFunction | Refusal:
 def _by_rows(matmul: MatmulFunction, quantisation: Quantisation | None) -> GemvFunction | Refusal:
     if not matmul.b_transposed:
         return Refusal("the right operand is [K, N], expected rows [N, K]")
+    if matmul.epilogue.head:
+        return Refusal("the epilogue rotates heads")
     return GemvFunction(matmul, quantisation)
 
 

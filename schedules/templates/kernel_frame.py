@@ -25,6 +25,10 @@ _LAUNCH_ATTR = "tirx.kernel_launch_params"
 _DEPENDENT_LAUNCH = "tirx.use_programtic_dependent_launch"
 
 
+# A PrimFunc's attribute: positions of the parameters that are inputs of a graph whose kernels run as one CUDA graph.
+INPUT_PARAMS_ATTR = "relaxtune.input_params"
+
+
 class Frame:
     """The parameters of a kernel under construction.
 
@@ -92,6 +96,12 @@ def constant_params(func: tirx.PrimFunc) -> frozenset[int]:
     """Return the positions of parameters that were marked as constant."""
     marked = func.attrs.get(CONSTANT_PARAMS_ATTR, ()) if func.attrs else ()
     return frozenset(int(position) for position in marked)
+
+
+def unwritten_params(func: tirx.PrimFunc) -> frozenset[int]:
+    """Return the positions of parameters that no kernel writes while the graph runs: constants and inputs."""
+    inputs = func.attrs.get(INPUT_PARAMS_ATTR, ()) if func.attrs else ()
+    return constant_params(func) | {int(position) for position in inputs}
 
 
 def has_dependent_launch(target: ResolvedTarget) -> bool:

@@ -15,7 +15,7 @@ from tvm import te, tirx
 from tvm.ir.expr import TensorLoad
 
 from schedules.templates.blocks import position_of, static_shape
-from schedules.templates.epilogue import MatmulFunction, gate_column, value_column
+from schedules.templates.epilogue import MatmulFunction
 from schedules.templates.expressions import rebuild
 from schedules.templates.row_norm import COUNT, SCALE, SHIFT, partial_sums, row_statistics
 
@@ -198,11 +198,9 @@ class _Builder:
         def value(*index: tirx.Var) -> tirx.Expr:
             *row, column = index
             at: dict[tirx.Var, tirx.Expr] = dict(zip(epilogue.axes, index, strict=True))
-            if epilogue.second is None:
-                at[epilogue.accumulator] = product(*index)
-            else:
-                at[epilogue.accumulator] = product(*row, gate_column(column))
-                at[epilogue.second] = product(*row, value_column(column))
+            accumulators = (epilogue.accumulator, epilogue.second)
+            for accumulator, place in zip(accumulators, epilogue.product_columns(column), strict=False):
+                at[accumulator] = product(*row, place)
 
             def visit(expr: tirx.Expr) -> tirx.Expr:
                 replaced = replace(expr, visit)

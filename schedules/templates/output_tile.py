@@ -15,6 +15,9 @@ What the epilogue reads from other buffers:
 Partial sums of the output's rows (`schedules.templates.row_norm`), where the function has them, are taken from the
 pairs as they are rounded: a lane adds up its columns of a group, then the four lanes of a row theirs.
 
+Where heads are rotated (`schedules.templates.rotated_matmul`), the product has the halves of a head by turns: of each
+16 columns, a lane has both columns of its pairs. Each 8 columns are put back in their place as they are written.
+
 Rows and columns outside the output are clamped for reads, and not written. Where the output's rows do not start at
 multiples of 16 bytes, it is written element by element, and residuals are read in place.
 """
@@ -38,6 +41,8 @@ from schedules.templates.epilogue import Epilogue, MatmulFunction
 from schedules.templates.fast_gelu import fast_gelu
 from schedules.templates.fast_math import fast_call
 from schedules.templates.gemm_sm90_norm import share_of_four_sums
+from schedules.templates.global_access import load_bytes
+from schedules.templates.rotated_matmul import HEAD_UNIT, output_column
 from schedules.templates.row_norm import COUNT, SQUARES, SUM, PartialSums
 from schedules.templates.wide_epilogue import in_float32
 
@@ -93,8 +98,13 @@ class Shares:
 
 
 def share_unit(matmul: MatmulFunction) -> int:
-    """Return the columns of which a warp writes a multiple: an instruction's 8, or a vector of 16 single bytes."""
-    return max(8, *(_VECTOR_BYTES // _bytes(dtype) for dtype in _patch_dtypes(matmul)))
+    """Return the columns of which a warp writes a multiple.
+
+    They are an instruction's 8, or where heads are rotated both 8 that are rotated together, or a vector of 16 single
+    bytes.
+    """
+    least = HEAD_UNIT if matmul.epilogue.head else 8
+    return max(least, *(_VECTOR_BYTES // _bytes(dtype) for dtype in _patch_dtypes(matmul)))
 
 
 def shared_bytes(matmul: MatmulFunction, shares: Shares) -> int:
@@ -107,8 +117,8 @@ def shared_bytes(matmul: MatmulFunction, shares: Shares) -> int:
 
 
 def residual_registers(matmul: MatmulFunction, m_blocks: int, columns: int) -> int:
-    """Return the registers a thread needs to hold its part of every residual."""
-    size = sum(_bytes(_dtype(load)) for load in _residuals(matmul))
+    """Return the registers a thread needs to hold its part of every residual, and of the tables of heads."""
+    size = sum(_bytes(_dtype(load)) for load in (*_residuals(matmul), *_tables(matmul)))
     return m_blocks * 16 * columns * size // (32 * 4)
 
 
@@ -155,6 +165,13 @@ def _scalar_loads(matmul: MatmulFunction) -> list[TensorLoad]:
     return [load for load in matmul.epilogue.loads() if static_shape(load.source) == ()]
 
 
+def _tables(matmul: MatmulFunction) -> list[TensorLoad]:
+    """Return the loads of tables of a head's columns."""
+    if not matmul.epilogue.head:
+        return []
+    return [load for load in matmul.epilogue.loads() if not (matmul.norm and load.source.same_as(matmul.norm.buffer))]
+
+
 def _patch_dtypes(matmul: MatmulFunction) -> list[str]:
     """Return the dtypes of the patches, the output's first.
 
@@ -189,6 +206,7 @@ class OutputTile:
         self._residuals = _residuals(matmul)
         self._columns = _columns(matmul)
         self._row_loads = _row_loads(matmul)
+        self._tables = _tables(matmul)
         self._output_param = params[matmul.output]
         self._params = params
 
@@ -241,10 +259,14 @@ class OutputTile:
             self._rows.append((load, self._read_rows(load)))
         self._scalars = [(load, self._read_scalar(load)) for load in _scalar_loads(matmul)]
         self._held: dict[tuple[int, int, int], tirx.Var] = {}
+        self._held_tables: dict[tuple[int, int, int], list[tuple[TensorLoad, tirx.Var]]] = {}
         if shares.prefetched:
             for block in range(shares.m_blocks):
                 for start, width in shares.chunks:
                     self._read_residuals(block, start, width)
+                    for eight in range(start // 8, (start + width) // 8):
+                        for half in range(2):
+                            self._read_tables(block, eight, half)
 
     def take_statistics(self, buffer: tirx.Var, statistic: Callable[[int, int, int], tirx.Expr]) -> None:
         """Take registers for the loads from a buffer of statistics.
@@ -422,20 +444,22 @@ class OutputTile:
         residuals = [
             self._load_residuals(self._lane // 4 + half * 8, eight * 8 - start + two) for eight, half in places
         ]
+        if not self._shares.prefetched:
+            for eight, half in places:
+                self._read_tables(block, eight, half)
         results = []
         for (eight, half), residual in zip(places, residuals, strict=True):
             at_row = tirx.min(self._row + block * 64 + self._lane // 4 + half * 8, self._matmul.m - 1)
-            at_column = self._column + eight * 8 + two
-            each = self._shares.accumulators
-            register = (block * self._shares.columns // 2 + eight * 4) * each + half * 2
+            at_column = self._output_column(eight) + two
+            tables = self._held_tables[block, eight, half]
+            first = self._registers(block, eight, half)
             result = T.alloc_local([2], self._matmul.output_dtype)
             for index in range(2):
-                loaded = [(load, pair[index]) for load, pair in (*columns[eight], *residual)]
+                loaded = [(load, pair[index]) for load, pair in (*columns[eight], *residual, *tables)]
                 loaded += [(load, registers[block, half]) for load, registers in self._rows]
                 loaded += self._scalars
                 here = tirx.min(at_column + index, self._matmul.columns - 1)
-                # The gated column's register follows those of its gate's 8 columns.
-                registers = [accumulators[register + index + 4 * number] for number in range(each)]
+                registers = [accumulators[register + index] for register in first]
                 value = self._value(registers, loaded, at_row, here)
                 T.buffer_store(result, value, [index])
             results.append(result)
@@ -445,6 +469,35 @@ class OutputTile:
             with T.vectorized(2) as lane:
                 inside = [self._warp, self._lane // 4 + half * 8, eight * 8 - start + two + lane]
                 T.buffer_store(self._patch, result[lane], inside)
+
+    def _read_tables(self, block: int, eight: int, half: int) -> None:
+        """Emit the loads of a pair of neighbouring elements of every table of heads into registers."""
+        row = tirx.min(self._row + block * 64 + self._lane // 4 + half * 8, self._matmul.m - 1)
+        column = self._output_column(eight) + self._lane % 4 * 2
+        axes = dict(zip(self._epilogue.axes, _unflatten(row, column, self._epilogue), strict=True))
+        pairs = []
+        for load in self._tables:
+            pair = T.alloc_local([2], _dtype(load))
+            source = self._renamed[load.source].ptr_to([substitute(index, axes) for index in load.indices])
+            load_bytes(pair.ptr_to([0]), source, 2 * _bytes(_dtype(load)))
+            pairs.append((load, pair))
+        self._held_tables[block, eight, half] = pairs
+
+    def _output_column(self, eight: int) -> tirx.Expr:
+        """Return the output's column that the first of 8 columns of this warp's part of a tile goes to."""
+        column = self._column + eight * 8
+        if not self._epilogue.head:
+            return column
+        return output_column(tirx.min(column, self._matmul.columns - 8), self._epilogue.head)
+
+    def _registers(self, block: int, eight: int, half: int) -> list[int]:
+        """Return the first of a pair's registers, and of those of the pair that it is gated or rotated with."""
+        each = self._shares.accumulators
+        register = (block * self._shares.columns // 2 + eight * 4) * each + half * 2
+        if self._epilogue.head:
+            return [register, register + (4 if eight % 2 == 0 else -4)]
+        # The gated column's register follows those of its gate's 8 columns.
+        return [register + 4 * number for number in range(each)]
 
     def _load_columns(self, column: tirx.Expr) -> list[tuple[TensorLoad, tirx.Var]]:
         """Emit the loads of two neighbouring elements of every row vector into registers."""
@@ -498,11 +551,12 @@ class OutputTile:
                 guards.append(row < self._matmul.m)
             if self._ragged_columns:
                 guards.append(column < self._column_end)
+            target = output_column(column, self._epilogue.head) if self._epilogue.head else column
             if guards:
                 with T.If(tirx.all(*guards)), T.Then():
-                    self._write_vector(row, column, line, inside, lanes)
+                    self._write_vector(row, target, line, inside, lanes)
             else:
-                self._write_vector(row, column, line, inside, lanes)
+                self._write_vector(row, target, line, inside, lanes)
 
     def _write_vector(self, row: tirx.Expr, column: tirx.Expr, line: tirx.Expr, inside: tirx.Expr, lanes: int) -> None:
         if lanes == 1:

@@ -15,9 +15,11 @@ from pipeline.passes.mark_constants import mark_constants
 from pipeline.passes.state import LoweringState
 from pipeline.selection import select_kernels
 from pipeline.tuning.tasks import extract_tasks
+from schedules.attention import spec_of
 from schedules.targets import resolve_target
 from schedules.templates.gemm_sm90 import CONSTANT_PARAMS_ATTR
-from tests.pipeline.passes.pass_cases import graph_of
+from schedules.templates.kernel_frame import INPUT_PARAMS_ATTR
+from tests.pipeline.passes.pass_cases import graph_of, small_model
 from tuning_db.records import Route
 
 HOPPER = resolve_target("cuda:sm_90a")
@@ -75,6 +77,20 @@ def test_mark_constants_leaves_kernels_unmarked_when_one_call_reads_an_activatio
     )
     marked = marks_of({var.name_hint: func for var, func in mark_constants(mod, one_input).functions_items()})
     assert marked == {}, "the second matmul reads an activation where the first reads a weight"
+
+
+def test_mark_constants_marks_caches_that_are_inputs() -> None:
+    graph = import_model(small_model("llama-tiny-decode", precision="fp16"))
+    lowered = lower(graph, HOPPER.target, LoweringOptions())
+    attentions = [lowered.mod[name] for name in lowered.kernels if spec_of(lowered.mod[name]) is not None]
+    assert attentions
+    for func in attentions:
+        growth = spec_of(func).growth
+        assert {growth.past_key.param, growth.past_value.param} <= set(func.attrs[INPUT_PARAMS_ATTR])
+        # The queries are an activation.
+        assert spec_of(func).query.param not in set(func.attrs[INPUT_PARAMS_ATTR])
+    others = [lowered.mod[name] for name in lowered.kernels if spec_of(lowered.mod[name]) is None]
+    assert not any(INPUT_PARAMS_ATTR in (func.attrs or {}) for func in others)
 
 
 @pytest.mark.parametrize(

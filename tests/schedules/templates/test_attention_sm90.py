@@ -11,6 +11,7 @@ from schedules.targets import CudaLimits, ResolvedTarget, resolve_target
 from schedules.templates.attention_sm90 import AttentionSm90
 from schedules.templates.attention_sm90_plan import AttentionParameters, AttentionPlan, make_plan
 from schedules.templates.base import Parameters, Refusal, TemplateError
+from schedules.templates.kernel_frame import INPUT_PARAMS_ATTR
 from schedules.templates.lowering import KERNEL_ATTR
 from tests.schedules.attention_cases import AttentionCase
 
@@ -237,6 +238,22 @@ def test_candidates_of_caches_that_grow_load_each_key_once(target: ResolvedTarge
         made = plan(GROWING, p)
         assert (p.pack, p.consumers, made.tiles, made.query_stages) == (True, 1, 1, 1)
         assert made.blocks == GROWING.shared * p.split
+
+
+def test_only_caches_that_no_kernel_writes_are_loaded_before_the_wait(target: ResolvedTarget) -> None:
+    growth = GROWING.made()[0].growth
+    assert growth is not None
+    caches = [growth.past_key.param, growth.past_value.param]
+
+    def loads_before_wait(func: tirx.PrimFunc) -> int:
+        made = AttentionSm90().apply(func, target, replace(SMALL, pack=True))
+        assert isinstance(made, tirx.PrimFunc)
+        text = made.script()
+        return text[: text.index(WAIT)].count("T.ptx.cp(")
+
+    assert loads_before_wait(function(GROWING)) == 0
+    assert loads_before_wait(function(GROWING).with_attr(INPUT_PARAMS_ATTR, caches[:1])) == 0
+    assert loads_before_wait(function(GROWING).with_attr(INPUT_PARAMS_ATTR, caches)) == 2
 
 
 @pytest.mark.parametrize(
