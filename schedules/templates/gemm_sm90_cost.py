@@ -75,8 +75,9 @@ class CostModel:
         Of a reduction by a cluster, of each of its blocks, and of an element of each.
     reread
         Part of B's bytes that every doubling of the rows of tiles adds.
-    narrow
-        Factor of the arithmetic of many rows where B as [K, N] lies in chunks of less than 64 columns of a wider tile.
+    narrow, narrow_alone
+        Factor of the arithmetic of many rows where B as [K, N] lies in chunks of less than 64 columns of a wider tile;
+        the latter where one warpgroup multiplies at a time.
     beside_us
         What a kernel on half of the multiprocessors saves, which begins beside the one before it.
     shown
@@ -95,6 +96,7 @@ class CostModel:
     sum_us: float
     reread: float
     narrow: float
+    narrow_alone: float
     beside_us: float
     shown: float
 
@@ -102,9 +104,10 @@ class CostModel:
 # A least-squares fit (9 % root mean square) to 1092 medians, cold L2, of kernels of the shapes of
 # benchmarks/bench_gemm_sm90.py. Of those of a shape, the one it puts first takes 1 % longer than the fastest (geometric
 # mean; at most 13 %). `shown` was set after it, by 674 medians with pingpong among them: with 1, the one it puts first
-# of a shape takes 4 % longer with 512 rows and more, with 0.5 it takes 1.5 %.
+# of a shape takes 4 % longer with 512 rows and more, with 0.5 it takes 1.5 %. And `narrow_alone` by matmuls of 1024
+# rows, of which 64 x 96 had been put first and took up to 1.32 times as long as the fastest.
 H200 = CostModel(
-    2.805e6, 4.103e6, 1.532, 0.1383, 1.214, 0.3693, 5.223e-5, 0.4387, 0.1201, 1.581e-4, 0.1958, 1.211, 0.1683, 0.5
+    2.805e6, 4.103e6, 1.532, 0.1383, 1.214, 0.3693, 5.223e-5, 0.4387, 0.1201, 1.581e-4, 0.1958, 1.211, 1.8, 0.1683, 0.5
 )
 
 
@@ -125,7 +128,7 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
     work = p.block_m * max(p.block_n, 64) * ROW_BYTES // _FITTED_BYTES
     arithmetic = on_one * plan.k_share * work / model.multiply_adds
     if plan.chunk < _CHUNK_MAX < p.block_n and matmul.m > _FEW_ROWS and not matmul.b_transposed:
-        arithmetic *= model.narrow
+        arithmetic *= model.narrow_alone if plan.groups == 1 else model.narrow
     of_b = matmul.n * matmul.k * (1 + model.reread * math.log2(plan.tiles_m))
     size = plan.operands.bytes
     written = _FITTED_BYTES if size == _FITTED_BYTES else DataType(matmul.output_dtype).bits // 8

@@ -101,6 +101,7 @@ def test_candidates_split_a_long_sum_of_few_tiles(target: ResolvedTarget) -> Non
         (MatmulCase((4096,), 3072, 768, ("bias", "gelu")), (128, 192, 1, True)),
         (MatmulCase((4096,), 4096, 4096), (128, 256, 1, False)),
         (MatmulCase((1024,), 2304, 768, ("bias",)), (64, 192, 1, True)),
+        (MatmulCase((1024,), 768, 3072, ("bias", "residual")), (128, 64, 1, False)),
         (MatmulCase((4096,), 50257, 768, transposed=True), (128, 192, 1, True)),
     ],
 )
