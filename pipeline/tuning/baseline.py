@@ -18,7 +18,7 @@ from pipeline.tuning.evaluate import Evaluator, Job, Outcome
 from pipeline.tuning.failure import read_failure
 from pipeline.tuning.kernel_ir import written_params
 from pipeline.tuning.note import CandidateNote
-from pipeline.tuning.state import TaskState
+from pipeline.tuning.state import FallbackSchedule, TaskState
 from schedules.errors import ScheduleError
 from schedules.fallback import apply_fallback, fallback_rule_names
 from schedules.targets import ResolvedTarget
@@ -60,7 +60,7 @@ def device_reference_mod(state: TaskState, target: ResolvedTarget) -> tvm.ir.IRM
     if target.kind != "cuda" or state.task.flops <= _HOST_FLOPS_MAX:
         return None
     scheduled = _fallback(state, target)
-    return None if scheduled is None else scheduled[0]
+    return None if scheduled is None else scheduled.mod
 
 
 def take_reference(
@@ -91,7 +91,7 @@ def make_fallback(state: TaskState, target: ResolvedTarget) -> Fallback | None:
     if scheduled is None:
         return None
     args_info = ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False)
-    return Fallback(scheduled[1], Job(scheduled[0], args_info, state.note))
+    return Fallback(scheduled.decision, Job(scheduled.mod, args_info, state.note))
 
 
 def reference_on_device(state: TaskState, evaluator: Evaluator, target: ResolvedTarget) -> tuple[str, Outcome] | None:
@@ -105,12 +105,12 @@ def reference_on_device(state: TaskState, evaluator: Evaluator, target: Resolved
     scheduled = _fallback(state, target)
     failed = None
     if scheduled is not None:
-        (result,) = evaluator.build([scheduled[0]], target.target)
+        (result,) = evaluator.build([scheduled.mod], target.target)
         if result.error_msg is None:
             state.note = _note(state, str(result.artifact_path), on_device=True)
             return None
         status, reason = read_failure(str(result.error_msg), Status.BUILD_ERROR)
-        failed = (scheduled[1], Outcome(status, error=reason))
+        failed = (scheduled.decision, Outcome(status, error=reason))
     state.skipped = "no reference could be built to check its candidates with"
     return failed
 
@@ -165,14 +165,17 @@ def own_tolerances(func: tirx.PrimFunc) -> dict[str, dict[str, float]]:
     return {str(position): asdict(accepted) for position, accepted in own.items()}
 
 
-def _fallback(state: TaskState, target: ResolvedTarget) -> tuple[tvm.ir.IRModule, str] | None:
+def _fallback(state: TaskState, target: ResolvedTarget) -> FallbackSchedule | None:
+    if state.fallback is not None:
+        return state.fallback
     try:
         names = fallback_rule_names(state.task.mod, target.target)
         scheduled = apply_fallback(state.task.mod, target.target)
         # As `compile_module` does it: what is measured is what an artifact gets.
         finished = finish_kernels(scheduled, target.target)
-        return finished, canonical_json({"rule": names["main"]})
     except (ScheduleError, LoweringError) as e:
         logger.warning("task %s has no fallback schedule: %s", state.task.name, e)
         state.last_error = str(e)
         return None
+    state.fallback = FallbackSchedule(finished, canonical_json({"rule": names["main"]}))
+    return state.fallback

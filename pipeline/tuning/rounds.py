@@ -122,18 +122,16 @@ class Rounds:
         tagged = [
             (mod, Tag(state, Route.FALLBACK, "", reference=True)) for state, mod in zip(states, mods, strict=True)
         ]
-        on_device = []
-        if self._options.device_references and not self._evaluator.exclusive:
-            large = [(device_reference_mod(state, self._target), state) for state in states]
-            on_device = [
-                (mod, Tag(state, Route.FALLBACK, "", reference=True, on_device=True))
-                for mod, state in large
-                if mod is not None
-            ]
-        for _, tag in (*tagged, *on_device):
-            self._references[id(tag.state)] = self._references.get(id(tag.state), 0) + 1
+        self._references = {id(state): 1 for state in states}
         self._evaluator.submit_builds(tagged, host_target(self._target))
-        self._evaluator.submit_builds(on_device, self._target.target)
+        if not self._options.device_references or self._evaluator.exclusive:
+            return
+        for state in states:
+            mod = device_reference_mod(state, self._target)
+            if mod is not None:
+                self._references[id(state)] += 1
+                tag = Tag(state, Route.FALLBACK, "", reference=True, on_device=True)
+                self._evaluator.submit_builds([(mod, tag)], self._target.target)
 
     def _take_reference(self, tag: Tag, finished: Finished) -> None:
         """Let a task begin when all its references are there: with what its templates propose, or with its fallback."""

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import tvm
+
 from pipeline.tuning.evaluate import Outcome
 from pipeline.tuning.near import NearRecords
 from pipeline.tuning.note import CandidateNote
@@ -29,6 +31,14 @@ _CONTENDERS_MAX = 6
 
 
 @dataclass(frozen=True)
+class FallbackSchedule:
+    """A task's default schedule, finished for code generation, and its decision."""
+
+    mod: tvm.ir.IRModule
+    decision: str
+
+
+@dataclass(frozen=True)
 class Contender:
     """One of a task's best candidates: who made it, its decision, its latency, and its artifact if it is kept."""
 
@@ -45,8 +55,9 @@ class TaskState:
     `decided` holds what was decided in this run and, but for mode force, in earlier ones: key of the decision -> median
     seconds, or None for a failure. `templates` come before any search. `progress` is the best latency after each round,
     those of earlier runs included; `rounds` are this run's. `near` holds what was best for near shapes and is not
-    tried yet. `ready`: its reference and its fallback are there. `in_flight` counts the candidates handed in and not
-    back, `on_way` has the keys of their decisions; `searching` is how many a search that is under way will hand in.
+    tried yet. `fallback`: its default schedule, once asked for. `ready`: its reference and its fallback are there.
+    `in_flight` counts the candidates handed in and not back, `on_way` has the keys of their decisions; `searching` is
+    how many a search that is under way will hand in.
     """
 
     task: TuningTask
@@ -56,6 +67,7 @@ class TaskState:
     note: CandidateNote | None = None
     search: TaskSearch | None = None
     near: NearRecords = field(default_factory=NearRecords)
+    fallback: FallbackSchedule | None = None
     ready: bool = False
     in_flight: int = 0
     on_way: set[str] = field(default_factory=set)
