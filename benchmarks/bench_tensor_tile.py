@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 import sys
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ LOOK_ROUNDS = 5
 CONTENDERS = 3
 
 
-def build(directory: Path, target_text: str, candidates: int, odd: int) -> None:
+def build(directory: Path, cases: dict[str, Case], target_text: str, candidates: int, odd: int) -> None:
     """Draw and compile the candidates of every case."""
     from tvm import IRModule
     from tvm.s_tir import Schedule
@@ -84,7 +85,7 @@ def build(directory: Path, target_text: str, candidates: int, odd: int) -> None:
 
     target = resolve_target(target_text)
     with cubin_writer(directory, target) as writer:
-        for name, case in CASES.items():
+        for name, case in cases.items():
             mod = IRModule({"main": matmul(case)})
             space = make_space(target.target, mod)
             QuietTuneContext(mod, target.target, space)
@@ -190,7 +191,7 @@ def measure(case: Case, arms: dict[str, list[Kernel]], rounds: int) -> tuple[dic
     return time_by_turns(graphs, count, rounds), looked
 
 
-def run(directories: dict[str, Path], rounds: int, checks: int, out: Path | None) -> int:
+def run(directories: dict[str, Path], cases: dict[str, Case], rounds: int, checks: int, out: Path | None) -> int:
     """Check every kernel and time the cases; return 1 when a kernel is wrong."""
     import torch
 
@@ -199,7 +200,7 @@ def run(directories: dict[str, Path], rounds: int, checks: int, out: Path | None
     loaded = {arm: read_kernels(directory) for arm, directory in directories.items()}
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": {}}
     wrong = 0
-    for name, case in CASES.items():
+    for name, case in cases.items():
         arms = {arm: [one for one in kernels if one.entry["case"] == name] for arm, kernels in loaded.items()}
         right: dict[str, list[Kernel]] = {}
         errors: dict[str, list[float]] = {}
@@ -241,12 +242,15 @@ def main() -> None:
     running.add_argument("--before", type=Path)
     running.add_argument("--rounds", type=int, default=100)
     running.add_argument("--checks", type=int, default=2, help="fresh random inputs that each kernel is checked on")
+    for command in (building, running):
+        command.add_argument("--cases", default="", help="regular expression; all by default")
     arguments = parser.parse_args()
+    cases = {name: case for name, case in CASES.items() if re.search(arguments.cases, name)}
     if arguments.command == "build":
-        build(arguments.directory, arguments.target, arguments.candidates, arguments.odd)
+        build(arguments.directory, cases, arguments.target, arguments.candidates, arguments.odd)
     else:
         directories = {"now": arguments.directory} | ({"before": arguments.before} if arguments.before else {})
-        sys.exit(run(directories, arguments.rounds, arguments.checks, arguments.out))
+        sys.exit(run(directories, cases, arguments.rounds, arguments.checks, arguments.out))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def test_every_candidate_is_right(m: int, k: int, n: int, turned: bool, dtype: s
     target = resolve_target(f"cuda:sm_{version}").target
     generator, device = np.random.default_rng(0), tvm.cuda(0)
     mod = matmul(m, k, n, dtype, turned=turned, tf32=True)
-    for schedule in drawn(mod, target, 8):
+    for schedule in drawn(mod, target, 4):
         with device_toolchain(target):
             built = compiled(schedule, target)
         shapes = ((1, m, k), (n, k) if turned else (k, n))
