@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.jobs import _plain
+from pipeline.tuned_model import _plain
 from pipeline.tuning import session
 from pipeline.tuning.options import TuningOptions, TuningSummary
 from pipeline.tuning.session import require_valid, tune
@@ -82,7 +82,7 @@ def test_a_run_that_was_broken_off_goes_on(place: Place, database: TuningDatabas
 KILLED = """
 import dataclasses, json, sys
 from pipeline.environment import detect_environment, target_key
-from pipeline.jobs import _plain
+from pipeline.tuned_model import _plain
 from pipeline.tuning.recorder import Recorder
 from pipeline.tuning.session import tune
 from schedules.targets import resolve_target
