@@ -36,7 +36,7 @@ from pipeline.tuning.measuring import (
     ReferenceRequest,
     WarmRequest,
     check_seeds,
-    host_reference_file,
+    made_reference_file,
     reference_file,
 )
 from pipeline.tuning.mismatch import absolute_bound, find_mismatch
@@ -74,7 +74,7 @@ class _Workload:
     untouched: dict[int, tvm.runtime.Tensor] = field(default_factory=dict)
     held: dict[int, _Held] = field(default_factory=dict)
 
-    def expect(self, outputs: list[np.ndarray], path: Path | None) -> None:
+    def expect(self, outputs: list[np.ndarray], path: Path) -> None:
         """Compare with these outputs from now on, which are kept in a file."""
         self.expected, self.expected_from = outputs, path
         self.held.clear()
@@ -141,13 +141,12 @@ class _Measurer:
             tensors = _tensors(workload.arrays, request.arguments, device)
             function(*tensors)
             device.sync()
-            path = host_reference_file(request, seed) if on_host else reference_file(request, seed)
+            path = made_reference_file(artifact, seed)
             workload.expect([tensors[position].numpy() for position in note.outputs], path)
-            if path is not None:
-                # Written whole: a process killed here must not leave half a reference.
-                partial = path.with_suffix(".partial")
-                partial.write_bytes(pickle.dumps(workload.expected))
-                partial.rename(path)
+            # Written whole: a process killed here must not leave half a reference.
+            partial = path.with_suffix(".partial")
+            partial.write_bytes(pickle.dumps(workload.expected))
+            partial.rename(path)
         return True
 
     def measure(self, request: MeasureRequest) -> MeasureReply:

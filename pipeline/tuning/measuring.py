@@ -71,14 +71,19 @@ def reference_file(request: MeasureRequest, seed: int) -> Path | None:
     on_host = host_reference_file(request, seed)
     if on_host is not None and on_host.exists():
         return on_host
-    return Path(f"{request.note.reference}.{seed}.pickle")
+    return made_reference_file(request.note.reference, seed)
+
+
+def made_reference_file(reference: str, seed: int) -> Path:
+    """Return where the outputs that a shared object computes for one seed are kept."""
+    return Path(f"{reference}.{seed}.pickle")
 
 
 def host_reference_file(request: MeasureRequest, seed: int) -> Path | None:
     """Return where the CPU's outputs are kept, once a candidate has appealed from the device's; None without appeal."""
     if request.note is None or request.note.host_reference is None:
         return None
-    return Path(f"{request.note.host_reference}.{seed}.pickle")
+    return made_reference_file(request.note.host_reference, seed)
 
 
 def may_appeal(request: MeasureRequest) -> bool:

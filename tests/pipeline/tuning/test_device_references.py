@@ -12,6 +12,7 @@ import pytest
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
+import pipeline.tuning.runner as runner_module
 from pipeline.environment import detect_environment
 from pipeline.tuning.arguments import ArgumentSpec, make_arrays
 from pipeline.tuning.baseline import device_reference_mod
@@ -26,7 +27,7 @@ from pipeline.tuning.state import TaskState
 from pipeline.tuning.timing import MeasureOptions
 from schedules.targets import resolve_target
 from tests.pipeline.tuning.test_gpu import Told, half_matmul
-from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, args_info, matmul_task, task_of
+from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, args_info, extern_mod, matmul_task, task_of
 from tuning_db.records import Route, Status
 from tuning_db.store import TuningDatabase
 
@@ -112,8 +113,21 @@ def test_a_host_that_fails_leaves_the_devices_verdict(
     runner: ProcessRunner, builder: PoolBuilder, place: Place, tmp_path: Path
 ) -> None:
     note = dataclasses.replace(note_with(builder, place, 1.0, None), host_reference=str(tmp_path / "no-such.so"))
-    wrong, right = candidates(builder, place, note, 2.0, 1.0)
-    assert statuses([one.result() for one in runner.run([wrong, right])]) == [Status.WRONG_RESULT, Status.OK]
+    wrong, right, other = candidates(builder, place, note, 2.0, 1.0, 3.0)
+    results = [one.result() for one in runner.run([wrong, right, other])]
+    assert statuses(results) == [Status.WRONG_RESULT, Status.OK, Status.WRONG_RESULT]
+
+
+def test_a_host_that_takes_too_long_is_asked_once(
+    builder: PoolBuilder, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "_APPEAL_TIMEOUT_S", 1.0)
+    (slow,) = builder.build([ms.builder.BuilderInput(extern_mod("sleep", 100), place.target.target)])
+    note = dataclasses.replace(note_with(builder, place, 1.0, None), host_reference=str(slow.artifact_path))
+    with closing(ProcessRunner("cpu:0", QUICK, timeout_s=10.0)) as runner:
+        results = [one.result() for one in runner.run(candidates(builder, place, note, 2.0, 3.0, 1.0))]
+        assert statuses(results) == [Status.WRONG_RESULT, Status.WRONG_RESULT, Status.OK]
+        assert runner.process.restarts == 1
 
 
 def test_finalists_appeal_too(runner: ProcessRunner, builder: PoolBuilder, place: Place) -> None:
