@@ -21,8 +21,10 @@ from pipeline.tuning.failure import read_failure
 from pipeline.tuning.note import CandidateNote, attach_note
 from pipeline.tuning.options import TuningOptions
 from pipeline.tuning.rotation import RotatedTimer
+from pipeline.tuning.rounds import Rounds
 from pipeline.tuning.runner import ProcessRunner
 from pipeline.tuning.session import require_valid, tune
+from pipeline.tuning.state import TaskState
 from pipeline.tuning.tasks import as_workload
 from pipeline.tuning.timing import MeasureOptions
 from schedules.fallback import apply_fallback
@@ -137,6 +139,42 @@ def test_tune_searches_and_builds_for_a_gpu_at_the_same_time(database: TuningDat
     gemms = [record for record in offered if "gemm" in json.loads(record.decision)["template"]]
     assert gemms
     assert all(record.smem_bytes > 1024 for record in gemms)
+
+
+def test_a_near_shape_lets_every_task_begin_with_one_template(
+    database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = resolve_target("cuda:sm_90a")
+    sizes = (128, 256, 512)
+    wanted: list[int] = []
+    round_of = Rounds._template_round
+
+    def noted_round(rounds: Rounds, state: TaskState, count: int) -> None:
+        wanted.append(count)
+        round_of(rounds, state, count)
+
+    monkeypatch.setattr(Rounds, "_template_round", noted_round)
+    tasks = {size: task_of(f"half{size}", half_matmul(size)) for size in sizes}
+
+    def measured(chosen: tuple[int, ...], trials: int) -> dict[int, int]:
+        tune(
+            [tasks[size] for size in chosen],
+            target=target,
+            database=database,
+            environment=detect_environment(target),
+            options=TuningOptions(trials=trials, workers=1, finals=0, routes=frozenset({Route.TEMPLATE})),
+            runner=NoDevice(),
+        )
+        records = database.list_records(RecordFilter(route=Route.TEMPLATE))
+        return Counter({size: sum(r.workload_hash == tasks[size].workload_hash for r in records) for size in chosen})
+
+    # Nothing is known yet: the first of a task's proposals bring a second.
+    assert measured((128,), 2) == {128: 2}
+    assert measured((256, 512), 2) == {256: 1, 512: 1}
+    assert wanted == [2, 1, 1]
+    # Of a task that is known nothing comes before its rounds. Its two candidates count against the trials.
+    assert measured((128,), 3) == {128: 3}
+    assert wanted[3:] == [4]
 
 
 @pytest.mark.gpu
