@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tvm
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
@@ -181,6 +182,24 @@ def test_a_run_builds_both_references_of_a_large_task(database: TuningDatabase, 
     small = [note for note in runner.notes if not note.reference_on_device]
     assert small
     assert all(note.host_reference is None for note in small)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs a CUDA device")
+def test_a_gpu_and_a_cpu_agree_on_what_is_right(database: TuningDatabase, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody is refused, and nobody had to appeal."""
+    target = resolve_target("cuda")
+    summary = tune(
+        [task_of("large", half_matmul(1024))],
+        target=target,
+        database=database,
+        environment=detect_environment(target),
+        options=TuningOptions(trials=4, workers=2, routes=frozenset({Route.TEMPLATE}), finals=2),
+    )
+    (result,) = summary.tasks
+    assert result.valid == 4
+    assert result.before_us is not None
+    assert not any("reference" in record.message for record in caplog.records)
 
 
 def test_the_numbers_of_a_large_output_repeat_and_those_of_an_input_do_not() -> None:
