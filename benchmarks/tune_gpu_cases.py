@@ -121,7 +121,12 @@ def _request(case: Case, arguments: argparse.Namespace) -> ModelRequest:
 
 
 def _tuning(arguments: argparse.Namespace) -> TuningOptions:
-    return TuningOptions(trials=None, time_budget_s=arguments.seconds, seed=arguments.seed)
+    return TuningOptions(
+        trials=None,
+        time_budget_s=arguments.seconds,
+        seed=arguments.seed,
+        device_references=not arguments.host_references,
+    )
 
 
 def _database(arguments: argparse.Namespace) -> str | Path:
@@ -147,6 +152,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the search")
     parser.add_argument("--compile-only", action="store_true", help="from the database's records, nothing measured")
     parser.add_argument("--tune-layers", type=int, help="tune the model with so many layers in place of the whole one")
+    parser.add_argument(
+        "--host-references", action="store_true", help="compute what candidates are compared with on the CPU alone"
+    )
     parser.add_argument("--tune-only", action="store_true", help="make no artifacts")
     arguments = parser.parse_args()
     if arguments.tune_only and arguments.compile_only:
