@@ -4,7 +4,8 @@ A kernel that is run again and again on the same arguments finds them in L2 (50 
 reads every weight from memory once an inference. So several copies of the arguments are made, and a raw latency is that
 of a row of launches, each on the next copy; before the row, a memset larger than twice the L2 evicts what is there.
 The memset does a second thing: the launches are queued while it runs, so that the host's 4 us a launch are not
-measured (a function that takes the host longer gets more of them). Events are recorded on the stream of the launches, around the row.
+measured (a function that takes the host longer gets more of them). Events are recorded on the stream of the launches,
+around the row.
 """
 
 from __future__ import annotations
