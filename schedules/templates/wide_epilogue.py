@@ -3,7 +3,8 @@
 A graph in half precision rounds after every operator. Sums of pairs cost least so: one instruction makes two. Around
 erf, tanh, exp and their like, which are computed in float32 anyway, roundings cost a conversion each way, and keep the
 forms of `schedules.templates.fast_gelu` from being found. There everything is computed in float32 and rounded once, as
-kernels of rows and elements do.
+kernels of rows and elements do. Not so where a value jumps (rounding to integers, as in quantising): the roundings
+before decide to which side.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from schedules.templates.expressions import IF_THEN_ELSE, MATH_CALLS, call_name,
 
 _HALVES = ("float16", "bfloat16")
 _WIDE = "float32"
+_JUMPS = frozenset(
+    f"tirx.{name}" for name in ("floor", "ceil", "round", "nearbyint", "trunc", "fmod", "isnan", "isinf", "isfinite")
+)
 
 
 def in_float32(value: tirx.Expr) -> tirx.Expr:
@@ -30,10 +34,16 @@ def in_float32(value: tirx.Expr) -> tirx.Expr:
 
 
 def _calls_functions(value: tirx.Expr) -> bool:
+    """Whether a value calls functions, and none that jumps."""
     calls: list[Call] = []
     tvm_ffi.structural_walk(value, (Call, calls.append))
-    names = [call_name(call) for call in calls]
-    return any(name in MATH_CALLS for name in names) and all(name in (*MATH_CALLS, IF_THEN_ELSE) for name in names)
+    casts: list[tirx.Cast] = []
+    tvm_ffi.structural_walk(value, (tirx.Cast, casts.append))
+    if any("float" in dtype_of(cast.value) and "float" not in dtype_of(cast) for cast in casts):
+        return False
+    names = {call_name(call) for call in calls}
+    smooth = MATH_CALLS - _JUMPS
+    return bool(names & smooth) and names <= smooth | {IF_THEN_ELSE}
 
 
 def _widened(value: tirx.Expr) -> tirx.Expr:

@@ -48,9 +48,11 @@ def test_gelu_of_halves_is_rounded_once_and_takes_its_fast_form(form, dtype: str
         biased("float16") * tirx.FloatImm("float16", 0.5),
         tirx.erf(SUM) * SUM,
         tirx.Cast("float16", SUM),
+        tirx.tanh(biased("float16")) + tirx.round(biased("float16")),
+        tirx.tanh(biased("float16")) + tirx.Cast("float16", tirx.Cast("int32", biased("float16"))),
     ],
 )
-def test_values_without_functions_and_of_float32_are_left(value: tirx.Expr) -> None:
+def test_values_without_functions_of_float32_and_with_jumps_are_left(value: tirx.Expr) -> None:
     assert in_float32(value).same_as(value)
 
 
