@@ -229,7 +229,9 @@ class Rounds:
         elif (refusal := find_refusal(state.task.mod["main"])) is not None:
             state.ended = f"no search: {refusal.reason}"
         else:
-            self._searches.submit(state, min(size, _FIRST_INFORMED) if state.near.traces and not state.rounds else size)
+            begins = bool(state.near.traces) and not state.near_begun
+            state.near_begun = True
+            self._searches.submit(state, min(size, _FIRST_INFORMED) if begins else size)
 
     def _template_round(self, state: TaskState, wanted: int) -> None:
         remaining = self._remaining()

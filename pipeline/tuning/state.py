@@ -55,7 +55,8 @@ class TaskState:
     `decided` holds what was decided in this run and, but for mode force, in earlier ones: key of the decision -> median
     seconds, or None for a failure. `templates` come before any search. `progress` is the best latency after each round,
     those of earlier runs included; `rounds` are this run's. `near` holds what was best for near shapes and is not
-    tried yet. `fallback`: its default schedule, once asked for. `ready`: its reference and its fallback are there.
+    tried yet, `near_begun` says whether the first of it was asked for. `fallback`: its default schedule, once asked
+    for. `ready`: its reference and its fallback are there.
     `in_flight` counts the candidates handed in and not back, `on_way` has the keys of their decisions; `searching` is
     how many a search that is under way will hand in.
     """
@@ -67,6 +68,7 @@ class TaskState:
     note: CandidateNote | None = None
     search: TaskSearch | None = None
     near: NearRecords = field(default_factory=NearRecords)
+    near_begun: bool = False
     fallback: FallbackSchedule | None = None
     ready: bool = False
     in_flight: int = 0
@@ -91,6 +93,11 @@ class TaskState:
     def failed(self) -> int:
         """Candidates that failed in this run."""
         return sum(self.failures.values())
+
+    @property
+    def begins_near(self) -> bool:
+        """Whether its next candidate is the first of what was best for a near shape, where that saved something."""
+        return bool(self.near.traces) and not self.near_begun and self.near.saved != 0.0
 
     @property
     def open(self) -> bool:
@@ -165,10 +172,14 @@ def model_us(states: Sequence[TaskState]) -> float:
 
 
 def choose_task(states: Sequence[TaskState]) -> TaskState | None:
-    """Return the open task whose next round promises most: time saved in the model per second of tuning."""
+    """Return the open task whose next round promises most: time saved in the model per second of tuning.
+
+    Tasks that begin with one candidate of a near shape come before all others.
+    """
     candidates = [state for state in states if state.open]
     if not candidates:
         return None
+    candidates = [state for state in candidates if state.begins_near] or candidates
     rounds = sum(state.rounds for state in states)
     usual = sum(state.seconds for state in states) / rounds if rounds else 1.0
     return max(

@@ -12,7 +12,7 @@ from pipeline.tuning.options import TuningOptions
 from pipeline.tuning.recorder import describe_workload
 from pipeline.tuning.search import TaskSearch
 from pipeline.tuning.session import tune
-from pipeline.tuning.state import TaskState
+from pipeline.tuning.state import TaskState, choose_task
 from pipeline.tuning.timing import MeasureOptions
 from pipeline.tuning.warm_start import learn_from_records, spread_out
 from schedules.space import make_space
@@ -137,6 +137,15 @@ def test_a_near_shape_tells_what_the_first_round_may_save(place: Place, tuned: T
     assert state.expected_gain_us() == 50.0 * LONG.weight
     state.near = NearRecords(saved=0.1)
     assert state.expected_gain_us() == pytest.approx(10.0 * LONG.weight)
+
+
+def test_what_a_near_shape_gained_from_is_tried_before_any_second_round() -> None:
+    begun = TaskState(LONG, before_us=1000.0, best_us=1000.0, ready=True, near_begun=True, progress=[1000.0])
+    light = TaskState(SHORT, before_us=1.0, ready=True, near=NearRecords(traces=("a",), saved=0.01))
+    nothing = TaskState(SHORT, before_us=1.0, ready=True, near=NearRecords(traces=("a",), saved=0.0))
+    assert choose_task([begun, nothing, light]) is light
+    light.near_begun = True
+    assert choose_task([begun, nothing, light]) is begun
 
 
 def _steps(decision: str) -> str:
