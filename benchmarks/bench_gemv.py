@@ -7,8 +7,8 @@
 of NaN, and is compared with the product in float32 by the weights as the bytes and scales say. Then all arms of a case
 are timed by turns, as CUDA graphs over as many copies of the weights as do not fit into the L2 cache together:
 
-- ours: the candidates that the template `gemv` proposes, the first one is what a compilation takes unmeasured; with
-  16-bit weights also the first candidate of `gemm_sm90`;
+- ours: the candidates that the templates `gemv` and `gemv_stream` propose, the first one of all is what a compilation
+  takes unmeasured; with 16-bit weights also the first candidate of `gemm_sm90`;
 - torch: `torch.nn.functional.linear` in float16 (cuBLAS), whatever the bits.
 
 Small odd cases are checked and not timed.
@@ -126,6 +126,7 @@ def build(directory: Path, candidates: int, cases: str) -> None:
     from schedules.templates.base import Refusal
     from schedules.templates.gemm_sm90 import GemmSm90
     from schedules.templates.gemv import Gemv
+    from schedules.templates.gemv_stream import GemvStream
 
     target = resolve_target("cuda:sm_90a")
     with cubin_writer(directory, target) as writer:
@@ -133,13 +134,14 @@ def build(directory: Path, candidates: int, cases: str) -> None:
             if not re.search(cases, case.name):
                 continue
             func = function_of(case)
-            wanted = [(Gemv(), candidates if case.timed else 2)]
+            wanted = [(template, candidates if case.timed else 2) for template in (Gemv(), GemvStream())]
             if case.bits == 16 and case.timed:
                 wanted.append((GemmSm90(), 1))
             for template, count in wanted:
                 found = template.candidates(func, target)
                 if isinstance(found, Refusal):
-                    sys.exit(f"{case.name}: {found.reason}")
+                    print(f"{case.name}: {template.name}: {found.reason}", file=sys.stderr)
+                    continue
                 for parameters in found[:count]:
                     kernel = template.apply(func, target, parameters)
                     if isinstance(kernel, Refusal):
@@ -262,10 +264,11 @@ def run(directory: Path, rounds: int, checks: int, cases: str, out: Path | None)
 
 def _print_line(case: Case, times: dict[str, list[float]], decisions: list[str], error: float) -> None:
     medians = {arm: median_and_p95(values)[0] for arm, values in times.items()}
-    ours = [one for one in decisions if one in times and json.loads(one)["template"] == "gemv"]
-    others = [one for one in decisions if one in times and one not in ours]
+    parameters = {one: json.loads(one) for one in decisions if one in times}
+    ours = [one for one, values in parameters.items() if values["template"].startswith("gemv")]
+    others = [one for one in parameters if one not in ours]
     best = min(ours, key=lambda decision: medians[decision])
-    shown = {key: json.loads(best)[key] for key in ("tiles", "warps", "unroll")}
+    shown = {key: value for key, value in parameters[best].items() if key != "dependent"}
     beside = "".join(f"  gemm {medians[one]:.2f}" for one in others)
     print(
         f"{case.name:28} first {medians[ours[0]]:7.2f} us  best {medians[best]:7.2f} #{decisions.index(best)} {shown} "

@@ -58,10 +58,10 @@ class Gemv:
 
     def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[GemvParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
-        function = _recognise(func, target)
+        function = function_for(func, target)
         if isinstance(function, Refusal):
             return function
-        limits, sm_count, moved = _limits(target), sm_count_of(target), tensor_bytes(func)
+        limits, sm_count, moved = limits_of(target), sm_count_of(target), tensor_bytes(func)
         plans = [
             plan
             for p in _proposals(has_dependent_launch(target))
@@ -75,12 +75,12 @@ class Gemv:
         """Return the scheduled PrimFunc, or why it cannot be made."""
         if not isinstance(parameters, GemvParameters):
             raise TemplateError(f"template {self.name} got {parameters!r}; expected GemvParameters.")
-        function = _recognise(func, target)
+        function = function_for(func, target)
         if isinstance(function, Refusal):
             return function
         if parameters.dependent and not has_dependent_launch(target):
             return Refusal(f"{target.arch} has no dependent launch, expected sm_90 or later")
-        plan = make_plan(function, parameters, _limits(target))
+        plan = make_plan(function, parameters, limits_of(target))
         return plan if isinstance(plan, Refusal) else build_gemv_kernel(func, function, plan)
 
     def parse(self, decision: str) -> GemvParameters:
@@ -88,13 +88,14 @@ class Gemv:
         return GemvParameters.from_json(decision)
 
 
-def _limits(target: ResolvedTarget) -> CudaLimits:
+def limits_of(target: ResolvedTarget) -> CudaLimits:
+    """Return the limits of a CUDA target."""
     if not isinstance(target.limits, CudaLimits):
         raise TemplateError(f"template {GemvParameters.template} needs a CUDA target, got {target.kind}.")
     return target.limits
 
 
-def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> GemvFunction | Refusal:
+def function_for(func: tirx.PrimFunc, target: ResolvedTarget) -> GemvFunction | Refusal:
     """Return the function's matmul when this template can make it with some parameters."""
     digits = target.arch.removeprefix("sm_").rstrip("af")
     if target.kind != "cuda" or not digits.isdigit() or int(digits) < _MINIMUM_ARCH:

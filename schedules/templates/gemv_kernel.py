@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import math
 
-import tvm_ffi
 from tvm import tirx
-from tvm.ir import Call
-from tvm.ir.expr import TensorLoad
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from schedules.fallback import SCHEDULED_ATTR
-from schedules.templates.accesses import element_bytes
-from schedules.templates.blocks import static_shape, substitute
-from schedules.templates.epilogue import gate_column, value_column
+from schedules.templates.blocks import static_shape
 from schedules.templates.expressions import dtype_of
-from schedules.templates.fast_gelu import fast_gelu
-from schedules.templates.fast_math import fast_call
 from schedules.templates.gemv_function import GemvFunction
-from schedules.templates.gemv_multiply import emit_products
-from schedules.templates.gemv_plan import COLUMNS, LANES, LOAD_BYTES, SHARED_PAD, TILE, WARP, X_PAD, GemvPlan
+from schedules.templates.gemv_multiply import emit_pairs, emit_products
+from schedules.templates.gemv_output import GemvOutput, flat_view
+from schedules.templates.gemv_plan import COLUMNS, LANES, LOAD_BYTES, WARP, X_PAD, GemvPlan
 from schedules.templates.global_access import load_bytes
 from schedules.templates.kernel_frame import constant_params, wait_for_predecessor
 from schedules.templates.lowering import KERNEL_ATTR
@@ -72,12 +66,12 @@ class _Kernel:
     def __init__(self, func: tirx.PrimFunc, function: GemvFunction, plan: GemvPlan, params: list[tirx.Var]) -> None:
         self._function, self._plan, self._p = function, plan, plan.parameters
         self._matmul, self._stored = function.matmul, function.quantisation
-        self._renamed = dict(zip(func.params, params, strict=True))
-        self._x = _flat(params[self._matmul.a])
-        self._output = _flat(params[self._matmul.output])
+        self._x = flat_view(params[self._matmul.a])
+        renamed, output = dict(zip(func.params, params, strict=True)), flat_view(params[self._matmul.output])
+        self._end = GemvOutput(self._matmul, renamed, output, self._p.tiles, self._p.warps)
         weight = self._matmul.b if self._stored is None else self._stored.packed
-        self._weight = _flat(params[weight])
-        self._scales = None if self._stored is None else _flat(params[self._stored.scales])
+        self._weight = flat_view(params[weight])
+        self._scales = None if self._stored is None else flat_view(params[self._stored.scales])
         constant = constant_params(func)
         read = {weight} if self._stored is None else {weight, self._stored.scales}
         # What the kernel before does not write may be read before it has ended.
@@ -90,7 +84,7 @@ class _Kernel:
         self._group, self._part = lane // LANES, lane % LANES
         self._first_row = block * plan.rows
         pool = T.SMEMPool()
-        self._shared = pool.alloc((p.warps, self._matmul.m, plan.rows + SHARED_PAD), "float32", align=16)
+        self._shared = pool.alloc(self._end.shape, "float32", align=16)
         if p.staged:
             self._shared_x = pool.alloc((self._matmul.m, plan.span + X_PAD), self._matmul.input_dtype, align=16)
         pool.commit()
@@ -115,9 +109,10 @@ class _Kernel:
                     # All warps have read the x of the round before.
                     T.evaluate(T.cuda.cta_sync())
                 self._multiply(index + 1)
-        self._share()
+        first_warp = tirx.IntImm("int32", 0)
+        self._end.share(self._shared, self._sums, thread, first_warp)
         T.evaluate(T.cuda.cta_sync())
-        self._write()
+        self._end.write(self._shared, thread, self._first_row, first_warp)
 
     def _step(self, turn: tirx.Expr, number: int) -> tirx.Expr:
         """Return the step along K that this warp makes: those of all warps lie side by side."""
@@ -170,7 +165,7 @@ class _Kernel:
             inside = k < matmul.k
             source = self._x.ptr_to([row * matmul.k + tirx.Select(inside, k, tirx.IntImm("int32", 0))])
             with when([place < count] if count % plan.threads else []):
-                _copy_async(self._shared_x.ptr_to([row, vector * _VECTOR]), source, inside)
+                copy_async(self._shared_x.ptr_to([row, vector * _VECTOR]), source, inside)
         T.evaluate(T.cuda.func_call(_ARRIVED, source_code=_ARRIVED_SOURCE))
         T.evaluate(T.cuda.cta_sync())
 
@@ -216,93 +211,24 @@ class _Kernel:
         for number in range(p.unroll):
             if p.staged:
                 self._read_staged(number)
-            x = 0 if p.staged else number * plan.column_tiles * plan.words_x
+            words = plan.column_tiles * plan.words_x
+            x = 0 if p.staged else number * words
+            emit_pairs(self._function, self._words_x.ptr_to([x]), words)
             for tile in range(p.tiles):
                 half = number * p.tiles * 2 + tile * 2
                 rows = [self._words.ptr_to([(half + index) * LOAD_BYTES // 4]) for index in range(2)]
                 emit_products(
                     self._function,
-                    plan,
+                    plan.column_tiles,
+                    plan.grouped,
                     self._sums.ptr_to([tile * plan.column_tiles * 4]),
                     (rows[0], rows[1]),
                     self._words_x.ptr_to([x]),
                     None if self._halves is None else (self._halves[half], self._halves[half + 1]),
                 )
 
-    def _share(self) -> None:
-        """Emit the writing of this warp's sums to shared memory."""
-        plan, matmul = self._plan, self._matmul
-        for tile in range(self._p.tiles):
-            for column in range(plan.column_tiles):
-                for index in range(4):
-                    row = tile * TILE + self._group + index // 2 * COLUMNS
-                    m = column * COLUMNS + self._part * 2 + index % 2
-                    value = self._sums[(tile * plan.column_tiles + column) * 4 + index]
-                    with when([m < matmul.m] if (column + 1) * COLUMNS > matmul.m else []):
-                        T.buffer_store(self._shared, value, [self._warp, m, row])
 
-    def _write(self) -> None:
-        """Emit the adding up of all warps' sums, the epilogue, and the writing of the output."""
-        plan, matmul = self._plan, self._matmul
-        each = matmul.epilogue.accumulators
-        rows = plan.rows // each
-        count = matmul.m * rows
-        for turn in range(math.ceil(count / plan.threads)):
-            place = turn * plan.threads + self._thread
-            m, row = place // rows, place % rows
-            column = self._first_row // each + row
-            guards = [] if count % plan.threads == 0 else [place < count]
-            if matmul.n % plan.rows:
-                guards.append(column < matmul.columns)
-            with when(guards):
-                sources = [row] if each == 1 else [gate_column(row), value_column(row)]
-                sums = [self._total(m, one) for one in sources]
-                T.buffer_store(self._output, self._value(sums, m, column), [m * matmul.columns + column])
-
-    def _total(self, m: tirx.Expr, row: tirx.Expr) -> tirx.Expr:
-        total: tirx.Expr = self._shared[0, m, row]
-        for warp in range(1, self._p.warps):
-            total = total + self._shared[warp, m, row]
-        register = T.alloc_local([1], "float32")
-        T.buffer_store(register, total, [0])
-        return register[0]
-
-    def _value(self, sums: list[tirx.Expr], m: tirx.Expr, column: tirx.Expr) -> tirx.Expr:
-        """Return an output element; what its epilogue reads is loaded in place."""
-        epilogue = self._matmul.epilogue
-        indices: list[tirx.Expr] = [column]
-        rest = m
-        for size in reversed(epilogue.shape[:-1]):
-            indices.insert(0, rest % size)
-            rest = rest // size
-        axes = {axis: tirx.Cast(dtype_of(axis), index) for axis, index in zip(epilogue.axes, indices, strict=True)}
-        loaded = [(load, self._loaded(load, axes)) for load in epilogue.loads()]
-
-        def replace(load: TensorLoad) -> tirx.Expr:
-            return next(value for known, value in loaded if tvm_ffi.structural_equal(known, load))
-
-        value = tvm_ffi.structural_map(epilogue.value, (TensorLoad, replace))
-        value = tvm_ffi.structural_map(value, (tirx.Mul, fast_gelu))
-        value = tvm_ffi.structural_map(value, (Call, fast_call))
-        variables = [epilogue.accumulator, *([] if epilogue.second is None else [epilogue.second])]
-        return substitute(value, {**axes, **dict(zip(variables, sums, strict=True))})
-
-    def _loaded(self, load: TensorLoad, axes: dict[tirx.Var, tirx.Expr]) -> tirx.Expr:
-        """Emit a load that stays behind the wait for the kernel before."""
-        buffer = self._renamed[load.source]
-        register = T.alloc_local([1], dtype_of(buffer))
-        indices = [substitute(index, axes) for index in load.indices]
-        load_bytes(register.ptr_to([0]), buffer.ptr_to(indices), element_bytes(dtype_of(buffer)))
-        return register[0]
-
-
-def _copy_async(to: tirx.Expr, source: tirx.Expr, inside: tirx.Expr) -> None:
+def copy_async(to: tirx.Expr, source: tirx.Expr, inside: tirx.Expr) -> None:
     """Emit a copy of 16 bytes from global to shared memory that goes on by itself; of zeros where it is not inside."""
     size = tirx.Select(inside, tirx.IntImm("int32", LOAD_BYTES), tirx.IntImm("int32", 0))
     T.evaluate(T.cuda.func_call(_COPY, to, source, size, source_code=_COPY_SOURCE))
-
-
-def _flat(param: tirx.Var) -> tirx.Var:
-    view = T.decl_buffer((max(1, math.prod(static_shape(param) or ())),), dtype_of(param), data=param.data)
-    IRBuilder.name(str(param.name), view)
-    return view

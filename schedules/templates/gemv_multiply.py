@@ -6,8 +6,10 @@ and of B the column g, in both the places 2 c, 2 c + 1, 2 c + 8, 2 c + 9 along k
 in x alike; A are rows of W, B rows of x.
 
 Quantised weights become pairs of halves without a conversion: with the exponent of 1024, a level in the low bits is
-1024 + level, exactly; 1024 + offset is subtracted. Of 4 bits, a mask takes the levels 4 apart, so that pairs of
-x are put together by `prmt` in the same way.
+1024 + level, exactly; 1024 + offset is subtracted. Of 4 bits, a mask takes levels 4 apart, in bits 0 to 3 of each half
+of a word, or in bits 4 to 7, where they count 16 times; so one shift serves 8 weights, and x has to be put into pairs 4
+apart as well, once for all rows of W. Shifts and masks are what bounds a kernel of 4 bits: they take two cycles a warp,
+the subtractions, in another unit, one.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from schedules.templates.gemv_function import GemvFunction
-from schedules.templates.gemv_plan import GemvPlan
 
 _MMA = """
 __forceinline__ __device__ void relaxtune_mma_{kind}(float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
@@ -34,6 +35,23 @@ __forceinline__ __device__ unsigned relaxtune_subtract(unsigned a, unsigned b) {
 __forceinline__ __device__ unsigned relaxtune_scale(unsigned a, unsigned b) {
   unsigned d; asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
 }
+// 1024 + 16 level to level - 8, exactly.
+__forceinline__ __device__ unsigned relaxtune_high_level(unsigned a) {
+  unsigned d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(0x2c002c00u), "r"(0xd480d480u)); return d;
+}
+"""
+# `count` words of 8 halves each 4, put into pairs 4 apart.
+_PAIRS = """
+__forceinline__ __device__ void relaxtune_pairs_{count}(unsigned* x) {{
+#pragma unroll
+  for (int i = 0; i < {count}; i += 4) {{
+    unsigned a = x[i], b = x[i + 1], c = x[i + 2], d = x[i + 3];
+    x[i] = __byte_perm(a, c, 0x5410);
+    x[i + 1] = __byte_perm(a, c, 0x7632);
+    x[i + 2] = __byte_perm(b, d, 0x5410);
+    x[i + 3] = __byte_perm(b, d, 0x7632);
+  }}
+}}
 """
 # 16-bit weights: `columns` tiles of x, 4 words each.
 _PLAIN = """
@@ -83,17 +101,17 @@ __forceinline__ __device__ void {name}(float* sums, const unsigned* low, const u
       unsigned word = r ? high[v] : low[v];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {{
-        unsigned pair = relaxtune_subtract(word >> 4 * i & 0x000f000fu | 0x64006400u, 0x64086408u);
+        unsigned bits = i < 2 ? word : word >> 8;
+        unsigned pair = i % 2 ? relaxtune_high_level(bits & 0x00f000f0u | 0x64006400u)
+                              : relaxtune_subtract(bits & 0x000f000fu | 0x64006400u, 0x64086408u);
         a[r][i] = {weight};
       }}
     }}
 #pragma unroll
     for (int m = 0; m < {columns}; ++m) {{
       const unsigned* e = x + 16 * m + 4 * v;
-      relaxtune_mma_f16({target} + 4 * m, a[0][0], a[1][0], a[0][1], a[1][1],
-                        __byte_perm(e[0], e[2], 0x5410), __byte_perm(e[0], e[2], 0x7632));
-      relaxtune_mma_f16({target} + 4 * m, a[0][2], a[1][2], a[0][3], a[1][3],
-                        __byte_perm(e[1], e[3], 0x5410), __byte_perm(e[1], e[3], 0x7632));
+      relaxtune_mma_f16({target} + 4 * m, a[0][0], a[1][0], a[0][1], a[1][1], e[0], e[1]);
+      relaxtune_mma_f16({target} + 4 * m, a[0][2], a[1][2], a[0][3], a[1][3], e[2], e[3]);
     }}
   }}
   {end}
@@ -109,9 +127,17 @@ _BEGIN_WEIGHTS = """unsigned scale[2] = {
       __half_as_ushort(scale_low) * 0x10001u, __half_as_ushort(scale_high) * 0x10001u};"""
 
 
+def emit_pairs(function: GemvFunction, x: tirx.Expr, words: int) -> None:
+    """Emit, where weights have 4 bits, the putting of registers of x into the pairs that `emit_products` takes."""
+    if function.weight_bits == 4:
+        name = f"relaxtune_pairs_{words}"
+        T.evaluate(T.cuda.func_call(name, x, source_code=_PAIRS.format(count=words)))
+
+
 def emit_products(
     function: GemvFunction,
-    plan: GemvPlan,
+    column_tiles: int,
+    grouped: bool,
     sums: tirx.Expr,
     rows: tuple[tirx.Expr, tirx.Expr],
     x: tirx.Expr,
@@ -121,16 +147,20 @@ def emit_products(
 
     Parameters
     ----------
+    column_tiles : int
+        Tiles of 8 rows of x.
+    grouped : bool
+        Whether sums are scaled; else weights are.
     sums : Expr
         Address of registers: 4 float32 sums for each 8 rows of x.
     rows : pair of Expr
         Addresses of 4 words of rows g and g + 8.
     x : Expr
-        Address of the words of x, `words_x` for each 8 rows.
+        Address of the words of x, as `emit_pairs` leaves them: half as many as a load has weights, for each 8 rows.
     scales : pair of Expr or None
         The rows' scales in float16; None for weights that are not quantised.
     """
-    columns = plan.column_tiles
+    columns = column_tiles
     if scales is None:
         kind = {"float16": "f16", "bfloat16": "bf16"}[function.matmul.input_dtype]
         name = f"relaxtune_gemv_{kind}_{columns}"
@@ -140,12 +170,12 @@ def emit_products(
     count = 4 * columns
     parts = (
         {"begin": _BEGIN_SUMS.format(count=count), "end": _END_SUMS.format(count=count), "weight": "pair"}
-        if plan.grouped
+        if grouped
         else {"begin": _BEGIN_WEIGHTS, "end": "", "weight": "relaxtune_scale(pair, scale[r])"}
     )
-    name = f"relaxtune_gemv_u{function.weight_bits}_{columns}{'_sums' if plan.grouped else ''}"
+    name = f"relaxtune_gemv_u{function.weight_bits}_{columns}{'_sums' if grouped else ''}"
     body = (_NIBBLES if function.weight_bits == 4 else _BYTES).format(
-        name=name, columns=columns, target="part" if plan.grouped else "sums", **parts
+        name=name, columns=columns, target="part" if grouped else "sums", **parts
     )
     source = _MMA.format(kind="f16") + _HALVES + body
     T.evaluate(T.cuda.func_call(name, sums, *rows, x, *scales, source_code=source))

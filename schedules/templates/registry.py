@@ -17,10 +17,11 @@ from schedules.templates.base import Parameters, Refusal, Template, TemplateErro
 from schedules.templates.elementwise import Elementwise
 from schedules.templates.gemm_sm90 import GemmSm90
 from schedules.templates.gemv import Gemv
+from schedules.templates.gemv_stream import GemvStream
 from schedules.templates.rows import Rows
 
 TEMPLATES: Mapping[str, Template] = {
-    template.name: template for template in (GemmSm90(), Gemv(), AttentionSm90(), Rows(), Elementwise())
+    template.name: template for template in (GemmSm90(), Gemv(), GemvStream(), AttentionSm90(), Rows(), Elementwise())
 }
 
 LIBRARIES: Mapping[str, Template] = {library.name: library for library in (CublasLt(), CudnnAttention())}

@@ -8,9 +8,11 @@ import pytest
 import tvm
 
 from schedules.targets import resolve_target
-from schedules.templates.base import Refusal
+from schedules.templates.base import Parameters, Refusal, Template
 from schedules.templates.gemv import Gemv
 from schedules.templates.gemv_plan import GemvParameters
+from schedules.templates.gemv_stream import GemvStream
+from schedules.templates.gemv_stream_plan import GemvStreamParameters
 from schedules.templates.lowering import register_mixed_pipeline
 from tests.schedules.templates.cubin import LOCAL_LOAD, LOCAL_STORE, MMA_SYNC, captured_cubins, kernel_code, read_cubin
 from tests.schedules.templates.gemv_cases import CASES, GemvCase
@@ -18,15 +20,17 @@ from tests.schedules.templates.gemv_cases import CASES, GemvCase
 HOPPER = resolve_target("cuda:sm_90a")
 # Low 12 bits of a 16-byte instruction, as nvdisasm 13.0 prints them: LDG, and griddepcontrol's wait.
 LOAD, WAIT = 0x981, 0x82E
+# LDGSTS; LOP3 with an immediate; SHF; PRMT.
+COPY, LOGIC, SHIFT, PERMUTE = 0xFAE, 0x812, 0x819, 0x816
 
 
-def cubin_of(case: GemvCase, parameters: GemvParameters | None = None) -> bytes:
-    func = case.func()
+def cubin_of(case: GemvCase, parameters: Parameters | None = None, template: Template | None = None) -> bytes:
+    func, template = case.func(), template or Gemv()
     if parameters is None:
-        found = Gemv().candidates(func, HOPPER)
+        found = template.candidates(func, HOPPER)
         assert not isinstance(found, Refusal)
         parameters = found[0]
-    kernel = Gemv().apply(func, HOPPER, parameters)
+    kernel = template.apply(func, HOPPER, parameters)
     assert not isinstance(kernel, Refusal), kernel
     with captured_cubins("sm_90a") as cubins:
         module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
@@ -74,3 +78,33 @@ def test_the_first_weights_are_read_before_the_wait_where_they_are_constant() ->
     # Two steps of two rows: words and scales.
     assert loads_before_the_wait(case, constant=True) == 8
     assert loads_before_the_wait(case, constant=False) == 0
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_streaming_kernels_spill_nothing(bits: int, rows: int) -> None:
+    facts = read_cubin(cubin_of(GemvCase(rows=(rows,), n=8192, k=2048, bits=bits), template=GemvStream()))
+    assert facts.count(MMA_SYNC) > 0
+    assert facts.frame_bytes == 0
+    assert facts.count(LOCAL_LOAD) == facts.count(LOCAL_STORE) == 0
+
+
+def test_a_streaming_kernel_asks_for_weights_and_scales_before_the_wait() -> None:
+    case = GemvCase(n=8192, k=2048, bits=4)
+    code = kernel_code(cubin_of(case, GemvStreamParameters(1, 16, 2, 132, True), GemvStream()))
+    opcodes = [struct.unpack_from("<H", code, at)[0] & 0xFFF for at in range(0, len(code), 16)]
+    # Two steps of two rows, and their scales.
+    assert opcodes[: opcodes.index(WAIT)].count(COPY) == 6
+
+
+def test_unpacking_four_bits_takes_five_logic_instructions_for_eight_weights() -> None:
+    """One shift and four masks; what puts x into pairs is outside the loop over rows."""
+    steps = 4
+    case = GemvCase(n=8192, k=128 * 16 * steps, bits=4)
+    facts = read_cubin(cubin_of(case, GemvStreamParameters(1, 16, 4, 132, True), GemvStream()))
+    words = steps * 8
+    assert facts.count(MMA_SYNC) == words
+    # Indices and guards take some too.
+    assert 4 * words <= facts.count(LOGIC) <= 4 * words + 32
+    assert words <= facts.count(SHIFT) <= words + 10
+    assert facts.count(PERMUTE) <= 16 * steps + 8

@@ -8,8 +8,9 @@ import tvm
 
 from pipeline.tuning.kernel_ir import static_shape
 from schedules.targets import resolve_target
-from schedules.templates.base import Refusal
+from schedules.templates.base import Refusal, Template
 from schedules.templates.gemv import Gemv
+from schedules.templates.gemv_stream import GemvStream
 from schedules.templates.lowering import register_mixed_pipeline
 from tests.schedules.templates.gemv_cases import CASES, GemvCase
 
@@ -58,16 +59,26 @@ def expected_of(case: GemvCase, arrays: dict[str, np.ndarray]) -> np.ndarray:
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.dtype == "float16"])
 def test_every_candidate_is_right(name: str, part: int) -> None:
+    check_candidates(Gemv(), CASES[name], part)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.bits < 16 and case.k > 256])
+def test_every_candidate_that_streams_is_right(name: str, part: int) -> None:
+    check_candidates(GemvStream(), CASES[name], part)
+
+
+def check_candidates(template: Template, case: GemvCase, part: int) -> None:
+    """Run a part of a template's candidates on fresh inputs."""
     target = resolve_target("cuda")
-    case = CASES[name]
     func = case.func()
-    found = Gemv().candidates(func, target)
+    found = template.candidates(func, target)
     assert not isinstance(found, Refusal), found
     draws = [arguments_of(case) for _ in range(20)]
     expected = [expected_of(case, arrays) for arrays in draws]
     device = tvm.cuda()
     for parameters in found[part::PARTS]:
-        kernel = Gemv().apply(func, target, parameters)
+        kernel = template.apply(func, target, parameters)
         assert not isinstance(kernel, Refusal)
         module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
         built = tvm.tirx.build(module, target=target.target, pipeline=register_mixed_pipeline())

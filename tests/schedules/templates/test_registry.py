@@ -19,6 +19,7 @@ def test_every_candidate_can_be_applied_from_its_decision() -> None:
     assert found
     assert refused == [
         "gemv: the right operand is [K, N], expected rows [N, K]",
+        "gemv_stream: the right operand is [K, N], expected rows [N, K]",
         "attention_sm90: the function is not marked as an attention",
         "rows: it sums products of two tensors (the templates for matmuls make those)",
         "elementwise: it has reductions (the template for rows makes those)",

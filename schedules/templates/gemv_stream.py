@@ -1,0 +1,87 @@
+"""Matmuls of up to 16 rows by 8- or 4-bit weights that stream through shared memory, for GPUs of sm_80 on.
+
+The function, the notation and the arithmetic are those of `schedules.templates.gemv`. There a block makes one tile of
+rows of W from registers; here as many blocks as fit onto the GPU at once share all tiles, and the steps of W that come
+next, of the tiles that follow too, are on their way to shared memory meanwhile, `depth` of each warp. Each lane copies
+the bytes that it multiplies, so that no lane waits for another's. A warp keeps its part of x in registers.
+
+With `dependent`, that begins before the kernel before has ended. What is on its way then does not depend on registers.
+Still a call takes some 2 us more than its bytes do; of 4 bits, unpacking and products take longer than the memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tvm import tirx
+
+from schedules.targets import ResolvedTarget
+from schedules.templates.base import Parameters, Refusal, TemplateError
+from schedules.templates.gemv import function_for, limits_of
+from schedules.templates.gemv_plan import TILE
+from schedules.templates.gemv_stream_kernel import build_gemv_stream_kernel
+from schedules.templates.gemv_stream_plan import GemvStreamParameters, GemvStreamPlan, make_stream_plan
+from schedules.templates.kernel_frame import has_dependent_launch
+from schedules.templates.memory_cost import sm_count_of
+
+_FEW_WARPS = 4
+# Tiles, warps, depth, and blocks a multiprocessor. The first ones are the fastest of 16 shares in 14 cases on an H200
+# (geometric means; the first takes 6 % longer than a case's best, 16 % at most), the last ones serve a short K.
+_SHARES = (
+    (1, 16, 2, 1),
+    (1, 16, 2, 2),
+    (1, 16, 4, 1),
+    (1, 8, 4, 1),
+    (1, 8, 4, 2),
+    (2, 4, 4, 2),
+    (1, 8, 2, 2),
+    (2, 8, 2, 2),
+    (1, _FEW_WARPS, 4, 2),
+    (1, _FEW_WARPS, 1, 1),
+)
+
+
+class GemvStream:
+    """The template; see `schedules.templates.base.Template`."""
+
+    name = GemvStreamParameters.template
+
+    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[GemvStreamParameters] | Refusal:
+        """Return the parameters worth measuring, the most promising first, or why there are none."""
+        function = function_for(func, target)
+        if isinstance(function, Refusal):
+            return function
+        limits, dependent = limits_of(target), has_dependent_launch(target)
+        refusal = Refusal(f"K is {function.matmul.k}, too short for {_FEW_WARPS} warps to share")
+        found: list[GemvStreamParameters] = []
+        for tiles, warps, depth, resident in _SHARES:
+            blocks = min(math.ceil(function.matmul.n / (TILE * tiles)), sm_count_of(target) * resident)
+            plan = make_stream_plan(function, GemvStreamParameters(tiles, warps, depth, blocks, dependent), limits)
+            if isinstance(plan, Refusal):
+                refusal = plan
+            elif _is_sensible(plan) and plan.parameters not in found:
+                found.append(plan.parameters)
+        return found or refusal
+
+    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+        """Return the scheduled PrimFunc, or why it cannot be made."""
+        if not isinstance(parameters, GemvStreamParameters):
+            raise TemplateError(f"template {self.name} got {parameters!r}; expected GemvStreamParameters.")
+        function = function_for(func, target)
+        if isinstance(function, Refusal):
+            return function
+        if parameters.dependent and not has_dependent_launch(target):
+            return Refusal(f"{target.arch} has no dependent launch, expected sm_90 or later")
+        plan = make_stream_plan(function, parameters, limits_of(target))
+        return plan if isinstance(plan, Refusal) else build_gemv_stream_kernel(func, function, plan)
+
+    def parse(self, decision: str) -> GemvStreamParameters:
+        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
+        return GemvStreamParameters.from_json(decision)
+
+
+def _is_sensible(plan: GemvStreamPlan) -> bool:
+    """Whether all warps have work, and no more steps are on their way than there are."""
+    p = plan.parameters
+    return p.warps <= plan.steps and p.depth < 2 * plan.turns * plan.rounds
