@@ -112,10 +112,13 @@ def test_adds_only_is_of_sums_in_float32() -> None:
         assert not adds_only(func, known(func), 3)
 
 
-def test_the_library_leaves_norms_alone() -> None:
+def test_the_library_leaves_norms_alone_but_for_those_of_a_residual() -> None:
     target = resolve_target("cuda:sm_90a")
-    for case in (CASES["layer norm"], CASES["sums"], CASES["residual"]):
+    for case in (CASES["layer norm"], CASES["sums"]):
         assert isinstance(CublasLt().candidates(case.func(), target), Refusal)
+    offered = CublasLt().candidates(CASES["residual"].func(), target)
+    assert not isinstance(offered, Refusal)
+    assert {parameters.epilogue for parameters in offered} == {"kernel"}
 
 
 def test_a_layer_norm_alone_is_no_matmul() -> None:
