@@ -123,7 +123,7 @@ def function_of(case: Case) -> Any:
 def build(directory: Path, candidates: int, cases: str) -> None:
     """Compile the first candidates of every case and describe them in a manifest."""
     from schedules.targets import resolve_target
-    from schedules.templates.base import Refusal
+    from schedules.templates.base import Refusal, Template
     from schedules.templates.gemm_sm90 import GemmSm90
     from schedules.templates.gemv import Gemv
     from schedules.templates.gemv_stream import GemvStream
@@ -134,7 +134,8 @@ def build(directory: Path, candidates: int, cases: str) -> None:
             if not re.search(cases, case.name):
                 continue
             func = function_of(case)
-            wanted = [(template, candidates if case.timed else 2) for template in (Gemv(), GemvStream())]
+            count = candidates if case.timed else 2
+            wanted: list[tuple[Template, int]] = [(Gemv(), count), (GemvStream(), count)]
             if case.bits == 16 and case.timed:
                 wanted.append((GemmSm90(), 1))
             for template, count in wanted:
