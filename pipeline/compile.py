@@ -12,6 +12,7 @@ from tvm import relax
 from tvm.target import codegen
 
 from pipeline.codegen.cuda_graph import capture_whole_function, fix_output_memory
+from pipeline.codegen.dependent_launch import without_dependent_launch
 from pipeline.codegen.finish import device_toolchain, finish_kernels
 from pipeline.codegen.planned_memory import planned_bytes
 from pipeline.determinism import describe_determinism
@@ -98,6 +99,8 @@ def compile_module(
             mod = capture_whole_function(mod, len(lowered.graph.inputs))
         mod = apply_fallback(mod, target.target)
         hashes = {name: kernel_hash(mod[name]) for name in lowered.kernels}
+        if not graph:
+            mod = without_dependent_launch(mod)
         determinism = describe_determinism({name: mod[name] for name in lowered.kernels}, choices, target)
         mod = finish_kernels(mod, target.target)
         on_gpu = lowered.kernels if target.kind == "cuda" else ()

@@ -5,9 +5,18 @@ from __future__ import annotations
 import tvm
 from tvm import relax, tirx
 
-from pipeline.passes.ir import bindings_of, called_function, is_constant, main_of, static_shape
+from pipeline.passes.ir import (
+    bindings_of,
+    called_function,
+    is_constant,
+    main_of,
+    static_shape,
+    users_of,
+    values_of,
+)
 from pipeline.passes.state import LoweringState
 from schedules.attention import spec_of
+from schedules.templates.attention_sm90_growth import OWN_OUTPUTS_ATTR
 from schedules.templates.gemm_sm90 import CONSTANT_PARAMS_ATTR
 from schedules.templates.kernel_frame import INPUT_PARAMS_ATTR
 
@@ -15,8 +24,9 @@ from schedules.templates.kernel_frame import INPUT_PARAMS_ATTR
 def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with the positions of parameters that are weights in every call of a PrimFunc as its attribute.
 
-    Those of attention that are inputs of the graph in every call (caches) are another attribute, where all inputs have
-    static shapes; no other template reads inputs ahead of time.
+    Where all inputs have static shapes, attention gets two more: those that are inputs of the graph in every call
+    (caches), and its outputs that are results of the graph and that nothing else reads (caches that have grown). No
+    other template reads inputs or writes results ahead of time.
 
     Templates read them: a kernel with dependent launch loads weights before `griddepcontrol.wait`, while the kernel
     before it still runs. For CUDA only; elsewhere nothing reads it, and it would tell apart kernels that are
@@ -35,10 +45,11 @@ def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     could fall into what a kernel that still runs reads). (CUDA C++ Programming Guide 13.0, "Programmatic Dependent
     Launch and Synchronization"; PTX ISA 9.0, "griddepcontrol".)
 
-    Of inputs it is safe as long as nothing that writes them overlaps with the kernels. A module whose inputs are static
-    runs as one CUDA graph, whose first kernel starts when all before the launch of the graph has ended; run without a
-    graph (`relaxtune validate --bisect`), its inputs are copied from the host before each run, which the first kernel
-    waits for.
+    Of inputs it is safe as long as nothing that writes them overlaps with the kernels, and of results as long as
+    nothing else uses their memory. A module whose inputs are static runs as one CUDA graph: its first kernel starts
+    when all before the launch of the graph has ended, and each result has memory of its own
+    (`pipeline.codegen.cuda_graph`). Compiled without a graph, kernels start one after another
+    (`pipeline.codegen.dependent_launch`).
     """
     if state.target.kind.name != "cuda":
         return mod
@@ -47,7 +58,9 @@ def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     weights, inputs = set(main.params[count:]), set(main.params[:count])
     if not all(static_shape(param) is not None for param in inputs):
         inputs = set()
-    marked: dict[str, dict[tvm.ir.GlobalVar, set[int]]] = {CONSTANT_PARAMS_ATTR: {}, INPUT_PARAMS_ATTR: {}}
+    results = _results(main) if inputs else {}
+    attributes = (CONSTANT_PARAMS_ATTR, INPUT_PARAMS_ATTR, OWN_OUTPUTS_ATTR)
+    marked: dict[str, dict[tvm.ir.GlobalVar, set[int]]] = {attribute: {} for attribute in attributes}
     for binding in bindings_of(main):
         callee = called_function(binding.value)
         if callee is None:
@@ -56,7 +69,8 @@ def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
         places = list(enumerate(args.fields if isinstance(args, relax.Tuple) else [args]))
         constant = {place for place, arg in places if is_constant(arg) or _is_one_of(arg, weights)}
         given = {place for place, arg in places if _is_one_of(arg, inputs)}
-        for attribute, found in ((CONSTANT_PARAMS_ATTR, constant), (INPUT_PARAMS_ATTR, given)):
+        own = {len(places) + output for output in results.get(binding.var, ())}
+        for attribute, found in zip(attributes, (constant, given, own), strict=True):
             known = marked[attribute]
             known[callee] = known[callee] & found if callee in known else found
     result = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
@@ -70,6 +84,22 @@ def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
 def _is_read(attribute: str, func: tirx.PrimFunc) -> bool:
     """Return whether a template reads an attribute of a function; where none does, it would only tell tasks apart."""
     return attribute == CONSTANT_PARAMS_ATTR or spec_of(func) is not None
+
+
+def _results(main: relax.Function) -> dict[relax.Var, set[int]]:
+    """Return the outputs of each call that are results of `main` and that nothing else reads."""
+    values, users = values_of(main), users_of(main)
+    whole = values.get(main.body.body, main.body.body)
+    returned = list(whole.fields) if isinstance(whole, relax.Tuple) else []
+    found: dict[relax.Var, set[int]] = {}
+    for field in returned:
+        value = values.get(field) if isinstance(field, relax.Var) else None
+        if not isinstance(value, relax.TupleGetItem) or any(
+            user not in (main.body.body, field) for user in users.get(field, [])
+        ):
+            continue
+        found.setdefault(value.tuple_value, set()).add(int(value.index))
+    return found
 
 
 def _is_one_of(arg: tvm.ir.Expr, variables: set[relax.Var]) -> bool:

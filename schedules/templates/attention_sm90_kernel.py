@@ -8,7 +8,7 @@ from tvm.tirx.script import builder as T
 
 from schedules.attention import HeadLayout
 from schedules.fallback import SCHEDULED_ATTR
-from schedules.templates.attention_sm90_growth import NewPositions, copy_block
+from schedules.templates.attention_sm90_growth import NewPositions, copy_block, own_outputs
 from schedules.templates.attention_sm90_mask import Rows
 from schedules.templates.attention_sm90_multiply import AttentionMultiply
 from schedules.templates.attention_sm90_output import AttentionOutput
@@ -59,6 +59,7 @@ class _Kernel:
         growth = plan.spec.growth
         caches = set() if growth is None else {growth.past_key.param, growth.past_value.param}
         self._early_caches = caches <= unwritten_params(func)
+        self._early_copies = self._early_caches and {plan.spec.key.param, plan.spec.value.param} <= own_outputs(func)
 
     def build(self) -> tirx.PrimFunc:
         plan, p = self._plan, self._p
@@ -176,35 +177,52 @@ class _Kernel:
     def _load_and_copy(self, ring_k: Ring, ring_v: Ring) -> None:
         """Emit the loads of the only tile, each block of its keys and values copied to K and V once it has arrived.
 
-        Where no kernel writes the caches, what fits is loaded before the kernel waits for the one before it.
+        What fits is loaded before the kernel waits for the one before it where no kernel writes the caches, and copied,
+        too, where no other kernel reads or writes K and V.
         """
-        stages, lag, count = self._p.stages, self._plan.copy_lag, self._tile.block_count
-        ring = Ring(stages)
-        if self._p.dependent and not self._early_caches:
-            T.evaluate(T.ptx.griddepcontrol.wait())
-        with T.serial(tirx.min(count, stages)) as step:
+        stages, count = self._p.stages, self._tile.block_count
+        ring, ahead, first = Ring(stages), stages - 1, tirx.min(count, stages)
+        if not self._early_caches:
+            self._begin_query()
+        with T.serial(first) as step:
             self._load_keys(ring_k, step)
             self._load_values(ring_v, step)
-        if self._p.dependent and self._early_caches:
+        if self._early_caches and not self._early_copies:
+            self._begin_query()
+        with T.serial(first) as step:
+            self._copy(ring, step)
+        if self._early_copies:
+            self._begin_query()
+        left = count - first
+        with T.serial(left) as step:
+            # What is loaded now takes the place of what was copied.
+            T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
+            self._load_keys(ring_k, stages + step)
+            self._load_values(ring_v, stages + step)
+            with T.If(step >= ahead), T.Then():
+                self._copy(ring, stages + step - ahead)
+        late = tirx.min(left, ahead)
+        with T.serial(late) as step:
+            self._copy(ring, count - late + step)
+        T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
+
+    def _begin_query(self) -> None:
+        """Emit the wait for the kernel before this one, and the load of Q."""
+        if self._p.dependent:
             T.evaluate(T.ptx.griddepcontrol.wait())
         self._load_query()
-        with T.serial(count) as step:
-            block = self._tile.first_block + step
-            for full, tile, target in (
-                (self._full_k, self._tile_k, self._to_k),
-                (self._full_v, self._tile_v, self._to_v),
-            ):
-                T.evaluate(T.cuda.mbarrier_wait(full.ptr_to([ring.stage]), ring.phase))
-                copy_block(self._plan, target, block, tile, ring.stage, self._tile)
-            T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
-            ring.advance()
-            following = step + stages - lag
-            with T.If(tirx.all(step >= lag, following < count)), T.Then():
-                # What is loaded now takes the place of what an earlier copy has read.
-                T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](lag))
-                self._load_keys(ring_k, following)
-                self._load_values(ring_v, following)
-        T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
+
+    def _copy(self, ring: Ring, step: tirx.Expr) -> None:
+        """Emit the copies of a block of keys and of values, once they have arrived, as one group."""
+        block = self._tile.first_block + step
+        for full, tile, target in (
+            (self._full_k, self._tile_k, self._to_k),
+            (self._full_v, self._tile_v, self._to_v),
+        ):
+            T.evaluate(T.cuda.mbarrier_wait(full.ptr_to([ring.stage]), ring.phase))
+            copy_block(self._plan, target, block, tile, ring.stage, self._tile)
+        T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
+        ring.advance()
 
     def _load_query(self) -> None:
         plan, at = self._plan, self._tile

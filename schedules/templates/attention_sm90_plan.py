@@ -174,11 +174,6 @@ class AttentionPlan:
         return self.statistics_start + 2 * self.parameters.split * self.share_rows
 
     @property
-    def copy_lag(self) -> int:
-        """Copies of blocks of keys that may still read shared memory when the next block is loaded."""
-        return min(1, self.parameters.stages - 1)
-
-    @property
     def ahead(self) -> int:
         """Position of the first query among the keys."""
         return self.spec.keys - self.spec.queries

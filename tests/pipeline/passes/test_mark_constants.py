@@ -17,6 +17,7 @@ from pipeline.selection import select_kernels
 from pipeline.tuning.tasks import extract_tasks
 from schedules.attention import spec_of
 from schedules.targets import resolve_target
+from schedules.templates.attention_sm90_growth import OWN_OUTPUTS_ATTR
 from schedules.templates.gemm_sm90 import CONSTANT_PARAMS_ATTR
 from schedules.templates.kernel_frame import INPUT_PARAMS_ATTR
 from tests.pipeline.passes.pass_cases import graph_of, small_model
@@ -87,6 +88,7 @@ def test_mark_constants_marks_caches_that_are_inputs() -> None:
     for func in attentions:
         growth = spec_of(func).growth
         assert {growth.past_key.param, growth.past_value.param} <= set(func.attrs[INPUT_PARAMS_ATTR])
+        assert {spec_of(func).key.param, spec_of(func).value.param} == set(func.attrs[OWN_OUTPUTS_ATTR])
         # The queries are an activation.
         assert spec_of(func).query.param not in set(func.attrs[INPUT_PARAMS_ATTR])
     others = [lowered.mod[name] for name in lowered.kernels if spec_of(lowered.mod[name]) is None]

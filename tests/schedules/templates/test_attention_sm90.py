@@ -9,6 +9,7 @@ from schedules.attention import AttentionSpec, attention_function, spec_of
 from schedules.fallback import SCHEDULED_ATTR
 from schedules.targets import CudaLimits, ResolvedTarget, resolve_target
 from schedules.templates.attention_sm90 import AttentionSm90
+from schedules.templates.attention_sm90_growth import OWN_OUTPUTS_ATTR
 from schedules.templates.attention_sm90_plan import AttentionParameters, AttentionPlan, make_plan
 from schedules.templates.base import Parameters, Refusal, TemplateError
 from schedules.templates.kernel_frame import INPUT_PARAMS_ATTR
@@ -253,7 +254,13 @@ def test_only_caches_that_no_kernel_writes_are_loaded_before_the_wait(target: Re
 
     assert loads_before_wait(function(GROWING)) == 0
     assert loads_before_wait(function(GROWING).with_attr(INPUT_PARAMS_ATTR, caches[:1])) == 0
-    assert loads_before_wait(function(GROWING).with_attr(INPUT_PARAMS_ATTR, caches)) == 2
+    given = function(GROWING).with_attr(INPUT_PARAMS_ATTR, caches)
+    assert loads_before_wait(given) == 2
+    # And copied where no other kernel uses what is written; each block's copy of keys and of values is a group.
+    spec = GROWING.made()[0]
+    assert loads_before_wait(given.with_attr(OWN_OUTPUTS_ATTR, [spec.key.param])) == 2
+    assert loads_before_wait(given.with_attr(OWN_OUTPUTS_ATTR, [spec.key.param, spec.value.param])) > 2
+    assert loads_before_wait(function(GROWING).with_attr(OWN_OUTPUTS_ATTR, [spec.key.param, spec.value.param])) == 0
 
 
 @pytest.mark.parametrize(

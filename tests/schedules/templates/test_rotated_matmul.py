@@ -90,6 +90,14 @@ def test_function_agrees_with_float32_on_a_cpu(normed: bool) -> None:
     np.testing.assert_allclose(tensors[-1].numpy().astype("float32"), case.expected(inputs), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+def test_projection_of_a_decode_step_leaves_multiprocessors_to_the_attention_after_it(rows: int) -> None:
+    func = RotatedCase(rows, 1, 2048, 3072, 2560, 64, rows).func().with_attr(CONSTANT_PARAMS_ATTR, [1])
+    first = GemmSm90().candidates(func, TARGET)[0]
+    assert isinstance(first, GemmParameters)
+    assert 3072 // first.block_n * first.split_k <= 132 // 2
+
+
 def test_other_kernels_are_refused() -> None:
     func = RAGGED.func()
     assert isinstance(recognise_gemv(func), Refusal)
