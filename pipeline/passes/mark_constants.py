@@ -40,10 +40,10 @@ def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     it has, then at least one of its threads waits, and it cannot end before the wait has returned. So when a kernel has
     ended, all before it have. Whatever stands before a dependent kernel may be of any kind (a fallback's kernel, a
     library's, a copy): what does not signal early counts as signalling at its end. Hence the one rule for makers of
-    kernels: a kernel launched as dependent waits in at least one thread on every path, before it reads
-    anything that is not marked, and before it writes anything (the memory planner reuses memory, so a write too early
-    could fall into what a kernel that still runs reads). (CUDA C++ Programming Guide 13.0, "Programmatic Dependent
-    Launch and Synchronization"; PTX ISA 9.0, "griddepcontrol".)
+    kernels: a kernel launched as dependent waits in at least one thread on every path, before it reads anything that is
+    not marked, and before it writes anything but a marked result (the memory planner reuses memory, so a write too
+    early could fall into what a kernel that still runs reads). (CUDA C++ Programming Guide 13.0, "Programmatic
+    Dependent Launch and Synchronization"; PTX ISA 9.0, "griddepcontrol".)
 
     Of inputs it is safe as long as nothing that writes them overlaps with the kernels, and of results as long as
     nothing else uses their memory. A module whose inputs are static runs as one CUDA graph: its first kernel starts

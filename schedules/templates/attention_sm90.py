@@ -35,7 +35,8 @@ aligned to 1024 bytes. Heads whose size is no multiple of 64 take whole chunks, 
 
 With `split`, the blocks of a cluster share one tile: each sums a part of the keys and sends each row of its O to the
 block that adds up that row, in the order of ranks, and writes it. With `dependent`, the kernel may start while the one
-before it in the stream ends (programmatic dependent launch): it waits for it before it reads or writes global memory.
+before it in the stream ends (programmatic dependent launch): it waits for it before it reads or writes global memory,
+but for caches that no kernel writes, and what they are copied to where no other kernel uses it.
 
 Where caches grow (`schedules.attention.CacheGrowth`), the kernel writes K and V too: it loads the caches and the new
 positions, and copies each block of keys from shared memory (`attention_sm90_growth`).
