@@ -10,6 +10,7 @@ import tvm
 from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
 
+from pipeline.tuning.heap import return_freed_memory
 from schedules.context import QuietTuneContext
 from schedules.rules.tensor_tile import form_of
 from tuning_db.metaschedule import REPLAY_ERRORS, trace_to_json
@@ -174,6 +175,7 @@ class TaskSearch:
         self._learnt += len(measured)
         if self._learnt >= _RENEW_AFTER:
             self._renew()
+            return_freed_memory()
 
     def close(self) -> None:
         """End the search."""
