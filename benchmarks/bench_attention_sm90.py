@@ -93,7 +93,7 @@ CASES = {
 
 def build(directory: Path, candidates: int) -> None:
     """Compile the first candidates of every case and describe them in a manifest."""
-    from schedules.attention import attention_function
+    from schedules.attention_function import attention_function
     from schedules.targets import resolve_target
     from schedules.templates.attention_sm90 import AttentionSm90
     from schedules.templates.base import Refusal

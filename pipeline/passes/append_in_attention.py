@@ -24,7 +24,8 @@ from pipeline.passes.ir import (
     values_of,
 )
 from pipeline.passes.state import LoweringState
-from schedules.attention import AttentionSpec, CacheGrowth, HeadLayout, attention_function, spec_of
+from schedules.attention import AttentionSpec, CacheGrowth, HeadLayout, spec_of
+from schedules.attention_function import attention_function
 
 
 @dataclass(frozen=True)

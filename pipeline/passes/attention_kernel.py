@@ -12,7 +12,8 @@ from pipeline.passes.attention_masking import Masking
 from pipeline.passes.attention_match import Attention, Heads
 from pipeline.passes.attention_scores import NotAttentionError
 from pipeline.passes.ir import dtype_of, static_shape
-from schedules.attention import AttentionSpec, HeadLayout, ScoreBias, attention_function
+from schedules.attention import AttentionSpec, HeadLayout, ScoreBias
+from schedules.attention_function import attention_function
 from schedules.targets import ResolvedTarget, target_limits
 from schedules.templates.registry import list_candidates
 
@@ -29,7 +30,7 @@ class AttentionKernel:
     attention, masking
         What it computes.
     spec, params
-        As `schedules.attention.attention_function` takes them.
+        As `schedules.attention_function.attention_function` takes them.
     bases
         The tensors that hold heads, in the order of the parameters; the tensor of the mask, if any, follows.
     """

@@ -11,7 +11,7 @@ from schedules.templates.base import Parameters, Refusal
 from schedules.templates.epilogue import MatmulFunction
 from schedules.templates.gemm_sm90_norm import statistics_registers
 from schedules.templates.gemm_sm90_operands import ROW_BYTES, Operands, operands_of
-from schedules.templates.output_tile import Shares, residual_registers, share_unit, shared_bytes
+from schedules.templates.output_shares import Shares, residual_registers, share_unit, shared_bytes
 
 WARPGROUP = 128
 # Width of a chunk of 16-bit columns -> (TMA's and wgmma's swizzle mode), the widest first.

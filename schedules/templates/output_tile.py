@@ -27,160 +27,39 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-import tvm
 import tvm_ffi
 from tvm import tirx
 from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
 from tvm.tirx.script import builder as T
 
-from schedules.templates.blocks import constant_value, static_shape, substitute
+from schedules.templates.blocks import constant_value, substitute
 from schedules.templates.epilogue import Epilogue, MatmulFunction
 from schedules.templates.fast_gelu import fast_gelu
 from schedules.templates.fast_math import fast_call
 from schedules.templates.gemm_sm90_norm import share_of_four_sums
 from schedules.templates.global_access import load_bytes
-from schedules.templates.rotated_matmul import HEAD_UNIT, output_column
+from schedules.templates.output_shares import (
+    GROUP_WARPS,
+    VECTOR_BYTES,
+    Shares,
+    bytes_of,
+    column_loads,
+    dtype_of,
+    has_vectors,
+    head_tables,
+    patch_pad,
+    residual_loads,
+    row_loads,
+    scalar_loads,
+)
+from schedules.templates.rotated_matmul import output_column
 from schedules.templates.row_norm import COUNT, SQUARES, SUM, PartialSums
 from schedules.templates.wide_epilogue import in_float32
 
-PATCH_WIDTH_MAX = 64
-# Elements after each row of a patch: rows then start in different banks (2-byte pairs and 4-byte pairs alike), and of
-# 1-byte elements at multiples of 16 bytes.
-_PATCH_PAD, _BYTE_PATCH_PAD = 8, 16
-_VECTOR_BYTES = 16
-# A warpgroup shares copies of row vectors: its warps, and the first of its named barriers.
-_GROUP_WARPS = 4
+# The first of a warpgroup's named barriers.
 _GROUP_BARRIER = 2
-# Elements of the output and of what the epilogue reads that are moved in pairs and vectors; more of integer sums.
-_PAIRED = ("float16", "bfloat16", "float32")
-_PAIRED_INTEGERS = ("int32", "int8", "uint8")
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How much of a tile is written by whom.
-
-    Attributes
-    ----------
-    warps
-        Warps that write.
-    m_blocks
-        Times 16 rows, 64 apart, which a warp writes.
-    columns
-        Columns that a warp writes of each row: a multiple of `share_unit`.
-    prefetched
-        Whether residuals are read before the sum is made.
-    accumulators
-        Columns of the product that a column is made of: 1, or 2 that are 8 apart.
-    batch
-        Columns that are evaluated side by side: a multiple of 8. Many hide latencies, and take registers.
-    """
-
-    warps: int
-    m_blocks: int
-    columns: int
-    prefetched: bool
-    accumulators: int = 1
-    batch: int = PATCH_WIDTH_MAX
-
-    @property
-    def width(self) -> int:
-        """Columns of a patch."""
-        return min(self.columns, PATCH_WIDTH_MAX)
-
-    @property
-    def chunks(self) -> tuple[tuple[int, int], ...]:
-        """Start and width of the parts that go through a patch at a time."""
-        return tuple((s, min(self.width, self.columns - s)) for s in range(0, self.columns, self.width))
-
-
-def share_unit(matmul: MatmulFunction) -> int:
-    """Return the columns of which a warp writes a multiple.
-
-    They are an instruction's 8, or where heads are rotated both 8 that are rotated together, or a vector of 16 single
-    bytes.
-    """
-    least = HEAD_UNIT if matmul.epilogue.head else 8
-    return max(least, *(_VECTOR_BYTES // _bytes(dtype) for dtype in _patch_dtypes(matmul)))
-
-
-def shared_bytes(matmul: MatmulFunction, shares: Shares) -> int:
-    """Return the shared memory that `OutputTile` allocates, at most."""
-    patches, columns = _patch_dtypes(matmul), _columns(matmul)
-    patch_bytes = 16 * sum((shares.width + _patch_pad(dtype)) * _bytes(dtype) for dtype in patches)
-    column_bytes = shares.columns * sum(_bytes(_dtype(load)) for load in columns)
-    copies = shares.warps // _GROUP_WARPS * column_bytes
-    return shares.warps * patch_bytes + copies + 128 * (len(patches) + len(columns))
-
-
-def residual_registers(matmul: MatmulFunction, m_blocks: int, columns: int) -> int:
-    """Return the registers a thread needs to hold its part of every residual, and of the tables of heads."""
-    size = sum(_bytes(_dtype(load)) for load in (*_residuals(matmul), *_tables(matmul)))
-    return m_blocks * 16 * columns * size // (32 * 4)
-
-
-def _residuals(matmul: MatmulFunction) -> list[TensorLoad]:
-    """Return the loads at the output's own position that are made 16 bytes at a time."""
-    return [
-        load
-        for load in matmul.epilogue.loads()
-        if matmul.epilogue.is_aligned(load) and _dtype(load) in _paired(matmul) and _has_vectors(matmul, _dtype(load))
-    ]
-
-
-def _has_vectors(matmul: MatmulFunction, dtype: str) -> bool:
-    """Whether the rows of a matrix like the output start at multiples of 16 bytes."""
-    return matmul.columns * _bytes(dtype) % _VECTOR_BYTES == 0
-
-
-def _columns(matmul: MatmulFunction) -> list[TensorLoad]:
-    """Return the loads of one element a column that are made from a copy."""
-    epilogue, paired = matmul.epilogue, _paired(matmul)
-    return [load for load in epilogue.loads() if epilogue.is_per_column(load) and _dtype(load) in paired]
-
-
-def _paired(matmul: MatmulFunction) -> tuple[str, ...]:
-    integer = str(matmul.epilogue.accumulator.ty.dtype) == "int32"
-    return (*_PAIRED, *_PAIRED_INTEGERS) if integer else _PAIRED
-
-
-def _patch_pad(dtype: str) -> int:
-    return _BYTE_PATCH_PAD if _bytes(dtype) == 1 else _PATCH_PAD
-
-
-def _row_loads(matmul: MatmulFunction) -> list[TensorLoad]:
-    """Return the loads of one element a row that are made once, before the sum."""
-    return [
-        load
-        for load in matmul.epilogue.loads()
-        if matmul.epilogue.is_per_row(load) and not (matmul.norm and load.source.same_as(matmul.norm.buffer))
-    ]
-
-
-def _scalar_loads(matmul: MatmulFunction) -> list[TensorLoad]:
-    """Return the loads of tensors without axes."""
-    return [load for load in matmul.epilogue.loads() if static_shape(load.source) == ()]
-
-
-def _tables(matmul: MatmulFunction) -> list[TensorLoad]:
-    """Return the loads of tables of a head's columns."""
-    if not matmul.epilogue.head:
-        return []
-    return [load for load in matmul.epilogue.loads() if not (matmul.norm and load.source.same_as(matmul.norm.buffer))]
-
-
-def _patch_dtypes(matmul: MatmulFunction) -> list[str]:
-    """Return the dtypes of the patches, the output's first.
-
-    The first residual of the output's dtype shares its patch: each lane reads a pair, then writes the same place.
-    """
-    dtypes = [_dtype(load) for load in _residuals(matmul)]
-    if matmul.output_dtype in dtypes:
-        dtypes.remove(matmul.output_dtype)
-    return [matmul.output_dtype, *dtypes]
 
 
 class OutputTile:
@@ -203,10 +82,10 @@ class OutputTile:
         self._epilogue: Epilogue = matmul.epilogue
         self._renamed = dict(zip(source, params, strict=True))
         self._shares = shares
-        self._residuals = _residuals(matmul)
-        self._columns = _columns(matmul)
-        self._row_loads = _row_loads(matmul)
-        self._tables = _tables(matmul)
+        self._residuals = residual_loads(matmul)
+        self._columns = column_loads(matmul)
+        self._row_loads = row_loads(matmul)
+        self._tables = head_tables(matmul)
         self._output_param = params[matmul.output]
         self._params = params
 
@@ -217,17 +96,17 @@ class OutputTile:
         self._residual_patches: list[tirx.Var] = []
         free = True
         for load in self._residuals:
-            dtype = _dtype(load)
+            dtype = dtype_of(load)
             shared = free and dtype == self._matmul.output_dtype
             free = free and not shared
             self._residual_patches.append(self._patch if shared else self._allocate_patch(pool, dtype))
         self._column_copies = [
-            pool.alloc((shares.warps // _GROUP_WARPS, shares.columns), _dtype(load), align=128)
+            pool.alloc((shares.warps // GROUP_WARPS, shares.columns), dtype_of(load), align=128)
             for load in self._columns
         ]
 
     def _allocate_patch(self, pool: T.SMEMPool, dtype: str) -> tirx.Var:
-        return pool.alloc((self._shares.warps, 16, self._shares.width + _patch_pad(dtype)), dtype, align=128)
+        return pool.alloc((self._shares.warps, 16, self._shares.width + patch_pad(dtype)), dtype, align=128)
 
     def begin(self, row: tirx.Expr, column: tirx.Expr, warp: tirx.Expr, lane: tirx.Expr, *, ragged_rows: bool) -> None:
         """Emit the reads that are made before the sum.
@@ -246,18 +125,18 @@ class OutputTile:
         shares, matmul = self._shares, self._matmul
         # The reads of the tile before must be done.
         self._wait_for_group()
-        thread = warp % _GROUP_WARPS * 32 + lane
+        thread = warp % GROUP_WARPS * 32 + lane
         for load, copy in zip(self._columns, self._column_copies, strict=True):
             source = _matrix(self._renamed[load.source], 1, matmul.columns)
-            for step in range(math.ceil(shares.columns / (_GROUP_WARPS * 32))):
-                position = thread + step * _GROUP_WARPS * 32
+            for step in range(math.ceil(shares.columns / (GROUP_WARPS * 32))):
+                position = thread + step * GROUP_WARPS * 32
                 at = tirx.min(column + position, matmul.columns - 1)
                 with T.If(position < shares.columns), T.Then():
-                    T.buffer_store(copy, source[0, at], [warp // _GROUP_WARPS, position])
+                    T.buffer_store(copy, source[0, at], [warp // GROUP_WARPS, position])
         self._rows: list[tuple[TensorLoad, dict[tuple[int, int], tirx.Expr]]] = []
         for load in self._row_loads:
             self._rows.append((load, self._read_rows(load)))
-        self._scalars = [(load, self._read_scalar(load)) for load in _scalar_loads(matmul)]
+        self._scalars = [(load, self._read_scalar(load)) for load in scalar_loads(matmul)]
         self._held: dict[tuple[int, int, int], tirx.Var] = {}
         self._held_tables: dict[tuple[int, int, int], list[tuple[TensorLoad, tirx.Var]]] = {}
         if shares.prefetched:
@@ -287,14 +166,14 @@ class OutputTile:
     def _read_scalar(self, load: TensorLoad) -> tirx.Expr:
         """Emit the load of a scalar; return its register."""
         source = _matrix(self._renamed[load.source], 1, 1)
-        register = T.alloc_local([1], _dtype(load))
+        register = T.alloc_local([1], dtype_of(load))
         T.buffer_store(register, source[0, 0], [0])
         return register[0]
 
     def _read_rows(self, load: TensorLoad) -> dict[tuple[int, int], tirx.Expr]:
         """Emit the loads of one element for each of a lane's rows; return the registers by block and half."""
         source = _matrix(self._renamed[load.source], self._matmul.m, int(load.source.ty.shape[-1]))
-        registers = T.alloc_local([self._shares.m_blocks * 2], _dtype(load))
+        registers = T.alloc_local([self._shares.m_blocks * 2], dtype_of(load))
         places = [(block, half) for block in range(self._shares.m_blocks) for half in range(2)]
         for number, (block, half) in enumerate(places):
             row = tirx.min(self._row + block * 64 + half * 8 + self._lane // 4, self._matmul.m - 1)
@@ -304,8 +183,8 @@ class OutputTile:
     def _wait_for_group(self) -> None:
         """Emit a barrier of the warpgroup, where it shares copies."""
         if self._columns:
-            barrier = tirx.Cast("uint32", self._warp // _GROUP_WARPS + _GROUP_BARRIER)
-            T.evaluate(T.ptx.bar.sync(barrier, _GROUP_WARPS * 32))
+            barrier = tirx.Cast("uint32", self._warp // GROUP_WARPS + _GROUP_BARRIER)
+            T.evaluate(T.ptx.bar.sync(barrier, GROUP_WARPS * 32))
 
     @contextmanager
     def rows_exist(self, block: int) -> Iterator[None]:
@@ -348,7 +227,7 @@ class OutputTile:
 
     def _vectors(self, dtype: str, width: int) -> list[tuple[tirx.Expr, tirx.Expr, int, bool]]:
         """Return, for each 16-byte vector of a patch that a lane handles, its row, column, elements, and if partial."""
-        lanes = _VECTOR_BYTES // _bytes(dtype)
+        lanes = VECTOR_BYTES // bytes_of(dtype)
         across = width // lanes
         vectors = []
         for step in range(math.ceil(16 * across / 32)):
@@ -364,7 +243,7 @@ class OutputTile:
     def _read_residuals(self, block: int, start: int, width: int) -> None:
         """Emit reads of a chunk of every residual into registers, 4 words a vector."""
         for index, load in enumerate(self._residuals):
-            dtype = _dtype(load)
+            dtype = dtype_of(load)
             source = _matrix(self._renamed[load.source], self._matmul.m, self._matmul.columns)
             vectors = self._vectors(dtype, width)
             words = T.alloc_local([4 * len(vectors)], "uint32")
@@ -477,9 +356,9 @@ class OutputTile:
         axes = dict(zip(self._epilogue.axes, _unflatten(row, column, self._epilogue), strict=True))
         pairs = []
         for load in self._tables:
-            pair = T.alloc_local([2], _dtype(load))
+            pair = T.alloc_local([2], dtype_of(load))
             source = self._renamed[load.source].ptr_to([substitute(index, axes) for index in load.indices])
-            load_bytes(pair.ptr_to([0]), source, 2 * _bytes(_dtype(load)))
+            load_bytes(pair.ptr_to([0]), source, 2 * bytes_of(dtype_of(load)))
             pairs.append((load, pair))
         self._held_tables[block, eight, half] = pairs
 
@@ -502,7 +381,7 @@ class OutputTile:
     def _load_columns(self, column: tirx.Expr) -> list[tuple[TensorLoad, tirx.Var]]:
         """Emit the loads of two neighbouring elements of every row vector into registers."""
         return [
-            (load, _load_pair(copy, [self._warp // _GROUP_WARPS], column))
+            (load, _load_pair(copy, [self._warp // GROUP_WARPS], column))
             for load, copy in zip(self._columns, self._column_copies, strict=True)
         ]
 
@@ -543,7 +422,7 @@ class OutputTile:
 
     def _write_patch(self, block: int, start: int, width: int) -> None:
         dtype = self._matmul.output_dtype
-        vectors = self._vectors(dtype, width) if _has_vectors(self._matmul, dtype) else self._elements(width)
+        vectors = self._vectors(dtype, width) if has_vectors(self._matmul, dtype) else self._elements(width)
         for line, inside, lanes, partial in vectors:
             row, column = self._row + block * 64 + line, self._column + start + inside
             guards = [line < 16] if partial else []
@@ -587,11 +466,3 @@ def _unflatten(row: tirx.Expr, column: tirx.Expr, epilogue: Epilogue) -> list[ti
         indices.insert(0, rest % size)
         rest = rest // size
     return [tirx.Cast(str(axis.ty.dtype), index) for index, axis in zip(indices, epilogue.axes, strict=True)]
-
-
-def _dtype(load: TensorLoad) -> str:
-    return str(load.source.ty.dtype)
-
-
-def _bytes(dtype: str) -> int:
-    return int(tvm.DataType(dtype).bits) // 8

@@ -14,7 +14,7 @@ from pipeline.export import build_manifest
 from pipeline.kernel_facts import kernel_work
 from pipeline.manifest import ArgumentEntry, Manifest, WorkEntry, parse_manifest
 from pipeline.report_profile import profile_arrays
-from schedules.attention import attention_function
+from schedules.attention_function import attention_function
 from tests.schedules.attention_cases import PLAIN
 from tests.schedules.templates.matmul_cases import MatmulCase
 from tests.schedules.templates.norm_cases import NormCase, sums_of

@@ -7,15 +7,8 @@ import pytest
 import tvm
 from tvm import tirx
 
-from schedules.attention import (
-    ATTENTION_ATTR,
-    AttentionError,
-    AttentionSpec,
-    ScoreBias,
-    attention_function,
-    check_spec,
-    spec_of,
-)
+from schedules.attention import ATTENTION_ATTR, AttentionError, AttentionSpec, ScoreBias, check_spec, spec_of
+from schedules.attention_function import attention_function
 from tests.schedules.attention_cases import CASES, PLAIN, AttentionCase, draw, keys_and_values, reference
 
 

@@ -7,7 +7,7 @@ from tvm.s_tir import Schedule
 from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.schedule import Trace
 
-from schedules.attention import attention_function
+from schedules.attention_function import attention_function
 from schedules.context import QuietTuneContext
 from schedules.errors import TargetError
 from schedules.space import find_refusal, list_designs, make_space

@@ -10,7 +10,7 @@ import tvm_ffi.libinfo
 from pipeline.codegen import library_objects
 from pipeline.codegen.library_objects import compile_library_objects, list_library_sources
 from pipeline.errors import LoweringError
-from schedules.attention import attention_function
+from schedules.attention_function import attention_function
 from schedules.libraries.cublaslt import CublasLt, CublasLtParameters
 from schedules.libraries.cudnn_attention import CudnnAttention, CudnnAttentionParameters
 from schedules.libraries.vendors import CUDNN, VENDOR_LIBRARIES

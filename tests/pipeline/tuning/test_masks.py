@@ -11,7 +11,7 @@ import tvm
 from pipeline.tuning.arguments import hiding_nothing
 from pipeline.tuning.dependent_arguments import padding_masks
 from pipeline.tuning.note import CandidateNote, attach_note, take_note
-from schedules.attention import attention_function
+from schedules.attention_function import attention_function
 from tests.schedules.attention_cases import PLAIN, AttentionCase
 
 

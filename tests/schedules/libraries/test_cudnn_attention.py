@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tvm import tirx
 
-from schedules.attention import attention_function
+from schedules.attention_function import attention_function
 from schedules.gpu.binding import count_launches, list_unbound_blocks
 from schedules.libraries.cublaslt import CublasLtParameters
 from schedules.libraries.cudnn_attention import CudnnAttention, CudnnAttentionParameters

@@ -16,7 +16,7 @@ from tvm import tirx
 from pipeline.codegen.cuda_libraries import offer_library
 from pipeline.codegen.finish import device_toolchain, finish_kernels
 from pipeline.codegen.library_objects import compile_library_objects, list_library_sources
-from schedules.attention import attention_function
+from schedules.attention_function import attention_function
 from schedules.libraries.vendors import CUBLASLT, CUDNN, VendorLibrary
 from schedules.targets import resolve_target
 from schedules.templates.base import Parameters, Refusal, Template

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from tvm import tirx
 
-from schedules.attention import AttentionSpec, attention_function, spec_of
+from schedules.attention import AttentionSpec, spec_of
+from schedules.attention_function import attention_function
 from schedules.fallback import SCHEDULED_ATTR
 from schedules.targets import CudaLimits, ResolvedTarget, resolve_target
 from schedules.templates.attention_sm90 import AttentionSm90

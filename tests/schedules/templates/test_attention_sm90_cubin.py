@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import tvm
 
-from schedules.attention import attention_function
+from schedules.attention_function import attention_function
 from schedules.targets import ResolvedTarget, resolve_target
 from schedules.templates.attention_sm90 import AttentionSm90
 from schedules.templates.attention_sm90_plan import AttentionParameters

@@ -10,7 +10,7 @@ import pytest
 import tvm
 
 from pipeline.codegen.cuda_compiler import cuda_compiler
-from schedules.attention import attention_function
+from schedules.attention_function import attention_function
 from schedules.targets import resolve_target
 from schedules.templates.attention_sm90 import AttentionSm90
 from schedules.templates.attention_sm90_plan import AttentionParameters
