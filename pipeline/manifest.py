@@ -340,6 +340,7 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         policy=_policy(data["policy"]) if data.get("policy") else None,
         deterministic=_determinism(data["deterministic"]) if data.get("deterministic") else None,
         buckets=_buckets(data["buckets"]) if data.get("buckets") else None,
+        norm_rows_max=data.get("norm_rows_max"),
     )
 
 
