@@ -19,10 +19,9 @@ from pipeline.errors import LoweringError
 from pipeline.measure import BenchmarkReport, measure
 from pipeline.model_arm import compiled_arm
 from pipeline.model_records import MeasuredModel, ModelDecision, kernels_key
-from pipeline.paired_gain import paired_gain
+from pipeline.paired_gain import is_gain, paired_gain
 from pipeline.passes import lower
 from pipeline.prepare import PreparedModel
-from pipeline.rerank import is_gain
 from pipeline.selection import KernelChoice
 from pipeline.tuning.task import TuningTask
 from pipeline.tuning.tasks import extract_tasks, list_untunable

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+# A difference below this is nothing, however steady the machine.
+LEAST_GAIN = 0.003
+
 
 @dataclass(frozen=True)
 class PairedGain:
@@ -59,6 +62,11 @@ def paired_gain(
         most=_part(float(gains[rank - 1]) if rank else math.inf),
         bias=math.expm1(abs(float(np.median(first - last)))),
     )
+
+
+def is_gain(gain: PairedGain) -> bool:
+    """Whether something is surely faster, by more than a place in the turn makes."""
+    return gain.least > max(LEAST_GAIN, gain.bias)
 
 
 def _rank(turns: int, doubt: float) -> int:

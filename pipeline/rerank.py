@@ -26,7 +26,7 @@ from pipeline.errors import LoweringError
 from pipeline.manifest import MeasuredEntry
 from pipeline.measure import DEFAULT_WARMUP, Arm, measure
 from pipeline.model_arm import compiled_arm
-from pipeline.paired_gain import PairedGain, paired_gain
+from pipeline.paired_gain import LEAST_GAIN, PairedGain, is_gain, paired_gain
 from pipeline.prepare import PreparedModel
 from pipeline.selection import KernelChoice, replay_record
 from pipeline.tuning.options import TaskSummary, TuningSummary
@@ -46,8 +46,6 @@ _LISTED = 64
 _LOOKS = (30, 60, 120)
 _SECONDS_MAX = 20.0
 _BEFORE, _AFTER = "as tuned, before", "as tuned, after"
-# A difference below this is nothing, however steady the machine.
-_LEAST_GAIN = 0.003
 # The probability with which a run of all of this may take a runner-up that gains nothing.
 _DOUBT = 0.01
 
@@ -169,11 +167,6 @@ def rerank(
     return tuple(taken.get(choice.function, choice) for choice in choices), report
 
 
-def is_gain(gain: PairedGain) -> bool:
-    """Whether something is surely faster, by more than a place in the turn makes."""
-    return gain.least > max(_LEAST_GAIN, gain.bias)
-
-
 def _take_turns(arms: Mapping[str, Arm], rivals: int) -> tuple[dict[str, list[float]], list[PairedGain]]:
     """Return the latencies of all arms and the gains of the rivals, after as many turns as it takes to tell."""
     latencies: dict[str, list[float]] = {name: [] for name in arms}
@@ -187,7 +180,7 @@ def _take_turns(arms: Mapping[str, Arm], rivals: int) -> tuple[dict[str, list[fl
             latencies[arm.name] += arm.latencies_ms
         before, after = latencies[_BEFORE], latencies[_AFTER]
         gains = [paired_gain(latencies[str(n)], before, after, doubt=doubt) for n in range(rivals)]
-        if all(is_gain(one) or one.most < _LEAST_GAIN for one in gains) or time.monotonic() - began > _SECONDS_MAX:
+        if all(is_gain(one) or one.most < LEAST_GAIN for one in gains) or time.monotonic() - began > _SECONDS_MAX:
             break
     return latencies, gains
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from schedules.targets import CudaLimits
 from schedules.templates.base import Parameters, Refusal
@@ -53,8 +53,39 @@ class GemvParameters(Parameters):
     dependent: bool = False
 
 
+class Tiled(Protocol):
+    """Parameters of a kernel whose warps make so many tiles of 16 rows of W together."""
+
+    @property
+    def tiles(self) -> int:
+        """How many."""
+        ...
+
+
+class StepSizes:
+    """What follows for a step along K from the weights in a load and the tiles."""
+
+    length: int
+    parameters: Tiled
+
+    @property
+    def step(self) -> int:
+        """Weights of a row in a step."""
+        return self.length * LANES
+
+    @property
+    def rows(self) -> int:
+        """Rows of W that a warp makes together."""
+        return TILE * self.parameters.tiles
+
+    @property
+    def words_x(self) -> int:
+        """Registers of x for a step and 8 rows."""
+        return self.length // 2
+
+
 @dataclass(frozen=True)
-class GemvPlan:
+class GemvPlan(StepSizes):
     """Sizes of one kernel.
 
     Attributes
@@ -85,21 +116,6 @@ class GemvPlan:
     registers: int
     shared_bytes: int
     grouped: bool
-
-    @property
-    def step(self) -> int:
-        """Weights of a row in a step."""
-        return self.length * LANES
-
-    @property
-    def rows(self) -> int:
-        """Rows of W of a block."""
-        return TILE * self.parameters.tiles
-
-    @property
-    def words_x(self) -> int:
-        """Registers of x for a step and 8 rows."""
-        return self.length // 2
 
     @property
     def rounds(self) -> int:

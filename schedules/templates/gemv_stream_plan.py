@@ -9,7 +9,7 @@ from typing import ClassVar
 from schedules.targets import CudaLimits
 from schedules.templates.base import Parameters, Refusal
 from schedules.templates.gemv_function import GemvFunction, Quantisation
-from schedules.templates.gemv_plan import COLUMNS, LANES, LOAD_BYTES, SHARED_PAD, TILE, WARP, load_length
+from schedules.templates.gemv_plan import COLUMNS, LANES, LOAD_BYTES, SHARED_PAD, TILE, WARP, StepSizes, load_length
 
 # Elements of a copy of scales: a load's bytes of halves.
 SCALES = 8
@@ -49,7 +49,7 @@ class GemvStreamParameters(Parameters):
 
 
 @dataclass(frozen=True)
-class GemvStreamPlan:
+class GemvStreamPlan(StepSizes):
     """Sizes of one kernel.
 
     Attributes
@@ -83,21 +83,6 @@ class GemvStreamPlan:
     scale_rows: int
     registers: int
     shared_bytes: int
-
-    @property
-    def step(self) -> int:
-        """Weights of a row in a step."""
-        return self.length * LANES
-
-    @property
-    def rows(self) -> int:
-        """Rows of W in a tile."""
-        return TILE * self.parameters.tiles
-
-    @property
-    def words_x(self) -> int:
-        """Registers of x for a step and 8 rows."""
-        return self.length // 2
 
     @property
     def threads(self) -> int:
