@@ -46,6 +46,8 @@ class Report:
         The whole module, measured with the profile.
     planned_bytes, weights_bytes
         Device memory by the static plan, and of the weights.
+    observed_bytes
+        Device memory that the module really took, measured with the profile on a GPU.
     validation
         What the manifest says of the last validation.
     ceilings
@@ -65,6 +67,7 @@ class Report:
     model_us: float | None = None
     planned_bytes: int | None = None
     weights_bytes: int | None = None
+    observed_bytes: int | None = None
     validation: Mapping[str, object] | None = None
     ceilings: Ceilings | None = None
     versions: Mapping[str, str] | None = None
@@ -139,6 +142,7 @@ def report_artifact(
         model_us=profile.model_us if profile else None,
         planned_bytes=manifest.memory.planned_bytes if manifest.memory else None,
         weights_bytes=manifest.memory.weights_bytes if manifest.memory else None,
+        observed_bytes=profile.observed_bytes if profile else None,
         validation=_validation(manifest),
         ceilings=found,
         versions=manifest.versions,

@@ -77,6 +77,8 @@ def _facts(report: Report) -> str:
     if report.weights_bytes is not None:
         planned = "depends on shapes" if report.planned_bytes is None else f"{report.planned_bytes / 1e6:,.2f} MB"
         facts += [("planned memory", planned), ("weights", f"{report.weights_bytes / 1e6:,.2f} MB")]
+    if report.observed_bytes is not None:
+        facts.append(("device memory taken, measured now", f"{report.observed_bytes / 1e6:,.2f} MB"))
     if report.validation is not None:
         verdict = "passed" if report.validation.get("passed") else "FAILED"
         facts.append(("validation against ONNX Runtime", f"{verdict}, {report.validation.get('samples')} samples"))

@@ -13,6 +13,8 @@ import tvm
 
 from models import TensorSpec
 from models.spec import numpy_dtype
+from pipeline.artifact import load_manifest
+from pipeline.codegen.cuda_libraries import load_cuda_runtime
 from pipeline.environment import cpu_name
 from pipeline.manifest import MODULE_FILE, ArgumentEntry, KernelEntry, Manifest
 from pipeline.measure import OWN_ARM, measure, module_arm
@@ -29,11 +31,25 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Profile:
-    """Microseconds of one call of each kernel, alone and with warm caches, and of the whole module; medians."""
+    """What an artifact takes on the device that is here.
+
+    Attributes
+    ----------
+    device
+        Its name.
+    kernels_us, model_us
+        Microseconds of one call of each kernel, alone and with warm caches, and of the whole module; medians.
+    observed_bytes
+        What of a GPU's memory was taken between before the module was loaded and after it had run, by the device's own
+        count: weights, planned storage, code, what a captured graph keeps, and the rounding of it all. Nothing is given
+        back meanwhile, so that it is the peak; other processes on the device count too. None on a CPU, and where the
+        module was not run.
+    """
 
     device: str
     kernels_us: Mapping[str, float]
     model_us: float | None
+    observed_bytes: int | None
 
 
 def profile_artifact(directory: Path) -> Profile:
@@ -47,14 +63,27 @@ def profile_artifact(directory: Path) -> Profile:
     ArtifactError
         The artifact is damaged, or for a target that this machine does not have.
     """
+    free_before = _free_bytes(load_manifest(directory))
     module = Module.load(directory)
+    model_us = _model_us(module)
+    free_after = _free_bytes(module.manifest) if model_us is not None else None
+    observed = None if free_before is None or free_after is None else free_before - free_after
     library = tvm.runtime.load_module(str(directory / MODULE_FILE))
     times: dict[str, float] = {}
     for kernel in module.manifest.kernels:
         seconds = _kernel_seconds(library, kernel, module.device)
         if seconds is not None:
             times[kernel.function] = seconds * 1e6
-    return Profile(_device_name(module), times, _model_us(module))
+    return Profile(_device_name(module), times, model_us, observed)
+
+
+def _free_bytes(manifest: Manifest) -> int | None:
+    """Return the free memory of the GPU that `Module.load` takes; None where the artifact is not for a GPU."""
+    if manifest.target.kind != "cuda":
+        return None
+    load_cuda_runtime()
+    device = tvm.cuda(0)
+    return int(device.available_global_memory) if device.exist else None
 
 
 def _kernel_seconds(library: tvm.runtime.Module, kernel: KernelEntry, device: tvm.runtime.Device) -> float | None:

@@ -12,11 +12,13 @@ import tvm
 
 from models import OnnxModel, load_model
 from models.inputs import random_inputs
+from pipeline.artifact import load_manifest
 from pipeline.compile import compile_module
 from pipeline.export import write_artifact
 from pipeline.importer import import_model
 from pipeline.passes import lower
 from pipeline.passes.module import LoweringOptions
+from pipeline.report_profile import profile_artifact
 from pipeline.runtime import Module
 from pipeline.validate import validate
 from schedules.targets import resolve_target
@@ -92,3 +94,14 @@ def test_artifact_compiled_without_a_gpu_runs_here(tmp_path: Path) -> None:
     outcome = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert outcome.returncode == 0, outcome.stderr[-2000:]
     assert validate(tmp_path / "artifact", model_of("bert-tiny"), samples=1).passed
+
+
+def test_a_module_takes_the_memory_that_was_planned(tmp_path: Path) -> None:
+    artifact = write(model_of("bert-tiny"), tmp_path / "artifact")
+    memory, profile = load_manifest(artifact).memory, profile_artifact(artifact)
+    assert memory is not None
+    assert memory.planned_bytes
+    assert profile.observed_bytes is not None
+    needed = memory.planned_bytes + memory.weights_bytes
+    # Code, the graph and the driver's own rounding come on top. Other processes on the device would count too.
+    assert needed <= profile.observed_bytes < needed + 256 * 2**20

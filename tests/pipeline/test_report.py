@@ -21,7 +21,7 @@ from pipeline.report_ceilings import KNOWN_CEILINGS, Ceilings, known_ceilings, m
 from pipeline.report_html import number, percent, render_page
 from pipeline.report_kernel import Bottleneck, KernelRow, TimeSource, find_bottleneck, judged
 from pipeline.report_plot import roofline, shares
-from pipeline.report_profile import profile_artifact
+from pipeline.report_profile import Profile, profile_artifact
 from pipeline.selection import select_kernels
 from pipeline.tuning.task import TuningTask
 from schedules.targets import ResolvedTarget
@@ -140,6 +140,16 @@ def test_a_profile_times_every_kernel_and_the_module(artifact: Path) -> None:
     report = report_artifact(artifact, profile=profile)
     assert {row.time_source for row in report.kernels} == {TimeSource.PROFILE}
     assert report.model_us == profile.model_us
+    # A CPU's process has no count of its own.
+    assert report.observed_bytes is None
+    assert "device memory taken" not in render_page([report])
+
+
+def test_memory_observed_on_a_gpu_is_on_the_page(artifact: Path) -> None:
+    profile = Profile("a GPU", {}, 100.0, 123_000_000)
+    report = report_artifact(artifact, profile=profile)
+    assert report.to_json()["observed_bytes"] == 123_000_000
+    assert "<b>123.00 MB</b>device memory taken" in render_page([report])
 
 
 def test_a_database_alone_gives_one_report_for_a_model_and_device(database: TuningDatabase, tuned: Path) -> None:
