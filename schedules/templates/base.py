@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import ClassVar, Protocol, Self
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Protocol, Self
 
 from tvm.tirx import PrimFunc
 
@@ -18,6 +18,8 @@ from schedules.errors import ScheduleError
 from schedules.targets import ResolvedTarget
 
 ParameterValue = int | bool | str
+# In the metadata of a field.
+_ADDED = "added"
 
 
 class TemplateError(ScheduleError):
@@ -35,14 +37,19 @@ class Refusal:
 class Parameters:
     """The numbers that a kernel of one template is made from.
 
-    A template derives from it a frozen dataclass whose fields are integers, booleans and strings.
+    A template derives from it a frozen dataclass whose fields are integers, booleans and strings. A field that is
+    `added` to it later leaves decisions as they were: one that has the field's default is written, and read, without.
     """
 
     template: ClassVar[str]
 
     def to_json(self) -> str:
         """Return the parameters as canonical JSON text: the decision of a tuning record."""
-        document = {"template": self.template, **asdict(self)}
+        document: dict[str, ParameterValue] = {"template": self.template}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if not one.metadata.get(_ADDED) or value != one.default:
+                document[one.name] = value
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -57,7 +64,10 @@ class Parameters:
         document = _parse(text)
         if document.pop("template", None) != cls.template:
             raise TemplateError(f"decision {text!r} is not of template {cls.template!r}; measure the task again.")
-        expected = {field.name: type(field.default) for field in fields(cls)}
+        expected = {one.name: type(one.default) for one in fields(cls)}
+        for one in fields(cls):
+            if one.metadata.get(_ADDED):
+                document.setdefault(one.name, getattr(cls, one.name))
         got = {name: type(value) for name, value in document.items()}
         if got != expected:
             raise TemplateError(
@@ -65,6 +75,11 @@ class Parameters:
                 f"{_names(got)}; it was written by another version: measure the task again."
             )
         return cls(**document)
+
+
+def added(default: ParameterValue) -> Any:
+    """Return a field of `Parameters` that decisions written before it lack; they mean its default."""
+    return field(default=default, metadata={_ADDED: True})
 
 
 class Template(Protocol):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedules.templates.base import Parameters, TemplateError, template_of
+from schedules.templates.base import Parameters, TemplateError, added, template_of
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,13 @@ class SomeParameters(Parameters):
     fast: bool = False
 
 
+@dataclass(frozen=True)
+class GrownParameters(SomeParameters):
+    """`SomeParameters` of a later version."""
+
+    slow: bool = added(default=False)
+
+
 @given(st.integers(), st.text(), st.booleans())
 def test_parameters_survive_json(tile: int, kind: str, fast: bool) -> None:
     parameters = SomeParameters(tile, kind, fast)
@@ -28,6 +35,23 @@ def test_parameters_survive_json(tile: int, kind: str, fast: bool) -> None:
 
 def test_json_is_canonical() -> None:
     assert SomeParameters().to_json() == '{"fast":false,"kind":"x","template":"some","tile":1}'
+
+
+def test_decisions_mean_the_default_of_a_field_that_was_added_later() -> None:
+    before = SomeParameters(tile=3)
+    assert GrownParameters(tile=3).to_json() == before.to_json()
+    assert GrownParameters.from_json(before.to_json()) == GrownParameters(tile=3)
+    slow = GrownParameters(tile=3, slow=True)
+    assert GrownParameters.from_json(slow.to_json()) == slow
+    assert '"slow":true' in slow.to_json()
+    # The version before cannot make what the field asks for.
+    with pytest.raises(TemplateError, match="written by another version"):
+        SomeParameters.from_json(slow.to_json())
+
+
+def test_a_field_that_was_added_later_has_a_type_too() -> None:
+    with pytest.raises(TemplateError, match=r"got .*slow \(int\)"):
+        GrownParameters.from_json('{"fast":false,"kind":"x","slow":1,"template":"some","tile":1}')
 
 
 @pytest.mark.parametrize(
