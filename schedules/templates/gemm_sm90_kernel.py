@@ -10,6 +10,7 @@ from tvm.tirx.script import builder as T
 
 from schedules.fallback import SCHEDULED_ATTR
 from schedules.templates.epilogue import MatmulFunction
+from schedules.templates.gemm_sm90_cluster import ClusterSum
 from schedules.templates.gemm_sm90_multiply import Multiply
 from schedules.templates.gemm_sm90_norm import RowStatistics
 from schedules.templates.gemm_sm90_plan import (
@@ -19,6 +20,8 @@ from schedules.templates.gemm_sm90_plan import (
     GemmPlan,
     tensor_maps,
 )
+from schedules.templates.gemm_sm90_stream import StreamPart, StreamSum, StreamTiles
+from schedules.templates.gemm_sm90_tiles import Part, Tiles
 from schedules.templates.hopper import (
     Ring,
     arrive,
@@ -40,8 +43,6 @@ _BLOCKS_ATTR = "s_tir"
 _LAUNCH_ATTR = "tirx.kernel_launch_params"
 _MIN_BLOCKS_ATTR = "tirx.launch_bounds_min_blocks_per_sm"
 _DEPENDENT_LAUNCH = "tirx.use_programtic_dependent_launch"
-
-_CONSUMERS_BARRIER = 1
 
 
 def build_kernel(func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan) -> tirx.PrimFunc:
@@ -82,7 +83,12 @@ class _Kernel:
             T.buffer_store(warpgroup, uniform(self._thread // WARPGROUP), [0])
             self._group = warpgroup[0]
             self._rank = block % plan.cluster
-            self._block = block // plan.cluster
+            if self._p.stream_k:
+                self._tiles: Tiles = StreamTiles(plan, block)
+                self._stream_sum = StreamSum(plan, self._output, self._thread, block)
+            else:
+                self._tiles = Tiles(plan, block // plan.cluster, self._rank)
+            self._cluster_sum = ClusterSum(plan, self._output, self._thread, self._rank)
             self._allocate()
             self._initialise()
             if self._p.dependent:
@@ -129,13 +135,8 @@ class _Kernel:
         pool = T.SMEMPool()
         self._tile_a = pool.alloc((p.stages, self._plan.rows_a * self._block_k), operands.tensor_map, align=1024)
         self._tile_b = pool.alloc((p.stages, p.block_n * self._block_k), operands.tensor_map, align=1024)
-        end = pool.offset
         if p.split_k > 1:
-            # The partial sums take the place of the ring, whose tiles are used up by then.
-            pool.move_base_to(0)
-            groups = p.block_m // 64
-            self._partial = pool.alloc((groups, p.block_n // 8, WARPGROUP, 4), operands.register, align=1024)
-            pool.move_base_to(max(end, pool.offset))
+            self._cluster_sum.allocate(pool)
         self._output.allocate(pool)
         self._full = pool.alloc((p.stages,), "uint64", align=8)
         self._empty = pool.alloc((p.stages,), "uint64", align=8)
@@ -166,90 +167,54 @@ class _Kernel:
 
     def _load_early(self) -> None:
         """Emit the loads of those tiles of B that are constant and wanted first."""
-        _, column = self._place(self._block)
-        start, _ = self._k_range()
-        for stage in range(self._plan.early):
+        first = self._tiles.first()
+
+        def load(stage: tirx.Expr | int) -> None:
             self._expect(stage)
-            self._load_b(stage, start + stage, column)
+            self._load_b(stage, first.start + stage, first.column)
 
-    def _each_tile(
-        self, make: Callable[[tirx.Expr, tirx.Expr, tirx.Expr], None], *, first: tirx.Expr | int = 0, every: int = 1
-    ) -> None:
-        """Emit the loop over this block's tiles.
+        self._each_early(first, load)
 
-        Parameters
-        ----------
-        make : callable
-            Gets the tile's number within this block, and its row and column in tiles.
-        first, every
-            Which of the block's tiles to make.
-        """
-        plan = self._plan
-
-        def emit(turn: tirx.Expr) -> None:
-            tile = self._block + turn * plan.blocks
-            row, column = self._place(tile)
-            make(turn, row, column)
-
-        if plan.blocks == plan.tiles and every == 1:
-            emit(tirx.IntImm("int32", 0))
+    def _each_early(self, first: Part, load: Callable[[tirx.Expr | int], None]) -> None:
+        """Emit something for every stage that is loaded early."""
+        begun = self._begun(first)
+        if isinstance(begun, int):
+            for stage in range(begun):
+                load(stage)
             return
-        # (tiles - block) / blocks tiles are left from this block's first on, rounded up; never negative.
-        left = plan.tiles - self._block + (every - first) * plan.blocks - 1
-        with T.serial(left // (every * plan.blocks)) as turn:
-            emit(turn * every + first)
+        with T.serial(begun, unroll=False) as stage:
+            load(stage)
 
-    def _place(self, tile: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
-        """Return the row and column, in tiles, of this block's part of a cluster's tile."""
-        plan, p = self._plan, self._p
-        height = min(p.group, plan.tiles_m)
-        if height == 1:
-            row, column = tile // plan.tiles_n, tile % plan.tiles_n
-        else:
-            group, inside = tile // (height * plan.tiles_n), tile % (height * plan.tiles_n)
-            rows: tirx.Expr | int = height
-            if plan.tiles_m % height:
-                rows = tirx.min(height, plan.tiles_m - group * height)
-            row, column = group * height + inside % rows, inside // rows
-        return (row if p.multicast == 1 else row * p.multicast + self._rank), column
-
-    def _k_range(self) -> tuple[tirx.Expr | int, tirx.Expr | int]:
-        """Return this block's first tile of K and how many it sums."""
-        plan = self._plan
-        if self._p.split_k == 1:
-            return 0, plan.k_tiles
-        start = self._rank * plan.k_share
-        if plan.k_tiles % plan.k_share == 0:
-            return start, plan.k_share
-        return start, tirx.min(plan.k_share, plan.k_tiles - start)
+    def _begun(self, first: Part) -> tirx.Expr | int:
+        """Return how many stages are loaded early: no more than the first part has."""
+        early = self._plan.early
+        return tirx.min(early, first.count) if self._p.stream_k and early else early
 
     def _produce(self) -> None:
-        plan = self._plan
         ring = Ring(self._p.stages)
-        start, count = self._k_range()
-        early = plan.early
+        early: tirx.Expr | int = 0
         if self._p.multicast > 1:
             self._load_early()
         if self._p.dependent:
             T.evaluate(T.ptx.griddepcontrol.wait())
-        if early:
-            row, _ = self._place(self._block)
-            for stage in range(early):
-                self._load_a(stage, start + stage, row)
+        if self._plan.early:
+            first = self._tiles.first()
+            early = self._begun(first)
+            self._each_early(first, lambda stage: self._load_a(stage, first.start + stage, first.row))
             ring.set(early % self._p.stages, early // self._p.stages)
 
-        def load_tile(turn: tirx.Expr, row: tirx.Expr, column: tirx.Expr) -> None:
+        def load_part(part: Part) -> None:
             # Tiles of K that are on their way already.
-            begun = early if isinstance(turn, tirx.IntImm) else tirx.Select(turn == 0, early, 0)
-            with T.serial(count - begun, unroll=False) as step:
-                k_tile = start + begun + step
+            begun = early if isinstance(part.turn, tirx.IntImm) else tirx.Select(part.turn == 0, early, 0)
+            with T.serial(part.count - begun, unroll=False) as step:
+                k_tile = part.start + begun + step
                 T.evaluate(T.cuda.mbarrier_wait(self._empty.ptr_to([ring.stage]), ring.phase ^ 1))
                 self._expect(ring.stage)
-                self._load_a(ring.stage, k_tile, row)
-                self._load_b(ring.stage, k_tile, column)
+                self._load_a(ring.stage, k_tile, part.row)
+                self._load_b(ring.stage, k_tile, part.column)
                 ring.advance()
 
-        self._each_tile(load_tile)
+        self._tiles.each(load_part)
 
     def _expect(self, stage: tirx.Expr | int) -> None:
         bytes_per_stage = T.uint32(self._plan.stage_bytes)
@@ -301,7 +266,6 @@ class _Kernel:
         first_row = 0 if p.pingpong else group * (plan.m_blocks * 64)
         multiply.describe(self._tile_a.ptr_to([0, first_row * self._block_k]), self._tile_b.ptr_to([0, 0]))
         leader = self._thread % WARPGROUP == 0
-        _, count = self._k_range()
         if self._norm is not None:
             partials = self._params[self._norm.partials]
             self._statistics = RowStatistics(self._matmul, self._norm, partials, plan.m_blocks)
@@ -315,10 +279,11 @@ class _Kernel:
             T.evaluate(T.cuda.mbarrier_wait(self._full.ptr_to([ring.stage]), ring.phase))
             multiply.emit(accumulators, ring.stage, tirx.convert(step) > 0)
 
-        def make_tile(turn: tirx.Expr, row: tirx.Expr, column: tirx.Expr) -> None:
-            self._begin_output(row, column)
+        def make_part(part: Part) -> None:
+            count = part.count
+            self._begin_output(part)
             if p.pingpong:
-                self._take_turn(ring, turn)
+                self._take_turn(ring, part.turn)
             with T.serial(count - 1, unroll=unroll) as step:
                 multiply_stage(step)
                 # The multiplications of the stage before are done: its memory may be overwritten.
@@ -338,15 +303,15 @@ class _Kernel:
             with T.If(leader), T.Then():
                 self._release(ring.stage)
             ring.advance()
-            self._finish(accumulators, column)
+            self._finish(accumulators, part)
 
-        def make_tile_of_exact_sums(turn: tirx.Expr, row: tirx.Expr, column: tirx.Expr) -> None:
-            self._begin_output(row, column)
+        def make_part_of_exact_sums(part: Part) -> None:
+            self._begin_output(part)
             for index in range(held):
                 T.buffer_store(totals, tirx.FloatImm("float32", 0.0), [index])
             if p.pingpong:
-                self._take_turn(ring, turn)
-            with T.serial(count, unroll=False):
+                self._take_turn(ring, part.turn)
+            with T.serial(part.count, unroll=False):
                 T.evaluate(T.cuda.mbarrier_wait(self._full.ptr_to([ring.stage]), ring.phase))
                 multiply.emit(accumulators, ring.stage, tirx.const(False, "bool"))
                 T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
@@ -358,12 +323,12 @@ class _Kernel:
                 ring.advance()
             if p.pingpong:
                 self._give_turn(leader)
-            self._finish(totals, column)
+            self._finish(totals, part)
 
         if plan.operands.exact_sums:
             totals = T.alloc_local([held], "float32")
-            make_tile = make_tile_of_exact_sums
-        self._each_tile(make_tile, first=group if p.pingpong else 0, every=2 if p.pingpong else 1)
+            make_part = make_part_of_exact_sums
+        self._tiles.each(make_part, first=group if p.pingpong else 0, every=2 if p.pingpong else 1)
 
     def _take_turn(self, ring: Ring, turn: tirx.Expr) -> None:
         """Emit, for a tile made by turns, the wait for its turn, and the step to its first stage."""
@@ -376,12 +341,12 @@ class _Kernel:
         with T.If(leader), T.Then():
             arrive(self._turn.ptr_to([1 - self._group]))
 
-    def _begin_output(self, row: tirx.Expr, column: tirx.Expr) -> None:
+    def _begin_output(self, part: Part) -> None:
         p, plan = self._p, self._plan
         warp, lane = self._thread // 32, self._thread % 32
         group_row = 0 if p.pingpong else warp // 4 * (plan.m_blocks * 64)
-        first_row = row * p.block_m + group_row + warp % 4 * 16
-        first_column = column * (p.block_n // plan.shares.accumulators)
+        first_row = part.row * p.block_m + group_row + warp % 4 * 16
+        first_column = part.column * (p.block_n // plan.shares.accumulators)
         if p.split_k > 1:
             first_column += self._rank * plan.shares.columns
         if self._norm is not None:
@@ -395,71 +360,38 @@ class _Kernel:
         """Whether a tile may have rows that do not exist."""
         return self._matmul.m % (self._p.block_m * self._p.multicast) != 0
 
-    def _finish(self, accumulators: tirx.Var, column: tirx.Expr) -> None:
+    def _finish(self, accumulators: tirx.Var, part: Part) -> None:
+        if not isinstance(part, StreamPart):
+            self._write(accumulators, part)
+            return
+        with T.If(part.ends):
+            with T.Then():
+                self._stream_sum.collect(accumulators, part)
+                self._write(accumulators, part)
+            with T.Else():
+                self._stream_sum.publish(accumulators)
+
+    def _write(self, accumulators: tirx.Var, part: Part) -> None:
         p, matmul = self._p, self._matmul
         ragged_columns = matmul.n % p.block_n != 0
         width = p.block_n // self._plan.shares.accumulators
         end: tirx.Expr | int = matmul.columns
         if p.split_k > 1:
-            accumulators = self._reduce(accumulators)
+            accumulators = self._cluster_sum.total(accumulators)
             if width % (self._plan.shares.columns * p.split_k):
-                end = tirx.min(matmul.columns, (column + 1) * width)
+                end = tirx.min(matmul.columns, (part.column + 1) * width)
                 ragged_columns = True
         if self._norm is not None:
             if self._plan.hold_partials:
                 self._statistics.finish()
             self._output.take_statistics(self._norm.buffer, self._statistics.statistic)
             if self._norm.output is not None:
-                first = [column == 0, *([self._rank == 0] if p.split_k > 1 else [])]
+                first = [part.column == 0, *([self._rank == 0] if p.split_k > 1 else [])]
                 with T.If(tirx.all(*first)), T.Then():
                     self._statistics.write(self._params[self._norm.output])
         self._output.write(accumulators, ragged_columns=ragged_columns, column_end=end)
         if p.split_k > 1:
-            # Shared memory stays valid until every block of the cluster has read it.
-            T.evaluate(T.ptx.barrier.cluster.wait.acquire())
-
-    def _reduce(self, accumulators: tirx.Var) -> tirx.Var:
-        """Emit the sum of the cluster's partial sums, in the order of ranks, and return this block's share of it.
-
-        Each block puts its partial sums where all can read them, and sums what makes `shares.columns` output columns.
-        """
-        p, plan = self._p, self._plan
-        eights, share = p.block_n // 8, plan.shares.columns * plan.shares.accumulators // 8
-        register = plan.operands.register
-        kind = "u32" if plan.operands.integer else "f32"
-        thread = self._thread % WARPGROUP
-        first_group = self._thread // WARPGROUP * plan.m_blocks
-        if p.consumers > 1:
-            T.evaluate(T.ptx.bar.sync(_CONSUMERS_BARRIER, p.consumers * WARPGROUP))
-        for block in range(plan.m_blocks):
-            with self._output.rows_exist(block):
-                for eight in range(eights):
-                    at = self._partial.ptr_to([first_group + block, eight, thread, 0])
-                    registers = [accumulators[(block * eights + eight) * 4 + index] for index in range(4)]
-                    T.evaluate(T.ptx[f"st.shared.v4.{kind}"](at, *registers))
-        T.evaluate(T.ptx.barrier.cluster.arrive.release())
-        T.evaluate(T.ptx.barrier.cluster.wait.acquire())
-        total = T.alloc_local([plan.m_blocks * share * 4], register)
-        parts = [T.alloc_local([4], register) for _ in range(p.split_k * share)]
-        remote = T.alloc_local([1], "uint32")
-        for block in range(plan.m_blocks):
-            with self._output.rows_exist(block):
-                # All loads before all sums: each takes as long as one from L2.
-                for number, part in enumerate(parts):
-                    rank, eight = number // share, number % share
-                    which = tirx.min(self._rank * share + eight, eights - 1)
-                    at = self._partial.ptr_to([first_group + block, which, thread, 0])
-                    window = T.cuda.cvta_generic_to_shared(at)
-                    T.evaluate(T.ptx.mapa.shared__cluster.u32(remote[0], window, T.uint32(rank)))
-                    T.evaluate(T.ptx[f"ld.shared::cluster.v4.{kind}"](*(part[index] for index in range(4)), remote[0]))
-                for eight in range(share):
-                    for index in range(4):
-                        value = parts[eight][index]
-                        for rank in range(1, p.split_k):
-                            value += parts[rank * share + eight][index]
-                        T.buffer_store(total, value, [(block * share + eight) * 4 + index])
-        T.evaluate(T.ptx.barrier.cluster.arrive.release())
-        return total
+            self._cluster_sum.wait_for_readers()
 
 
 def _declare(param: tirx.Var) -> tirx.Var:

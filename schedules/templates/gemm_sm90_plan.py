@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from schedules.targets import CudaLimits
-from schedules.templates.base import Parameters, Refusal
+from schedules.templates.base import Parameters, Refusal, added
 from schedules.templates.epilogue import MatmulFunction
 from schedules.templates.gemm_sm90_norm import statistics_registers
 from schedules.templates.gemm_sm90_operands import ROW_BYTES, Operands, operands_of
@@ -56,6 +56,8 @@ class GemmParameters(Parameters):
         Blocks, one cluster, that make tiles one below the other, and of which each loads a part of B for all.
     group
         Rows of tiles (of clusters of tiles) that are made column by column before the next ones are begun.
+    stream_k
+        Whether the blocks share the sums of all tiles evenly, wherever in a sum that cuts, instead of making tiles.
     """
 
     template: ClassVar[str] = "gemm_sm90"
@@ -70,6 +72,7 @@ class GemmParameters(Parameters):
     dependent: bool = False
     multicast: int = 1
     group: int = 1
+    stream_k: bool = added(default=False)
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class GemmPlan:
     blocks
         Clusters of the grid.
     k_tiles, k_share
-        Tiles of K, and those that one block sums at most.
+        Tiles of K, and those that one block sums at most: of a tile, or with `stream_k` of all.
     m_blocks
         Instructions of 64 rows a warpgroup needs for its part of a tile.
     groups
@@ -192,7 +195,11 @@ def make_plan(
         return Refusal(f"block_n is {p.block_n}, of which neither all nor half is an N of wgmma for {operands.a}")
     block_k = operands.block_k
     k_tiles = math.ceil(matmul.k / block_k)
-    k_share = math.ceil(k_tiles / p.split_k)
+    tiles_n = math.ceil(matmul.n / p.block_n)
+    tiles_m = math.ceil(matmul.m / (p.block_m * p.multicast))
+    tiles = tiles_m * tiles_n
+    blocks = min(p.blocks or tiles, tiles * k_tiles if p.stream_k else tiles)
+    k_share = math.ceil(tiles * k_tiles / blocks) if p.stream_k else math.ceil(k_tiles / p.split_k)
     if k_share * (p.split_k - 1) >= k_tiles:
         return Refusal(f"split_k is {p.split_k}, K has {k_tiles} tiles of {block_k}: a block would have none")
     groups = 1 if p.pingpong else p.consumers
@@ -227,12 +234,9 @@ def make_plan(
     total = max(p.stages * stage_bytes, partial_bytes) + shared_bytes(matmul, shares) + 8 * (2 * p.stages + 2)
     if total > limits.shared_bytes_optin:
         return Refusal(f"{total} bytes of shared memory, the target has {limits.shared_bytes_optin}")
-    tiles_n = math.ceil(matmul.n / p.block_n)
-    tiles_m = math.ceil(matmul.m / (p.block_m * p.multicast))
-    tiles = tiles_m * tiles_n
     # The widest that divides the tile.
     chunk = next(width for width in SWIZZLES if p.block_n % width == 0)
-    least = k_tiles - k_share * (p.split_k - 1)
+    least = min(k_tiles, k_share) if p.stream_k else k_tiles - k_share * (p.split_k - 1)
     return GemmPlan(
         parameters=p,
         operands=operands,
@@ -241,7 +245,7 @@ def make_plan(
         cluster=p.split_k * p.multicast,
         tiles_m=tiles_m,
         tiles_n=tiles_n,
-        blocks=min(p.blocks or tiles, tiles),
+        blocks=blocks,
         k_tiles=k_tiles,
         k_share=k_share,
         m_blocks=m_blocks,
@@ -307,6 +311,10 @@ def _refuse_parameters(p: GemmParameters) -> Refusal | None:
         return Refusal(f"multicast is {p.multicast}, expected 1, 2 or 4")
     if p.multicast > 1 and (p.split_k > 1 or p.block_n // p.multicast % 8):
         return Refusal(f"multicast does not go with split_k, nor with parts of {p.block_n} columns that are no eights")
+    if p.stream_k and not p.blocks:
+        return Refusal("stream_k has no number of blocks to share the sums")
+    if p.stream_k and (p.pingpong or p.split_k > 1 or p.multicast > 1):
+        return Refusal("stream_k does not go with pingpong, split_k or multicast")
     if p.group < 1:
         return Refusal(f"group is {p.group}, expected 1 or more")
     return None

@@ -36,6 +36,8 @@ EXACT = {
         replace(_BYTES, rows=(1000,), n=800),
         GemmParameters(64, 256, 3, 2, 5, pingpong=True, dependent=True),
     ),
+    "stream": (replace(INTEGERS, k=2064), GemmParameters(64, 64, 3, 1, 50, dependent=True, stream_k=True)),
+    "bytes, stream": (replace(_BYTES, rows=(700,), k=2064), GemmParameters(128, 96, 3, 2, 7, stream_k=True)),
     "multicast": (replace(_BYTES, rows=(700,)), GemmParameters(128, 96, 3, 2, 0, multicast=2, group=2)),
     "byte residual": (
         replace(_BYTES, epilogue=("dequantised", "byte_residual", "requantised")),
@@ -58,6 +60,10 @@ FLOATS = {
         GemmParameters(128, 192, 3, 2, 2),
     ),
     "split": (replace(_EIGHTS, k=2064, epilogue=("bias",), output="float16"), GemmParameters(64, 64, 3, 1, 0, 3)),
+    "stream": (
+        replace(_EIGHTS, k=2064, epilogue=("bias",), output="float16"),
+        GemmParameters(64, 64, 3, 1, 50, dependent=True, stream_k=True),
+    ),
     "large tiles": (replace(_EIGHTS, rows=(300,), n=520, output="float16"), GemmParameters(128, 192, 3, 2)),
     "by turns": (replace(_EIGHTS, rows=(1000,), n=776, k=528), GemmParameters(64, 128, 3, 2, 7, 1, True, True)),
 }

@@ -11,16 +11,18 @@ from tvm.sym import Analyzer
 
 from schedules.fallback import SCHEDULED_ATTR
 from schedules.targets import CudaLimits, ResolvedTarget, resolve_target
-from schedules.templates import fast_math, gemm_sm90_kernel
+from schedules.templates import fast_math
 from schedules.templates.base import Parameters, Refusal, TemplateError
 from schedules.templates.epilogue import MatmulFunction, recognise_matmul
 from schedules.templates.gemm_sm90 import CONSTANT_PARAMS_ATTR, GemmSm90
 from schedules.templates.gemm_sm90_plan import GemmParameters, GemmPlan, make_plan
+from schedules.templates.gemm_sm90_tiles import Tiles
 from schedules.templates.lowering import KERNEL_ATTR
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 CASE = MatmulCase((128,), 768, 768, ("bias", "residual"))
 SMALL = GemmParameters(64, 64, 4, 1)
+ZERO = tirx.IntImm("int32", 0)
 WAIT = 'T.ptx.griddepcontrol("wait"'
 
 
@@ -167,6 +169,8 @@ def test_other_targets_are_refused(text: str) -> None:
         (replace(SMALL, multicast=2, split_k=2), "multicast does not go with split_k"),
         (replace(SMALL, multicast=4, block_n=48), "parts of 48 columns"),
         (replace(SMALL, group=0), "group is 0, expected 1 or more"),
+        (replace(SMALL, stream_k=True), "stream_k has no number of blocks"),
+        (replace(SMALL, blocks=9, multicast=2, stream_k=True), "stream_k does not go with pingpong, split_k or"),
         (GemmParameters(256, 256, 2, 2), "256 accumulators a thread"),
         (GemmParameters(128, 256, 5, 2), "bytes of shared memory, the target has 232448"),
     ],
@@ -192,11 +196,10 @@ def test_every_tile_is_made_once_and_a_group_of_rows_column_by_column(group: int
     case = MatmulCase((700,), 320, 128)
     found = plan(case, replace(SMALL, group=group, multicast=multicast))
     assert isinstance(found, GemmPlan)
-    kernel = gemm_sm90_kernel._Kernel(case.func(), matmul(case), found)
     places = []
     for tile in range(found.tiles):
-        for kernel._rank in range(multicast):
-            place = kernel._place(tirx.IntImm("int32", tile))
+        for rank in range(multicast):
+            place = Tiles(found, ZERO, tirx.IntImm("int32", rank)).place(tirx.IntImm("int32", tile))
             places.append(tuple(int(Analyzer().simplify(tirx.convert(index))) for index in place))
     rows = multicast * found.tiles_m
     assert sorted(places) == [(row, column) for row in range(rows) for column in range(5)]

@@ -77,6 +77,8 @@ def compiled(case: MatmulCase, parameters: GemmParameters, target: ResolvedTarge
             GemmParameters(128, 96, 3, 2),
             168,
         ),
+        (replace(WIDE, k=3072), GemmParameters(128, 192, 4, 2, 132, dependent=True, stream_k=True), 168),
+        (replace(WIDE, rows=(300,), k=3072), GemmParameters(64, 64, 8, 1, 132, stream_k=True), 110),
     ],
     ids=[
         "split_k",
@@ -89,6 +91,8 @@ def compiled(case: MatmulCase, parameters: GemmParameters, target: ResolvedTarge
         "odd columns",
         "gated",
         "bfloat16",
+        "stream",
+        "small stream",
     ],
 )
 def test_cubin_has_wgmma_and_no_spills(

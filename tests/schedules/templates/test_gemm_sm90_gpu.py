@@ -65,6 +65,25 @@ CASES = {
         GemmParameters(64, 128, 3, 2, 7, 1, True, True),
     ),
     "mask": (replace(RAGGED, epilogue=("bias", "masked"), output="float32"), GemmParameters(64, 64, 4, 1)),
+    "stream": (replace(RAGGED, k=1032), GemmParameters(64, 64, 3, 1, 50, dependent=True, stream_k=True)),
+    "stream of more tiles than blocks": (
+        replace(RAGGED, rows=(700,), n=776, k=520, epilogue=("bias", "gelu")),
+        GemmParameters(128, 96, 3, 2, 7, group=4, dependent=True, stream_k=True),
+    ),
+    "stream, a block for each tile of K": (RAGGED, GemmParameters(128, 64, 3, 2, 132, stream_k=True)),
+    "stream of one row": (
+        replace(RAGGED, rows=(1,), k=1032),
+        GemmParameters(64, 32, 9, 1, 41, dependent=True, stream_k=True),
+    ),
+    "stream of prime columns": (
+        replace(RAGGED, n=257, k=1032, transposed=True, dtype="bfloat16", output="bfloat16"),
+        GemmParameters(256, 128, 3, 2, 20, dependent=True, stream_k=True),
+    ),
+    "stream, gated": (
+        replace(RAGGED, n=400, k=1032, epilogue=("gated", "bias")),
+        GemmParameters(128, 96, 3, 2, 13, stream_k=True),
+    ),
+    "stream of whole tiles": (replace(RAGGED, rows=(256,)), GemmParameters(128, 64, 3, 2, 4, stream_k=True)),
 }
 
 

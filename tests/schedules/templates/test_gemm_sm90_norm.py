@@ -73,6 +73,14 @@ CASES = {
         NormCase(replace(ADDED, rows=(300,), n=768), group=32, residual=True, sums=True),
         GemmParameters(128, 192, 3, 2),
     ),
+    "operand, stream": (
+        NormCase(replace(RAGGED, k=1040), operand=True, keeps=True),
+        GemmParameters(64, 64, 3, 1, 50, dependent=True, stream_k=True),
+    ),
+    "sums, stream": (
+        NormCase(replace(ADDED, rows=(300,), n=768, k=528), group=32, residual=True, sums=True),
+        GemmParameters(128, 192, 3, 2, 7, dependent=True, stream_k=True),
+    ),
     "operand and sums": (NormCase(RAGGED, operand=True, sums=True, keeps=True), GemmParameters(64, 64, 3, 1)),
 }
 LARGE = MatmulCase((4096,), 3072, 768, ("bias", "gelu"))

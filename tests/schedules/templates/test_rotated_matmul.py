@@ -40,6 +40,10 @@ CASES = {
     "one row": (replace(RAGGED, positions=1, k=1032), replace(SMALL, dependent=True, stages=6)),
     "split": (replace(RAGGED, k=1032, n=512, columns=384, head=64), GemmParameters(64, 96, 3, 1, split_k=3)),
     "split in two": (replace(RAGGED, k=1032, head=64), GemmParameters(64, 32, 3, 1, split_k=2)),
+    "stream": (
+        replace(RAGGED, k=1032, head=64),
+        GemmParameters(64, 64, 3, 1, blocks=20, dependent=True, stream_k=True),
+    ),
     "tables of each row": (replace(RAGGED, batch=5, positions=3, tables=5, normed=True, k=208), SMALL),
     "wide head": (replace(RAGGED, n=768, columns=512, head=256), GemmParameters(64, 128, 3, 1)),
     "odd head": (replace(RAGGED, n=480, columns=320, head=80, dtype="bfloat16"), GemmParameters(64, 96, 3, 1)),
