@@ -5,59 +5,27 @@ from __future__ import annotations
 import math
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from schedules.fallback import SCHEDULED_ATTR
-from schedules.templates.blocks import static_shape
-from schedules.templates.expressions import dtype_of
+from schedules.templates.async_copy import copy_async, end_copies, wait_for_copies
 from schedules.templates.gemv_function import GemvFunction
 from schedules.templates.gemv_multiply import emit_pairs, emit_products
-from schedules.templates.gemv_output import GemvOutput, flat_view
+from schedules.templates.gemv_output import GemvOutput
 from schedules.templates.gemv_plan import COLUMNS, LANES, LOAD_BYTES, WARP, X_PAD, GemvPlan
 from schedules.templates.global_access import load_bytes
-from schedules.templates.kernel_frame import constant_params, wait_for_predecessor
-from schedules.templates.lowering import KERNEL_ATTR
+from schedules.templates.kernel_frame import build_function, constant_params, flat_view, wait_for_predecessor
 from schedules.templates.registers import when
-
-# On a PrimFunc made of blocks, which a kernel is not.
-_BLOCKS_ATTR = "s_tir"
-# Launch attributes of a PrimFunc; the spelling is TVM's.
-_LAUNCH_ATTR, _DEPENDENT_LAUNCH = "tirx.kernel_launch_params", "tirx.use_programtic_dependent_launch"
-
 
 # Elements of x in 16 bytes.
 _VECTOR = 8
-_COPY = "relaxtune_copy_async"
-_COPY_SOURCE = """
-__forceinline__ __device__ void relaxtune_copy_async(void* to, const void* from, int size) {
-  unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(from), "r"(size) : "memory");
-}
-"""
-_ARRIVED = "relaxtune_copies_arrived"
-_ARRIVED_SOURCE = """
-__forceinline__ __device__ void relaxtune_copies_arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-"""
 
 
 def build_gemv_kernel(func: tirx.PrimFunc, function: GemvFunction, plan: GemvPlan) -> tirx.PrimFunc:
     """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("main")
-        params = [T.arg(p.name, T.Buffer(list(static_shape(p) or ()), dtype_of(p))) for p in func.params]
-        kernel = _Kernel(func, function, plan, params)
-        T.device_entry()
-        block = T.cta_id([plan.blocks])
-        thread = T.thread_id([plan.threads])
-        kernel.emit(block, thread)
-    made = builder.get()
-    for key, value in func.attrs.items() if func.attrs else ():
-        if key != _BLOCKS_ATTR:
-            made = made.with_attr(key, value)
-    if plan.parameters.dependent:
-        made = made.with_attr(_LAUNCH_ATTR, [_DEPENDENT_LAUNCH])
-    return made.with_attr(SCHEDULED_ATTR, True).with_attr(KERNEL_ATTR, True)
+    blocks, dependent = plan.blocks, plan.parameters.dependent
+    return build_function(
+        func, blocks, plan.threads, dependent, lambda params: _Kernel(func, function, plan, params).emit
+    )
 
 
 class _Kernel:
@@ -165,8 +133,9 @@ class _Kernel:
             inside = k < matmul.k
             source = self._x.ptr_to([row * matmul.k + tirx.Select(inside, k, tirx.IntImm("int32", 0))])
             with when([place < count] if count % plan.threads else []):
-                copy_async(self._shared_x.ptr_to([row, vector * _VECTOR]), source, inside)
-        T.evaluate(T.cuda.func_call(_ARRIVED, source_code=_ARRIVED_SOURCE))
+                copy_async(self._shared_x.ptr_to([row, vector * _VECTOR]), source, [inside])
+        end_copies()
+        wait_for_copies(0)
         T.evaluate(T.cuda.cta_sync())
 
     def _read_staged(self, number: int) -> None:
@@ -226,9 +195,3 @@ class _Kernel:
                     self._words_x.ptr_to([x]),
                     None if self._halves is None else (self._halves[half], self._halves[half + 1]),
                 )
-
-
-def copy_async(to: tirx.Expr, source: tirx.Expr, inside: tirx.Expr) -> None:
-    """Emit a copy of 16 bytes from global to shared memory that goes on by itself; of zeros where it is not inside."""
-    size = tirx.Select(inside, tirx.IntImm("int32", LOAD_BYTES), tirx.IntImm("int32", 0))
-    T.evaluate(T.cuda.func_call(_COPY, to, source, size, source_code=_COPY_SOURCE))

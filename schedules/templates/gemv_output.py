@@ -13,11 +13,10 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from schedules.templates.accesses import element_bytes
-from schedules.templates.blocks import static_shape, substitute
+from schedules.templates.blocks import substitute
 from schedules.templates.epilogue import MatmulFunction, gate_column, value_column
 from schedules.templates.expressions import dtype_of
 from schedules.templates.fast_gelu import fast_gelu
@@ -41,6 +40,8 @@ class GemvOutput:
         The kernel's flat view of the output.
     tiles, warps
         Of 16 rows of W, that a warp makes; that share the sum over K.
+    factor
+        What the sums are multiplied by.
     """
 
     matmul: MatmulFunction
@@ -48,6 +49,7 @@ class GemvOutput:
     output: tirx.Var
     tiles: int
     warps: int
+    factor: float = 1.0
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -93,6 +95,8 @@ class GemvOutput:
         total: tirx.Expr = shared[first, m, row]
         for warp in range(1, self.warps):
             total = total + shared[first + warp, m, row]
+        if self.factor != 1:
+            total = total * tirx.FloatImm("float32", self.factor)
         register = T.alloc_local([1], "float32")
         T.buffer_store(register, total, [0])
         return register[0]
@@ -124,10 +128,3 @@ class GemvOutput:
         indices = [substitute(index, axes) for index in load.indices]
         load_bytes(register.ptr_to([0]), buffer.ptr_to(indices), element_bytes(dtype_of(buffer)))
         return register[0]
-
-
-def flat_view(param: tirx.Var) -> tirx.Var:
-    """Return a flat view of a parameter of the kernel."""
-    view = T.decl_buffer((max(1, math.prod(static_shape(param) or ())),), dtype_of(param), data=param.data)
-    IRBuilder.name(str(param.name), view)
-    return view

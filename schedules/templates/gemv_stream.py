@@ -6,7 +6,8 @@ next, of the tiles that follow too, are on their way to shared memory meanwhile,
 the bytes that it multiplies, so that no lane waits for another's. A warp keeps its part of x in registers.
 
 With `dependent`, that begins before the kernel before has ended. What is on its way then does not depend on registers.
-Still a call takes some 2 us more than its bytes do; of 4 bits, unpacking and products take longer than the memory.
+Still a call takes some 2 us more than its bytes do: x comes behind the weights that are on their way already, and a
+kernel sees the end of the one before a microsecond late.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _SHARES = (
     (2, 4, 4, 2),
     (1, 8, 2, 2),
     (2, 8, 2, 2),
+    (2, 8, 4, 1),
     (1, _FEW_WARPS, 4, 2),
     (1, _FEW_WARPS, 1, 1),
 )

@@ -68,6 +68,9 @@ class GemvStreamPlan(StepSizes):
         Tiles of the matrix, and of a block at most.
     scale_rows
         Rows of scales in a step.
+    levels
+        Whether products are of levels as they lie (`gemv_multiply`): of 4 bits, where there are registers for it. Of 8
+        it was no faster, and more registers keep a second block from a multiprocessor.
     registers, shared_bytes
         Of a thread, estimated; of a block.
     """
@@ -81,6 +84,7 @@ class GemvStreamPlan(StepSizes):
     row_tiles: int
     rounds: int
     scale_rows: int
+    levels: bool
     registers: int
     shared_bytes: int
 
@@ -131,6 +135,9 @@ def make_stream_plan(function: GemvFunction, p: GemvStreamParameters, limits: Cu
     words = turns * column_tiles * length // 2 + p.tiles * (2 * LOAD_BYTES // 4 + column_tiles * 4)
     registers = _REGISTERS_BESIDE + words
     available = min(limits.registers_per_thread, limits.registers_per_block // (p.warps * WARP))
+    offsets = turns * column_tiles * 2
+    levels = stored.bits == 4 and within and registers + offsets <= available
+    registers += offsets if levels else 0
     if registers > available:
         return Refusal(f"about {registers} registers a thread, a block of {p.warps} warps has {available}")
     row_tiles = math.ceil(matmul.n / (TILE * p.tiles))
@@ -141,5 +148,5 @@ def make_stream_plan(function: GemvFunction, p: GemvStreamParameters, limits: Cu
     if shared > min(limits.shared_bytes_optin, SHARED_MAX):
         return Refusal(f"{shared} bytes of shared memory, expected {SHARED_MAX} at most")
     return GemvStreamPlan(
-        p, stored, length, steps, turns, column_tiles, row_tiles, rounds, scale_rows, registers, shared
+        p, stored, length, steps, turns, column_tiles, row_tiles, rounds, scale_rows, levels, registers, shared
     )

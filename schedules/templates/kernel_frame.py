@@ -1,9 +1,10 @@
-"""What every kernel of a memory-bound function begins and ends with: parameters, flat views, dependent launch."""
+"""What kernels begin and end with: parameters, flat views, dependent launch; the frame of memory-bound functions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -40,10 +41,9 @@ class Frame:
         The kernel's flat view of each output parameter, by position.
     """
 
-    def __init__(self, func: tirx.PrimFunc, flow: Dataflow) -> None:
-        params = [_declare(param) for param in func.params]
-        self.flat = {buffer: _flat(params[position]) for buffer, position in flow.flat.items()}
-        self.written = {output.param: _flat(params[output.param]) for output in flow.outputs}
+    def __init__(self, func: tirx.PrimFunc, flow: Dataflow, params: Sequence[tirx.Var]) -> None:
+        self.flat = {buffer: flat_view(params[position]) for buffer, position in flow.flat.items()}
+        self.written = {output.param: flat_view(params[output.param]) for output in flow.outputs}
         constants = constant_params(func)
         self._constant = {buffer for buffer, position in flow.flat.items() if position in constants}
 
@@ -52,10 +52,13 @@ class Frame:
         return access.buffer in self._constant and all(self.is_constant(inner) for inner, _ in access.inner.values())
 
 
+Emit = Callable[[Frame, tirx.Expr, tirx.Expr], None]
+
+
 def build_kernel(
     func: tirx.PrimFunc, flow: Dataflow, blocks: int, threads: int, dependent: bool, emit: Emit
 ) -> tirx.PrimFunc:
-    """Return a kernel with the parameters and attributes of the function it computes.
+    """Return a kernel with the parameters and attributes of the memory-bound function it computes.
 
     Parameters
     ----------
@@ -66,13 +69,31 @@ def build_kernel(
     emit : callable
         Gets the frame, the block's and the thread's index; emits the body.
     """
+    return build_function(func, blocks, threads, dependent, lambda params: partial(emit, Frame(func, flow, params)))
+
+
+EmitBody = Callable[[tirx.Expr, tirx.Expr], None]
+
+
+def build_function(
+    func: tirx.PrimFunc, blocks: int, threads: int, dependent: bool, begin: Callable[[list[tirx.Var]], EmitBody]
+) -> tirx.PrimFunc:
+    """Return a kernel with the parameters and attributes of any function.
+
+    Parameters
+    ----------
+    blocks, threads, dependent
+        As `build_kernel`'s.
+    begin : callable
+        Gets the kernel's parameters; returns what gets the block's and the thread's index and emits the body.
+    """
     with IRBuilder() as builder, T.prim_func():
         T.func_name("main")
-        frame = Frame(func, flow)
+        emit = begin([_declare(param) for param in func.params])
         T.device_entry()
         block = T.cta_id([blocks])
         thread = T.thread_id([threads])
-        emit(frame, block, thread)
+        emit(block, thread)
     made = builder.get()
     for key, value in func.attrs.items() if func.attrs else ():
         if key != _BLOCKS_ATTR:
@@ -80,9 +101,6 @@ def build_kernel(
     if dependent:
         made = made.with_attr(_LAUNCH_ATTR, [_DEPENDENT_LAUNCH])
     return made.with_attr(SCHEDULED_ATTR, True).with_attr(KERNEL_ATTR, True)
-
-
-Emit = Callable[[Frame, tirx.Expr, tirx.Expr], None]
 
 
 def wait_for_predecessor(dependent: bool) -> None:
@@ -128,7 +146,8 @@ def _declare(param: tirx.Var) -> tirx.Var:
     return T.arg(param.name, T.Buffer(list(static_shape(param) or ()), dtype_of(param)))
 
 
-def _flat(param: tirx.Var) -> tirx.Var:
+def flat_view(param: tirx.Var) -> tirx.Var:
+    """Return a flat view of a parameter of the kernel."""
     size = max(1, math.prod(static_shape(param) or ()))
     dtype = dtype_of(param)
     view = T.decl_buffer((size,), "uint8" if dtype == "bool" else dtype, data=param.data)

@@ -80,6 +80,7 @@ CASES = {
     "8 bits, a scale a column, bias": GemvCase(rows=(3,), k=784, bits=8, group=784, epilogue="bias"),
     "4 bits": GemvCase(bits=4),
     "4 bits, 9 rows, gated": GemvCase(rows=(9,), n=256, bits=4, epilogue="gated"),
+    "4 bits, 9 rows, more tiles than blocks, ragged": GemvCase(rows=(9,), n=4344, k=2080, bits=4),
     "4 bits, groups of 32, ragged": GemvCase(rows=(1, 2), n=1000, k=800, bits=4, group=32),
     "4 bits, groups of 96": GemvCase(k=800, bits=4, group=96, output="float32"),
     "4 bits, a scale a column": GemvCase(rows=(1,), n=40, k=800, bits=4, group=800),

@@ -20,6 +20,8 @@ from tests.schedules.templates.gemv_cases import CASES, GemvCase
 HOPPER = resolve_target("cuda:sm_90a")
 # Low 12 bits of a 16-byte instruction, as nvdisasm 13.0 prints them: LDG, and griddepcontrol's wait.
 LOAD, WAIT = 0x981, 0x82E
+# HADD2 and HFMA2 with a constant.
+HALVES = (0x430, 0x431)
 # LDGSTS; LOP3 with an immediate; SHF; PRMT.
 COPY, LOGIC, SHIFT, PERMUTE = 0xFAE, 0x812, 0x819, 0x816
 
@@ -97,14 +99,27 @@ def test_a_streaming_kernel_asks_for_weights_and_scales_before_the_wait() -> Non
     assert opcodes[: opcodes.index(WAIT)].count(COPY) == 6
 
 
-def test_unpacking_four_bits_takes_five_logic_instructions_for_eight_weights() -> None:
+@pytest.mark.parametrize(("steps", "levels"), [(2, True), (4, False)])
+def test_unpacking_four_bits_takes_five_logic_instructions_for_eight_weights(steps: int, levels: bool) -> None:
     """One shift and four masks; what puts x into pairs is outside the loop over rows."""
-    steps = 4
     case = GemvCase(n=8192, k=128 * 16 * steps, bits=4)
     facts = read_cubin(cubin_of(case, GemvStreamParameters(1, 16, 4, 132, True), GemvStream()))
     words = steps * 8
-    assert facts.count(MMA_SYNC) == words
+    # The sums of x take as many as the products of a tile, once; with 4 steps there are no registers for them.
+    assert facts.count(MMA_SYNC) == (2 * words if levels else words)
     # Indices and guards take some too.
     assert 4 * words <= facts.count(LOGIC) <= 4 * words + 32
     assert words <= facts.count(SHIFT) <= words + 10
     assert facts.count(PERMUTE) <= 16 * steps + 8
+
+
+def halves_in_a_kernel(k: int) -> int:
+    parameters = GemvStreamParameters(1, 16, 2, 132, True)
+    facts = read_cubin(cubin_of(GemvCase(n=8192, k=k, bits=4), parameters, GemvStream()))
+    return sum(facts.count(opcode) for opcode in HALVES)
+
+
+def test_levels_are_multiplied_as_they_lie_where_there_are_registers() -> None:
+    """Between a load of weights and its products there is no arithmetic in halves: else it takes 4 for 8 weights."""
+    assert halves_in_a_kernel(k=128 * 16 * 2) == 0
+    assert halves_in_a_kernel(k=128 * 16 * 4) == 4 * 8 * 4

@@ -60,6 +60,26 @@ def test_blocks_share_all_tiles_of_the_matrix() -> None:
 
 
 @pytest.mark.parametrize(
+    ("case", "warps", "levels"),
+    [
+        (GemvCase(n=8192, k=4096, bits=4), 16, True),
+        # Registers: x takes 64 of 128.
+        (GemvCase(n=8192, k=8192, bits=4), 16, False),
+        (GemvCase(n=8192, k=8192, bits=4), 8, True),
+        # A step of 128 weights has four scales.
+        (GemvCase(n=8192, k=4096, bits=4, group=32), 16, False),
+        (GemvCase(n=8192, k=4096, bits=8), 16, False),
+    ],
+)
+def test_levels_are_multiplied_where_sums_are_scaled_and_registers_suffice(
+    case: GemvCase, warps: int, levels: bool
+) -> None:
+    plan = plan_of(case, GemvStreamParameters(tiles=1, warps=warps, depth=2, blocks=132))
+    assert isinstance(plan, GemvStreamPlan)
+    assert plan.levels == levels
+
+
+@pytest.mark.parametrize(
     ("case", "parameters", "reason"),
     [
         (GemvCase(), GemvStreamParameters(), "the weights have 16 bits, expected 8 or 4"),

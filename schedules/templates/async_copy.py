@@ -1,0 +1,73 @@
+"""Copies of 16 bytes from global to shared memory that go on by themselves (cp.async; PTX ISA 9.0, "cp.async").
+
+Copies are counted in groups: a wait is for all groups of the thread but the last ones. Offsets that are known are apart
+from the address, so that they become part of the instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+COPY_BYTES = 16
+
+_COPY = """
+__forceinline__ __device__ void relaxtune_copy_async(void* to, const void* from, long long offset, int size) {
+  unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(at), "l"(static_cast<const char*>(from) + offset), "r"(size) : "memory");
+}
+"""
+_COPY_WHERE = """
+__forceinline__ __device__ void relaxtune_copy_async_where(int is, void* to, const void* from, long long offset) {
+  unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("{ .reg .pred is; setp.ne.b32 is, %2, 0; @is cp.async.cg.shared.global [%0], [%1], 16; }"
+               :: "r"(at), "l"(static_cast<const char*>(from) + offset), "r"(is) : "memory");
+}
+"""
+_END = """
+__forceinline__ __device__ void relaxtune_copies_end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+"""
+_WAIT = """
+__forceinline__ __device__ void relaxtune_copies_but_{pending}() {{
+  asm volatile("cp.async.wait_group {pending};" ::: "memory");
+  __syncwarp();
+}}
+"""
+
+
+def copy_async(to: tirx.Expr, source: tirx.Expr, inside: Sequence[tirx.Expr] = (), offset: int = 0) -> None:
+    """Emit a copy, of zeros where a condition does not hold (`source` has to exist there too).
+
+    Parameters
+    ----------
+    to, source : Expr
+        Addresses, multiples of 16 bytes.
+    inside : sequence of Expr
+        All have to hold.
+    offset : int
+        Bytes that are added to `source`.
+    """
+    whole, none = tirx.IntImm("int32", COPY_BYTES), tirx.IntImm("int32", 0)
+    size = tirx.Select(tirx.all(*inside), whole, none) if inside else whole
+    at = tirx.IntImm("int64", offset)
+    T.evaluate(T.cuda.func_call("relaxtune_copy_async", to, source, at, size, source_code=_COPY))
+
+
+def copy_async_where(conditions: Sequence[tirx.Expr], to: tirx.Expr, source: tirx.Expr, offset: int = 0) -> None:
+    """Emit a copy by the threads for which all conditions hold; the others leave `to` as it is."""
+    name, at = "relaxtune_copy_async_where", tirx.IntImm("int64", offset)
+    T.evaluate(T.cuda.func_call(name, tirx.all(*conditions), to, source, at, source_code=_COPY_WHERE))
+
+
+def end_copies() -> None:
+    """Emit the end of a group of copies."""
+    T.evaluate(T.cuda.func_call("relaxtune_copies_end_group", source_code=_END))
+
+
+def wait_for_copies(pending: int) -> None:
+    """Emit the wait for all groups but the last `pending`, and for the warp's other lanes to have waited."""
+    name = f"relaxtune_copies_but_{pending}"
+    T.evaluate(T.cuda.func_call(name, source_code=_WAIT.format(pending=pending)))
