@@ -105,10 +105,14 @@ def versions_match(wanted: Environment, found: Environment, route: Route) -> boo
 
 def device_rank(wanted: Environment, found: Environment) -> DeviceRank:
     """Return how well the device of a record fits, given that its target matches."""
-    same_product = wanted.device_kind == found.device_kind and wanted.device_name == found.device_name
+    return DeviceRank.SAME_DEVICE if device_of(wanted) == device_of(found) else DeviceRank.SAME_ARCH
+
+
+def device_of(environment: Environment) -> tuple[object, ...]:
+    """Return what tells devices apart whose latencies are not the same."""
     # On a GPU the cores are those of the host, which do not run the kernel.
-    same_cores = wanted.device_kind != "cpu" or wanted.cores == found.cores
-    return DeviceRank.SAME_DEVICE if same_product and same_cores else DeviceRank.SAME_ARCH
+    cores = environment.cores if environment.device_kind == "cpu" else None
+    return environment.device_kind, environment.device_name, cores
 
 
 def routes_to_search(route: Route | None, *, by_workload: bool, by_signature: bool) -> tuple[Route, ...]:

@@ -2,8 +2,8 @@
 
 The best of many candidates is in part the luckiest, and clocks drift between the first and the last. So those that are
 near the best are timed alternately in one process, on the same arguments, after they were checked on both sets of
-values again. What is measured is recorded; the newest measurement of a decision is the one that counts
-(`pipeline.tuning.standing`).
+values again. What is measured is recorded; the newest measurement of a decision is the one that counts, and what was
+measured before alone counts as if it had drifted as they did (`pipeline.tuning.standing`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pipeline.tuning.evaluate import Outcome
 from pipeline.tuning.failure import CANCELLED, StopSignal, read_failure
 from pipeline.tuning.recorder import Recorder
 from pipeline.tuning.resources import read_resources
+from pipeline.tuning.standing import drift
 from pipeline.tuning.state import Contender, TaskState, median_latency_us, spread
 from tuning_db.records import Route, Status
 
@@ -86,16 +87,19 @@ def _outcome(result: ms.runner.RunnerResult, duration_s: float, finalist: Conten
 
 def _name_winner(state: TaskState, finalists: Sequence[Contender], outcomes: Sequence[Outcome]) -> None:
     state.best_us, state.route, state.best_spread = None, None, None
+    again: list[tuple[float, float]] = []
     for one, outcome in zip(finalists, outcomes, strict=True):
         latency_us = median_latency_us(outcome)
         if latency_us is None:
             logger.warning("task %s: %s in the final: %s", state.task.name, one.decision[:80], outcome.error)
             continue
+        again.append((one.latency_us, latency_us))
         if one.route is Route.FALLBACK:
             state.before_us = latency_us
         state.offer(one.route, latency_us, spread(outcome.seconds))
-    if state.before_us is not None:
-        state.offer(Route.FALLBACK, state.before_us)
+    slower = drift(again)
+    if state.before_us is not None and all(one.route is not Route.FALLBACK for one in finalists):
+        state.offer(Route.FALLBACK, state.before_us * slower)
     for one in state.contenders:
         if one not in finalists:
-            state.offer(one.route, one.latency_us)
+            state.offer(one.route, one.latency_us * slower)

@@ -3,6 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+import pytest
+
 from pipeline.tuning.failure import StopSignal
 from pipeline.tuning.finals import hold_finals, list_finalists
 from pipeline.tuning.recorder import Recorder
@@ -56,11 +58,29 @@ def test_the_final_names_the_winner_and_is_recorded(place: Place, database: Tuni
     assert [record.decision for record in records] == ["[1]", "[2]", "[3]"]
 
 
+def test_one_that_was_measured_before_the_device_became_slower_does_not_win(place: Place) -> None:
+    state = contended(20.0, 10.0, 10.2, 10.8)
+    seconds = {"candidate-1.so": [1.12e-5] * 3, "candidate-2.so": [1.13e-5] * 3}
+
+    def compare(items, rounds):
+        return [Result(None, seconds[str(item.artifact_path)]) for item in items]
+
+    hold_finals([state], compare, NoRecords(), StopSignal(), kind="llvm", rounds=3)
+    assert state.best_us == pytest.approx(11.2)
+
+
 def test_no_final_is_held_when_somebody_asked_for_the_end(place: Place, database: TuningDatabase) -> None:
     stop = StopSignal()
     stop.request()
     recorder = Recorder(database, place.key, place.environment, job_id=None, seed=0, seconds={"database": 0.0})
     hold_finals([contended(20.0, 10.0, 10.1)], None, recorder, stop, kind="llvm", rounds=2)
+
+
+class NoRecords:
+    """A recorder that keeps nothing."""
+
+    def add(self, *outcome: object) -> None:
+        """Forget an outcome."""
 
 
 class Result:
@@ -96,6 +116,21 @@ def test_a_decision_refuted_later_does_not_count(place: Place) -> None:
     assert standing_records([fast, slow], place.environment, [wrong]) == [slow]
     earlier = record(place, "a", 0.0, -3, Status.WRONG_RESULT)
     assert standing_records([fast, slow], place.environment, [earlier]) == [fast, slow]
+
+
+def test_what_was_measured_once_counts_as_if_it_had_drifted_like_the_others(place: Place) -> None:
+    before = [record(place, "a", 44.2, 0), record(place, "b", 44.6, 0), record(place, "c", 47.6, 0)]
+    again = [record(place, "b", 50.2, 1), record(place, "a", 49.6, 1)]
+    assert standing_records([*before, *again], place.environment) == [again[1], again[0], before[2]]
+    # Measured since, it is as fast as it says.
+    later = replace(before[2], created_at=NOW + timedelta(minutes=2))
+    assert standing_records([*before[:2], later, *again], place.environment) == [later, again[1], again[0]]
+
+
+def test_a_machine_without_the_device_counts_what_a_machine_with_it_counts(place: Place) -> None:
+    records = [record(place, "a", 9.0, 0), record(place, "b", 10.0, 1), record(place, "a", 10.5, 5)]
+    elsewhere = replace(place.environment, device_name="unknown")
+    assert standing_records(records, elsewhere) == standing_records(records, place.environment) == records[1:]
 
 
 def test_measurements_of_other_devices_stay_behind_as_they_were(place: Place) -> None:
