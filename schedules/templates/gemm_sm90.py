@@ -38,7 +38,8 @@ With `stream_k`, `blocks` blocks share the sums of all tiles evenly, through glo
 wherever that cuts a sum: see `schedules.templates.gemm_sm90_stream`. No candidate has it yet: its time is not measured.
 With `multicast`, the c blocks of a cluster make tiles one below the other; each loads a part of B's tile for all.
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch): it
-waits for it before it reads or writes global memory, but for the first tiles of B where B is known to be constant.
+waits for it before it reads or writes global memory, but for what is known to be constant: the first tiles of B, and
+what the epilogue reads of the columns of a block's only tile (a bias).
 
 TMA fills what lies outside A and B with zeros, so K may be ragged; rows and columns outside C are not written.
 TMA's strides are multiples of 16 bytes: K has to be a multiple of 8 (of 8 bits, of 16), and N too where B is [K, N]; as
@@ -112,8 +113,9 @@ class GemmSm90:
         matmul = _recognise(func, target)
         if isinstance(matmul, Refusal):
             return matmul
-        plan = make_plan(matmul, parameters, _limits(target), constant_b=matmul.b in _constant_params(func))
-        return plan if isinstance(plan, Refusal) else build_kernel(func, matmul, plan)
+        constants = _constant_params(func)
+        plan = make_plan(matmul, parameters, _limits(target), constant_b=matmul.b in constants)
+        return plan if isinstance(plan, Refusal) else build_kernel(func, matmul, plan, constants)
 
     def parse(self, decision: str) -> GemmParameters:
         """Return the parameters of a decision; TemplateError when it is not one of this template's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -45,9 +46,14 @@ _MIN_BLOCKS_ATTR = "tirx.launch_bounds_min_blocks_per_sm"
 _DEPENDENT_LAUNCH = "tirx.use_programtic_dependent_launch"
 
 
-def build_kernel(func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan) -> tirx.PrimFunc:
-    """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
-    made = _Kernel(func, matmul, plan).build()
+def build_kernel(
+    func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan, constants: AbstractSet[int]
+) -> tirx.PrimFunc:
+    """Return the kernel of a plan, with the parameters and attributes of the function it computes.
+
+    `constants` are positions of the parameters that no kernel writes.
+    """
+    made = _Kernel(func, matmul, plan, constants).build()
     for key, value in func.attrs.items() if func.attrs else ():
         if key != _BLOCKS_ATTR:
             made = made.with_attr(key, value)
@@ -59,8 +65,11 @@ def build_kernel(func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan) ->
 class _Kernel:
     """One kernel under construction; the methods emit into the current IRBuilder."""
 
-    def __init__(self, func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan) -> None:
+    def __init__(
+        self, func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan, constants: AbstractSet[int]
+    ) -> None:
         self._func = func
+        self._constants = constants
         self._matmul = matmul
         self._plan = plan
         self._p = plan.parameters
@@ -72,7 +81,7 @@ class _Kernel:
         with IRBuilder() as builder, T.prim_func():
             T.func_name("main")
             self._params = [_declare(param) for param in self._func.params]
-            self._output = OutputTile(self._matmul, self._func.params, self._params, plan.shares)
+            self._output = OutputTile(self._matmul, self._func.params, self._params, plan.shares, self._constants)
             self._encode_maps()
             T.device_entry()
             block = T.cta_id([plan.blocks * plan.cluster])
@@ -270,6 +279,9 @@ class _Kernel:
             partials = self._params[self._norm.partials]
             self._statistics = RowStatistics(self._matmul, self._norm, partials, plan.m_blocks)
         if p.dependent:
+            if plan.blocks == plan.tiles and not p.stream_k:
+                first_column = self._first_column(self._tiles.first())
+                self._output.copies.begin(first_column, self._thread // 32, self._thread % 32)
             T.evaluate(T.ptx.griddepcontrol.wait())
 
         # Of 8 bits, as many stages have twice the K: short loops, which the compiler unrolled whole, and spilled for.
@@ -286,10 +298,11 @@ class _Kernel:
                 self._take_turn(ring, part.turn)
             with T.serial(count - 1, unroll=unroll) as step:
                 multiply_stage(step)
-                # The multiplications of the stage before are done: its memory may be overwritten.
-                T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
-                with T.If(tirx.all(leader, step > 0)), T.Then():
-                    self._release(ring.previous)
+                if plan.refills:
+                    # The multiplications of the stage before are done: its memory may be overwritten.
+                    T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
+                    with T.If(tirx.all(leader, step > 0)), T.Then():
+                        self._release(ring.previous)
                 ring.advance()
             # Not in the loop, where the wait for the stage before would follow: ptxas (13.0, 13.5) takes accumulators
             # for complete at the next wait, whichever it is, and moved their conversion above that for the last stage.
@@ -298,10 +311,11 @@ class _Kernel:
                 self._give_turn(leader)
             T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
             pin(accumulators, held, plan.operands.register)
-            with T.If(tirx.all(leader, count > 1)), T.Then():
-                self._release(ring.previous)
-            with T.If(leader), T.Then():
-                self._release(ring.stage)
+            if plan.refills:
+                with T.If(tirx.all(leader, count > 1)), T.Then():
+                    self._release(ring.previous)
+                with T.If(leader), T.Then():
+                    self._release(ring.stage)
             ring.advance()
             self._finish(accumulators, part)
 
@@ -346,14 +360,16 @@ class _Kernel:
         warp, lane = self._thread // 32, self._thread % 32
         group_row = 0 if p.pingpong else warp // 4 * (plan.m_blocks * 64)
         first_row = part.row * p.block_m + group_row + warp % 4 * 16
-        first_column = part.column * (p.block_n // plan.shares.accumulators)
-        if p.split_k > 1:
-            first_column += self._rank * plan.shares.columns
         if self._norm is not None:
             self._statistics.read(first_row, lane)
             if not plan.hold_partials:
                 self._statistics.finish()
-        self._output.begin(first_row, first_column, warp, lane, ragged_rows=self._ragged_rows)
+        self._output.begin(first_row, self._first_column(part), warp, lane, ragged_rows=self._ragged_rows)
+
+    def _first_column(self, part: Part) -> tirx.Expr:
+        """Return the first column of the output that this block writes."""
+        first = part.column * (self._p.block_n // self._plan.shares.accumulators)
+        return first + self._rank * self._plan.shares.columns if self._p.split_k > 1 else first
 
     @property
     def _ragged_rows(self) -> bool:

@@ -8,7 +8,8 @@ What the epilogue reads from other buffers:
 
 - at the output's own position (a residual): read as it is written, 16 bytes a lane and through a patch; where registers
   are left, before the sum is made, so that the sum hides the latency;
-- one element a column (a bias): copied to shared memory before the sum is made, a copy for each warpgroup;
+- one element a column (a bias): copied to shared memory before the sum is made, a copy for each warpgroup
+  (`schedules.templates.column_copies`);
 - a few elements a row (statistics): the lane's own, in registers from before the sum on; so is a scalar;
 - anything else: read in place, element by element.
 
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 
 import tvm_ffi
@@ -35,17 +37,16 @@ from tvm.ir.expr import TensorLoad
 from tvm.tirx.script import builder as T
 
 from schedules.templates.blocks import constant_value, substitute
+from schedules.templates.column_copies import ColumnCopies, load_pair
 from schedules.templates.epilogue import Epilogue, MatmulFunction
 from schedules.templates.fast_gelu import fast_gelu
 from schedules.templates.fast_math import fast_call
 from schedules.templates.gemm_sm90_norm import share_of_four_sums
 from schedules.templates.global_access import load_bytes
 from schedules.templates.output_shares import (
-    GROUP_WARPS,
     VECTOR_BYTES,
     Shares,
     bytes_of,
-    column_loads,
     dtype_of,
     has_vectors,
     head_tables,
@@ -57,9 +58,6 @@ from schedules.templates.output_shares import (
 from schedules.templates.rotated_matmul import output_column
 from schedules.templates.row_norm import COUNT, SQUARES, SUM, PartialSums
 from schedules.templates.wide_epilogue import in_float32
-
-# The first of a warpgroup's named barriers.
-_GROUP_BARRIER = 2
 
 
 class OutputTile:
@@ -73,17 +71,29 @@ class OutputTile:
         Parameters of the original function and, in the same order, those of the kernel under construction.
     shares : Shares
         Who writes what.
+    constants : set of int
+        Positions of the parameters that no kernel writes.
+
+    Attributes
+    ----------
+    copies : ColumnCopies
+        What is read one element a column.
     """
 
     def __init__(
-        self, matmul: MatmulFunction, source: Sequence[tirx.Var], params: Sequence[tirx.Var], shares: Shares
+        self,
+        matmul: MatmulFunction,
+        source: Sequence[tirx.Var],
+        params: Sequence[tirx.Var],
+        shares: Shares,
+        constants: AbstractSet[int],
     ) -> None:
         self._matmul = matmul
         self._epilogue: Epilogue = matmul.epilogue
         self._renamed = dict(zip(source, params, strict=True))
         self._shares = shares
         self._residuals = residual_loads(matmul)
-        self._columns = column_loads(matmul)
+        self.copies = ColumnCopies(matmul, source, params, shares, constants)
         self._row_loads = row_loads(matmul)
         self._tables = head_tables(matmul)
         self._output_param = params[matmul.output]
@@ -91,7 +101,6 @@ class OutputTile:
 
     def allocate(self, pool: T.SMEMPool) -> None:
         """Take shared memory from a pool."""
-        shares = self._shares
         self._patch = self._allocate_patch(pool, self._matmul.output_dtype)
         self._residual_patches: list[tirx.Var] = []
         free = True
@@ -100,10 +109,7 @@ class OutputTile:
             shared = free and dtype == self._matmul.output_dtype
             free = free and not shared
             self._residual_patches.append(self._patch if shared else self._allocate_patch(pool, dtype))
-        self._column_copies = [
-            pool.alloc((shares.warps // GROUP_WARPS, shares.columns), dtype_of(load), align=128)
-            for load in self._columns
-        ]
+        self.copies.allocate(pool)
 
     def _allocate_patch(self, pool: T.SMEMPool, dtype: str) -> tirx.Var:
         return pool.alloc((self._shares.warps, 16, self._shares.width + patch_pad(dtype)), dtype, align=128)
@@ -122,21 +128,12 @@ class OutputTile:
         """
         self._row, self._column, self._warp, self._lane = row, column, warp, lane
         self._ragged_rows = ragged_rows
-        shares, matmul = self._shares, self._matmul
-        # The reads of the tile before must be done.
-        self._wait_for_group()
-        thread = warp % GROUP_WARPS * 32 + lane
-        for load, copy in zip(self._columns, self._column_copies, strict=True):
-            source = _matrix(self._renamed[load.source], 1, matmul.columns)
-            for step in range(math.ceil(shares.columns / (GROUP_WARPS * 32))):
-                position = thread + step * GROUP_WARPS * 32
-                at = tirx.min(column + position, matmul.columns - 1)
-                with T.If(position < shares.columns), T.Then():
-                    T.buffer_store(copy, source[0, at], [warp // GROUP_WARPS, position])
+        shares = self._shares
+        self.copies.make(column, warp, lane)
         self._rows: list[tuple[TensorLoad, dict[tuple[int, int], tirx.Expr]]] = []
         for load in self._row_loads:
             self._rows.append((load, self._read_rows(load)))
-        self._scalars = [(load, self._read_scalar(load)) for load in scalar_loads(matmul)]
+        self._scalars = [(load, self._read_scalar(load)) for load in scalar_loads(self._matmul)]
         self._held: dict[tuple[int, int, int], tirx.Var] = {}
         self._held_tables: dict[tuple[int, int, int], list[tuple[TensorLoad, tirx.Var]]] = {}
         if shares.prefetched:
@@ -167,7 +164,7 @@ class OutputTile:
         """Emit the load of a scalar; return its register."""
         source = _matrix(self._renamed[load.source], 1, 1)
         register = T.alloc_local([1], dtype_of(load))
-        T.buffer_store(register, source[0, 0], [0])
+        load_bytes(register.ptr_to([0]), source.ptr_to([0, 0]), bytes_of(dtype_of(load)))
         return register[0]
 
     def _read_rows(self, load: TensorLoad) -> dict[tuple[int, int], tirx.Expr]:
@@ -177,14 +174,8 @@ class OutputTile:
         places = [(block, half) for block in range(self._shares.m_blocks) for half in range(2)]
         for number, (block, half) in enumerate(places):
             row = tirx.min(self._row + block * 64 + half * 8 + self._lane // 4, self._matmul.m - 1)
-            T.buffer_store(registers, source[row, load.indices[-1]], [number])
+            load_bytes(registers.ptr_to([number]), source.ptr_to([row, load.indices[-1]]), bytes_of(dtype_of(load)))
         return {place: registers[number] for number, place in enumerate(places)}
-
-    def _wait_for_group(self) -> None:
-        """Emit a barrier of the warpgroup, where it shares copies."""
-        if self._columns:
-            barrier = tirx.Cast("uint32", self._warp // GROUP_WARPS + _GROUP_BARRIER)
-            T.evaluate(T.ptx.bar.sync(barrier, GROUP_WARPS * 32))
 
     @contextmanager
     def rows_exist(self, block: int) -> Iterator[None]:
@@ -212,8 +203,7 @@ class OutputTile:
         self._column_end = column_end
         self._output = _matrix(self._output_param, self._matmul.m, self._matmul.columns)
         shares = self._shares
-        # Each lane reads copies that others made.
-        self._wait_for_group()
+        self.copies.wait(self._warp)
         for block in range(shares.m_blocks):
             with self.rows_exist(block):
                 for start, width in shares.chunks:
@@ -319,7 +309,7 @@ class OutputTile:
     def _evaluate_batch(self, accumulators: tirx.Var, block: int, start: int, eights: range) -> None:
         places = [(eight, half) for eight in eights for half in range(2)]
         two = self._lane % 4 * 2
-        columns = {eight: self._load_columns(eight * 8 + two) for eight, half in places if half == 0}
+        columns = {eight: self.copies.pairs(self._warp, eight * 8 + two) for eight, half in places if half == 0}
         residuals = [
             self._load_residuals(self._lane // 4 + half * 8, eight * 8 - start + two) for eight, half in places
         ]
@@ -378,17 +368,10 @@ class OutputTile:
         # The gated column's register follows those of its gate's 8 columns.
         return [register + 4 * number for number in range(each)]
 
-    def _load_columns(self, column: tirx.Expr) -> list[tuple[TensorLoad, tirx.Var]]:
-        """Emit the loads of two neighbouring elements of every row vector into registers."""
-        return [
-            (load, _load_pair(copy, [self._warp // GROUP_WARPS], column))
-            for load, copy in zip(self._columns, self._column_copies, strict=True)
-        ]
-
     def _load_residuals(self, line: tirx.Expr, inside: tirx.Expr) -> list[tuple[TensorLoad, tirx.Var]]:
         """Emit the loads of two neighbouring elements of every residual's patch into registers."""
         return [
-            (load, _load_pair(patch, [self._warp, line], inside))
+            (load, load_pair(patch, [self._warp, line], inside))
             for load, patch in zip(self._residuals, self._residual_patches, strict=True)
         ]
 
@@ -444,13 +427,6 @@ class OutputTile:
         with T.vectorized(lanes) as lane:
             value = self._patch[self._warp, line, inside + lane]
             T.buffer_store(self._output, value, [row, column + lane])
-
-
-def _load_pair(buffer: tirx.Var, indices: list[tirx.Expr], last: tirx.Expr) -> tirx.Var:
-    pair = T.alloc_local([2], str(buffer.ty.dtype))
-    with T.vectorized(2) as lane:
-        T.buffer_store(pair, buffer[(*indices, last + lane)], [lane])
-    return pair
 
 
 def _matrix(buffer: tirx.Var, rows: int, columns: int) -> tirx.Var:

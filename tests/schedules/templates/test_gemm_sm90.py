@@ -24,6 +24,7 @@ CASE = MatmulCase((128,), 768, 768, ("bias", "residual"))
 SMALL = GemmParameters(64, 64, 4, 1)
 ZERO = tirx.IntImm("int32", 0)
 WAIT = 'T.ptx.griddepcontrol("wait"'
+LOAD = '"relaxtune_load_4"'
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,30 @@ def test_only_a_constant_b_is_loaded_before_the_wait(target: ResolvedTarget) -> 
 
     assert loads_before_wait(CASE.func()) == 0
     assert loads_before_wait(CASE.func().with_attr(CONSTANT_PARAMS_ATTR, [1])) == SMALL.stages
+
+
+@pytest.mark.parametrize(
+    ("constants", "parameters", "copies"),
+    [([1, 2], SMALL, 1), ([1], SMALL, 0), ([1, 2], replace(SMALL, blocks=8), 0)],
+    ids=["a bias", "an activation", "several tiles a block"],
+)
+def test_only_constant_columns_of_the_only_tile_are_copied_before_the_wait(
+    constants: list[int], parameters: GemmParameters, copies: int, target: ResolvedTarget
+) -> None:
+    func = replace(CASE, epilogue=("bias", "row_scale")).func().with_attr(CONSTANT_PARAMS_ATTR, constants)
+    producer, consumers, rest = GemmSm90().apply(func, target, replace(parameters, dependent=True)).script().split(WAIT)
+    assert LOAD not in producer
+    assert consumers.count(LOAD) == copies
+    # In volatile statements, which the compiler leaves behind the wait: the bias, and a number for each of two rows.
+    assert rest.count(LOAD) == 1 - copies + 2
+
+
+@pytest.mark.parametrize(("stages", "blocks", "waits"), [(12, 0, 1), (11, 0, 2), (12, 8, 2)])
+def test_multiplications_are_waited_for_at_the_end_where_no_stage_is_loaded_again(
+    stages: int, blocks: int, waits: int, target: ResolvedTarget
+) -> None:
+    text = GemmSm90().apply(CASE.func(), target, replace(SMALL, stages=stages, blocks=blocks)).script()
+    assert text.count('"wait_group"') == waits
 
 
 def test_candidates_fit_and_differ(target: ResolvedTarget) -> None:

@@ -65,6 +65,15 @@ CASES = {
         GemmParameters(64, 128, 3, 2, 7, 1, True, True),
     ),
     "mask": (replace(RAGGED, epilogue=("bias", "masked"), output="float32"), GemmParameters(64, 64, 4, 1)),
+    "sum in the ring": (
+        replace(RAGGED, epilogue=("bias", "row_scale", "residual")),
+        GemmParameters(64, 64, 4, 1, dependent=True),
+    ),
+    "sum in the ring, split": (replace(RAGGED, k=1032), GemmParameters(64, 64, 6, 1, 0, 3, dependent=True)),
+    "sum in the ring, multicast": (
+        replace(RAGGED, rows=(700,)),
+        GemmParameters(128, 96, 4, 2, 0, dependent=True, multicast=2, group=2),
+    ),
     "stream": (replace(RAGGED, k=1032), GemmParameters(64, 64, 3, 1, 50, dependent=True, stream_k=True)),
     "stream of more tiles than blocks": (
         replace(RAGGED, rows=(700,), n=776, k=520, epilogue=("bias", "gelu")),
@@ -138,7 +147,10 @@ def assert_reference_agrees(small: MatmulCase) -> None:
 @pytest.mark.parametrize(("case", "parameters"), CASES.values(), ids=CASES.keys())
 def test_kernel_agrees_with_float32(case: MatmulCase, parameters: GemmParameters) -> None:
     target = resolve_target("cuda:sm_90a")
-    func = GemmSm90().apply(case.func().with_attr(CONSTANT_PARAMS_ATTR, [1]), target, parameters)
+    func = case.func()
+    # B, and what is read one element a column.
+    constants = [place for place, param in enumerate(func.params) if place == 1 or len(param.ty.shape) == 1]
+    func = GemmSm90().apply(func.with_attr(CONSTANT_PARAMS_ATTR, constants), target, parameters)
     mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
     with cuda_compiler("sm_90a"):
         kernel = tvm.tirx.build(mod, target=target.target, pipeline=register_mixed_pipeline())
