@@ -98,6 +98,14 @@ def test_first_candidates_are_proposed_as_without_norms() -> None:
     assert first[0] == first[1] == first[2]
 
 
+def test_first_candidate_shares_sums_when_groups_do_not_divide_among_a_cluster() -> None:
+    down = MatmulCase((128,), 2048, 8192, ("residual",))
+    funcs = (down.func(), NormCase(down, group=32, sums=True).func())
+    first = [GemmSm90().candidates(func.with_attr(CONSTANT_PARAMS_ATTR, [1]), TARGET)[0] for func in funcs]
+    assert first[0] == first[1]
+    assert (first[1].block_m, first[1].block_n, first[1].split_k) == (128, 64, 3)
+
+
 def test_shares_of_a_cluster_are_whole_groups() -> None:
     down = MatmulCase((128,), 768, 3072, ("bias", "residual"))
     plan = make_plan(known(NormCase(down, sums=True).func()), GemmParameters(64, 96, 4, 1, split_k=4), TARGET.limits)
