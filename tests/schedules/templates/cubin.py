@@ -26,6 +26,11 @@ LOCAL_LOAD = 0x983
 # R2UR
 MOVE_TO_UNIFORM = 0x2CA
 LOCAL_STORE = 0x387
+# LDG
+LOAD = 0x981
+# griddepcontrol.launch_dependents and .wait
+LAUNCH_DEPENDENTS = 0x82D
+WAIT = 0x82E
 
 # Attributes of section .nv.info.
 _REGISTERS = 0x2F04
@@ -34,23 +39,20 @@ _FRAME_BYTES = 0x1104
 
 @dataclass(frozen=True)
 class Cubin:
-    """Of its only kernel: how often each opcode stands in it, registers a thread, bytes of stack a thread."""
+    """Of its only kernel: the opcodes in their order, registers a thread, bytes of stack a thread."""
 
-    opcodes: dict[int, int]
+    opcodes: tuple[int, ...]
     registers: int
     frame_bytes: int
 
     def count(self, opcode: int) -> int:
-        return self.opcodes.get(opcode, 0)
+        return self.opcodes.count(opcode)
 
 
 def read_cubin(data: bytes) -> Cubin:
     """Return what is in a cubin with one kernel (ELF-64: section headers of 64 bytes, `e_shoff` at 0x28)."""
     sections, code = _sections(data), kernel_code(data)
-    opcodes: dict[int, int] = {}
-    for position in range(0, len(code), 16):
-        opcode = struct.unpack_from("<H", code, position)[0] & 0xFFF
-        opcodes[opcode] = opcodes.get(opcode, 0) + 1
+    opcodes = tuple(struct.unpack_from("<H", code, position)[0] & 0xFFF for position in range(0, len(code), 16))
     attributes = _attributes(sections[".nv.info"])
     return Cubin(opcodes, attributes[_REGISTERS], attributes[_FRAME_BYTES])
 

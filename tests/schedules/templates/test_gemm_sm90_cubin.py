@@ -12,12 +12,15 @@ from schedules.templates.gemm_sm90 import CONSTANT_PARAMS_ATTR, GemmSm90
 from schedules.templates.gemm_sm90_plan import GemmParameters
 from schedules.templates.lowering import register_mixed_pipeline
 from tests.schedules.templates.cubin import (
+    LAUNCH_DEPENDENTS,
+    LOAD,
     LOCAL_LOAD,
     LOCAL_STORE,
     MMA_SYNC,
     MOVE_TO_UNIFORM,
     TMA_LOAD,
     TMA_LOAD_MULTICAST,
+    WAIT,
     WARPGROUP,
     WGMMA,
     Cubin,
@@ -35,8 +38,10 @@ def target() -> ResolvedTarget:
     return resolve_target("cuda:sm_90a")
 
 
-def compiled(case: MatmulCase, parameters: GemmParameters, target: ResolvedTarget) -> Cubin:
-    func = GemmSm90().apply(case.func().with_attr(CONSTANT_PARAMS_ATTR, [1]), target, parameters)
+def compiled(
+    case: MatmulCase, parameters: GemmParameters, target: ResolvedTarget, constants: tuple[int, ...] = (1,)
+) -> Cubin:
+    func = GemmSm90().apply(case.func().with_attr(CONSTANT_PARAMS_ATTR, constants), target, parameters)
     mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
     with captured_cubins("sm_90a") as cubins:
         tvm.tirx.build(mod, target=target.target, pipeline=register_mixed_pipeline())
@@ -111,6 +116,22 @@ def test_multiplications_of_a_stage_follow_each_other(target: ResolvedTarget) ->
     """Descriptors are sums in uniform registers: no value is moved there from a thread's between two instructions."""
     cubin = compiled(replace(WIDE, rows=(128,)), GemmParameters(64, 64, 8, 1, dependent=True), target)
     assert cubin.count(MOVE_TO_UNIFORM) < cubin.count(WGMMA)
+
+
+@pytest.mark.parametrize(("constants", "early"), [((1, 2), 1), ((1,), 0)], ids=["a bias", "an activation"])
+@pytest.mark.parametrize("block_n", [32, 64])
+def test_only_constants_are_read_before_the_wait(
+    constants: tuple[int, ...], early: int, block_n: int, target: ResolvedTarget
+) -> None:
+    """The compiler may move ordinary loads above the wait: of rows, whose numbers the kernel before has made."""
+    case = MatmulCase((128,), 768, 768, ("bias", "row_scale", "residual"))
+    cubin = compiled(case, GemmParameters(64, block_n, 12, 1, dependent=True), target, constants)
+    first = cubin.opcodes.index(WAIT)
+    # The consumers' part comes first: nothing is loaded by TMA between the two.
+    before = cubin.opcodes[cubin.opcodes.index(LAUNCH_DEPENDENTS) : first]
+    assert TMA_LOAD not in before
+    assert (before.count(LOAD), cubin.opcodes[:first].count(LOAD)) == (early, early)
+    assert cubin.count(LOAD) >= 3 + early
 
 
 @pytest.mark.parametrize("block_n", [32, 64, 96, 128])
