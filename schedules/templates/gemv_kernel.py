@@ -80,7 +80,7 @@ class _Kernel:
         first_warp = tirx.IntImm("int32", 0)
         self._end.share(self._shared, self._sums, thread, first_warp)
         T.evaluate(T.cuda.cta_sync())
-        self._end.write(self._shared, thread, self._first_row, first_warp)
+        self._end.write(self._shared, thread, lambda _: self._first_row, lambda _: first_warp)
 
     def _step(self, turn: tirx.Expr, number: int) -> tirx.Expr:
         """Return the step along K that this warp makes: those of all warps lie side by side."""

@@ -6,7 +6,7 @@ The sums are added in the order of the warps, so that results repeat bit by bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import tvm_ffi
@@ -73,22 +73,43 @@ class GemvOutput:
                     with when([m < self.matmul.m] if (column + 1) * COLUMNS > self.matmul.m else []):
                         T.buffer_store(shared, value, [first + warp, m, row])
 
-    def write(self, shared: tirx.Var, thread: tirx.Expr, first_row: tirx.Expr, first: tirx.Expr) -> None:
-        """Emit the adding up of all warps' sums, the epilogue, and the writing of the output."""
+    def write(
+        self,
+        shared: tirx.Var,
+        thread: tirx.Expr,
+        first_row: Callable[[tirx.Expr], tirx.Expr],
+        first: Callable[[tirx.Expr], tirx.Expr],
+        parts: int = 1,
+    ) -> None:
+        """Emit the adding up of all warps' sums, the epilogue, and the writing of the output.
+
+        Parameters
+        ----------
+        shared : Var
+            The sums, as `share` left them.
+        thread : Expr
+            Of the block.
+        first_row, first : callable
+            Of a part: its first row of W, which may lie behind the last one where there are several parts; its place in
+            the first axis of `shared`.
+        parts : int
+            Of W that are written together.
+        """
         matmul, threads = self.matmul, self.warps * WARP
         each = matmul.epilogue.accumulators
         rows = self._rows // each
-        count = matmul.m * rows
+        count = parts * matmul.m * rows
         for turn in range(math.ceil(count / threads)):
             place = turn * threads + thread
-            m, row = place // rows, place % rows
-            column = first_row // each + row
+            part = place // (matmul.m * rows) if parts > 1 else tirx.IntImm("int32", 0)
+            m, row = place // rows % matmul.m if parts > 1 else place // rows, place % rows
+            column = first_row(part) // each + row
             guards = [] if count % threads == 0 else [place < count]
-            if matmul.n % self._rows:
+            if matmul.n % self._rows or parts > 1:
                 guards.append(column < matmul.columns)
             with when(guards):
                 sources = [row] if each == 1 else [gate_column(row), value_column(row)]
-                sums = [self._total(shared, first, m, one) for one in sources]
+                sums = [self._total(shared, first(part), m, one) for one in sources]
                 T.buffer_store(self.output, self._value(sums, m, column), [m * matmul.columns + column])
 
     def _total(self, shared: tirx.Var, first: tirx.Expr, m: tirx.Expr, row: tirx.Expr) -> tirx.Expr:

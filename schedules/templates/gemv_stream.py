@@ -6,6 +6,9 @@ next, of the tiles that follow too, are on their way to shared memory meanwhile,
 the bytes that it multiplies, so that no lane waits for another's. A warp keeps its part of x in registers.
 
 With `dependent`, that begins before the kernel before has ended. What is on its way then does not depend on registers.
+With `early`, x, which has to wait for the kernel before, is asked for before the last of these steps instead of behind
+them all. With `collected`, the block's warps meet once, when all tiles are made, instead of at each tile's end.
+
 Still a call takes some 2 us more than its bytes do: x comes behind the weights that are on their way already, and a
 kernel sees the end of the one before a microsecond late.
 """
@@ -27,20 +30,24 @@ from schedules.templates.kernel_frame import has_dependent_launch
 from schedules.templates.memory_cost import sm_count_of
 
 _FEW_WARPS = 4
-# Tiles, warps, depth, and blocks a multiprocessor. The first ones are the fastest of 16 shares in 14 cases on an H200
-# (geometric means; the first takes 6 % longer than a case's best, 16 % at most), the last ones serve a short K.
+# Tiles, warps, depth, blocks a multiprocessor, and steps asked for before x: with those, the sums of all tiles are
+# collected. The first ones are the fastest of 16 shares in 14 cases on an H200 (geometric means; the first takes 6 %
+# longer than a case's best, 16 % at most), then come some for a short K; the last ones are not measured yet.
 _SHARES = (
-    (1, 16, 2, 1),
-    (1, 16, 2, 2),
-    (1, 16, 4, 1),
-    (1, 8, 4, 1),
-    (1, 8, 4, 2),
-    (2, 4, 4, 2),
-    (1, 8, 2, 2),
-    (2, 8, 2, 2),
-    (2, 8, 4, 1),
-    (1, _FEW_WARPS, 4, 2),
-    (1, _FEW_WARPS, 1, 1),
+    (1, 16, 2, 1, 0),
+    (1, 16, 2, 2, 0),
+    (1, 16, 4, 1, 0),
+    (1, 8, 4, 1, 0),
+    (1, 8, 4, 2, 0),
+    (2, 4, 4, 2, 0),
+    (1, 8, 2, 2, 0),
+    (2, 8, 2, 2, 0),
+    (2, 8, 4, 1, 0),
+    (1, _FEW_WARPS, 4, 2, 0),
+    (1, _FEW_WARPS, 1, 1, 0),
+    (1, 16, 4, 1, 2),
+    (1, 16, 6, 1, 2),
+    (1, 8, 8, 1, 3),
 )
 
 
@@ -57,12 +64,13 @@ class GemvStream:
         limits, dependent = limits_of(target), has_dependent_launch(target)
         refusal = Refusal(f"K is {function.matmul.k}, too short for {_FEW_WARPS} warps to share")
         found: list[GemvStreamParameters] = []
-        for tiles, warps, depth, resident in _SHARES:
+        for tiles, warps, depth, resident, early in _SHARES:
             blocks = min(math.ceil(function.matmul.n / (TILE * tiles)), sm_count_of(target) * resident)
-            plan = make_stream_plan(function, GemvStreamParameters(tiles, warps, depth, blocks, dependent), limits)
+            parameters = GemvStreamParameters(tiles, warps, depth, blocks, dependent, early, early > 0)
+            plan = make_stream_plan(function, parameters, limits)
             if isinstance(plan, Refusal):
-                refusal = plan
-            elif _is_sensible(plan) and plan.parameters not in found:
+                refusal = refusal if early else plan
+            elif _is_sensible(plan) and plan.parameters not in found and (found or not early):
                 found.append(plan.parameters)
         return found or refusal
 

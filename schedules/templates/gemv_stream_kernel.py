@@ -62,12 +62,18 @@ class _Kernel:
         self._words = T.alloc_local([p.tiles * 2 * _WORDS], "uint32")
         sums = T.alloc_local([p.tiles * plan.column_tiles * 4], "float32")
         first = tirx.IntImm("int32", 0)
+        before = p.early or p.depth
         if self._early:
-            self._begin(first)
+            self._begin(first, 0, before)
         wait_for_predecessor(p.dependent)
         if not self._early:
-            self._begin(first)
+            self._begin(first, 0, before)
         self._load_x()
+        if before < p.depth:
+            # Behind x, which is needed first; the compiler moves no load over it.
+            T.evaluate(T.cuda.warp_sync())
+            self._begin(first, before, p.depth)
+        self._prepare_x()
         if plan.rounds == 1:
             self._make_tile(first, sums, shared, thread)
             return
@@ -75,10 +81,17 @@ class _Kernel:
             whole = plan.row_tiles % p.blocks == 0
             with when([] if whole else [index * p.blocks + block < plan.row_tiles]):
                 self._make_tile(index, sums, shared, thread)
+        if plan.collected:
+            T.evaluate(T.cuda.cta_sync())
+            self._end.write(shared, thread, self._first_row, lambda part: part * p.warps, plan.rounds)
 
-    def _begin(self, first: tirx.Expr) -> None:
-        """Emit the asking for as many steps as there are places."""
-        for step in range(self._p.depth):
+    def _first_row(self, index: tirx.Expr) -> tirx.Expr:
+        """Return the first row of W in a tile of this block."""
+        return (index * self._p.blocks + self._block) * self._plan.rows
+
+    def _begin(self, first: tirx.Expr, start: int, stop: int) -> None:
+        """Emit the asking for some of the first steps, as many as there are places at most."""
+        for step in range(start, stop):
             self._fetch(first, step, step)
 
     def _fetch(self, index: tirx.Expr, turn: int, slot: tirx.Expr | int) -> None:
@@ -156,6 +169,13 @@ class _Kernel:
                     for vector in range(plan.words_x // _WORDS):
                         to = self._words_x.ptr_to([start + vector * _WORDS])
                         load_bytes(to, self._x.ptr_to([place + vector * _VECTOR]), LOAD_BYTES)
+
+    def _prepare_x(self) -> None:
+        """Emit what products need of x beside its elements, and in which order they need them."""
+        plan = self._plan
+        count = plan.column_tiles * plan.words_x
+        for turn in range(plan.turns):
+            first = turn * count
             emit_pairs(self._function, self._words_x.ptr_to([first]), count)
             if self._offsets is not None:
                 to = self._offsets.ptr_to([turn * plan.column_tiles * 2])
@@ -184,10 +204,11 @@ class _Kernel:
                     (scales[tile * 2], scales[tile * 2 + 1]),
                     None if self._offsets is None else self._offsets.ptr_to([turn * plan.column_tiles * 2]),
                 )
-        first_warp = index % plan.buffers * p.warps
-        self._end.share(shared, sums, thread, first_warp)
-        T.evaluate(T.cuda.cta_sync())
-        self._end.write(shared, thread, (index * p.blocks + self._block) * plan.rows, first_warp)
+        place = index % plan.buffers * p.warps
+        self._end.share(shared, sums, thread, place)
+        if not plan.collected:
+            T.evaluate(T.cuda.cta_sync())
+            self._end.write(shared, thread, lambda _: self._first_row(index), lambda _: place)
 
     def _read(self, slot: tirx.Expr) -> list[tirx.Expr]:
         """Emit the reading of a step from shared memory; return its scales."""

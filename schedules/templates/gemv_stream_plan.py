@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from schedules.targets import CudaLimits
-from schedules.templates.base import Parameters, Refusal
+from schedules.templates.base import Parameters, Refusal, added
 from schedules.templates.gemv_function import GemvFunction, Quantisation
 from schedules.templates.gemv_plan import COLUMNS, LANES, LOAD_BYTES, SHARED_PAD, TILE, WARP, StepSizes, load_length
 
@@ -32,11 +32,17 @@ class GemvStreamParameters(Parameters):
     warps
         Of a block, which share the sum over K.
     depth
-        Steps of W on their way to a warp's shared memory; a power of two.
+        Steps of W on their way to a warp's shared memory.
     blocks
         Of the grid, which share the tiles.
     dependent
         Whether the kernel may start before the one before it has ended.
+    early
+        Steps that are asked for before x, which waits for the kernel before; 0 for all. What is asked for first comes
+        first.
+    collected
+        Whether the sums of all tiles of a block wait in shared memory until its last one, so that its warps wait for
+        each other but once.
     """
 
     template: ClassVar[str] = "gemv_stream"
@@ -46,6 +52,8 @@ class GemvStreamParameters(Parameters):
     depth: int = 8
     blocks: int = 132
     dependent: bool = False
+    early: int = added(0)
+    collected: bool = added(False)
 
 
 @dataclass(frozen=True)
@@ -100,8 +108,13 @@ class GemvStreamPlan(StepSizes):
 
     @property
     def buffers(self) -> int:
-        """Places for the sums of a tile: one is read while the next is written."""
-        return min(2, self.rounds)
+        """Places for the sums of a tile: one is read while the next is written, or all are kept."""
+        return self.rounds if self.collected else min(2, self.rounds)
+
+    @property
+    def collected(self) -> bool:
+        """Whether the sums of several tiles wait for the last one."""
+        return self.parameters.collected and self.rounds > 1
 
     @property
     def ahead(self) -> int:
@@ -112,9 +125,9 @@ class GemvStreamPlan(StepSizes):
 
 def make_stream_plan(function: GemvFunction, p: GemvStreamParameters, limits: CudaLimits) -> GemvStreamPlan | Refusal:
     """Return the sizes of the kernel for a function, or why there is none with these parameters."""
-    if min(p.tiles, p.warps, p.depth, p.blocks) < 1 or p.depth & (p.depth - 1):
-        shares = f"tiles {p.tiles}, warps {p.warps}, depth {p.depth}, blocks {p.blocks}"
-        return Refusal(f"{shares}, expected 1 or more and a depth that is a power of two")
+    if min(p.tiles, p.warps, p.depth, p.blocks) < 1 or not 0 <= p.early <= p.depth:
+        shares = f"tiles {p.tiles}, warps {p.warps}, depth {p.depth}, blocks {p.blocks}, early {p.early}"
+        return Refusal(f"{shares}, expected 1 or more and no more early steps than the depth")
     if p.warps * WARP > limits.max_threads_per_block:
         return Refusal(f"{p.warps} warps, expected {limits.max_threads_per_block // WARP} at most")
     matmul, stored = function.matmul, function.quantisation
@@ -144,9 +157,14 @@ def make_stream_plan(function: GemvFunction, p: GemvStreamParameters, limits: Cu
     rounds = math.ceil(row_tiles / p.blocks)
     scale_rows = 1 if within else LANES
     slot = p.tiles * (2 * LOAD_BYTES * WARP + scale_rows * TILE * 2)
-    shared = p.warps * (p.depth * slot + min(2, rounds) * 4 * matmul.m * (TILE * p.tiles + SHARED_PAD))
-    if shared > min(limits.shared_bytes_optin, SHARED_MAX):
-        return Refusal(f"{shared} bytes of shared memory, expected {SHARED_MAX} at most")
+    shared = p.warps * (
+        p.depth * slot + (rounds if p.collected else min(2, rounds)) * 4 * matmul.m * (TILE * p.tiles + SHARED_PAD)
+    )
+    # A second block has no place where it finds no registers either.
+    alone = 2 * registers * p.warps * WARP > limits.registers_per_block
+    most = limits.shared_bytes_optin if alone else min(limits.shared_bytes_optin, SHARED_MAX)
+    if shared > most:
+        return Refusal(f"{shared} bytes of shared memory, expected {most} at most")
     return GemvStreamPlan(
         p, stored, length, steps, turns, column_tiles, row_tiles, rounds, scale_rows, levels, registers, shared
     )

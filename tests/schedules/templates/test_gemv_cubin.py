@@ -20,6 +20,8 @@ from tests.schedules.templates.gemv_cases import CASES, GemvCase
 HOPPER = resolve_target("cuda:sm_90a")
 # Low 12 bits of a 16-byte instruction, as nvdisasm 13.0 prints them: LDG, and griddepcontrol's wait.
 LOAD, WAIT = 0x981, 0x82E
+# BAR; BRA.
+BARRIER, JUMP = 0xB1D, 0x947
 # HADD2 and HFMA2 with a constant.
 HALVES = (0x430, 0x431)
 # LDGSTS; LOP3 with an immediate; SHF; PRMT.
@@ -111,6 +113,28 @@ def test_unpacking_four_bits_takes_five_logic_instructions_for_eight_weights(ste
     assert 4 * words <= facts.count(LOGIC) <= 4 * words + 32
     assert words <= facts.count(SHIFT) <= words + 10
     assert facts.count(PERMUTE) <= 16 * steps + 8
+
+
+def test_x_is_asked_for_before_the_steps_that_are_not_early() -> None:
+    case = GemvCase(n=8192, k=2048, bits=4)
+    code = kernel_code(cubin_of(case, GemvStreamParameters(1, 16, 4, 132, True, early=1), GemvStream()))
+    opcodes = [struct.unpack_from("<H", code, at)[0] & 0xFFF for at in range(0, len(code), 16)]
+    wait = opcodes.index(WAIT)
+    # A step of two rows, and their scales.
+    assert opcodes[:wait].count(COPY) == 3
+    assert wait < opcodes.index(LOAD) < wait + opcodes[wait:].index(COPY)
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_warps_wait_for_each_other_once_where_sums_are_collected(collected: bool) -> None:
+    case = GemvCase(n=8192, k=2048, bits=4)
+    code = kernel_code(cubin_of(case, GemvStreamParameters(1, 16, 2, 132, True, 0, collected), GemvStream()))
+    opcodes = [struct.unpack_from("<H", code, at)[0] & 0xFFF for at in range(0, len(code), 16)]
+    # Where a jump leads to, relative to it, begins in its second word.
+    back = [n for n, one in enumerate(opcodes) if one == JUMP and struct.unpack_from("<i", code, 16 * n + 4)[0] < 0]
+    assert opcodes.count(BARRIER) == 1
+    # Behind the loop over tiles, or within it.
+    assert (opcodes.index(BARRIER) > back[0]) == collected
 
 
 def halves_in_a_kernel(k: int) -> int:

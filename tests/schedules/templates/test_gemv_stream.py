@@ -41,7 +41,7 @@ def test_two_kernels_fit_into_a_multiprocessor_and_enough_is_on_its_way() -> Non
     for parameters in found:
         plan = plan_of(LARGE, parameters)
         assert isinstance(plan, GemvStreamPlan)
-        assert plan.shared_bytes <= SHARED_MAX
+        assert plan.shared_bytes <= SHARED_MAX or parameters.collected
         # A step of 128 weights is within a group.
         assert plan.grouped
     # What a latency of 1 us takes at 4 TB/s.
@@ -57,6 +57,31 @@ def test_blocks_share_all_tiles_of_the_matrix() -> None:
     one = plan_of(LARGE, GemvStreamParameters(tiles=2, warps=8, depth=2, blocks=256))
     assert isinstance(one, GemvStreamPlan)
     assert (one.row_tiles, one.rounds, one.buffers) == (256, 1, 1)
+
+
+def test_collected_sums_of_all_tiles_have_a_place_and_the_block_all_shared_memory() -> None:
+    plan = plan_of(LARGE, GemvStreamParameters(warps=16, depth=8, blocks=132, early=2, collected=True))
+    assert isinstance(plan, GemvStreamPlan)
+    assert (plan.rounds, plan.buffers, plan.collected) == (4, 4, True)
+    assert plan.shared_bytes > SHARED_MAX
+    # One tile a block is never collected.
+    one = plan_of(LARGE, GemvStreamParameters(blocks=512, collected=True))
+    assert isinstance(one, GemvStreamPlan)
+    assert (one.buffers, one.collected) == (1, False)
+
+
+def test_what_is_not_measured_is_proposed_last() -> None:
+    found = GemvStream().candidates(LARGE.func(), HOPPER)
+    assert not isinstance(found, Refusal)
+    collected = [one.collected for one in found]
+    assert any(collected)
+    assert collected == sorted(collected)
+
+
+def test_decisions_from_before_early_and_collected_are_the_same_kernels() -> None:
+    old = '{"blocks":132,"dependent":true,"depth":2,"template":"gemv_stream","tiles":1,"warps":16}'
+    assert GemvStream().parse(old) == GemvStreamParameters(1, 16, 2, 132, True)
+    assert GemvStream().parse(old).to_json() == old
 
 
 @pytest.mark.parametrize(
@@ -83,7 +108,7 @@ def test_levels_are_multiplied_where_sums_are_scaled_and_registers_suffice(
     ("case", "parameters", "reason"),
     [
         (GemvCase(), GemvStreamParameters(), "the weights have 16 bits, expected 8 or 4"),
-        (LARGE, GemvStreamParameters(depth=3), "a depth that is a power of two"),
+        (LARGE, GemvStreamParameters(depth=3, early=4), "no more early steps than the depth"),
         (LARGE, GemvStreamParameters(tiles=0), "expected 1 or more"),
         (LARGE, GemvStreamParameters(warps=64), "64 warps"),
         (GemvCase(n=1001, bits=4), GemvStreamParameters(), "N is 1001, expected a multiple of 8"),
