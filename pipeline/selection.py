@@ -237,6 +237,12 @@ def _choose(
     passed_over: list[tuple[int, str]] = []
     for record in records:
         if record.route is Route.FALLBACK:
+            if passed_over:
+                # What was faster is made in another way by now: more likely faster still than slower than this.
+                failed = _failed_decisions(database, task)
+                default = _unmeasured(function, task, target, routes, _note(passed_over), failed)
+                if default.route is Route.TEMPLATE:
+                    return replace(default, unusable=tuple(number for number, _ in passed_over))
             return _made(function, task, record, passed_over, None, within_model=record in preferred)
         try:
             scheduled = replay_record(task, record, target)

@@ -22,7 +22,7 @@ from pipeline.tuning.resources import read_resources
 from pipeline.tuning.stale import measured_since, without_stale
 from pipeline.tuning.template_candidates import template_candidates
 from tests.pipeline.test_template_route import lowered, target, tasks, template_record  # noqa: F401
-from tuning_db.records import Route, Status
+from tuning_db.records import Route, Status, utc_now
 from tuning_db.store import TuningDatabase
 
 ANOTHER = "0" * 16
@@ -87,6 +87,28 @@ def test_a_record_of_another_kernel_than_its_decision_makes_is_passed_over(lower
         )
     choice = next(choice for choice in choices if choice.task == task.name)
     assert (choice.record_id, choice.unusable) == (taken, (passed_over,))
+
+
+def test_a_slow_fallback_does_not_stand_in_for_candidates_made_in_another_way_by_now(
+    lowered, task, target, measured
+) -> None:
+    fallback = replace(measured[0], route=Route.FALLBACK, decision="{}", latencies_us=(9.0,), kernel_hash=None)
+    with TuningDatabase.open("sqlite://") as database:
+        database.record_workload(describe_workload(task))
+        slow = database.record_measurement(fallback)
+
+        def chosen():
+            environment = detect_environment(target)
+            choices = select_kernels(lowered, [task], database=database, target=target, environment=environment)
+            return next(choice for choice in choices if choice.task == task.name)
+
+        passed_over = database.record_measurement(replace(measured[0], kernel_hash=ANOTHER))
+        assert (chosen().route, chosen().record_id, chosen().unusable) == (Route.TEMPLATE, None, (passed_over,))
+        assert "has changed" in chosen().note
+        # Slower than the fallback in its old form too: nothing says that the template would win.
+        database.record_measurement(replace(fallback, latencies_us=(0.5,), created_at=utc_now() + timedelta(seconds=1)))
+        assert (chosen().route, chosen().unusable) == (Route.FALLBACK, ())
+        assert chosen().record_id != slow
 
 
 def test_records_that_no_longer_hold_are_measured_again(task, target, measured) -> None:
