@@ -4,6 +4,8 @@ It is what each of three things would take alone, in a sum that leans to the lon
 
     (arithmetic^4 + memory^4 + chain^4)^(1/4) + tiles, one after another + blocks + writing + reduction
 
+With `stream_k`, a block's run counts as one sum, its parts as tiles, and what blocks hand over as the reduction.
+
 `chain` is one stage of the ring after another. L2's bandwidth never decided; but B that several rows of tiles read at
 about the same time takes longer than once. Of 8-bit operands, a stage has twice the elements of K and takes as long;
 the constants are those of 16 bits.
@@ -39,6 +41,12 @@ _FITTED_BYTES = 2
 _ADDING_US = 0.0015
 _ADDING_IN_TURN = 1.5
 _INTEGER_WRITE = 2.0
+# Of sums that are handed over through global memory, and of an element of each that a warpgroup moves: a least-squares
+# fit (10 % root mean square) to 31 medians. And how much faster than others such a kernel has to look to come before
+# them: of shapes of many tiles, the model has those 8 % too slow and these 6 % too fast.
+_STREAM_US = 3.75
+_STREAM_SUM_US = 1.02e-4
+_STREAM_DOUBT = 1.14
 # Columns of B in a row of shared memory of 128 bytes.
 _CHUNK_MAX = 64
 # Up to this many, a matmul waits for its weights, not for arithmetic.
@@ -123,7 +131,8 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
     slots: float = sm_count * resident
     if p.split_k > 1:
         slots *= _part_used(p.split_k)
-    tiles_each = math.ceil(plan.tiles / plan.blocks)
+    # With `stream_k`, `k_share` is of all that a block makes.
+    tiles_each = 1 if p.stream_k else math.ceil(plan.tiles / plan.blocks)
     in_turn = math.ceil(blocks / slots) * tiles_each
     on_one = math.ceil(blocks / sm_count) * tiles_each
     if resident > 1 and blocks > sm_count:
@@ -159,7 +168,15 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
         elements = min(p.block_m, matmul.m) * p.block_n / plan.shares.accumulators / p.split_k
         reduce = model.cluster_us + p.split_k * (model.share_us + elements * model.sum_us)
     tiles_us = in_turn * model.tile_us * (model.shown if p.pingpong else 1.0)
+    if p.stream_k:
+        tiles_us *= max(1.0, plan.k_share / plan.k_tiles)
+        write *= math.ceil(plan.k_share / plan.k_tiles)
+        # One part is handed over, and as many are added up as a tile takes besides.
+        parts = 1 + max(1.0, plan.k_tiles / plan.k_share)
+        reduce = _STREAM_US + parts * min(p.block_m, matmul.m) * p.block_n / p.consumers * _STREAM_SUM_US
     total = longest + tiles_us + blocks / sm_count * model.block_us + write + reduce - beside
+    if p.stream_k:
+        total *= _STREAM_DOUBT
     if p.multicast == 1:
         return total
     return total * (_MULTICAST if total < _LONG_US or size < _FITTED_BYTES else _MULTICAST_LONG)

@@ -139,6 +139,26 @@ def test_candidates_have_what_won_on_an_h200(case: MatmulCase, tile: tuple, targ
     assert tile in [(one.block_m, one.block_n, one.split_k, one.pingpong) for one in found[:6]]
 
 
+@pytest.mark.parametrize(
+    ("case", "first", "among"),
+    [
+        # On an H200, 88 us with stream-K and 94 without.
+        (MatmulCase((1576,), 4096, 4096), True, True),
+        # 49 and 45 us, of 112 tiles and 160.
+        (MatmulCase((2048,), 1280, 5120, ("bias", "residual")), False, True),
+        # 12 and 8 us: fewer tiles than multiprocessors, which clusters share faster.
+        (MatmulCase((512,), 768, 3072, ("bias", "residual")), False, False),
+    ],
+)
+def test_stream_k_is_proposed_where_the_last_tiles_leave_multiprocessors_idle(
+    case: MatmulCase, first: bool, among: bool, target: ResolvedTarget
+) -> None:
+    found = GemmSm90().candidates(case.func(), target)
+    assert not isinstance(found, Refusal)
+    assert found[0].stream_k == first
+    assert any(one.stream_k for one in found) == among
+
+
 def test_parse_reads_a_decision() -> None:
     assert GemmSm90().parse(SMALL.to_json()) == SMALL
 
