@@ -2,10 +2,12 @@
 
     python -m benchmarks.tune_gpu_cases [--cases bert-base,...] [--seconds 60] [--db out/gpu/tuning.db]
                                         [--artifacts out/gpu] [--target cuda] [--tune-layers 2] [--tune-only]
+                                        [--jobs N]
     python -m benchmarks.tune_gpu_cases --compile-only --target cuda:sm_90a      # from records alone, no GPU needed
 
 A case that fails is told and the others go on. Measured kernels are kept in the database, so that a second run takes
-up where the first stopped.
+up where the first stopped. With `--jobs N`, so many cases at a time are imported and compiled, each in a process of its
+own, and one of them is tuned: whose import is ready first goes first.
 
 With `--tune-layers N`, what is tuned is the model with N layers: same widths, vocabulary and shapes, hence the same
 tasks, weighed by how often each runs in the whole model (`benchmarks.gpu_arms.short_models`). The whole model is
@@ -17,14 +19,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from benchmarks.bench_gpu import DEFAULT_ARTIFACTS
 from benchmarks.gpu_arms.artifact_facts import describe
 from benchmarks.gpu_arms.cases import Case, find_cases
+from benchmarks.gpu_arms.gpu_turn import GpuTurn
 from benchmarks.gpu_arms.short_models import prepare_short
 from pipeline.cli.app import expected_errors
 from pipeline.cli.output import stdout_console
@@ -40,9 +48,12 @@ from tuning_db.store import TuningDatabase
 def main() -> None:
     """Tune or compile every case and print what became of it; exits 1 when one failed."""
     arguments = _parse()
+    cases = find_cases(arguments.cases)
+    if arguments.jobs > 1 and len(cases) > 1:
+        sys.exit(_in_processes(cases, arguments))
     console = stdout_console()
     failed = 0
-    for case in find_cases(arguments.cases):
+    for case in cases:
         started = time.monotonic()
         try:
             summary = tune_case(case, arguments) if _tunes_apart(arguments) else None
@@ -79,7 +90,7 @@ def tune_case(case: Case, arguments: argparse.Namespace) -> TuningSummary:
     if not prepared.can_run:
         raise PipelineError(f"{case.name} is tuned on its device, and {prepared.target.arch} is not on this machine")
     arguments.artifacts.mkdir(parents=True, exist_ok=True)
-    with TuningDatabase.open(_database(arguments)) as database:
+    with _turn(arguments), TuningDatabase.open(_database(arguments)) as database:
         job = database.start_job(
             model=prepared.model.name,
             model_sha256=prepared.lowered.graph.source_sha256,
@@ -109,7 +120,27 @@ def make_artifact(case: Case, arguments: argparse.Namespace) -> CompileResult:
         return compile_model(request, directory, database=_database(arguments), samples=arguments.samples)
     directory.parent.mkdir(parents=True, exist_ok=True)
     tuned = TuneRequest(_database(arguments), _tuning(arguments), benchmark=False, samples=arguments.samples)
-    return tune_model(request, tuned, directory).compiled
+    with _turn(arguments):
+        return tune_model(request, tuned, directory).compiled
+
+
+def _turn(arguments: argparse.Namespace) -> AbstractContextManager[object]:
+    """Return what to hold while kernels are measured: nothing where no other process does."""
+    return GpuTurn(arguments.turn) if arguments.turn is not None else nullcontext()
+
+
+def _in_processes(cases: Sequence[Case], arguments: argparse.Namespace) -> int:
+    """Run each case by a process of its own, some at a time; return 1 when one failed."""
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(arguments.jobs) as pool:
+
+        def run(case: Case) -> int:
+            own = ["--cases", case.name, "--jobs", "1", "--turn", str(Path(directory) / "gpu.lock")]
+            command = [sys.executable, "-m", "benchmarks.tune_gpu_cases", *sys.argv[1:], *own]
+            ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            print(ended.stdout or f"{case.name}: ended with {ended.returncode}\n", end="", flush=True)
+            return ended.returncode
+
+        return int(any(list(pool.map(run, cases))))
 
 
 def _tunes_apart(arguments: argparse.Namespace) -> bool:
@@ -156,9 +187,13 @@ def _parse() -> argparse.Namespace:
         "--host-references", action="store_true", help="compute what candidates are compared with on the CPU alone"
     )
     parser.add_argument("--tune-only", action="store_true", help="make no artifacts")
+    parser.add_argument("--jobs", type=int, default=1, help="cases that are imported, tuned or compiled at a time")
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.tune_only and arguments.compile_only:
         parser.error("--tune-only and --compile-only: expected one of them, nothing is left to do")
+    if arguments.jobs < 1:
+        parser.error(f"--jobs {arguments.jobs}: expected at least 1")
     if arguments.tune_layers is not None and arguments.tune_layers < 1:
         parser.error(f"--tune-layers {arguments.tune_layers}: expected at least 1")
     try:
