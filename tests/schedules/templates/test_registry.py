@@ -8,6 +8,7 @@ from schedules.templates.base import TemplateError
 from schedules.templates.gemm_sm90_plan import GemmParameters
 from schedules.templates.registry import TEMPLATES, apply_decision, list_candidates
 from tests.schedules.templates import memory_cases
+from tests.schedules.templates.gemv_cases import GemvCase
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 CASE = MatmulCase((128,), 256, 128, ("bias",))
@@ -18,14 +19,21 @@ def test_every_candidate_can_be_applied_from_its_decision() -> None:
     found, refused = list_candidates(func, target)
     assert found
     assert refused == [
-        "gemv: the right operand is [K, N], expected rows [N, K]",
         "gemv_stream: the right operand is [K, N], expected rows [N, K]",
+        "gemv: the right operand is [K, N], expected rows [N, K]",
         "attention_sm90: the function is not marked as an attention",
         "rows: it sums products of two tensors (the templates for matmuls make those)",
         "elementwise: it has reductions (the template for rows makes those)",
     ]
     for parameters in found[:3]:
         assert isinstance(apply_decision(func, target, parameters.to_json()), tirx.PrimFunc)
+
+
+def test_quantised_weights_of_few_rows_stream_where_nothing_was_measured() -> None:
+    case = GemvCase(rows=(1,), n=4096, k=4096, bits=4, group=128)
+    found, _ = list_candidates(case.func(), resolve_target("cuda:sm_90a"))
+    assert found[0].template == "gemv_stream"
+    assert {"gemv_stream", "gemv"} <= {one.template for one in found}
 
 
 @pytest.mark.parametrize(
