@@ -8,6 +8,7 @@ and the like, whatever the option.)
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -48,6 +49,9 @@ _REGISTERS = "--register-usage-level=10"
 _VERBOSE = "-v"
 _NVCC_TIMEOUT_S = 600
 _ERROR_LINES = 12
+_LINE_LENGTH = 300
+# As nvcc, NVRTC and ptxas name them, with what is wrong behind: "kernels.cu(7): error: ..." and "ptxas error : ...".
+_ERROR = re.compile(r"\b(fatal )?error\s*:")
 
 
 def uses_fast_math(target: tvm.target.Target) -> bool:
@@ -171,5 +175,9 @@ def _nvrtc(source: DeviceSource, options: list[str], arch: str, on_log: OnLog | 
 
 
 def _refused(compiler: str, arch: str, log: str) -> LoweringError:
-    tail = "\n".join(log.strip().splitlines()[-_ERROR_LINES:])
-    return LoweringError(f"{compiler} did not compile the kernels for {arch}:\n{tail}")
+    """Return what a compiler said, the errors among its warnings first."""
+    lines = log.strip().splitlines()
+    first = next((number for number, line in enumerate(lines) if _ERROR.search(line)), None)
+    told = lines[-_ERROR_LINES:] if first is None else [*lines[first : first + _ERROR_LINES - 1], lines[-1]]
+    text = "\n".join(line[:_LINE_LENGTH] for line in told)
+    return LoweringError(f"{compiler} did not compile the kernels for {arch}:\n{text}")

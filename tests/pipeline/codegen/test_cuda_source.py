@@ -98,6 +98,12 @@ def test_a_compile_error_is_shown() -> None:
         compile_cubin("__global__ void broken() { no_such_name(); }", "sm_90a", find_toolchain())
 
 
+def test_a_compile_error_is_shown_before_the_warnings_that_come_after_it() -> None:
+    unused = "\n".join(f"static __device__ int unused_{number}() {{ return 0; }}" for number in range(20))
+    with pytest.raises(LoweringError, match=r"sm_90a:\n.*error.*no_such_name(.|\n)*1 error detected"):
+        compile_cubin("__global__ void broken() { no_such_name(); }\n" + unused, "sm_90a", find_toolchain())
+
+
 @pytest.mark.skipif(not (TOOLKIT / "bin" / "nvcc").is_file(), reason="needs nvcc")
 def test_nvcc_compiles_the_same_source() -> None:
     nvcc = TOOLKIT / "bin" / "nvcc"
