@@ -81,6 +81,7 @@ def test_the_whole_model_is_compiled_from_the_short_ones_records(
         compile_only=False,
         tune_layers=1,
         tune_only=False,
+        turn=None,
     )
     case = Case("bert-tiny-3-layers", 1, 16)
     summary = tune_case(case, arguments)
