@@ -84,7 +84,7 @@ def compile_with_nvrtc(
     Raises
     ------
     LoweringError
-        NVRTC refused the source; the message has its last lines.
+        NVRTC refused the source; the message has its errors.
     """
     options = [
         f"--gpu-architecture={arch}",
@@ -115,7 +115,7 @@ def compile_with_nvcc(
     Raises
     ------
     LoweringError
-        nvcc refused the source or cannot be run; the message has its last lines.
+        nvcc refused the source or cannot be run; the message has its errors.
     """
     with tempfile.TemporaryDirectory(prefix="relaxtune-") as folder:
         source, cubin = Path(folder) / "kernels.cu", Path(folder) / "kernels.cubin"
