@@ -41,7 +41,7 @@ bench: $(VENV)/.installed-dev  ## side-by-side runs on this CPU; raw values unde
 	$(BIN)/python benchmarks/bench_cpu.py
 
 tune-gpu:  ## the artifacts of bench-gpu, tuned on this machine's GPU into out/gpu, two layers standing for all
-	$(GPU_PYTHON) -m benchmarks.tune_gpu_cases --tune-layers 2 --jobs 4 $(ARGS)
+	$(GPU_PYTHON) -m benchmarks.tune_gpu_cases --tune-layers 2 --rerank 6 --jobs 4 $(ARGS)
 
 bench-gpu:  ## whole models beside torch and ONNX Runtime on one GPU; raw values under benchmarks/results
 	$(GPU_PYTHON) -m benchmarks.bench_gpu $(ARGS)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.tune_gpu_cases [--cases bert-base,...] [--seconds 60] [--db out/gpu/tuning.db]
                                         [--artifacts out/gpu] [--target cuda] [--tune-layers 2] [--tune-only]
-                                        [--jobs N]
+                                        [--rerank N] [--jobs N]
     python -m benchmarks.tune_gpu_cases --compile-only --target cuda:sm_90a      # from records alone, no GPU needed
 
 A case that fails is told and the others go on. Measured kernels are kept in the database, so that a second run takes
@@ -12,7 +12,8 @@ own, and one of them is tuned: whose import is ready first goes first.
 With `--tune-layers N`, what is tuned is the model with N layers: same widths, vocabulary and shapes, hence the same
 tasks, weighed by how often each runs in the whole model (`benchmarks.gpu_arms.short_models`). The whole model is
 compiled from these records afterwards, unless `--tune-only` leaves that to a run with `--compile-only`: to import and
-compile the sixteen layers of Llama-1B takes longer than to tune its kernels.
+compile the sixteen layers of Llama-1B takes longer than to tune its kernels. With `--rerank N`, runners-up of the N
+hottest kernels are tried inside the whole model before that, as `relaxtune tune --rerank` does.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ from pipeline.cli.output import stdout_console
 from pipeline.environment import target_key
 from pipeline.errors import PipelineError
 from pipeline.jobs import CompileResult, TuneRequest, compile_model, tune_model
+from pipeline.model_records import measured_model
 from pipeline.prepare import ModelRequest, prepare_model
+from pipeline.rerank import RerankReport
+from pipeline.tuned_model import rerank_prepared, select_as_measured
 from pipeline.tuning.options import TuningOptions, TuningSummary
 from pipeline.tuning.session import tune
 from tuning_db.store import TuningDatabase
@@ -61,6 +65,8 @@ def main() -> None:
                 console.print(f"{case.name}: {_told(summary)}", markup=False, soft_wrap=True)
             if arguments.tune_only:
                 continue
+            if arguments.rerank and _tunes_apart(arguments):
+                console.print(f"{case.name}: {_told_of(rerank_case(case, arguments))}", markup=False, soft_wrap=True)
             compiled = make_artifact(case, arguments)
         except KeyboardInterrupt:
             raise
@@ -113,6 +119,16 @@ def tune_case(case: Case, arguments: argparse.Namespace) -> TuningSummary:
             database.finish_job(job.id, ended)
 
 
+def rerank_case(case: Case, arguments: argparse.Namespace) -> RerankReport:
+    """Try runners-up of the hottest kernels inside the whole model; what they gain is recorded."""
+    plain = prepare_model(_request(case, arguments))
+    tuning = TuningOptions(seed=arguments.seed, rerank=arguments.rerank)
+    with TuningDatabase.open(_database(arguments)) as database:
+        prepared, choices = select_as_measured(plain, database)
+        model = measured_model(plain)
+        return rerank_prepared(prepared, choices, database, tuning, model=model, turn=_turn(arguments))[1]
+
+
 def make_artifact(case: Case, arguments: argparse.Namespace) -> CompileResult:
     """Return the artifact of one case, tuned unless that was done or only compiling is asked for."""
     request, directory = _request(case, arguments), arguments.artifacts / case.name
@@ -157,6 +173,7 @@ def _tuning(arguments: argparse.Namespace) -> TuningOptions:
         time_budget_s=arguments.seconds,
         seed=arguments.seed,
         device_references=not arguments.host_references,
+        rerank=arguments.rerank,
     )
 
 
@@ -170,6 +187,11 @@ def _told(summary: TuningSummary) -> str:
         failed.update({status.value: count for status, count in task.failures.items() if count})
     failures = ", ".join(f"{count} {status}" for status, count in failed.items()) or "none failed"
     return f"{summary.candidates} candidates in {summary.seconds:.0f} s, {failures}"
+
+
+def _told_of(report: RerankReport) -> str:
+    taken = sum(trial.taken for trial in report.trials)
+    return f"{taken} of {len(report.trials)} runners-up taken, which gains {report.gain:.1%} in the model"
 
 
 def _parse() -> argparse.Namespace:
@@ -187,11 +209,14 @@ def _parse() -> argparse.Namespace:
         "--host-references", action="store_true", help="compute what candidates are compared with on the CPU alone"
     )
     parser.add_argument("--tune-only", action="store_true", help="make no artifacts")
+    parser.add_argument("--rerank", type=int, default=0, help="hot kernels whose runners-up are tried inside the model")
     parser.add_argument("--jobs", type=int, default=1, help="cases that are imported, tuned or compiled at a time")
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.tune_only and arguments.compile_only:
         parser.error("--tune-only and --compile-only: expected one of them, nothing is left to do")
+    if arguments.rerank and (arguments.tune_only or arguments.compile_only):
+        parser.error("--rerank measures and compiles: expected neither --tune-only nor --compile-only beside it")
     if arguments.jobs < 1:
         parser.error(f"--jobs {arguments.jobs}: expected at least 1")
     if arguments.tune_layers is not None and arguments.tune_layers < 1:

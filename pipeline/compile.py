@@ -22,6 +22,7 @@ from pipeline.manifest import DeterminismEntry
 from pipeline.passes import plan_memory_passes
 from pipeline.passes.module import LoweredModule
 from pipeline.selection import TVM_ERRORS, KernelChoice
+from pipeline.variants import with_variants
 from schedules.fallback import apply_fallback
 from schedules.gpu.binding import count_launches
 from schedules.targets import ResolvedTarget
@@ -50,6 +51,8 @@ class CompiledModule:
         PrimFunc -> what it was scheduled to (`pipeline.kernel_hash`).
     determinism
         What it promises about equal bits.
+    variants
+        The choices of the entries beside `main`.
     """
 
     lowered: LoweredModule
@@ -62,6 +65,7 @@ class CompiledModule:
     launches: Mapping[str, int] = field(default_factory=dict)
     kernel_hashes: Mapping[str, str] = field(default_factory=dict)
     determinism: DeterminismEntry | None = None
+    variants: tuple[tuple[KernelChoice, ...], ...] = ()
 
 
 def compile_module(
@@ -70,6 +74,7 @@ def compile_module(
     target: ResolvedTarget,
     *,
     cuda_graph: bool = True,
+    variants: Sequence[Sequence[KernelChoice]] = (),
 ) -> CompiledModule:
     """Return the compiled module.
 
@@ -84,6 +89,8 @@ def compile_module(
     cuda_graph : bool
         On CUDA, whether the kernels of a module with static shapes run as one captured graph. It then reads its
         inputs at fixed addresses, and its outputs stay valid until the next run.
+    variants : sequence of sequences of KernelChoice
+        Other choices of some functions each; every variant is an entry of its own (`pipeline.variants`).
 
     Raises
     ------
@@ -93,7 +100,7 @@ def compile_module(
     target = portable_host(target)
     seconds: dict[str, float] = {}
     with _timed(seconds, "schedule"):
-        mod = apply_choices(lowered.mod, choices)
+        mod = apply_choices(with_variants(lowered.mod, variants), choices)
         graph = cuda_graph and target.kind == "cuda"
         if graph:
             mod = capture_whole_function(mod, len(lowered.graph.inputs))
@@ -111,7 +118,17 @@ def compile_module(
     with _timed(seconds, "codegen"), device_toolchain(target.target), _pass_context(graph), target.target:
         executable = _generate(mod, target, lowered.graph.name)
     return CompiledModule(
-        lowered, tuple(choices), target, executable, graph, seconds, planned, launches, hashes, determinism
+        lowered,
+        tuple(choices),
+        target,
+        executable,
+        graph,
+        seconds,
+        planned,
+        launches,
+        hashes,
+        determinism,
+        tuple(map(tuple, variants)),
     )
 
 

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -212,8 +213,8 @@ def _libraries(compiled: CompiledModule) -> tuple[str, ...]:
 
 
 def _library_sources(compiled: CompiledModule) -> list[Path]:
-    made = [choice.scheduled for choice in compiled.choices if choice.scheduled is not None]
-    return list_library_sources(made)
+    every = chain(compiled.choices, *compiled.variants)
+    return list_library_sources([choice.scheduled for choice in every if choice.scheduled is not None])
 
 
 def _link(compiled: CompiledModule, path: Path) -> float:

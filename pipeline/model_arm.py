@@ -1,4 +1,4 @@
-"""A model with its kernels chosen, compiled and loaded as an arm to be timed."""
+"""A model with its kernels chosen, compiled and loaded as an arm to be timed, alone or with variants beside it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pipeline.prepare import PreparedModel
 from pipeline.runtime import Module
 from pipeline.selection import KernelChoice
 from pipeline.validate import default_dims
+from pipeline.variants import entry_of
 
 
 def compiled_arm(prepared: PreparedModel, choices: Sequence[KernelChoice], directory: Path) -> Arm:
@@ -23,6 +24,22 @@ def compiled_arm(prepared: PreparedModel, choices: Sequence[KernelChoice], direc
     LoweringError, ArtifactError
         The model does not compile, or not load here.
     """
-    write_artifact(compile_module(prepared.lowered, choices, prepared.target), directory)
+    return compiled_arms(prepared, choices, (), directory)[0]
+
+
+def compiled_arms(
+    prepared: PreparedModel,
+    choices: Sequence[KernelChoice],
+    variants: Sequence[Sequence[KernelChoice]],
+    directory: Path,
+) -> list[Arm]:
+    """Return a model as an arm, and behind it each of its variants: the model with some other choices.
+
+    All are one compilation and one copy of the weights; otherwise as `compiled_arm`.
+    """
+    compiled = compile_module(prepared.lowered, choices, prepared.target, variants=variants)
+    write_artifact(compiled, directory)
     inputs = random_inputs(prepared.model, seed=0, dims=default_dims(prepared.model))
-    return module_arm(Module.load(directory), inputs)
+    module = Module.load(directory)
+    modules = [module, *(module.variant(entry_of(number)) for number in range(len(variants)))]
+    return [module_arm(one, inputs) for one in modules]

@@ -1,21 +1,25 @@
 """The last word of a tuning run: the hottest kernels' best candidates, tried inside the whole model.
 
-A kernel timed alone may mislead: in the model its neighbours leave other data in the caches, and other kernels beside
-it on the device. So for each of the hottest tasks the runners-up are compiled into the model one at a time, and all
-these models and the one as tuned take turns. The model as tuned takes part twice, first and last in every turn: a
+A kernel timed alone may mislead: in the model its neighbours leave other data in the caches, other kernels beside it on
+the device, and fewer or more multiprocessors to the one that starts while it ends. So for each of the hottest tasks the
+runners-up, and what would be taken if nothing had been measured, are compiled beside the model as tuned
+(`pipeline.variants`), and all take turns. The model as tuned takes part twice, first and last in every turn: a
 runner-up's gain is over both, turn by turn, and how far the two are apart is how much it must exceed to count. It is
 taken when a sign test of the turns (`pipeline.paired_gain`) leaves no doubt of that; while it is open, there are more
-turns, and the doubt allowed is shared by all runners-up and by every time that is looked.
+turns, and the doubt allowed is shared by all runners-up and by every time that is looked. Gains do not add up: where
+several tasks have one, the best alone, the best two, and so on take turns again, and the most that pays is taken.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +29,10 @@ from pipeline.environment import target_key
 from pipeline.errors import LoweringError
 from pipeline.manifest import MeasuredEntry
 from pipeline.measure import DEFAULT_WARMUP, Arm, measure
-from pipeline.model_arm import compiled_arm
+from pipeline.model_arm import compiled_arms
 from pipeline.paired_gain import LEAST_GAIN, PairedGain, is_gain, paired_gain
 from pipeline.prepare import PreparedModel
-from pipeline.selection import KernelChoice, replay_record
-from pipeline.tuning.options import TaskSummary, TuningSummary
+from pipeline.selection import KernelChoice, replay_record, template_default
 from pipeline.tuning.recorder import describe_workload
 from pipeline.tuning.standing import standing_records
 from pipeline.tuning.task import TuningTask
@@ -39,7 +42,7 @@ from tuning_db.store import TuningDatabase
 logger = logging.getLogger(__name__)
 
 # Runners-up of each task, and how far behind the winner they may be when timed alone.
-_RIVALS = 2
+_RIVALS = 3
 _MARGIN = 0.1
 _LISTED = 64
 # Turns after which it is looked whether the gains are settled; slow models have no more once so many seconds are over.
@@ -83,13 +86,15 @@ class Trial:
 class RerankReport:
     """What came of trying runners-up inside the model in so many turns.
 
-    `noise` is how far the model as tuned, before and after the others in a turn, is from itself. `latencies_ms` are the
-    model's own, by turn: with the runner-up that gained most where one is taken, else as tuned.
+    `noise` is how far the model as tuned, before and after the others in a turn, is from itself. `gain` is the part of
+    the model's latency that all that is taken saves together. `latencies_ms` are the model's own, by turn: with what is
+    taken, else as tuned.
     """
 
     trials: tuple[Trial, ...]
     noise: float
     turns: int = 0
+    gain: float = 0.0
     latencies_ms: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, object]:
@@ -97,6 +102,7 @@ class RerankReport:
         return {
             "noise": self.noise,
             "turns": self.turns,
+            "gain": self.gain,
             "trials": [dataclasses.asdict(trial) for trial in self.trials],
             "latencies_ms": list(self.latencies_ms),
         }
@@ -105,10 +111,10 @@ class RerankReport:
 def rerank(
     prepared: PreparedModel,
     choices: Sequence[KernelChoice],
-    summary: TuningSummary,
     database: TuningDatabase,
     *,
     tasks: int,
+    turn: AbstractContextManager[object] | None = None,
 ) -> tuple[tuple[KernelChoice, ...], RerankReport]:
     """Return the choices, with winners replaced by runners-up that make the whole model faster, and what was tried.
 
@@ -118,39 +124,106 @@ def rerank(
         As selected from the records.
     tasks : int
         How many of the tasks that take most of the model's time are looked at.
+    turn : context manager or None
+        Held while models are timed, where other processes time something on the same device.
     """
-    rivals = [rival for task in _hottest(summary, tasks) for rival in _rivals(prepared, task.task, choices, database)]
+    rivals = [
+        rival for task in _hottest(prepared, choices, tasks) for rival in _rivals(prepared, task, choices, database)
+    ]
     if not rivals:
         return tuple(choices), RerankReport((), 0.0)
-    with tempfile.TemporaryDirectory(prefix="relaxtune-rerank-") as folder:
-        plain = compiled_arm(prepared, choices, Path(folder) / "plain")
-        arms = {_BEFORE: plain}
-        for number, (_, changed) in enumerate(rivals):
-            arms[str(number)] = compiled_arm(prepared, changed, Path(folder) / str(number))
-        arms[_AFTER] = plain
-        latencies, gains = _take_turns(arms, len(rivals))
-    medians = {name: statistics.median(values) for name, values in latencies.items()}
-    baseline = (medians[_BEFORE] + medians[_AFTER]) / 2
-    best: dict[str, int] = {}
-    for number, (one, _) in enumerate(rivals):
-        held = best.get(one.task)
-        if is_gain(gains[number]) and (held is None or gains[number].median > gains[held].median):
-            best[one.task] = number
+    with contextlib.ExitStack() as held:
+        tried = _try(prepared, choices, [rival.changes for rival in rivals], held, turn)
+        gainers = _gainers(rivals, tried)
+        together = [gainers[:count] for count in range(1, len(gainers) + 1)]
+        if len(gainers) > 1:
+            variants = [[change for number in numbers for change in rivals[number].changes] for numbers in together]
+            again = _try(prepared, choices, variants, held, turn)
+        else:
+            again = tried.of(gainers)
+    sure = [number for number, gain in enumerate(again.gains) if is_gain(gain)]
+    most = max(sure, key=lambda number: again.gains[number].median, default=None)
+    taken, gain, latencies_ms = (
+        ([], 0.0, tried.before_ms)
+        if most is None
+        else (together[most], again.gains[most].median, again.variants_ms[most])
+    )
+    changed = {choice.function: choice for number in taken for choice in rivals[number].changes}
+    report = RerankReport(_trials(rivals, tried, taken), tried.gains[0].bias, tried.turns, gain, latencies_ms)
+    return tuple(changed.get(choice.function, choice) for choice in choices), report
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """Latencies in milliseconds by turn, of the model as tuned and of its variants, and what each variant gains."""
+
+    before_ms: tuple[float, ...]
+    variants_ms: tuple[tuple[float, ...], ...]
+    after_ms: tuple[float, ...]
+    gains: tuple[PairedGain, ...]
+
+    @property
+    def turns(self) -> int:
+        """How often each ran."""
+        return len(self.before_ms)
+
+    def of(self, numbers: Sequence[int]) -> _Tried:
+        """Return some of the variants."""
+        variants_ms = tuple(self.variants_ms[number] for number in numbers)
+        return dataclasses.replace(self, variants_ms=variants_ms, gains=tuple(self.gains[number] for number in numbers))
+
+
+def _try(
+    prepared: PreparedModel,
+    choices: Sequence[KernelChoice],
+    variants: Sequence[Sequence[KernelChoice]],
+    held: contextlib.ExitStack,
+    turn: AbstractContextManager[object] | None,
+) -> _Tried:
+    """Return what variants of a model take, after as many turns as it takes to tell whether they gain."""
+    folder = held.enter_context(tempfile.TemporaryDirectory(prefix="relaxtune-rerank-"))
+    plain, *others = compiled_arms(prepared, choices, variants, Path(folder) / "model")
+    arms = {_BEFORE: plain, **{str(number): arm for number, arm in enumerate(others)}, _AFTER: plain}
+    with turn or contextlib.nullcontext():
+        return _take_turns(arms, len(others))
+
+
+def _take_turns(arms: Mapping[str, Arm], variants: int) -> _Tried:
+    latencies: dict[str, tuple[float, ...]] = dict.fromkeys(arms, ())
+    doubt = _DOUBT / (variants * len(_LOOKS))
+    began, turns = time.monotonic(), 0
+    gains: tuple[PairedGain, ...] = ()
+    for look in _LOOKS:
+        report = measure(arms, runs=look - turns, warmup=0 if turns else DEFAULT_WARMUP)
+        turns = look
+        for arm in report.arms:
+            latencies[arm.name] += arm.latencies_ms
+        before, after = latencies[_BEFORE], latencies[_AFTER]
+        gains = tuple(paired_gain(latencies[str(n)], before, after, doubt=doubt) for n in range(variants))
+        # The next look doubles the turns.
+        slow = 2 * (time.monotonic() - began) > _SECONDS_MAX
+        if slow or all(is_gain(one) or one.most < LEAST_GAIN for one in gains):
+            break
+    of_variants = tuple(latencies[str(number)] for number in range(variants))
+    return _Tried(latencies[_BEFORE], of_variants, latencies[_AFTER], gains)
+
+
+def _trials(rivals: Sequence[_Rival], tried: _Tried, taken: Sequence[int]) -> tuple[Trial, ...]:
+    """Return what came of each rival alone, and tell it."""
     trials = tuple(
         Trial(
             one.task,
             one.record.route,
             one.record.id,
             one.record.latency_us or 0.0,
-            medians[str(n)],
-            baseline,
-            gains[n].median,
-            gains[n].least,
-            best.get(one.task) == n,
+            statistics.median(tried.variants_ms[number]),
+            statistics.median([*tried.before_ms, *tried.after_ms]),
+            tried.gains[number].median,
+            tried.gains[number].least,
+            number in taken,
         )
-        for n, (one, _) in enumerate(rivals)
+        for number, one in enumerate(rivals)
     )
-    taken = {choice.function: choice for number in best.values() for choice in rivals[number][0].changes}
     for trial in trials:
         logger.info(
             "task %s, record %s in the model: %.4f ms, as tuned %.4f ms, gains %.2f %%, %.2f %% at least",
@@ -161,28 +234,16 @@ def rerank(
             100 * trial.gain,
             100 * trial.least_gain,
         )
-    gained = max(best.values(), key=lambda number: gains[number].median, default=None)
-    of_model = latencies[_BEFORE] if gained is None else latencies[str(gained)]
-    report = RerankReport(trials, gains[0].bias, len(latencies[_BEFORE]), tuple(of_model))
-    return tuple(taken.get(choice.function, choice) for choice in choices), report
+    return trials
 
 
-def _take_turns(arms: Mapping[str, Arm], rivals: int) -> tuple[dict[str, list[float]], list[PairedGain]]:
-    """Return the latencies of all arms and the gains of the rivals, after as many turns as it takes to tell."""
-    latencies: dict[str, list[float]] = {name: [] for name in arms}
-    doubt = _DOUBT / (rivals * len(_LOOKS))
-    began, turns = time.monotonic(), 0
-    gains: list[PairedGain] = []
-    for look in _LOOKS:
-        report = measure(arms, runs=look - turns, warmup=0 if turns else DEFAULT_WARMUP)
-        turns = look
-        for arm in report.arms:
-            latencies[arm.name] += arm.latencies_ms
-        before, after = latencies[_BEFORE], latencies[_AFTER]
-        gains = [paired_gain(latencies[str(n)], before, after, doubt=doubt) for n in range(rivals)]
-        if all(is_gain(one) or one.most < LEAST_GAIN for one in gains) or time.monotonic() - began > _SECONDS_MAX:
-            break
-    return latencies, gains
+def _gainers(rivals: Sequence[_Rival], tried: _Tried) -> list[int]:
+    """Return of each task the rival that gains most, if it surely gains anything, the best first."""
+    best: dict[str, int] = {}
+    for number in sorted(range(len(rivals)), key=lambda number: -tried.gains[number].median):
+        if tried.gains[number].least > 0:
+            best.setdefault(rivals[number].task, number)
+    return list(best.values())
 
 
 @dataclass(frozen=True)
@@ -194,14 +255,17 @@ class _Rival:
     changes: tuple[KernelChoice, ...]
 
 
-def _hottest(summary: TuningSummary, count: int) -> list[TaskSummary]:
-    return [task for task in summary.tasks if task.after_us is not None][:count]
+def _hottest(prepared: PreparedModel, choices: Sequence[KernelChoice], count: int) -> list[TuningTask]:
+    """Return the tasks whose kernels take most of the model's time by their records."""
+    latencies_us = {choice.task: choice.latency_us for choice in choices if choice.latency_us is not None}
+    timed = [task for task in prepared.tasks if task.name in latencies_us]
+    return sorted(timed, key=lambda task: (-task.weight * latencies_us[task.name], task.name))[:count]
 
 
 def _rivals(
     prepared: PreparedModel, task: TuningTask, choices: Sequence[KernelChoice], database: TuningDatabase
-) -> list[tuple[_Rival, tuple[KernelChoice, ...]]]:
-    """Return the runners-up of a task, each with all choices of the model it makes."""
+) -> list[_Rival]:
+    """Return the runners-up of a task, and its template's default where that was measured and is none of them."""
     mine = [choice for choice in choices if choice.task == task.name]
     if not mine or mine[0].latency_us is None:
         return []
@@ -215,24 +279,28 @@ def _rivals(
         ),
         prepared.environment,
     )
-    near = [
+    others = [
         record
         for record in records
         if (record.layer, record.id) != (mine[0].database, mine[0].record_id)
+        and (record.route, record.decision) != (mine[0].route, mine[0].decision)
         and record.route in prepared.request.routes | {Route.FALLBACK}
-        and (record.latency_us or 0.0) <= mine[0].latency_us * (1 + _MARGIN)
+    ]
+    near = [record for record in others if (record.latency_us or 0.0) <= mine[0].latency_us * (1 + _MARGIN)][:_RIVALS]
+    default = template_default(task, prepared.target)
+    untuned = [
+        record
+        for record in others
+        if default is not None and record.decision == default.to_json() and record not in near
     ]
     found = []
-    for record in near[:_RIVALS]:
+    for record in [*near, *untuned[:1]]:
         try:
             scheduled = None if record.route is Route.FALLBACK else replay_record(task, record, prepared.target)
         except LoweringError as e:
             logger.warning("%s", e)
             continue
-        changes = tuple(_changed(choice, record, scheduled) for choice in mine)
-        by_function = {choice.function: choice for choice in changes}
-        everything = tuple(by_function.get(choice.function, choice) for choice in choices)
-        found.append((_Rival(task.name, record, changes), everything))
+        found.append(_Rival(task.name, record, tuple(_changed(choice, record, scheduled) for choice in mine)))
     return found
 
 

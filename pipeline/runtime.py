@@ -31,7 +31,7 @@ from pipeline.threads import configure_threads, default_threads
 from schedules.libraries.vendors import VENDOR_LIBRARIES
 from schedules.targets import resolve_target
 
-_SAVED_MAIN = "relaxtune_saved_main"
+_MAIN = "main"
 
 # What the virtual machine calls before and after each call it makes: (function, its name, whether before, what it
 # returned, arguments) -> a `tvm.runtime.vm.VMInstrumentReturnKind`.
@@ -60,10 +60,11 @@ class Module:
         device: Device,
         weights: Sequence[Tensor],
         threads: int | None,
+        entry: str = _MAIN,
     ) -> None:
         """Hold a loaded module; use `Module.load`."""
         self._manifest = manifest
-        self._main = machine["main"]
+        self._main = machine[entry]
         self._machine = machine
         self._device = device
         self._weights = tuple(weights)
@@ -74,8 +75,9 @@ class Module:
         self._buffers = self._fixed_inputs() if manifest.target.cuda_graph else None
         if self._buffers is not None:
             # Saved with its arguments, so that a run does not hand over every weight again.
-            machine.save_function("main", _SAVED_MAIN, *self._buffers, *self._weights)
-            self._saved_main = machine[_SAVED_MAIN]
+            saved = f"relaxtune_saved_{entry}"
+            machine.save_function(entry, saved, *self._buffers, *self._weights)
+            self._saved_main = machine[saved]
 
     @classmethod
     def load(
@@ -133,6 +135,10 @@ class Module:
         except (RuntimeError, OSError, ValueError) as e:
             raise ArtifactError(f"{directory / entry.file} cannot be loaded: {_last_line(e)}") from e
         return cls(manifest.of_bucket(entry), machine, device, [weights[name] for name in entry.weights], threads)
+
+    def variant(self, entry: str) -> Self:
+        """Return another entry of the same code as a module, on the same weights; see `pipeline.variants`."""
+        return type(self)(self._manifest, self._machine, self._device, self._weights, self._threads, entry)
 
     @property
     def manifest(self) -> Manifest:

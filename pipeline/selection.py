@@ -27,7 +27,7 @@ from schedules.fallback import SCHEDULED_ATTR
 from schedules.rules.tensor_intrinsics import register_intrinsics
 from schedules.rules.tensor_tile import has_tensor_tiles
 from schedules.targets import ResolvedTarget
-from schedules.templates.base import TemplateError
+from schedules.templates.base import Parameters, TemplateError
 from schedules.templates.registry import apply_decision, list_candidates
 from tuning_db.cache import LookupCache
 from tuning_db.errors import TuningDatabaseError
@@ -280,18 +280,14 @@ def _unmeasured(
     Where no template makes the function, it is the fallback.
     """
     fallback = KernelChoice(function, task.name, Route.FALLBACK, note=why)
-    if Route.TEMPLATE not in routes:
+    first = template_default(task, target, failed) if Route.TEMPLATE in routes else None
+    if first is None:
         return fallback
-    candidates, refused = list_candidates(task.mod["main"], target)
-    candidates = [candidate for candidate in candidates if candidate.to_json() not in failed]
-    if not candidates:
-        logger.debug("task %s: %s", task.name, "; ".join(refused) or "every candidate of a template has failed")
-        return fallback
-    decision = candidates[0].to_json()
+    decision = first.to_json()
     try:
         scheduled = apply_decision(task.mod["main"], target, decision)
     except (TemplateError, *TVM_ERRORS) as e:
-        reason = f"the default of template {candidates[0].template} cannot be made: {_reason(e)}"
+        reason = f"the default of template {first.template} cannot be made: {_reason(e)}"
         logger.warning("task %s: %s", task.name, reason)
         return replace(fallback, note=f"{why}; {reason}")
     return KernelChoice(
@@ -299,9 +295,20 @@ def _unmeasured(
         task=task.name,
         route=Route.TEMPLATE,
         decision=decision,
-        note=f"{why}; default of template {candidates[0].template}",
+        note=f"{why}; default of template {first.template}",
         scheduled=_as_scheduled(scheduled),
     )
+
+
+def template_default(
+    task: TuningTask, target: ResolvedTarget, failed: frozenset[str] = frozenset()
+) -> Parameters | None:
+    """Return the first that a template proposes for a task and that has not failed; None where none does."""
+    candidates, refused = list_candidates(task.mod["main"], target)
+    first = next((candidate for candidate in candidates if candidate.to_json() not in failed), None)
+    if first is None:
+        logger.debug("task %s: %s", task.name, "; ".join(refused) or "every candidate of a template has failed")
+    return first
 
 
 def _inside_the_model(records: Sequence[TuningRecord], decision: ModelDecision | None) -> list[TuningRecord]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from pipeline.environment import target_key
@@ -63,13 +64,35 @@ def tune_prepared(
     tuned = _tune_forms(prepared, model, tuning, database, progress)
     if not tuning.rerank or tuned.summary.interrupted:
         return tuned
-    with stage("re-rank"):
-        choices, report = rerank(tuned.prepared, tuned.choices, tuned.summary, database, tasks=tuning.rerank)
-    if report.trials:
-        decision = _decision(tuned.prepared, choices)
-        latencies_ms = report.latencies_ms
-        model.record(database, decision, seed=tuning.seed, job_id=tuned.job_id, latencies_ms=latencies_ms)
+    choices, report = rerank_prepared(tuned.prepared, tuned.choices, database, tuning, model=model, job_id=tuned.job_id)
     return dataclasses.replace(tuned, choices=choices, rerank=report)
+
+
+def rerank_prepared(
+    prepared: PreparedModel,
+    choices: Sequence[KernelChoice],
+    database: TuningDatabase,
+    tuning: TuningOptions,
+    *,
+    model: MeasuredModel | None = None,
+    job_id: str | None = None,
+    turn: AbstractContextManager[object] | None = None,
+) -> tuple[tuple[KernelChoice, ...], RerankReport]:
+    """Look inside a model for kernels that suit it better, as `tuning.rerank` says, and record what was found.
+
+    Parameters
+    ----------
+    model : MeasuredModel or None
+        What it is recorded of; `prepared` itself where that is as the request says.
+    turn : context manager or None
+        See `rerank`.
+    """
+    with stage("re-rank"):
+        choices, report = rerank(prepared, choices, database, tasks=tuning.rerank, turn=turn)
+    if report.trials:
+        known, decision = model or measured_model(prepared), _decision(prepared, choices)
+        known.record(database, decision, seed=tuning.seed, job_id=job_id, latencies_ms=report.latencies_ms)
+    return choices, report
 
 
 def select_as_measured(

@@ -289,7 +289,8 @@ def _print_reranked(report: RerankReport) -> None:
         for trial in report.trials
     )
     columns = ("task", "route", "record", "alone us", "model ms", "as tuned ms", "gain", "at least", "")
-    title = f"runners-up inside the model, {report.turns} turns, noise {report.noise:.1%}"
+    gained = f", together {report.gain:.2%}" if report.gain else ""
+    title = f"runners-up inside the model, {report.turns} turns, noise {report.noise:.1%}{gained}"
     print_table(TableView(title, columns, rows))
 
 

@@ -32,7 +32,7 @@ NUM_INPUT = "num_input"
 
 
 def capture_whole_function(mod: tvm.ir.IRModule, inputs: int) -> tvm.ir.IRModule:
-    """Return the module with `main` rewritten so that every kernel can be captured.
+    """Return the module with `main`, and its variants, rewritten so that every kernel can be captured.
 
     Parameters
     ----------
@@ -45,13 +45,13 @@ def capture_whole_function(mod: tvm.ir.IRModule, inputs: int) -> tvm.ir.IRModule
     -----
     With a symbolic input the inputs stay the caller's: a graph is captured for one set of shapes.
     """
-    main = mod["main"]
-    fixed = all(_static_shape(param) is not None for param in main.params[:inputs])
-    views, value = _view_outputs(main.body)
-    blocks = [*main.body.blocks, *_block(views)]
-    function = relax.Function(main.params, relax.SeqExpr(blocks, value), main.ret_ty, main.is_pure, main.attrs)
     builder = relax.BlockBuilder(mod)
-    builder.update_func(mod.get_global_var("main"), function.with_attr(NUM_INPUT, 0 if fixed else inputs))
+    for var, main in _entries(mod):
+        fixed = all(_static_shape(param) is not None for param in main.params[:inputs])
+        views, value = _view_outputs(main.body)
+        blocks = [*main.body.blocks, *_block(views)]
+        function = relax.Function(main.params, relax.SeqExpr(blocks, value), main.ret_ty, main.is_pure, main.attrs)
+        builder.update_func(var, function.with_attr(NUM_INPUT, 0 if fixed else inputs))
     return relax.transform.Normalize()(builder.get())
 
 
@@ -61,9 +61,14 @@ def fix_output_memory(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
     Runs between StaticPlanBlockMemory and RewriteCUDAGraph, which moves such memory into the graph's.
     """
     builder = relax.BlockBuilder(mod)
-    rewritten = _FixedMemory(mod).visit_expr(mod["main"])
-    builder.update_func(mod.get_global_var("main"), rewritten)
+    for var, function in _entries(mod):
+        builder.update_func(var, _FixedMemory(mod).visit_expr(function))
     return builder.get()
+
+
+def _entries(mod: tvm.ir.IRModule) -> list[tuple[tvm.ir.GlobalVar, relax.Function]]:
+    """Return `main` and its variants (`pipeline.variants`): before graphs are lifted out there is nothing else."""
+    return [(var, function) for var, function in mod.functions_items() if isinstance(function, relax.Function)]
 
 
 @mutator

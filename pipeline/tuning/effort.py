@@ -21,7 +21,7 @@ LEVELS: Mapping[Effort, TuningOptions] = {
         finals=11,
         warm_start_s=15.0,
         all_templates=True,
-        rerank=3,
+        rerank=6,
         norm_forms=True,
     ),
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tvm
 
@@ -18,10 +20,16 @@ from pipeline.export import write_artifact
 from pipeline.importer import import_model
 from pipeline.passes import lower
 from pipeline.passes.module import LoweringOptions
+from pipeline.prepare import ModelRequest, prepare_model
 from pipeline.report_profile import profile_artifact
 from pipeline.runtime import Module
+from pipeline.selection import select_kernels
+from pipeline.tuning.task import TuningTask
 from pipeline.validate import validate
-from schedules.targets import resolve_target
+from pipeline.variants import entry_of
+from schedules.fallback import SCHEDULED_ATTR
+from schedules.targets import ResolvedTarget, resolve_target
+from schedules.templates.registry import apply_decision, list_candidates
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,6 +93,37 @@ def test_repeated_runs_follow_their_inputs(tmp_path: Path) -> None:
     for name, array in once.items():
         assert (again[name] == array).all()
         assert (other[name] != array).any()
+
+
+def test_variants_in_one_module_compute_the_same_each_in_its_own_graph(tmp_path: Path) -> None:
+    request = ModelRequest("bert-tiny", SHAPES["bert-tiny"], "cuda", LoweringOptions(precision="fp16"))
+    prepared = prepare_model(request)
+    choices = select_kernels(
+        prepared.lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
+    )
+    variants = [
+        [dataclasses.replace(choice, scheduled=made) for choice in choices if choice.task == task.name]
+        for task in prepared.tasks
+        for made in second_candidate(task, prepared.target)
+    ]
+    assert variants
+    compiled = compile_module(prepared.lowered, choices, prepared.target, variants=variants)
+    write_artifact(compiled, tmp_path / "artifact")
+    module = Module.load(tmp_path / "artifact")
+    entries = [module, *(module.variant(entry_of(number)) for number in range(len(variants)))]
+    for seed in range(2):
+        inputs = random_inputs(prepared.model, seed=seed)
+        # By turns, since they share memory.
+        results = [entry.run(inputs) for entry in entries]
+        for result in results[1:]:
+            for name, expected in results[0].items():
+                np.testing.assert_allclose(result[name], expected, rtol=2e-2, atol=2e-2)
+
+
+def second_candidate(task: TuningTask, target: ResolvedTarget) -> list[tvm.tirx.PrimFunc]:
+    candidates, _ = list_candidates(task.mod["main"], target)
+    made = [apply_decision(task.mod["main"], target, one.to_json()) for one in candidates[1:2]]
+    return [func.without_attr("global_symbol").with_attr(SCHEDULED_ATTR, True) for func in made]
 
 
 def test_artifact_compiled_without_a_gpu_runs_here(tmp_path: Path) -> None:

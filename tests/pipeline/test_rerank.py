@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,17 @@ import pipeline.rerank as rerank_module
 from pipeline.environment import target_key
 from pipeline.measure import Arm, ArmResult, BenchmarkReport
 from pipeline.model_records import ModelDecision, measured_model
+from pipeline.passes.module import LoweringOptions
 from pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from pipeline.rerank import rerank
 from pipeline.selection import KernelChoice, select_kernels
 from pipeline.tuned_model import select_as_measured
 from pipeline.tuning.cost_model import WARMUP_CANDIDATES, FastCostModel
-from pipeline.tuning.options import TaskSummary, TuningSummary
 from pipeline.tuning.recorder import describe_workload
 from pipeline.tuning.search import TaskSearch
+from pipeline.tuning.task import TuningTask
 from schedules.space import make_space
+from schedules.templates.registry import list_candidates
 from tuning_db.records import Route, Status, TuningRecord, utc_now
 from tuning_db.store import TuningDatabase
 
@@ -31,16 +34,20 @@ def prepared() -> PreparedModel:
 
 
 @pytest.fixture(scope="module")
-def summary(prepared: PreparedModel) -> TuningSummary:
-    task = max(prepared.tasks, key=lambda one: one.weight * one.flops)
-    hot = TaskSummary(task, 2, 0, {}, 0, 12.0, 10.0, Route.METASCHEDULE, task.weight, 1.0, 1.0)
-    return TuningSummary((hot,), 1.0, {}, interrupted=False)
+def hot(prepared: PreparedModel) -> TuningTask:
+    return max(prepared.tasks, key=lambda one: one.weight * one.flops)
 
 
 @pytest.fixture
-def database(prepared: PreparedModel, summary: TuningSummary, tmp_path: Path) -> TuningDatabase:
+def database(prepared: PreparedModel, hot: TuningTask, tmp_path: Path) -> TuningDatabase:
     """Two candidates of the hot task, 10.0 and 10.4 us, and its fallback, far behind."""
-    task = summary.tasks[0].task
+    opened = TuningDatabase.open(tmp_path / "tuning.db")
+    record_two(opened, prepared, hot, 10.0)
+    return opened
+
+
+def record_two(database: TuningDatabase, prepared: PreparedModel, task: TuningTask, us: float) -> None:
+    """Record two candidates of a task, 4 % apart, and its fallback, which takes five times as long."""
     target = prepared.target.target
     search = TaskSearch(
         task.mod,
@@ -55,10 +62,9 @@ def database(prepared: PreparedModel, summary: TuningSummary, tmp_path: Path) ->
         threads=1,
     )
     first, second = search.propose()[:2]
-    opened = TuningDatabase.open(tmp_path / "tuning.db")
-    opened.record_workload(describe_workload(task))
-    made = ((Route.METASCHEDULE, first.decision, 10.0), (Route.METASCHEDULE, second.decision, 10.4))
-    opened.record_measurements(
+    database.record_workload(describe_workload(task))
+    made = ((Route.METASCHEDULE, first.decision, us), (Route.METASCHEDULE, second.decision, 1.04 * us))
+    database.record_measurements(
         [
             TuningRecord(
                 workload_hash=task.workload_hash,
@@ -68,21 +74,28 @@ def database(prepared: PreparedModel, summary: TuningSummary, tmp_path: Path) ->
                 route=route,
                 decision=decision,
                 status=Status.OK,
-                latencies_us=(us,),
+                latencies_us=(latency_us,),
             )
-            for route, decision, us in (*made, (Route.FALLBACK, '{"rule":"any"}', 50.0))
+            for route, decision, latency_us in (*made, (Route.FALLBACK, '{"rule":"any"}', 5 * us))
         ]
     )
-    return opened
 
 
-def told(medians: dict[str, float], spread: float = 0.0, spoilt: float = 0.0) -> object:
-    """Return what measures: latencies off by up to `spread`, the first arm too fast in a part of the turns."""
+def told(*trials: dict[str, float], spread: float = 0.0, spoilt: float = 0.0) -> object:
+    """Return what measures: latencies off by up to `spread`, the first arm too fast in a part of the turns.
+
+    `trials` are the medians of the arms of one module each, in the order in which modules are compiled.
+    """
     rng = np.random.default_rng(0)
+    modules = iter(trials)
+    medians: dict[str, float] = {}
 
     def measure(arms: dict[str, Arm], *, runs: int, warmup: int) -> BenchmarkReport:
         for arm in arms.values():
             arm()
+        if warmup:
+            medians.clear()
+            medians.update(next(modules))
         assert list(arms) == list(medians)
         latencies = {name: ms * (1 + rng.uniform(-spread, spread, runs)) for name, ms in medians.items()}
         latencies["as tuned, before"][: round(spoilt * runs)] = 0.1
@@ -106,7 +119,7 @@ def told(medians: dict[str, float], spread: float = 0.0, spoilt: float = 0.0) ->
 )
 def test_a_runner_up_is_taken_when_the_model_is_faster_by_more_than_the_noise(
     prepared: PreparedModel,
-    summary: TuningSummary,
+    hot: TuningTask,
     database: TuningDatabase,
     monkeypatch: pytest.MonkeyPatch,
     before: float,
@@ -125,53 +138,118 @@ def test_a_runner_up_is_taken_when_the_model_is_faster_by_more_than_the_noise(
         environment=prepared.environment,
     )
     medians = {"as tuned, before": before, "0": rival, "as tuned, after": after}
-    monkeypatch.setattr(rerank_module, "measure", told(medians, spread, spoilt))
-    changed, report = rerank(prepared, choices, summary, database, tasks=1)
+    monkeypatch.setattr(rerank_module, "measure", told(medians, spread=spread, spoilt=spoilt))
+    changed, report = rerank(prepared, choices, database, tasks=1)
     (trial,) = report.trials
     assert (trial.taken, trial.alone_us, report.turns) == (taken, 10.4, turns)
     assert trial.model_ms == pytest.approx(rival, rel=0.01)
     assert trial.least_gain <= trial.gain
-    hot = summary.tasks[0].task.name
-    mine = [choice for choice in changed if choice.task == hot]
+    mine = [choice for choice in changed if choice.task == hot.name]
     assert {choice.latency_us for choice in mine} == {10.4 if taken else 10.0}
     assert all("inside the model" in choice.note for choice in mine) is taken
-    others = [(a, b) for a, b in zip(choices, changed, strict=True) if a.task != hot]
+    others = [(a, b) for a, b in zip(choices, changed, strict=True) if a.task != hot.name]
     assert all(a is b for a, b in others)
 
 
+def test_gains_that_do_not_add_up_are_not_taken_together(
+    prepared: PreparedModel, hot: TuningTask, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, third = [task for task in prepared.tasks if task is not hot and task.family == hot.family][:2]
+    record_two(database, prepared, second, 5.0)
+    record_two(database, prepared, third, 2.0)
+    choices = select_kernels(
+        prepared.lowered,
+        prepared.tasks,
+        database=database,
+        target=prepared.target,
+        environment=prepared.environment,
+    )
+    alone = {"as tuned, before": 1.0, "0": 0.97, "1": 0.96, "2": 0.999, "as tuned, after": 1.0}
+    together = {"as tuned, before": 1.0, "0": 0.96, "1": 0.94, "2": 0.95, "as tuned, after": 1.0}
+    monkeypatch.setattr(rerank_module, "measure", told(alone, together))
+    changed, report = rerank(prepared, choices, database, tasks=3)
+    assert [trial.alone_us for trial in report.trials if trial.taken] == pytest.approx([10.4, 5.2])
+    assert (report.gain, report.latencies_ms[0]) == (pytest.approx(0.06), 0.94)
+    taken = {choice.task for choice in changed if choice.within_model}
+    assert taken == {hot.name, second.name}
+    monkeypatch.setattr(rerank_module, "measure", told(alone, {**together, "1": 0.97, "2": 0.98}))
+    changed, report = rerank(prepared, choices, database, tasks=3)
+    assert {choice.task for choice in changed if choice.within_model} == {second.name}
+    assert report.gain == pytest.approx(0.04)
+
+
+def test_a_templates_default_is_tried_however_far_behind_it_is_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = ModelRequest(
+        "bert-tiny", target="cuda:sm_90a", shapes={"input_ids": (1, 128)}, lowering=LoweringOptions(precision="fp16")
+    )
+    prepared = prepare_model(request)
+    task = next(task for task in prepared.tasks if task.family == "matmul")
+    candidates = [one.to_json() for one in list_candidates(task.mod["main"], prepared.target)[0][:6]]
+    database = TuningDatabase.open(tmp_path / "tuning.db")
+    database.record_workload(describe_workload(task))
+    us = {decision: 10.0 + number for number, decision in enumerate(reversed(candidates))}
+    database.record_measurements(
+        [
+            TuningRecord(
+                workload_hash=task.workload_hash,
+                signature_key=describe_workload(task).signature_key,
+                target=target_key(prepared.target),
+                environment=prepared.environment,
+                route=Route.TEMPLATE,
+                decision=decision,
+                status=Status.OK,
+                latencies_us=(latency_us,),
+            )
+            for decision, latency_us in us.items()
+        ]
+    )
+    tried: list[str | None] = []
+
+    def arms(_: object, __: object, variants: Sequence[Sequence[KernelChoice]], ___: object) -> list[Arm]:
+        tried.extend(variant[0].decision for variant in variants)
+        return [lambda: None] * (1 + len(variants))
+
+    monkeypatch.setattr(rerank_module, "compiled_arms", arms)
+    _, choices = select_as_measured(prepared, database)
+    rerank(prepared, choices, database, tasks=1)
+    assert tried == [candidates[4], candidates[0]]
+
+
 def test_nothing_is_compiled_when_nothing_is_near(
-    prepared: PreparedModel, summary: TuningSummary, database: TuningDatabase
+    prepared: PreparedModel, hot: TuningTask, database: TuningDatabase
 ) -> None:
     choices = select_kernels(
         prepared.lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
     )
-    assert rerank(prepared, choices, summary, database, tasks=1)[1].trials == ()
-    none = dataclasses.replace(summary, tasks=())
-    assert rerank(prepared, choices, none, database, tasks=3)[0] == choices
+    assert rerank(prepared, choices, database, tasks=1)[1].trials == ()
+    record_two(database, prepared, hot, 9.0)
+    assert rerank(prepared, choices, database, tasks=0)[0] == choices
 
 
 def test_a_kernel_taken_for_its_time_in_the_model_is_compiled_from_records_until_a_newer_one_is_faster(
-    prepared: PreparedModel, summary: TuningSummary, database: TuningDatabase
+    prepared: PreparedModel, hot: TuningTask, database: TuningDatabase
 ) -> None:
-    task = summary.tasks[0].task
+    task = hot
     model = measured_model(prepared)
 
-    def hot() -> KernelChoice:
+    def chosen_kernel() -> KernelChoice:
         _, choices = select_as_measured(prepared, database)
         return next(choice for choice in choices if choice.task == task.name)
 
-    assert (hot().latency_us, hot().within_model) == (10.0, False)
+    assert (chosen_kernel().latency_us, chosen_kernel().within_model) == (10.0, False)
     second = next(record for record in database.list_records() if record.latency_us == 10.4)
     rows_max = prepared.lowered.options.norm_rows_max
     decision = ModelDecision(rows_max, {task.workload_hash: (second.route, second.decision)})
     model.record(database, decision, seed=0, job_id=None, latencies_ms=(0.9, 0.8, 0.95))
     (of_model,) = [one for one in database.list_records() if one.workload_hash == model.workload.workload_hash]
     assert of_model.latency_us == pytest.approx(900.0)
-    chosen = hot()
+    chosen = chosen_kernel()
     assert (chosen.latency_us, chosen.record_id, chosen.within_model) == (10.4, second.id, True)
     newer = dataclasses.replace(second, latencies_us=(9.0,), created_at=utc_now(), decision=second.decision)
     first = next(record for record in database.list_records() if record.latency_us == 10.0)
     database.record_measurement(dataclasses.replace(newer, decision=first.decision))
-    assert (hot().latency_us, hot().within_model) == (9.0, False)
+    assert (chosen_kernel().latency_us, chosen_kernel().within_model) == (9.0, False)
     model.record(database, ModelDecision(rows_max), seed=0, job_id=None, latencies_ms=(0.7,))
-    assert not hot().within_model
+    assert not chosen_kernel().within_model

@@ -1,0 +1,91 @@
+"""Several forms of a model in one module."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+
+from models import OnnxModel
+from models.inputs import random_inputs
+from pipeline.codegen.cuda_graph import capture_whole_function
+from pipeline.compile import compile_module
+from pipeline.export import write_artifact
+from pipeline.importer import import_model
+from pipeline.passes import lower
+from pipeline.passes.module import LoweredModule
+from pipeline.runtime import Module
+from pipeline.selection import KernelChoice
+from pipeline.variants import entry_of, with_variants
+from schedules.fallback import SCHEDULED_ATTR
+from schedules.targets import resolve_target
+from tuning_db.records import Route
+
+TARGET = resolve_target("llvm")
+
+
+@pytest.fixture(scope="module")
+def lowered(bert_tiny: OnnxModel) -> LoweredModule:
+    return lower(import_model(bert_tiny), TARGET.target)
+
+
+def as_it_is(lowered: LoweredModule, function: str) -> KernelChoice:
+    """Return a choice of the loops as they were written, which no fallback schedules any more."""
+    scheduled = lowered.mod[function].with_attr(SCHEDULED_ATTR, True)
+    return KernelChoice(function, None, Route.FALLBACK, scheduled=scheduled)
+
+
+def called(mod: tvm.ir.IRModule, entry: str) -> set[str]:
+    found: set[str] = set()
+
+    def visit(node: object) -> None:
+        if isinstance(node, tvm.ir.GlobalVar):
+            found.add(str(node.name_hint))
+
+    relax.analysis.post_order_visit(mod[entry], visit)
+    return found
+
+
+def test_what_does_not_differ_is_shared(lowered: LoweredModule) -> None:
+    first, second, *_ = lowered.kernels
+    mod = with_variants(
+        lowered.mod, [[as_it_is(lowered, first)], [as_it_is(lowered, first), as_it_is(lowered, second)]]
+    )
+    main = called(mod, "main")
+    assert called(mod, entry_of(0)) ^ main == {first, f"{first}_{entry_of(0)}"}
+    # The same kernel in two variants is one.
+    assert called(mod, entry_of(1)) ^ main == {first, f"{first}_{entry_of(0)}", second, f"{second}_{entry_of(1)}"}
+    assert called(mod, "main") == set(lowered.kernels)
+    relax.analysis.well_formed(mod)
+
+
+def test_variants_compute_the_same_on_the_same_weights(
+    lowered: LoweredModule, bert_tiny: OnnxModel, tmp_path: Path
+) -> None:
+    matmul = next(name for name in lowered.kernels if "matmul" in name)
+    compiled = compile_module(lowered, (), TARGET, variants=[[as_it_is(lowered, matmul)], []])
+    write_artifact(compiled, tmp_path / "model")
+    module = Module.load(tmp_path / "model")
+    inputs = random_inputs(bert_tiny, seed=0)
+    expected = module.run(inputs)
+    for number in range(2):
+        got = module.variant(entry_of(number)).run(inputs)
+        for name, array in expected.items():
+            np.testing.assert_allclose(got[name], array, rtol=1e-4, atol=1e-5)
+
+
+def test_every_variant_is_one_cuda_graph(bert_tiny: OnnxModel) -> None:
+    lowered = lower(import_model(bert_tiny), resolve_target("cuda:sm_90a").target)
+    mod = with_variants(lowered.mod, [[as_it_is(lowered, next(iter(lowered.kernels)))]])
+    captured = capture_whole_function(mod, len(lowered.graph.inputs))
+    assert captured["main"].attrs["num_input"] == captured[entry_of(0)].attrs["num_input"] == 0
+
+
+def test_a_function_that_is_not_there_is_refused(lowered: LoweredModule) -> None:
+    unknown = dataclasses.replace(as_it_is(lowered, next(iter(lowered.kernels))), function="nobody")
+    with pytest.raises(ValueError, match="nobody"):
+        with_variants(lowered.mod, [[unknown]])
