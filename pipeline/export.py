@@ -25,13 +25,13 @@ from pipeline.artifact import write_directory
 from pipeline.codegen.cuda_libraries import CUDART, DRIVER
 from pipeline.codegen.library_objects import compile_library_objects, list_library_sources
 from pipeline.compile import CompiledModule
+from pipeline.device_choice import vector_features
 from pipeline.errors import LoweringError
 from pipeline.kernel_facts import kernel_work
 from pipeline.manifest import MODULE_FILE, PARAMS_FILE, KernelEntry, Manifest, MemoryEntry, PassEntry, TargetEntry
 from pipeline.manifest_buckets import BucketEntry, BucketsEntry
 from pipeline.precision.recorded import policy_entry
 from pipeline.reference import compute_dtype
-from pipeline.runtime import vector_features
 from pipeline.selection import KernelChoice
 from schedules.libraries.vendors import libraries_of
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import re
 import shutil
 import tempfile
 import threading
@@ -17,19 +15,18 @@ import safetensors.numpy
 import tvm
 from tvm.runtime import Device, Tensor
 from tvm.runtime.vm import VirtualMachine
-from tvm.target import codegen
 
 from models import TensorSpec
-from models.spec import numpy_dtype
 from pipeline.artifact import load_manifest, verify_artifact
 from pipeline.buckets import Router, RouteStatistics
-from pipeline.codegen.cuda_libraries import load_cuda_runtime, offer_library
+from pipeline.codegen.cuda_libraries import offer_library
+from pipeline.device_choice import device_for
 from pipeline.errors import ArtifactError, PipelineError
+from pipeline.input_check import check_inputs
 from pipeline.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from pipeline.manifest_buckets import BucketEntry
 from pipeline.threads import configure_threads, default_threads
 from schedules.libraries.vendors import VENDOR_LIBRARIES
-from schedules.targets import resolve_target
 
 _MAIN = "main"
 
@@ -103,7 +100,7 @@ class Module:
         """
         directory = Path(directory)
         manifest = verify_artifact(directory) if verify else load_manifest(directory)
-        chosen = _device_for(manifest, device, directory)
+        chosen = device_for(manifest, device, directory)
         configure_threads(threads)
         for library in VENDOR_LIBRARIES:
             if library.file in manifest.target.libraries:
@@ -275,53 +272,6 @@ class Module:
         return tuple(tvm.runtime.empty(spec.shape, spec.dtype, self._device) for spec in self.inputs)
 
 
-def check_inputs(inputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) -> None:
-    """Check arrays against a signature; a symbolic axis takes one size over all the inputs.
-
-    Raises
-    ------
-    PipelineError
-        Names every input that does not fit, with expected against got.
-    """
-    names = {spec.name for spec in specs}
-    problems = [f"unexpected input {name!r}" for name in inputs if name not in names]
-    symbols: dict[str, tuple[int, str]] = {}
-    for spec in specs:
-        array = inputs.get(spec.name)
-        if array is None:
-            problems.append(f"missing input {spec}")
-            continue
-        if array.dtype != numpy_dtype(spec.dtype):
-            problems.append(f"input {spec.name!r}: expected dtype {spec.dtype}, got {array.dtype}")
-        if not _shape_fits(array.shape, spec, symbols):
-            got = "x".join(str(size) for size in array.shape) or "a scalar"
-            problems.append(f"input {spec.name!r}: expected shape {_shape_text(spec, symbols)}, got {got}")
-    if problems:
-        expected = ", ".join(str(spec) for spec in specs)
-        raise PipelineError(f"inputs do not fit the model: {'; '.join(problems)}. It takes: {expected}")
-
-
-def _shape_fits(shape: tuple[int, ...], spec: TensorSpec, symbols: dict[str, tuple[int, str]]) -> bool:
-    if len(shape) != len(spec.shape):
-        return False
-    for size, axis in zip(shape, spec.shape, strict=True):
-        # An axis such as "past + new" is computed inside the module, which checks it itself.
-        if isinstance(axis, str) and not axis.isidentifier():
-            continue
-        expected = axis if isinstance(axis, int) else symbols.setdefault(axis, (size, spec.name))[0]
-        if size != expected:
-            return False
-    return True
-
-
-def _shape_text(spec: TensorSpec, symbols: Mapping[str, tuple[int, str]]) -> str:
-    axes = []
-    for axis in spec.shape:
-        known = symbols.get(axis) if isinstance(axis, str) else None
-        axes.append(f"{axis}={known[0]} (from {known[1]!r})" if known and known[1] != spec.name else str(axis))
-    return "x".join(axes) or "a scalar"
-
-
 def _load_code(path: Path) -> tvm.runtime.Module:
     """Return the code of a shared object as the file is now.
 
@@ -335,66 +285,6 @@ def _load_code(path: Path) -> tvm.runtime.Module:
         except OSError:
             shutil.copyfile(path, named)
         return tvm.runtime.load_module(str(named))
-
-
-def _device_for(manifest: Manifest, asked: str | None, directory: Path) -> Device:
-    kind = "cuda" if manifest.target.kind == "cuda" else "cpu"
-    text = asked or kind
-    if not re.fullmatch(rf"{kind}(:\d+)?", text):
-        raise ArtifactError(
-            f"artifact {directory} is for {manifest.target.kind} ({manifest.target.arch}) and cannot run on device "
-            f"{text!r}; expected {kind} or {kind}:N, or compile the model for that device"
-        )
-    _check_cpu(manifest, directory)
-    if kind == "cpu":
-        return tvm.cpu(0)
-    return _cuda_device(manifest, int(text.partition(":")[2] or 0), directory)
-
-
-def _cuda_device(manifest: Manifest, index: int, directory: Path) -> Device:
-    found = load_cuda_runtime()
-    device = tvm.cuda(index)
-    if not device.exist:
-        raise ArtifactError(
-            f"artifact {directory} is for a GPU ({manifest.target.arch}), and this machine has no CUDA device {index} "
-            f"({found or 'no driver answers'}); run it where there is one, or compile with --target llvm"
-        )
-    capability = str(device.compute_version).replace(".", "")
-    built_for = re.sub(r"\D", "", manifest.target.arch)
-    # A cubin runs on the compute capability it was made for and on later minor versions of the same major one; the
-    # `a` variants only on exactly theirs (CUDA C++ Programming Guide, "Binary Compatibility").
-    exact = manifest.target.arch.endswith("a")
-    fits = capability == built_for if exact else capability[:-1] == built_for[:-1] and capability >= built_for
-    if not fits:
-        raise ArtifactError(
-            f"artifact {directory} is for {manifest.target.arch}; CUDA device {index} is {device.device_name} with "
-            f"compute capability {device.compute_version}. Compile the model with --target cuda:sm_{capability}"
-        )
-    return device
-
-
-def _check_cpu(manifest: Manifest, directory: Path) -> None:
-    host = manifest.versions.get("machine", platform.machine())
-    if host != platform.machine():
-        raise ArtifactError(
-            f"artifact {directory} is for {host} processors, this machine is {platform.machine()}; compile it here"
-        )
-    needed = set(manifest.target.cpu_features)
-    if not needed:
-        return
-    missing = sorted(needed - vector_features(resolve_target("llvm").target))
-    if missing:
-        raise ArtifactError(
-            f"artifact {directory} was compiled for the processor {manifest.target.arch}; this machine's "
-            f"({codegen.llvm_get_system_cpu()}) lacks {', '.join(missing)}. Compile the model here with --target llvm"
-        )
-
-
-def vector_features(target: tvm.target.Target) -> set[str]:
-    """Return the instruction sets of an LLVM target that compiled code may use without asking."""
-    # What LLVM emits by itself; tuning hints ("fast-...") and system instructions are no reason to refuse a machine.
-    pattern = r"(sse|ssse|avx|fma|f16c|bmi|lzcnt|popcnt|movbe|amx|neon|sve|dotprod|fullfp16|i8mm|bf16).*"
-    return {str(name) for name in codegen.llvm_get_cpu_features(target) if re.fullmatch(pattern, str(name))}
 
 
 def _load_weights(directory: Path, manifest: Manifest, device: Device) -> dict[str, Tensor]:

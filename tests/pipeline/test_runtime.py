@@ -19,11 +19,12 @@ from onnx import helper
 from models import TensorSpec
 from pipeline.artifact import load_manifest, verify_artifact
 from pipeline.errors import ArtifactError, PipelineError
+from pipeline.input_check import check_inputs
 from pipeline.jobs import compile_model
 from pipeline.manifest import Manifest
 from pipeline.passes.module import LoweringOptions
 from pipeline.prepare import ModelRequest
-from pipeline.runtime import Module, check_inputs
+from pipeline.runtime import Module
 from pipeline.threads import default_threads
 from tests.pipeline.importer.onnx_cases import make_model
 
