@@ -8,8 +8,9 @@ from tvm.tirx.script import builder as T
 
 from schedules.attention import HeadLayout
 from schedules.fallback import SCHEDULED_ATTR
-from schedules.templates.attention_sm90_growth import NewPositions, copy_block, own_outputs
+from schedules.templates.attention_sm90_growth import NewPositions, own_outputs
 from schedules.templates.attention_sm90_mask import Rows
+from schedules.templates.attention_sm90_memory import Maps, Memory
 from schedules.templates.attention_sm90_multiply import AttentionMultiply
 from schedules.templates.attention_sm90_output import AttentionOutput
 from schedules.templates.attention_sm90_plan import (
@@ -20,9 +21,10 @@ from schedules.templates.attention_sm90_plan import (
     WARPGROUP,
     AttentionPlan,
 )
+from schedules.templates.attention_sm90_producer import Producer
 from schedules.templates.attention_sm90_softmax import OnlineSoftmax
 from schedules.templates.attention_sm90_tiles import Tile, each_tile, named
-from schedules.templates.hopper import Ring, arrive, encode_tensor, initialise_barrier, load_tile, pin
+from schedules.templates.hopper import Ring, arrive, encode_tensor, pin
 from schedules.templates.kernel_frame import unwritten_params
 from schedules.templates.lowering import KERNEL_ATTR
 
@@ -56,23 +58,19 @@ class _Kernel:
         self._spec = plan.spec
         self._p = plan.parameters
         self._dtype = str(func.params[plan.spec.query.param].ty.dtype)
-        growth = plan.spec.growth
-        caches = set() if growth is None else {growth.past_key.param, growth.past_value.param}
-        self._early_caches = caches <= unwritten_params(func)
-        self._early_copies = self._early_caches and {plan.spec.key.param, plan.spec.value.param} <= own_outputs(func)
 
     def build(self) -> tirx.PrimFunc:
         plan, p = self._plan, self._p
         with IRBuilder() as builder, T.prim_func():
             T.func_name("main")
             self._params = [_declare(param) for param in self._func.params]
-            self._encode_maps()
+            self._maps = self._encode_maps()
             T.device_entry()
             self._block = T.cta_id([plan.blocks])
             if p.split > 1:
                 T.cta_id_in_cluster([p.split])
             self._thread = T.thread_id([plan.threads])
-            self._allocate()
+            self._memory = Memory(plan, self._dtype)
             self._fetch_maps()
             self._initialise()
             if p.dependent:
@@ -82,30 +80,39 @@ class _Kernel:
                 with T.Then():
                     self._take_registers("dec", 1)
                     with T.If(self._thread == p.consumers * WARPGROUP), T.Then():
-                        self._produce()
+                        self._producer().produce(self._block)
                 with T.Else():
                     self._take_registers("inc", 0)
                     self._consume()
         return builder.get()
 
+    def _producer(self) -> Producer:
+        growth = self._spec.growth
+        caches = set() if growth is None else {growth.past_key.param, growth.past_value.param}
+        loads = caches <= unwritten_params(self._func)
+        copies = loads and {self._spec.key.param, self._spec.value.param} <= own_outputs(self._func)
+        return Producer(self._plan, self._memory, self._maps, early_caches=loads, early_copies=copies)
+
     def _take_registers(self, change: str, which: int) -> None:
         if self._p.consumers > 1:
             T.evaluate(T.ptx[f"setmaxnreg.{change}.sync.aligned.u32"](REGISTERS[self._p.consumers][which]))
 
-    def _encode_maps(self) -> None:
+    def _encode_maps(self) -> Maps:
         spec, plan, p = self._spec, self._plan, self._p
         queries, keys = (CHUNK, plan.group, plan.tile_queries), (CHUNK, 1, p.block_k)
         stored = (CHUNK, plan.group, ROWS // plan.group)
-        self._map_q = self._encode("map_q", spec.query, spec.heads, spec.queries, queries)
+        map_q = self._encode("map_q", spec.query, spec.heads, spec.queries, queries)
         key, value, loaded = spec.key, spec.value, spec.keys
+        to_k = to_v = map_o = None
         if spec.growth is not None:
             key, value, loaded = spec.growth.past_key, spec.growth.past_value, spec.growth.past
-            self._to_k = self._encode("to_k", spec.key, spec.kv_heads, loaded, keys)
-            self._to_v = self._encode("to_v", spec.value, spec.kv_heads, loaded, keys)
-        self._map_k = self._encode("map_k", key, spec.kv_heads, loaded, keys)
-        self._map_v = self._encode("map_v", value, spec.kv_heads, loaded, keys)
+            to_k = self._encode("to_k", spec.key, spec.kv_heads, loaded, keys)
+            to_v = self._encode("to_v", spec.value, spec.kv_heads, loaded, keys)
+        map_k = self._encode("map_k", key, spec.kv_heads, loaded, keys)
+        map_v = self._encode("map_v", value, spec.kv_heads, loaded, keys)
         if p.split == 1:
-            self._map_o = self._encode("map_o", spec.output, spec.heads, spec.queries, stored)
+            map_o = self._encode("map_o", spec.output, spec.heads, spec.queries, stored)
+        return Maps(map_q, map_k, map_v, map_o, to_k, to_v)
 
     def _encode(self, name: str, layout: HeadLayout, heads: int, positions: int, box: tuple[int, int, int]) -> tirx.Var:
         """Emit the encoding of a tensor map with axes d, head, position, batch."""
@@ -116,153 +123,17 @@ class _Kernel:
         tensor = self._params[layout.param]
         return encode_tensor(name, tensor, self._dtype, sizes, strides_bytes, (*box, 1), 3, offset=layout.offset)
 
-    def _allocate(self) -> None:
-        p, plan = self._p, self._plan
-        # Tiles start at multiples of 1024 bytes, as swizzle atoms need: on sm_90 the system reserves the first KiB of a
-        # block's shared memory, and the kernel has no static shared memory.
-        pool = T.SMEMPool()
-        row = plan.chunks * CHUNK
-        self._tile_q = pool.alloc((plan.query_stages, plan.rows * row), self._dtype, align=1024)
-        self._tile_k = pool.alloc((p.stages, p.block_k * row), self._dtype, align=1024)
-        self._tile_v = pool.alloc((p.stages, p.block_k * row), self._dtype, align=1024)
-        if p.split > 1:
-            self._partial = pool.alloc((plan.partial_floats,), "float32", align=128)
-        self._full_q, self._empty_q = (pool.alloc((plan.query_stages,), "uint64", align=8) for _ in range(2))
-        self._full_k, self._full_v, self._empty_k, self._empty_v = (
-            pool.alloc((p.stages,), "uint64", align=8) for _ in range(4)
-        )
-        pool.commit()
-
     def _fetch_maps(self) -> None:
         """Emit the fetching of the tensor maps, before the kernel waits for the one before it."""
         with T.If(self._thread == self._p.consumers * WARPGROUP), T.Then():
-            for tensor_map in (self._map_q, self._map_k, self._map_v, *([self._map_o] if self._p.split == 1 else [])):
-                T.evaluate(T.ptx["prefetch.tensormap"](T.address_of(tensor_map)))
+            self._maps.prefetch()
 
     def _initialise(self) -> None:
         with T.If(self._thread == 0), T.Then():
-            for stage in range(self._plan.query_stages):
-                initialise_barrier(self._full_q.ptr_to([stage]), 1)
-                initialise_barrier(self._empty_q.ptr_to([stage]), self._p.consumers)
-            for stage in range(self._p.stages):
-                for full in (self._full_k, self._full_v):
-                    initialise_barrier(full.ptr_to([stage]), 1)
-                for empty in (self._empty_k, self._empty_v):
-                    initialise_barrier(empty.ptr_to([stage]), self._p.consumers)
-            T.evaluate(T.ptx.fence.mbarrier_init.release.cluster())
+            self._memory.initialise_barriers()
         if self._p.split > 1:
             T.evaluate(T.ptx.barrier.cluster.arrive.release())
         T.evaluate(T.cuda.cta_sync())
-
-    def _produce(self) -> None:
-        p = self._p
-        ring_k, ring_v = Ring(p.stages), Ring(p.stages)
-        if p.dependent and self._spec.growth is None:
-            T.evaluate(T.ptx.griddepcontrol.wait())
-
-        def load(tile: Tile) -> None:
-            self._tile = tile
-            if self._spec.growth is not None:
-                self._load_and_copy(ring_k, ring_v)
-                return
-            self._load_query()
-            self._load_keys(ring_k, 0)
-            with T.serial(tile.block_count - 1) as step:
-                self._load_keys(ring_k, step + 1)
-                self._load_values(ring_v, step)
-            self._load_values(ring_v, tile.block_count - 1)
-
-        each_tile(self._plan, self._block, load)
-
-    def _load_and_copy(self, ring_k: Ring, ring_v: Ring) -> None:
-        """Emit the loads of the only tile, each block of its keys and values copied to K and V once it has arrived.
-
-        What fits is loaded before the kernel waits for the one before it where no kernel writes the caches, and copied,
-        too, where no other kernel reads or writes K and V.
-        """
-        stages, count = self._p.stages, self._tile.block_count
-        ring, ahead, first = Ring(stages), stages - 1, tirx.min(count, stages)
-        if not self._early_caches:
-            self._begin_query()
-        with T.serial(first) as step:
-            self._load_keys(ring_k, step)
-            self._load_values(ring_v, step)
-        if self._early_caches and not self._early_copies:
-            self._begin_query()
-        with T.serial(first) as step:
-            self._copy(ring, step)
-        if self._early_copies:
-            self._begin_query()
-        left = count - first
-        with T.serial(left) as step:
-            # What is loaded now takes the place of what was copied.
-            T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
-            self._load_keys(ring_k, stages + step)
-            self._load_values(ring_v, stages + step)
-            with T.If(step >= ahead), T.Then():
-                self._copy(ring, stages + step - ahead)
-        late = tirx.min(left, ahead)
-        with T.serial(late) as step:
-            self._copy(ring, count - late + step)
-        T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
-
-    def _begin_query(self) -> None:
-        """Emit the wait for the kernel before this one, and the load of Q."""
-        if self._p.dependent:
-            T.evaluate(T.ptx.griddepcontrol.wait())
-        self._load_query()
-
-    def _copy(self, ring: Ring, step: tirx.Expr) -> None:
-        """Emit the copies of a block of keys and of values, once they have arrived, as one group."""
-        block = self._tile.first_block + step
-        for full, tile, target in (
-            (self._full_k, self._tile_k, self._to_k),
-            (self._full_v, self._tile_v, self._to_v),
-        ):
-            T.evaluate(T.cuda.mbarrier_wait(full.ptr_to([ring.stage]), ring.phase))
-            copy_block(self._plan, target, block, tile, ring.stage, self._tile)
-        T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
-        ring.advance()
-
-    def _load_query(self) -> None:
-        plan, at = self._plan, self._tile
-        stage, phase = self._query_ring()
-        if plan.query_stages > 1:
-            T.evaluate(T.cuda.mbarrier_wait(self._empty_q.ptr_to([stage]), phase ^ 1))
-        full = self._full_q.ptr_to([stage])
-        self._expect(full, plan.tile_queries * plan.group)
-        for chunk in range(plan.chunks):
-            to = self._tile_q.ptr_to([stage, chunk * plan.rows * CHUNK])
-            load_tile(to, self._map_q, (chunk * CHUNK, at.head, at.query, at.batch), full)
-
-    def _query_ring(self) -> tuple[tirx.Expr, tirx.Expr]:
-        """Return stage and parity of the tile's Q."""
-        turn, stages = self._tile.turn, self._plan.query_stages
-        return turn % stages, turn // stages % 2
-
-    def _load_keys(self, ring: Ring, step: tirx.Expr | int) -> None:
-        self._load_block(ring, step, self._tile_k, self._map_k, self._full_k, self._empty_k)
-
-    def _load_values(self, ring: Ring, step: tirx.Expr | int) -> None:
-        self._load_block(ring, step, self._tile_v, self._map_v, self._full_v, self._empty_v)
-
-    def _load_block(
-        self, ring: Ring, step: tirx.Expr | int, tile: tirx.Var, source: tirx.Var, full: tirx.Var, empty: tirx.Var
-    ) -> None:
-        plan, block_k = self._plan, self._p.block_k
-        T.evaluate(T.cuda.mbarrier_wait(empty.ptr_to([ring.stage]), ring.phase ^ 1))
-        barrier = full.ptr_to([ring.stage])
-        self._expect(barrier, block_k)
-        for chunk in range(plan.chunks):
-            to = tile.ptr_to([ring.stage, chunk * block_k * CHUNK])
-            key = (self._tile.first_block + step) * block_k
-            position = (chunk * CHUNK, self._tile.kv_head, key, self._tile.batch)
-            load_tile(to, source, position, barrier)
-        ring.advance()
-
-    def _expect(self, barrier: tirx.Expr, rows: int) -> None:
-        size = T.uint32(rows * self._plan.chunks * CHUNK * ELEMENT_BYTES)
-        T.evaluate(T.ptx.mbarrier.arrive.expect_tx.shared.b64(barrier, size))
 
     def _consume(self) -> None:
         plan, p, spec = self._plan, self._p, self._spec
@@ -274,8 +145,8 @@ class _Kernel:
         bias = None if spec.bias is None else self._params[spec.bias.param]
         self._softmax = OnlineSoftmax(plan, bias, self._dtype, lane)
         self._multiply = AttentionMultiply(plan, self._dtype)
-        first_row = self._tile_q.ptr_to([0, group * (ROWS * CHUNK)])
-        self._multiply.describe(first_row, self._tile_k.ptr_to([0, 0]), self._tile_v.ptr_to([0, 0]))
+        first_row = self._memory.tile_q.ptr_to([0, group * (ROWS * CHUNK)])
+        self._multiply.describe(first_row, self._memory.tile_k.ptr_to([0, 0]), self._memory.tile_v.ptr_to([0, 0]))
         self._ring_k, self._ring_v = Ring(p.stages), Ring(p.stages)
         self._leader = self._thread % WARPGROUP == 0
         if p.dependent and (bias is not None or spec.growth is not None):
@@ -291,18 +162,18 @@ class _Kernel:
 
         def make(tile: Tile) -> None:
             self._tile = tile
-            self._query_stage, phase = self._query_ring()
+            self._query_stage, phase = self._memory.query_ring(tile)
             self._find_rows(group, lane)
             for index in range(spec.head_dim // 2):
                 T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
-            T.evaluate(T.cuda.mbarrier_wait(self._full_q.ptr_to([self._query_stage]), phase))
+            T.evaluate(T.cuda.mbarrier_wait(self._memory.full_q.ptr_to([self._query_stage]), phase))
             self._sum(group)
             self._softmax.finish()
             if p.split > 1:
-                output.combine(self._sums, self._softmax, self._partial, self._block % p.split, tile)
+                output.combine(self._sums, self._softmax, self._memory.partial, self._block % p.split, tile)
             else:
                 stage = self._query_stage
-                output.store(self._sums, self._softmax, self._tile_q, stage, self._map_o, tile)
+                output.store(self._sums, self._softmax, self._memory.tile_q, stage, self._maps.o, tile)
 
         each_tile(plan, self._block, make)
         if p.split == 1:
@@ -375,7 +246,7 @@ class _Kernel:
         self._weigh(zero)
         self._softmax.convert(self._scores, self._weights)
         with T.serial(self._tile.block_count - 1) as step:
-            T.evaluate(T.cuda.mbarrier_wait(self._full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
+            T.evaluate(T.cuda.mbarrier_wait(self._memory.full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
             self._wait_turn(group)
             self._begin_scores(step + 1, wait=False)
             self._softmax.prefetch(self._tile.first_block + step + 1)
@@ -395,21 +266,21 @@ class _Kernel:
         if stages > 1:
             with T.If(tirx.all(self._leader, turn > 0, step == 0)), T.Then():
                 T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
-                arrive(self._empty_q.ptr_to([(turn + 1) % stages]))
+                arrive(self._memory.empty_q.ptr_to([(turn + 1) % stages]))
 
     def _begin_scores(self, step: tirx.Expr, *, wait: bool = True) -> None:
         if wait:
-            T.evaluate(T.cuda.mbarrier_wait(self._full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
+            T.evaluate(T.cuda.mbarrier_wait(self._memory.full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
         if self._spec.growth is not None:
             block = self._tile.first_block + step
-            self._new_keys.put(self._thread, block, self._tile_k, self._ring_k.stage, self._tile)
+            self._new_keys.put(self._thread, block, self._memory.tile_k, self._ring_k.stage, self._tile)
         self._multiply.scores(self._scores, self._query_stage, self._ring_k.stage)
 
     def _end_scores(self, pending: int) -> None:
         T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(pending))
         pin(self._scores, self._p.block_k // 2)
         with T.If(self._leader), T.Then():
-            arrive(self._empty_k.ptr_to([self._ring_k.stage]))
+            arrive(self._memory.empty_k.ptr_to([self._ring_k.stage]))
         self._ring_k.advance()
 
     def _weigh(self, step: tirx.Expr) -> None:
@@ -417,17 +288,17 @@ class _Kernel:
         self._softmax.weigh(self._scores, block, self._masked(block))
 
     def _begin_values(self, step: tirx.Expr) -> None:
-        T.evaluate(T.cuda.mbarrier_wait(self._full_v.ptr_to([self._ring_v.stage]), self._ring_v.phase))
+        T.evaluate(T.cuda.mbarrier_wait(self._memory.full_v.ptr_to([self._ring_v.stage]), self._ring_v.phase))
         if self._spec.growth is not None:
             block = self._tile.first_block + step
-            self._new_values.put(self._thread, block, self._tile_v, self._ring_v.stage, self._tile)
+            self._new_values.put(self._thread, block, self._memory.tile_v, self._ring_v.stage, self._tile)
         self._multiply.values(self._sums, self._weights, self._ring_v.stage)
 
     def _end_values(self) -> None:
         T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
         pin(self._sums, self._spec.head_dim // 2)
         with T.If(self._leader), T.Then():
-            arrive(self._empty_v.ptr_to([self._ring_v.stage]))
+            arrive(self._memory.empty_v.ptr_to([self._ring_v.stage]))
         self._ring_v.advance()
 
     def _wait_turn(self, group: tirx.Expr) -> None:

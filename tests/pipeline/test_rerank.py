@@ -62,13 +62,28 @@ def record_two(database: TuningDatabase, prepared: PreparedModel, task: TuningTa
         threads=1,
     )
     first, second = search.propose()[:2]
-    database.record_workload(describe_workload(task))
-    made = ((Route.METASCHEDULE, first.decision, us), (Route.METASCHEDULE, second.decision, 1.04 * us))
+    record_latencies(
+        database,
+        prepared,
+        task,
+        {
+            (Route.METASCHEDULE, first.decision): us,
+            (Route.METASCHEDULE, second.decision): 1.04 * us,
+            (Route.FALLBACK, '{"rule":"any"}'): 5 * us,
+        },
+    )
+
+
+def record_latencies(
+    database: TuningDatabase, prepared: PreparedModel, task: TuningTask, latencies_us: dict[tuple[Route, str], float]
+) -> None:
+    workload = describe_workload(task)
+    database.record_workload(workload)
     database.record_measurements(
         [
             TuningRecord(
                 workload_hash=task.workload_hash,
-                signature_key=describe_workload(task).signature_key,
+                signature_key=workload.signature_key,
                 target=target_key(prepared.target),
                 environment=prepared.environment,
                 route=route,
@@ -76,8 +91,18 @@ def record_two(database: TuningDatabase, prepared: PreparedModel, task: TuningTa
                 status=Status.OK,
                 latencies_us=(latency_us,),
             )
-            for route, decision, latency_us in (*made, (Route.FALLBACK, '{"rule":"any"}', 5 * us))
+            for (route, decision), latency_us in latencies_us.items()
         ]
+    )
+
+
+def as_tuned(prepared: PreparedModel, database: TuningDatabase | None) -> tuple[KernelChoice, ...]:
+    return select_kernels(
+        prepared.lowered,
+        prepared.tasks,
+        database=database,
+        target=prepared.target,
+        environment=prepared.environment,
     )
 
 
@@ -130,13 +155,7 @@ def test_a_runner_up_is_taken_when_the_model_is_faster_by_more_than_the_noise(
     taken: bool,
     turns: int,
 ) -> None:
-    choices = select_kernels(
-        prepared.lowered,
-        prepared.tasks,
-        database=database,
-        target=prepared.target,
-        environment=prepared.environment,
-    )
+    choices = as_tuned(prepared, database)
     medians = {"as tuned, before": before, "0": rival, "as tuned, after": after}
     monkeypatch.setattr(rerank_module, "measure", told(medians, spread=spread, spoilt=spoilt))
     changed, report = rerank(prepared, choices, database, tasks=1)
@@ -157,13 +176,7 @@ def test_gains_that_do_not_add_up_are_not_taken_together(
     second, third = [task for task in prepared.tasks if task is not hot and task.family == hot.family][:2]
     record_two(database, prepared, second, 5.0)
     record_two(database, prepared, third, 2.0)
-    choices = select_kernels(
-        prepared.lowered,
-        prepared.tasks,
-        database=database,
-        target=prepared.target,
-        environment=prepared.environment,
-    )
+    choices = as_tuned(prepared, database)
     alone = {"as tuned, before": 1.0, "0": 0.97, "1": 0.96, "2": 0.999, "as tuned, after": 1.0}
     together = {"as tuned, before": 1.0, "0": 0.96, "1": 0.94, "2": 0.95, "as tuned, after": 1.0}
     monkeypatch.setattr(rerank_module, "measure", told(alone, together))
@@ -188,23 +201,8 @@ def test_a_templates_default_is_tried_however_far_behind_it_is_alone(
     task = next(task for task in prepared.tasks if task.family == "matmul")
     candidates = [one.to_json() for one in list_candidates(task.mod["main"], prepared.target)[0][:6]]
     database = TuningDatabase.open(tmp_path / "tuning.db")
-    database.record_workload(describe_workload(task))
-    us = {decision: 10.0 + number for number, decision in enumerate(reversed(candidates))}
-    database.record_measurements(
-        [
-            TuningRecord(
-                workload_hash=task.workload_hash,
-                signature_key=describe_workload(task).signature_key,
-                target=target_key(prepared.target),
-                environment=prepared.environment,
-                route=Route.TEMPLATE,
-                decision=decision,
-                status=Status.OK,
-                latencies_us=(latency_us,),
-            )
-            for decision, latency_us in us.items()
-        ]
-    )
+    slower = {(Route.TEMPLATE, decision): 10.0 + number for number, decision in enumerate(reversed(candidates))}
+    record_latencies(database, prepared, task, slower)
     tried: list[str | None] = []
 
     def arms(_: object, __: object, variants: Sequence[Sequence[KernelChoice]], ___: object) -> list[Arm]:
@@ -220,9 +218,7 @@ def test_a_templates_default_is_tried_however_far_behind_it_is_alone(
 def test_nothing_is_compiled_when_nothing_is_near(
     prepared: PreparedModel, hot: TuningTask, database: TuningDatabase
 ) -> None:
-    choices = select_kernels(
-        prepared.lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
-    )
+    choices = as_tuned(prepared, None)
     assert rerank(prepared, choices, database, tasks=1)[1].trials == ()
     record_two(database, prepared, hot, 9.0)
     assert rerank(prepared, choices, database, tasks=0)[0] == choices
