@@ -26,7 +26,15 @@ def test_a_case_that_fails_is_told_and_the_others_go_on(jobs: str, tmp_path: Pat
     assert [line.partition(":")[0] for line in told] == list(cases)
 
 
-def test_jobs_below_one_are_refused() -> None:
-    ended = run("--jobs", "0")
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--jobs", "0"), "--jobs 0: expected at least 1"),
+        (("--rerank", "6", "--compile-only"), "--rerank measures and compiles: expected neither"),
+        (("--rerank", "6", "--tune-only"), "--rerank measures and compiles: expected neither"),
+    ],
+)
+def test_options_that_cannot_be_followed_are_refused(options: tuple[str, ...], told: str) -> None:
+    ended = run(*options)
     assert ended.returncode == 2
-    assert "--jobs 0: expected at least 1" in ended.stderr
+    assert told in ended.stderr

@@ -17,8 +17,9 @@ from pipeline.passes.module import LoweringOptions
 from pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from pipeline.rerank import rerank
 from pipeline.selection import KernelChoice, select_kernels
-from pipeline.tuned_model import select_as_measured
+from pipeline.tuned_model import rerank_prepared, select_as_measured
 from pipeline.tuning.cost_model import WARMUP_CANDIDATES, FastCostModel
+from pipeline.tuning.options import TuningOptions
 from pipeline.tuning.recorder import describe_workload
 from pipeline.tuning.search import TaskSearch
 from pipeline.tuning.task import TuningTask
@@ -189,6 +190,24 @@ def test_gains_that_do_not_add_up_are_not_taken_together(
     changed, report = rerank(prepared, choices, database, tasks=3)
     assert {choice.task for choice in changed if choice.within_model} == {second.name}
     assert report.gain == pytest.approx(0.04)
+
+
+def test_what_gains_is_recorded_and_compiled_from_then_on(
+    prepared: PreparedModel, hot: TuningTask, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        rerank_module, "measure", told({"as tuned, before": 1.0, "0": 0.9, "as tuned, after": 1.0}, spread=0.001)
+    )
+    tuning = TuningOptions(rerank=1)
+    changed, report = rerank_prepared(prepared, as_tuned(prepared, database), database, tuning)
+    assert report.gain == pytest.approx(0.1, abs=0.01)
+    _, choices = select_as_measured(prepared, database)
+    for choice, of_records in zip(changed, choices, strict=True):
+        assert (choice.route, choice.decision) == (of_records.route, of_records.decision)
+        assert of_records.within_model == (of_records.task == hot.name)
+    model = measured_model(prepared)
+    (record,) = [one for one in database.list_records() if one.workload_hash == model.workload.workload_hash]
+    assert record.latency_us == pytest.approx(900, rel=0.01)
 
 
 def test_a_templates_default_is_tried_however_far_behind_it_is_alone(
