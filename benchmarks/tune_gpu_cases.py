@@ -66,7 +66,9 @@ def main() -> None:
             if arguments.tune_only:
                 continue
             if arguments.rerank and _tunes_apart(arguments):
-                console.print(f"{case.name}: {_told_of(rerank_case(case, arguments))}", markup=False, soft_wrap=True)
+                console.print(
+                    f"{case.name}: {_told_rerank(rerank_case(case, arguments))}", markup=False, soft_wrap=True
+                )
             compiled = make_artifact(case, arguments)
         except KeyboardInterrupt:
             raise
@@ -189,7 +191,7 @@ def _told(summary: TuningSummary) -> str:
     return f"{summary.candidates} candidates in {summary.seconds:.0f} s, {failures}"
 
 
-def _told_of(report: RerankReport) -> str:
+def _told_rerank(report: RerankReport) -> str:
     taken = sum(trial.taken for trial in report.trials)
     return f"{taken} of {len(report.trials)} runners-up taken, which gains {report.gain:.1%} in the model"
 
@@ -215,6 +217,8 @@ def _parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.tune_only and arguments.compile_only:
         parser.error("--tune-only and --compile-only: expected one of them, nothing is left to do")
+    if arguments.rerank < 0:
+        parser.error(f"--rerank {arguments.rerank}: expected at least 0")
     if arguments.rerank and (arguments.tune_only or arguments.compile_only):
         parser.error("--rerank measures and compiles: expected neither --tune-only nor --compile-only beside it")
     if arguments.jobs < 1:

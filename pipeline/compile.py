@@ -100,7 +100,7 @@ def compile_module(
     target = portable_host(target)
     seconds: dict[str, float] = {}
     with _timed(seconds, "schedule"):
-        mod = apply_choices(with_variants(lowered.mod, variants), choices)
+        mod = with_variants(apply_choices(lowered.mod, choices), variants, lowered.mod)
         graph = cuda_graph and target.kind == "cuda"
         if graph:
             mod = capture_whole_function(mod, len(lowered.graph.inputs))

@@ -45,11 +45,11 @@ logger = logging.getLogger(__name__)
 _RIVALS = 3
 _MARGIN = 0.1
 _LISTED = 64
-# Turns after which it is looked whether the gains are settled; slow models have no more once so many seconds are over.
+# Turns after which it is looked whether the gains are settled; slow models end before they would take so many seconds.
 _LOOKS = (30, 60, 120)
 _SECONDS_MAX = 20.0
 _BEFORE, _AFTER = "as tuned, before", "as tuned, after"
-# The probability with which a run of all of this may take a runner-up that gains nothing.
+# The probability with which the turns of one module (a run has two at most) may show a gain where there is none.
 _DOUBT = 0.01
 
 

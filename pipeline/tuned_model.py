@@ -74,7 +74,7 @@ def rerank_prepared(
     database: TuningDatabase,
     tuning: TuningOptions,
     *,
-    model: MeasuredModel | None = None,
+    model: MeasuredModel,
     job_id: str | None = None,
     turn: AbstractContextManager[object] | None = None,
 ) -> tuple[tuple[KernelChoice, ...], RerankReport]:
@@ -82,16 +82,16 @@ def rerank_prepared(
 
     Parameters
     ----------
-    model : MeasuredModel or None
-        What it is recorded of; `prepared` itself where that is as the request says.
+    model : MeasuredModel
+        What it is recorded of: the model as its request says, whatever form `prepared` has.
     turn : context manager or None
         See `rerank`.
     """
     with stage("re-rank"):
         choices, report = rerank(prepared, choices, database, tasks=tuning.rerank, turn=turn)
     if report.trials:
-        known, decision = model or measured_model(prepared), _decision(prepared, choices)
-        known.record(database, decision, seed=tuning.seed, job_id=job_id, latencies_ms=report.latencies_ms)
+        decision = _decision(prepared, choices)
+        model.record(database, decision, seed=tuning.seed, job_id=job_id, latencies_ms=report.latencies_ms)
     return choices, report
 
 

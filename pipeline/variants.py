@@ -23,15 +23,19 @@ def entry_of(number: int) -> str:
     return f"{_MAIN}_{number}"
 
 
-def with_variants(mod: tvm.ir.IRModule, variants: Sequence[Sequence[KernelChoice]]) -> tvm.ir.IRModule:
+def with_variants(
+    mod: tvm.ir.IRModule, variants: Sequence[Sequence[KernelChoice]], unscheduled: tvm.ir.IRModule
+) -> tvm.ir.IRModule:
     """Return the module with an entry for each variant: `main` with some of its kernels made in another way.
 
     Parameters
     ----------
     mod : tvm.ir.IRModule
-        `main` calls PrimFuncs, which are not scheduled yet.
+        `main` calls PrimFuncs, scheduled as they were chosen for it.
     variants : sequence of sequences of KernelChoice
         Of each variant, the choices in which it differs; they keep the names of `main`'s functions.
+    unscheduled : tvm.ir.IRModule
+        The same functions before they were scheduled: what a choice of the fallback starts from.
 
     Raises
     ------
@@ -43,7 +47,7 @@ def with_variants(mod: tvm.ir.IRModule, variants: Sequence[Sequence[KernelChoice
         others = {}
         for choice in variant:
             old = mod.get_global_var(choice.function)
-            made = choice.scheduled if choice.scheduled is not None else mod[old]
+            made = choice.scheduled if choice.scheduled is not None else unscheduled[choice.function]
             others[old] = builder.add_func(made, f"{choice.function}_{entry_of(number)}")
         entry = copy_with_new_vars(_Calls(mod, others).visit_expr(mod[_MAIN]))
         builder.add_func(entry.with_attr("global_symbol", entry_of(number)), entry_of(number))

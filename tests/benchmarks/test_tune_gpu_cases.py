@@ -30,6 +30,7 @@ def test_a_case_that_fails_is_told_and_the_others_go_on(jobs: str, tmp_path: Pat
     ("options", "told"),
     [
         (("--jobs", "0"), "--jobs 0: expected at least 1"),
+        (("--rerank", "-1"), "--rerank -1: expected at least 0"),
         (("--rerank", "6", "--compile-only"), "--rerank measures and compiles: expected neither"),
         (("--rerank", "6", "--tune-only"), "--rerank measures and compiles: expected neither"),
     ],

@@ -198,14 +198,15 @@ def test_what_gains_is_recorded_and_compiled_from_then_on(
     monkeypatch.setattr(
         rerank_module, "measure", told({"as tuned, before": 1.0, "0": 0.9, "as tuned, after": 1.0}, spread=0.001)
     )
-    tuning = TuningOptions(rerank=1)
-    changed, report = rerank_prepared(prepared, as_tuned(prepared, database), database, tuning)
+    model = measured_model(prepared)
+    changed, report = rerank_prepared(
+        prepared, as_tuned(prepared, database), database, TuningOptions(rerank=1), model=model
+    )
     assert report.gain == pytest.approx(0.1, abs=0.01)
     _, choices = select_as_measured(prepared, database)
     for choice, of_records in zip(changed, choices, strict=True):
         assert (choice.route, choice.decision) == (of_records.route, of_records.decision)
         assert of_records.within_model == (of_records.task == hot.name)
-    model = measured_model(prepared)
     (record,) = [one for one in database.list_records() if one.workload_hash == model.workload.workload_hash]
     assert record.latency_us == pytest.approx(900, rel=0.01)
 

@@ -12,8 +12,7 @@ from tvm import relax
 
 from models import OnnxModel
 from models.inputs import random_inputs
-from pipeline.codegen.cuda_graph import capture_whole_function
-from pipeline.compile import compile_module
+from pipeline.compile import apply_choices, compile_module
 from pipeline.export import write_artifact
 from pipeline.importer import import_model
 from pipeline.passes import lower
@@ -52,15 +51,24 @@ def called(mod: tvm.ir.IRModule, entry: str) -> set[str]:
 
 def test_what_does_not_differ_is_shared(lowered: LoweredModule) -> None:
     first, second, *_ = lowered.kernels
-    mod = with_variants(
-        lowered.mod, [[as_it_is(lowered, first)], [as_it_is(lowered, first), as_it_is(lowered, second)]]
-    )
+    variants = [[as_it_is(lowered, first)], [as_it_is(lowered, first), as_it_is(lowered, second)]]
+    mod = with_variants(lowered.mod, variants, lowered.mod)
     main = called(mod, "main")
     assert called(mod, entry_of(0)) ^ main == {first, f"{first}_{entry_of(0)}"}
     # The same kernel in two variants is one.
     assert called(mod, entry_of(1)) ^ main == {first, f"{first}_{entry_of(0)}", second, f"{second}_{entry_of(1)}"}
     assert called(mod, "main") == set(lowered.kernels)
     relax.analysis.well_formed(mod)
+
+
+def test_a_fallback_beside_a_scheduled_kernel_is_a_kernel_of_its_own(lowered: LoweredModule) -> None:
+    first = next(iter(lowered.kernels))
+    fallback = KernelChoice(first, None, Route.FALLBACK)
+    scheduled = apply_choices(lowered.mod, [as_it_is(lowered, first)])
+    mod = with_variants(scheduled, [[fallback]], lowered.mod)
+    (other,) = called(mod, entry_of(0)) - called(mod, "main")
+    assert SCHEDULED_ATTR in mod[first].attrs
+    assert SCHEDULED_ATTR not in (mod[other].attrs or {})
 
 
 def test_variants_compute_the_same_on_the_same_weights(
@@ -79,13 +87,26 @@ def test_variants_compute_the_same_on_the_same_weights(
 
 
 def test_every_variant_is_one_cuda_graph(bert_tiny: OnnxModel) -> None:
-    lowered = lower(import_model(bert_tiny), resolve_target("cuda:sm_90a").target)
-    mod = with_variants(lowered.mod, [[as_it_is(lowered, next(iter(lowered.kernels)))]])
-    captured = capture_whole_function(mod, len(lowered.graph.inputs))
-    assert captured["main"].attrs["num_input"] == captured[entry_of(0)].attrs["num_input"] == 0
+    target = resolve_target("cuda:sm_90a")
+    lowered = lower(import_model(bert_tiny), target.target)
+    first = next(iter(lowered.kernels))
+    compiled = compile_module(lowered, (), target, variants=[[as_bound(lowered, first)], []])
+    code = compiled.executable.as_text()
+    captures = [line for line in code.splitlines() if "vm.builtin.cuda_graph.run_or_capture in:" in line]
+    # A graph is known by its number.
+    assert len({line.partition(" dst:")[0].rpartition(", ")[2] for line in captures}) == len(captures) == 3
+    for entry in ("main", entry_of(0), entry_of(1)):
+        body = code.partition(f"@{entry}:")[2].partition("\n@")[0]
+        assert body.count("run_or_capture") == 1
+        assert not any(f" {name}" in body for name in lowered.kernels)
+
+
+def as_bound(lowered: LoweredModule, function: str) -> KernelChoice:
+    """Return a choice of the fallback with another attribute, which makes it another kernel."""
+    return KernelChoice(function, None, Route.FALLBACK, scheduled=lowered.mod[function].with_attr("variant", 1))
 
 
 def test_a_function_that_is_not_there_is_refused(lowered: LoweredModule) -> None:
     unknown = dataclasses.replace(as_it_is(lowered, next(iter(lowered.kernels))), function="nobody")
     with pytest.raises(ValueError, match="nobody"):
-        with_variants(lowered.mod, [[unknown]])
+        with_variants(lowered.mod, [[unknown]], lowered.mod)
