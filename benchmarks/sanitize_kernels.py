@@ -30,7 +30,8 @@ from benchmarks.gpu_arms.results import machine
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "gpu-sanitizer.json"
-TOOLS = ("memcheck", "racecheck", "synccheck")
+# The slowest first, so that none of its runs is left for the end.
+TOOLS = ("racecheck", "memcheck", "synccheck")
 # Tests of a run: enough that imports are a small part of it, few enough that all cores have work until the end.
 _RUN_SIZE = 5
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*")
@@ -170,8 +171,8 @@ def main() -> None:
         directory = arguments.logs or Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
         running = {}
-        for number, run in enumerate(runs_of(tests)):
-            for tool in arguments.tools:
+        for tool in arguments.tools:
+            for number, run in enumerate(runs_of(tests)):
                 stem = directory / f"{Path(_file(run[0])).stem}-{number}-{tool}"
                 running[pool.submit(sanitize, run, tool, stem, timeout_s=arguments.timeout)] = (run, tool)
         for job in as_completed(running):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tvm
 
+from pipeline.codegen.cuda_compiler import cuda_compiler
 from pipeline.tuning.kernel_ir import static_shape
 from schedules.targets import resolve_target
 from schedules.templates.base import Refusal, Template
@@ -16,7 +17,7 @@ from tests.schedules.templates.gemv_cases import CASES, GemvCase
 
 pytestmark = pytest.mark.gpu
 RNG = np.random.default_rng(0)
-# Of a case's candidates, each of which takes a second to compile: the parts are tests that can run side by side.
+# Of a case's candidates, each of which is compiled and run on 20 inputs: the parts are tests that can run side by side.
 PARTS = 4
 
 
@@ -83,7 +84,8 @@ def check_candidates(template: Template, case: GemvCase, part: int) -> None:
         kernel = template.apply(func, target, parameters)
         assert not isinstance(kernel, Refusal)
         module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
-        built = tvm.tirx.build(module, target=target.target, pipeline=register_mixed_pipeline())
+        with cuda_compiler(target.arch):
+            built = tvm.tirx.build(module, target=target.target, pipeline=register_mixed_pipeline())
         for arrays, right in zip(draws, expected, strict=True):
             output = tvm.runtime.tensor(np.full(right.shape, np.nan, case.output), device=device)
             built["main"](*(tvm.runtime.tensor(array, device=device) for array in arrays.values()), output)
