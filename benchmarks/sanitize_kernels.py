@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -114,6 +116,8 @@ def sanitize(tests: Sequence[str], tool: str, stem: Path, *, timeout_s: float) -
     """
     report, junit = stem.with_suffix(".txt"), stem.with_suffix(".xml")
     command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only", "--print-limit", "5"]
+    # A process that comes to its first CUDA call later than this, 10 s if nothing is said, waits there for ever.
+    command += ["--launch-timeout", str(math.ceil(timeout_s))]
     # The driver's answers to questions about what it can do count as errors otherwise.
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
     command += ["--log-file", str(report), sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
@@ -121,9 +125,13 @@ def sanitize(tests: Sequence[str], tool: str, stem: Path, *, timeout_s: float) -
     environment = {**os.environ, **dict.fromkeys(_THREADS, "1")}
     start = time.perf_counter()
     with stem.with_suffix(".log").open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=timeout_s, check=False)
+            process.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            # With the tests' process, which the tool alone would leave behind.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             print(f"{stem.name}: stopped after {timeout_s:.0f} s", file=sys.stderr)
     seconds = time.perf_counter() - start
     passed, failed = _counts(junit) if junit.is_file() else (0, len(tests))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,16 @@ if {suite!r}:
 """
 
 
-def outcome_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, report: str, suite: str) -> Outcome:
+def put_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     program = tmp_path / "bin" / "compute-sanitizer"
     program.parent.mkdir()
-    program.write_text(_STAND_IN.format(python=sys.executable, report=report, suite=suite))
+    program.write_text(script)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def outcome_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, report: str, suite: str) -> Outcome:
+    put_on_path(tmp_path, monkeypatch, _STAND_IN.format(python=sys.executable, report=report, suite=suite))
     return sanitize(["tests/test_gemm_gpu.py::test_kernel"] * 7, tool, tmp_path / "run", timeout_s=60)
 
 
@@ -61,6 +66,21 @@ def test_only_a_whole_run_without_findings_is_clean(
     assert outcome.clean == clean
     failed = 7 if not suite else 1 if 'failures="1"' in suite else 0
     assert (outcome.passed, outcome.failed) == (0 if 'skipped="9"' in suite else 7 - failed, failed)
+
+
+def test_a_run_that_takes_too_long_is_ended_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive = tmp_path / "alive"
+    # As the tool does with pytest, it starts a process and waits for it; that one would write the file later.
+    slow = f"#!/bin/sh\n(sleep 2; touch {alive}) &\nwait\n"
+    put_on_path(tmp_path, monkeypatch, slow)
+    outcome = sanitize(["tests/test_gemm_gpu.py::test_kernel"], "memcheck", tmp_path / "run", timeout_s=0.5)
+    assert outcome.seconds < 2
+    assert not outcome.clean
+    assert outcome.failed == 1
+    time.sleep(2)
+    assert not alive.exists()
 
 
 def test_both_runs_must_be_clean() -> None:
