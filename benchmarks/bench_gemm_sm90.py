@@ -1,7 +1,8 @@
 """Kernels of the GEMM template beside cuBLASLt on a Hopper GPU, each checked before it is timed.
 
     python -m benchmarks.bench_gemm_sm90 build DIR [--candidates 4]     anywhere with a CUDA compiler; needs no GPU
-    python -m benchmarks.bench_gemm_sm90 run DIR [--rounds 100] [--out FILE.json]       on the GPU; needs no TVM
+    python -m benchmarks.bench_gemm_sm90 run DIR [--rounds 100] [--cases REGEX] [--rest S] [--out FILE.json]
+                                                                        on the GPU; needs no TVM
 
 Shapes: the matmuls of BERT-base and GPT-2 small (its vocabulary's weights are [N, K], all others [K, N]) and of a Llama
 of 1 billion parameters, with 1, 16, 128, 512 and 4096 rows, and 4096 cubed; in float16, and with 128 and 4096 rows in
@@ -17,6 +18,8 @@ shape are timed by turns, as CUDA graphs over rotating buffers that do not fit t
   accumulation"), which do not count: their error grows with K (`benchmarks.float8_sums`).
 
 A kernel of ours may start while the one before it ends (dependent launch) and loads weights before it waits for it.
+With `--rest S` the GPU is idle for S seconds before each turn of each arm, ours and theirs: a large matmul again and
+again reaches the card's power limit, which then says how fast it is, whosever kernel it is.
 """
 
 from __future__ import annotations
@@ -270,17 +273,18 @@ def graphs_of(case: Case, kernels: dict[str, Kernel], library: CublasLt) -> tupl
     return graphs, count, (sets, bias, problems)
 
 
-def run(directory: Path, rounds: int, checks: int, out: Path | None) -> int:
-    """Check and time every kernel; return 1 when one is wrong."""
+def run(directory: Path, cases: str, *, rounds: int, rest_s: float, checks: int, out: Path | None) -> int:
+    """Check and time every kernel of the cases that match; return 1 when one is wrong."""
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = False
     library = CublasLt()
-    loaded = read_kernels(directory)
+    loaded = [kernel for kernel in read_kernels(directory) if re.search(cases, kernel.entry["case"])]
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cublaslt": library.version,
+        "rest_s": rest_s,
         "cases": {},
     }
     ratios: dict[str, list[float]] = {"best": [], "first": []}
@@ -292,7 +296,7 @@ def run(directory: Path, rounds: int, checks: int, out: Path | None) -> int:
         right = {decision: kernel for decision, kernel in kernels.items() if errors[decision] <= allowed}
         wrong += len(kernels) - len(right)
         graphs, launches, _alive = graphs_of(ALL_CASES[case], right, library)
-        times = time_by_turns(graphs, launches, rounds)
+        times = time_by_turns(graphs, launches, rounds, rest_s)
         rounded = {name: [round(value, 3) for value in values] for name, values in times.items()}
         results["cases"][case] = {"launches_a_graph": launches, "errors": errors, "times_us": rounded}
         ours = {name: statistics.median(times[name]) for name in right}
@@ -337,16 +341,27 @@ def _line(case: str, times: dict[str, list[float]], decisions: list[str], best: 
 def main() -> None:
     """Build or run."""
     parser, building, running = build_and_run_parser(__doc__)
-    building.add_argument("--cases", default="", help="regular expression; all by default")
+    for command in (building, running):
+        command.add_argument("--cases", default="", help="regular expression; all by default")
     building.add_argument("--candidates", type=int, default=4)
     running.add_argument("--rounds", type=int, default=100)
+    running.add_argument("--rest", type=float, default=0.0, help="seconds that the GPU is idle before each turn")
     running.add_argument("--checks", type=int, default=20, help="fresh random inputs that each kernel is checked on")
     arguments = parser.parse_args()
     if arguments.command == "build":
         cases = [case for case in ALL_CASES if re.search(arguments.cases, case)]
         build(arguments.directory, cases, arguments.candidates)
     else:
-        sys.exit(run(arguments.directory, arguments.rounds, arguments.checks, arguments.out))
+        sys.exit(
+            run(
+                arguments.directory,
+                arguments.cases,
+                rounds=arguments.rounds,
+                rest_s=arguments.rest,
+                checks=arguments.checks,
+                out=arguments.out,
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import statistics
+import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -246,14 +247,15 @@ def captured_graph(launches: Sequence[Callable[[], Any]]) -> Any:
     return graph
 
 
-def time_by_turns(graphs: Mapping[str, Any], launches: int, rounds: int) -> dict[str, list[float]]:
-    """Return microseconds a launch, one figure a round, for every arm."""
+def time_by_turns(graphs: Mapping[str, Any], launches: int, rounds: int, rest_s: float = 0.0) -> dict[str, list[float]]:
+    """Return microseconds a launch, one figure a round, for every arm; the GPU rests so many seconds before each."""
     import torch
 
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            time.sleep(rest_s)
             begin.record()
             graph.replay()
             end.record()
