@@ -23,7 +23,7 @@ import numpy as np
 import tvm
 
 from models import load_model
-from models.inputs import random_inputs
+from models.inputs import unpadded_inputs
 from pipeline.codegen.finish import finish_kernels
 from pipeline.environment import cpu_name
 from pipeline.jobs import compile_model
@@ -69,7 +69,7 @@ def measure_model(request: ModelRequest, name: str, url: str | None, runs: int) 
         if compiled.validation is None or not compiled.validation.passed:
             raise SystemExit(f"{name} failed its validation; nothing was timed")
         model = load_model(name)
-        report = measure_module(Module.load(directory), model, random_inputs(model, seed=0), runs=runs)
+        report = measure_module(Module.load(directory), model, unpadded_inputs(model, seed=0), runs=runs)
     own, ort = report.arm(OWN_ARM), report.arm(ORT_ARM)
     print(
         f"{name}: relaxtune {own.median_ms:.2f} ms (spread {own.spread:.0%}), ONNX Runtime {ort.median_ms:.2f} ms "

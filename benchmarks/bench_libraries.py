@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.gpu_arms.results import machine
 from models import load_model
-from models.inputs import random_inputs
+from models.inputs import unpadded_inputs
 from pipeline.cli.output import stdout_console
 from pipeline.environment import target_key
 from pipeline.jobs import compile_model
@@ -89,7 +89,7 @@ def run_shape(model: str, shape: str, seconds: float, directory: Path) -> Row:
         validated[route.value] = validation is not None and validation.passed
         kernels[route.value] = Counter(kernel.route for kernel in compiled.manifest.kernels)
         modules[route.value] = Module.load(compiled.directory)
-    inputs = random_inputs(load_model(model, shapes=both.shapes), seed=0)
+    inputs = unpadded_inputs(load_model(model, shapes=both.shapes), seed=0)
     report = measure({name: module_arm(module, inputs) for name, module in modules.items()}, runs=_RUNS, warmup=_WARMUP)
     return {
         "shape": shape,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from models.dims import parse_shape_override
 from models.errors import ModelError
 from models.files import save_model
-from models.inputs import InputKind, InputRule, describe_inputs, random_inputs
+from models.inputs import InputKind, InputRule, describe_inputs, random_inputs, unpadded_inputs
 from models.loading import load_model
 from models.spec import OnnxModel, TensorSpec
 from models.zoo.presets import get_preset, list_models
@@ -23,4 +23,5 @@ __all__ = [
     "parse_shape_override",
     "random_inputs",
     "save_model",
+    "unpadded_inputs",
 ]

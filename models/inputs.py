@@ -28,6 +28,8 @@ _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64", "float8_e4m3fn
 # Positions without a table (rotary embeddings) have no limit of their own.
 _NO_LIMIT = 2**31 - 1
 _PADDED_SCORE = -1e4
+# Of `random_inputs`; all others have padding.
+_UNPADDED_SAMPLE = 1
 
 
 class InputKind(StrEnum):
@@ -94,7 +96,7 @@ def random_inputs(
     for rule in sorted(rules, key=lambda rule: rule.kind not in {InputKind.MASK, InputKind.ADDITIVE_MASK}):
         shape, rng = shapes[rule.name], rngs[rule.name]
         if rule.kind in {InputKind.MASK, InputKind.ADDITIVE_MASK}:
-            kept = _mask(shape, rng, new_tokens if past else 0, padded=sample != 1)
+            kept = _mask(shape, rng, new_tokens if past else 0, padded=sample != _UNPADDED_SAMPLE)
             if past and kept.ndim == 2 and kept.shape[1] > new_tokens:
                 valid_past = kept.sum(axis=1) - new_tokens
             drawn[rule.name] = kept if rule.kind is InputKind.MASK else np.where(kept, 0.0, _PADDED_SCORE)
@@ -105,6 +107,14 @@ def random_inputs(
         else:
             drawn[rule.name] = rng.integers(rule.low, rule.high, shape)
     return {spec.name: drawn[spec.name].astype(numpy_dtype(spec.dtype)) for spec in model.inputs}
+
+
+def unpadded_inputs(model: OnnxModel, *, seed: int, dims: Mapping[str, int] | None = None) -> dict[str, np.ndarray]:
+    """Return random inputs whose masks hide nothing: what a model is timed on, as its kernels are alone.
+
+    Parameters and errors are those of `random_inputs`.
+    """
+    return random_inputs(model, seed=seed, sample=_UNPADDED_SAMPLE, dims=dims)
 
 
 def _rule(spec: TensorSpec, uses: GraphUses) -> InputRule:

@@ -25,7 +25,7 @@ import numpy as np
 from rich.table import Table
 
 from models import OnnxModel
-from models.inputs import InputKind, describe_inputs, random_inputs
+from models.inputs import InputKind, describe_inputs, unpadded_inputs
 from pipeline.errors import UsageError
 
 Run = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
@@ -220,7 +220,7 @@ def measure_perplexity(
     """
     assert options.tokens is not None
     ids, source = read_tokens(options.tokens)
-    filled = random_inputs(model, seed=0, sample=1, dims=dims)
+    filled = unpadded_inputs(model, seed=0, dims=dims)
     name, vocabulary = _ids_input(model, filled)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from models import OnnxModel
-from models.inputs import random_inputs
+from models.inputs import unpadded_inputs
 from pipeline.artifact import check_destination, record_validation
 from pipeline.bucket_proof import prove_and_record, route_inputs
 from pipeline.compile import compile_module
@@ -236,7 +236,7 @@ def _validate(out: Path, model: OnnxModel, samples: int) -> ValidationReport:
 
 def _benchmark(prepared: PreparedModel, directory: Path) -> BenchmarkReport:
     """Return the latencies of the tuned artifact, of the same model without records, and of ONNX Runtime, by turns."""
-    inputs = random_inputs(prepared.model, seed=0, dims=default_dims(prepared.model))
+    inputs = unpadded_inputs(prepared.model, seed=0, dims=default_dims(prepared.model))
     untuned = select_kernels(
         prepared.lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.inputs import random_inputs
+from models.inputs import unpadded_inputs
 from pipeline.compile import compile_module
 from pipeline.export import write_artifact
 from pipeline.measure import Arm, module_arm
@@ -39,7 +39,7 @@ def compiled_arms(
     """
     compiled = compile_module(prepared.lowered, choices, prepared.target, variants=variants)
     write_artifact(compiled, directory)
-    inputs = random_inputs(prepared.model, seed=0, dims=default_dims(prepared.model))
+    inputs = unpadded_inputs(prepared.model, seed=0, dims=default_dims(prepared.model))
     module = Module.load(directory)
     modules = [module, *(module.variant(entry_of(number)) for number in range(len(variants)))]
     return [module_arm(one, inputs) for one in modules]

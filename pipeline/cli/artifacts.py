@@ -196,7 +196,7 @@ def bench(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Measure the latency of an artifact, of each shape bucket if it has any, side by side with peers, taking turns."""
-    from models.inputs import random_inputs
+    from models.inputs import unpadded_inputs
     from pipeline.bucket_proof import route_sizes
     from pipeline.buckets import render_statistics
     from pipeline.measure import BenchmarkReport, measure_module, render
@@ -212,7 +212,7 @@ def bench(
     reports: dict[str, BenchmarkReport] = {}
     with nullcontext() if db is None else TuningDatabase.open(db) as database:
         for name, dims in sizes.items():
-            inputs = random_inputs(reference, seed=seed, dims=default_dims(reference) | dims)
+            inputs = unpadded_inputs(reference, seed=seed, dims=default_dims(reference) | dims)
             report = measure_module(module, reference, inputs, against=peers, runs=runs, warmup=warmup)
             reports[name] = replace(report, conditions={**report.conditions, "shape": name}) if name else report
             if database is not None:

@@ -9,7 +9,16 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from models import InputKind, OnnxModel, TensorSpec, describe_inputs, get_preset, load_model, random_inputs
+from models import (
+    InputKind,
+    OnnxModel,
+    TensorSpec,
+    describe_inputs,
+    get_preset,
+    load_model,
+    random_inputs,
+    unpadded_inputs,
+)
 from models.errors import ModelShapeError
 
 INT64, FLOAT = TensorProto.INT64, TensorProto.FLOAT
@@ -164,6 +173,7 @@ def test_masks_pad_on_the_right_and_keep_a_token() -> None:
         assert (mask[:, 0] == 1).all()
         assert (mask.min() == 1) == (sample == 1)
         assert mask.sum(axis=1).min() >= 8
+    assert (unpadded_inputs(model, seed=0)["attention_mask"] == 1).all()
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (1, 1)])
