@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import tvm
 from tvm import tirx
 
-from pipeline.codegen.bool_vectors import unroll_bool_vectors
 from pipeline.codegen.cuda_compile import OnLog, uses_fast_math
 from pipeline.codegen.cuda_compiler import cuda_compiler
+from pipeline.codegen.cuda_vectors import fit_vectors
 from pipeline.errors import LoweringError
 from schedules.cpu.partitioning import narrow_partitioned
 from schedules.gpu.binding import list_unbound_blocks
@@ -52,7 +52,7 @@ def finish_kernels(scheduled: tvm.ir.IRModule, target: tvm.target.Target) -> tvm
             f"kernels {', '.join(sorted(unbound))} have blocks that no GPU thread runs: they would run on the host and "
             "end the process at device memory. Leave the record out (`--routes`), or measure the task again"
         )
-    return unroll_bool_vectors(scheduled)
+    return fit_vectors(scheduled)
 
 
 @contextmanager

@@ -1,0 +1,98 @@
+"""Keep TVM from vectorising loops of GPU kernels that its CUDA code generator has no right vectors for.
+
+- Booleans: it loads a vector of them as `ushort`, two bytes an element where memory has one. The result is wrong
+  without a word, so such loops are unrolled.
+- Indices that divide the loop's variable, as those of copies by fused loops do where a vector is longer than a row of
+  the tile: it writes the index of every lane, in a vector too, and of more than 4 lanes that does not compile
+  (`make_longlong4` and `make_uint4` get 8 arguments). Such loops are split into vectors that stay in a row, which have
+  one index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import tvm
+import tvm_ffi
+from tvm import s_tir, tirx
+
+# Lanes of the longest vector of indices that compiles.
+_INDEX_LANES_MAX = 4
+
+
+def fit_vectors(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
+    """Return the module with vectorised loops unrolled, or split into shorter vectors, where they have to be."""
+    result = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
+    for var, func in mod.functions_items():
+        if not isinstance(func, tirx.PrimFunc):
+            continue
+        lanes = {
+            str(leaf.block.name_hint): fit
+            for leaf, loop in _vectorised(func.body, None)
+            if (fit := _lanes_that_fit(leaf, loop)) < int(loop.extent)
+        }
+        if not lanes:
+            continue
+        schedule = s_tir.Schedule(tvm.IRModule({"main": func}))
+        for name, fit in lanes.items():
+            for loop in schedule.get_loops(schedule.get_sblock(name, func_name="main")):
+                if int(schedule.get(loop).kind) == int(tirx.ForKind.VECTORIZED):
+                    _shorten(schedule, loop, fit)
+        result[var] = schedule.mod["main"]
+    return result
+
+
+def _shorten(schedule: s_tir.Schedule, loop: s_tir.schedule.LoopRV, lanes: int) -> None:
+    extent = int(schedule.get(loop).extent)
+    schedule.unroll(loop)
+    if lanes > 1:
+        outer, inner = schedule.split(loop, [extent // lanes, lanes])
+        schedule.unroll(outer)
+        schedule.vectorize(inner)
+
+
+def _lanes_that_fit(leaf: s_tir.SBlockRealize, loop: tirx.For) -> int:
+    """Return how many lanes vectors of a block may have, a divisor of its vectorised loop's extent."""
+    extent = int(loop.extent)
+    if any(str(region.source.dtype) == "bool" for region in (*leaf.block.reads, *leaf.block.writes)):
+        return 1
+    if extent <= _INDEX_LANES_MAX:
+        return extent
+    return math.gcd(extent, *(divisor for index in leaf.iter_values for divisor in _divisors(index, loop.loop_var)))
+
+
+def _divisors(index: tirx.Expr, var: tirx.Var) -> list[int]:
+    """Return the numbers that something with the variable is divided by in an index."""
+    found: list[int] = []
+
+    def visit(node: tirx.FloorDiv | tirx.FloorMod) -> None:
+        if isinstance(node.b, tirx.IntImm) and _uses(node.a, var):
+            found.append(int(node.b))
+
+    tvm_ffi.structural_walk(index, ((tirx.FloorDiv, tirx.FloorMod), visit))
+    return found
+
+
+def _uses(expr: tirx.Expr, var: tirx.Var) -> bool:
+    return any(one.same_as(var) for one in tirx.analysis.undefined_vars(expr, []))
+
+
+def _vectorised(stmt: tirx.Stmt, loop: tirx.For | None) -> Iterator[tuple[s_tir.SBlockRealize, tirx.For]]:
+    """Yield the innermost blocks under a statement that are in a vectorised loop, and the loop; `loop` is around it."""
+    if isinstance(stmt, s_tir.SBlockRealize):
+        inside = list(_vectorised(stmt.block.body, loop))
+        yield from inside
+        if not inside and loop is not None:
+            yield stmt, loop
+    elif isinstance(stmt, tirx.SeqStmt):
+        for part in stmt.seq:
+            yield from _vectorised(part, loop)
+    elif isinstance(stmt, tirx.IfThenElse):
+        for branch in (stmt.then_case, stmt.else_case):
+            if branch is not None:
+                yield from _vectorised(branch, loop)
+    elif isinstance(stmt, tirx.For):
+        yield from _vectorised(stmt.body, stmt if int(stmt.kind) == int(tirx.ForKind.VECTORIZED) else loop)
+    elif isinstance(stmt, tirx.AttrStmt):
+        yield from _vectorised(stmt.body, loop)
