@@ -23,8 +23,9 @@ demo: $(VENV)/.installed  ## the main job on the embedded default: this CPU, SQL
 	mkdir -p .demo
 	$(BIN)/relaxtune tune bert-tiny --target llvm --trials 64 --db .demo/tuning.db --out .demo/bert-tiny
 
-test: $(VENV)/.installed-dev  ## what CI runs
-	$(BIN)/python -m pytest -m "not gpu and not slow and not export and not nightly" --cov --cov-report=term:skip-covered
+test: $(VENV)/.installed-dev  ## what CI runs, by two processes
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slow and not export and not nightly" --cov \
+		--cov-report=term:skip-covered
 
 test-all: $(VENV)/.installed-dev  ## every test that needs no GPU; the exports need `pip install -e .[export]`
 	$(BIN)/python -m pytest -m "not gpu and not nightly"
