@@ -280,6 +280,10 @@ def run(directory: Path, cases: str, *, rounds: int, rest_s: float, checks: int,
     torch.backends.cuda.matmul.allow_tf32 = False
     library = CublasLt()
     loaded = [kernel for kernel in read_kernels(directory) if re.search(cases, kernel.entry["case"])]
+    if not loaded:
+        sys.exit(
+            f"{directory} has kernels of no case that matches {cases!r}; build them first, or look at its manifest"
+        )
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
