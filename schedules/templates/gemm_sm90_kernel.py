@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 from tvm import tirx
@@ -12,6 +11,7 @@ from tvm.tirx.script import builder as T
 from schedules.fallback import SCHEDULED_ATTR
 from schedules.templates.epilogue import MatmulFunction
 from schedules.templates.gemm_sm90_cluster import ClusterSum
+from schedules.templates.gemm_sm90_memory import Memory
 from schedules.templates.gemm_sm90_multiply import Multiply
 from schedules.templates.gemm_sm90_norm import RowStatistics
 from schedules.templates.gemm_sm90_plan import (
@@ -21,6 +21,7 @@ from schedules.templates.gemm_sm90_plan import (
     GemmPlan,
     tensor_maps,
 )
+from schedules.templates.gemm_sm90_producer import Producer
 from schedules.templates.gemm_sm90_stream import StreamPart, StreamSum, StreamTiles
 from schedules.templates.gemm_sm90_tiles import Part, Tiles
 from schedules.templates.hopper import (
@@ -28,8 +29,6 @@ from schedules.templates.hopper import (
     arrive,
     arrive_in_all,
     encode_tensor,
-    initialise_barrier,
-    load_tile,
     pin,
     uniform,
     wait_for_cluster,
@@ -82,7 +81,7 @@ class _Kernel:
             T.func_name("main")
             self._params = [_declare(param) for param in self._func.params]
             self._output = OutputTile(self._matmul, self._func.params, self._params, plan.shares, self._constants)
-            self._encode_maps()
+            maps = self._encode_maps()
             T.device_entry()
             block = T.cta_id([plan.blocks * plan.cluster])
             if plan.cluster > 1:
@@ -98,7 +97,8 @@ class _Kernel:
             else:
                 self._tiles = Tiles(plan, block // plan.cluster, self._rank)
             self._cluster_sum = ClusterSum(plan, self._output, self._thread, self._rank)
-            self._allocate()
+            self._memory = Memory(plan, self._allocate_for_output)
+            self._producer = Producer(self._matmul, plan, self._tiles, self._memory, maps, self._rank)
             self._initialise()
             if self._p.dependent:
                 T.evaluate(T.ptx.griddepcontrol.launch_dependents())
@@ -110,7 +110,7 @@ class _Kernel:
                 with T.Then():
                     self._take_registers("dec", PRODUCER_REGISTERS)
                     with T.If(self._thread == self._p.consumers * WARPGROUP), T.Then():
-                        self._produce()
+                        self._producer.produce()
                 with T.Else():
                     self._take_registers("inc", CONSUMER_REGISTERS)
                     self._consume()
@@ -123,8 +123,9 @@ class _Kernel:
         if self._p.consumers > 1:
             T.evaluate(T.ptx[f"setmaxnreg.{change}.sync.aligned.u32"](count))
 
-    def _encode_maps(self) -> None:
-        self._map_a, self._map_b = (
+    def _encode_maps(self) -> tuple[tirx.Var, tirx.Var]:
+        """Emit the tensor maps of A and B."""
+        map_a, map_b = (
             encode_tensor(
                 one.name,
                 self._params[one.param],
@@ -136,130 +137,29 @@ class _Kernel:
             )
             for one in tensor_maps(self._matmul, self._plan)
         )
+        return map_a, map_b
 
-    def _allocate(self) -> None:
-        p, operands = self._p, self._plan.operands
-        # It starts at a multiple of 1024 bytes, as swizzle atoms need: on sm_90 the system reserves the first KiB of a
-        # block's shared memory, and the kernel has no static shared memory.
-        pool = T.SMEMPool()
-        self._tile_a = pool.alloc((p.stages, self._plan.rows_a * self._block_k), operands.tensor_map, align=1024)
-        self._tile_b = pool.alloc((p.stages, p.block_n * self._block_k), operands.tensor_map, align=1024)
-        if p.split_k > 1:
+    def _allocate_for_output(self, pool: T.SMEMPool) -> None:
+        if self._p.split_k > 1:
             self._cluster_sum.allocate(pool)
         self._output.allocate(pool)
-        self._full = pool.alloc((p.stages,), "uint64", align=8)
-        self._empty = pool.alloc((p.stages,), "uint64", align=8)
-        self._turn = pool.alloc((2,), "uint64", align=8)
-        pool.commit()
 
     def _initialise(self) -> None:
         """Emit what comes before the roles; the thread that loads begins with constant tiles of B at once."""
         with T.If(self._thread == self._p.consumers * WARPGROUP), T.Then():
-            for tensor_map in (self._map_a, self._map_b):
-                T.evaluate(T.ptx.prefetch.tensormap(T.address_of(tensor_map)))
-            for stage in range(self._p.stages):
-                initialise_barrier(self._full.ptr_to([stage]), 1)
-                initialise_barrier(self._empty.ptr_to([stage]), self._plan.groups * self._p.multicast)
-            for group in range(2):
-                initialise_barrier(self._turn.ptr_to([group]), 1)
-            T.evaluate(T.ptx.fence.mbarrier_init.release.cluster())
-            if self._p.pingpong:
-                # The first turn is the first warpgroup's.
-                arrive(self._turn.ptr_to([0]))
+            self._producer.prefetch_maps()
+            self._memory.initialise_barriers()
             if self._p.multicast == 1:
                 # Loads are the other proxy's, which has to see the barriers.
                 T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
-                self._load_early()
+                self._producer.load_early()
         T.evaluate(T.cuda.cta_sync())
         if self._p.multicast > 1:
             wait_for_cluster()
 
-    def _load_early(self) -> None:
-        """Emit the loads of those tiles of B that are constant and wanted first."""
-        first = self._tiles.first()
-
-        def load(stage: tirx.Expr | int) -> None:
-            self._expect(stage)
-            self._load_b(stage, first.start + stage, first.column)
-
-        self._each_early(first, load)
-
-    def _each_early(self, first: Part, load: Callable[[tirx.Expr | int], None]) -> None:
-        """Emit something for every stage that is loaded early."""
-        begun = self._begun(first)
-        if isinstance(begun, int):
-            for stage in range(begun):
-                load(stage)
-            return
-        with T.serial(begun, unroll=False) as stage:
-            load(stage)
-
-    def _begun(self, first: Part) -> tirx.Expr | int:
-        """Return how many stages are loaded early: no more than the first part has."""
-        early = self._plan.early
-        return tirx.min(early, first.count) if self._p.stream_k and early else early
-
-    def _produce(self) -> None:
-        ring = Ring(self._p.stages)
-        early: tirx.Expr | int = 0
-        if self._p.multicast > 1:
-            self._load_early()
-        if self._p.dependent:
-            T.evaluate(T.ptx.griddepcontrol.wait())
-        if self._plan.early:
-            first = self._tiles.first()
-            early = self._begun(first)
-            self._each_early(first, lambda stage: self._load_a(stage, first.start + stage, first.row))
-            ring.set(early % self._p.stages, early // self._p.stages)
-
-        def load_part(part: Part) -> None:
-            # Tiles of K that are on their way already.
-            begun = early if isinstance(part.turn, tirx.IntImm) else tirx.Select(part.turn == 0, early, 0)
-            with T.serial(part.count - begun, unroll=False) as step:
-                k_tile = part.start + begun + step
-                T.evaluate(T.cuda.mbarrier_wait(self._empty.ptr_to([ring.stage]), ring.phase ^ 1))
-                self._expect(ring.stage)
-                self._load_a(ring.stage, k_tile, part.row)
-                self._load_b(ring.stage, k_tile, part.column)
-                ring.advance()
-
-        self._tiles.each(load_part)
-
-    def _expect(self, stage: tirx.Expr | int) -> None:
-        bytes_per_stage = T.uint32(self._plan.stage_bytes)
-        T.evaluate(T.ptx.mbarrier.arrive.expect_tx.shared.b64(self._full.ptr_to([stage]), bytes_per_stage))
-
-    def _load_a(self, stage: tirx.Expr | int, k_tile: tirx.Expr, row: tirx.Expr) -> None:
-        to, full = self._tile_a.ptr_to([stage, 0]), self._full.ptr_to([stage])
-        load_tile(to, self._map_a, (k_tile * self._block_k, row * self._p.block_m), full)
-
-    def _load_b(self, stage: tirx.Expr | int, k_tile: tirx.Expr, column: tirx.Expr) -> None:
-        """Emit the loads of a tile of B, or of this block's part of it for all of the cluster."""
-        p, plan, chunk = self._p, self._plan, self._plan.chunk
-        full = self._full.ptr_to([stage])
-
-        def load(offset: tirx.Expr | int, *at: tirx.Expr | int) -> None:
-            load_tile(self._tile_b.ptr_to([stage, offset]), self._map_b, at, full, p.multicast)
-
-        if self._matmul.b_transposed:
-            first = self._part(p.block_n // p.multicast)
-            load(first * self._block_k, k_tile * self._block_k, column * p.block_n + first)
-            return
-        first = self._part(plan.rows_b)
-        row = k_tile * self._block_k + first
-        if plan.chunked:
-            load(first * p.block_n, 0, row, column * (p.block_n // chunk))
-            return
-        for start in range(0, p.block_n, chunk):
-            load(first * p.block_n + start * plan.rows_b, column * p.block_n + start, row)
-
-    def _part(self, size: int) -> tirx.Expr | int:
-        """Return where this block's part of `size` of what the cluster loads starts."""
-        return self._rank * size if self._p.multicast > 1 else 0
-
     def _release(self, stage: tirx.Expr) -> None:
         """Emit the arrival that says that this warpgroup is done with a stage."""
-        barrier = self._empty.ptr_to([stage])
+        barrier = self._memory.empty.ptr_to([stage])
         if self._p.multicast > 1:
             arrive_in_all(barrier, self._p.multicast)
         else:
@@ -273,7 +173,9 @@ class _Kernel:
         accumulators = T.alloc_local([held], plan.operands.register)
         multiply = Multiply(self._matmul, plan)
         first_row = 0 if p.pingpong else group * (plan.m_blocks * 64)
-        multiply.describe(self._tile_a.ptr_to([0, first_row * self._block_k]), self._tile_b.ptr_to([0, 0]))
+        multiply.describe(
+            self._memory.tile_a.ptr_to([0, first_row * self._block_k]), self._memory.tile_b.ptr_to([0, 0])
+        )
         leader = self._thread % WARPGROUP == 0
         if self._norm is not None:
             partials = self._params[self._norm.partials]
@@ -288,7 +190,7 @@ class _Kernel:
         unroll = False if plan.operands.bytes == 1 else None
 
         def multiply_stage(step: tirx.Expr | int) -> None:
-            T.evaluate(T.cuda.mbarrier_wait(self._full.ptr_to([ring.stage]), ring.phase))
+            T.evaluate(T.cuda.mbarrier_wait(self._memory.full.ptr_to([ring.stage]), ring.phase))
             multiply.emit(accumulators, ring.stage, tirx.convert(step) > 0)
 
         def make_part(part: Part) -> None:
@@ -326,7 +228,7 @@ class _Kernel:
             if p.pingpong:
                 self._take_turn(ring, part.turn)
             with T.serial(part.count, unroll=False):
-                T.evaluate(T.cuda.mbarrier_wait(self._full.ptr_to([ring.stage]), ring.phase))
+                T.evaluate(T.cuda.mbarrier_wait(self._memory.full.ptr_to([ring.stage]), ring.phase))
                 multiply.emit(accumulators, ring.stage, tirx.const(False, "bool"))
                 T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
                 pin(accumulators, held)
@@ -348,12 +250,12 @@ class _Kernel:
         """Emit, for a tile made by turns, the wait for its turn, and the step to its first stage."""
         done = turn * self._plan.k_tiles
         ring.set(done % self._p.stages, done // self._p.stages % 2)
-        T.evaluate(T.cuda.mbarrier_wait(self._turn.ptr_to([self._group]), turn // 2 % 2))
+        T.evaluate(T.cuda.mbarrier_wait(self._memory.turn.ptr_to([self._group]), turn // 2 % 2))
 
     def _give_turn(self, leader: tirx.Expr) -> None:
         """Emit the beginning of the other warpgroup's turn."""
         with T.If(leader), T.Then():
-            arrive(self._turn.ptr_to([1 - self._group]))
+            arrive(self._memory.turn.ptr_to([1 - self._group]))
 
     def _begin_output(self, part: Part) -> None:
         p, plan = self._p, self._plan
