@@ -11,12 +11,12 @@ Exits with 1 when a tool found anything, a test failed, or some did not run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from xml.etree import ElementTree
+
+import psutil
 
 from benchmarks.gpu_arms.results import machine
 
@@ -125,12 +127,14 @@ def sanitize(tests: Sequence[str], tool: str, stem: Path, *, timeout_s: float) -
     environment = {**os.environ, **dict.fromkeys(_THREADS, "1")}
     start = time.perf_counter()
     with stem.with_suffix(".log").open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = psutil.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
         try:
             process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        except psutil.TimeoutExpired:
             # With the tests' process, which the tool alone would leave behind.
-            os.killpg(process.pid, signal.SIGKILL)
+            for one in (*process.children(recursive=True), process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
             process.wait()
             print(f"{stem.name}: stopped after {timeout_s:.0f} s", file=sys.stderr)
     seconds = time.perf_counter() - start

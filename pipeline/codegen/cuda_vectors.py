@@ -44,7 +44,11 @@ def fit_vectors(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
 
 
 def _shorten(schedule: s_tir.Schedule, loop: s_tir.schedule.LoopRV, lanes: int) -> None:
+    """Make vectors of so many lanes, or of a divisor where another block of the loop has shortened it already."""
     extent = int(schedule.get(loop).extent)
+    lanes = math.gcd(extent, lanes)
+    if lanes == extent:
+        return
     schedule.unroll(loop)
     if lanes > 1:
         outer, inner = schedule.split(loop, [extent // lanes, lanes])

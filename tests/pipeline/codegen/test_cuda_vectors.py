@@ -64,3 +64,18 @@ def test_division_of_anything_but_the_vector_says_nothing() -> None:
     assert "// 3" in script
     assert "T.vectorized(8)" in script
     assert "T.unroll" not in script
+
+
+def test_a_loop_of_two_blocks_is_split_once() -> None:
+    a = te.placeholder((64, 4), "float16", name="a")
+    b = te.compute(a.shape, lambda i, j: a[i, j] + tvm.tirx.const(1, "float16"), name="first")
+    c = te.compute(a.shape, lambda i, j: b[i, j] * b[i, j], name="second")
+    schedule = Schedule(tvm.IRModule({"main": te.create_prim_func([a, c])}))
+    first, second = schedule.get_sblock("first"), schedule.get_sblock("second")
+    _, vector = schedule.split(schedule.fuse(*schedule.get_loops(second)), [None, 8])
+    schedule.compute_at(first, vector)
+    schedule.vectorize(vector)
+    script = fitted(schedule)
+    assert script.count("T.vectorized(4)") == 1
+    assert script.count("T.unroll(2)") == 1
+    assert "T.unroll(1)" not in script
