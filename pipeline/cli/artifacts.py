@@ -195,7 +195,10 @@ def bench(
     db: OutcomeDatabaseOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Measure the latency of an artifact, of each shape bucket if it has any, side by side with peers, taking turns."""
+    """Measure the latency of an artifact, of each shape bucket if it has any, side by side with peers, taking turns.
+
+    Inputs are random, with masks that hide nothing.
+    """
     from models.inputs import unpadded_inputs
     from pipeline.bucket_proof import route_sizes
     from pipeline.buckets import render_statistics
