@@ -2,9 +2,10 @@
 
     python -m benchmarks.sanitize_kernels [--tools memcheck racecheck synccheck] [--cases REGEX] [--out FILE.json]
 
-The tests run kernels at odd shapes (ones, primes, nothing that a tile divides) on 20 fresh random inputs, into outputs
-full of NaN, and compare them with NumPy. A run has a few tests of one file; as many runs as the CPU has cores go side
-by side on one GPU, and what has ended is in the file already. Needs compute-sanitizer (CUDA's toolkit) and pytest.
+The tests run kernels at odd shapes (ones, primes, nothing that a tile divides) on fresh random inputs (20 for those of
+templates, one for candidates that a search draws), into outputs full of NaN, and compare them with NumPy. A run has a
+few tests of one file; as many runs as the CPU has cores go side by side on one GPU, and what has ended is in the file
+already. Needs compute-sanitizer (CUDA's toolkit) and pytest.
 Exits with 1 when a tool found anything, a test failed, or some did not run.
 """
 

@@ -2,8 +2,8 @@
 
 - Booleans: it loads a vector of them as `ushort`, two bytes an element where memory has one. The result is wrong
   without a word, so such loops are unrolled.
-- Block indices that divide the loop's variable, as those of copies by fused loops do where a vector is longer than a row
-  of the tile: it writes the index of every lane, in a vector too, and of more than 4 lanes that does not compile
+- Indices of blocks that divide the loop's variable, as those of copies by fused loops do where a vector is longer than
+  a row of the tile: it writes the index of every lane, in a vector too, and of more than 4 lanes that does not compile
   (`make_longlong4` and `make_uint4` get 8 arguments). Such loops are split into vectors that stay in a row, which have
   one index.
 """
