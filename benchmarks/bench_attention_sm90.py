@@ -93,10 +93,10 @@ CASES = {
 
 def build(directory: Path, candidates: int) -> None:
     """Compile the first candidates of every case and describe them in a manifest."""
-    from schedules.attention_function import attention_function
-    from schedules.targets import resolve_target
-    from schedules.templates.attention_sm90 import AttentionSm90
-    from schedules.templates.base import Refusal
+    from relaxtune.schedules.functions.plain_attention import attention_function
+    from relaxtune.schedules.targets import resolve_target
+    from relaxtune.schedules.templates.attention_sm90.template import AttentionSm90
+    from relaxtune.schedules.templates.base import Refusal
 
     target, template = resolve_target("cuda:sm_90a"), AttentionSm90()
     with cubin_writer(directory, target) as writer:
@@ -114,7 +114,7 @@ def build(directory: Path, candidates: int) -> None:
 
 def specification(case: Case) -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
     """Return the AttentionSpec of a case, and shape and dtype of its parameters."""
-    from schedules.attention import AttentionSpec, HeadLayout, ScoreBias
+    from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, ScoreBias
 
     heads, shared, d = case.heads, case.kv_heads, case.head_dim
     if case.packed:

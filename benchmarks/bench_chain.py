@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from benchmarks.gpu_arms.cases import Case
-    from pipeline.passes.module import LoweredModule
+    from relaxtune.pipeline.passes.module import LoweredModule
 
 CASES = "llama-1b-1x128,llama-1b-decode-1x1024,llama-1b-decode-16x1024"
 TARGET = "cuda:sm_90a"
@@ -81,7 +81,7 @@ def chain_of(lowered: LoweredModule) -> tuple[Chain, dict[str, np.ndarray]]:
     """
     from tvm import relax
 
-    from pipeline.passes.ir import array_of, bindings_of, called_function, is_constant, is_op, main_of
+    from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, called_function, is_constant, is_op, main_of
 
     main = main_of(lowered.mod)
     values = {name: array for name, array in lowered.weights.items() if array.size <= _KEPT_ELEMENTS}
@@ -130,9 +130,9 @@ def build(directory: Path, case: Case, candidates: int, functions: str) -> None:
     import numpy as np
     import tvm
 
-    from pipeline.prepare import ModelRequest, prepare_model
-    from schedules.fallback import apply_fallback
-    from schedules.templates.registry import apply_decision, list_candidates
+    from relaxtune.pipeline.prepare import ModelRequest, prepare_model
+    from relaxtune.schedules.fallback import apply_fallback
+    from relaxtune.schedules.templates.registry import apply_decision, list_candidates
 
     prepared = prepare_model(ModelRequest(case.source, shapes=case.shapes, target=TARGET))
     chain, values = chain_of(prepared.lowered)

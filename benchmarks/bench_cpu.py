@@ -22,19 +22,19 @@ from typing import Any
 import numpy as np
 import tvm
 
-from models import load_model
-from models.inputs import unpadded_inputs
-from pipeline.codegen.finish import finish_kernels
-from pipeline.environment import cpu_name
-from pipeline.jobs import compile_model
-from pipeline.measure import ORT_ARM, OWN_ARM, measure_module
-from pipeline.passes.module import LoweringOptions
-from pipeline.prepare import ModelRequest, PreparedModel, prepare_model
-from pipeline.runtime import Module
-from pipeline.selection import select_kernels
-from pipeline.threads import configure_threads
-from schedules.fallback import SCHEDULED_ATTR, apply_fallback
-from tuning_db.store import TuningDatabase
+from relaxtune.models import load_model
+from relaxtune.models.inputs import unpadded_inputs
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.threads import configure_threads
+from relaxtune.pipeline.bench.measure import ORT_ARM, OWN_ARM, measure_module
+from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.codegen.finish import finish_kernels
+from relaxtune.pipeline.environment import cpu_name
+from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
+from relaxtune.schedules.fallback import SCHEDULED_ATTR, apply_fallback
+from relaxtune.tuning_db.store import TuningDatabase
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("bert-tiny", "bert-base", "gpt2-small", "vit-base", "t5-small")

@@ -91,8 +91,8 @@ def function_of(case: Case) -> Any:
     """Return the fused PrimFunc: parameters x, the weight (bytes and scales), those of the epilogue, the output."""
     from tvm import te
 
-    from schedules.quantised import matmul_of_rows
-    from schedules.templates.gemm_sm90 import CONSTANT_PARAMS_ATTR
+    from relaxtune.schedules.functions.quantised_matmul import matmul_of_rows
+    from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR
 
     x = te.placeholder((case.m, case.k), "float16", name="x")
     if case.bits == 16:
@@ -125,11 +125,11 @@ def function_of(case: Case) -> Any:
 
 def build(directory: Path, candidates: int, cases: str) -> None:
     """Compile the first candidates of every case and describe them in a manifest."""
-    from schedules.targets import resolve_target
-    from schedules.templates.base import Refusal, Template
-    from schedules.templates.gemm_sm90 import GemmSm90
-    from schedules.templates.gemv import Gemv
-    from schedules.templates.gemv_stream import GemvStream
+    from relaxtune.schedules.targets import resolve_target
+    from relaxtune.schedules.templates.base import Refusal, Template
+    from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
+    from relaxtune.schedules.templates.gemv.stream import GemvStream
+    from relaxtune.schedules.templates.gemv.template import Gemv
 
     target = resolve_target("cuda:sm_90a")
     with cubin_writer(directory, target) as writer:

@@ -28,7 +28,7 @@ from benchmarks.gpu_arms.cases import Case, find_cases
 from benchmarks.gpu_arms.children import Child, ChildError
 from benchmarks.gpu_arms.order import Order, parse_arms
 from benchmarks.gpu_arms.results import Entry, machine, notes, read_entries, table, write_results
-from pipeline.cli.output import stdout_console
+from relaxtune.pipeline.cli.output import stdout_console
 
 RESULTS = Path(__file__).parent / "results" / "gpu-models.json"
 DEFAULT_ARTIFACTS = Path("out/gpu")

@@ -22,20 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_arms.results import machine
-from models import load_model
-from models.inputs import unpadded_inputs
-from pipeline.cli.output import stdout_console
-from pipeline.environment import target_key
-from pipeline.jobs import compile_model
-from pipeline.measure import measure, module_arm
-from pipeline.passes.module import LoweringOptions
-from pipeline.prepare import ModelRequest, PreparedModel, prepare_model
-from pipeline.runtime import Module
-from pipeline.tuning.options import TuningOptions
-from pipeline.tuning.session import tune
-from pipeline.tuning.task import TuningTask
-from tuning_db.records import RecordFilter, Route, Status, TuningRecord
-from tuning_db.store import TuningDatabase
+from relaxtune.models import load_model
+from relaxtune.models.inputs import unpadded_inputs
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.bench.measure import measure, module_arm
+from relaxtune.pipeline.cli.output import stdout_console
+from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.session import tune
+from relaxtune.tuning_db.records import RecordFilter, Route, Status, TuningRecord
+from relaxtune.tuning_db.store import TuningDatabase
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 COMPARED = (Route.LIBRARY, Route.TEMPLATE)

@@ -139,7 +139,7 @@ def _embedding_layer_norm(te: Any, topi: Any, tokens: int, columns: int, vocabul
 
 
 def _dequantise(te: Any, topi: Any, columns: int, k: int, bits: int) -> list[Any]:
-    from schedules.quantised import dequantise_rows
+    from relaxtune.schedules.functions.quantised_matmul import dequantise_rows
 
     packed = te.placeholder((columns, k * bits // 8), "uint8", name="packed")
     scales = te.placeholder((k // 128, columns), "float16", name="scales")
@@ -276,11 +276,11 @@ def build(directory: Path, candidates: int, cases: str) -> None:
     """Compile the first candidates of every case and describe them in a manifest."""
     from tvm import te, topi
 
-    from schedules.targets import resolve_target
-    from schedules.templates.base import Refusal
-    from schedules.templates.elementwise import Elementwise
-    from schedules.templates.gemm_sm90 import CONSTANT_PARAMS_ATTR
-    from schedules.templates.rows import Rows
+    from relaxtune.schedules.targets import resolve_target
+    from relaxtune.schedules.templates.base import Refusal
+    from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR
+    from relaxtune.schedules.templates.rows.elementwise import Elementwise
+    from relaxtune.schedules.templates.rows.template import Rows
 
     target = resolve_target("cuda:sm_90a")
     with cubin_writer(directory, target) as writer:

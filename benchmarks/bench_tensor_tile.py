@@ -78,10 +78,10 @@ def build(directory: Path, cases: dict[str, Case], target_text: str, candidates:
     from tvm.s_tir import Schedule
     from tvm.s_tir.schedule import Trace
 
-    from pipeline.codegen.finish import finish_kernels
-    from schedules.context import QuietTuneContext
-    from schedules.space import list_designs, make_space
-    from schedules.targets import resolve_target
+    from relaxtune.pipeline.codegen.finish import finish_kernels
+    from relaxtune.schedules.search.context import QuietTuneContext
+    from relaxtune.schedules.search.space import list_designs, make_space
+    from relaxtune.schedules.targets import resolve_target
 
     target = resolve_target(target_text)
     with cubin_writer(directory, target) as writer:
@@ -111,7 +111,7 @@ def matmul(case: Case) -> Any:
     """Return the function of a case; float32 may be multiplied in tf32."""
     from tvm import te
 
-    from schedules.rules.tensor_tile import TF32_ATTR
+    from relaxtune.schedules.search.tensor_tile import TF32_ATTR
 
     m, n, k, dtype = case.m, case.n, case.k, case.dtype
     a = te.placeholder((m, k), dtype, name="A")

@@ -33,8 +33,8 @@ sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
 
-from tuning_db import insights  # noqa: E402
-from tuning_db.records import (  # noqa: E402
+from relaxtune.tuning_db.questions import insights  # noqa: E402
+from relaxtune.tuning_db.records import (  # noqa: E402
     Environment,
     JobTask,
     RecordFilter,
@@ -44,7 +44,7 @@ from tuning_db.records import (  # noqa: E402
     TuningRecord,
     Workload,
 )
-from tuning_db.store import TuningDatabase  # noqa: E402
+from relaxtune.tuning_db.store import TuningDatabase  # noqa: E402
 
 WORKLOADS = 500
 MODELS = 20
@@ -187,7 +187,7 @@ def measure_ours(url: str, total: int, repeats: int, realtime: bool) -> dict[str
 
 
 def _top(database: TuningDatabase) -> None:
-    from tuning_db import queries
+    from relaxtune.tuning_db.questions import queries
 
     queries.top(database, RecordFilter(model="model3"))
 

@@ -37,16 +37,16 @@ from tvm import te  # noqa: E402
 from tvm.ir.utils import derived_object  # noqa: E402
 from tvm.s_tir import meta_schedule as ms  # noqa: E402
 
-from pipeline.environment import detect_environment, target_key  # noqa: E402
-from pipeline.prepare import ModelRequest, prepare_model  # noqa: E402
-from pipeline.tuning.options import TuningOptions  # noqa: E402
-from pipeline.tuning.session import tune  # noqa: E402
-from schedules.targets import resolve_target  # noqa: E402
-from tuning_db.metaschedule import MetaScheduleAdapter, ir_from_json  # noqa: E402
-from tuning_db.records import RecordFilter, Route, Status  # noqa: E402
-from tuning_db.stock_json import RECORD_FILE, WORKLOAD_FILE  # noqa: E402
-from tuning_db.store import TuningDatabase  # noqa: E402
-from tuning_db.transactions import Transactions  # noqa: E402
+from relaxtune.pipeline.environment import detect_environment, target_key  # noqa: E402
+from relaxtune.pipeline.prepare import ModelRequest, prepare_model  # noqa: E402
+from relaxtune.pipeline.tuning.options import TuningOptions  # noqa: E402
+from relaxtune.pipeline.tuning.session import tune  # noqa: E402
+from relaxtune.schedules.targets import resolve_target  # noqa: E402
+from relaxtune.tuning_db.exchange.stock_json import RECORD_FILE, WORKLOAD_FILE  # noqa: E402
+from relaxtune.tuning_db.metaschedule import MetaScheduleAdapter, ir_from_json  # noqa: E402
+from relaxtune.tuning_db.records import RecordFilter, Route, Status  # noqa: E402
+from relaxtune.tuning_db.sql.transactions import Transactions  # noqa: E402
+from relaxtune.tuning_db.store import TuningDatabase  # noqa: E402
 
 SIZE = 256
 STOCK_TIMEOUT_S = 300

@@ -28,16 +28,16 @@ from tvm.s_tir import meta_schedule as ms
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.environment import detect_environment  # noqa: E402
-from pipeline.export import versions  # noqa: E402
-from pipeline.tuning.child import resident_bytes  # noqa: E402
-from pipeline.tuning.options import TuningOptions  # noqa: E402
-from pipeline.tuning.progress import ProgressEvent  # noqa: E402
-from pipeline.tuning.session import tune  # noqa: E402
-from pipeline.tuning.task import TuningTask  # noqa: E402
-from pipeline.tuning.tasks import as_workload, make_task  # noqa: E402
-from schedules.targets import resolve_target  # noqa: E402
-from tuning_db.store import TuningDatabase  # noqa: E402
+from relaxtune.pipeline.artifact.export import versions  # noqa: E402
+from relaxtune.pipeline.environment import detect_environment  # noqa: E402
+from relaxtune.pipeline.tasks.extract import as_workload, make_task  # noqa: E402
+from relaxtune.pipeline.tasks.task import TuningTask  # noqa: E402
+from relaxtune.pipeline.tuning.local.child import resident_bytes  # noqa: E402
+from relaxtune.pipeline.tuning.options import TuningOptions  # noqa: E402
+from relaxtune.pipeline.tuning.progress import ProgressEvent  # noqa: E402
+from relaxtune.pipeline.tuning.session import tune  # noqa: E402
+from relaxtune.schedules.targets import resolve_target  # noqa: E402
+from relaxtune.tuning_db.store import TuningDatabase  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tuning-memory.json"
 EVERY = 50

@@ -53,17 +53,17 @@ from tvm.s_tir.meta_schedule.relax_integration import extracted_tasks_to_tune_co
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.cli.options import parse_shapes  # noqa: E402
-from pipeline.export import versions  # noqa: E402
-from pipeline.passes.module import LoweringOptions  # noqa: E402
-from pipeline.prepare import ModelRequest, PreparedModel, prepare_model  # noqa: E402
-from pipeline.tuning.options import TuningOptions  # noqa: E402
-from pipeline.tuning.progress import ProgressEvent  # noqa: E402
-from pipeline.tuning.session import tune  # noqa: E402
-from pipeline.tuning.table import to_data  # noqa: E402
-from pipeline.tuning.task import TuningTask  # noqa: E402
-from tuning_db.records import Route  # noqa: E402
-from tuning_db.store import TuningDatabase  # noqa: E402
+from relaxtune.pipeline.artifact.export import versions  # noqa: E402
+from relaxtune.pipeline.cli.options import parse_shapes  # noqa: E402
+from relaxtune.pipeline.passes.module import LoweringOptions  # noqa: E402
+from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model  # noqa: E402
+from relaxtune.pipeline.tasks.task import TuningTask  # noqa: E402
+from relaxtune.pipeline.tuning.options import TuningOptions  # noqa: E402
+from relaxtune.pipeline.tuning.progress import ProgressEvent  # noqa: E402
+from relaxtune.pipeline.tuning.result_table import to_data  # noqa: E402
+from relaxtune.pipeline.tuning.session import tune  # noqa: E402
+from relaxtune.tuning_db.records import Route  # noqa: E402
+from relaxtune.tuning_db.store import TuningDatabase  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tuning-scaling.json"
 STOCK_TRIALS = 1 << 16

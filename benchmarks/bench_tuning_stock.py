@@ -43,22 +43,22 @@ from tvm.s_tir.meta_schedule.relax_integration import extracted_tasks_to_tune_co
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from models.zoo.bert import build_bert  # noqa: E402
-from models.zoo.graph import Precision  # noqa: E402
-from models.zoo.presets import DEFAULT_DIMS, get_preset  # noqa: E402
-from pipeline.codegen.finish import finish_kernels  # noqa: E402
-from pipeline.environment import cpu_name, target_key  # noqa: E402
-from pipeline.passes.module import LoweringOptions  # noqa: E402
-from pipeline.prepare import ModelRequest, PreparedModel, prepare_model  # noqa: E402
-from pipeline.selection import replay_record, select_kernels  # noqa: E402
-from pipeline.threads import configure_threads  # noqa: E402
-from pipeline.tuning.options import TuningOptions  # noqa: E402
-from pipeline.tuning.session import tune  # noqa: E402
-from pipeline.tuning.task import TuningTask  # noqa: E402
-from schedules.fallback import SCHEDULED_ATTR, apply_fallback  # noqa: E402
-from schedules.host import physical_cores  # noqa: E402
-from tuning_db.records import RecordFilter, Route, Status, TuningRecord  # noqa: E402
-from tuning_db.store import TuningDatabase  # noqa: E402
+from relaxtune.models.zoo.bert import build_bert  # noqa: E402
+from relaxtune.models.zoo.graph import Precision  # noqa: E402
+from relaxtune.models.zoo.presets import DEFAULT_DIMS, get_preset  # noqa: E402
+from relaxtune.pipeline.artifact.threads import configure_threads  # noqa: E402
+from relaxtune.pipeline.choose.selection import replay_record, select_kernels  # noqa: E402
+from relaxtune.pipeline.codegen.finish import finish_kernels  # noqa: E402
+from relaxtune.pipeline.environment import cpu_name, target_key  # noqa: E402
+from relaxtune.pipeline.passes.module import LoweringOptions  # noqa: E402
+from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model  # noqa: E402
+from relaxtune.pipeline.tasks.task import TuningTask  # noqa: E402
+from relaxtune.pipeline.tuning.options import TuningOptions  # noqa: E402
+from relaxtune.pipeline.tuning.session import tune  # noqa: E402
+from relaxtune.schedules.fallback import SCHEDULED_ATTR, apply_fallback  # noqa: E402
+from relaxtune.schedules.targets.host import physical_cores  # noqa: E402
+from relaxtune.tuning_db.records import RecordFilter, Route, Status, TuningRecord  # noqa: E402
+from relaxtune.tuning_db.store import TuningDatabase  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tuning-stock-cpu.json"
 MODELS = ("bert-tiny", "bert-base-layer")

@@ -25,17 +25,17 @@ from typing import Any
 
 import onnx
 
-from models.zoo.bert import build_bert
-from models.zoo.graph import Precision
-from models.zoo.presets import DEFAULT_DIMS, get_preset
-from pipeline.export import versions
-from pipeline.passes.module import LoweringOptions
-from pipeline.prepare import ModelRequest, PreparedModel, prepare_model
-from pipeline.tuning.options import TuningOptions, TuningSummary
-from pipeline.tuning.progress import ProgressEvent
-from pipeline.tuning.session import tune
-from tuning_db.records import Route
-from tuning_db.store import TuningDatabase
+from relaxtune.models.zoo.bert import build_bert
+from relaxtune.models.zoo.graph import Precision
+from relaxtune.models.zoo.presets import DEFAULT_DIMS, get_preset
+from relaxtune.pipeline.artifact.export import versions
+from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
+from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
+from relaxtune.pipeline.tuning.progress import ProgressEvent
+from relaxtune.pipeline.tuning.session import tune
+from relaxtune.tuning_db.records import Route
+from relaxtune.tuning_db.store import TuningDatabase
 
 WITHIN = 0.95
 

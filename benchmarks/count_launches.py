@@ -14,27 +14,27 @@ from dataclasses import dataclass, replace
 
 import onnx
 
-from models import OnnxModel
-from models.inference import check_and_infer
-from models.loading import make_model
-from models.zoo.bert import build_bert
-from models.zoo.gpt2 import build_gpt2
-from models.zoo.graph import Dim, Precision
-from models.zoo.llama import build_llama
-from models.zoo.presets import get_preset
-from models.zoo.t5 import build_t5
-from models.zoo.vit import build_vit
-from pipeline.compile import apply_choices
-from pipeline.environment import detect_environment
-from pipeline.importer import import_model
-from pipeline.passes import LoweringOptions, lower
-from pipeline.routes import DEFAULT_ROUTES
-from pipeline.selection import select_kernels
-from pipeline.tuning.tasks import extract_tasks
-from schedules.fallback import apply_fallback
-from schedules.gpu.binding import count_launches
-from schedules.targets import resolve_target
-from tuning_db.records import Route
+from relaxtune.models import OnnxModel
+from relaxtune.models.inference import check_and_infer
+from relaxtune.models.loading import make_model
+from relaxtune.models.zoo.bert import build_bert
+from relaxtune.models.zoo.gpt2 import build_gpt2
+from relaxtune.models.zoo.graph import Dim, Precision
+from relaxtune.models.zoo.llama import build_llama
+from relaxtune.models.zoo.presets import get_preset
+from relaxtune.models.zoo.t5 import build_t5
+from relaxtune.models.zoo.vit import build_vit
+from relaxtune.pipeline.artifact.compile import apply_choices
+from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import LoweringOptions, lower
+from relaxtune.pipeline.tasks.extract import extract_tasks
+from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
+from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.gpu.binding import count_launches
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.tuning_db.records import Route
 
 PASSES = frozenset(
     {

@@ -51,7 +51,7 @@ class CubinWriter:
         import tvm
         from tvm.tirx.compilation_pipeline import PIPELINE_MAP
 
-        from schedules.templates.lowering import register_mixed_pipeline
+        from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 
         pipeline = register_mixed_pipeline()
         module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
@@ -73,7 +73,7 @@ def cubin_writer(directory: Path, target: Any) -> Iterator[CubinWriter]:
     """Compile inside the block; the manifest is written at its end."""
     import tvm_ffi
 
-    from pipeline.codegen.cuda_compiler import COMPILE_CALLBACK, cuda_compiler
+    from relaxtune.pipeline.codegen.cuda_compiler import COMPILE_CALLBACK, cuda_compiler
 
     directory.mkdir(parents=True, exist_ok=True)
     with cuda_compiler(target.arch):

@@ -30,9 +30,9 @@ _CASE = Case(SIZE, SIZE, 128, "none", True, "float8_e4m3fn", "float32")
 
 def build(directory: Path) -> None:
     """Compile one kernel of each depth, whose sum no cluster shares, and describe them in a manifest."""
-    from schedules.targets import resolve_target
-    from schedules.templates.gemm_sm90 import GemmSm90
-    from schedules.templates.gemm_sm90_plan import GemmParameters
+    from relaxtune.schedules.targets import resolve_target
+    from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
+    from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 
     target = resolve_target("cuda:sm_90a")
     with cubin_writer(directory, target) as writer:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_arms.results import machine
-from pipeline.report_ceilings import Ceilings
+from relaxtune.pipeline.report.ceilings import Ceilings
 
 RESULTS = Path(__file__).parent / "results" / "gpu-ceilings.json"
 _MATMUL_SIZE = 8192

@@ -30,7 +30,7 @@ from benchmarks.node_tests.cases import Form, NodeCase, list_cases
 from benchmarks.node_tests.operators import OPERATORS
 from benchmarks.node_tests.reasons import find_reason
 from benchmarks.node_tests.worker import outcomes
-from pipeline.environment import cpu_name
+from relaxtune.pipeline.environment import cpu_name
 
 RESULTS = Path(__file__).parent / "results" / "onnx-node-tests.json"
 Results = Mapping[Arm, Mapping[str, Outcome]]

@@ -34,10 +34,10 @@ PRECISIONS = ("fp16", "bf16", "w8a16", "w4a16")
 
 def measure(model: str, precision: str, target: str, sequence: int) -> dict[str, Any]:
     """Return what one compilation gave: seconds, sizes, and each output's validation and drift."""
-    from models.zoo import get_preset
-    from pipeline.jobs import compile_model
-    from pipeline.passes import LoweringOptions
-    from pipeline.prepare import ModelRequest
+    from relaxtune.models.zoo import get_preset
+    from relaxtune.pipeline.jobs import compile_model
+    from relaxtune.pipeline.passes import LoweringOptions
+    from relaxtune.pipeline.prepare import ModelRequest
 
     names = [spec.name for spec in get_preset(model).inputs]
     shapes = {
@@ -84,9 +84,9 @@ def measure(model: str, precision: str, target: str, sequence: int) -> dict[str,
 
 def environment() -> dict[str, Any]:
     """Return the machine and the versions that the figures are true for."""
-    from pipeline.environment import detect_environment
-    from pipeline.export import versions
-    from schedules.targets import resolve_target
+    from relaxtune.pipeline.artifact.export import versions
+    from relaxtune.pipeline.environment import detect_environment
+    from relaxtune.schedules.targets import resolve_target
 
     return {"device": detect_environment(resolve_target("auto")).device_name, "versions": versions()}
 

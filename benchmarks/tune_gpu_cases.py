@@ -35,18 +35,18 @@ from benchmarks.gpu_arms.artifact_facts import describe
 from benchmarks.gpu_arms.cases import Case, find_cases
 from benchmarks.gpu_arms.gpu_turn import GpuTurn
 from benchmarks.gpu_arms.short_models import prepare_short
-from pipeline.cli.app import expected_errors
-from pipeline.cli.output import stdout_console
-from pipeline.environment import target_key
-from pipeline.errors import PipelineError
-from pipeline.jobs import CompileResult, TuneRequest, compile_model, tune_model
-from pipeline.model_records import measured_model
-from pipeline.prepare import ModelRequest, prepare_model
-from pipeline.rerank import RerankReport
-from pipeline.tuned_model import rerank_prepared, select_as_measured
-from pipeline.tuning.options import TuningOptions, TuningSummary
-from pipeline.tuning.session import tune
-from tuning_db.store import TuningDatabase
+from relaxtune.pipeline.choose.model_records import measured_model
+from relaxtune.pipeline.choose.rerank import RerankReport
+from relaxtune.pipeline.cli.app import expected_errors
+from relaxtune.pipeline.cli.output import stdout_console
+from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.jobs import CompileResult, TuneRequest, compile_model, tune_model
+from relaxtune.pipeline.prepare import ModelRequest, prepare_model
+from relaxtune.pipeline.tuned_model import rerank_prepared, select_as_measured
+from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
+from relaxtune.pipeline.tuning.session import tune
+from relaxtune.tuning_db.store import TuningDatabase
 
 
 def main() -> None:

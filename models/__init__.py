@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from models.dims import parse_shape_override
-from models.errors import ModelError
-from models.files import save_model
-from models.inputs import InputKind, InputRule, describe_inputs, random_inputs, unpadded_inputs
-from models.loading import load_model
-from models.spec import OnnxModel, TensorSpec
-from models.zoo.presets import get_preset, list_models
+from relaxtune.models.dims import parse_shape_override
+from relaxtune.models.errors import ModelError
+from relaxtune.models.files import save_model
+from relaxtune.models.inputs import InputKind, InputRule, describe_inputs, random_inputs, unpadded_inputs
+from relaxtune.models.loading import load_model
+from relaxtune.models.spec import OnnxModel, TensorSpec
+from relaxtune.models.zoo.presets import get_preset, list_models
 
 __all__ = [
     "InputKind",

@@ -2,7 +2,7 @@
 
 A *bucket* gives numbers to some symbolic axes. A call whose sizes are a bucket's goes there as it is. A smaller one may
 be padded up to it, on one side of each axis, and its outputs cut back; whether that leaves the results alone depends on
-the graph, and is for the caller to have proved (`pipeline.bucket_proof`).
+the graph, and is for the caller to have proved (`pipeline.validate.padding_proof`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from models.dims import Dim, evaluate_dim
-from models.errors import ModelShapeError
-from models.inputs import InputKind, InputRule
-from models.shapes import Shapes
-from models.spec import TensorSpec
-from models.zoo.presets import DEFAULT_DIMS, get_preset, list_models
+from relaxtune.models.dims import Dim, evaluate_dim
+from relaxtune.models.errors import ModelShapeError
+from relaxtune.models.inputs import InputKind, InputRule
+from relaxtune.models.shapes import Shapes
+from relaxtune.models.spec import TensorSpec
+from relaxtune.models.zoo.presets import DEFAULT_DIMS, get_preset, list_models
 
 # What an additive mask holds where nothing is to be attended to: exp gives 0 beside any score of usual size, and
 # float16 holds it.

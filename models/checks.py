@@ -8,8 +8,8 @@ import onnx
 from google.protobuf.message import Message  # type: ignore[import-untyped]
 from onnx import defs
 
-from models.errors import InvalidModelError, ModelShapeError, UnsupportedModelError
-from models.spec import dtype_name
+from relaxtune.models.errors import InvalidModelError, ModelShapeError, UnsupportedModelError
+from relaxtune.models.spec import dtype_name
 
 # The newest opset and IR version ONNX Runtime 1.31 takes; a test asks the installed one.
 MAX_OPSET = 26

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from models.errors import ModelShapeError
+from relaxtune.models.errors import ModelShapeError
 
 Dim = int | str
 

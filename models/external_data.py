@@ -12,8 +12,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import onnx
 
-from models.errors import ExternalDataError
-from models.spec import PROTOBUF_LIMIT_BYTES, element_type_name, is_numeric, read_external_bytes, tensor_bytes
+from relaxtune.models.errors import ExternalDataError
+from relaxtune.models.spec import PROTOBUF_LIMIT_BYTES, element_type_name, is_numeric, read_external_bytes, tensor_bytes
 
 # Shape inference reads small constants (shapes, axes): they are always inline.
 _ALWAYS_INLINE_BYTES = 1024

@@ -12,9 +12,9 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 
-from models.errors import ModelFileError
-from models.hashing import without_weights
-from models.spec import OnnxModel, read_tensor, tensor_bytes
+from relaxtune.models.errors import ModelFileError
+from relaxtune.models.hashing import without_weights
+from relaxtune.models.spec import OnnxModel, read_tensor, tensor_bytes
 
 # Offsets on page boundaries let a runtime map the file.
 _ALIGNMENT = 4096

@@ -5,10 +5,10 @@ from __future__ import annotations
 import onnx
 from onnx import checker, helper, shape_inference
 
-from models.checks import check_ranks
-from models.errors import InvalidModelError, ModelShapeError
-from models.hashing import without_weights
-from models.spec import element_type_name, is_numeric, tensor_bytes
+from relaxtune.models.checks import check_ranks
+from relaxtune.models.errors import InvalidModelError, ModelShapeError
+from relaxtune.models.hashing import without_weights
+from relaxtune.models.spec import element_type_name, is_numeric, tensor_bytes
 
 # Shapes, axes and scalars feed shape inference; a larger tensor is a weight and only its type matters.
 _CONSTANT_BYTES = 1024

@@ -17,10 +17,10 @@ from enum import StrEnum
 
 import numpy as np
 
-from models.dims import evaluate_dim
-from models.errors import ModelShapeError
-from models.index_range import GraphUses
-from models.spec import OnnxModel, TensorSpec, numpy_dtype
+from relaxtune.models.dims import evaluate_dim
+from relaxtune.models.errors import ModelShapeError
+from relaxtune.models.input_roles import GraphUses
+from relaxtune.models.spec import OnnxModel, TensorSpec, numpy_dtype
 
 log = logging.getLogger(__name__)
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import onnx
 
-from models.checks import check_graph, check_signature, check_text, check_versions
-from models.dims import Dim, evaluate_dim
-from models.errors import ModelShapeError, UnsupportedModelError
-from models.external_data import check_external_data, inline_external_data
-from models.files import read_proto
-from models.hashing import content_sha256
-from models.inference import check_and_infer
-from models.shapes import Shapes, bind_shapes, pin_shapes, signature_of
-from models.spec import OnnxModel
-from models.zoo.graph import Precision
-from models.zoo.presets import DEFAULT_DIMS, Preset, get_preset, list_models
+from relaxtune.models.checks import check_graph, check_signature, check_text, check_versions
+from relaxtune.models.dims import Dim, evaluate_dim
+from relaxtune.models.errors import ModelShapeError, UnsupportedModelError
+from relaxtune.models.external_data import check_external_data, inline_external_data
+from relaxtune.models.files import read_proto
+from relaxtune.models.hashing import content_sha256
+from relaxtune.models.inference import check_and_infer
+from relaxtune.models.shapes import Shapes, bind_shapes, pin_shapes, signature_of
+from relaxtune.models.spec import OnnxModel
+from relaxtune.models.zoo.graph import Precision
+from relaxtune.models.zoo.presets import DEFAULT_DIMS, Preset, get_preset, list_models
 
 
 def load_model(

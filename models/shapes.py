@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import onnx
 
-from models.dims import Dim, evaluate_dim, split_offset
-from models.errors import ModelShapeError
-from models.spec import TensorSpec, dtype_name
+from relaxtune.models.dims import Dim, evaluate_dim, split_offset
+from relaxtune.models.errors import ModelShapeError
+from relaxtune.models.spec import TensorSpec, dtype_name
 
 Shapes = Mapping[str, Sequence[Dim]]
 

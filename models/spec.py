@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from models.errors import ExternalDataError, ModelFileError, UnsupportedModelError
+from relaxtune.models.errors import ExternalDataError, ModelFileError, UnsupportedModelError
 
 # Protobuf refuses to write or read a message of 2 GiB; the margin is room for the graph itself.
 PROTOBUF_LIMIT_BYTES = 2**31 - 16 * 2**20

@@ -114,7 +114,7 @@ def check_ld() -> Finding:
 
 def check_cpu() -> Finding:
     """Return what `--target llvm` resolves to on this machine."""
-    from schedules.targets import resolve_target
+    from relaxtune.schedules.targets import resolve_target
 
     resolved = resolve_target("llvm")
     return Finding("CPU target", FindingStatus.OK, str(resolved.target), resolved.source, True)

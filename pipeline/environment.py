@@ -9,9 +9,9 @@ import tvm
 import tvm_ffi
 from tvm.target import codegen
 
-from schedules.targets import ResolvedTarget
-from schedules.version import fallback_version
-from tuning_db.records import Environment, TargetKey, canonical_json
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.version import fallback_version
+from relaxtune.tuning_db.records import Environment, TargetKey, canonical_json
 
 # The device of a compile-only environment: a lookup with it accepts records of every device of the same architecture.
 UNKNOWN_DEVICE = "unknown"

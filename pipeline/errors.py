@@ -10,9 +10,9 @@
     ├── ValidationFailedError         exit 3   outputs differ from ONNX Runtime beyond tolerance
     └── NothingMeasuredError          exit 4   a tuning run ended without one valid measurement
 
-    models.errors.ModelError          exit 1   the model file or zoo name
-    schedules.errors.ScheduleError    exit 1   target text, limits, templates
-    tuning_db.errors.TuningDatabaseError  exit 1   the tuning database
+    relaxtune.models.errors.ModelError          exit 1   the model file or zoo name
+    relaxtune.schedules.errors.ScheduleError    exit 1   target text, limits, templates
+    relaxtune.tuning_db.errors.TuningDatabaseError  exit 1   the tuning database
 
 Every message says what went wrong, in which object, what was expected against what was found, and how to go on.
 """

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 import onnx
 from onnx import helper
 
-from models import OnnxModel, TensorSpec, load_model
-from models.inputs import InputKind, describe_inputs
-from models.spec import element_type_name, is_numeric, numpy_dtype, tensor_bytes
-from pipeline.importer.unsupported import ImportSurvey, UnsupportedNode, find_unsupported
-from pipeline.prepare import ModelRequest, PreparedModel, prepare_model
+from relaxtune.models import OnnxModel, TensorSpec, load_model
+from relaxtune.models.inputs import InputKind, describe_inputs
+from relaxtune.models.spec import element_type_name, is_numeric, numpy_dtype, tensor_bytes
+from relaxtune.pipeline.importer.unsupported import ImportSurvey, UnsupportedNode, find_unsupported
+from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 
 
 @dataclass(frozen=True)

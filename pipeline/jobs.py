@@ -12,29 +12,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from models import OnnxModel
-from models.inputs import unpadded_inputs
-from pipeline.artifact import check_destination, record_validation
-from pipeline.bucket_proof import prove_and_record, route_inputs
-from pipeline.compile import compile_module
-from pipeline.errors import PipelineError, UsageError
-from pipeline.export import CompiledBucket, write_artifact
-from pipeline.manifest import Manifest
-from pipeline.measure import ORT_ARM, OWN_ARM, BenchmarkReport, measure, module_arm, onnxruntime_arm, run_conditions
-from pipeline.norm_forms import NormFormsReport
-from pipeline.outcomes import artifact_of, note_benchmark, note_validation
-from pipeline.prepare import ModelRequest, PreparedBucket, PreparedModel, prepare_model, stage
-from pipeline.rerank import RerankReport
-from pipeline.runtime import Module
-from pipeline.selection import KernelChoice, select_kernels, tasks_without_record
-from pipeline.tuned_model import choose_kernels, select_as_measured, tune_prepared
-from pipeline.tuning.options import TuningOptions, TuningSummary
-from pipeline.tuning.progress import ProgressListener, SilentProgress
-from pipeline.validate import default_dims, validate
-from pipeline.validation_report import ValidationReport
-from tuning_db.layers import open_databases
-from tuning_db.records import Mode
-from tuning_db.store import TuningDatabase
+from relaxtune.models import OnnxModel
+from relaxtune.models.inputs import unpadded_inputs
+from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.directory import check_destination, record_validation
+from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
+from relaxtune.pipeline.artifact.manifest import Manifest
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.bench.measure import (
+    ORT_ARM,
+    OWN_ARM,
+    BenchmarkReport,
+    measure,
+    module_arm,
+    onnxruntime_arm,
+    run_conditions,
+)
+from relaxtune.pipeline.choose.norm_forms import NormFormsReport
+from relaxtune.pipeline.choose.rerank import RerankReport
+from relaxtune.pipeline.choose.selection import KernelChoice, select_kernels, tasks_without_record
+from relaxtune.pipeline.errors import PipelineError, UsageError
+from relaxtune.pipeline.job_outcomes import artifact_of, note_benchmark, note_validation
+from relaxtune.pipeline.prepare import ModelRequest, PreparedBucket, PreparedModel, prepare_model, stage
+from relaxtune.pipeline.tuned_model import choose_kernels, select_as_measured, tune_prepared
+from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
+from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
+from relaxtune.pipeline.validate.padding_proof import prove_and_record, route_inputs
+from relaxtune.pipeline.validate.report import ValidationReport
+from relaxtune.pipeline.validate.validation import default_dims, validate
+from relaxtune.tuning_db.layers import open_databases
+from relaxtune.tuning_db.records import Mode
+from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 

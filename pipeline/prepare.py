@@ -9,17 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from models import OnnxModel, load_model
-from models.buckets import Bucket, bucket_shapes, make_buckets, open_axes
-from pipeline.environment import UNKNOWN_DEVICE, detect_environment
-from pipeline.importer import import_model
-from pipeline.passes import lower
-from pipeline.passes.module import LoweredModule, LoweringOptions
-from pipeline.routes import DEFAULT_ROUTES
-from pipeline.tuning.task import TuningTask
-from pipeline.tuning.tasks import UntunableKernel, extract_tasks, list_untunable
-from schedules.targets import ResolvedTarget, resolve_target
-from tuning_db.records import Environment, Route
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.models.buckets import Bucket, bucket_shapes, make_buckets, open_axes
+from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions
+from relaxtune.pipeline.tasks.extract import UntunableKernel, extract_tasks, list_untunable
+from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.tuning_db.records import Environment, Route
 
 logger = logging.getLogger(__name__)
 

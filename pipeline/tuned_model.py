@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from pipeline.environment import target_key
-from pipeline.errors import NothingMeasuredError
-from pipeline.model_records import MeasuredModel, ModelDecision, measured_model
-from pipeline.norm_forms import (
+from relaxtune.pipeline.choose.model_records import MeasuredModel, ModelDecision, measured_model
+from relaxtune.pipeline.choose.norm_forms import (
     NormFormsReport,
     all_tasks,
     choose_form,
@@ -23,16 +21,18 @@ from pipeline.norm_forms import (
     other_forms,
     with_common_tasks,
 )
-from pipeline.passes.module import LoweredModule
-from pipeline.prepare import PreparedModel, stage
-from pipeline.rerank import RerankReport, rerank
-from pipeline.selection import KernelChoice, select_kernels
-from pipeline.tuning.options import TuningOptions, TuningSummary
-from pipeline.tuning.progress import ProgressListener
-from pipeline.tuning.session import require_valid, tune
-from pipeline.tuning.task import TuningTask
-from tuning_db.records import Route
-from tuning_db.store import TuningDatabase
+from relaxtune.pipeline.choose.rerank import RerankReport, rerank
+from relaxtune.pipeline.choose.selection import KernelChoice, select_kernels
+from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.errors import NothingMeasuredError
+from relaxtune.pipeline.passes.module import LoweredModule
+from relaxtune.pipeline.prepare import PreparedModel, stage
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
+from relaxtune.pipeline.tuning.progress import ProgressListener
+from relaxtune.pipeline.tuning.session import require_valid, tune
+from relaxtune.tuning_db.records import Route
+from relaxtune.tuning_db.store import TuningDatabase
 
 
 @dataclass(frozen=True)

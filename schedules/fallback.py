@@ -11,16 +11,16 @@ from tvm.s_tir.dlight.base import ScheduleRule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from schedules.cpu.convolution import Convolution
-from schedules.cpu.elementwise import Elementwise
-from schedules.cpu.generic import Generic
-from schedules.cpu.matmul import Matmul
-from schedules.cpu.normed_matmul import NormedMatmul
-from schedules.cpu.plain import Plain
-from schedules.cpu.reduction import RowReduction
-from schedules.errors import TargetError, UnscheduledError
-from schedules.gpu.dlight_rules import cuda_rules
-from schedules.vector_math import register_vector_math
+from relaxtune.schedules.cpu.convolution import Convolution
+from relaxtune.schedules.cpu.elementwise import Elementwise
+from relaxtune.schedules.cpu.generic import Generic
+from relaxtune.schedules.cpu.matmul import Matmul
+from relaxtune.schedules.cpu.normed_matmul import NormedMatmul
+from relaxtune.schedules.cpu.plain import Plain
+from relaxtune.schedules.cpu.reduction import RowReduction
+from relaxtune.schedules.cpu.vector_math import register_vector_math
+from relaxtune.schedules.errors import TargetError, UnscheduledError
+from relaxtune.schedules.gpu.dlight_rules import cuda_rules
 
 logger = logging.getLogger(__name__)
 

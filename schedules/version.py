@@ -8,7 +8,7 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parent
 #: Sources that decide what the fallback makes, beside those of the target's own folder.
-_SHARED = ("fallback.py", "vector_math.py")
+_SHARED = ("fallback.py", "cpu/vector_math.py")
 _FOLDERS = {"llvm": "cpu", "cuda": "gpu"}
 _DIGITS = 16
 

@@ -18,7 +18,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.cli.app import main
+from relaxtune.pipeline.cli.app import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -293,7 +293,7 @@ def mounted(options: str, folder: Path, script: str) -> subprocess.CompletedProc
 def run_script(arguments: list[str], folder: Path) -> str:
     return (
         "import os, sys\n"
-        "from pipeline.cli.app import main\n"
+        "from relaxtune.pipeline.cli.app import main\n"
         "code = 0\n"
         "try:\n"
         f"    main({arguments!r})\n"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 
-from tuning_db.records import Environment, Route, TargetKey, TuningRecord
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.records import Environment, Route, TargetKey, TuningRecord
+from relaxtune.tuning_db.store import TuningDatabase
 
 _Question = tuple[str | None, str | None, TargetKey, Environment, Route | None, int]
 

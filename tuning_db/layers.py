@@ -16,11 +16,11 @@ from typing import Self
 
 from sqlalchemy import Engine
 
-from tuning_db.engine import Location, parse_location
-from tuning_db.errors import DatabaseUrlError
-from tuning_db.lookup import DeviceRank, rank_record
-from tuning_db.records import Environment, Mode, RecordFilter, Route, TargetKey, TuningRecord, Workload
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.errors import DatabaseUrlError
+from relaxtune.tuning_db.lookup import DeviceRank, rank_record
+from relaxtune.tuning_db.records import Environment, Mode, RecordFilter, Route, TargetKey, TuningRecord, Workload
+from relaxtune.tuning_db.sql.engine import Location, parse_location
+from relaxtune.tuning_db.store import TuningDatabase
 
 
 def open_databases(urls: Sequence[str | Path], *, mode: Mode = Mode.TUNE, create: bool = True) -> TuningDatabase:

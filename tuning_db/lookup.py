@@ -34,7 +34,7 @@ from __future__ import annotations
 import re
 from enum import IntEnum
 
-from tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord
+from relaxtune.tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord
 
 #: Routes whose decision is bound to one workload hash; the others are found by signature.
 WORKLOAD_ROUTES = frozenset({Route.METASCHEDULE, Route.FALLBACK})

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cached_property
 
-from tuning_db.errors import InvalidRecordError
+from relaxtune.tuning_db.errors import InvalidRecordError
 
 
 class Route(StrEnum):

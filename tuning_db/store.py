@@ -10,12 +10,8 @@ from typing import Self
 from sqlalchemy import Engine, func, select
 from sqlalchemy.orm import Session, undefer
 
-from tuning_db import outcomes, ranking, writing
-from tuning_db.engine import Location, database_size, make_engine, parse_location
-from tuning_db.errors import DatabaseOpenError, NotFoundError
-from tuning_db.migrate import check_revision, current_revision, migrate
-from tuning_db.outcomes import Artifact, Benchmark, Validation
-from tuning_db.records import (
+from relaxtune.tuning_db.errors import DatabaseOpenError, NotFoundError
+from relaxtune.tuning_db.records import (
     DatabaseInfo,
     Environment,
     Job,
@@ -29,8 +25,12 @@ from tuning_db.records import (
     Workload,
     utc_now,
 )
-from tuning_db.rows import to_job, to_job_task, to_workload
-from tuning_db.schema import (
+from relaxtune.tuning_db.sql import outcomes, ranking, writing
+from relaxtune.tuning_db.sql.engine import Location, database_size, make_engine, parse_location
+from relaxtune.tuning_db.sql.migrate import check_revision, current_revision, migrate
+from relaxtune.tuning_db.sql.outcomes import Artifact, Benchmark, Validation
+from relaxtune.tuning_db.sql.rows import to_job, to_job_task, to_workload
+from relaxtune.tuning_db.sql.schema import (
     HEAD_REVISION,
     ArtifactRow,
     BenchmarkRow,
@@ -43,8 +43,8 @@ from tuning_db.schema import (
     ValidationRow,
     WorkloadRow,
 )
-from tuning_db.selection import conditions, read_records, select_records
-from tuning_db.transactions import Transactions
+from relaxtune.tuning_db.sql.statements import conditions, read_records, select_records
+from relaxtune.tuning_db.sql.transactions import Transactions
 
 NO_FILTER = RecordFilter()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pipeline.manifest import Manifest
+from relaxtune.pipeline.artifact.manifest import Manifest
 
 
 def describe(manifest: Manifest) -> dict[str, object]:

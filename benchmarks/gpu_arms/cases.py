@@ -13,15 +13,15 @@ from enum import StrEnum
 import numpy as np
 import onnx
 
-from models.dims import evaluate_dim
-from models.inference import check_and_infer
-from models.loading import make_model
-from models.spec import OnnxModel, numpy_dtype
-from models.zoo import Precision, Preset, get_preset
-from models.zoo.bert import BertConfig
-from models.zoo.gpt2 import Gpt2Config
-from models.zoo.llama import LlamaConfig
-from models.zoo.vit import VitConfig
+from relaxtune.models.dims import evaluate_dim
+from relaxtune.models.inference import check_and_infer
+from relaxtune.models.loading import make_model
+from relaxtune.models.spec import OnnxModel, numpy_dtype
+from relaxtune.models.zoo import Precision, Preset, get_preset
+from relaxtune.models.zoo.bert import BertConfig
+from relaxtune.models.zoo.gpt2 import Gpt2Config
+from relaxtune.models.zoo.llama import LlamaConfig
+from relaxtune.models.zoo.vit import VitConfig
 
 WEIGHTS_SEED = 0
 INPUTS_SEED = 0

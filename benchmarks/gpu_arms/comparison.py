@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.tolerances import Tolerance
+from relaxtune.pipeline.validate.tolerances import Tolerance
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from benchmarks.gpu_arms.arm import ArmUnavailableError, DeviceArm
 from benchmarks.gpu_arms.cases import Case
 from benchmarks.gpu_arms.order import ORT_ARM
 from benchmarks.gpu_arms.ort_graphs import NoFusedGraphError, fused_graph
-from pipeline.measure import measure
+from relaxtune.pipeline.bench.measure import measure
 
 _PROVIDER = "CUDAExecutionProvider"
 _TORCH_DTYPES = {"tensor(float16)": torch.float16, "tensor(int32)": torch.int32}

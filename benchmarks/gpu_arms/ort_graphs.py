@@ -19,9 +19,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.gpu_arms.cases import Case, Family
-from models.zoo.bert import BertConfig
-from models.zoo.gpt2 import Gpt2Config
-from models.zoo.vit import VitConfig
+from relaxtune.models.zoo.bert import BertConfig
+from relaxtune.models.zoo.gpt2 import Gpt2Config
+from relaxtune.models.zoo.vit import VitConfig
 
 _CONTRIB = "com.microsoft"
 _OPSET = 18

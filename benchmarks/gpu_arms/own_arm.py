@@ -1,4 +1,4 @@
-"""relaxtune's arm: an artifact directory, run as `pipeline.runtime.Module` runs it."""
+"""relaxtune's arm: an artifact directory, run as `pipeline.artifact.runtime.Module` runs it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from benchmarks.gpu_arms.arm import ArmUnavailableError, DeviceArm
 from benchmarks.gpu_arms.artifact_facts import describe
 from benchmarks.gpu_arms.cases import Case
-from models.spec import numpy_dtype
-from pipeline.errors import ArtifactError
-from pipeline.runtime import Module
+from relaxtune.models.spec import numpy_dtype
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.errors import ArtifactError
 
 
 def own_arm(case: Case, inputs: Mapping[str, np.ndarray], directory: Path) -> DeviceArm:

@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.gpu_arms.order import ARMS, OWN_ARM
-from pipeline.environment import cpu_name
+from relaxtune.pipeline.environment import cpu_name
 
 _PACKAGES = ("relaxtune", "apache-tvm", "apache-tvm-ffi", "torch", "triton", "onnxruntime-gpu", "nvidia-cudnn-cu13")
 _GPU_FIELDS = ("name", "driver_version", "memory.total", "clocks.max.sm", "power.limit")

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.gpu_arms.cases import Case
-from pipeline.prepare import ModelRequest, PreparedModel, prepare_model
-from pipeline.tuning.task import TuningTask
+from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
+from relaxtune.pipeline.tasks.task import TuningTask
 
 
 def prepare_short(case: Case, layers: int, target: str) -> PreparedModel | None:

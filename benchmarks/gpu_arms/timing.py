@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from benchmarks.gpu_arms.arm import DeviceArm
-from pipeline.measure import ArmResult, measure
+from relaxtune.pipeline.bench.measure import ArmResult, measure
 
 # Launches between two events.
 _LAUNCHES = 5

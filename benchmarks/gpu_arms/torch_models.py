@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.gpu_arms.cases import Case, Family
-from models.zoo.bert import BertConfig
-from models.zoo.gpt2 import Gpt2Config
-from models.zoo.llama import LlamaConfig, inverse_frequencies
-from models.zoo.vit import VitConfig
+from relaxtune.models.zoo.bert import BertConfig
+from relaxtune.models.zoo.gpt2 import Gpt2Config
+from relaxtune.models.zoo.llama import LlamaConfig, inverse_frequencies
+from relaxtune.models.zoo.vit import VitConfig
 
 Outputs = dict[str, Tensor]
 

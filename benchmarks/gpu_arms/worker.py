@@ -31,8 +31,8 @@ from benchmarks.gpu_arms.ort_arm import ort_arm
 from benchmarks.gpu_arms.own_arm import own_arm
 from benchmarks.gpu_arms.timing import time_arms
 from benchmarks.gpu_arms.torch_arms import graph_arm, inductor_arm
-from pipeline.reference import Reference
-from pipeline.tolerances import Tolerance, model_tolerance
+from relaxtune.pipeline.validate.reference import Reference
+from relaxtune.pipeline.validate.tolerances import Tolerance, model_tolerance
 
 # Float16 arms against float32 over the same (rounded) weights.
 ARM_TOLERANCE = model_tolerance("float16")

@@ -14,14 +14,14 @@ from tvm import relax
 from tvm.relax.frontend.onnx import from_onnx
 
 from benchmarks.node_tests.cases import NodeCase
-from models.checks import check_graph, check_signature
-from models.inference import check_and_infer
-from models.loading import make_model
-from models.spec import numpy_dtype
-from pipeline.compile import compile_module
-from pipeline.importer import import_model
-from pipeline.passes import LoweringOptions, lower
-from schedules.targets import resolve_target
+from relaxtune.models.checks import check_graph, check_signature
+from relaxtune.models.inference import check_and_infer
+from relaxtune.models.loading import make_model
+from relaxtune.models.spec import numpy_dtype
+from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import LoweringOptions, lower
+from relaxtune.schedules.targets import resolve_target
 
 
 class Arm(StrEnum):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.zoo.graph import Precision
-from models.zoo.presets import Preset, get_preset, list_models
+from relaxtune.models.zoo.graph import Precision
+from relaxtune.models.zoo.presets import Preset, get_preset, list_models
 
 __all__ = ["Precision", "Preset", "get_preset", "list_models"]

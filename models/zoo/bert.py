@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from models.zoo import layers
-from models.zoo.graph import Dim, GraphBuilder, Precision
+from relaxtune.models.zoo import layers
+from relaxtune.models.zoo.graph import Dim, GraphBuilder, Precision
 
 
 @dataclass(frozen=True)

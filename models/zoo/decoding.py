@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from onnx import TensorProto
 
-from models.dims import Dim
-from models.zoo import layers
-from models.zoo.graph import GraphBuilder
+from relaxtune.models.dims import Dim
+from relaxtune.models.zoo import layers
+from relaxtune.models.zoo.graph import GraphBuilder
 
 TOTAL_AFTER_PAST = "past_sequence + 1"
 

@@ -9,7 +9,7 @@ import math
 
 from onnx import TensorProto
 
-from models.zoo.graph import Dim, GraphBuilder, Precision
+from relaxtune.models.zoo.graph import Dim, GraphBuilder, Precision
 
 
 def linear(b: GraphBuilder, name: str, x: str, n_in: int, n_out: int, *, bias: bool = True) -> str:

@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from models.zoo import layers
-from models.zoo.decoding import DecoderInputs, decoder_inputs, keys_and_values
-from models.zoo.graph import Dim, GraphBuilder, Precision
+from relaxtune.models.zoo import layers
+from relaxtune.models.zoo.decoding import DecoderInputs, decoder_inputs, keys_and_values
+from relaxtune.models.zoo.graph import Dim, GraphBuilder, Precision
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ from difflib import get_close_matches
 
 import onnx
 
-from models.errors import UnknownModelError
-from models.spec import TensorSpec
-from models.zoo.bert import BertConfig, build_bert
-from models.zoo.decoding import TOTAL_AFTER_PAST
-from models.zoo.gpt2 import Gpt2Config, build_gpt2
-from models.zoo.graph import Dim, Precision
-from models.zoo.llama import LlamaConfig, build_llama
-from models.zoo.outliers import Outliers, add_outliers
-from models.zoo.t5 import T5Config, build_t5
-from models.zoo.vit import VitConfig, build_vit
+from relaxtune.models.errors import UnknownModelError
+from relaxtune.models.spec import TensorSpec
+from relaxtune.models.zoo.bert import BertConfig, build_bert
+from relaxtune.models.zoo.decoding import TOTAL_AFTER_PAST
+from relaxtune.models.zoo.gpt2 import Gpt2Config, build_gpt2
+from relaxtune.models.zoo.graph import Dim, Precision
+from relaxtune.models.zoo.llama import LlamaConfig, build_llama
+from relaxtune.models.zoo.outliers import Outliers, add_outliers
+from relaxtune.models.zoo.t5 import T5Config, build_t5
+from relaxtune.models.zoo.vit import VitConfig, build_vit
 
 Config = BertConfig | Gpt2Config | LlamaConfig | VitConfig | T5Config
 Builder = Callable[[str, dict[str, Dim], Precision, int], onnx.ModelProto]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import onnx
 from onnx import TensorProto
 
-from models.zoo import layers
-from models.zoo.graph import Dim, GraphBuilder, Precision
+from relaxtune.models.zoo import layers
+from relaxtune.models.zoo.graph import Dim, GraphBuilder, Precision
 
 # A distance on a bucket's border (16, 32, 64) gives a logarithm that is exactly a whole number, and one rounding error
 # would move it to the next bucket. Adding this before truncation makes every runtime agree.

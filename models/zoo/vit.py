@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import onnx
 
-from models.zoo import layers
-from models.zoo.graph import Dim, GraphBuilder, Precision
+from relaxtune.models.zoo import layers
+from relaxtune.models.zoo.graph import Dim, GraphBuilder, Precision
 
 
 @dataclass(frozen=True)

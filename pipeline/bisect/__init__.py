@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipeline.bisect.reproduce import Reproduction, write_reproduction
-from pipeline.bisect.result import Bisection, Culprit, FaultyKernel, FaultyPass, render
-from pipeline.bisect.search import bisect, check_kernels
+from relaxtune.pipeline.bisect.reproduce import Reproduction, write_reproduction
+from relaxtune.pipeline.bisect.result import Bisection, Culprit, FaultyKernel, FaultyPass, render
+from relaxtune.pipeline.bisect.search import bisect, check_kernels
 
 __all__ = [
     "Bisection",

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.array_comparison import SampleComparison, compare_arrays
-from pipeline.bisect.tensors import OnnxNode, OnnxTensors
-from pipeline.bisect.trace import TracedCall
-from pipeline.tolerances import Tolerance, tensor_tolerance
+from relaxtune.pipeline.bisect.tensors import OnnxNode, OnnxTensors
+from relaxtune.pipeline.bisect.trace import TracedCall
+from relaxtune.pipeline.validate.array_comparison import SampleComparison, compare_arrays
+from relaxtune.pipeline.validate.tolerances import Tolerance, tensor_tolerance
 
 # A variable of `main` and the number of the field, for kernels that write several tensors.
 Place = tuple[str, int]

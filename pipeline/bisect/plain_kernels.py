@@ -15,12 +15,12 @@ import tvm
 from tvm import s_tir, tirx
 from tvm.runtime import Tensor, _ffi_api
 
-from pipeline.bisect.trace import CallSite, Replacement, output_tensors
-from pipeline.codegen.finish import finish_kernels
-from pipeline.tolerances import KernelTolerance, kernel_tolerance, symbolic_kernel_tolerance
-from pipeline.tuning.mismatch import find_mismatch
-from pipeline.tuning.tasks import as_workload, untunable_reason
-from schedules.fallback import apply_fallback
+from relaxtune.pipeline.bisect.trace import CallSite, Replacement, output_tensors
+from relaxtune.pipeline.codegen.finish import finish_kernels
+from relaxtune.pipeline.tasks.extract import as_workload, untunable_reason
+from relaxtune.pipeline.tuning.measure.mismatch import find_mismatch
+from relaxtune.pipeline.validate.tolerances import KernelTolerance, kernel_tolerance, symbolic_kernel_tolerance
+from relaxtune.schedules.fallback import apply_fallback
 
 logger = logging.getLogger(__name__)
 

@@ -16,21 +16,21 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from models import OnnxModel, load_model, save_model
-from models.errors import ModelError
-from models.spec import numpy_dtype
-from pipeline.bisect.result import Bisection
-from pipeline.bisect.subject import lowering_options
-from pipeline.bisect.tensors import OnnxTensors, onnx_tensors
-from pipeline.errors import PipelineError
-from pipeline.importer.normalise import node_label
-from pipeline.jobs import compile_model
-from pipeline.manifest import Manifest
-from pipeline.passes import LoweringOptions
-from pipeline.prepare import ModelRequest
-from pipeline.runtime import Module
-from pipeline.tolerances import Tolerance
-from pipeline.validate import validate
+from relaxtune.models import OnnxModel, load_model, save_model
+from relaxtune.models.errors import ModelError
+from relaxtune.models.spec import numpy_dtype
+from relaxtune.pipeline.artifact.manifest import Manifest
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.bisect.result import Bisection
+from relaxtune.pipeline.bisect.subject import lowering_options
+from relaxtune.pipeline.bisect.tensors import OnnxTensors, onnx_tensors
+from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.importer.normalise import node_label
+from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.passes import LoweringOptions
+from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.validate.tolerances import Tolerance
+from relaxtune.pipeline.validate.validation import validate
 
 logger = logging.getLogger(__name__)
 
@@ -256,13 +256,13 @@ from pathlib import Path
 
 import numpy as np
 
-from models import load_model
-from models.spec import numpy_dtype
-from pipeline.jobs import compile_model
-from pipeline.passes import LoweringOptions
-from pipeline.prepare import ModelRequest
-from pipeline.runtime import Module
-from pipeline.validate import validate
+from relaxtune.models import load_model
+from relaxtune.models.spec import numpy_dtype
+from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.passes import LoweringOptions
+from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.validate.validation import validate
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE / {model!r}

@@ -18,19 +18,19 @@ from pathlib import Path
 
 import numpy as np
 
-from models import OnnxModel
-from pipeline.array_comparison import SampleComparison, compare_arrays
-from pipeline.bisect.matching import Divergence, TensorMatcher
-from pipeline.bisect.plain_kernels import ReferenceKernels
-from pipeline.bisect.result import Bisection, Culprit, FaultyKernel, FaultyPass
-from pipeline.bisect.stages import StageRun, Stages
-from pipeline.bisect.subject import Subject, make_subject
-from pipeline.bisect.tensors import onnx_tensors
-from pipeline.bisect.trace import CallSite, TracedCall
-from pipeline.importer import ImportedGraph, import_model
-from pipeline.precision.onnx_weights import with_quantised_weights
-from pipeline.runtime import Module
-from pipeline.tolerances import Tolerance
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.bisect.matching import Divergence, TensorMatcher
+from relaxtune.pipeline.bisect.plain_kernels import ReferenceKernels
+from relaxtune.pipeline.bisect.result import Bisection, Culprit, FaultyKernel, FaultyPass
+from relaxtune.pipeline.bisect.stages import StageRun, Stages
+from relaxtune.pipeline.bisect.subject import Subject, make_subject
+from relaxtune.pipeline.bisect.tensors import onnx_tensors
+from relaxtune.pipeline.bisect.trace import CallSite, TracedCall
+from relaxtune.pipeline.importer import ImportedGraph, import_model
+from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
+from relaxtune.pipeline.validate.array_comparison import SampleComparison, compare_arrays
+from relaxtune.pipeline.validate.tolerances import Tolerance
 
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ from tvm.relax import transform as relax_pass
 from tvm.runtime import Tensor
 from tvm.runtime.vm import VirtualMachine
 
-from pipeline.bisect.plain_kernels import UNOPTIMISED_FLOPS_MAX, load_code, ready_for_host
-from pipeline.bisect.trace import KernelWatch, TracedCall, kernel_calls
-from pipeline.errors import LoweringError
-from pipeline.importer.graph import ImportedGraph
-from pipeline.passes.module import LoweringOptions
-from pipeline.passes.pipeline import lowering_steps, plan_memory_passes
-from pipeline.passes.state import LoweringState
-from pipeline.passes.step import Step
-from pipeline.selection import TVM_ERRORS
+from relaxtune.pipeline.bisect.plain_kernels import UNOPTIMISED_FLOPS_MAX, load_code, ready_for_host
+from relaxtune.pipeline.bisect.trace import KernelWatch, TracedCall, kernel_calls
+from relaxtune.pipeline.choose.selection import TVM_ERRORS
+from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.importer.graph import ImportedGraph
+from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.kit.step import Step
+from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.pipeline.passes.order import lowering_steps, plan_memory_passes
 
 
 @dataclass(frozen=True)

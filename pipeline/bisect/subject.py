@@ -11,21 +11,21 @@ from pathlib import Path
 import numpy as np
 import tvm
 
-from models import OnnxModel
-from pipeline.bisect.trace import CallSite, KernelWatch, Replacement, TracedCall, kernel_calls
-from pipeline.compile import compile_module
-from pipeline.environment import detect_environment
-from pipeline.export import write_artifact
-from pipeline.importer import import_model
-from pipeline.manifest import KernelEntry, Manifest
-from pipeline.passes import lower
-from pipeline.passes.module import NORM_ROWS_MAX, LoweredModule, LoweringOptions
-from pipeline.runtime import Module
-from pipeline.selection import select_kernels
-from pipeline.tuning.tasks import extract_tasks
-from schedules.targets import ResolvedTarget, resolve_target
-from tuning_db.records import Mode, Route
-from tuning_db.store import TuningDatabase
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.artifact.manifest import KernelEntry, Manifest
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.bisect.trace import CallSite, KernelWatch, Replacement, TracedCall, kernel_calls
+from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.passes.module import NORM_ROWS_MAX, LoweredModule, LoweringOptions
+from relaxtune.pipeline.tasks.extract import extract_tasks
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.tuning_db.records import Mode, Route
+from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx
 
-from models import OnnxModel
-from pipeline.importer.normalise import node_label
-from pipeline.precision.recorded import PolicyEntry
-from pipeline.reference import Reference
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.importer.normalise import node_label
+from relaxtune.pipeline.precision.recorded import PolicyEntry
+from relaxtune.pipeline.validate.reference import Reference
 
 # Operators that hand their first input on in another shape: no kernel of ours, nothing that could go wrong in one.
 VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
@@ -127,7 +127,7 @@ class OnnxTensors:
 def onnx_tensors(model: OnnxModel, inputs: Mapping[str, np.ndarray], policy: PolicyEntry | None = None) -> OnnxTensors:
     """Return every tensor of a model under ONNX Runtime, which computes half precision in float32.
 
-    Weights that a policy has quantised are what they stand for, as in every reference (`pipeline.reference`).
+    Weights that a policy has quantised are what they stand for, as in every reference (`pipeline.validate.reference`).
 
     Raises
     ------

@@ -11,9 +11,9 @@ from tvm import relax
 from tvm.runtime import Tensor
 from tvm.runtime.vm import VMInstrumentReturnKind
 
-from pipeline.errors import PipelineError
-from pipeline.instrument import poison
-from pipeline.passes.ir import bindings_of, called_function, main_of
+from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of
+from relaxtune.pipeline.validate.poison import poison
 
 # Replaces one call of a kernel: takes its arguments, outputs among them, and writes the outputs.
 Replacement = Callable[..., None]

@@ -5,6 +5,6 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    from pipeline.cli import app
+    from relaxtune.pipeline.cli import app
 
     app.main()

@@ -12,9 +12,10 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli import artifacts, compilation, database, diagnosis, inspection, report
-from pipeline.cli.output import configure_logging, stderr_console
-from pipeline.errors import PipelineError
+from relaxtune.pipeline.cli import artifacts, compilation, diagnosis, inspection, report
+from relaxtune.pipeline.cli.db import group as database
+from relaxtune.pipeline.cli.output import configure_logging, stderr_console
+from relaxtune.pipeline.errors import PipelineError
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -44,9 +45,9 @@ app.add_typer(database.app, name="db")
 
 def expected_errors() -> tuple[type[BaseException], ...]:
     """Return the errors whose message is meant for the user; any other is a defect and keeps its traceback."""
-    from models.errors import ModelError
-    from schedules.errors import ScheduleError
-    from tuning_db.errors import TuningDatabaseError
+    from relaxtune.models.errors import ModelError
+    from relaxtune.schedules.errors import ScheduleError
+    from relaxtune.tuning_db.errors import TuningDatabaseError
 
     return (PipelineError, ModelError, ScheduleError, TuningDatabaseError, OSError, KeyboardInterrupt)
 

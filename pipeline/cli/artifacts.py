@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import typer
 
-from pipeline.cli.options import ArtifactArgument, FormatOption, OutcomeDatabaseOption, SeedOption
-from pipeline.cli.output import OutputFormat, TableView, emit, print_json, print_table, stdout_console
-from pipeline.errors import PipelineError, UsageError, ValidationFailedError
+from relaxtune.pipeline.cli.options import ArtifactArgument, FormatOption, OutcomeDatabaseOption, SeedOption
+from relaxtune.pipeline.cli.output import OutputFormat, TableView, emit, print_json, print_table, stdout_console
+from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from models import OnnxModel
-    from pipeline.bisect import Bisection, FaultyKernel
-    from pipeline.runtime import Module
-    from pipeline.validation_report import ValidationReport
+    from relaxtune.models import OnnxModel
+    from relaxtune.pipeline.artifact.runtime import Module
+    from relaxtune.pipeline.bisect import Bisection, FaultyKernel
+    from relaxtune.pipeline.validate.report import ValidationReport
 
 _INPUTS_FILE = "for --inputs a .npz file with one array for each input, as numpy.savez(path, input_ids=..., ...) writes"
 _OUTPUTS_FILE = "an artifact, or a .npz file of outputs, as `relaxtune run DIR --inputs X.npz --outputs Y.npz` writes"
@@ -65,16 +65,16 @@ def validate_command(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Compare an artifact with ONNX Runtime on random inputs. Exits 3 when they disagree."""
-    from pipeline.artifact import record_validation
-    from pipeline.bisect import check_kernels
-    from pipeline.bisect import render as render_bisection
-    from pipeline.bucket_proof import prove_and_record, route_inputs
-    from pipeline.drift import DriftOptions, render_drift
-    from pipeline.outcomes import artifact_of, environment_of, note_validation
-    from pipeline.runtime import Module
-    from pipeline.validate import sample_inputs, validate
-    from pipeline.validation_report import render
-    from tuning_db.store import TuningDatabase
+    from relaxtune.pipeline.artifact.directory import record_validation
+    from relaxtune.pipeline.artifact.runtime import Module
+    from relaxtune.pipeline.bisect import check_kernels
+    from relaxtune.pipeline.bisect import render as render_bisection
+    from relaxtune.pipeline.job_outcomes import artifact_of, environment_of, note_validation
+    from relaxtune.pipeline.validate.drift import DriftOptions, render_drift
+    from relaxtune.pipeline.validate.padding_proof import prove_and_record, route_inputs
+    from relaxtune.pipeline.validate.report import render
+    from relaxtune.pipeline.validate.validation import sample_inputs, validate
+    from relaxtune.tuning_db.store import TuningDatabase
 
     module = Module.load(directory)
     reference = _reference_model(module, model)
@@ -143,10 +143,10 @@ def compare(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Measure the drift between two builds of a model. Exits 3 only where equal bits or a tolerance are asked for."""
-    from pipeline.compare import Comparison, compare_manifests, compare_outputs, render
-    from pipeline.runtime import Module
-    from pipeline.tolerances import Tolerance
-    from pipeline.validate import sample_inputs
+    from relaxtune.pipeline.artifact.runtime import Module
+    from relaxtune.pipeline.validate.comparison import Comparison, compare_manifests, compare_outputs, render
+    from relaxtune.pipeline.validate.tolerances import Tolerance
+    from relaxtune.pipeline.validate.validation import sample_inputs
 
     loaded = [Module.load(path) if path.is_dir() else None for path in (first, second)]
     a, b = loaded
@@ -199,14 +199,14 @@ def bench(
 
     Inputs are random, with masks that hide nothing.
     """
-    from models.inputs import unpadded_inputs
-    from pipeline.bucket_proof import route_sizes
-    from pipeline.buckets import render_statistics
-    from pipeline.measure import BenchmarkReport, measure_module, render
-    from pipeline.outcomes import artifact_of, environment_of, note_benchmark
-    from pipeline.runtime import Module
-    from pipeline.validate import default_dims
-    from tuning_db.store import TuningDatabase
+    from relaxtune.models.inputs import unpadded_inputs
+    from relaxtune.pipeline.artifact.bucket_routing import render_statistics
+    from relaxtune.pipeline.artifact.runtime import Module
+    from relaxtune.pipeline.bench.measure import BenchmarkReport, measure_module, render
+    from relaxtune.pipeline.job_outcomes import artifact_of, environment_of, note_benchmark
+    from relaxtune.pipeline.validate.padding_proof import route_sizes
+    from relaxtune.pipeline.validate.validation import default_dims
+    from relaxtune.tuning_db.store import TuningDatabase
 
     module = Module.load(directory)
     reference = _reference_model(module, model)
@@ -241,7 +241,7 @@ def run(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Run an artifact once on the arrays of a .npz file."""
-    from pipeline.runtime import Module
+    from relaxtune.pipeline.artifact.runtime import Module
 
     module = Module.load(directory)
     results = module.run(_read_arrays(inputs))
@@ -272,8 +272,8 @@ def _bisect(
 
     A bisection that is not possible is told and changes nothing: the validation has failed all the same.
     """
-    from pipeline.bisect import bisect, write_reproduction
-    from pipeline.validate import sample_inputs
+    from relaxtune.pipeline.bisect import bisect, write_reproduction
+    from relaxtune.pipeline.validate.validation import sample_inputs
 
     if report.passed:
         return None
@@ -302,7 +302,7 @@ def _reference_model(module: Module, source: str | None) -> OnnxModel:
     UsageError
         The model's content is not that which the artifact was compiled from.
     """
-    from models import load_model
+    from relaxtune.models import load_model
 
     manifest = module.manifest
     shapes = {spec.name: spec.shape for spec in module.inputs}

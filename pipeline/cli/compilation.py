@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.options import (
+from relaxtune.pipeline.cli.options import (
     DEFAULT_DATABASE,
     BucketOption,
     DatabaseOption,
@@ -30,19 +30,26 @@ from pipeline.cli.options import (
     parse_routes,
     parse_shapes,
 )
-from pipeline.cli.output import OutputFormat, TableView, print_json, print_table, stderr_console, stdout_console
-from pipeline.efforts import Effort
-from pipeline.errors import UsageError
-from tuning_db.records import Mode
+from relaxtune.pipeline.cli.output import (
+    OutputFormat,
+    TableView,
+    print_json,
+    print_table,
+    stderr_console,
+    stdout_console,
+)
+from relaxtune.pipeline.efforts import Effort
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.tuning_db.records import Mode
 
 if TYPE_CHECKING:
-    from pipeline.jobs import CompileResult, TuneResult
-    from pipeline.manifest import KernelEntry, Manifest
-    from pipeline.manifest_buckets import BucketsEntry
-    from pipeline.norm_forms import NormFormsReport
-    from pipeline.passes.module import LoweringOptions
-    from pipeline.prepare import ModelRequest
-    from pipeline.rerank import RerankReport
+    from relaxtune.pipeline.artifact.manifest import KernelEntry, Manifest
+    from relaxtune.pipeline.artifact.manifest_buckets import BucketsEntry
+    from relaxtune.pipeline.choose.norm_forms import NormFormsReport
+    from relaxtune.pipeline.choose.rerank import RerankReport
+    from relaxtune.pipeline.jobs import CompileResult, TuneResult
+    from relaxtune.pipeline.passes.module import LoweringOptions
+    from relaxtune.pipeline.prepare import ModelRequest
 
 
 class TuningMode(StrEnum):
@@ -116,10 +123,10 @@ def tune(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Import, tune, compile, validate and export a model: the main job."""
-    from pipeline.jobs import TuneRequest, tune_model
-    from pipeline.tuning.effort import options_for
-    from pipeline.tuning.options import SEARCHED_ROUTES
-    from pipeline.tuning.progress import ConsoleProgress
+    from relaxtune.pipeline.jobs import TuneRequest, tune_model
+    from relaxtune.pipeline.tuning.effort import options_for
+    from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES
+    from relaxtune.pipeline.tuning.progress import ConsoleProgress
 
     lowering = _lowering_options(precision, group_size, disable_pass, dump_ir, embed_weights)
     request = _model_request(model, shape, bucket, target, lowering, seed, routes)
@@ -171,7 +178,7 @@ def compile_command(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Compile a model from records, without measuring; tasks without one take a template's default or the fallback."""
-    from pipeline.jobs import compile_model
+    from relaxtune.pipeline.jobs import compile_model
 
     lowering = _lowering_options(precision, group_size, disable_pass, dump_ir, embed_weights)
     request = _model_request(model, shape, bucket, target, lowering, seed, routes)
@@ -203,7 +210,7 @@ def _lowering_options(
     dump_ir: Path | None,
     embed_weights: bool,
 ) -> LoweringOptions:
-    from pipeline.passes.module import LoweringOptions
+    from relaxtune.pipeline.passes.module import LoweringOptions
 
     return LoweringOptions(
         precision=precision,
@@ -223,7 +230,7 @@ def _model_request(
     seed: int,
     routes: str | None,
 ) -> ModelRequest:
-    from pipeline.prepare import ModelRequest
+    from relaxtune.pipeline.prepare import ModelRequest
 
     return ModelRequest(
         source=model,
@@ -243,8 +250,8 @@ def _default_out(model: str, target: str) -> Path:
 
 
 def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
-    from pipeline.measure import render as render_benchmark
-    from pipeline.tuning.table import summary_table, to_data
+    from relaxtune.pipeline.bench.measure import render as render_benchmark
+    from relaxtune.pipeline.tuning.result_table import summary_table, to_data
 
     if output_format is OutputFormat.JSON:
         benchmark = result.benchmark.to_json() if result.benchmark else None
@@ -310,7 +317,7 @@ def _compile_data(result: CompileResult) -> dict[str, object]:
 
 
 def _print_compiled(result: CompileResult) -> None:
-    from pipeline.validation_report import render as render_validation
+    from relaxtune.pipeline.validate.report import render as render_validation
 
     rows = tuple(
         (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pipeline.cli.options import (
+from relaxtune.pipeline.cli.options import (
     FormatOption,
     ModelArgument,
     PrecisionOption,
@@ -17,11 +17,11 @@ from pipeline.cli.options import (
     TargetOption,
     parse_shapes,
 )
-from pipeline.cli.output import OutputFormat, TableView, print_json, print_table, stdout_console
-from pipeline.errors import ImportFailedError
+from relaxtune.pipeline.cli.output import OutputFormat, TableView, print_json, print_table, stdout_console
+from relaxtune.pipeline.errors import ImportFailedError
 
 if TYPE_CHECKING:
-    from pipeline.inspect import Inspection
+    from relaxtune.pipeline.inspect import Inspection
 
 _SIGNATURE_CHARS = 100
 
@@ -38,9 +38,9 @@ def inspect(
 
     Exits 1 when a node cannot be imported.
     """
-    from pipeline.inspect import inspect_model
-    from pipeline.passes.module import LoweringOptions
-    from pipeline.prepare import ModelRequest
+    from relaxtune.pipeline.inspect import inspect_model
+    from relaxtune.pipeline.passes.module import LoweringOptions
+    from relaxtune.pipeline.prepare import ModelRequest
 
     request = ModelRequest(
         source=model,

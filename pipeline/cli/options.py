@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.output import OutputFormat
-from pipeline.errors import UsageError
-from pipeline.routes import DEFAULT_ROUTES
-from tuning_db.records import Route
+from relaxtune.pipeline.cli.output import OutputFormat
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
+from relaxtune.tuning_db.records import Route
 
 DEFAULT_DATABASE = "relaxtune.db"
 
@@ -99,8 +99,8 @@ def parse_shapes(texts: list[str] | None) -> dict[str, tuple[int | str, ...]]:
     UsageError
         A text is not `name=AxBxC`, or names an input twice.
     """
-    from models import parse_shape_override
-    from models.errors import ModelError
+    from relaxtune.models import parse_shape_override
+    from relaxtune.models.errors import ModelError
 
     shapes: dict[str, tuple[int | str, ...]] = {}
     for text in texts or []:
@@ -123,8 +123,8 @@ def parse_buckets(texts: list[str] | None) -> dict[str, tuple[int, ...]]:
     UsageError
         A text is not `axis=size,size`, or names an axis twice.
     """
-    from models.buckets import parse_bucket
-    from models.errors import ModelError
+    from relaxtune.models.buckets import parse_bucket
+    from relaxtune.models.errors import ModelError
 
     buckets: dict[str, tuple[int, ...]] = {}
     for text in texts or []:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tuning_db.frame import flatten
+from relaxtune.tuning_db.questions.data_frames import flatten
 
 
 class OutputFormat(StrEnum):
@@ -98,10 +98,9 @@ def configure_logging(*, verbose: bool) -> None:
     """Send the project's log records to stderr: what was detected and decided, from INFO when `verbose`."""
     handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
-    for package in ("models", "schedules", "tuning_db", "pipeline"):
-        logger = logging.getLogger(package)
-        logger.handlers = [handler]
-        logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    logger = logging.getLogger("relaxtune")
+    logger.handlers = [handler]
+    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):

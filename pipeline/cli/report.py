@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.database_common import open_for_reading
-from pipeline.cli.output import TableView, print_json, print_table, stdout_console
-from pipeline.errors import PipelineError, UsageError
+from relaxtune.pipeline.cli.db.common import open_for_reading
+from relaxtune.pipeline.cli.output import TableView, print_json, print_table, stdout_console
+from relaxtune.pipeline.errors import PipelineError, UsageError
 
 if TYPE_CHECKING:
-    from pipeline.report import Report
-    from pipeline.report_ceilings import Ceilings
-    from pipeline.report_profile import Profile
+    from relaxtune.pipeline.report.ceilings import Ceilings
+    from relaxtune.pipeline.report.profile import Profile
+    from relaxtune.pipeline.report.report import Report
 
 
 class ReportFormat(StrEnum):
@@ -72,8 +72,8 @@ def register(app: typer.Typer) -> None:
 
 
 def _reports(directory: Path | None, db: str | None, ceilings_file: Path | None, *, profile: bool) -> list[Report]:
-    from pipeline.report import report_artifact, report_database
-    from pipeline.report_ceilings import read_ceilings
+    from relaxtune.pipeline.report.ceilings import read_ceilings
+    from relaxtune.pipeline.report.report import report_artifact, report_database
 
     ceilings = read_ceilings(ceilings_file) if ceilings_file is not None else None
     if directory is None:
@@ -89,9 +89,9 @@ def _reports(directory: Path | None, db: str | None, ceilings_file: Path | None,
 
 def _measured(directory: Path, ceilings: Ceilings | None) -> tuple[Profile, Ceilings | None]:
     """Return the profile of an artifact, and on a CPU its ceilings too where none were given."""
-    from pipeline.artifact import load_manifest
-    from pipeline.report_ceilings import measure_cpu_ceilings
-    from pipeline.report_profile import profile_artifact
+    from relaxtune.pipeline.artifact.directory import load_manifest
+    from relaxtune.pipeline.report.ceilings import measure_cpu_ceilings
+    from relaxtune.pipeline.report.profile import profile_artifact
 
     profile = profile_artifact(directory)
     if ceilings is None and load_manifest(directory).target.kind == "llvm":
@@ -108,7 +108,7 @@ def _default_out(directory: Path | None) -> Path:
 
 def _write_page(reports: list[Report], path: Path) -> None:
     """Write the page whole or not at all, and print where it is."""
-    from pipeline.report_html import render_page
+    from relaxtune.pipeline.report.html import render_page
 
     staged = path.with_name(f".{path.name}.staged")
     try:
@@ -122,7 +122,7 @@ def _write_page(reports: list[Report], path: Path) -> None:
 
 
 def _print_tables(report: Report) -> None:
-    from pipeline.report_html import number, percent
+    from relaxtune.pipeline.report.html import number, percent
 
     rows = tuple(
         (

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import tvm
 
-from pipeline.codegen.cuda_source import DeviceSource, prepare_source
-from pipeline.codegen.mma_fragments import with_fragments
-from pipeline.errors import LoweringError
+from relaxtune.pipeline.codegen.cuda_source import DeviceSource, prepare_source
+from relaxtune.pipeline.codegen.mma_fragments import with_fragments
+from relaxtune.pipeline.errors import LoweringError
 
 ELF_MAGIC = b"\x7fELF"
 

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import tvm_ffi
 
-from pipeline.codegen.cuda_compile import ELF_MAGIC, OnLog, compile_with_nvcc, compile_with_nvrtc
-from pipeline.codegen.cuda_libraries import DRIVER, load_cuda_runtime, load_library, pypi_root
-from pipeline.codegen.wgmma_check import count_early_reads
-from pipeline.errors import LoweringError
+from relaxtune.pipeline.codegen.cuda_compile import ELF_MAGIC, OnLog, compile_with_nvcc, compile_with_nvrtc
+from relaxtune.pipeline.codegen.cuda_libraries import DRIVER, load_cuda_runtime, load_library, pypi_root
+from relaxtune.pipeline.codegen.wgmma_check import count_early_reads
+from relaxtune.pipeline.errors import LoweringError
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ Here the inputs are declared to be at fixed addresses too, and the outputs are r
 This takes two passes: `capture_whole_function` before memory is planned, and after it `fix_output_memory`, since the
 planner leaves outputs to be allocated anew by each run.
 
-Hence the caller must pass the same input and weight tensors in every run (`pipeline.runtime.Module` owns them), and
-the outputs live in the graph's memory and are overwritten by the next run. No kernel is spent on copying inputs,
-which matters where an input is a large key-value cache.
+Hence the caller must pass the same input and weight tensors in every run (`pipeline.artifact.runtime.Module` owns
+them), and the outputs live in the graph's memory and are overwritten by the next run. No kernel is spent on copying
+inputs, which matters where an input is a large key-value cache.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def fix_output_memory(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
 
 
 def _entries(mod: tvm.ir.IRModule) -> list[tuple[tvm.ir.GlobalVar, relax.Function]]:
-    """Return `main` and its variants (`pipeline.variants`): before graphs are lifted out there is nothing else."""
+    """Return `main` and its variants (`choose.variants`): before graphs are lifted out there is nothing else."""
     return [(var, function) for var, function in mod.functions_items() if isinstance(function, relax.Function)]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import tvm
 from tvm import libinfo
 
-from schedules.libraries.vendors import VendorLibrary
+from relaxtune.schedules.libraries.vendors import VendorLibrary
 
 logger = logging.getLogger(__name__)
 

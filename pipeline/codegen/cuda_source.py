@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.codegen import mma_fragments
+from relaxtune.pipeline.codegen import mma_fragments
 
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*[<\"]([^>\"\n]+)[>\"][^\n]*$", re.MULTILINE)
 # The lines of TVM's own block that name something in `cuda::`.

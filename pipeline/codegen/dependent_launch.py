@@ -2,8 +2,8 @@
 
 Kernels with dependent launch (PTX's griddepcontrol) start while the one before them ends. Before they wait for it, they
 read what no kernel of the graph writes, and attention writes results that no other kernel uses
-(`pipeline.passes.mark_constants`). That is true of one launch of a CUDA graph; of launches one by one, the kernels of a
-run could overlap with those of the run before, and share the allocator's memory.
+(`pipeline.passes.weights.mark_constants`). That is true of one launch of a CUDA graph; of launches one by one, the
+kernels of a run could overlap with those of the run before, and share the allocator's memory.
 """
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 import tvm
 from tvm import tirx
 
-from pipeline.codegen.cuda_compile import OnLog, uses_fast_math
-from pipeline.codegen.cuda_compiler import cuda_compiler
-from pipeline.codegen.cuda_vectors import fit_vectors
-from pipeline.errors import LoweringError
-from schedules.cpu.partitioning import narrow_partitioned
-from schedules.gpu.binding import list_unbound_blocks
-from schedules.vector_math import register_vector_math
+from relaxtune.pipeline.codegen.cuda_compile import OnLog, uses_fast_math
+from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
+from relaxtune.pipeline.codegen.cuda_vectors import fit_vectors
+from relaxtune.pipeline.errors import LoweringError
+from relaxtune.schedules.cpu.partitioning import narrow_partitioned
+from relaxtune.schedules.cpu.vector_math import register_vector_math
+from relaxtune.schedules.gpu.binding import list_unbound_blocks
 
 
 def finish_kernels(scheduled: tvm.ir.IRModule, target: tvm.target.Target) -> tvm.ir.IRModule:

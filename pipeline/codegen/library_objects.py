@@ -16,8 +16,8 @@ import tvm
 import tvm_ffi.libinfo
 from tvm import tirx
 
-from pipeline.errors import LoweringError
-from schedules.libraries.vendors import SOURCES_ATTR, library_sources
+from relaxtune.pipeline.errors import LoweringError
+from relaxtune.schedules.libraries.vendors import SOURCES_ATTR, library_sources
 
 _FLAGS = ("-std=c11", "-O2", "-fPIC", "-c")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.importer.graph import ImportedGraph
-from pipeline.importer.importer import import_model
-from pipeline.importer.normalise import NormalisedGraph, normalise
+from relaxtune.pipeline.importer.graph import ImportedGraph
+from relaxtune.pipeline.importer.importer import import_model
+from relaxtune.pipeline.importer.normalise import NormalisedGraph, normalise
 
 __all__ = ["ImportedGraph", "NormalisedGraph", "import_model", "normalise"]

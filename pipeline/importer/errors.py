@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 import onnx
 from onnx import helper
 
-from models import OnnxModel
-from pipeline.errors import ImportFailedError
-from pipeline.importer.nearest import nearest_supported, supported_operators
-from pipeline.importer.normalise import NormalisedGraph
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.errors import ImportFailedError
+from relaxtune.pipeline.importer.nearest import nearest_supported, supported_operators
+from relaxtune.pipeline.importer.normalise import NormalisedGraph
 
 
 def check_operators(model: OnnxModel, graph: NormalisedGraph) -> None:

@@ -12,14 +12,14 @@ from onnx import helper
 from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
-from models import OnnxModel
-from models.spec import read_tensor
-from pipeline.errors import ImportFailedError
-from pipeline.importer.converters import CONVERTERS, ConverterInput
-from pipeline.importer.errors import conversion_failed, element_types, list_nodes
-from pipeline.importer.normalise import NormalisedGraph
-from pipeline.importer.shape_values import as_tensor, fold_shape_value, is_shape_value
-from pipeline.importer.small_constants import fold_small_constants
+from relaxtune.models import OnnxModel
+from relaxtune.models.spec import read_tensor
+from relaxtune.pipeline.errors import ImportFailedError
+from relaxtune.pipeline.importer.converters import CONVERTERS, ConverterInput
+from relaxtune.pipeline.importer.errors import conversion_failed, element_types, list_nodes
+from relaxtune.pipeline.importer.normalise import NormalisedGraph
+from relaxtune.pipeline.importer.shape_values import as_tensor, fold_shape_value, is_shape_value
+from relaxtune.pipeline.importer.small_constants import fold_small_constants
 
 # These converters return one value that happens to be a tuple; every other tuple is several ONNX outputs.
 _SEQUENCE_OPERATORS = frozenset(

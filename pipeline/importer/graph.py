@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import tvm
 
-from models import OnnxModel, TensorSpec
+from relaxtune.models import OnnxModel, TensorSpec
 
 
 @dataclass(frozen=True)

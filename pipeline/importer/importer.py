@@ -6,13 +6,13 @@ import logging
 
 import tvm
 
-from models import OnnxModel
-from pipeline.importer.errors import check_operators
-from pipeline.importer.frontend import NodeByNodeImporter, identifier
-from pipeline.importer.graph import ImportedGraph
-from pipeline.importer.names import name_bindings
-from pipeline.importer.normalise import normalise
-from pipeline.importer.quiet import quiet_libraries
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.importer.errors import check_operators
+from relaxtune.pipeline.importer.frontend import NodeByNodeImporter, identifier
+from relaxtune.pipeline.importer.graph import ImportedGraph
+from relaxtune.pipeline.importer.names import name_bindings
+from relaxtune.pipeline.importer.normalise import normalise
+from relaxtune.pipeline.importer.quiet import quiet_libraries
 
 _LOG = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import functools
 import onnx
 from onnx import defs
 
-from pipeline.importer.converters import CONVERTERS
-from pipeline.importer.stock import stock_operators
+from relaxtune.pipeline.importer.converters import CONVERTERS
+from relaxtune.pipeline.importer.stock import stock_operators
 
 _MIN_SIMILARITY = 0.7
 # The main domain of ONNX and ONNX Runtime's own.

@@ -23,7 +23,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as ir_passes
 from onnxscript import optimizer
 
-from pipeline.importer.quiet import quiet_libraries
+from relaxtune.pipeline.importer.quiet import quiet_libraries
 
 # A folded constant may be as large as a 1024 x 1024 mask; weights beyond it are folded later by Relax, if at all.
 FOLD_LIMIT_ELEMENTS = 1 << 20

@@ -14,13 +14,13 @@ import tvm
 from onnx import helper
 from tvm import relax, tirx
 
-from models import OnnxModel
-from pipeline.errors import ImportFailedError
-from pipeline.importer.errors import has_converter, operator_version, reason_of, value_types
-from pipeline.importer.frontend import NodeByNodeImporter
-from pipeline.importer.nearest import nearest_supported
-from pipeline.importer.normalise import NormalisedGraph, normalise
-from pipeline.importer.quiet import quiet_libraries
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.errors import ImportFailedError
+from relaxtune.pipeline.importer.errors import has_converter, operator_version, reason_of, value_types
+from relaxtune.pipeline.importer.frontend import NodeByNodeImporter
+from relaxtune.pipeline.importer.nearest import nearest_supported
+from relaxtune.pipeline.importer.normalise import NormalisedGraph, normalise
+from relaxtune.pipeline.importer.quiet import quiet_libraries
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
-from pipeline.passes.state import LoweringState
-from pipeline.passes.trace_kernels import name_fused, record_unfused
+from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.trace_kernels import name_fused, record_unfused
 
 
 def fuse_operations(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tvm
 from tvm import tirx
 
-from pipeline.passes.state import LoweringState
-from pipeline.tuning.kernel_ir import is_buffer
+from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.schedules.tir.functions import is_buffer
 
 # `OpPatternKind::kOpaque` of TVM: fuses with nothing.
 _OPAQUE = 8

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import tvm
 
-from pipeline.errors import LoweringError, UsageError
-from pipeline.importer.graph import ImportedGraph
-from pipeline.passes.integer_matmuls import find_integer_matmuls
-from pipeline.passes.ir import HALVES, binding_count, constant_dtypes, main_of
-from pipeline.passes.module import LoweredModule, LoweringOptions, PassReport
-from pipeline.passes.pipeline import lowering_steps
-from pipeline.passes.state import LoweringState
-from pipeline.passes.step import Phase, Step
-from pipeline.passes.trace_kernels import collect_kernels
+from relaxtune.pipeline.errors import LoweringError, UsageError
+from relaxtune.pipeline.importer.graph import ImportedGraph
+from relaxtune.pipeline.passes.kit.ir import HALVES, binding_count, constant_dtypes, main_of
+from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.kit.step import Phase, Step
+from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions, PassReport
+from relaxtune.pipeline.passes.order import lowering_steps
+from relaxtune.pipeline.passes.precision.integer_matmuls import find_integer_matmuls
+from relaxtune.pipeline.passes.trace_kernels import collect_kernels
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm_ffi import structural_equal
 
-from pipeline.passes.ir import bindings_of, main_of, rewrite_main
-from pipeline.passes.keys import Key, key_of
-from pipeline.passes.state import LoweringState
+from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of, rewrite_main
+from relaxtune.pipeline.passes.kit.keys import Key, key_of
+from relaxtune.pipeline.passes.kit.state import LoweringState
 
 
 def merge_common_subexpressions(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:

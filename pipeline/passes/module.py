@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import tvm
 
-from pipeline.errors import UsageError
-from pipeline.importer.graph import ImportedGraph
-from pipeline.precision.policy import PrecisionPolicy, named_policy
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.importer.graph import ImportedGraph
+from relaxtune.pipeline.precision.policy import PrecisionPolicy, named_policy
 
 # With more, what a norm costs the matmuls around it is no less than the norm: BERT-base in half precision took, on an
 # H200, 0.94, 0.93 and 1.03 times as long with norms fused as without, with 128, 1024 and 4096 rows.
@@ -37,7 +37,7 @@ class LoweringOptions:
     group_size
         Of quantised weights, see `pipeline.precision.named_policy`; None for the policy's own.
     norm_rows_max
-        Rows of a matmul up to which `fuse_norms` takes norms into it; see `pipeline.norm_forms`, which measures.
+        Rows of a matmul up to which `fuse_norms` takes norms into it; see `pipeline.choose.norm_forms`, which measures.
     """
 
     precision: str | None = None

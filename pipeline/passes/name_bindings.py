@@ -8,8 +8,8 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from pipeline.passes.ir import bindings_of, main_of
-from pipeline.passes.state import LoweringState
+from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
+from relaxtune.pipeline.passes.kit.state import LoweringState
 
 # What `BlockBuilder` calls the variables it makes: an imported binding called so would be mixed up with them.
 _GENERATED = re.compile(r"(lv|gv|cse)\d*(_\d+)?")

@@ -8,8 +8,8 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from pipeline.passes.ir import bindings_of, emit_named, is_op, main_of, rewrite_main, scalar_of, values_of
-from pipeline.passes.state import LoweringState
+from relaxtune.pipeline.passes.kit.ir import bindings_of, emit_named, is_op, main_of, rewrite_main, scalar_of, values_of
+from relaxtune.pipeline.passes.kit.state import LoweringState
 
 Values = Mapping[relax.Var, tvm.ir.Expr]
 # (data, steps in between) of a match.

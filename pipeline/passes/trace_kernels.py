@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 import tvm
 from tvm import relax
 
-from pipeline.passes.ir import bindings_of, called_function, main_of, with_main
-from pipeline.passes.keys import Key, key_of
-from pipeline.passes.module import KernelCall
-from pipeline.passes.name_bindings import rename_bindings
-from pipeline.passes.state import LoweringState
+from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of, with_main
+from relaxtune.pipeline.passes.kit.keys import Key, key_of
+from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.module import KernelCall
+from relaxtune.pipeline.passes.name_bindings import rename_bindings
 
 
 @dataclass

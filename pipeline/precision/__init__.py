@@ -1,5 +1,5 @@
 """Precision policies: what weights, activations and sums are held in, asked for by name."""
 
-from pipeline.precision.policy import DEFAULT_GROUP_SIZE, POLICY_NAMES, PrecisionPolicy, named_policy
+from relaxtune.pipeline.precision.policy import DEFAULT_GROUP_SIZE, POLICY_NAMES, PrecisionPolicy, named_policy
 
 __all__ = ["DEFAULT_GROUP_SIZE", "POLICY_NAMES", "PrecisionPolicy", "named_policy"]

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from models import OnnxModel
-from pipeline.precision.quantise import quantise
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.precision.quantise import quantise
 
 _MATMULS = ("MatMul", "Gemm")
 # What may stand between an initialiser and a matmul.

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pipeline.errors import UsageError
+from relaxtune.pipeline.errors import UsageError
 
 DEFAULT_GROUP_SIZE = 128
 # A group is read by whole 16-byte loads: 32 weights of 4 bits.

@@ -22,7 +22,7 @@ _ROWS = 1024
 class QuantisedMatrix:
     """A matrix [K, N] as levels [N, K] (uint8, one each) and scales [N, groups].
 
-    `schedules.quantised` says how kernels read them.
+    `schedules.functions.quantised_matmul` says how kernels read them.
     """
 
     levels: np.ndarray

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models import OnnxModel, TensorSpec
-from models.inputs import InputKind, describe_inputs
-from pipeline.precision.policy import PrecisionPolicy
+from relaxtune.models import OnnxModel, TensorSpec
+from relaxtune.models.inputs import InputKind, describe_inputs
+from relaxtune.pipeline.precision.policy import PrecisionPolicy
 
 # The name where a graph's own dtypes stay and are not all float32.
 AS_GIVEN = "as given"

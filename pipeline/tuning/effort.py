@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pipeline.efforts import Effort
-from pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.efforts import Effort
+from relaxtune.pipeline.tuning.options import TuningOptions
 
 #: What each level is made of; everything else is the default of `TuningOptions`.
 LEVELS: Mapping[Effort, TuningOptions] = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipeline.routes import DEFAULT_ROUTES
-from pipeline.tuning.task import TuningTask
-from pipeline.tuning.timing import MeasureOptions
-from tuning_db.records import Mode, Route, Status
+from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+from relaxtune.tuning_db.records import Mode, Route, Status
 
 # The routes that offer candidates; fallbacks are measured in any case, as what the others are compared with.
 SEARCHED_ROUTES = frozenset({Route.METASCHEDULE, Route.TEMPLATE, Route.LIBRARY})
@@ -42,7 +42,7 @@ class TuningOptions:
         Hottest tasks whose best candidates are tried inside the compiled model; 0 leaves that out.
     norm_forms
         Tune the model with its norms inside the matmuls around them and apart, and take the faster; see
-        `pipeline.norm_forms`.
+        `pipeline.choose.norm_forms`.
     seed
         Of the search and of the arguments' values.
     build_timeout_s, run_timeout_s

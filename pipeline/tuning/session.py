@@ -1,8 +1,8 @@
 """`tune`: search, build, measure, check and record, until the trials or the time are used up.
 
 A run has one builder and one runner, whose processes live as long as the run and are started when there is something to
-measure; one cost model, which learns from all tasks; and one search per task. `pipeline.tuning.rounds` has the loop.
-Every candidate's result is compared with a reference before its time counts.
+measure; one cost model, which learns from all tasks; and one search per task. `pipeline.tuning.plan.rounds` has the
+loop. Every candidate's result is compared with a reference before its time counts.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from pathlib import Path
 
 from tvm.s_tir import meta_schedule as ms
 
-from pipeline.codegen.cuda_libraries import offer_library
-from pipeline.environment import target_key
-from pipeline.errors import NothingMeasuredError, UsageError
-from pipeline.tuning.build_pool import BUILD_MODULE, BuilderLimits, BuildPool
-from pipeline.tuning.builder import AsyncBuilder, BatchingBuilder
-from pipeline.tuning.cost_model import WARMUP_CANDIDATES, FastCostModel
-from pipeline.tuning.evaluate import Evaluator
-from pipeline.tuning.failure import StopSignal, ctrl_c_requests
-from pipeline.tuning.finals import hold_finals
-from pipeline.tuning.options import TuningOptions, TuningSummary
-from pipeline.tuning.process import ForkServer
-from pipeline.tuning.progress import ProgressListener, SilentProgress
-from pipeline.tuning.recorder import Recorder
-from pipeline.tuning.resume import EarlierRuns, end_what_was_done, find_earlier_runs, take_known
-from pipeline.tuning.rounds import Rounds
-from pipeline.tuning.runner import MEASURE_MODULE, ProcessRunner
-from pipeline.tuning.search import TaskSearch
-from pipeline.tuning.search_pool import SearchPool
-from pipeline.tuning.stale import measured_since, without_stale
-from pipeline.tuning.state import TaskState, summarise
-from pipeline.tuning.task import TuningTask
-from pipeline.tuning.template_candidates import OFFERED_ROUTES, template_candidates
-from pipeline.tuning.template_search import TemplateSearch
-from pipeline.tuning.timing import MeasureOptions
-from pipeline.tuning.warm_start import begin_with_records
-from schedules.host import physical_cores
-from schedules.libraries.vendors import VENDOR_LIBRARIES
-from schedules.rules.tensor_intrinsics import register_intrinsics
-from schedules.rules.tensor_tile import has_tensor_tiles
-from schedules.space import make_space
-from schedules.targets import ResolvedTarget
-from tuning_db.metaschedule import MetaScheduleAdapter
-from tuning_db.records import Environment, Mode, Route, Status, TuningRecord
-from tuning_db.store import TuningDatabase
+from relaxtune.pipeline.choose.stale import measured_since, without_stale
+from relaxtune.pipeline.codegen.cuda_libraries import offer_library
+from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.errors import NothingMeasuredError, UsageError
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuning.local.build_pool import BUILD_MODULE, BuilderLimits, BuildPool
+from relaxtune.pipeline.tuning.local.builder import AsyncBuilder, BatchingBuilder
+from relaxtune.pipeline.tuning.local.evaluate import Evaluator
+from relaxtune.pipeline.tuning.local.process import ForkServer
+from relaxtune.pipeline.tuning.local.runner import MEASURE_MODULE, ProcessRunner
+from relaxtune.pipeline.tuning.measure.failure import StopSignal, ctrl_c_requests
+from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
+from relaxtune.pipeline.tuning.plan.finals import hold_finals
+from relaxtune.pipeline.tuning.plan.recorder import Recorder
+from relaxtune.pipeline.tuning.plan.resume import EarlierRuns, end_what_was_done, find_earlier_runs, take_known
+from relaxtune.pipeline.tuning.plan.rounds import Rounds
+from relaxtune.pipeline.tuning.plan.state import TaskState, summarise
+from relaxtune.pipeline.tuning.plan.warm_start import begin_with_records
+from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
+from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
+from relaxtune.pipeline.tuning.search.evolution import TaskSearch
+from relaxtune.pipeline.tuning.search.search_pool import SearchPool
+from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES, template_candidates
+from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
+from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
+from relaxtune.schedules.search.space import make_space
+from relaxtune.schedules.search.tensor_intrinsics import register_intrinsics
+from relaxtune.schedules.search.tensor_tile import has_tensor_tiles
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.targets.host import physical_cores
+from relaxtune.tuning_db.metaschedule import MetaScheduleAdapter
+from relaxtune.tuning_db.records import Environment, Mode, Route, Status, TuningRecord
+from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from tvm.s_tir.dlight.base import ScheduleRule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.target import Target
 
-from schedules.cpu.analysis import (
+from relaxtune.schedules.cpu.analysis import (
     BlockFacts,
     can_inline,
     can_partition_loops,
@@ -21,9 +21,9 @@ from schedules.cpu.analysis import (
     loop_extents,
     static_extent,
 )
-from schedules.cpu.transposition import find_crossed_axis
-from schedules.cpu.wrapping import wraps_by_lane
-from schedules.targets import CpuLimits, TargetLimits, target_limits
+from relaxtune.schedules.cpu.transposition import find_crossed_axis
+from relaxtune.schedules.cpu.wrapping import wraps_by_lane
+from relaxtune.schedules.targets import CpuLimits, TargetLimits, target_limits
 
 # Below this many element operations, waking the thread pool (about 5 us) costs more than it saves.
 PARALLEL_MIN_WORK = 16 * 1024

@@ -26,13 +26,13 @@ from tvm import tirx
 from tvm.ir import Var
 from tvm.ir.expr import TensorLoad
 
-from schedules.cpu.analysis import (
+from relaxtune.schedules.cpu.analysis import (
     BlockFacts,
     static_extent,
     used_vars,
 )
-from schedules.cpu.base import dtype_bytes
-from schedules.targets import CpuLimits
+from relaxtune.schedules.cpu.base import dtype_bytes
+from relaxtune.schedules.targets import CpuLimits
 
 # At most this many rows: past it the unrolled body outgrows the micro-op cache and no reuse is gained.
 MAX_ROWS = 14

@@ -14,11 +14,11 @@ from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from schedules.cpu.analysis import BlockFacts, find_path_to, is_canonical, list_blocks
-from schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise
-from schedules.cpu.contraction import Contraction, Tile, choose_tile, classify, find_operands, needs_padding
-from schedules.cpu.tiling import schedule_contraction
-from schedules.targets import CpuLimits
+from relaxtune.schedules.cpu.analysis import BlockFacts, find_path_to, is_canonical, list_blocks
+from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise
+from relaxtune.schedules.cpu.contraction import Contraction, Tile, choose_tile, classify, find_operands, needs_padding
+from relaxtune.schedules.cpu.tiling import schedule_contraction
+from relaxtune.schedules.targets import CpuLimits
 
 
 class Convolution(CpuRule):

@@ -11,8 +11,15 @@ from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from schedules.cpu.analysis import BlockFacts, is_canonical, list_blocks
-from schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise, work_of, worth_parallel
+from relaxtune.schedules.cpu.analysis import BlockFacts, is_canonical, list_blocks
+from relaxtune.schedules.cpu.base import (
+    CpuRule,
+    cpu_limits,
+    inline_spatial,
+    schedule_elementwise,
+    work_of,
+    worth_parallel,
+)
 
 
 class Generic(CpuRule):

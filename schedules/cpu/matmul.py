@@ -13,10 +13,10 @@ from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc, Var
 
-from schedules.cpu.analysis import BlockFacts, find_path_to, is_canonical, list_blocks, used_vars
-from schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise
-from schedules.cpu.contraction import Contraction, choose_tile, classify, find_operands, find_panel
-from schedules.cpu.tiling import schedule_contraction
+from relaxtune.schedules.cpu.analysis import BlockFacts, find_path_to, is_canonical, list_blocks, used_vars
+from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise
+from relaxtune.schedules.cpu.contraction import Contraction, choose_tile, classify, find_operands, find_panel
+from relaxtune.schedules.cpu.tiling import schedule_contraction
 
 
 class Matmul(CpuRule):

@@ -1,7 +1,7 @@
 """Matmuls that norms were taken into, on a CPU: what their kernels on a GPU are compared with.
 
 The product and its epilogue are scheduled as in `matmul`; statistics of rows before it, and partial sums of its result
-after it (`schedules.templates.row_norm`), are loops of their own.
+after it (`schedules.tir.row_norm`), are loops of their own.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from schedules.cpu.analysis import find_path_to, is_canonical, list_blocks
-from schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise
-from schedules.cpu.contraction import choose_tile
-from schedules.cpu.generic import schedule_reduction_plainly
-from schedules.cpu.matmul import find_matmul
-from schedules.cpu.tiling import schedule_contraction
-from schedules.templates.base import Refusal
-from schedules.templates.epilogue import recognise_matmul
+from relaxtune.schedules.cpu.analysis import find_path_to, is_canonical, list_blocks
+from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise
+from relaxtune.schedules.cpu.contraction import choose_tile
+from relaxtune.schedules.cpu.generic import schedule_reduction_plainly
+from relaxtune.schedules.cpu.matmul import find_matmul
+from relaxtune.schedules.cpu.tiling import schedule_contraction
+from relaxtune.schedules.templates.base import Refusal
+from relaxtune.schedules.tir.epilogue import recognise_matmul
 
 
 class NormedMatmul(CpuRule):

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import numpy as np
 from tvm import te, tirx
 
-from schedules.cpu.contraction import best_tile, lanes_of
-from schedules.targets import CpuLimits
+from relaxtune.schedules.cpu.contraction import best_tile, lanes_of
+from relaxtune.schedules.targets import CpuLimits
 
 
 def panel_width(rows: int | None, columns: int, dtype: str, limits: CpuLimits) -> int:

@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.ir import IRModule
 from tvm.tirx import PrimFunc
 
-from schedules.cpu.base import PARTITION_HINT
+from relaxtune.schedules.cpu.base import PARTITION_HINT
 
 _ELEMENTS_MAX = 2**31 - 1
 

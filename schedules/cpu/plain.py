@@ -10,7 +10,7 @@ from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from schedules.cpu.base import CpuRule
+from relaxtune.schedules.cpu.base import CpuRule
 
 
 class Plain(CpuRule):

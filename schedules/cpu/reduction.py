@@ -21,7 +21,7 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from schedules.cpu.analysis import (
+from relaxtune.schedules.cpu.analysis import (
     BlockFacts,
     can_partition_loops,
     has_bound_check,
@@ -29,7 +29,7 @@ from schedules.cpu.analysis import (
     list_blocks,
     static_extent,
 )
-from schedules.cpu.base import (
+from relaxtune.schedules.cpu.base import (
     PARTITION_HINT,
     CpuRule,
     cpu_limits,
@@ -39,7 +39,7 @@ from schedules.cpu.base import (
     work_of,
     worth_parallel,
 )
-from schedules.targets import CpuLimits
+from relaxtune.schedules.targets import CpuLimits
 
 
 class RowReduction(CpuRule):

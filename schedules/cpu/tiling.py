@@ -12,7 +12,7 @@ from tvm.ir.expr import TensorLoad
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from schedules.cpu.analysis import (
+from relaxtune.schedules.cpu.analysis import (
     block_facts,
     can_partition_loops,
     is_canonical,
@@ -22,9 +22,9 @@ from schedules.cpu.analysis import (
     static_extent,
     used_vars,
 )
-from schedules.cpu.base import PARTITION_HINT, vectorize_loop, worth_parallel
-from schedules.cpu.contraction import FEW_ROWS, Contraction, Tile, axis_extent, needs_padding
-from schedules.targets import CpuLimits
+from relaxtune.schedules.cpu.base import PARTITION_HINT, vectorize_loop, worth_parallel
+from relaxtune.schedules.cpu.contraction import FEW_ROWS, Contraction, Tile, axis_extent, needs_padding
+from relaxtune.schedules.targets import CpuLimits
 
 
 def schedule_contraction(sch: Schedule, con: Contraction, tile: Tile, limits: CpuLimits) -> list[str]:

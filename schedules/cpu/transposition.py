@@ -18,7 +18,7 @@ from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.s_tir import Schedule
 
-from schedules.cpu.analysis import BlockFacts, loop_extents, used_vars
+from relaxtune.schedules.cpu.analysis import BlockFacts, loop_extents, used_vars
 
 # Fewer steps along a cache line do not repay the loop.
 STEPS_MIN = 4

@@ -18,7 +18,7 @@ from tvm import tirx
 from tvm.ir import Call, Range
 from tvm.s_tir import Schedule
 
-from schedules.cpu.analysis import BlockFacts, loop_extents, used_vars
+from relaxtune.schedules.cpu.analysis import BlockFacts, loop_extents, used_vars
 
 # LLVM takes the step of a remainder by 2 for a negative one, and so does not draw the wrong conclusion.
 _HARMLESS_DIVISOR = 2

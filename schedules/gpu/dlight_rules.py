@@ -15,7 +15,7 @@ from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from schedules.gpu.binding import list_unbound_blocks
+from relaxtune.schedules.gpu.binding import list_unbound_blocks
 
 # dlight's rules check their assumptions with Python's asserts and whatever their Python code runs into.
 _MISJUDGED = (AssertionError, AttributeError, LookupError, TypeError, ValueError)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from tvm import s_tir, tirx
 from tvm.ir.expr import StringImm
 
-from schedules.fallback import SCHEDULED_ATTR
-from schedules.libraries.vendors import SOURCES_ATTR, VendorLibrary
+from relaxtune.schedules.fallback import SCHEDULED_ATTR
+from relaxtune.schedules.libraries.vendors import SOURCES_ATTR, VendorLibrary
 
 _THREADS = 256
 _ERROR = "RuntimeError"

@@ -1,9 +1,10 @@
 """Attention by cuDNN 9: one execution plan of its fused attention, the plan a place in its heuristic's list.
 
-Notation is that of `schedules.attention`. What cuDNN takes here: float16 or bfloat16 for Q, K, V and O, which may lie
-anywhere (slices of one packed product, heads before positions or after); grouped queries; heads of a multiple of 8 up
-to 256; a causal mask, also with more keys than queries; a window; an added mask of float16, bfloat16 or float32 that
-broadcasts along any axis; a `keep` mask, which a small kernel before each call turns into an added one of 0 and -inf.
+Notation is that of `schedules.functions.attention`. What cuDNN takes here: float16 or bfloat16 for Q, K, V and O, which
+may lie anywhere (slices of one packed product, heads before positions or after); grouped queries; heads of a multiple
+of 8 up to 256; a causal mask, also with more keys than queries; a window; an added mask of float16, bfloat16 or float32
+that broadcasts along any axis; a `keep` mask, which a small kernel before each call turns into an added one of 0 and
+-inf.
 
 Scores with an added mask of float32 or bfloat16 are bounded below by -1e38, since cuDNN hides what is lower: with all
 keys at float32's minimum, a row is an ordinary softmax, as the function has it. A row of which no key is seen (all
@@ -26,12 +27,12 @@ from typing import ClassVar
 from tvm import tirx
 from tvm.ir.expr import StringImm
 
-from schedules.attention import AttentionSpec, HeadLayout, ScoreBias, spec_of
-from schedules.libraries.calls import LibraryCall, call_alone, call_on_made, no_pointer
-from schedules.libraries.vendors import CUDNN
-from schedules.targets import ResolvedTarget
-from schedules.templates.base import Parameters, Refusal, TemplateError
-from schedules.templates.blocks import static_shape
+from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, ScoreBias, spec_of
+from relaxtune.schedules.libraries.calls import LibraryCall, call_alone, call_on_made, no_pointer
+from relaxtune.schedules.libraries.vendors import CUDNN
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.base import Parameters, Refusal, TemplateError
+from relaxtune.schedules.tir.blocks import static_shape
 
 _FUNCTION = "relaxtune_cudnn_attention"
 # cudnnDataType_t.

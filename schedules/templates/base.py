@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Protocol, Self
 
 from tvm.tirx import PrimFunc
 
-from schedules.errors import ScheduleError
-from schedules.targets import ResolvedTarget
+from relaxtune.schedules.errors import ScheduleError
+from relaxtune.schedules.targets import ResolvedTarget
 
 ParameterValue = int | bool | str
 # In the metadata of a field.

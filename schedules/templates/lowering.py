@@ -3,7 +3,7 @@
 `relax.build(..., tir_pipeline=MIXED_PIPELINE)` then builds both into one module. TVM has a pipeline for each
 ("s_tir", "tirx"), takes one for a whole module, and neither passes the other's functions through unharmed.
 
-A kind of its own are schedules that copy asynchronously (`schedules.rules.tensor_tile`): copies become `cp.async`, and
+A kind of its own are schedules that copy asynchronously (`schedules.search.tensor_tile`): copies become `cp.async`, and
 dynamic shared memory is reused by the pass that knows it (MergeSharedMemoryAllocations) alone. The one before it
 (StorageRewrite) would put float32 into a buffer of halves, whose address then has the wrong type.
 """

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 
 from tvm.tirx import PrimFunc
 
-from schedules.libraries.cublaslt import CublasLt
-from schedules.libraries.cudnn_attention import CudnnAttention
-from schedules.targets import ResolvedTarget
-from schedules.templates.attention_sm90 import AttentionSm90
-from schedules.templates.base import Parameters, Refusal, Template, TemplateError, template_of
-from schedules.templates.elementwise import Elementwise
-from schedules.templates.gemm_sm90 import GemmSm90
-from schedules.templates.gemv import Gemv
-from schedules.templates.gemv_stream import GemvStream
-from schedules.templates.rows import Rows
+from relaxtune.schedules.libraries.cublaslt import CublasLt
+from relaxtune.schedules.libraries.cudnn_attention import CudnnAttention
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.attention_sm90.template import AttentionSm90
+from relaxtune.schedules.templates.base import Parameters, Refusal, Template, TemplateError, template_of
+from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
+from relaxtune.schedules.templates.gemv.stream import GemvStream
+from relaxtune.schedules.templates.gemv.template import Gemv
+from relaxtune.schedules.templates.rows.elementwise import Elementwise
+from relaxtune.schedules.templates.rows.template import Rows
 
 # Where several make a function and none was measured, the first one's first proposal is taken. Of 8- and 4-bit weights
 # with K from 2048 on, those that stream were faster in each case on an H200 (`benchmarks/results/h200-gemv.json`).

@@ -11,7 +11,7 @@ import tvm
 from benchmarks.bench_chain import CHAIN, VALUES, build, chain_of, run
 from benchmarks.cubins import MANIFEST
 from benchmarks.gpu_arms.cases import Case
-from pipeline.prepare import ModelRequest, prepare_model
+from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 
 TARGET = "cuda:sm_90a"
 DECODE = Case("llama-tiny-decode", 3, 64)

@@ -17,7 +17,7 @@ from benchmarks.bench_tuning_stock import (
     summarise,
     time_in_turns,
 )
-from schedules.targets import resolve_target
+from relaxtune.schedules.targets import resolve_target
 
 
 def kernel(number: int, calls: int, chosen: dict[int, str] | None = None, final: bool = True) -> dict[str, object]:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu_arms.cases import CASES, Case, Family, find_cases
 from benchmarks.gpu_arms.order import ARMS, Order, parse_arms
-from models import load_model
+from relaxtune.models import load_model
 
 TINY = (
     Case("bert-tiny", 2, 16),

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.gpu_arms.cases import Case, checked_model, weights_of
 from benchmarks.gpu_arms.ort_graphs import NoFusedGraphError, fused_graph
-from models.zoo import Precision
-from pipeline.reference import Reference
+from relaxtune.models.zoo import Precision
+from relaxtune.pipeline.validate.reference import Reference
 
 CASES = (Case("bert-tiny", 2, 16), Case("gpt2-tiny", 2, 16), Case("vit-tiny", 2))
 

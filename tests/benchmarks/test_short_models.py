@@ -11,11 +11,11 @@ from benchmarks import tune_gpu_cases
 from benchmarks.gpu_arms.cases import Case
 from benchmarks.gpu_arms.short_models import prepare_short, scale_weights
 from benchmarks.tune_gpu_cases import make_artifact, tune_case
-from pipeline.prepare import ModelRequest, prepare_model
-from pipeline.tuning.options import TuningOptions
-from pipeline.tuning.timing import MeasureOptions
-from tuning_db.records import RecordFilter
-from tuning_db.store import TuningDatabase
+from relaxtune.pipeline.prepare import ModelRequest, prepare_model
+from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.tuning_db.records import RecordFilter
+from relaxtune.tuning_db.store import TuningDatabase
 
 TARGET = "cuda:sm_90a"
 

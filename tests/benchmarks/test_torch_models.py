@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.gpu_arms.cases import Case, checked_model, weights_of
-from models.zoo import Precision
-from pipeline.reference import Reference
-from pipeline.tolerances import Tolerance
+from relaxtune.models.zoo import Precision
+from relaxtune.pipeline.validate.reference import Reference
+from relaxtune.pipeline.validate.tolerances import Tolerance
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.export

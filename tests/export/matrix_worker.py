@@ -15,18 +15,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from models import OnnxModel, load_model
-from models.dims import evaluate_dim
-from models.inputs import random_inputs
-from pipeline.compile import compile_module
-from pipeline.export import write_artifact
-from pipeline.passes.module import LoweringOptions
-from pipeline.prepare import ModelRequest, prepare_model
-from pipeline.reference import Reference
-from pipeline.runtime import Module
-from pipeline.selection import select_kernels
-from pipeline.validate import validate
-from pipeline.validation_report import ValidationReport
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.models.dims import evaluate_dim
+from relaxtune.models.inputs import random_inputs
+from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.pipeline.prepare import ModelRequest, prepare_model
+from relaxtune.pipeline.validate.reference import Reference
+from relaxtune.pipeline.validate.report import ValidationReport
+from relaxtune.pipeline.validate.validation import validate
 from tests.export.make_exports import export
 from tests.export.matrix_cases import PINNED, SYMBOLIC, Cell, Export, list_cells
 

@@ -13,11 +13,11 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from pipeline.compile import compile_module
-from pipeline.export import write_artifact
-from pipeline.prepare import ModelRequest, prepare_model
-from pipeline.runtime import Module
-from pipeline.selection import select_kernels
+from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from tests.export.matrix_cases import PINNED, STATIC, SYMBOLIC, Cell, Export
 
 pytestmark = [

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models import OnnxModel
-from models.inputs import InputKind, describe_inputs, random_inputs
+from relaxtune.models import OnnxModel
+from relaxtune.models.inputs import InputKind, describe_inputs, random_inputs
 
 # Edges, primes, and the tiles of CPU schedules (vectors of 16, register tiles, blocks of 64), one less and one more.
 BATCHES = (1, 2, 3, 4, 5, 7, 8, 9, 13)

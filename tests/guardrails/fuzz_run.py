@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from models import OnnxModel, load_model
-from pipeline.array_comparison import compare_arrays
-from pipeline.jobs import compile_model
-from pipeline.prepare import ModelRequest
-from pipeline.reference import Reference
-from pipeline.runtime import Module
-from pipeline.tolerances import Tolerance
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.validate.array_comparison import compare_arrays
+from relaxtune.pipeline.validate.reference import Reference
+from relaxtune.pipeline.validate.tolerances import Tolerance
 from tests.guardrails.fuzz_cases import FuzzCase, Fuzzed, make_inputs
 
-# float32, summed in another order: as for a whole model, see `pipeline.tolerances`.
+# float32, summed in another order: as for a whole model, see `pipeline.validate.tolerances`.
 TOLERANCE = Tolerance(1e-4, 1e-4)
 
 

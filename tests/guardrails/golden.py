@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from models import load_model
-from pipeline.reference import Reference
+from relaxtune.models import load_model
+from relaxtune.pipeline.validate.reference import Reference
 from tests.guardrails.fuzz_cases import ARTIFACTS, FuzzCase, Fuzzed, make_inputs
 from tests.guardrails.fuzz_run import summarise
 from tests.guardrails.test_fuzz import GOLDEN

@@ -7,12 +7,12 @@ import onnx
 import pytest
 from onnx import helper
 
-from pipeline.array_comparison import compare_arrays
-from pipeline.importer import import_model
-from pipeline.passes import lower
-from pipeline.reference import Reference
-from pipeline.tolerances import Tolerance
-from schedules.targets import resolve_target
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.validate.array_comparison import compare_arrays
+from relaxtune.pipeline.validate.reference import Reference
+from relaxtune.pipeline.validate.tolerances import Tolerance
+from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.importer.onnx_cases import make_model
 from tests.pipeline.passes.pass_cases import run_lowered
 

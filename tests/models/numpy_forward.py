@@ -10,13 +10,13 @@ from collections.abc import Mapping
 import numpy as np
 from scipy.special import erf
 
-from models import OnnxModel
-from models.zoo.bert import BertConfig
-from models.zoo.gpt2 import Gpt2Config
-from models.zoo.llama import LlamaConfig
-from models.zoo.presets import get_preset
-from models.zoo.t5 import T5Config
-from models.zoo.vit import VitConfig
+from relaxtune.models import OnnxModel
+from relaxtune.models.zoo.bert import BertConfig
+from relaxtune.models.zoo.gpt2 import Gpt2Config
+from relaxtune.models.zoo.llama import LlamaConfig
+from relaxtune.models.zoo.presets import get_preset
+from relaxtune.models.zoo.t5 import T5Config
+from relaxtune.models.zoo.vit import VitConfig
 
 Arrays = Mapping[str, np.ndarray]
 

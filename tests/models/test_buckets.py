@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models import TensorSpec
-from models.buckets import (
+from relaxtune.models import TensorSpec
+from relaxtune.models.buckets import (
     Bucket,
     Side,
     bucket_shapes,
@@ -20,7 +20,7 @@ from models.buckets import (
     read_sizes,
     unknown_axes,
 )
-from models.errors import ModelShapeError
+from relaxtune.models.errors import ModelShapeError
 
 IDS = TensorSpec("ids", "int64", ("batch", "sequence"))
 MASK = TensorSpec("mask", "int64", ("batch", "past + 1"))

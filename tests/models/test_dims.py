@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import parse_shape_override
-from models.dims import evaluate_dim, split_offset
-from models.errors import ModelShapeError
+from relaxtune.models import parse_shape_override
+from relaxtune.models.dims import evaluate_dim, split_offset
+from relaxtune.models.errors import ModelShapeError
 
 # Without an x, which separates the axes.
 NAMES = st.from_regex(r"[a-wyz_][a-wyz_0-9]{0,8}", fullmatch=True)

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from models import (
+from relaxtune.models import (
     InputKind,
     OnnxModel,
     TensorSpec,
@@ -19,7 +19,7 @@ from models import (
     random_inputs,
     unpadded_inputs,
 )
-from models.errors import ModelShapeError
+from relaxtune.models.errors import ModelShapeError
 
 INT64, FLOAT = TensorProto.INT64, TensorProto.FLOAT
 

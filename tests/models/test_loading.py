@@ -11,11 +11,11 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-import models.external_data
-import models.spec
-from models import OnnxModel, TensorSpec, get_preset, load_model, random_inputs, save_model
-from models.checks import MAX_IR_VERSION, MAX_OPSET
-from models.errors import ExternalDataError, ModelFileError, UnsupportedModelError
+import relaxtune.models.external_data
+import relaxtune.models.spec
+from relaxtune.models import OnnxModel, TensorSpec, get_preset, load_model, random_inputs, save_model
+from relaxtune.models.checks import MAX_IR_VERSION, MAX_OPSET
+from relaxtune.models.errors import ExternalDataError, ModelFileError, UnsupportedModelError
 
 FLOAT = TensorProto.FLOAT
 
@@ -23,8 +23,8 @@ FLOAT = TensorProto.FLOAT
 @pytest.fixture
 def low_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let 1 MB stand for protobuf's 2 GiB; `test_llama_1b_...` crosses the real one."""
-    monkeypatch.setattr(models.spec, "PROTOBUF_LIMIT_BYTES", 2**20)
-    monkeypatch.setattr(models.external_data, "PROTOBUF_LIMIT_BYTES", 2**20)
+    monkeypatch.setattr(relaxtune.models.spec, "PROTOBUF_LIMIT_BYTES", 2**20)
+    monkeypatch.setattr(relaxtune.models.external_data, "PROTOBUF_LIMIT_BYTES", 2**20)
 
 
 def save_symbolic(tmp_path: Path, name: str) -> tuple[OnnxModel, Path]:

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from models import load_model
-from models.errors import (
+from relaxtune.models import load_model
+from relaxtune.models.errors import (
     ExternalDataError,
     InvalidModelError,
     ModelError,

@@ -5,9 +5,9 @@ import onnx
 import onnxruntime
 import pytest
 
-from models import OnnxModel, load_model
-from models.inputs import random_inputs
-from models.zoo.outliers import Outliers
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.models.inputs import random_inputs
+from relaxtune.models.zoo.outliers import Outliers
 
 
 def residual_stream(model: OnnxModel, hidden: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -41,7 +41,7 @@ def test_a_few_channels_are_beyond_what_half_precision_can_square(name: str) -> 
 
 
 def test_outliers_need_a_model_they_are_written_for() -> None:
-    from models.zoo.presets import _with_outliers, get_preset
+    from relaxtune.models.zoo.presets import _with_outliers, get_preset
 
     with pytest.raises(TypeError, match="vit-tiny is neither BERT nor Llama"):
         _with_outliers(get_preset("vit-tiny"), Outliers(1, 2.0, 2.0))

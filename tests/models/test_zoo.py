@@ -11,7 +11,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from models import ModelError, OnnxModel, get_preset, list_models, load_model, random_inputs
+from relaxtune.models import ModelError, OnnxModel, get_preset, list_models, load_model, random_inputs
 from tests.models.numpy_forward import forward
 
 TINY = tuple(name for name in list_models() if "-tiny" in name and "outliers" not in name)

@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models import OnnxModel, load_model
-from models.inputs import random_inputs
-from pipeline.compile import CompiledModule, compile_module
-from pipeline.environment import detect_environment
-from pipeline.export import write_artifact
-from pipeline.importer import import_model
-from pipeline.passes import lower
-from pipeline.passes.module import LoweredModule
-from pipeline.selection import select_kernels
-from pipeline.tuning.task import TuningTask
-from pipeline.tuning.tasks import extract_tasks
-from schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.models.inputs import random_inputs
+from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
+from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.passes.module import LoweredModule
+from relaxtune.pipeline.tasks.extract import extract_tasks
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,8 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from pipeline import doctor
-from pipeline.doctor import Finding, FindingStatus
+from relaxtune.pipeline import doctor
+from relaxtune.pipeline.doctor import Finding, FindingStatus
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
 

@@ -7,9 +7,9 @@ import pytest
 import tvm
 import tvm_ffi
 
-from pipeline import environment as environment_module
-from pipeline.environment import cpu_name, detect_environment, nvidia_driver_version, target_key
-from schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.pipeline import environment as environment_module
+from relaxtune.pipeline.environment import cpu_name, detect_environment, nvidia_driver_version, target_key
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 
 
 def test_cpu_environment_names_the_processor_and_its_cores(llvm_target: ResolvedTarget) -> None:

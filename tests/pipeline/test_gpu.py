@@ -12,24 +12,24 @@ import numpy as np
 import pytest
 import tvm
 
-from models import OnnxModel, load_model
-from models.inputs import random_inputs
-from pipeline.artifact import load_manifest
-from pipeline.compile import compile_module
-from pipeline.export import write_artifact
-from pipeline.importer import import_model
-from pipeline.passes import lower
-from pipeline.passes.module import LoweringOptions
-from pipeline.prepare import ModelRequest, prepare_model
-from pipeline.report_profile import profile_artifact
-from pipeline.runtime import Module
-from pipeline.selection import select_kernels
-from pipeline.tuning.task import TuningTask
-from pipeline.validate import validate
-from pipeline.variants import entry_of
-from schedules.fallback import SCHEDULED_ATTR
-from schedules.targets import ResolvedTarget, resolve_target
-from schedules.templates.registry import apply_decision, list_candidates
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.models.inputs import random_inputs
+from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.directory import load_manifest
+from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.choose.variants import entry_of
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.pipeline.prepare import ModelRequest, prepare_model
+from relaxtune.pipeline.report.profile import profile_artifact
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.validate.validation import validate
+from relaxtune.schedules.fallback import SCHEDULED_ATTR
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.schedules.templates.registry import apply_decision, list_candidates
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,12 +46,12 @@ SHAPES = {
 OFFLINE = """
 import sys
 from pathlib import Path
-from models import load_model
-from pipeline.compile import compile_module
-from pipeline.export import write_artifact
-from pipeline.importer import import_model
-from pipeline.passes import lower
-from schedules.targets import resolve_target
+from relaxtune.models import load_model
+from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
+from relaxtune.schedules.targets import resolve_target
 import tvm
 assert not tvm.cuda(0).exist
 target = resolve_target(sys.argv[1])

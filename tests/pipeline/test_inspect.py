@@ -11,12 +11,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from models import load_model
-from pipeline.cli.app import main
-from pipeline.importer.nearest import nearest_supported
-from pipeline.importer.unsupported import find_unsupported
-from pipeline.inspect import inspect_model, measure_cache
-from pipeline.prepare import ModelRequest
+from relaxtune.models import load_model
+from relaxtune.pipeline.cli.app import main
+from relaxtune.pipeline.importer.nearest import nearest_supported
+from relaxtune.pipeline.importer.unsupported import find_unsupported
+from relaxtune.pipeline.inspect import inspect_model, measure_cache
+from relaxtune.pipeline.prepare import ModelRequest
 
 
 def write_model(folder: Path, nodes: list[onnx.NodeProto], domains: tuple[str, ...] = ()) -> Path:

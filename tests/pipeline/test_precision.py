@@ -10,15 +10,15 @@ import numpy as np
 import onnx
 import pytest
 
-from models import load_model
-from pipeline.errors import UsageError
-from pipeline.importer import import_model
-from pipeline.jobs import CompileResult, compile_model
-from pipeline.manifest import parse_manifest
-from pipeline.passes import LoweringOptions, lower
-from pipeline.passes.round_to_tf32 import tf32_array
-from pipeline.prepare import ModelRequest
-from schedules.targets import resolve_target
+from relaxtune.models import load_model
+from relaxtune.pipeline.artifact.manifest import parse_manifest
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.jobs import CompileResult, compile_model
+from relaxtune.pipeline.passes import LoweringOptions, lower
+from relaxtune.pipeline.passes.precision.round_to_tf32 import tf32_array
+from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.passes.pass_cases import LLVM, small_model
 
 

@@ -10,19 +10,19 @@ import pytest
 import tvm
 from tvm import relax, tirx
 
-from models import load_model, random_inputs
-from pipeline.compile import compile_module
-from pipeline.importer import import_model
-from pipeline.jobs import compile_model
-from pipeline.manifest import parse_manifest
-from pipeline.passes import LoweringOptions, lower
-from pipeline.passes.ir import bindings_of, is_op, main_of
-from pipeline.prepare import ModelRequest
-from pipeline.reference import Reference
-from schedules.targets import resolve_target
-from schedules.templates.base import Refusal
-from schedules.templates.epilogue import MatmulFunction, recognise_matmul
-from schedules.templates.gemm_sm90 import GemmSm90
+from relaxtune.models import load_model, random_inputs
+from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.manifest import parse_manifest
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.passes import LoweringOptions, lower
+from relaxtune.pipeline.passes.kit.ir import bindings_of, is_op, main_of
+from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.validate.reference import Reference
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.templates.base import Refusal
+from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
+from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
 from tests.pipeline.importer.test_quantised_models import quantise
 
 # Six matrices a layer of two, and the pooler's; the scores and the sums of values are products of activations.

@@ -15,7 +15,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-from schedules.fallback import SCHEDULED_ATTR, schedule_by_rules
+from relaxtune.schedules.fallback import SCHEDULED_ATTR, schedule_by_rules
 
 GUARD = 1024
 MARK = 91

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from schedules.attention import AttentionSpec, CacheGrowth, HeadLayout, ScoreBias
+from relaxtune.schedules.functions.attention import AttentionSpec, CacheGrowth, HeadLayout, ScoreBias
 
 Params = list[tuple[tuple[int, ...], str]]
 

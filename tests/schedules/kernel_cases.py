@@ -11,9 +11,9 @@ import tvm_ffi
 from scipy import special
 from tvm import te, tirx, topi
 
-from schedules.cpu.packing import pack_weight, packed_matmul, panel_width
-from schedules.fallback import apply_fallback, fallback_rule_names
-from schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.schedules.cpu.packing import pack_weight, packed_matmul, panel_width
+from relaxtune.schedules.fallback import apply_fallback, fallback_rule_names
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 
 
 @dataclass

@@ -11,11 +11,11 @@ from tvm.s_tir import Schedule
 from tvm.script import ir as I
 from tvm.script import tirx as T
 
-from schedules import fallback
-from schedules.cpu.elementwise import Elementwise
-from schedules.errors import TargetError, UnscheduledError
-from schedules.fallback import apply_fallback, fallback_rule_names, is_scheduled, rules_for
-from schedules.targets import resolve_target
+from relaxtune.schedules import fallback
+from relaxtune.schedules.cpu.elementwise import Elementwise
+from relaxtune.schedules.errors import TargetError, UnscheduledError
+from relaxtune.schedules.fallback import apply_fallback, fallback_rule_names, is_scheduled, rules_for
+from relaxtune.schedules.targets import resolve_target
 from tests.schedules.kernel_cases import host, matmul_case, rows_case
 
 
@@ -79,7 +79,7 @@ def test_next_rule_takes_over_and_it_is_logged_when_a_rule_misjudges_a_function(
         return schedule
 
     monkeypatch.setattr(Elementwise, "apply", misjudge)
-    with caplog.at_level(logging.WARNING, "schedules.fallback"):
+    with caplog.at_level(logging.WARNING, "relaxtune.schedules.fallback"):
         names = fallback_rule_names(IRModule({"main": matmul_case(4, 16, 8).func}), host().target)
     assert names == {"main": "cpu-matmul"}
     assert "rule cpu-elementwise failed on main" in caplog.text

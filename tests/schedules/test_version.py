@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-import schedules
-from schedules.version import fallback_version
+import relaxtune.schedules
+from relaxtune.schedules.version import fallback_version
 
-SOURCES = Path(schedules.__file__).parent
+SOURCES = Path(relaxtune.schedules.__file__).parent
 
 
 @pytest.fixture
@@ -25,11 +25,11 @@ def test_version_is_that_of_the_source_wherever_it_lies(copy):
     ("changed", "llvm", "cuda"),
     [
         ("fallback.py", True, True),
-        ("vector_math.py", True, True),
+        ("cpu/vector_math.py", True, True),
         ("cpu/matmul.py", True, False),
         ("gpu/dlight_rules.py", False, True),
         ("templates/base.py", False, False),
-        ("rules/llvm.py", False, False),
+        ("search/llvm_rules.py", False, False),
     ],
 )
 def test_version_changes_with_the_code_that_makes_the_fallback(copy, changed, llvm, cuda):

@@ -9,10 +9,10 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from relaxtune.tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord, Workload
+from relaxtune.tuning_db.sql.schema import Base
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.tuning_db.postgres_server import running_server
-from tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord, Workload
-from tuning_db.schema import Base
-from tuning_db.store import TuningDatabase
 
 TVM_VERSION = "0.27.0.post1"
 

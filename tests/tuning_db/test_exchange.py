@@ -11,14 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tuning_db.archive import export_archive, import_archive, merge, read_archive
-from tuning_db.entries import COVERED_TABLES, DERIVED_TABLES, merge_jobs, merge_workloads
-from tuning_db.errors import ExchangeError, InvalidRecordError
-from tuning_db.outcomes import Artifact, Benchmark, Validation
-from tuning_db.pruning import PruneRules, prune
-from tuning_db.records import Job, JobTask, RecordFilter, Route, Status
-from tuning_db.schema import Base
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.errors import ExchangeError, InvalidRecordError
+from relaxtune.tuning_db.exchange.archive import export_archive, import_archive, merge, read_archive
+from relaxtune.tuning_db.exchange.entries import COVERED_TABLES, DERIVED_TABLES, merge_jobs, merge_workloads
+from relaxtune.tuning_db.exchange.pruning import PruneRules, prune
+from relaxtune.tuning_db.records import Job, JobTask, RecordFilter, Route, Status
+from relaxtune.tuning_db.sql.outcomes import Artifact, Benchmark, Validation
+from relaxtune.tuning_db.sql.schema import Base
+from relaxtune.tuning_db.store import TuningDatabase
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -52,7 +52,7 @@ def fill(database, samples, numbers=range(6)):
 
 
 def put_all(session, job, workload):
-    from tuning_db.writing import put_job, put_job_tasks
+    from relaxtune.tuning_db.sql.writing import put_job, put_job_tasks
 
     put_job(session, job)
     session.flush()
@@ -115,7 +115,7 @@ class TestArchive:
         def full(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("tuning_db.archive.os.fsync", full)
+        monkeypatch.setattr("relaxtune.tuning_db.exchange.archive.os.fsync", full)
         with pytest.raises(ExchangeError, match="No space left on device"):
             export_archive(database, path)
         assert path.read_bytes() == b"earlier"
@@ -198,7 +198,7 @@ class TestHostileArchive:
         self.refused(archive, "Cannot read the archive")
 
     def test_long_line_is_refused_before_it_fills_the_memory(self, archive, monkeypatch):
-        monkeypatch.setattr("tuning_db.archive.MAX_LINE_BYTES", 1000)
+        monkeypatch.setattr("relaxtune.tuning_db.exchange.archive.MAX_LINE_BYTES", 1000)
         archive.write_bytes(gzip.compress(b" " * 10_000_000))
         self.refused(archive, "line 1: longer than 1000 bytes")
 

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 
-from tuning_db.errors import InvalidRecordError, NotFoundError
-from tuning_db.features import list_features, record_features
-from tuning_db.pruning import PruneRules, prune
-from tuning_db.records import Status
-from tuning_db.schema import FeatureRow
+from relaxtune.tuning_db.errors import InvalidRecordError, NotFoundError
+from relaxtune.tuning_db.exchange.pruning import PruneRules, prune
+from relaxtune.tuning_db.features import list_features, record_features
+from relaxtune.tuning_db.records import Status
+from relaxtune.tuning_db.sql.schema import FeatureRow
 
 VERSION = "per-store/164/0.27.0.post1"
 

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from tuning_db.archive import merge
-from tuning_db.cache import LookupCache
-from tuning_db.errors import DatabaseOpenError, DatabaseUrlError, DatabaseWriteError, NotFoundError
-from tuning_db.layers import LayeredDatabase
-from tuning_db.records import Mode, RecordFilter, Route, Status
-from tuning_db.store import NO_FILTER, TuningDatabase
+from relaxtune.tuning_db.cache import LookupCache
+from relaxtune.tuning_db.errors import DatabaseOpenError, DatabaseUrlError, DatabaseWriteError, NotFoundError
+from relaxtune.tuning_db.exchange.archive import merge
+from relaxtune.tuning_db.layers import LayeredDatabase
+from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status
+from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase
 
 
 def question(samples, **changes):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tuning_db.lookup import (
+from relaxtune.tuning_db.lookup import (
     DeviceRank,
     decision_is_portable,
     device_rank,
@@ -12,7 +12,7 @@ from tuning_db.lookup import (
     target_matches,
     versions_match,
 )
-from tuning_db.records import Route, Status, TargetKey
+from relaxtune.tuning_db.records import Route, Status, TargetKey
 
 
 def test_target_matches_when_only_other_attributes_differ():

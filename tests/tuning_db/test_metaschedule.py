@@ -14,9 +14,9 @@ from tvm import te
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
-from tuning_db.errors import InvalidRecordError
-from tuning_db.layers import LayeredDatabase
-from tuning_db.metaschedule import (
+from relaxtune.tuning_db.errors import InvalidRecordError
+from relaxtune.tuning_db.layers import LayeredDatabase
+from relaxtune.tuning_db.metaschedule import (
     MetaScheduleAdapter,
     describe_unknown,
     ir_from_json,
@@ -26,8 +26,8 @@ from tuning_db.metaschedule import (
     trace_to_json,
     workload_hash,
 )
-from tuning_db.records import Mode, RecordFilter, Status
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.records import Mode, RecordFilter, Status
+from relaxtune.tuning_db.store import TuningDatabase
 
 TARGET = tvm.target.Target({"kind": "llvm", "num-cores": 2})
 SIZE = 64
@@ -169,9 +169,9 @@ import sys
 import numpy as np, tvm, tvm_ffi
 from tvm import te
 from tvm.s_tir import meta_schedule as ms
-from tuning_db.metaschedule import MetaScheduleAdapter
-from tuning_db.records import Environment, Mode, TargetKey
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.metaschedule import MetaScheduleAdapter
+from relaxtune.tuning_db.records import Environment, Mode, TargetKey
+from relaxtune.tuning_db.store import TuningDatabase
 a, b = te.placeholder((64, 64), name="A"), te.placeholder((64, 64), name="B")
 k = te.reduce_axis((0, 64), name="k")
 c = te.compute((64, 64), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="C")

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tuning_db.records import RecordFilter, Status
-from tuning_db.selection import select_records
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.records import RecordFilter, Status
+from relaxtune.tuning_db.sql.statements import select_records
+from relaxtune.tuning_db.store import TuningDatabase
 
 WRITER = """
 import os, sys
-from tuning_db.records import *
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.records import *
+from relaxtune.tuning_db.store import TuningDatabase
 url, log, writer, count, batch = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
 workload = Workload("w", "matmul", "{}", "w", 1.0, 1.0, None, "0.27")
 environment = Environment("cpu", "EPYC", "znver4", None, None, "0.27", "0.1", 2)
@@ -39,8 +39,8 @@ print("done", flush=True)
 
 READER = """
 import sys
-from tuning_db.records import *
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.records import *
+from relaxtune.tuning_db.store import TuningDatabase
 url = sys.argv[1]
 environment = Environment("cpu", "EPYC", "znver4", None, None, "0.27", "0.1", 2)
 target = TargetKey("llvm", "znver4")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuning_db.errors import InvalidRecordError
-from tuning_db.records import (
+from relaxtune.tuning_db.errors import InvalidRecordError
+from relaxtune.tuning_db.records import (
     Environment,
     Job,
     JobTask,
@@ -22,7 +22,7 @@ from tuning_db.records import (
     Workload,
     canonical_json,
 )
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 ENVIRONMENT_CHANGES = {
     "device_kind": "cuda",

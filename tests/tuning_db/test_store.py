@@ -9,10 +9,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tuning_db.errors import NotFoundError, TuningDatabaseError
-from tuning_db.records import JobTask, RecordFilter, Route, Status
-from tuning_db.schema import HEAD_REVISION
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.errors import NotFoundError, TuningDatabaseError
+from relaxtune.tuning_db.records import JobTask, RecordFilter, Route, Status
+from relaxtune.tuning_db.sql.schema import HEAD_REVISION
+from relaxtune.tuning_db.store import TuningDatabase
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

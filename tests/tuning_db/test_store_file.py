@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event
 
-from tuning_db.errors import DatabaseBusyError, DatabaseOpenError, DatabaseWriteError
-from tuning_db.records import Mode
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseOpenError, DatabaseWriteError
+from relaxtune.tuning_db.records import Mode
+from relaxtune.tuning_db.store import TuningDatabase
 
 COMMIT = """
 import sys
-from tuning_db.records import *
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.records import *
+from relaxtune.tuning_db.store import TuningDatabase
 path, start, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 sys.stdin.readline()
 workload = Workload("w", "matmul", "{}", "w", 1.0, 1.0, None, "0.27")
@@ -38,9 +38,9 @@ with TuningDatabase.open(path) as database:
 
 FILL = """
 import sys
-from tuning_db.records import *
-from tuning_db.errors import DatabaseWriteError
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.records import *
+from relaxtune.tuning_db.errors import DatabaseWriteError
+from relaxtune.tuning_db.store import TuningDatabase
 workload = Workload("w", "matmul", "{}", "w", 1.0, 1.0, None, "0.27")
 environment = Environment("cpu", "EPYC", "znver4", None, None, "0.27", "0.1", 2)
 target = TargetKey("llvm", "znver4")
@@ -64,9 +64,9 @@ with TuningDatabase.open(sys.argv[1], mode=Mode.READ_ONLY) as database:
 
 PROTECTED = """
 import os, sys, tempfile
-from tuning_db.records import *
-from tuning_db.errors import TuningDatabaseError
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.records import *
+from relaxtune.tuning_db.errors import TuningDatabaseError
+from relaxtune.tuning_db.store import TuningDatabase
 TuningDatabase.open("sqlite://").close()
 if os.geteuid() == 0:
     os.setuid(65534)
@@ -156,8 +156,8 @@ def test_writer_waits_and_reader_does_not_when_another_holds_the_lock(path, samp
 
 
 def test_busy_error_is_raised_when_the_lock_is_never_free(path, samples, monkeypatch):
-    monkeypatch.setattr("tuning_db.engine.BUSY_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("tuning_db.transactions.LOCK_ATTEMPTS", 3)
+    monkeypatch.setattr("relaxtune.tuning_db.sql.engine.BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("relaxtune.tuning_db.sql.transactions.LOCK_ATTEMPTS", 3)
     with TuningDatabase.open(path) as database:
         holder = sqlite3.connect(path, isolation_level=None)
         holder.execute("BEGIN IMMEDIATE")

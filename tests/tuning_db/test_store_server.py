@@ -12,11 +12,11 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from relaxtune.tuning_db.errors import DatabaseOpenError, DatabaseWriteError
+from relaxtune.tuning_db.records import Mode
+from relaxtune.tuning_db.sql.engine import make_engine, parse_location
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.tuning_db.postgres_server import UNPRIVILEGED
-from tuning_db.engine import make_engine, parse_location
-from tuning_db.errors import DatabaseOpenError, DatabaseWriteError
-from tuning_db.records import Mode
-from tuning_db.store import TuningDatabase
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,8 +26,8 @@ sys.path.insert(0, sys.argv[1])
 import psycopg
 from tests.tuning_db.conftest import Samples
 from tests.tuning_db.postgres_server import running_server
-from tuning_db.errors import DatabaseWriteError
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.errors import DatabaseWriteError
+from relaxtune.tuning_db.store import TuningDatabase
 
 samples = Samples()
 with running_server() as server:

@@ -7,15 +7,15 @@ a decision is the trace as JSON (`trace_to_json`). Both belong to one TVM versio
 hash has 64 bits, so a module found by it is compared structurally before it is believed.
 """
 
-from tuning_db.metaschedule.adapter import MetaScheduleAdapter
-from tuning_db.metaschedule.stock_forms import (
+from relaxtune.tuning_db.metaschedule.adapter import MetaScheduleAdapter
+from relaxtune.tuning_db.metaschedule.stock_forms import (
     US_PER_S,
     args_info_json,
     is_failure,
     stock_workload,
     target_to_json,
 )
-from tuning_db.metaschedule.texts import (
+from relaxtune.tuning_db.metaschedule.texts import (
     REPLAY_ERRORS,
     UNKNOWN_FAMILY,
     IRModule,
@@ -25,7 +25,7 @@ from tuning_db.metaschedule.texts import (
     tvm_version,
     workload_hash,
 )
-from tuning_db.metaschedule.traces import check_trace, replay_decision, trace_to_json
+from relaxtune.tuning_db.metaschedule.traces import check_trace, replay_decision, trace_to_json
 
 __all__ = [
     "REPLAY_ERRORS",

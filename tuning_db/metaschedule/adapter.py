@@ -12,13 +12,13 @@ from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 from tvm.target import Target
 
-from tuning_db import errors
-from tuning_db.cache import LookupCache
-from tuning_db.errors import InvalidRecordError
-from tuning_db.metaschedule.stock_forms import US_PER_S, is_failure
-from tuning_db.metaschedule.texts import describe_unknown, ir_from_json, ir_to_json, workload_hash
-from tuning_db.metaschedule.traces import rebuild_record
-from tuning_db.records import (
+from relaxtune.tuning_db import errors
+from relaxtune.tuning_db.cache import LookupCache
+from relaxtune.tuning_db.errors import InvalidRecordError
+from relaxtune.tuning_db.metaschedule.stock_forms import US_PER_S, is_failure
+from relaxtune.tuning_db.metaschedule.texts import describe_unknown, ir_from_json, ir_to_json, workload_hash
+from relaxtune.tuning_db.metaschedule.traces import rebuild_record
+from relaxtune.tuning_db.records import (
     Environment,
     Mode,
     RecordFilter,
@@ -29,7 +29,7 @@ from tuning_db.records import (
     Workload,
     canonical_json,
 )
-from tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 _LOG = logging.getLogger(__name__)
 

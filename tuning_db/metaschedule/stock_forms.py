@@ -10,9 +10,9 @@ import tvm
 from tvm.s_tir import meta_schedule as ms
 from tvm.target import Target
 
-from tuning_db.errors import InvalidRecordError
-from tuning_db.metaschedule.texts import REPLAY_ERRORS, first_line
-from tuning_db.records import TargetKey, canonical_json
+from relaxtune.tuning_db.errors import InvalidRecordError
+from relaxtune.tuning_db.metaschedule.texts import REPLAY_ERRORS, first_line
+from relaxtune.tuning_db.records import TargetKey, canonical_json
 
 #: MetaSchedule gives a failed candidate one latency of 1e10 seconds; nothing real takes a tenth of that.
 FAILURE_S = 1e9

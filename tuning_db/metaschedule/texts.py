@@ -5,8 +5,8 @@ from __future__ import annotations
 import tvm
 import tvm_ffi
 
-from tuning_db.errors import InvalidRecordError
-from tuning_db.records import Workload, canonical_json
+from relaxtune.tuning_db.errors import InvalidRecordError
+from relaxtune.tuning_db.records import Workload, canonical_json
 
 UNKNOWN_FAMILY = "unknown"
 #: What TVM raises for a text that does not fit: ScheduleError and its checks are RuntimeErrors, the rest comes from

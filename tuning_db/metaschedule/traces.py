@@ -10,9 +10,9 @@ from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.schedule import InstructionKind
 from tvm.target import Target
 
-from tuning_db.errors import InvalidRecordError
-from tuning_db.metaschedule.texts import REPLAY_ERRORS, first_line, workload_hash
-from tuning_db.records import canonical_json
+from relaxtune.tuning_db.errors import InvalidRecordError
+from relaxtune.tuning_db.metaschedule.texts import REPLAY_ERRORS, first_line, workload_hash
+from relaxtune.tuning_db.records import canonical_json
 
 
 def trace_to_json(trace: Trace) -> str:

@@ -8,28 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeline.importer.converters.activations import ACTIVATION_CONVERTERS
-from pipeline.importer.converters.attention import ATTENTION_CONVERTERS
-from pipeline.importer.converters.attention_onnx import ONNX_ATTENTION_CONVERTERS
-from pipeline.importer.converters.base import Converter, ConverterInput
-from pipeline.importer.converters.caches import CACHE_CONVERTERS
-from pipeline.importer.converters.constants import CONSTANT_CONVERTERS
-from pipeline.importer.converters.convolutions import CONVOLUTION_CONVERTERS
-from pipeline.importer.converters.elementwise import ELEMENTWISE_CONVERTERS
-from pipeline.importer.converters.fourier import FOURIER_CONVERTERS
-from pipeline.importer.converters.gather import GATHER_CONVERTERS
-from pipeline.importer.converters.matmuls import MATMUL_CONVERTERS
-from pipeline.importer.converters.norms import NORM_CONVERTERS
-from pipeline.importer.converters.quantise import QUANTISE_CONVERTERS
-from pipeline.importer.converters.quantised_convolutions import QUANTISED_CONVOLUTION_CONVERTERS
-from pipeline.importer.converters.quantised_elementwise import QUANTISED_ELEMENTWISE_CONVERTERS
-from pipeline.importer.converters.quantised_matmuls import QUANTISED_MATMUL_CONVERTERS
-from pipeline.importer.converters.reductions import REDUCTION_CONVERTERS
-from pipeline.importer.converters.resize import RESIZE_CONVERTERS
-from pipeline.importer.converters.rotary import ROTARY_CONVERTERS
-from pipeline.importer.converters.shape import SHAPE_CONVERTERS
-from pipeline.importer.converters.tile import TILE_CONVERTERS
-from pipeline.importer.converters.top_k import TOP_K_CONVERTERS
+from relaxtune.pipeline.importer.converters.activations import ACTIVATION_CONVERTERS
+from relaxtune.pipeline.importer.converters.attention.caches import CACHE_CONVERTERS
+from relaxtune.pipeline.importer.converters.attention.contrib import ATTENTION_CONVERTERS
+from relaxtune.pipeline.importer.converters.attention.onnx import ONNX_ATTENTION_CONVERTERS
+from relaxtune.pipeline.importer.converters.attention.rotary import ROTARY_CONVERTERS
+from relaxtune.pipeline.importer.converters.base import Converter, ConverterInput
+from relaxtune.pipeline.importer.converters.convolutions import CONVOLUTION_CONVERTERS
+from relaxtune.pipeline.importer.converters.elementwise import ELEMENTWISE_CONVERTERS
+from relaxtune.pipeline.importer.converters.fourier import FOURIER_CONVERTERS
+from relaxtune.pipeline.importer.converters.matmuls import MATMUL_CONVERTERS
+from relaxtune.pipeline.importer.converters.norms import NORM_CONVERTERS
+from relaxtune.pipeline.importer.converters.quantised.convolutions import QUANTISED_CONVOLUTION_CONVERTERS
+from relaxtune.pipeline.importer.converters.quantised.elementwise import QUANTISED_ELEMENTWISE_CONVERTERS
+from relaxtune.pipeline.importer.converters.quantised.matmuls import QUANTISED_MATMUL_CONVERTERS
+from relaxtune.pipeline.importer.converters.quantised.quantise import QUANTISE_CONVERTERS
+from relaxtune.pipeline.importer.converters.reductions import REDUCTION_CONVERTERS
+from relaxtune.pipeline.importer.converters.shapes.constants import CONSTANT_CONVERTERS
+from relaxtune.pipeline.importer.converters.shapes.gather import GATHER_CONVERTERS
+from relaxtune.pipeline.importer.converters.shapes.resize import RESIZE_CONVERTERS
+from relaxtune.pipeline.importer.converters.shapes.shape import SHAPE_CONVERTERS
+from relaxtune.pipeline.importer.converters.shapes.tile import TILE_CONVERTERS
+from relaxtune.pipeline.importer.converters.shapes.top_k import TOP_K_CONVERTERS
 
 CONVERTERS: Mapping[tuple[str, str], Converter] = {
     **ACTIVATION_CONVERTERS,

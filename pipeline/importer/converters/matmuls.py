@@ -11,8 +11,8 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from pipeline.importer.converters.activations import activate
-from pipeline.importer.converters.base import (
+from relaxtune.pipeline.importer.converters.activations import activate
+from relaxtune.pipeline.importer.converters.base import (
     Converter,
     ConverterInput,
     constant,

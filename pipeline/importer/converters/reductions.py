@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 import tvm
 from tvm import relax, te, tirx
 
-from pipeline.importer.converters.base import Converter, ConverterInput, constant_value, dtype_of, int_attribute
+from relaxtune.pipeline.importer.converters.base import (
+    Converter,
+    ConverterInput,
+    constant_value,
+    dtype_of,
+    int_attribute,
+)
 
 _MAXIMUM = te.comm_reducer(lambda a, b: tirx.max(a, b), lambda dtype: tirx.const(-math.inf, dtype), name="maximum")
 _MINIMUM = te.comm_reducer(lambda a, b: tirx.min(a, b), lambda dtype: tirx.const(math.inf, dtype), name="minimum")

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import tvm
 
-from models import OnnxModel
-from pipeline.bisect import Culprit, bisect, render
-from pipeline.bisect.plain_kernels import ReferenceKernels, ready_for_host
-from pipeline.bisect.search import _first_true
-from pipeline.bisect.subject import _without_graph, lowering_options, make_subject
-from pipeline.bisect.tensors import onnx_tensors
-from pipeline.bisect.trace import CallSite
-from pipeline.errors import PipelineError
-from pipeline.passes import LoweringOptions
-from pipeline.runtime import Module
-from pipeline.validate import default_tolerance, sample_inputs
-from schedules.targets import ResolvedTarget
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.bisect import Culprit, bisect, render
+from relaxtune.pipeline.bisect.plain_kernels import ReferenceKernels, ready_for_host
+from relaxtune.pipeline.bisect.search import _first_true
+from relaxtune.pipeline.bisect.subject import _without_graph, lowering_options, make_subject
+from relaxtune.pipeline.bisect.tensors import onnx_tensors
+from relaxtune.pipeline.bisect.trace import CallSite
+from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.passes import LoweringOptions
+from relaxtune.pipeline.validate.validation import default_tolerance, sample_inputs
+from relaxtune.schedules.targets import ResolvedTarget
 from tests.pipeline.faults.planting import build
 from tests.pipeline.faults.small_models import make_model
 

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.cli.app import main
+from relaxtune.pipeline.cli.app import main
 
 
 @pytest.fixture(scope="module")

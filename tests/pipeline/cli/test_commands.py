@@ -17,10 +17,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.cli.app import main
-from tuning_db.errors import TuningDatabaseError
-from tuning_db.records import Mode, RecordFilter, Route, Status
-from tuning_db.store import TuningDatabase
+from relaxtune.pipeline.cli.app import main
+from relaxtune.tuning_db.errors import TuningDatabaseError
+from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status
+from relaxtune.tuning_db.store import TuningDatabase
 
 CLASSES = 8
 ROOT = Path(__file__).parents[3]
@@ -192,7 +192,7 @@ def test_tune_refuses_a_device_that_is_not_here(relaxtune, workspace, tmp_path) 
 
 def test_ctrl_c_keeps_what_was_measured_and_still_compiles(workspace, tmp_path) -> None:
     database, artifact = tmp_path / "tuning.db", tmp_path / "artifact"
-    command = [sys.executable, "-c", "from pipeline.cli import main; main()", "tune", str(workspace.model)]
+    command = [sys.executable, "-c", "from relaxtune.pipeline.cli import main; main()", "tune", str(workspace.model)]
     options = ["--target", "llvm", "--shape", "x=64x32", "--trials", "5000", "--db", str(database)]
     job = subprocess.Popen(
         [*command, *options, "--no-bench", "--out", str(artifact)],
@@ -398,7 +398,7 @@ def test_json_target_needs_an_output_directory(relaxtune) -> None:
 def test_help_and_version_of_every_command_load_no_tvm() -> None:
     code = (
         "import sys\n"
-        "from pipeline.cli.app import main\n"
+        "from relaxtune.pipeline.cli.app import main\n"
         "try:\n    main(['tune', '--help'])\n"
         "except SystemExit as ended:\n    assert not ended.code\n"
         "sys.exit(any(name in sys.modules for name in ('tvm', 'onnx', 'sqlalchemy')))\n"

@@ -10,15 +10,15 @@ from pathlib import Path
 import onnx
 import pytest
 
-from pipeline.artifact import load_manifest
-from pipeline.cli.app import main
-from pipeline.environment import target_key
-from pipeline.manifest import Manifest
-from pipeline.outcomes import artifact_of
-from schedules.targets import resolve_target
+from relaxtune.pipeline.artifact.directory import load_manifest
+from relaxtune.pipeline.artifact.manifest import Manifest
+from relaxtune.pipeline.cli.app import main
+from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.job_outcomes import artifact_of
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.tuning_db.records import Mode
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.cli.test_commands import classifier
-from tuning_db.records import Mode
-from tuning_db.store import TuningDatabase
 
 MODEL_OPTIONS = ("--target", "llvm", "--shape", "x=16x32")
 

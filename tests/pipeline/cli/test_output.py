@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pipeline.cli.output import OutputFormat, TableView, configure_logging, emit
+from relaxtune.pipeline.cli.output import OutputFormat, TableView, configure_logging, emit
 
 VIEW = TableView("title", ("name", "fix"), (("x", "pip install 'relaxtune[export]'"),))
 
@@ -17,20 +17,20 @@ def test_logs_go_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(2):
         stream = io.StringIO()
         monkeypatch.setattr(sys, "stderr", stream)
-        logging.getLogger("pipeline.something").info("found it")
-        logging.getLogger("pipeline.something").debug("a detail")
+        logging.getLogger("relaxtune.pipeline.something").info("found it")
+        logging.getLogger("relaxtune.pipeline.something").debug("a detail")
         assert stream.getvalue() == "INFO found it\n"
 
 
 def test_details_are_logged_when_verbose(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(verbose=True)
-    logging.getLogger("schedules.something").debug("a detail")
+    logging.getLogger("relaxtune.schedules.something").debug("a detail")
     assert capsys.readouterr().err == "DEBUG a detail\n"
 
 
 def test_other_handlers_still_see_the_records(caplog: pytest.LogCaptureFixture) -> None:
     configure_logging(verbose=False)
-    logging.getLogger("models").warning("look")
+    logging.getLogger("relaxtune.models").warning("look")
     assert "look" in caplog.text
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.cli.app import main
+from relaxtune.pipeline.cli.app import main
 
 
 def exit_code(*arguments: object) -> int:

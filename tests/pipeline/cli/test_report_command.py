@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.app import main
-from pipeline.compile import CompiledModule
-from pipeline.export import write_artifact
-from tuning_db.store import TuningDatabase
+from relaxtune.pipeline.artifact.compile import CompiledModule
+from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.cli.app import main
+from relaxtune.tuning_db.store import TuningDatabase
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models import OnnxModel
-from pipeline.cli.app import main
-from pipeline.passes import lowering_steps
-from pipeline.runtime import Module
-from schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.cli.app import main
+from relaxtune.pipeline.passes import lowering_steps
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from tests.pipeline.faults.planting import FaultyKernel, build
 from tests.pipeline.faults.small_models import make_model
 from tests.pipeline.faults.test_kernels import CASES as KERNEL_CASES
@@ -152,7 +152,7 @@ def test_compare_says_what_it_lacks(relaxtune, builds, tmp_path) -> None:
 def test_a_bisection_that_is_not_possible_leaves_the_verdict(relaxtune, builds, monkeypatch) -> None:
     # The artifact was compiled with a pass that the list of passes now has no more: other kernels are made.
     steps = tuple(step for step in lowering_steps() if step.name != "fuse_operations")
-    monkeypatch.setattr(importlib.import_module("pipeline.passes.lower"), "lowering_steps", lambda: steps)
+    monkeypatch.setattr(importlib.import_module("relaxtune.pipeline.passes.lower"), "lowering_steps", lambda: steps)
     outcome = relaxtune("validate", builds.wrong, "--bisect", "--samples", 1, "--format", "json")
     assert outcome.code == 3
     assert outcome.data["bisection"] is None

@@ -7,17 +7,17 @@ import pytest
 import tvm
 import tvm_ffi
 
-from models import OnnxModel
-from pipeline.codegen import cuda_compiler, cuda_libraries
-from pipeline.codegen.cuda_compiler import COMPILE_CALLBACK, CompilerKind, compile_cubin, find_toolchain
-from pipeline.codegen.cuda_libraries import load_library, pypi_folders, pypi_root
-from pipeline.compile import compile_module, portable_host
-from pipeline.errors import ArtifactError, LoweringError
-from pipeline.export import write_artifact
-from pipeline.importer import import_model
-from pipeline.passes import lower
-from pipeline.runtime import Module
-from schedules.targets import resolve_target
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.artifact.compile import compile_module, portable_host
+from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.codegen import cuda_compiler, cuda_libraries
+from relaxtune.pipeline.codegen.cuda_compiler import COMPILE_CALLBACK, CompilerKind, compile_cubin, find_toolchain
+from relaxtune.pipeline.codegen.cuda_libraries import load_library, pypi_folders, pypi_root
+from relaxtune.pipeline.errors import ArtifactError, LoweringError
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
+from relaxtune.schedules.targets import resolve_target
 
 KERNEL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'
 EM_CUDA = 190
@@ -53,7 +53,7 @@ def test_artifact_embeds_a_cubin_and_no_source(cuda_artifact: Path) -> None:
 
 
 def test_artifact_says_what_it_needs(cuda_artifact: Path) -> None:
-    from pipeline.artifact import verify_artifact
+    from relaxtune.pipeline.artifact.directory import verify_artifact
 
     target = verify_artifact(cuda_artifact).target
     assert (target.kind, target.arch, target.cuda_graph) == ("cuda", "sm_90a", True)

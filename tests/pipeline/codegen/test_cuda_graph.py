@@ -4,13 +4,13 @@ import pytest
 import tvm
 from tvm import relax
 
-from models import OnnxModel, load_model
-from pipeline.codegen.cuda_graph import capture_whole_function
-from pipeline.compile import _pass_context, _plan_memory
-from pipeline.importer import import_model
-from pipeline.passes import lower
-from pipeline.passes.module import LoweredModule, LoweringOptions
-from schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.pipeline.artifact.compile import _pass_context, _plan_memory
+from relaxtune.pipeline.codegen.cuda_graph import capture_whole_function
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from tvm.backend.cuda.codegen.header import header_generator
 
-from pipeline.codegen import cuda_compile
-from pipeline.codegen.cuda_compile import FAST_MATH, compile_with_nvcc, compile_with_nvrtc, uses_fast_math
-from pipeline.codegen.cuda_compiler import TOOLKIT, compile_cubin, find_toolchain
-from pipeline.codegen.cuda_source import DeviceSource, prepare_source
-from pipeline.errors import LoweringError
-from schedules.targets import resolve_target
+from relaxtune.pipeline.codegen import cuda_compile
+from relaxtune.pipeline.codegen.cuda_compile import FAST_MATH, compile_with_nvcc, compile_with_nvrtc, uses_fast_math
+from relaxtune.pipeline.codegen.cuda_compiler import TOOLKIT, compile_cubin, find_toolchain
+from relaxtune.pipeline.codegen.cuda_source import DeviceSource, prepare_source
+from relaxtune.pipeline.errors import LoweringError
+from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.codegen.cubins import machine_code
 
 KERNEL = """

@@ -5,10 +5,10 @@ import tvm
 from tvm import te
 from tvm.s_tir import Schedule
 
-from pipeline.codegen.cuda_vectors import fit_vectors
-from pipeline.codegen.finish import device_toolchain, finish_kernels
-from schedules.targets import resolve_target
-from schedules.templates.lowering import tir_pipeline_for
+from relaxtune.pipeline.codegen.cuda_vectors import fit_vectors
+from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.templates.lowering import tir_pipeline_for
 
 TARGET = resolve_target("cuda:sm_90a").target
 

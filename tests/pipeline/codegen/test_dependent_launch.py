@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from pipeline.codegen.dependent_launch import without_dependent_launch
-from pipeline.compile import apply_choices
-from pipeline.environment import detect_environment
-from pipeline.importer import import_model
-from pipeline.passes import LoweringOptions, lower
-from pipeline.selection import select_kernels
-from pipeline.tuning.tasks import extract_tasks
-from schedules.targets import resolve_target
+from relaxtune.pipeline.artifact.compile import apply_choices
+from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.codegen.dependent_launch import without_dependent_launch
+from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import LoweringOptions, lower
+from relaxtune.pipeline.tasks.extract import extract_tasks
+from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.passes.pass_cases import small_model
 
 HOPPER = resolve_target("cuda:sm_90a")

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 import tvm
 
-from pipeline.codegen import cuda_compiler
-from pipeline.codegen.cuda_compiler import CudaToolchain
-from pipeline.codegen.finish import device_toolchain, finish_kernels
-from pipeline.errors import LoweringError
-from schedules.fallback import apply_fallback
-from schedules.targets import resolve_target
+from relaxtune.pipeline.codegen import cuda_compiler
+from relaxtune.pipeline.codegen.cuda_compiler import CudaToolchain
+from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
+from relaxtune.pipeline.errors import LoweringError
+from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.codegen.cubins import machine_code
 from tests.pipeline.tuning.tuning_cases import add_one_mod
 

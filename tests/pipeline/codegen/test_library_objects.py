@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import tvm_ffi.libinfo
 
-from pipeline.codegen import library_objects
-from pipeline.codegen.library_objects import compile_library_objects, list_library_sources
-from pipeline.errors import LoweringError
-from schedules.attention_function import attention_function
-from schedules.libraries.cublaslt import CublasLt, CublasLtParameters
-from schedules.libraries.cudnn_attention import CudnnAttention, CudnnAttentionParameters
-from schedules.libraries.vendors import CUDNN, VENDOR_LIBRARIES
-from schedules.targets import resolve_target
+from relaxtune.pipeline.codegen import library_objects
+from relaxtune.pipeline.codegen.library_objects import compile_library_objects, list_library_sources
+from relaxtune.pipeline.errors import LoweringError
+from relaxtune.schedules.functions.plain_attention import attention_function
+from relaxtune.schedules.libraries.cublaslt import CublasLt, CublasLtParameters
+from relaxtune.schedules.libraries.cudnn_attention import CudnnAttention, CudnnAttentionParameters
+from relaxtune.schedules.libraries.vendors import CUDNN, VENDOR_LIBRARIES
+from relaxtune.schedules.targets import resolve_target
 from tests.schedules.attention_cases import AttentionCase
 from tests.schedules.templates.matmul_cases import MatmulCase
 

@@ -6,10 +6,10 @@ import struct
 
 import pytest
 
-from pipeline.codegen import cuda_compiler
-from pipeline.codegen.cuda_compiler import compile_cubin, find_toolchain
-from pipeline.codegen.wgmma_check import count_early_reads
-from pipeline.errors import LoweringError
+from relaxtune.pipeline.codegen import cuda_compiler
+from relaxtune.pipeline.codegen.cuda_compiler import compile_cubin, find_toolchain
+from relaxtune.pipeline.codegen.wgmma_check import count_early_reads
+from relaxtune.pipeline.errors import LoweringError
 
 # As nvdisasm 13.5 prints kernels of the GEMM template (sm_90a).
 MULTIPLY_24 = (0x40E000000C1879F0, 0x000FE20008700818)  # HGMMA.64x64x16.F32 R24, gdesc[UR12].tnspB, R24

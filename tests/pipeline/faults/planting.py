@@ -13,21 +13,21 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from models import OnnxModel
-from pipeline.compile import compile_module
-from pipeline.environment import detect_environment
-from pipeline.export import write_artifact
-from pipeline.importer import import_model
-from pipeline.passes import LoweringOptions, lower, lowering_steps
-from pipeline.passes.ir import array_of, bindings_of, main_of, with_main
-from pipeline.passes.state import LoweringState
-from pipeline.passes.step import Step
-from pipeline.runtime import Module
-from pipeline.selection import KernelChoice, select_kernels
-from pipeline.tuning.tasks import extract_tasks
-from schedules.fallback import SCHEDULED_ATTR, apply_fallback
-from schedules.targets import ResolvedTarget
-from tuning_db.records import Route
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.choose.selection import KernelChoice, select_kernels
+from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import LoweringOptions, lower, lowering_steps
+from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, main_of, with_main
+from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.kit.step import Step
+from relaxtune.pipeline.tasks.extract import extract_tasks
+from relaxtune.schedules.fallback import SCHEDULED_ATTR, apply_fallback
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.tuning_db.records import Route
 
 Edit = Callable[[tvm.ir.Expr], tvm.ir.Expr]
 
@@ -66,7 +66,7 @@ class FaultyPass:
         steps = lowering_steps()
         assert self.name in {step.name for step in steps}
         faulty = tuple(replace(step, run=self._run(step)) if step.name == self.name else step for step in steps)
-        for place in ("pipeline.passes.lower", "pipeline.bisect.stages"):
+        for place in ("relaxtune.pipeline.passes.lower", "relaxtune.pipeline.bisect.stages"):
             patch.setattr(importlib.import_module(place), "lowering_steps", lambda: faulty)
 
     def _run(self, step: Step) -> Callable[[tvm.ir.IRModule, LoweringState], tvm.ir.IRModule]:

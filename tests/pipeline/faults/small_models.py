@@ -9,11 +9,11 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from models import OnnxModel, load_model
-from models.zoo.bert import BertConfig, build_bert
-from models.zoo.gpt2 import Gpt2Config, build_gpt2
-from models.zoo.graph import Precision
-from models.zoo.llama import LlamaConfig, build_llama
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.models.zoo.bert import BertConfig, build_bert
+from relaxtune.models.zoo.gpt2 import Gpt2Config, build_gpt2
+from relaxtune.models.zoo.graph import Precision
+from relaxtune.models.zoo.llama import LlamaConfig, build_llama
 
 _DIMS: dict[str, int | str] = {"batch": 2, "sequence": 12, "past_sequence": 7}
 _SYMBOLIC: dict[str, int | str] = {"batch": "batch", "sequence": "sequence"}

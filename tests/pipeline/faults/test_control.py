@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from tvm import relax
 
-from pipeline.bisect import Culprit, bisect
-from pipeline.bisect.matching import TensorMatcher
-from pipeline.bisect.stages import Stages
-from pipeline.bisect.tensors import onnx_tensors
-from pipeline.importer import frontend, import_model
-from pipeline.importer.converters import ConverterInput
-from pipeline.passes import LoweringOptions
-from pipeline.tolerances import Tolerance
-from pipeline.validate import default_tolerance, sample_inputs, validate
-from schedules.targets import ResolvedTarget
+from relaxtune.pipeline.bisect import Culprit, bisect
+from relaxtune.pipeline.bisect.matching import TensorMatcher
+from relaxtune.pipeline.bisect.stages import Stages
+from relaxtune.pipeline.bisect.tensors import onnx_tensors
+from relaxtune.pipeline.importer import frontend, import_model
+from relaxtune.pipeline.importer.converters import ConverterInput
+from relaxtune.pipeline.passes import LoweringOptions
+from relaxtune.pipeline.validate.tolerances import Tolerance
+from relaxtune.pipeline.validate.validation import default_tolerance, sample_inputs, validate
+from relaxtune.schedules.targets import ResolvedTarget
 from tests.pipeline.faults.planting import build
 from tests.pipeline.faults.small_models import make_model
 from tests.pipeline.faults.test_passes import CASES

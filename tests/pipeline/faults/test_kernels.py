@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.bisect import Culprit, bisect
-from pipeline.validate import default_tolerance, sample_inputs, validate
-from schedules.targets import ResolvedTarget
+from relaxtune.pipeline.bisect import Culprit, bisect
+from relaxtune.pipeline.validate.validation import default_tolerance, sample_inputs, validate
+from relaxtune.schedules.targets import ResolvedTarget
 from tests.pipeline.faults.planting import FaultyKernel, build
 from tests.pipeline.faults.small_models import make_model
 

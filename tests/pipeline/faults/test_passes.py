@@ -11,9 +11,9 @@ import pytest
 import tvm
 from tvm import relax
 
-from pipeline.bisect import Culprit, bisect
-from pipeline.validate import default_tolerance, sample_inputs, validate
-from schedules.targets import ResolvedTarget
+from relaxtune.pipeline.bisect import Culprit, bisect
+from relaxtune.pipeline.validate.validation import default_tolerance, sample_inputs, validate
+from relaxtune.schedules.targets import ResolvedTarget
 from tests.pipeline.faults.planting import FaultyPass, build, edited_constant, with_argument
 from tests.pipeline.faults.small_models import make_model
 

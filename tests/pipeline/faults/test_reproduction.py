@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.bisect import bisect, write_reproduction
-from pipeline.errors import PipelineError
-from pipeline.validate import default_tolerance, sample_inputs
-from schedules.targets import ResolvedTarget
+from relaxtune.pipeline.bisect import bisect, write_reproduction
+from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.validate.validation import default_tolerance, sample_inputs
+from relaxtune.schedules.targets import ResolvedTarget
 from tests.pipeline.faults.planting import build
 from tests.pipeline.faults.small_models import make_model
 from tests.pipeline.faults.test_kernels import CASES as KERNEL_CASES

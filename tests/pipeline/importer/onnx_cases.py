@@ -12,8 +12,8 @@ import tvm
 from onnx import TensorProto, helper, numpy_helper
 from tvm import relax
 
-from models import OnnxModel, TensorSpec
-from pipeline.importer import ImportedGraph, import_model
+from relaxtune.models import OnnxModel, TensorSpec
+from relaxtune.pipeline.importer import ImportedGraph, import_model
 
 ASSETS = Path(__file__).parent / "assets"
 Spec = tuple[str, Sequence[int | str]]

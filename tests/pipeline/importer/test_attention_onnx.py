@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.importer import import_model
+from relaxtune.pipeline.importer import import_model
 from tests.pipeline.importer.onnx_cases import assert_agrees, run_reference, run_relax
 from tests.pipeline.importer.test_contrib_converters import floats, model_of
 

@@ -9,10 +9,10 @@ import onnx
 import pytest
 from onnx import helper
 
-from models import OnnxModel
-from pipeline.errors import ImportFailedError
-from pipeline.importer import import_model
-from pipeline.importer.converters.matmuls import unpack_weights
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.errors import ImportFailedError
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.importer.converters.matmuls import unpack_weights
 from tests.pipeline.importer.onnx_cases import assert_agrees, make_model, run_reference, run_relax
 
 RNG = np.random.default_rng(7)

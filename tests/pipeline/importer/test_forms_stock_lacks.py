@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from pipeline.importer import import_model
+from relaxtune.pipeline.importer import import_model
 from tests.pipeline.importer.onnx_cases import assert_agrees, make_model, run_relax
 from tests.pipeline.importer.test_contrib_converters import floats
 

@@ -13,9 +13,9 @@ import tvm
 from onnx import helper
 from tvm import relax
 
-from models import load_model
-from pipeline.importer import ImportedGraph, import_model
-from pipeline.passes import lower
+from relaxtune.models import load_model
+from relaxtune.pipeline.importer import ImportedGraph, import_model
+from relaxtune.pipeline.passes import lower
 from tests.pipeline.importer.onnx_cases import (
     ASSETS,
     assert_agrees,

@@ -8,9 +8,9 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from models import OnnxModel, load_model
-from pipeline.importer.normalise import NormalisedGraph, normalise
-from pipeline.importer.quiet import quiet_libraries
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.pipeline.importer.normalise import NormalisedGraph, normalise
+from relaxtune.pipeline.importer.quiet import quiet_libraries
 from tests.pipeline.importer.onnx_cases import ASSETS, float_tensor, make_model, run_reference
 
 

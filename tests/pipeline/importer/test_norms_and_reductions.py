@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from pipeline.errors import ImportFailedError
-from pipeline.importer import import_model
+from relaxtune.pipeline.errors import ImportFailedError
+from relaxtune.pipeline.importer import import_model
 from tests.pipeline.importer.onnx_cases import assert_agrees, make_model, run_relax
 from tests.pipeline.importer.test_contrib_converters import floats, model_of
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from onnx import helper, numpy_helper
 
-from models import OnnxModel
-from pipeline.errors import ImportFailedError
-from pipeline.importer import import_model
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.errors import ImportFailedError
+from relaxtune.pipeline.importer import import_model
 from tests.pipeline.importer.onnx_cases import make_model, run_reference, run_relax
 from tests.pipeline.importer.test_contrib_converters import model_of
 

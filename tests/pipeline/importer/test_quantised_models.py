@@ -12,12 +12,12 @@ import pytest
 import tvm
 from tvm import relax
 
-from models import OnnxModel, load_model, random_inputs
-from pipeline.compile import compile_module
-from pipeline.importer import import_model
-from pipeline.passes import LoweringOptions, lower
-from pipeline.reference import Reference
-from schedules.targets import resolve_target
+from relaxtune.models import OnnxModel, load_model, random_inputs
+from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import LoweringOptions, lower
+from relaxtune.pipeline.validate.reference import Reference
+from relaxtune.schedules.targets import resolve_target
 
 
 class _Samples:

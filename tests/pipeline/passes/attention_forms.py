@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from models import OnnxModel
+from relaxtune.models import OnnxModel
 from tests.pipeline.passes.pass_cases import make_onnx
 
 BATCH, LENGTH, HEADS, SIZE = 2, 6, 4, 8

@@ -11,14 +11,14 @@ import tvm
 from onnx import TensorProto, helper, numpy_helper
 from tvm import relax
 
-from models import OnnxModel, TensorSpec, load_model
-from models.inputs import random_inputs
-from models.zoo.presets import get_preset
-from pipeline.importer.graph import ImportedGraph
-from pipeline.passes import LoweredModule, LoweringOptions, plan_memory_passes
-from pipeline.passes.ir import bindings_of, main_of
-from pipeline.passes.state import LoweringState
-from schedules.targets import resolve_target
+from relaxtune.models import OnnxModel, TensorSpec, load_model
+from relaxtune.models.inputs import random_inputs
+from relaxtune.models.zoo.presets import get_preset
+from relaxtune.pipeline.importer.graph import ImportedGraph
+from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, plan_memory_passes
+from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
+from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.schedules.targets import resolve_target
 
 LLVM = resolve_target("llvm").target
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from tvm import relax
 
-from models import OnnxModel
-from models.inputs import random_inputs
-from pipeline.importer import import_model
-from pipeline.passes import LoweredModule, LoweringOptions, lower
-from pipeline.passes.state import LoweringState
-from pipeline.tuning.tasks import extract_tasks
-from schedules.targets import resolve_target
+from relaxtune.models import OnnxModel
+from relaxtune.models.inputs import random_inputs
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
+from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.tasks.extract import extract_tasks
+from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.passes.attention_forms import Form
 from tests.pipeline.passes.pass_cases import (
     LLVM,

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from models import OnnxModel
-from pipeline.errors import LoweringError
-from pipeline.importer import import_model
-from pipeline.passes import lower
-from pipeline.passes.module import LoweringOptions
-from schedules.targets import resolve_target
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.importer.onnx_cases import make_model
 from tests.pipeline.passes.pass_cases import assert_agrees, run_lowered, run_reference
 

@@ -10,13 +10,13 @@ import pytest
 import tvm
 from tvm import relax
 
-from models import OnnxModel, load_model
-from pipeline.errors import LoweringError, UsageError
-from pipeline.importer import ImportedGraph, import_model
-from pipeline.passes import LoweredModule, LoweringOptions, lower, lowering_steps, plan_memory_passes
-from pipeline.passes.ir import bindings_of, called_function, main_of
-from pipeline.passes.module import PassReport
-from pipeline.passes.step import Phase, Step
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.pipeline.errors import LoweringError, UsageError
+from relaxtune.pipeline.importer import ImportedGraph, import_model
+from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower, lowering_steps, plan_memory_passes
+from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of
+from relaxtune.pipeline.passes.kit.step import Phase, Step
+from relaxtune.pipeline.passes.module import PassReport
 from tests.pipeline.passes.pass_cases import (
     LLVM,
     assert_agrees,
@@ -203,7 +203,7 @@ def test_lower_names_the_pass_when_one_fails(monkeypatch: pytest.MonkeyPatch) ->
 
     steps = (Step(Phase.PATTERNS, "failing_pass", fail),)
     # The package's function `lower` hides its module of the same name.
-    monkeypatch.setattr(sys.modules["pipeline.passes.lower"], "lowering_steps", lambda: steps)
+    monkeypatch.setattr(sys.modules["relaxtune.pipeline.passes.lower"], "lowering_steps", lambda: steps)
     expected = r"pass 'failing_pass' \(4 pattern rewrites\) failed on function 'main' of model 't5-tiny'.*shapes of"
     with pytest.raises(LoweringError, match=expected) as caught:
         lower(graph_of_zoo("t5-tiny"), LLVM)

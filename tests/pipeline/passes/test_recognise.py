@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tvm import relax
 
-from pipeline.importer.graph import ImportedGraph
-from pipeline.passes.recognise_activations import recognise_activations
-from pipeline.passes.recognise_norms import recognise_norms
+from relaxtune.pipeline.importer.graph import ImportedGraph
+from relaxtune.pipeline.passes.norms.recognise_norms import recognise_norms
+from relaxtune.pipeline.passes.recognise_activations import recognise_activations
 from tests.pipeline.passes.pass_cases import assert_agrees, graph_of, operators_of, run_module, state_of
 
 op = relax.op

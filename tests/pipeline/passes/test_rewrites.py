@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 from tvm import relax, tirx
 
-from pipeline.passes import fold_constants as fold_module
-from pipeline.passes.accumulate import accumulate_in_float32
-from pipeline.passes.fold_constants import fold_constants
-from pipeline.passes.half_precision import compute_in_half_precision
-from pipeline.passes.ir import bindings_of, dtype_of, main_of
-from pipeline.passes.merge_common import merge_common_subexpressions
-from pipeline.passes.name_bindings import name_bindings
-from pipeline.passes.simplify_views import simplify_views
-from pipeline.passes.transposed_matmul import write_matmuls_transposed
+from relaxtune.pipeline.passes.kit.ir import bindings_of, dtype_of, main_of
+from relaxtune.pipeline.passes.layout.simplify_views import simplify_views
+from relaxtune.pipeline.passes.layout.transposed_matmul import write_matmuls_transposed
+from relaxtune.pipeline.passes.merge_common import merge_common_subexpressions
+from relaxtune.pipeline.passes.name_bindings import name_bindings
+from relaxtune.pipeline.passes.precision.accumulate import accumulate_in_float32
+from relaxtune.pipeline.passes.precision.half_precision import compute_in_half_precision
+from relaxtune.pipeline.passes.weights import fold_constants as fold_module
+from relaxtune.pipeline.passes.weights.fold_constants import fold_constants
 from tests.pipeline.passes.pass_cases import assert_agrees, graph_of, operators_of, run_module, state_of
 
 op = relax.op

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 from onnx import helper, numpy_helper
 
-from models import OnnxModel
-from pipeline.precision.onnx_weights import MatmulWeights, with_quantised_weights
-from pipeline.precision.quantise import quantise
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.precision.onnx_weights import MatmulWeights, with_quantised_weights
+from relaxtune.pipeline.precision.quantise import quantise
 from tests.pipeline.passes.pass_cases import make_onnx, run_reference
 
 RNG = np.random.default_rng(0)

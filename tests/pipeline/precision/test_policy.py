@@ -3,11 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models import load_model
-from pipeline.errors import UsageError
-from pipeline.passes.module import LoweringOptions
-from pipeline.precision import POLICY_NAMES, named_policy
-from pipeline.precision.recorded import AS_GIVEN, policy_entry
+from relaxtune.models import load_model
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.pipeline.precision import POLICY_NAMES, named_policy
+from relaxtune.pipeline.precision.recorded import AS_GIVEN, policy_entry
 
 
 def test_every_policy_states_weights_activations_accumulators_and_norms_apart() -> None:

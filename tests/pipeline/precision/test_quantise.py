@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.precision.quantise import group_of, packed_panels, packed_rows, quantise
+from relaxtune.pipeline.precision.quantise import group_of, packed_panels, packed_rows, quantise
 
 RNG = np.random.default_rng(0)
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.environment import detect_environment, target_key
-from schedules.targets import resolve_target
+from relaxtune.pipeline.environment import detect_environment, target_key
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import Place
-from tuning_db.store import TuningDatabase
 
 
 @pytest.fixture(scope="session")

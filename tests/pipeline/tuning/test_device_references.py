@@ -13,24 +13,24 @@ import tvm
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
-import pipeline.tuning.runner as runner_module
-from pipeline.environment import detect_environment
-from pipeline.tuning.arguments import ArgumentSpec, make_arrays
-from pipeline.tuning.baseline import device_reference_mod
-from pipeline.tuning.builder import PoolBuilder
-from pipeline.tuning.failure import read_failure
-from pipeline.tuning.measuring import host_reference_file, may_appeal, reference_file
-from pipeline.tuning.note import CandidateNote, attach_note, read_note
-from pipeline.tuning.options import TuningOptions
-from pipeline.tuning.runner import ProcessRunner
-from pipeline.tuning.session import tune
-from pipeline.tuning.state import TaskState
-from pipeline.tuning.timing import MeasureOptions
-from schedules.targets import resolve_target
+import relaxtune.pipeline.tuning.local.runner as runner_module
+from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.tuning.local.builder import PoolBuilder
+from relaxtune.pipeline.tuning.local.runner import ProcessRunner
+from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec, make_arrays
+from relaxtune.pipeline.tuning.measure.failure import read_failure
+from relaxtune.pipeline.tuning.measure.notes import CandidateNote, attach_note, read_note
+from relaxtune.pipeline.tuning.measure.requests import host_reference_file, may_appeal, reference_file
+from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.plan.baseline import device_reference_mod
+from relaxtune.pipeline.tuning.plan.state import TaskState
+from relaxtune.pipeline.tuning.session import tune
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.tuning_db.records import Route, Status
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.test_gpu import Told, half_matmul
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, args_info, extern_mod, matmul_task, task_of
-from tuning_db.records import Route, Status
-from tuning_db.store import TuningDatabase
 
 QUICK = MeasureOptions(repeats=2, contender_repeats=0, min_repeat_s=0.0005, threads=1)
 

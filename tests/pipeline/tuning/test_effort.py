@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.efforts import Effort
-from pipeline.tuning.effort import LEVELS, options_for
+from relaxtune.pipeline.efforts import Effort
+from relaxtune.pipeline.tuning.effort import LEVELS, options_for
 
 
 def test_more_effort_tries_more_and_is_content_later() -> None:

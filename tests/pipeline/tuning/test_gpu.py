@@ -15,23 +15,23 @@ from tvm import te
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
-from pipeline.environment import detect_environment
-from pipeline.tuning.builder import PoolBuilder
-from pipeline.tuning.failure import read_failure
-from pipeline.tuning.note import CandidateNote, attach_note
-from pipeline.tuning.options import TuningOptions
-from pipeline.tuning.rotation import RotatedTimer
-from pipeline.tuning.rounds import Rounds
-from pipeline.tuning.runner import ProcessRunner
-from pipeline.tuning.session import require_valid, tune
-from pipeline.tuning.state import TaskState
-from pipeline.tuning.tasks import as_workload
-from pipeline.tuning.timing import MeasureOptions
-from schedules.fallback import apply_fallback
-from schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.tasks.extract import as_workload
+from relaxtune.pipeline.tuning.local.builder import PoolBuilder
+from relaxtune.pipeline.tuning.local.runner import ProcessRunner
+from relaxtune.pipeline.tuning.measure.failure import read_failure
+from relaxtune.pipeline.tuning.measure.notes import CandidateNote, attach_note
+from relaxtune.pipeline.tuning.measure.rotation import RotatedTimer
+from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.plan.rounds import Rounds
+from relaxtune.pipeline.tuning.plan.state import TaskState
+from relaxtune.pipeline.tuning.session import require_valid, tune
+from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.tuning_db.records import RecordFilter, Route, Status
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import add_one_mod, args_info, matmul_task, task_of
-from tuning_db.records import RecordFilter, Route, Status
-from tuning_db.store import TuningDatabase
 
 HAS_GPU = bool(tvm.cuda(0).exist)
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")

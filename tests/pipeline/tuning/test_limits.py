@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.tuning import bounds
-from pipeline.tuning.bounds import bound_us, search_bound_us
-from pipeline.tuning.cost_model import WARMUP_CANDIDATES, FastCostModel
-from pipeline.tuning.search import TaskSearch
-from schedules.space import make_space
-from schedules.targets import resolve_target
+from relaxtune.pipeline.tuning.plan import matmul_bound as bounds
+from relaxtune.pipeline.tuning.plan.matmul_bound import bound_us, search_bound_us
+from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
+from relaxtune.pipeline.tuning.search.evolution import TaskSearch
+from relaxtune.schedules.search.space import make_space
+from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, matmul_task, task_of
 
 H200 = (132, 1.98e9)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tvm
 
-from pipeline.tuning.arguments import hiding_nothing
-from pipeline.tuning.dependent_arguments import padding_masks
-from pipeline.tuning.note import CandidateNote, attach_note, take_note
-from schedules.attention_function import attention_function
+from relaxtune.pipeline.tuning.measure.arguments import hiding_nothing
+from relaxtune.pipeline.tuning.measure.dependent_arguments import padding_masks
+from relaxtune.pipeline.tuning.measure.notes import CandidateNote, attach_note, take_note
+from relaxtune.schedules.functions.plain_attention import attention_function
 from tests.schedules.attention_cases import PLAIN, AttentionCase
 
 

@@ -12,26 +12,26 @@ import pytest
 import tvm
 from tvm.s_tir import meta_schedule as ms
 
-from pipeline.tuning.arguments import ArgumentSpec, make_arrays, with_column_sums, with_partial_sums
-from pipeline.tuning.baseline import own_tolerances, reference_mods, take_reference
-from pipeline.tuning.builder import PoolBuilder
-from pipeline.tuning.dependent_arguments import column_sums_of_weights, partial_sums_of_rows
-from pipeline.tuning.failure import read_failure
-from pipeline.tuning.mismatch import find_mismatch
-from pipeline.tuning.note import CandidateNote, attach_note
-from pipeline.tuning.options import TuningOptions
-from pipeline.tuning.runner import ProcessRunner
-from pipeline.tuning.session import tune
-from pipeline.tuning.state import TaskState
-from pipeline.tuning.task import TuningTask
-from pipeline.tuning.tasks import as_workload
-from pipeline.tuning.timing import MeasureOptions
-from schedules.fallback import apply_fallback
+from relaxtune.pipeline.tasks.extract import as_workload
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuning.local.builder import PoolBuilder
+from relaxtune.pipeline.tuning.local.runner import ProcessRunner
+from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec, make_arrays, with_column_sums, with_partial_sums
+from relaxtune.pipeline.tuning.measure.dependent_arguments import column_sums_of_weights, partial_sums_of_rows
+from relaxtune.pipeline.tuning.measure.failure import read_failure
+from relaxtune.pipeline.tuning.measure.mismatch import find_mismatch
+from relaxtune.pipeline.tuning.measure.notes import CandidateNote, attach_note
+from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.plan.baseline import own_tolerances, reference_mods, take_reference
+from relaxtune.pipeline.tuning.plan.state import TaskState
+from relaxtune.pipeline.tuning.session import tune
+from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.tuning_db.records import Route, Status
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import Place, args_info, task_of
 from tests.schedules.templates.matmul_cases import MatmulCase
 from tests.schedules.templates.norm_cases import OUTPUTS, NormCase
-from tuning_db.records import Route, Status
-from tuning_db.store import TuningDatabase
 
 QUICK = MeasureOptions(repeats=3, contender_repeats=0, min_repeat_s=0.0005, threads=1)
 STATISTICS = NormCase(MatmulCase((2, 24), 64, 256, ("bias",)), operand=True, shifted=True, keeps=True)

@@ -11,24 +11,24 @@ import pytest
 import tvm
 from tvm.s_tir import meta_schedule as ms
 
-from pipeline.errors import NothingMeasuredError, UsageError
-from pipeline.tuning import search as search_module
-from pipeline.tuning import session as session_module
-from pipeline.tuning.options import TaskSummary, TuningOptions, TuningSummary
-from pipeline.tuning.progress import ProgressEvent
-from pipeline.tuning.recorder import Recorder
-from pipeline.tuning.search import Candidate, TaskSearch
-from pipeline.tuning.session import require_valid, tune
-from pipeline.tuning.standing import standing_records
-from pipeline.tuning.table import to_json
-from pipeline.tuning.timing import MeasureOptions
-from schedules.fallback import apply_fallback
-from schedules.targets import ResolvedTarget
-from schedules.templates.base import TemplateError
+from relaxtune.pipeline.choose.standing import standing_records
+from relaxtune.pipeline.errors import NothingMeasuredError, UsageError
+from relaxtune.pipeline.tuning import session as session_module
+from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+from relaxtune.pipeline.tuning.options import TaskSummary, TuningOptions, TuningSummary
+from relaxtune.pipeline.tuning.plan.recorder import Recorder
+from relaxtune.pipeline.tuning.progress import ProgressEvent
+from relaxtune.pipeline.tuning.result_table import to_json
+from relaxtune.pipeline.tuning.search import evolution as search_module
+from relaxtune.pipeline.tuning.search.evolution import Candidate, TaskSearch
+from relaxtune.pipeline.tuning.session import require_valid, tune
+from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.base import TemplateError
+from relaxtune.tuning_db.errors import DatabaseWriteError
+from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status, TuningRecord
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, extern_mod, matmul_task, task_of, unbuildable_mod
-from tuning_db.errors import DatabaseWriteError
-from tuning_db.records import Mode, RecordFilter, Route, Status, TuningRecord
-from tuning_db.store import TuningDatabase
 
 OPTIONS = TuningOptions(
     trials=6,

@@ -8,10 +8,10 @@ import tvm
 from tvm import te
 from tvm.s_tir import meta_schedule as ms
 
-from pipeline.tuning.task import TuningTask
-from pipeline.tuning.tasks import as_workload, make_task
-from schedules.targets import ResolvedTarget
-from tuning_db.records import Environment, TargetKey
+from relaxtune.pipeline.tasks.extract import as_workload, make_task
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.tuning_db.records import Environment, TargetKey
 
 
 @dataclass(frozen=True)

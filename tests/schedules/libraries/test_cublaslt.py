@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 from tvm import te, tirx
 
-from schedules.fallback import SCHEDULED_ATTR
-from schedules.gpu.binding import count_launches, list_unbound_blocks
-from schedules.libraries.cublaslt import CublasLt, CublasLtParameters
-from schedules.libraries.vendors import CUBLASLT, SOURCES_ATTR, libraries_of, library_sources
-from schedules.targets import ResolvedTarget, resolve_target
-from schedules.templates.base import Refusal, TemplateError
-from schedules.templates.gemm_sm90_plan import GemmParameters
+from relaxtune.schedules.fallback import SCHEDULED_ATTR
+from relaxtune.schedules.gpu.binding import count_launches, list_unbound_blocks
+from relaxtune.schedules.libraries.cublaslt import CublasLt, CublasLtParameters
+from relaxtune.schedules.libraries.vendors import CUBLASLT, SOURCES_ATTR, libraries_of, library_sources
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.schedules.templates.base import Refusal, TemplateError
+from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 PLAIN = MatmulCase((128,), 96, 64)

@@ -13,14 +13,14 @@ import tvm
 from scipy import special
 from tvm import tirx
 
-from pipeline.codegen.cuda_libraries import offer_library
-from pipeline.codegen.finish import device_toolchain, finish_kernels
-from pipeline.codegen.library_objects import compile_library_objects, list_library_sources
-from schedules.attention_function import attention_function
-from schedules.libraries.vendors import CUBLASLT, CUDNN, VendorLibrary
-from schedules.targets import resolve_target
-from schedules.templates.base import Parameters, Refusal, Template
-from schedules.templates.registry import LIBRARIES
+from relaxtune.pipeline.codegen.cuda_libraries import offer_library
+from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
+from relaxtune.pipeline.codegen.library_objects import compile_library_objects, list_library_sources
+from relaxtune.schedules.functions.plain_attention import attention_function
+from relaxtune.schedules.libraries.vendors import CUBLASLT, CUDNN, VendorLibrary
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.templates.base import Parameters, Refusal, Template
+from relaxtune.schedules.templates.registry import LIBRARIES
 from tests.schedules.attention_cases import AttentionCase, Params, draw, reference
 from tests.schedules.templates.matmul_cases import MatmulCase
 

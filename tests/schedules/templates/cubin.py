@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import tvm_ffi
 
-from pipeline.codegen.cuda_compiler import COMPILE_CALLBACK, cuda_compiler
+from relaxtune.pipeline.codegen.cuda_compiler import COMPILE_CALLBACK, cuda_compiler
 
 # Low 12 bits of a 16-byte instruction, as nvdisasm 12.8 and 13.0 print them for sm_90.
 WGMMA = 0x9F0

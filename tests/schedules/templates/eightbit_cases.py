@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from scipy import special
 
-from schedules.templates.gemm_sm90_plan import GemmParameters
+from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 INTEGERS = MatmulCase((129,), 208, 208, dtype="int8", accumulator="int32", output="int32", transposed=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from tvm import te, tirx
 
-from schedules.quantised import matmul_of_rows
-from schedules.templates.epilogue import gate_column, value_column
-from schedules.templates.gemm_sm90 import CONSTANT_PARAMS_ATTR
+from relaxtune.schedules.functions.quantised_matmul import matmul_of_rows
+from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR
+from relaxtune.schedules.tir.epilogue import gate_column, value_column
 
 
 @dataclass(frozen=True)

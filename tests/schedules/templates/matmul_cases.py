@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tvm import te, tirx
 
-from schedules.templates.epilogue import gate_column, value_column
+from relaxtune.schedules.tir.epilogue import gate_column, value_column
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _masked(case: MatmulCase, value: te.Tensor):
 
 
 def _corrected(_case: MatmulCase, value: te.Tensor):
-    """Add what the zero point of the activations takes away, as `pipeline.passes.integer_matmuls` does."""
+    """Add what the zero point of the activations takes away, as `pipeline.passes.precision.integer_matmuls` does."""
     correction = te.placeholder((int(value.shape[-1]),), "int32", name="correction")
     return te.compute(value.shape, lambda *axes: value(*axes) + correction[axes[-1]], name="correct"), [correction]
 

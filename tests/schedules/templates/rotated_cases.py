@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 from tvm import te, tirx
 
-from schedules.templates.epilogue import MatmulFunction, recognise_matmul
-from schedules.templates.normed_matmul import OperandNorm, normalise_operand
-from schedules.templates.rotated_matmul import interleaved_heads, rotated_matmul
-from schedules.templates.row_norm import COUNT
+from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.normed_matmul import OperandNorm, normalise_operand
+from relaxtune.schedules.tir.rotated_matmul import interleaved_heads, rotated_matmul
+from relaxtune.schedules.tir.row_norm import COUNT
 
 EPSILON = 1e-5
 _GROUP = 16

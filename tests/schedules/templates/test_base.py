@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedules.templates.base import Parameters, TemplateError, added, template_of
+from relaxtune.schedules.templates.base import Parameters, TemplateError, added, template_of
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ import tvm
 from tvm import relax, tirx
 from tvm.tirx.compilation_pipeline import PIPELINE_MAP
 
-from pipeline.passes import plan_memory_passes
-from schedules.fallback import apply_fallback
-from schedules.targets import ResolvedTarget, resolve_target
-from schedules.templates.gemm_sm90 import GemmSm90
-from schedules.templates.gemm_sm90_plan import GemmParameters
-from schedules.templates.lowering import (
+from relaxtune.pipeline.passes import plan_memory_passes
+from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
+from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
+from relaxtune.schedules.templates.lowering import (
     MIXED_PIPELINE,
     has_kernels,
     register_mixed_pipeline,

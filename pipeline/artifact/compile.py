@@ -1,0 +1,186 @@
+"""From a lowered module and the kernels picked for it to code: schedule, plan memory, generate code."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import tvm
+from tvm import relax
+from tvm.target import codegen
+
+from relaxtune.pipeline.artifact.determinism import describe_determinism
+from relaxtune.pipeline.artifact.manifest import DeterminismEntry
+from relaxtune.pipeline.choose.selection import TVM_ERRORS, KernelChoice
+from relaxtune.pipeline.choose.variants import with_variants
+from relaxtune.pipeline.codegen.cuda_graph import capture_whole_function, fix_output_memory
+from relaxtune.pipeline.codegen.dependent_launch import without_dependent_launch
+from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
+from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
+from relaxtune.pipeline.codegen.planned_memory import planned_bytes
+from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.passes import plan_memory_passes
+from relaxtune.pipeline.passes.module import LoweredModule
+from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.gpu.binding import count_launches
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.lowering import tir_pipeline_for
+
+
+@dataclass(frozen=True)
+class CompiledModule:
+    """A module compiled in memory, with what it was made of.
+
+    Attributes
+    ----------
+    lowered, choices, target
+        What went in.
+    executable
+        TVM's executable; `pipeline.artifact.export.write_artifact` writes it.
+    cuda_graph
+        Whether the kernels run as one captured CUDA graph.
+    seconds
+        Phase of the compilation -> seconds.
+    planned_bytes
+        Storage of the static memory plan; None when it depends on the inputs' shapes.
+    launches
+        PrimFunc -> kernels that one call of it launches on a GPU; empty for a CPU.
+    kernel_hashes
+        PrimFunc -> what it was scheduled to (`pipeline.codegen.kernel_hash`).
+    determinism
+        What it promises about equal bits.
+    variants
+        The choices of the entries beside `main`.
+    """
+
+    lowered: LoweredModule
+    choices: tuple[KernelChoice, ...]
+    target: ResolvedTarget
+    executable: relax.VMExecutable
+    cuda_graph: bool
+    seconds: Mapping[str, float]
+    planned_bytes: int | None = None
+    launches: Mapping[str, int] = field(default_factory=dict)
+    kernel_hashes: Mapping[str, str] = field(default_factory=dict)
+    determinism: DeterminismEntry | None = None
+    variants: tuple[tuple[KernelChoice, ...], ...] = ()
+
+
+def compile_module(
+    lowered: LoweredModule,
+    choices: Sequence[KernelChoice],
+    target: ResolvedTarget,
+    *,
+    cuda_graph: bool = True,
+    variants: Sequence[Sequence[KernelChoice]] = (),
+) -> CompiledModule:
+    """Return the compiled module.
+
+    Parameters
+    ----------
+    lowered : LoweredModule
+        Unscheduled.
+    choices : sequence of KernelChoice
+        From `select_kernels`; a PrimFunc without a choice takes the fallback.
+    target : ResolvedTarget
+        What to generate code for; a CUDA target needs a compiler toolchain and no GPU.
+    cuda_graph : bool
+        On CUDA, whether the kernels of a module with static shapes run as one captured graph. It then reads its
+        inputs at fixed addresses, and its outputs stay valid until the next run.
+    variants : sequence of sequences of KernelChoice
+        Other choices of some functions each; every variant is an entry of its own (`pipeline.choose.variants`).
+
+    Raises
+    ------
+    LoweringError
+        Code generation refused the module, or the CUDA toolchain is missing.
+    """
+    target = portable_host(target)
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "schedule"):
+        mod = with_variants(apply_choices(lowered.mod, choices), variants, lowered.mod)
+        graph = cuda_graph and target.kind == "cuda"
+        if graph:
+            mod = capture_whole_function(mod, len(lowered.graph.inputs))
+        mod = apply_fallback(mod, target.target)
+        hashes = {name: kernel_hash(mod[name]) for name in lowered.kernels}
+        if not graph:
+            mod = without_dependent_launch(mod)
+        determinism = describe_determinism({name: mod[name] for name in lowered.kernels}, choices, target)
+        mod = finish_kernels(mod, target.target)
+        on_gpu = lowered.kernels if target.kind == "cuda" else ()
+        launches = {name: count_launches(mod[name]) for name in on_gpu}
+    with _timed(seconds, "plan_memory"), _pass_context(graph), target.target:
+        mod = _plan_memory(mod, target, graph)
+        planned = planned_bytes(mod)
+    with _timed(seconds, "codegen"), device_toolchain(target.target), _pass_context(graph), target.target:
+        executable = _generate(mod, target, lowered.graph.name)
+    return CompiledModule(
+        lowered,
+        tuple(choices),
+        target,
+        executable,
+        graph,
+        seconds,
+        planned,
+        launches,
+        hashes,
+        determinism,
+        tuple(map(tuple, variants)),
+    )
+
+
+def portable_host(target: ResolvedTarget) -> ResolvedTarget:
+    """Return a GPU target whose host code runs on any processor of its kind, not on this machine's only.
+
+    The host code of a GPU module packs arguments and launches kernels; a module compiled here is to run beside another
+    machine's GPU. A host that was chosen otherwise than by detection, and any CPU target, stays as it is.
+    """
+    host = target.target.host
+    detected = host is not None and str(host.attrs.get("mcpu", "")) == str(codegen.llvm_get_system_cpu())
+    if target.kind != "cuda" or not detected:
+        return target
+    generic = tvm.target.Target({"kind": "llvm", "mtriple": str(host.attrs["mtriple"])})
+    return replace(target, target=tvm.target.Target(target.target, host=generic))
+
+
+def apply_choices(mod: tvm.ir.IRModule, choices: Sequence[KernelChoice]) -> tvm.ir.IRModule:
+    """Return the module with the PrimFuncs of the choices replaced by their scheduled form."""
+    result = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
+    for choice in choices:
+        if choice.scheduled is not None:
+            result[result.get_global_var(choice.function)] = choice.scheduled
+    return result
+
+
+def _plan_memory(mod: tvm.ir.IRModule, target: ResolvedTarget, graph: bool) -> tvm.ir.IRModule:
+    passes = plan_memory_passes(target.target, graph)
+    if graph:
+        position = [str(one.info.name) for one in passes].index("RewriteCUDAGraph")
+        fix = tvm.transform.module_pass(
+            lambda planned, _: fix_output_memory(planned), opt_level=0, name="FixOutputMemory"
+        )
+        passes.insert(position, fix)
+    return tvm.transform.Sequential(passes)(mod)
+
+
+def _generate(mod: tvm.ir.IRModule, target: ResolvedTarget, name: str) -> relax.VMExecutable:
+    try:
+        return relax.build(mod, target.target, relax_pipeline=None, tir_pipeline=tir_pipeline_for(mod))
+    except TVM_ERRORS as e:
+        raise LoweringError(f"code generation of {name} for {target.kind} {target.arch} failed: {e}") from e
+
+
+@contextmanager
+def _pass_context(cuda_graph: bool) -> Iterator[None]:
+    with tvm.transform.PassContext(opt_level=3, config={"relax.backend.use_cuda_graph": cuda_graph}):
+        yield
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - started

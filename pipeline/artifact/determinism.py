@@ -1,0 +1,67 @@
+"""What an artifact promises about equal bits: the same inputs give the same outputs, run after run, on one machine.
+
+The promise rests on three things, of which the first two are looked up in the scheduled kernels:
+
+- no atomic operation: their order is the hardware's, and floating point sums depend on it;
+- no code from elsewhere: a vendor's library may choose its kernel or its order by what it finds at run time;
+- every sum has a fixed order: loops over a reduction are serial, vectorised, or cut in parts by the schedule, whose
+  sums are added in the order of the parts (shuffles and shared memory on a GPU, never whoever comes first). TVM's
+  schedule primitives refuse to run a loop in parallel that several iterations of one sum are in.
+
+On a CPU the number of threads does not matter either: a parallel loop hands whole iterations to threads, and what one
+iteration computes does not depend on which thread has it. It does not hold from machine to machine: another processor
+gets other code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from tvm import tirx
+
+from relaxtune.pipeline.artifact.manifest import DeterminismEntry
+from relaxtune.pipeline.choose.selection import KernelChoice
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.tuning_db.records import Route
+
+# TVM's atomics, CUDA's functions, and the PTX instructions `atom` and `red` (not `reduce` or `redux`).
+_ATOMIC = re.compile(r"atomic|\batom\.|\bred\.(async|shared|global|gpu|relaxed|release|sys)|cp\.reduce")
+
+
+def describe_determinism(
+    kernels: Mapping[str, tirx.PrimFunc], choices: Sequence[KernelChoice], target: ResolvedTarget
+) -> DeterminismEntry:
+    """Return the promise that can be made for scheduled kernels.
+
+    Parameters
+    ----------
+    kernels : mapping
+        Name -> PrimFunc, every one scheduled.
+    choices : sequence of KernelChoice
+        Where they came from.
+    target : ResolvedTarget
+        What they are compiled for.
+    """
+    atomic = sorted(name for name, func in kernels.items() if uses_atomics(func))
+    library = sorted(choice.function for choice in choices if choice.route is Route.LIBRARY)
+    reasons = []
+    if atomic:
+        reasons.append(f"no promise: atomic operations in {', '.join(atomic)}")
+    if library:
+        reasons.append(
+            f"no promise: a library's kernels in {', '.join(library)}, which give the same bits only with the same "
+            "library version, GPU and stream, by their vendor's word"
+        )
+    if reasons:
+        return DeterminismEntry(False, None if target.kind == "cuda" else False, tuple(reasons))
+    held = [f"no atomic operation in {len(kernels)} kernels", "no kernel of a library", "a fixed order of every sum"]
+    if target.kind == "cuda":
+        return DeterminismEntry(True, None, tuple(held))
+    held.append("parallel loops hand whole iterations to threads, so their number does not matter")
+    return DeterminismEntry(True, True, tuple(held))
+
+
+def uses_atomics(func: tirx.PrimFunc) -> bool:
+    """Whether a scheduled function has an atomic operation: an intrinsic, or an inlined instruction."""
+    return _ATOMIC.search(func.script(show_meta=False)) is not None

@@ -1,0 +1,92 @@
+"""Which device an artifact runs on, and whether this machine has what its code was made for."""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+
+import tvm
+from tvm.runtime import Device
+from tvm.target import codegen
+
+from relaxtune.pipeline.artifact.manifest import Manifest
+from relaxtune.pipeline.codegen.cuda_libraries import load_cuda_runtime
+from relaxtune.pipeline.errors import ArtifactError
+from relaxtune.schedules.targets import resolve_target
+
+
+def device_for(manifest: Manifest, asked: str | None, directory: Path) -> Device:
+    """Return the device that an artifact runs on.
+
+    Parameters
+    ----------
+    manifest : Manifest
+        Of the artifact.
+    asked : str or None
+        Such as `cuda:1`; by default the first device of the artifact's kind.
+    directory : Path
+        Where the artifact is, for messages.
+
+    Raises
+    ------
+    ArtifactError
+        The device is of another kind, not there, or not what the code was made for.
+    """
+    kind = "cuda" if manifest.target.kind == "cuda" else "cpu"
+    text = asked or kind
+    if not re.fullmatch(rf"{kind}(:\d+)?", text):
+        raise ArtifactError(
+            f"artifact {directory} is for {manifest.target.kind} ({manifest.target.arch}) and cannot run on device "
+            f"{text!r}; expected {kind} or {kind}:N, or compile the model for that device"
+        )
+    _check_cpu(manifest, directory)
+    if kind == "cpu":
+        return tvm.cpu(0)
+    return _cuda_device(manifest, int(text.partition(":")[2] or 0), directory)
+
+
+def _cuda_device(manifest: Manifest, index: int, directory: Path) -> Device:
+    found = load_cuda_runtime()
+    device = tvm.cuda(index)
+    if not device.exist:
+        raise ArtifactError(
+            f"artifact {directory} is for a GPU ({manifest.target.arch}), and this machine has no CUDA device {index} "
+            f"({found or 'no driver answers'}); run it where there is one, or compile with --target llvm"
+        )
+    capability = str(device.compute_version).replace(".", "")
+    built_for = re.sub(r"\D", "", manifest.target.arch)
+    # A cubin runs on the compute capability it was made for and on later minor versions of the same major one; the
+    # `a` variants only on exactly theirs (CUDA C++ Programming Guide, "Binary Compatibility").
+    exact = manifest.target.arch.endswith("a")
+    fits = capability == built_for if exact else capability[:-1] == built_for[:-1] and capability >= built_for
+    if not fits:
+        raise ArtifactError(
+            f"artifact {directory} is for {manifest.target.arch}; CUDA device {index} is {device.device_name} with "
+            f"compute capability {device.compute_version}. Compile the model with --target cuda:sm_{capability}"
+        )
+    return device
+
+
+def _check_cpu(manifest: Manifest, directory: Path) -> None:
+    host = manifest.versions.get("machine", platform.machine())
+    if host != platform.machine():
+        raise ArtifactError(
+            f"artifact {directory} is for {host} processors, this machine is {platform.machine()}; compile it here"
+        )
+    needed = set(manifest.target.cpu_features)
+    if not needed:
+        return
+    missing = sorted(needed - vector_features(resolve_target("llvm").target))
+    if missing:
+        raise ArtifactError(
+            f"artifact {directory} was compiled for the processor {manifest.target.arch}; this machine's "
+            f"({codegen.llvm_get_system_cpu()}) lacks {', '.join(missing)}. Compile the model here with --target llvm"
+        )
+
+
+def vector_features(target: tvm.target.Target) -> set[str]:
+    """Return the instruction sets of an LLVM target that compiled code may use without asking."""
+    # What LLVM emits by itself; tuning hints ("fast-...") and system instructions are no reason to refuse a machine.
+    pattern = r"(sse|ssse|avx|fma|f16c|bmi|lzcnt|popcnt|movbe|amx|neon|sve|dotprod|fullfp16|i8mm|bf16).*"
+    return {str(name) for name in codegen.llvm_get_cpu_features(target) if re.fullmatch(pattern, str(name))}

@@ -1,0 +1,241 @@
+"""The artifact directory: written whole or not at all, checked before anything in it runs.
+
+::
+
+    DIR/model.so              the compiled module
+        params.safetensors    the weights that are not embedded in it
+        manifest.json         what it is, and the sha256 of every file
+
+A new artifact is staged in a sibling directory, flushed to disk, checked by hash and renamed into place. An existing
+directory is replaced only when it is an artifact itself (or empty).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, FileEntry, Manifest, parse_manifest
+from relaxtune.pipeline.artifact.manifest_buckets import PaddingEntry
+from relaxtune.pipeline.errors import ArtifactError
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 1 << 20
+
+
+def write_directory(destination: Path, write_files: Callable[[Path], Manifest]) -> Manifest:
+    """Write an artifact whole or not at all; return its manifest with the hashes of its files.
+
+    Parameters
+    ----------
+    destination : Path
+        The artifact's directory; its parent is made if missing.
+    write_files : callable
+        Writes every file but the manifest into the directory it is given, and returns the manifest without hashes.
+
+    Raises
+    ------
+    ArtifactError
+        The destination exists and is no artifact, or cannot be written (read-only, disk full). Nothing is left.
+    """
+    destination = destination.absolute()
+    staging = _stage(destination)
+    try:
+        with _os_errors(destination):
+            # mkdtemp makes private directories; an artifact is as readable as any other output.
+            staging.chmod(0o777 & ~_umask())
+            manifest = write_files(staging)
+            complete = manifest.with_files({path.name: hash_file(path) for path in sorted(staging.iterdir())})
+            (staging / MANIFEST_FILE).write_text(complete.to_json(), encoding="utf-8")
+            for path in staging.iterdir():
+                _flush(path)
+            _flush(staging)
+            verify_artifact(staging)
+            _move_into_place(staging, destination)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return complete
+
+
+def check_destination(destination: Path) -> None:
+    """Check that an artifact can be written, before hours of work go into it; nothing is left there.
+
+    Raises
+    ------
+    ArtifactError
+        As `write_directory` would raise for the same reason.
+    """
+    destination = destination.absolute()
+    with _os_errors(destination):
+        missing = [folder for folder in (destination.parent, *destination.parent.parents) if not folder.exists()]
+        _stage(destination).rmdir()
+        for folder in missing:
+            folder.rmdir()
+
+
+def load_manifest(directory: Path) -> Manifest:
+    """Return the manifest of an artifact; the other files are not read.
+
+    Raises
+    ------
+    ArtifactError
+        There is no artifact, or its manifest is damaged or of an unknown format version.
+    """
+    path = directory / MANIFEST_FILE
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
+        raise ArtifactError(f"artifact {directory} {what}; expected the directory that `relaxtune compile --out` wrote")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as e:
+        raise ArtifactError(f"{directory} is not an artifact: it has no {MANIFEST_FILE}") from e
+    except (OSError, UnicodeDecodeError) as e:
+        raise ArtifactError(f"{path} cannot be read ({e}); the artifact is damaged, compile it again") from e
+    return parse_manifest(text, str(path))
+
+
+def verify_artifact(directory: Path) -> Manifest:
+    """Return the manifest after checking every file against its recorded size and sha256.
+
+    Raises
+    ------
+    ArtifactError
+        A file is missing or changed, one is there that the manifest does not know, or the manifest itself is bad.
+    """
+    manifest = load_manifest(directory)
+    for name, expected in manifest.files.items():
+        path = directory / name
+        if Path(name).name != name:
+            raise ArtifactError(f"manifest of {directory} names {name!r}, which is not a file of the artifact itself")
+        if not path.is_file():
+            raise ArtifactError(f"artifact {directory} lacks its file {name}; copy the directory again, or recompile")
+        try:
+            got = hash_file(path)
+        except OSError as e:
+            raise ArtifactError(f"{path} cannot be read ({e}); copy the artifact again, or recompile") from e
+        if got != expected:
+            raise ArtifactError(
+                f"{path} was changed after it was written: expected {expected.bytes} bytes with sha256 "
+                f"{expected.sha256}, got {got.bytes} bytes with {got.sha256}; copy the artifact again, or recompile"
+            )
+    return manifest
+
+
+def record_validation(directory: Path, report: Mapping[str, object]) -> Manifest:
+    """Store the result of a validation (plain JSON data) in the manifest, atomically; return the new manifest.
+
+    Raises
+    ------
+    ArtifactError
+        The directory is no artifact, or cannot be written.
+    """
+    return _replace_manifest(directory, load_manifest(directory).with_validation(report))
+
+
+def record_padding(directory: Path, padding: tuple[PaddingEntry, ...]) -> Manifest:
+    """Store along which axes calls may be padded in the manifest, atomically; return the new manifest.
+
+    Raises
+    ------
+    ArtifactError
+        The directory is no artifact, has no buckets, or cannot be written.
+    """
+    return _replace_manifest(directory, load_manifest(directory).with_padding(padding))
+
+
+def _replace_manifest(directory: Path, manifest: Manifest) -> Manifest:
+    with _os_errors(directory):
+        descriptor, name = tempfile.mkstemp(prefix=f".{MANIFEST_FILE}.", dir=directory)
+        temporary = Path(name)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(manifest.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.chmod(0o666 & ~_umask())
+            temporary.replace(directory / MANIFEST_FILE)
+            _flush(directory)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return manifest
+
+
+def hash_file(path: Path) -> FileEntry:
+    """Return the size and sha256 of a file."""
+    digest = hashlib.sha256()
+    size = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileEntry(digest.hexdigest(), size)
+
+
+def _stage(destination: Path) -> Path:
+    """Return a new empty directory beside the destination, which must be free or an artifact."""
+    _check_replaceable(destination)
+    with _os_errors(destination):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{destination.name}.staging-", dir=destination.parent))
+
+
+def _check_replaceable(destination: Path) -> None:
+    if not destination.exists() and not destination.is_symlink():
+        return
+    if not destination.is_dir() or destination.is_symlink():
+        raise ArtifactError(f"{destination} exists and is not a directory; choose another --out, or remove it")
+    if any(destination.iterdir()) and not (destination / MANIFEST_FILE).is_file():
+        raise ArtifactError(
+            f"{destination} exists and is not an artifact (no {MANIFEST_FILE}), so it is not replaced; "
+            "choose another --out, or remove it"
+        )
+
+
+def _move_into_place(staging: Path, destination: Path) -> None:
+    """Rename `staging` to `destination`; an artifact there is set aside first and comes back if the rename fails."""
+    if not destination.exists():
+        staging.rename(destination)
+    else:
+        aside = Path(tempfile.mkdtemp(prefix=f".{destination.name}.old-", dir=destination.parent))
+        destination.rename(aside / destination.name)
+        try:
+            staging.rename(destination)
+        except OSError:
+            (aside / destination.name).rename(destination)
+            raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    _flush(destination.parent)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the entries of a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@contextlib.contextmanager
+def _os_errors(where: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise ArtifactError(
+            f"artifact {where} cannot be written: {e.strerror or e}; nothing was left there. "
+            "Check that the folder is writable and has room, or choose another --out"
+        ) from e

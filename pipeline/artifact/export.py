@@ -1,0 +1,238 @@
+"""From a compiled module to an artifact directory."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import onnx
+import safetensors
+import safetensors.numpy
+import tvm
+import tvm_ffi
+
+from relaxtune.models import describe_inputs
+from relaxtune.models.buckets import Bucket, fill_values
+from relaxtune.pipeline.artifact.compile import CompiledModule
+from relaxtune.pipeline.artifact.device_choice import vector_features
+from relaxtune.pipeline.artifact.directory import write_directory
+from relaxtune.pipeline.artifact.kernel_facts import kernel_work
+from relaxtune.pipeline.artifact.manifest import (
+    MODULE_FILE,
+    PARAMS_FILE,
+    KernelEntry,
+    Manifest,
+    MemoryEntry,
+    PassEntry,
+    TargetEntry,
+)
+from relaxtune.pipeline.artifact.manifest_buckets import BucketEntry, BucketsEntry
+from relaxtune.pipeline.choose.selection import KernelChoice
+from relaxtune.pipeline.codegen.cuda_libraries import CUDART, DRIVER
+from relaxtune.pipeline.codegen.library_objects import compile_library_objects, list_library_sources
+from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.precision.recorded import policy_entry
+from relaxtune.pipeline.validate.reference import compute_dtype
+from relaxtune.schedules.libraries.vendors import libraries_of
+
+
+@dataclass(frozen=True)
+class CompiledBucket:
+    """A model compiled for one shape bucket."""
+
+    bucket: Bucket
+    compiled: CompiledModule
+
+
+def write_artifact(compiled: CompiledModule, destination: Path, buckets: Sequence[CompiledBucket] = ()) -> Manifest:
+    """Write a compiled module as an artifact directory, whole or not at all; return its manifest.
+
+    `buckets` are the same model compiled for other shapes: each adds a shared object, and what weights it has of its
+    own.
+
+    Raises
+    ------
+    ArtifactError
+        The destination cannot be written, or exists and is no artifact.
+    LoweringError
+        The C++ compiler that links `model.so` is missing or failed.
+    """
+
+    def write_files(directory: Path) -> Manifest:
+        link_seconds = _link(compiled, directory / MODULE_FILE)
+        weights = {name: np.ascontiguousarray(array) for name, array in compiled.lowered.weights.items()}
+        named = [share_weights(weights, one.compiled.lowered.weights, one.bucket.name) for one in buckets]
+        for number, one in enumerate(buckets):
+            link_seconds += _link(one.compiled, directory / _bucket_file(number))
+        if weights:
+            _write_weights(weights, directory / PARAMS_FILE)
+            # safetensors makes private files.
+            (directory / PARAMS_FILE).chmod((directory / MODULE_FILE).stat().st_mode & 0o666)
+        manifest = build_manifest(compiled, link_seconds)
+        if not buckets:
+            return manifest
+        entries = tuple(_bucket_entry(n, one, names) for n, (one, names) in enumerate(zip(buckets, named, strict=True)))
+        fills = fill_values(describe_inputs(compiled.lowered.graph.model))
+        size = sum(array.nbytes for array in weights.values())
+        memory = MemoryEntry(compiled.planned_bytes, size)
+        return replace(manifest, memory=memory, buckets=BucketsEntry(entries, fills))
+
+    return write_directory(destination, write_files)
+
+
+def share_weights(stored: dict[str, np.ndarray], added: Mapping[str, np.ndarray], prefix: str) -> tuple[str, ...]:
+    """Add the weights of another shape to those stored, equal ones once; return the name of each there.
+
+    Shapes of one model hold the same weights, packed the same unless a pass decided by the shape.
+    """
+    names = []
+    for name, array in added.items():
+        same = stored.get(name)
+        if same is None or not _equal(same, array):
+            same_name = next((other for other, kept in stored.items() if _equal(kept, array)), None)
+            name = same_name or f"{prefix}/{name}"
+            stored.setdefault(name, np.ascontiguousarray(array))
+        names.append(name)
+    return tuple(names)
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == np.ascontiguousarray(b).tobytes()
+
+
+def _bucket_file(number: int) -> str:
+    return f"bucket-{number}.so"
+
+
+def _bucket_entry(number: int, one: CompiledBucket, weights: tuple[str, ...]) -> BucketEntry:
+    compiled = one.compiled
+    graph = compiled.lowered.graph
+    return BucketEntry(
+        sizes=dict(one.bucket.sizes),
+        file=_bucket_file(number),
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        weights=weights,
+        kernels=tuple(_kernel_entry(compiled, choice) for choice in compiled.choices),
+        cuda_graph=compiled.cuda_graph,
+        planned_bytes=compiled.planned_bytes,
+    )
+
+
+def _write_weights(weights: Mapping[str, np.ndarray], path: Path) -> None:
+    """Write the weights; a full disk is an OSError, as for every other file, and not one of the library's own."""
+    try:
+        safetensors.numpy.save_file(dict(weights), path)
+    except safetensors.SafetensorError as e:
+        raise OSError(f"{path.name}: {e}") from e
+
+
+def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
+    """Return what the artifact of a compiled module says about itself, without the hashes of its files."""
+    lowered, target = compiled.lowered, compiled.target
+    model = lowered.graph.model
+    host = target.target.host or target.target
+    return Manifest(
+        model=lowered.graph.name,
+        source=str(model.path.absolute()) if model.path is not None else model.name,
+        seed=model.seed,
+        model_sha256=lowered.graph.source_sha256,
+        inputs=lowered.graph.inputs,
+        outputs=lowered.graph.outputs,
+        target=TargetEntry(
+            kind=target.kind,
+            arch=target.arch,
+            config=str(target.target),
+            cpu_features=tuple(sorted(vector_features(host))),
+            libraries=_libraries(compiled),
+            cuda_graph=compiled.cuda_graph,
+        ),
+        precision=lowered.options.precision,
+        passes=tuple(
+            PassEntry(r.phase, r.name, r.enabled, r.seconds, r.bindings_removed, r.constants_folded)
+            for r in lowered.reports
+        ),
+        kernels=tuple(_kernel_entry(compiled, choice) for choice in compiled.choices),
+        weights=tuple(lowered.weights),
+        versions=versions(),
+        compile_seconds={**compiled.seconds, "link": link_seconds},
+        policy=policy_entry(
+            lowered.options.policy,
+            model,
+            lowered.weights,
+            lowered.quantised_nodes,
+            compute_dtype(model),
+            lowered.float_nodes,
+        ),
+        memory=MemoryEntry(compiled.planned_bytes, sum(array.nbytes for array in lowered.weights.values())),
+        deterministic=compiled.determinism,
+        norm_rows_max=lowered.options.norm_rows_max,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that shape an artifact, and the kind of machine that made it."""
+    try:
+        own = importlib.metadata.version("relaxtune")
+    except importlib.metadata.PackageNotFoundError:
+        own = "unknown (not installed)"
+    return {
+        "relaxtune": own,
+        "tvm": tvm.__version__,
+        "tvm_ffi": tvm_ffi.__version__,
+        "onnx": onnx.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def _kernel_entry(compiled: CompiledModule, choice: KernelChoice) -> KernelEntry:
+    calls = compiled.lowered.kernels[choice.function]
+    decision = choice.decision
+    return KernelEntry(
+        function=choice.function,
+        calls=len(calls),
+        onnx_nodes=tuple(dict.fromkeys(node for call in calls for node in call.onnx_nodes)),
+        route=choice.route.value,
+        record_id=choice.record_id,
+        latency_us=choice.latency_us,
+        decision_sha256=hashlib.sha256(decision.encode()).hexdigest() if decision is not None else None,
+        note=choice.note,
+        database=choice.database,
+        work=kernel_work(compiled.lowered.mod[choice.function]),
+        measured=choice.measured,
+        launches=compiled.launches.get(choice.function),
+        kernel_hash=compiled.kernel_hashes.get(choice.function),
+    )
+
+
+def _libraries(compiled: CompiledModule) -> tuple[str, ...]:
+    if compiled.target.kind != "cuda":
+        return ()
+    return (CUDART, DRIVER, *(library.file for library in libraries_of(_library_sources(compiled))))
+
+
+def _library_sources(compiled: CompiledModule) -> list[Path]:
+    every = chain(compiled.choices, *compiled.variants)
+    return list_library_sources([choice.scheduled for choice in every if choice.scheduled is not None])
+
+
+def _link(compiled: CompiledModule, path: Path) -> float:
+    started = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory(prefix="relaxtune-") as directory:
+            objects = compile_library_objects(_library_sources(compiled), Path(directory))
+            compiled.executable.export_library(str(path), addons=[str(made) for made in objects])
+    except (RuntimeError, ValueError, FileNotFoundError) as e:
+        raise LoweringError(
+            f"linking {MODULE_FILE} failed: {e}. It needs a C++ compiler on the path (Debian: apt install g++)"
+        ) from e
+    return time.perf_counter() - started

@@ -1,0 +1,310 @@
+"""`Module`: load an artifact and run it. Needs nothing but the artifact directory and TVM's runtime."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import safetensors.numpy
+import tvm
+from tvm.runtime import Device, Tensor
+from tvm.runtime.vm import VirtualMachine
+
+from relaxtune.models import TensorSpec
+from relaxtune.pipeline.artifact.bucket_routing import Router, RouteStatistics
+from relaxtune.pipeline.artifact.device_choice import device_for
+from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
+from relaxtune.pipeline.artifact.input_check import check_inputs
+from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
+from relaxtune.pipeline.artifact.manifest_buckets import BucketEntry
+from relaxtune.pipeline.artifact.threads import configure_threads, default_threads
+from relaxtune.pipeline.codegen.cuda_libraries import offer_library
+from relaxtune.pipeline.errors import ArtifactError, PipelineError
+from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
+
+_MAIN = "main"
+
+# What the virtual machine calls before and after each call it makes: (function, its name, whether before, what it
+# returned, arguments) -> a `tvm.runtime.vm.VMInstrumentReturnKind`.
+Instrument = Callable[..., int]
+
+
+class Module:
+    """A loaded artifact.
+
+    `run` takes and returns NumPy arrays by name. `run_device` takes tensors already on the device and leaves the
+    outputs there; on CUDA such outputs live in memory that the next run writes again, so copy what must last.
+
+    A module that runs as a CUDA graph reads its inputs at fixed addresses: tensors given to `run_device` are copied
+    into `input_buffers` first, except those that are these buffers themselves.
+
+    Threads may call one module; calls take turns, since a run works in buffers that belong to the module.
+
+    A module with shape buckets sends each call to the best of them (`pipeline.artifact.bucket_routing`), padded where
+    the manifest says that this was proved, and runs what fits none with symbolic shapes; `statistics` counts.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        machine: VirtualMachine,
+        device: Device,
+        weights: Sequence[Tensor],
+        threads: int | None,
+        entry: str = _MAIN,
+    ) -> None:
+        """Hold a loaded module; use `Module.load`."""
+        self._manifest = manifest
+        self._main = machine[entry]
+        self._machine = machine
+        self._device = device
+        self._weights = tuple(weights)
+        # Asked of the system once: a run must not read /sys again.
+        self._threads = threads if threads is not None else default_threads()
+        self._turn = threading.Lock()
+        self._router: Router | None = None
+        self._buffers = self._fixed_inputs() if manifest.target.cuda_graph else None
+        if self._buffers is not None:
+            # Saved with its arguments, so that a run does not hand over every weight again.
+            saved = f"relaxtune_saved_{entry}"
+            machine.save_function(entry, saved, *self._buffers, *self._weights)
+            self._saved_main = machine[saved]
+
+    @classmethod
+    def load(
+        cls, directory: Path | str, *, device: str | None = None, verify: bool = True, threads: int | None = None
+    ) -> Self:
+        """Return the module of an artifact directory, its weights on the device.
+
+        Parameters
+        ----------
+        directory : Path or str
+            The artifact.
+        device : str or None
+            Such as `cpu`, `cuda` or `cuda:1`; by default the first device of the artifact's kind.
+        verify : bool
+            Whether every file's sha256 is checked first; the manifest's always is.
+        threads : int or None
+            CPU threads; by default one for each physical core.
+
+        Raises
+        ------
+        ArtifactError
+            The artifact is missing, damaged, or for a target that this machine does not have.
+        """
+        directory = Path(directory)
+        manifest = verify_artifact(directory) if verify else load_manifest(directory)
+        chosen = device_for(manifest, device, directory)
+        configure_threads(threads)
+        for library in VENDOR_LIBRARIES:
+            if library.file in manifest.target.libraries:
+                offer_library(library)
+        try:
+            machine = VirtualMachine(_load_code(directory / MODULE_FILE), chosen)
+        except (RuntimeError, OSError, ValueError) as e:
+            raise ArtifactError(f"{directory / MODULE_FILE} cannot be loaded: {_last_line(e)}") from e
+        stored = _load_weights(directory, manifest, chosen)
+        module = cls(manifest, machine, chosen, [stored[name] for name in manifest.weights], threads)
+        buckets = manifest.buckets
+        if buckets is not None:
+            loaded = [cls._of_bucket(directory, manifest, one, chosen, stored, threads) for one in buckets.entries]
+            module._router = Router(buckets, loaded, manifest.inputs, manifest.outputs)
+        return module
+
+    @classmethod
+    def _of_bucket(
+        cls,
+        directory: Path,
+        manifest: Manifest,
+        entry: BucketEntry,
+        device: Device,
+        weights: Mapping[str, Tensor],
+        threads: int | None,
+    ) -> Self:
+        try:
+            machine = VirtualMachine(_load_code(directory / entry.file), device)
+        except (RuntimeError, OSError, ValueError) as e:
+            raise ArtifactError(f"{directory / entry.file} cannot be loaded: {_last_line(e)}") from e
+        return cls(manifest.of_bucket(entry), machine, device, [weights[name] for name in entry.weights], threads)
+
+    def variant(self, entry: str) -> Self:
+        """Return another entry of the same code as a module, on the same weights; see `pipeline.choose.variants`."""
+        return type(self)(self._manifest, self._machine, self._device, self._weights, self._threads, entry)
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the artifact says about itself."""
+        return self._manifest
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs, in the model's order."""
+        return self._manifest.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs, in the model's order."""
+        return self._manifest.outputs
+
+    @property
+    def statistics(self) -> RouteStatistics:
+        """What became of the calls so far, by shape bucket; all zero for an artifact without buckets."""
+        return self._router.statistics if self._router is not None else RouteStatistics()
+
+    def bucket_module(self, number: int) -> Module:
+        """Return the module of one bucket, in the manifest's order, which runs its own sizes only.
+
+        Raises
+        ------
+        PipelineError
+            There is no such bucket.
+        """
+        modules = self._buckets_loaded()
+        if number >= len(modules):
+            raise PipelineError(f"artifact of {self._manifest.model} has {len(modules)} buckets, got number {number}")
+        return modules[number]
+
+    def _buckets_loaded(self) -> list[Module]:
+        found = self._router.modules if self._router is not None else ()
+        return [module for module in found if isinstance(module, Module)]
+
+    @property
+    def device(self) -> Device:
+        """Where it runs."""
+        return self._device
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the outputs, by name, as arrays of their own.
+
+        Raises
+        ------
+        PipelineError
+            An input is missing, unexpected, or of another dtype or shape than the signature says.
+        """
+        check_inputs(inputs, self.inputs)
+        routed = self._router.run(inputs) if self._router is not None else None
+        if routed is not None:
+            return routed
+        with self._turn:
+            if self._buffers is None:
+                outputs = self._call(self.to_device(inputs))
+            else:
+                for buffer, spec in zip(self._buffers, self.inputs, strict=True):
+                    buffer.copyfrom(np.ascontiguousarray(inputs[spec.name]))
+                outputs = self._call(self._buffers)
+            return {spec.name: tensor.numpy() for spec, tensor in zip(self.outputs, outputs, strict=True)}
+
+    @property
+    def input_buffers(self) -> tuple[Tensor, ...] | None:
+        """The tensors that a CUDA graph reads its inputs from, to be filled by the caller; None without a graph."""
+        return self._buffers
+
+    def to_device(self, inputs: Mapping[str, np.ndarray]) -> tuple[Tensor, ...]:
+        """Return the inputs as tensors on the device, in the model's order, for `run_device`."""
+        return tuple(
+            tvm.runtime.tensor(np.ascontiguousarray(inputs[spec.name]), device=self._device) for spec in self.inputs
+        )
+
+    def run_device(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the outputs as tensors on the device; nothing is checked, copied or waited for.
+
+        Parameters
+        ----------
+        tensors : sequence of tvm.runtime.Tensor
+            One for each input, in the model's order, on `device`. A call goes to a shape bucket when it has exactly its
+            sizes; nothing is padded here.
+        """
+        routed = self._router.run_device(tensors) if self._router is not None else None
+        if routed is not None:
+            return routed
+        with self._turn:
+            return self._call(tensors)
+
+    def synchronise(self) -> None:
+        """Wait until the device has finished all that was started."""
+        self._device.sync()
+
+    @contextmanager
+    def instrumented(self, instrument: Instrument) -> Iterator[None]:
+        """Have every call of the virtual machine go by `instrument` inside the block; for diagnosis.
+
+        Raises
+        ------
+        PipelineError
+            The module runs as a CUDA graph, whose kernels the machine does not call one by one.
+        """
+        if self._manifest.target.cuda_graph:
+            raise PipelineError(
+                f"{self._manifest.model} runs as one CUDA graph, inside which no kernel can be watched; compile it "
+                "without a graph for that"
+            )
+        machines = [self._machine, *(module._machine for module in self._buckets_loaded())]
+        for machine in machines:
+            machine.set_instrument(instrument)
+        try:
+            yield
+        finally:
+            for machine in machines:
+                machine.set_instrument(None)
+
+    def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        # TVM keeps one thread pool for each calling thread, so every thread sets its own.
+        configure_threads(self._threads)
+        if self._buffers is None:
+            result = self._main(*tensors, *self._weights)
+        else:
+            for buffer, tensor in zip(self._buffers, tensors, strict=True):
+                if tensor is not buffer:
+                    tensor.copyto(buffer)
+            result = self._saved_main()
+        return (result,) if isinstance(result, Tensor) else tuple(result)
+
+    def _fixed_inputs(self) -> tuple[Tensor, ...] | None:
+        """Return a tensor on the device for each input, or None when one has a symbolic shape."""
+        if not all(spec.is_static for spec in self.inputs):
+            return None
+        return tuple(tvm.runtime.empty(spec.shape, spec.dtype, self._device) for spec in self.inputs)
+
+
+def _load_code(path: Path) -> tvm.runtime.Module:
+    """Return the code of a shared object as the file is now.
+
+    The loader takes a path that it has opened before for the same file, also when another artifact has been written
+    there since; so it gets a name that was never used: a second one of the file, or on another file system a copy.
+    """
+    with tempfile.TemporaryDirectory(prefix="relaxtune-") as directory:
+        named = Path(directory) / path.name
+        try:
+            named.hardlink_to(path)
+        except OSError:
+            shutil.copyfile(path, named)
+        return tvm.runtime.load_module(str(named))
+
+
+def _load_weights(directory: Path, manifest: Manifest, device: Device) -> dict[str, Tensor]:
+    """Return the weights of the artifact and of its buckets by name, each once on the device."""
+    entries = manifest.buckets.entries if manifest.buckets is not None else ()
+    names = dict.fromkeys([*manifest.weights, *(name for entry in entries for name in entry.weights)])
+    if not names:
+        return {}
+    try:
+        arrays = safetensors.numpy.load_file(directory / PARAMS_FILE)
+    except (OSError, safetensors.SafetensorError) as e:
+        raise ArtifactError(f"{directory / PARAMS_FILE} cannot be read: {e}; compile the model again") from e
+    missing = [name for name in names if name not in arrays]
+    if missing:
+        raise ArtifactError(
+            f"{directory / PARAMS_FILE} lacks the weights {', '.join(missing)}; compile the model again"
+        )
+    return {name: tvm.runtime.tensor(arrays[name], device=device) for name in names}
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

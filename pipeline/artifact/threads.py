@@ -1,0 +1,46 @@
+"""How many CPU threads a compiled module computes with.
+
+TVM keeps one thread pool for every calling thread. Left alone, a pool takes half of the logical CPUs (TVM assumes two
+hardware threads a core, so a virtual machine with two single-thread cores gets one worker) and pins the calling
+thread to as many CPUs: whatever that thread starts afterwards, ONNX Runtime's workers for example, inherits the pin
+and shares one core. Hence the pool is set by hand, before the first kernel runs in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import tvm
+
+from relaxtune.schedules.targets.host import physical_cores, usable_cpus
+
+logger = logging.getLogger(__name__)
+
+# ThreadGroup::kSpecifyThreadShareAllCore: workers and caller may run on all the CPUs given, none is pinned to one.
+_SHARE_ALL_CPUS = -3
+
+_configured = threading.local()
+
+
+def default_threads() -> int:
+    """Return the threads used when nobody says how many: one for each physical core this process may use."""
+    return physical_cores()
+
+
+def configure_threads(count: int | None = None) -> int:
+    """Set the calling thread's TVM pool to `count` threads (default: `default_threads`); return what it really has.
+
+    Fewer than asked for are given when code of this thread used TVM's pool before, since a pool never grows.
+    """
+    wanted = count if count is not None else default_threads()
+    known = getattr(_configured, "threads", None)
+    if known is not None and known[0] == wanted:
+        return int(known[1])
+    cpus = [str(cpu) for cpu in usable_cpus()]
+    tvm.get_global_func("runtime.config_threadpool")(_SHARE_ALL_CPUS, wanted, cpus)
+    got = int(tvm.runtime.num_threads())
+    if got < wanted:
+        logger.warning("TVM's thread pool has %d threads where %d were asked for; it was started before", got, wanted)
+    _configured.threads = (wanted, got)
+    return got

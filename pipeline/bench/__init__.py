@@ -1,0 +1,1 @@
+"""Latency of whole models: several arms side by side, and whether a difference is sure."""

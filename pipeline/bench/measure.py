@@ -1,0 +1,243 @@
+"""Latency of several arms side by side: warm-up, alternating runs, raw values kept.
+
+The arms take turns, so that a machine that slows down slows all of them. Before each timed run its arm runs once
+untimed: it gets its data back into the caches from the arm before, and outlasts that arm's spinning worker threads.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import onnxruntime
+import tvm
+from rich.table import Table
+
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.threads import configure_threads
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.validate.reference import peer_session
+
+Arm = Callable[[], None]
+
+DEFAULT_RUNS = 50
+DEFAULT_WARMUP = 10
+
+OWN_ARM = "relaxtune"
+ORT_ARM = "ort"
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """The latencies of one arm in milliseconds, in the order measured."""
+
+    name: str
+    latencies_ms: tuple[float, ...]
+
+    @property
+    def median_ms(self) -> float:
+        """The median."""
+        return statistics.median(self.latencies_ms)
+
+    @property
+    def p95_ms(self) -> float:
+        """The latency that 95 of 100 runs do not exceed."""
+        return self._quantile(0.95)
+
+    @property
+    def spread(self) -> float:
+        """The distance from the 10th to the 90th percentile, over the median."""
+        return (self._quantile(0.9) - self._quantile(0.1)) / self.median_ms
+
+    def _quantile(self, share: float) -> float:
+        ordered = sorted(self.latencies_ms)
+        return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
+
+
+@dataclass(frozen=True)
+class BenchmarkReport:
+    """Arms measured together; the first is the one that ratios are taken of.
+
+    Attributes
+    ----------
+    arms
+        In the order given.
+    runs, warmup
+        Timed and untimed runs of each.
+    conditions
+        What the numbers are true for: device, versions, thread counts.
+    """
+
+    arms: tuple[ArmResult, ...]
+    runs: int
+    warmup: int
+    conditions: Mapping[str, str]
+
+    def arm(self, name: str) -> ArmResult:
+        """Return an arm by name."""
+        return next(arm for arm in self.arms if arm.name == name)
+
+    def ratio(self, name: str) -> float:
+        """Return how many times the first arm's median the median of `name` is: above 1, the first arm is faster."""
+        return self.arm(name).median_ms / self.arms[0].median_ms
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain JSON data, raw values included."""
+        arms = [
+            {
+                **asdict(arm),
+                "median_ms": arm.median_ms,
+                "p95_ms": arm.p95_ms,
+                "spread": arm.spread,
+                "ratio": self.ratio(arm.name),
+            }
+            for arm in self.arms
+        ]
+        return {"arms": arms, "runs": self.runs, "warmup": self.warmup, "conditions": dict(self.conditions)}
+
+
+def measure(
+    arms: Mapping[str, Arm],
+    *,
+    runs: int = DEFAULT_RUNS,
+    warmup: int = DEFAULT_WARMUP,
+    conditions: Mapping[str, str] | None = None,
+) -> BenchmarkReport:
+    """Return the latencies of arms that take turns.
+
+    Parameters
+    ----------
+    arms : mapping of str to callable
+        Each runs once and returns when its result is there (a GPU's arm waits for the device itself).
+    runs, warmup : int
+        Timed runs of each arm, and untimed ones before the first.
+    conditions : mapping or None
+        Kept in the report.
+
+    Raises
+    ------
+    UsageError
+        There are no arms, or `runs` is below 1.
+    """
+    if not arms or runs < 1 or warmup < 0:
+        raise UsageError(
+            f"nothing to measure: {len(arms)} arms, runs={runs}, warmup={warmup}; expected runs of at least 1"
+        )
+    for arm in arms.values():
+        for _ in range(warmup):
+            arm()
+    latencies: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(runs):
+        for name, arm in arms.items():
+            arm()
+            started = time.perf_counter_ns()
+            arm()
+            latencies[name].append((time.perf_counter_ns() - started) / 1e6)
+    results = tuple(ArmResult(name, tuple(values)) for name, values in latencies.items())
+    return BenchmarkReport(results, runs, warmup, dict(conditions or {}))
+
+
+def measure_module(
+    module: Module,
+    model: OnnxModel,
+    inputs: Mapping[str, np.ndarray],
+    *,
+    against: frozenset[str] = frozenset({ORT_ARM}),
+    runs: int = DEFAULT_RUNS,
+    warmup: int = DEFAULT_WARMUP,
+) -> BenchmarkReport:
+    """Return the latency of a module, side by side with others on the same inputs and thread count.
+
+    Parameters
+    ----------
+    module : Module
+        Its arm is called `relaxtune`.
+    model : OnnxModel
+        What the others run.
+    inputs : mapping of str to array
+        Of one inference; the module has them on its device before the clock starts.
+    against : frozenset of str
+        `ort`: ONNX Runtime on the CPU, every optimisation on.
+
+    Raises
+    ------
+    UsageError
+        `against` names something unknown.
+    """
+    unknown = against - {ORT_ARM}
+    if unknown:
+        raise UsageError(f"cannot measure against {', '.join(sorted(unknown))}; expected {ORT_ARM}")
+    # Before anything else of this thread: a pool that exists cannot grow, and pins whatever starts after it.
+    threads = configure_threads()
+    arms: dict[str, Arm] = {OWN_ARM: module_arm(module, inputs)}
+    if ORT_ARM in against:
+        arms[ORT_ARM] = onnxruntime_arm(model, inputs, threads=threads)
+    return measure(arms, runs=runs, warmup=warmup, conditions=run_conditions(module))
+
+
+def run_conditions(module: Module) -> dict[str, str]:
+    """Return what the latencies of a module and of ONNX Runtime beside it are true for."""
+    threads = str(configure_threads())
+    return {
+        "device": str(module.device),
+        "target": f"{module.manifest.target.kind} {module.manifest.target.arch}",
+        "tvm": tvm.__version__,
+        "tvm_threads": threads,
+        "onnxruntime": onnxruntime.__version__,
+        "onnxruntime_threads": threads,
+    }
+
+
+def module_arm(module: Module, inputs: Mapping[str, np.ndarray]) -> Arm:
+    """Return an arm that runs a module on inputs already where it reads them, and waits for the result."""
+    tensors = module.to_device(inputs)
+    if module.input_buffers is not None:
+        for tensor, buffer in zip(tensors, module.input_buffers, strict=True):
+            tensor.copyto(buffer)
+        tensors = module.input_buffers
+
+    def run() -> None:
+        module.run_device(tensors)
+        module.synchronise()
+
+    return run
+
+
+def onnxruntime_arm(model: OnnxModel, inputs: Mapping[str, np.ndarray], *, threads: int | None = None) -> Arm:
+    """Return an arm that runs a model under ONNX Runtime on the CPU, every optimisation on.
+
+    `threads` defaults to what TVM's pool of this thread has, which is set first if it was not.
+    """
+    count = configure_threads() if threads is None else threads
+    session = peer_session(model, count)
+    names = [spec.name for spec in model.outputs]
+    feed = dict(inputs)
+
+    def run() -> None:
+        session.run(names, feed)
+
+    return run
+
+
+def render(report: BenchmarkReport) -> Table:
+    """Return the report as a table for a terminal."""
+    conditions = ", ".join(f"{name} {value}" for name, value in report.conditions.items())
+    table = Table(title="latency, ms", caption=f"{report.runs} runs after {report.warmup}; {conditions}")
+    for column in ("arm", "median", "p95", "min", "spread", "ratio"):
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for arm in report.arms:
+        ratio = report.ratio(arm.name)
+        table.add_row(
+            arm.name,
+            f"{arm.median_ms:.3f}",
+            f"{arm.p95_ms:.3f}",
+            f"{min(arm.latencies_ms):.3f}",
+            f"{arm.spread:.0%}",
+            f"{ratio:.2f}",
+        )
+    return table

@@ -1,0 +1,134 @@
+"""What was measured of a whole model and says how it is compiled: where its norms are done, kernels that suit it best.
+
+A kernel timed alone may mislead, and so may the sum of a model's kernels. What a tuning run finds out in the compiled
+model (`pipeline.choose.norm_forms`, `pipeline.choose.rerank`) is recorded as a measurement of a workload of its own,
+the model: its latencies are the model's, and its decision is what `relaxtune compile` follows.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+import tvm
+
+from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.prepare import PreparedModel
+from relaxtune.tuning_db.records import (
+    Environment,
+    Route,
+    Status,
+    TargetKey,
+    TuningRecord,
+    Workload,
+    canonical_json,
+    content_key,
+)
+from relaxtune.tuning_db.store import TuningDatabase
+
+logger = logging.getLogger(__name__)
+
+FAMILY = "model"
+_US_PER_MS = 1e3
+_LISTED = 64
+
+
+@dataclass(frozen=True)
+class ModelDecision:
+    """How a model is compiled.
+
+    Attributes
+    ----------
+    norm_rows_max
+        As of `LoweringOptions`.
+    kernels
+        Workload hash -> route and decision of the kernel that is faster inside the model than the fastest one alone.
+    made_at
+        When; a kernel whose fastest record is newer goes by that record. None for a decision that is being made.
+    """
+
+    norm_rows_max: int
+    kernels: Mapping[str, tuple[Route, str]] = field(default_factory=dict)
+    made_at: datetime | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A model as the database knows it: the workload, and where its measurements are true."""
+
+    workload: Workload
+    target: TargetKey
+    environment: Environment
+
+    def find(self, database: TuningDatabase) -> ModelDecision | None:
+        """Return the newest decision that is true here, None without one."""
+        records = database.list_top(
+            workload_hash=self.workload.workload_hash,
+            signature_key=self.workload.signature_key,
+            target=self.target,
+            environment=self.environment,
+            k=_LISTED,
+        )
+        newest = max(records, key=lambda record: (record.created_at, record.id or 0), default=None)
+        if newest is None:
+            return None
+        decision = json.loads(newest.decision)
+        kernels = {key: (Route(route), text) for key, (route, text) in decision["kernels"].items()}
+        logger.info(
+            "model as record %s of %s says: norms in matmuls of up to %d rows, %d kernels for their time inside it",
+            newest.id, newest.environment.device_name, decision["norm_rows_max"], len(kernels),
+        )  # fmt: skip
+        return ModelDecision(decision["norm_rows_max"], kernels, newest.created_at)
+
+    def record(
+        self,
+        database: TuningDatabase,
+        decision: ModelDecision,
+        *,
+        seed: int,
+        job_id: str | None,
+        latencies_ms: Sequence[float] = (),
+        error: str | None = None,
+    ) -> None:
+        """Record what a model takes that is compiled by a decision, or why it does not compile."""
+        kernels = {key: [str(route), text] for key, (route, text) in decision.kernels.items()}
+        text = canonical_json({"template": FAMILY, "norm_rows_max": decision.norm_rows_max, "kernels": kernels})
+        record = TuningRecord(
+            workload_hash=self.workload.workload_hash,
+            signature_key=self.workload.signature_key,
+            target=self.target,
+            environment=self.environment,
+            route=Route.TEMPLATE,
+            decision=text,
+            status=Status.OK if error is None else Status.BUILD_ERROR,
+            latencies_us=tuple(ms * _US_PER_MS for ms in latencies_ms),
+            error=error,
+            seed=seed,
+            job_id=job_id,
+        )
+        database.record_all(workloads=[self.workload], records=[record])
+
+
+def measured_model(prepared: PreparedModel) -> MeasuredModel:
+    """Return the database's form of a model that was lowered as its request says: it is known by its kernels."""
+    key = kernels_key(prepared)
+    workload = Workload(
+        workload_hash=key,
+        family=FAMILY,
+        signature=canonical_json({"family": FAMILY, "kernels": key}),
+        name=prepared.model.name,
+        flops=sum(task.flops * task.weight for task in prepared.tasks),
+        bytes=sum(task.bytes * task.weight for task in prepared.tasks),
+        ir_json=None,
+        tvm_version=tvm.__version__,
+    )
+    return MeasuredModel(workload, target_key(prepared.target), prepared.environment)
+
+
+def kernels_key(prepared: PreparedModel) -> str:
+    """Return the hash of what kernels a model has, and how often it calls them."""
+    tasks = sorted((task.workload_hash, task.weight) for task in prepared.tasks)
+    return content_key([tasks, sorted((one.name, one.calls) for one in prepared.untunable)])

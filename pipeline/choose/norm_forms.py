@@ -1,0 +1,183 @@
+"""Norms inside the matmuls around them, or apart: both forms of a model compete where fusing may not pay.
+
+Taking a norm into matmuls saves a kernel and makes the matmuls' epilogues longer; which is faster depends on the rows,
+the widths and the device. `LoweringOptions.norm_rows_max` is a guess for models that nobody measured. A tuning run
+that is asked to (`TuningOptions.norm_forms`) lowers the other forms too, tunes the kernels of all, and times the whole
+models by turns. The form that won is recorded as a measurement of the model (`pipeline.choose.model_records`), so that
+`relaxtune compile` takes it too.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from relaxtune.pipeline.bench.measure import BenchmarkReport, measure
+from relaxtune.pipeline.bench.paired_gain import is_gain, paired_gain
+from relaxtune.pipeline.choose.model_arm import compiled_arm
+from relaxtune.pipeline.choose.model_records import MeasuredModel, ModelDecision, kernels_key
+from relaxtune.pipeline.choose.selection import KernelChoice
+from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.prepare import PreparedModel
+from relaxtune.pipeline.tasks.extract import extract_tasks, list_untunable
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.tuning_db.store import TuningDatabase
+
+logger = logging.getLogger(__name__)
+
+PASS = "fuse_norms"
+# Rows of a matmul up to which norms are taken into it, by the form's name.
+FORMS: Mapping[str, int] = {"norms in matmuls": 1 << 31, "norms apart": 0}
+_RUNS = 40
+# The probability with which a form that is taken may be no faster.
+_DOUBT = 0.01
+_BEFORE, _AFTER = "as lowered, before", "as lowered, after"
+
+
+@dataclass(frozen=True)
+class FormTrial:
+    """One form of the model, timed whole: its name, kernels launched, median latency, and whether it was taken."""
+
+    form: str
+    launches: int
+    model_ms: float
+    taken: bool
+
+
+@dataclass(frozen=True)
+class NormFormsReport:
+    """What came of timing the forms; `noise` is the relative difference of the default's medians, before and after."""
+
+    trials: tuple[FormTrial, ...]
+    noise: float
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain JSON data."""
+        return {"noise": self.noise, "trials": [asdict(trial) for trial in self.trials]}
+
+
+def other_forms(prepared: PreparedModel) -> dict[str, PreparedModel]:
+    """Return the model in the forms that differ from the one it was lowered to, by the form's name.
+
+    None where the pass is switched off, where no norm can be taken into matmuls, and for models with buckets, whose
+    modules share weights.
+    """
+    options = prepared.lowered.options
+    if prepared.buckets or PASS in options.disabled_passes or prepared.target.kind != "cuda":
+        return {}
+    seen = {kernels_key(prepared)}
+    found = {}
+    for name, rows_max in FORMS.items():
+        form = in_form(prepared, rows_max)
+        if kernels_key(form) not in seen:
+            seen.add(kernels_key(form))
+            found[name] = form
+    return found
+
+
+def in_form(prepared: PreparedModel, rows_max: int) -> PreparedModel:
+    """Return a model with norms taken into matmuls of so many rows at most."""
+    if rows_max == prepared.lowered.options.norm_rows_max:
+        return prepared
+    options = replace(prepared.lowered.options, norm_rows_max=rows_max)
+    lowered = lower(prepared.lowered.graph, prepared.target.target, options)
+    tasks, untunable = tuple(extract_tasks([lowered])), tuple(list_untunable([lowered]))
+    return replace(prepared, lowered=lowered, tasks=tasks, untunable=untunable)
+
+
+def with_common_tasks(forms: Sequence[PreparedModel]) -> list[PreparedModel]:
+    """Return the forms with tasks that have one name in all of them, as tuning them together needs."""
+    named = [_named(form, f"{form.model.name} ({number})") for number, form in enumerate(forms)]
+    tasks = extract_tasks([form.lowered for form in named])
+    return [
+        replace(form, tasks=tuple(_task_of(task, one, form.model.name) for task in tasks if _runs(task, one)))
+        for form, one in zip(forms, named, strict=True)
+    ]
+
+
+def all_tasks(forms: Sequence[PreparedModel]) -> tuple[TuningTask, ...]:
+    """Return the tasks of all forms, each once."""
+    return tuple({task.workload_hash: task for form in reversed(forms) for task in form.tasks}.values())
+
+
+def _named(form: PreparedModel, name: str) -> PreparedModel:
+    return replace(form, lowered=replace(form.lowered, graph=replace(form.lowered.graph, name=name)))
+
+
+def _runs(task: TuningTask, form: PreparedModel) -> bool:
+    return form.lowered.graph.name in task.functions
+
+
+def _task_of(task: TuningTask, form: PreparedModel, model: str) -> TuningTask:
+    functions = task.functions[form.lowered.graph.name]
+    weight = sum(len(form.lowered.kernels[function]) for function in functions)
+    return replace(task, functions={model: functions}, weight=weight)
+
+
+def choose_form(
+    forms: Mapping[str, tuple[PreparedModel, tuple[KernelChoice, ...]]],
+    default: str,
+    model: MeasuredModel,
+    database: TuningDatabase,
+    *,
+    seed: int,
+    job_id: str | None,
+) -> tuple[str, NormFormsReport]:
+    """Return the form whose whole model is the fastest, and what each takes; the database has it recorded.
+
+    Parameters
+    ----------
+    forms : mapping
+        Form -> the model in it, with the choices of its kernels.
+    default : str
+        The form that the model was lowered to: another must surely be faster than it, see `pipeline.bench.paired_gain`.
+    """
+    prepared, choices = forms[default]
+    launches = {}
+    with tempfile.TemporaryDirectory(prefix="relaxtune-forms-") as folder:
+        first = compiled_arm(prepared, choices, Path(folder) / "default")
+        arms = {_BEFORE: first}
+        for number, (name, (form, chosen)) in enumerate(forms.items()):
+            launches[name] = sum(map(len, form.lowered.kernels.values()))
+            if name != default:
+                try:
+                    arms[name] = compiled_arm(form, chosen, Path(folder) / str(number))
+                except LoweringError as e:
+                    decision = _decision(form)
+                    model.record(database, decision, seed=seed, job_id=job_id, error=str(e))
+                    logger.warning("%s: %s", name, e)
+        arms[_AFTER] = first
+        report = measure(arms, runs=_RUNS)
+    before, after = report.arm(_BEFORE), report.arm(_AFTER)
+    gains = {
+        name: paired_gain(report.arm(name).latencies_ms, before.latencies_ms, after.latencies_ms, doubt=_DOUBT)
+        for name in forms
+        if name in arms
+    }
+    medians = {default: (before.median_ms + after.median_ms) / 2} | {name: report.arm(name).median_ms for name in gains}
+    taken = max((name for name in gains if is_gain(gains[name])), key=lambda name: gains[name].median, default=default)
+    latencies_ms = _latencies(report, taken, default)
+    model.record(database, _decision(forms[taken][0]), seed=seed, job_id=job_id, latencies_ms=latencies_ms)
+    trials = tuple(FormTrial(name, launches[name], ms, name == taken) for name, ms in medians.items())
+    for trial in trials:
+        logger.info("%s: %d kernels, %.4f ms%s", trial.form, trial.launches, trial.model_ms, ", taken" * trial.taken)
+    return taken, NormFormsReport(trials, abs(before.median_ms - after.median_ms) / medians[default])
+
+
+def _decision(prepared: PreparedModel) -> ModelDecision:
+    return ModelDecision(prepared.lowered.options.norm_rows_max)
+
+
+def default_form(prepared: PreparedModel) -> str:
+    """Return what the form is called that a model was lowered to: a form's own name, or "by rows"."""
+    rows_max = prepared.lowered.options.norm_rows_max
+    return next((name for name, most in FORMS.items() if most == rows_max), f"norms in matmuls of {rows_max} rows")
+
+
+def _latencies(report: BenchmarkReport, taken: str, default: str) -> tuple[float, ...]:
+    names = (_BEFORE, _AFTER) if taken == default else (taken,)
+    return tuple(ms for name in names for ms in report.arm(name).latencies_ms)

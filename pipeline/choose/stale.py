@@ -1,0 +1,61 @@
+"""Records of kernels that templates no longer make: what was measured is not what a decision gives by now."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from relaxtune.pipeline.choose.selection import RECORDS_TRIED, replay_record
+from relaxtune.pipeline.choose.standing import standing_records
+from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.tuning_db.records import Environment, Status, TuningRecord
+
+logger = logging.getLogger(__name__)
+
+
+def without_stale(
+    task: TuningTask, known: Sequence[TuningRecord], target: ResolvedTarget, environment: Environment
+) -> list[TuningRecord]:
+    """Return a task's records less those of templates and libraries that selection would pass over.
+
+    Records are tried as selection tries them, the fastest first, until one holds; when none of those holds, all of
+    their routes are stale.
+
+    Parameters
+    ----------
+    known : sequence of TuningRecord
+        Of this device, failed ones included.
+    """
+    offered = [record for record in known if record.route in OFFERED_ROUTES]
+    ranked = sorted(
+        (record for record in offered if record.status is Status.OK), key=lambda record: record.latency_us or 0.0
+    )
+    stale: set[str] = set()
+    tried = standing_records(ranked, environment)[:RECORDS_TRIED]
+    for record in tried:
+        try:
+            replay_record(task, record, target)
+            break
+        except LoweringError as e:
+            logger.info("%s", e)
+            stale.add(record.decision)
+    else:
+        if tried:
+            stale = {record.decision for record in offered}
+    return [record for record in known if record.route not in OFFERED_ROUTES or record.decision not in stale]
+
+
+def measured_since(known: Sequence[TuningRecord], recorded: Sequence[TuningRecord]) -> bool:
+    """Whether no record is stale, or one that holds is newer than all that are: else the task is not done yet.
+
+    Parameters
+    ----------
+    known, recorded : sequence of TuningRecord
+        What `without_stale` returned and what it was given.
+    """
+    held = {id(record) for record in known}
+    stale = [record.created_at for record in recorded if id(record) not in held]
+    return not stale or any(record.created_at > max(stale) for record in known)

@@ -1,0 +1,1 @@
+"""`relaxtune db`: one file a group of commands."""

@@ -1,0 +1,1 @@
+"""Converters of attention operators, their heads, caches and rotary embeddings."""

@@ -1,0 +1,48 @@
+"""TensorScatter (opset 24): new keys or values written into a cache of fixed length, at each row's own place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import tvm
+from tvm import te, tirx
+
+from relaxtune.pipeline.importer.converters.base import Converter, ConverterInput, int_attribute, sizes_of
+
+
+def convert_tensor_scatter(node: ConverterInput) -> tvm.ir.Expr:
+    """Return the cache with the update in it. Inputs: cache, update, first place of each row (B) (optional; 0).
+
+    Both are (B, ...) and differ in `axis` only. Mode circular wraps around the end of the cache, linear does not.
+
+    Raises
+    ------
+    ValueError
+        An unknown mode.
+    """
+    mode = node.attributes.get("mode", "linear")
+    if mode not in ("linear", "circular"):
+        msg = f"attribute 'mode': expected 'linear' or 'circular', got {mode!r}"
+        raise ValueError(msg)
+    cache, update, starts = node.input(0), node.input(1), node.optional(2)
+    rank = int(cache.ty.ndim)
+    axis = int_attribute(node, "axis", -2) % rank
+    length, count = (tirx.Cast("int64", sizes_of(tensor)[axis]) for tensor in (cache, update))
+
+    def compute(old: te.Tensor, new: te.Tensor, *first: te.Tensor) -> te.Tensor:
+        def at(*places: tirx.Var) -> tvm.ir.Expr:
+            start = first[0](places[0]).astype("int64") if first else tirx.const(0, "int64")
+            offset = tirx.Cast("int64", places[axis]) - start
+            if mode == "circular":
+                offset = tirx.floormod(offset, length)
+            written = tirx.all(offset >= 0, offset < count)
+            source = [*places[:axis], offset, *places[axis + 1 :]]
+            return tirx.if_then_else(written, new(*source), old(*places))
+
+        return te.compute(old.shape, at, name="tensor_scatter")
+
+    given = [] if starts is None else [starts]
+    return node.builder.emit_te(compute, cache, update, *given, primfunc_name_hint="tensor_scatter")
+
+
+CACHE_CONVERTERS: Mapping[tuple[str, str], Converter] = {("", "TensorScatter"): convert_tensor_scatter}

@@ -1,0 +1,307 @@
+"""Attention as one operator of ONNX Runtime: Attention, MultiHeadAttention and GroupQueryAttention.
+
+Each becomes plain matmuls and a softmax; `pipeline.passes.attention.recognise` makes one kernel of them where it can.
+Formulas and layouts: ONNX Runtime, docs/ContribOperators.md.
+
+Notation: B batch, S queries, T keys, P cached keys, N heads, K key heads, H head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from relaxtune.pipeline.importer.converters.attention.heads import (
+    LOWEST,
+    append,
+    attend,
+    hide_later_keys,
+    hide_where_zero,
+    merge_heads,
+    repeat_heads,
+    split_heads,
+)
+from relaxtune.pipeline.importer.converters.attention.rotary import rotate_heads
+from relaxtune.pipeline.importer.converters.base import (
+    Converter,
+    ConverterInput,
+    float_attribute,
+    int_attribute,
+    sizes_of,
+    static_size,
+)
+
+_MASK_FILTER = -10000.0
+
+
+def convert_packed_attention(node: ConverterInput) -> tvm.ir.Expr:
+    """Convert com.microsoft Attention: the projections are part of it.
+
+    Inputs: x (B, S, C), weights (C, 3*N*H or as `qkv_hidden_sizes` says), bias (optional), mask (optional: (B, T),
+    (B, S, T), or (B) counts of leading keys), past (2, B, N, P, H) (optional), attention bias (optional).
+
+    Raises
+    ------
+    ValueError
+        A form of it that is not converted; the message names it.
+    """
+    emit = node.builder.emit
+    _refuse(node, "do_rotary", "past_present_share_buffer")
+    data, heads = node.input(0), int_attribute(node, "num_heads", 0)
+    projected = emit(relax.op.matmul(data, node.input(1)))
+    bias = node.optional(2)
+    if bias is not None:
+        projected = emit(relax.op.add(projected, bias))
+    query, key, value = (split_heads(node, part, heads) for part in _split(node, projected, _hidden_sizes(node)))
+    past = node.optional(4)
+    cached = [None, None] if past is None else _halves(node, past)
+    key, value = append(node, cached[0], key), append(node, cached[1], value)
+    hidden = float_attribute(node, "mask_filter_value", _MASK_FILTER)
+    additions = [*_key_mask(node, node.optional(3), key, hidden), *_bias(node, node.optional(5))]
+    if int_attribute(node, "unidirectional", 0):
+        additions.append(hide_later_keys(node, sizes_of(query)[2], sizes_of(key)[2]))
+    scale = _scale(node, query)
+    output = merge_heads(node, attend(node, query, key, value, scale=scale, additions=additions))
+    if not node.wants(1):
+        return output
+    both = [emit(relax.op.expand_dims(half, 0)) for half in (key, value)]
+    return relax.Tuple([output, relax.op.concat(both, axis=0)])
+
+
+def convert_multi_head_attention(node: ConverterInput) -> tvm.ir.Expr:
+    """Convert com.microsoft MultiHeadAttention: projected queries, keys and values.
+
+    Inputs: query (B, S, N*H) or packed (B, S, N, 3, H), key (B, T, N*H), packed with the value (B, T, N, 2, H) or
+    cached (B, N, T, H), value, bias (optional), key padding mask ((B, T) or (B, S, T), or (B) counts; optional),
+    attention bias (optional), past key and past value (B, N, P, H) (optional).
+    """
+    emit, heads = node.builder.emit, int_attribute(node, "num_heads", 0)
+    query, key, value = _apart(node, heads)
+    bias = node.optional(3)
+    if bias is not None:
+        query, key, value = _with_bias(node, bias, query, key, value)
+    if any(part.ty.ndim == 3 for part in (query, key, value)):
+        query, key, value = (
+            split_heads(node, part, heads) if part.ty.ndim == 3 else part for part in (query, key, value)
+        )
+    key, value = append(node, node.optional(6), key), append(node, node.optional(7), value)
+    hidden = float_attribute(node, "mask_filter_value", _MASK_FILTER)
+    additions = [*_key_mask(node, node.optional(4), key, hidden), *_bias(node, node.optional(5))]
+    if int_attribute(node, "unidirectional", 0):
+        additions.append(hide_later_keys(node, sizes_of(query)[2], sizes_of(key)[2]))
+    scale = _scale(node, query)
+    output = emit(merge_heads(node, attend(node, query, key, value, scale=scale, additions=additions)))
+    return relax.Tuple([output, key, value]) if node.wants(1) else output
+
+
+def convert_group_query_attention(node: ConverterInput) -> tvm.ir.Expr:
+    """Convert com.microsoft GroupQueryAttention: causal, with fewer key heads, rotary embedding and a cache inside.
+
+    Inputs: query (B, S, N*H) or packed (B, S, (N + 2K)*H), key and value (B, S, K*H), past key and value (B, K, P, H)
+    (optional), counts of keys less one (B) int32, total length, cos and sin tables (optional).
+
+    A batch of unequal lengths keeps its new keys after its own past ones, as ONNX Runtime does: new key i of a row
+    with p past keys is key p + i, so keys are gathered row by row.
+    """
+    _refuse(node, "smooth_softmax", "qk_output")
+    emit = node.builder.emit
+    heads, key_heads = int_attribute(node, "num_heads", 0), int_attribute(node, "kv_num_heads", 0)
+    query, key, value = _grouped(node, heads, key_heads)
+    length = sizes_of(query)[2]
+    past_key, past_value = node.optional(3), node.optional(4)
+    # Past keys of each row: (B, 1) int64. A first prompt has none, whatever its row's length.
+    counts = emit(relax.op.astype(node.input(5), "int64"))
+    counts = emit(relax.op.reshape(counts, (sizes_of(query)[0], 1)))
+    if past_key is None or _is_zero(sizes_of(past_key)[2]):
+        past = emit(relax.op.multiply(counts, relax.const(0, "int64")))
+        past_key = past_value = None
+    else:
+        past = emit(relax.op.add(counts, relax.const(1, "int64")))
+        past = emit(relax.op.subtract(past, emit(_size_tensor(length))))
+    if int_attribute(node, "do_rotary", 0):
+        places = emit(relax.op.add(past, emit(relax.op.expand_dims(relax.op.arange(0, length, 1, "int64"), 0))))
+        interleaved = bool(int_attribute(node, "rotary_interleaved", 0))
+        query, key = (
+            rotate_heads(node, part, node.input(7), node.input(8), places, interleaved=interleaved)
+            for part in (query, key)
+        )
+    if past_key is not None and past_value is not None:
+        key, value = _placed(node, past_key, key, past), _placed(node, past_value, value, past)
+    seen = _seen(node, past, length, sizes_of(key)[2], int_attribute(node, "local_window_size", -1))
+    group = heads // key_heads
+    output = attend(
+        node,
+        query,
+        repeat_heads(node, key, group),
+        repeat_heads(node, value, group),
+        scale=_scale(node, query),
+        additions=[seen, *_bias(node, node.optional(10))],
+        softcap=float_attribute(node, "softcap", 0.0),
+    )
+    return relax.Tuple([emit(merge_heads(node, output)), key, value])
+
+
+def _refuse(node: ConverterInput, *names: str) -> None:
+    for name in names:
+        if int_attribute(node, name, 0):
+            msg = f"attribute {name!r}: expected 0, got {node.attributes[name]!r}"
+            raise ValueError(msg)
+
+
+def _scale(node: ConverterInput, query: tvm.ir.Expr) -> float:
+    given = float_attribute(node, "scale", 0.0)
+    return given or 1.0 / math.sqrt(static_size(query, 3))
+
+
+def _hidden_sizes(node: ConverterInput) -> list[int]:
+    given = node.attributes.get("qkv_hidden_sizes")
+    if isinstance(given, list) and given:
+        return [int(size) for size in given]
+    return [static_size(node.input(1), 1) // 3] * 3
+
+
+def _split(node: ConverterInput, data: tvm.ir.Expr, widths: list[int]) -> list[tvm.ir.Expr]:
+    """Return the parts of the last axis."""
+    ends = [sum(widths[: index + 1]) for index in range(len(widths) - 1)]
+    parts = node.builder.emit(relax.op.split(data, ends, axis=-1))
+    return [node.builder.emit(relax.TupleGetItem(parts, index)) for index in range(len(widths))]
+
+
+def _halves(node: ConverterInput, past: tvm.ir.Expr) -> list[tvm.ir.Expr]:
+    parts = node.builder.emit(relax.op.split(past, 2, axis=0))
+    return [
+        node.builder.emit(relax.op.squeeze(node.builder.emit(relax.TupleGetItem(parts, index)), [0]))
+        for index in (0, 1)
+    ]
+
+
+def _bias(node: ConverterInput, bias: tvm.ir.Expr | None) -> list[tvm.ir.Expr]:
+    return [] if bias is None else [node.builder.emit(relax.op.astype(bias, "float32"))]
+
+
+def _key_mask(node: ConverterInput, mask: tvm.ir.Expr | None, key: tvm.ir.Expr, hidden: float) -> list[tvm.ir.Expr]:
+    """Return what a mask of keys adds to the scores (B, N, S, T)."""
+    if mask is None:
+        return []
+    emit = node.builder.emit
+    shape = sizes_of(mask)
+    if len(shape) == 1:
+        keys = sizes_of(key)[2]
+        if not _is_equal(shape[0], sizes_of(key)[0]):
+            msg = f"mask of shape {shape}: expected (batch), (batch, keys) or (batch, queries, keys)"
+            raise ValueError(msg)
+        at = emit(relax.op.expand_dims(emit(relax.op.arange(0, keys, 1, "int32")), 0))
+        counts = emit(relax.op.expand_dims(emit(relax.op.astype(mask, "int32")), 1))
+        mask, shape = emit(relax.op.less(at, counts)), [shape[0], keys]
+    if len(shape) not in (2, 3):
+        msg = f"mask of shape {shape}: expected (batch), (batch, keys) or (batch, queries, keys)"
+        raise ValueError(msg)
+    axes = [1, 2] if len(shape) == 2 else [1]
+    return [emit(relax.op.expand_dims(hide_where_zero(node, mask, hidden), axes))]
+
+
+def _apart(node: ConverterInput, heads: int) -> tuple[tvm.ir.Expr, tvm.ir.Expr, tvm.ir.Expr]:
+    """Return MultiHeadAttention's query, key and value, each (B, L, N*H) or (B, N, L, H)."""
+    emit = node.builder.emit
+    query, key, value = node.input(0), node.optional(1), node.optional(2)
+
+    def unpack(packed: tvm.ir.Expr, count: int) -> list[tvm.ir.Expr]:
+        batch, length, _, _, size = sizes_of(packed)
+        parts = emit(relax.op.split(packed, count, axis=3))
+        return [
+            emit(relax.op.reshape(emit(relax.TupleGetItem(parts, index)), (batch, length, heads * size)))
+            for index in range(count)
+        ]
+
+    if key is None:
+        query, key, value = unpack(query, 3)
+    elif value is None:
+        key, value = unpack(key, 2)
+    return query, key, value
+
+
+def _with_bias(
+    node: ConverterInput, bias: tvm.ir.Expr, query: tvm.ir.Expr, key: tvm.ir.Expr, value: tvm.ir.Expr
+) -> list[tvm.ir.Expr]:
+    """Add the parts of the bias; keys and values that are cached already have theirs."""
+    width = static_size(query, 2)
+    rest = (static_size(bias, 0) - width) // 2
+    total = static_size(bias, 0)
+    widths = [width, rest, total - width - rest]
+    if value.ty.ndim == 3:
+        widths = [width, static_size(key, 2), static_size(value, 2)]
+    parts = _split(node, bias, widths)
+    return [
+        node.builder.emit(relax.op.add(data, part)) if data.ty.ndim == 3 else data
+        for data, part in zip((query, key, value), parts, strict=True)
+    ]
+
+
+def _grouped(node: ConverterInput, heads: int, key_heads: int) -> tuple[tvm.ir.Expr, tvm.ir.Expr, tvm.ir.Expr]:
+    """Return GroupQueryAttention's query (B, N, S, H), key and value (B, K, S, H)."""
+    query, key, value = node.input(0), node.optional(1), node.optional(2)
+    if key is None or value is None:
+        size = static_size(query, 2) // (heads + 2 * key_heads)
+        query, key, value = _split(node, query, [heads * size, key_heads * size, key_heads * size])
+    return (
+        split_heads(node, query, heads),
+        split_heads(node, key, key_heads),
+        split_heads(node, value, key_heads),
+    )
+
+
+def _placed(node: ConverterInput, past: tvm.ir.Expr, new: tvm.ir.Expr, counts: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return a cache (B, K, P + S, H) in which row b has `counts[b]` past keys, then the new ones."""
+    emit = node.builder.emit
+    batch, heads, length, size = sizes_of(past)
+    added = sizes_of(new)[2]
+    total = length + added
+    both = append(node, past, new)
+    at = emit(relax.op.expand_dims(emit(relax.op.arange(0, total, 1, "int64")), 0))
+    behind = emit(relax.op.subtract(at, counts))
+    # Key j is past key j, or new key j - counts, which `both` has at P + j - counts; what lies beyond is not seen.
+    moved = emit(relax.op.add(behind, emit(_size_tensor(length))))
+    moved = emit(relax.op.minimum(moved, emit(_size_tensor(total - 1))))
+    index = emit(relax.op.where(emit(relax.op.less(behind, relax.const(0, "int64"))), at, moved))
+    index = emit(relax.op.expand_dims(index, [1, 3]))
+    index = emit(relax.op.broadcast_to(index, (batch, heads, total, size)))
+    return emit(relax.op.gather_elements(both, index, axis=2))
+
+
+def _seen(
+    node: ConverterInput, past: tvm.ir.Expr, queries: tvm.tirx.Expr, keys: tvm.tirx.Expr, window: int
+) -> tvm.ir.Expr:
+    """Return (B, 1, S, T): 0 where query i of a row sees key j <= past + i, within the window if there is one."""
+    emit = node.builder.emit
+    at = emit(relax.op.expand_dims(emit(relax.op.arange(0, queries, 1, "int64")), 0))
+    at = emit(relax.op.expand_dims(emit(relax.op.add(past, at)), [1, 3]))
+    key = emit(relax.op.expand_dims(emit(relax.op.arange(0, keys, 1, "int64")), [0, 1, 2]))
+    seen = emit(relax.op.less_equal(key, at))
+    if window > 0:
+        first = emit(relax.op.subtract(at, relax.const(window, "int64")))
+        seen = emit(relax.op.logical_and(seen, emit(relax.op.greater(key, first))))
+    return emit(relax.op.where(seen, relax.const(0.0, "float32"), relax.const(LOWEST, "float32")))
+
+
+def _size_tensor(size: tvm.tirx.Expr) -> tvm.ir.Expr:
+    """Return a size, symbolic or not, as a tensor of one element."""
+    return relax.op.arange(size, size + 1, 1, "int64")
+
+
+def _is_zero(size: tvm.tirx.Expr) -> bool:
+    return isinstance(size, tvm.tirx.IntImm) and int(size) == 0
+
+
+def _is_equal(a: tvm.tirx.Expr, b: tvm.tirx.Expr) -> bool:
+    return bool(tvm_ffi.structural_equal(a, b))
+
+
+ATTENTION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("com.microsoft", "Attention"): convert_packed_attention,
+    ("com.microsoft", "GroupQueryAttention"): convert_group_query_attention,
+    ("com.microsoft", "MultiHeadAttention"): convert_multi_head_attention,
+}

@@ -1,0 +1,146 @@
+"""ONNX's own Attention (opset 23 on): masks, windows, caches inside and outside of it, and the scores as an output.
+
+It becomes plain matmuls and a softmax; `pipeline.passes.attention.recognise` makes one kernel of them where it can.
+Formulas: ONNX, Operators.md (Attention, opsets 23 to 25). Notation as in `attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import tvm
+from tvm import relax
+
+from relaxtune.pipeline.importer.converters.attention.heads import (
+    AttentionSteps,
+    append,
+    attend_by_steps,
+    hide_later_keys,
+    hide_where_zero,
+    merge_heads,
+    repeat_heads,
+    split_heads,
+)
+from relaxtune.pipeline.importer.converters.base import (
+    Converter,
+    ConverterInput,
+    dtype_of,
+    float_attribute,
+    int_attribute,
+    sizes_of,
+    static_size,
+)
+
+_MASK, _PAST_KEY, _PAST_VALUE, _LENGTHS = 3, 4, 5, 6
+
+
+def convert_attention(node: ConverterInput) -> tvm.ir.Expr:
+    """Convert ONNX Attention.
+
+    Inputs: query, key and value, each (B, S, N*H) with `q_num_heads` and `kv_num_heads`, or (B, N, S, H); mask
+    (optional; bool, or added to the scores; a short last axis hides what is beyond it), past key and value (optional),
+    counts of keys that are no padding (B) int64 (optional). Outputs: the result, present key and value, the scores.
+    """
+    flat = node.input(0).ty.ndim == 3
+    query, key, value = (node.input(index) for index in range(3))
+    if flat:
+        heads, key_heads = int_attribute(node, "q_num_heads", 0), int_attribute(node, "kv_num_heads", 0)
+        query = split_heads(node, query, heads)
+        key, value = split_heads(node, key, key_heads), split_heads(node, value, key_heads)
+    key, value = append(node, node.optional(_PAST_KEY), key), append(node, node.optional(_PAST_VALUE), value)
+    group = static_size(query, 1) // static_size(key, 1)
+    steps = attend_by_steps(
+        node,
+        query,
+        repeat_heads(node, key, group),
+        repeat_heads(node, value, group),
+        scale=float_attribute(node, "scale", 0.0) or 1.0 / math.sqrt(static_size(query, 3)),
+        additions=[*_mask(node, key), *_positions(node, query, key), *_padding(node, key)],
+        softcap=float_attribute(node, "softcap", 0.0),
+        guarded=node.optional(_MASK) is not None or node.optional(_LENGTHS) is not None,
+    )
+    result = node.builder.emit(merge_heads(node, steps.output)) if flat else steps.output
+    scores = _scores(node, steps, dtype_of(query)) if node.wants(3) else relax.const(0.0, "float32")
+    return relax.Tuple([result, key, value, scores]) if len(node.outputs) > 1 else result
+
+
+def _scores(node: ConverterInput, steps: AttentionSteps, dtype: str) -> tvm.ir.Expr:
+    """Return the fourth output as `qk_matmul_output_mode` says, in the dtype of the query."""
+    mode = int_attribute(node, "qk_matmul_output_mode", 0)
+    chosen = (steps.scores, steps.capped, steps.biased, steps.weights)[mode]
+    return node.builder.emit(relax.op.astype(chosen, dtype))
+
+
+def _mask(node: ConverterInput, key: tvm.ir.Expr) -> list[tvm.ir.Expr]:
+    """Return what the mask adds to the scores, as long as there are keys."""
+    mask = node.optional(_MASK)
+    if mask is None:
+        return []
+    emit = node.builder.emit
+    if dtype_of(mask) == "bool":
+        added = hide_where_zero(node, mask, -math.inf)
+    else:
+        added = emit(relax.op.astype(mask, "float32"))
+    *_, length = sizes_of(mask)
+    missing = tvm.sym.Analyzer().simplify(sizes_of(key)[2] - length)
+    if isinstance(missing, tvm.tirx.IntImm) and int(missing) > 0 and int(length) > 1:
+        widths = [0] * (2 * int(mask.ty.ndim) - 1) + [int(missing)]
+        added = emit(relax.op.nn.pad(added, widths, "constant", -math.inf))
+    return [added]
+
+
+def _positions(node: ConverterInput, query: tvm.ir.Expr, key: tvm.ir.Expr) -> list[tvm.ir.Expr]:
+    """Return what `is_causal` and the window add: query i stands at i plus the keys before it."""
+    left, right = int_attribute(node, "left_window_size", -1), int_attribute(node, "right_window_size", -1)
+    causal = bool(int_attribute(node, "is_causal", 0))
+    right = 0 if causal else right
+    if left < 0 and right < 0:
+        return []
+    emit, lengths, past = node.builder.emit, node.optional(_LENGTHS), node.optional(_PAST_KEY)
+    queries, keys = sizes_of(query)[2], sizes_of(key)[2]
+    if lengths is None and past is not None and left < 0 and causal and _all_queries_are_new(past, queries, keys):
+        return [hide_later_keys(node, queries, keys, hidden=-math.inf)]
+    at = emit(relax.op.expand_dims(emit(relax.op.arange(0, queries, 1, "int64")), 1))
+    if lengths is not None:
+        before = emit(relax.op.subtract(lengths, _count(node, queries)))
+        at = emit(relax.op.add(at, emit(relax.op.expand_dims(before, [1, 2, 3]))))
+    elif past is not None:
+        at = emit(relax.op.add(at, _count(node, sizes_of(past)[2])))
+    places = emit(relax.op.expand_dims(emit(relax.op.arange(0, keys, 1, "int64")), 0))
+    seen = None
+    if right >= 0:
+        last = at if right == 0 else emit(relax.op.add(at, relax.const(right, "int64")))
+        seen = emit(relax.op.less_equal(places, last))
+    if left >= 0:
+        first = emit(relax.op.subtract(at, relax.const(left, "int64")))
+        within = emit(relax.op.greater_equal(places, first))
+        seen = within if seen is None else emit(relax.op.logical_and(seen, within))
+    return [_hidden_unless(node, seen)]
+
+
+def _all_queries_are_new(past: tvm.ir.Expr, queries: tvm.tirx.Expr, keys: tvm.tirx.Expr) -> bool:
+    return bool(tvm.sym.Analyzer().can_prove_equal(keys - queries, sizes_of(past)[2]))
+
+
+def _padding(node: ConverterInput, key: tvm.ir.Expr) -> list[tvm.ir.Expr]:
+    """Return what hides each row's keys from its count on."""
+    lengths = node.optional(_LENGTHS)
+    if lengths is None:
+        return []
+    emit = node.builder.emit
+    places = emit(relax.op.arange(0, sizes_of(key)[2], 1, "int64"))
+    return [_hidden_unless(node, emit(relax.op.less(places, emit(relax.op.expand_dims(lengths, [1, 2, 3])))))]
+
+
+def _hidden_unless(node: ConverterInput, seen: tvm.ir.Expr) -> tvm.ir.Expr:
+    zero, low = relax.const(0.0, "float32"), relax.const(-math.inf, "float32")
+    return node.builder.emit(relax.op.where(seen, zero, low))
+
+
+def _count(node: ConverterInput, size: tvm.tirx.Expr) -> tvm.ir.Expr:
+    """Return a size, symbolic or not, as an int64 tensor of one element."""
+    return node.builder.emit(relax.op.arange(size, size + 1, 1, "int64"))
+
+
+ONNX_ATTENTION_CONVERTERS: Mapping[tuple[str, str], Converter] = {("", "Attention"): convert_attention}

@@ -1,0 +1,1 @@
+"""Converters of quantised operators: QDQ, QLinear, integer matmuls and convolutions."""

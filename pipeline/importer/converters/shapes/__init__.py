@@ -1,0 +1,1 @@
+"""Converters of operators that move elements or compute shapes."""

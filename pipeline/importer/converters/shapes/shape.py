@@ -1,0 +1,186 @@
+"""Operators that make tensors from shapes, and those whose shape operand may hold symbolic sizes.
+
+Each leaves the plain static case to TVM's converter by returning None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import tvm
+from tvm import relax, tirx
+
+from relaxtune.pipeline.importer.converters.base import (
+    Converter,
+    ConverterInput,
+    constant,
+    constant_value,
+    int_attribute,
+    sizes_of,
+    static_size,
+    tensor_attribute,
+)
+from relaxtune.pipeline.importer.shape_values import is_shape_value, simplify, size_list
+
+# torch writes "to the end" as the largest int64 or int32.
+_TO_THE_END = 2**31 - 1
+
+
+def convert_shape(node: ConverterInput) -> tvm.ir.Expr | None:
+    """Return the sizes of a tensor as a shape value, cut by `start` and `end`."""
+    shape = node.input(0).ty.shape
+    if not isinstance(shape, relax.ShapeExpr):
+        return None
+    values = list(shape.values)
+    return relax.ShapeExpr(values[int_attribute(node, "start", 0) : int_attribute(node, "end", len(values))])
+
+
+def convert_size(node: ConverterInput) -> tvm.ir.Expr | None:
+    """Return the number of elements of a tensor of known sizes."""
+    shape = node.input(0).ty.shape
+    if not isinstance(shape, relax.ShapeExpr):
+        return None
+    return _product(list(shape.values))
+
+
+def convert_constant_of_shape(node: ConverterInput) -> tvm.ir.Expr:
+    """Return a tensor of one repeated value.
+
+    TVM broadcasts the attribute, which is a tensor of one element, to the shape; that is refused for a scalar shape,
+    and the shape it folds is only the one-dimensional one.
+    """
+    fill = tensor_attribute(node.attributes["value"]) if "value" in node.attributes else np.zeros(1, "float32")
+    fill = fill.reshape(())
+    shape = node.input(0)
+    sizes = constant_value(shape)
+    if sizes is not None:
+        return constant(np.full([int(size) for size in sizes], fill))
+    if not isinstance(shape, relax.ShapeExpr):
+        shape = relax.op.tensor_to_shape(shape)
+    return relax.op.full(shape, constant(fill), str(fill.dtype))
+
+
+def convert_reshape(node: ConverterInput) -> tvm.ir.Expr | None:
+    """Return a tensor in a shape with symbolic sizes; 0 copies a size of the input, -1 is what is left."""
+    data, shape = node.input(0), node.input(1)
+    if not isinstance(shape, relax.ShapeExpr) or not isinstance(data.ty.shape, relax.ShapeExpr):
+        return None
+    old = list(data.ty.shape.values)
+    new = size_list(shape) or []
+    if int_attribute(node, "allowzero", 0) == 0:
+        new = [old[i] if isinstance(size, int) and size == 0 else size for i, size in enumerate(new)]
+    rest = [i for i, size in enumerate(new) if isinstance(size, int) and size == -1]
+    if rest:
+        known = _product([size for size in new if not (isinstance(size, int) and size == -1)])
+        new[rest[0]] = simplify(tirx.floordiv(_product(old), known))
+    return relax.op.reshape(data, relax.ShapeExpr(new))
+
+
+def convert_expand(node: ConverterInput) -> tvm.ir.Expr | None:
+    """Return a tensor stretched to a shape where a size on either side is symbolic; a 1 on either side gives way.
+
+    Two different sizes, neither of them 1, are taken to be equal when the model runs: ONNX allows no other case.
+    """
+    data, target = node.input(0), size_list(node.input(1))
+    if target is None:
+        return _expand_at_run_time(node, data)
+    if not isinstance(data.ty.shape, relax.ShapeExpr):
+        return None
+    sizes = [simplify(size) for size in data.ty.shape.values]
+    if all(isinstance(size, int) for size in (*sizes, *target)):
+        return None
+    rank = max(len(sizes), len(target))
+    old = [1] * (rank - len(sizes)) + sizes
+    new = [1] * (rank - len(target)) + target
+    result = [
+        before if isinstance(after, int) and after == 1 else after for before, after in zip(old, new, strict=True)
+    ]
+    return relax.op.broadcast_to(data, relax.ShapeExpr(result))
+
+
+def _expand_at_run_time(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return a tensor stretched to a shape that is computed when the model runs; the larger of both sizes counts.
+
+    Raises
+    ------
+    ValueError
+        The target has fewer axes than the tensor, or an unknown number of them.
+    """
+    emit, sizes = node.builder.emit, sizes_of(data)
+    rank = static_size(node.input(1), 0)
+    if rank < len(sizes):
+        msg = f"input 1 (shape) of {rank} sizes: expected at least {len(sizes)}, as many as the tensor has axes"
+        raise ValueError(msg)
+    own = emit(relax.op.shape_to_tensor(relax.ShapeExpr([1] * (rank - len(sizes)) + sizes)))
+    wanted = emit(relax.op.tensor_to_shape(emit(relax.op.maximum(node.input(1), own))))
+    new = [tirx.Var(f"expanded_{axis}", "int64") for axis in range(rank)]
+    node.builder.match_cast(wanted, relax.ShapeType(new))
+    return relax.op.broadcast_to(data, relax.ShapeExpr(new))
+
+
+def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
+    """Return a slice with a symbolic start or end and steps of one.
+
+    TVM assumes such bounds to be inside the axis, which is wrong for the ends torch writes: negative, or "to the end".
+    """
+    data = node.input(0)
+    if not any(is_shape_value(item) for item in node.inputs[1:]):
+        _check_bounds(node)
+        return None
+    starts, ends = size_list(node.input(1)), size_list(node.input(2))
+    axes = size_list(node.optional(3)) if node.optional(3) is not None else list(range(len(starts or [])))
+    steps = size_list(node.optional(4)) if node.optional(4) is not None else [1] * len(starts or [])
+    if starts is None or ends is None or axes is None or steps is None or any(step != 1 for step in steps):
+        return None
+    numbers = [int(axis) % data.ty.ndim for axis in axes]
+    sizes = [data.ty.shape.values[axis] for axis in numbers]
+    begin = [_bound(value, size) for value, size in zip(starts, sizes, strict=True)]
+    end = [_bound(value, size) for value, size in zip(ends, sizes, strict=True)]
+    return relax.op.strided_slice(data, numbers, begin, end, [1] * len(numbers), assume_inbound=True)
+
+
+def _check_bounds(node: ConverterInput) -> None:
+    names = ("data", "starts", "ends", "axes", "steps")
+    for place in range(1, len(node.inputs)):
+        item = node.optional(place)
+        if item is not None and constant_value(item) is None:
+            msg = f"input {place} ({names[place]}): expected a constant or sizes, got values known at run time only"
+            raise ValueError(msg)
+
+
+def convert_range(node: ConverterInput) -> tvm.ir.Expr | None:
+    """Return int64 numbers between bounds of which at least one is symbolic."""
+    if not any(is_shape_value(item) for item in node.inputs):
+        return None
+    bounds = [size_list(item) for item in node.inputs]
+    if any(bound is None or len(bound) != 1 for bound in bounds):
+        return None
+    start, limit, delta = (bound[0] for bound in bounds if bound is not None)
+    return relax.op.arange(start, limit, delta, "int64")
+
+
+def _bound(value: tvm.ir.Expr | int, size: tvm.ir.Expr) -> tvm.ir.Expr | int:
+    if not isinstance(value, int):
+        return value
+    if value >= _TO_THE_END:
+        return size
+    return simplify(size + value) if value < 0 else value
+
+
+def _product(sizes: list[tvm.ir.Expr | int]) -> tvm.ir.Expr:
+    total: tvm.ir.Expr = tirx.IntImm("int64", 1)
+    for size in sizes:
+        total = total * size
+    return tvm.sym.Analyzer().simplify(total)
+
+
+SHAPE_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("", "ConstantOfShape"): convert_constant_of_shape,
+    ("", "Expand"): convert_expand,
+    ("", "Range"): convert_range,
+    ("", "Reshape"): convert_reshape,
+    ("", "Shape"): convert_shape,
+    ("", "Size"): convert_size,
+    ("", "Slice"): convert_slice,
+}

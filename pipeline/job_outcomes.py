@@ -1,0 +1,71 @@
+"""What jobs made, noted in the tuning database: artifacts, how they validated, how fast they ran.
+
+An artifact is known by the hashes of its files, so that validations and benchmarks of a later day, from its directory
+alone and by a later version, are noted of the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from relaxtune.pipeline.artifact.manifest import Manifest
+from relaxtune.pipeline.bench.measure import BenchmarkReport
+from relaxtune.pipeline.environment import detect_environment, target_key
+from relaxtune.pipeline.validate.report import ValidationReport
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.tuning_db.records import Environment, canonical_json, utc_now
+from relaxtune.tuning_db.sql.outcomes import Artifact, Benchmark, Validation
+from relaxtune.tuning_db.store import TuningDatabase
+
+_US_PER_MS = 1e3
+
+
+def environment_of(manifest: Manifest) -> Environment:
+    """Return what a validation or benchmark of an artifact on this machine is true for."""
+    return detect_environment(resolve_target(manifest.target.config))
+
+
+def artifact_of(manifest: Manifest, directory: Path, job_id: str | None = None) -> Artifact:
+    """Return the database's form of an artifact, whether it was validated since or not."""
+    return Artifact(
+        model=manifest.model,
+        model_sha256=manifest.model_sha256,
+        target=target_key(resolve_target(manifest.target.config)),
+        manifest=replace(manifest, validation=None).to_json(),
+        location=str(directory.absolute()),
+        job_id=job_id,
+    )
+
+
+def note_validation(
+    database: TuningDatabase, artifact: Artifact, environment: Environment, report: ValidationReport
+) -> None:
+    """Keep a validation, with the worst absolute error over all outputs, and its artifact if it is not known yet."""
+    errors = [output.worst("max_abs") for output in report.outputs]
+    database.record_artifact(artifact)
+    database.record_validation(
+        Validation(
+            artifact_key=artifact.key,
+            environment=environment,
+            passed=report.passed,
+            samples=report.samples,
+            max_abs=max((error for error in errors if error is not None), default=0.0),
+            report=canonical_json(report.to_json()),
+        )
+    )
+
+
+def note_benchmark(
+    database: TuningDatabase, artifact: Artifact, environment: Environment, report: BenchmarkReport
+) -> None:
+    """Keep the raw latencies of every arm of a benchmark, and its artifact if it is not known yet.
+
+    The arms have one time, which says that they took turns in one run.
+    """
+    moment = utc_now()
+    conditions = canonical_json({**report.conditions, "runs": report.runs, "warmup": report.warmup})
+    database.record_artifact(artifact)
+    for arm in report.arms:
+        latencies_us = tuple(value * _US_PER_MS for value in arm.latencies_ms)
+        database.record_benchmark(Benchmark(artifact.key, environment, arm.name, latencies_us, conditions, moment))

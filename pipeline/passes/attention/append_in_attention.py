@@ -1,0 +1,185 @@
+"""Pass: an attention over caches that grow writes the grown caches itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import tvm
+from tvm import relax, tirx
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from relaxtune.pipeline.passes.attention.append_caches import Grown, caches_of
+from relaxtune.pipeline.passes.attention.kernel import Param, template_refusal
+from relaxtune.pipeline.passes.kit.ir import (
+    bindings_of,
+    called_function,
+    dtype_of,
+    emit_extra,
+    emit_named,
+    main_of,
+    rewrite_main,
+    static_shape,
+    users_of,
+    values_of,
+)
+from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.schedules.functions.attention import AttentionSpec, CacheGrowth, HeadLayout, spec_of
+from relaxtune.schedules.functions.plain_attention import attention_function
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """An attention with the caches that it writes: its result, then keys and values; operands in order."""
+
+    results: tuple[relax.Var, relax.Var, relax.Var]
+    operands: tuple[tvm.ir.Expr, ...]
+    func: tirx.PrimFunc
+
+
+def append_in_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with the concatenations of an attention's keys and values as results of the attention.
+
+    ::
+
+        key = concat(past_key, view(k)); value = concat(past_value, view(v)); o = attention(q, key, value)
+                                            ->   o, key, value = attention(q, past_key, k, past_value, v)
+
+    The caches are then read once and written once. Where a template makes that, and nothing but the attention reads the
+    grown caches before it.
+    """
+    if not state.launches_cost:
+        return mod
+    main = main_of(mod)
+    values, users = values_of(main), users_of(main)
+    order = {binding.var: index for index, binding in enumerate(bindings_of(main))}
+    found: dict[relax.Var, _Attention] = {}
+    for binding in bindings_of(main):
+        pair = caches_of(binding.value, mod, values)
+        if pair is None or any(len(grown.results) > 1 for grown in pair):
+            continue
+        readers = [reader for grown in pair for reader in users.get(grown.results[0], [])]
+        if any(order.get(reader, len(order)) < order[binding.var] for reader in readers):
+            continue
+        made = _attention(mod, binding.var, binding.value, pair)
+        if made is None:
+            continue
+        reason = template_refusal(made.func, state.target)
+        if reason is not None:
+            state.note(f"caches not appended in attention at {binding.var.name}: {reason}")
+            continue
+        found[binding.var] = made
+    if not found:
+        return mod
+    state.note(f"{len(found)} attentions append to their caches")
+    return rewrite_main(mod, _Replace(mod, found, state))
+
+
+def _attention(
+    mod: tvm.ir.IRModule, result: relax.Var, call: relax.Call, pair: tuple[Grown, Grown]
+) -> _Attention | None:
+    """Return the attention that writes a pair of caches, or None where they do not lie as it wants them."""
+    spec = spec_of(mod[called_function(call)])
+    assert spec is not None
+    past, other = (_positions(grown.past, grown.axis) for grown in pair)
+    if past is None or past != other:
+        return None
+    layouts = [_grown_layouts(spec, layout, grown) for layout, grown in zip((spec.key, spec.value), pair, strict=True)]
+    given = list(call.args[1].fields)
+    operands: list[tvm.ir.Expr] = []
+
+    def position(expr: tvm.ir.Expr) -> int:
+        if expr not in operands:
+            operands.append(expr)
+        return operands.index(expr)
+
+    query = replace(spec.query, param=position(given[spec.query.param]))
+    parts = []
+    for grown, layout in zip(pair, layouts, strict=True):
+        if layout is None:
+            return None
+        cache, new = layout
+        parts.append((replace(cache, param=position(grown.past)), replace(new, param=position(grown.base))))
+    bias = None if spec.bias is None else replace(spec.bias, param=position(given[spec.bias.param]))
+    count = len(operands)
+    growth = CacheGrowth(past, parts[0][0], parts[1][0], parts[0][1], parts[1][1])
+    appended = replace(
+        spec,
+        query=query,
+        key=replace(spec.key, param=count + 1),
+        value=replace(spec.value, param=count + 2),
+        output=replace(spec.output, param=count),
+        bias=bias,
+        growth=growth,
+    )
+    results = (result, pair[0].results[0], pair[1].results[0])
+    params: list[Param] = [(static_shape(expr) or (), dtype_of(expr)) for expr in (*operands, *results)]
+    return _Attention(results, tuple(operands), attention_function(appended, params))
+
+
+def _grown_layouts(spec: AttentionSpec, layout: HeadLayout, grown: Grown) -> tuple[HeadLayout, HeadLayout] | None:
+    """Return where a cache's past and its new positions lie; None unless its axes are batch, heads, positions and d.
+
+    Heads and positions may change places. Of an axis of size 1 any stride will do.
+    """
+    sizes = (spec.batch, spec.kv_heads, spec.keys, spec.head_dim)
+    for axes in ((0, 1, 2, 3), (0, 2, 1, 3)):
+        if tuple(grown.shape[axis] for axis in axes) != sizes or axes[2] != grown.axis:
+            continue
+        if not _lies(layout, _dense(grown.shape, axes), sizes):
+            continue
+        before = static_shape(grown.past)
+        batch, head, position, unit = (grown.strides[axis] for axis in axes)
+        if before is None or (unit != 1 and spec.head_dim > 1):
+            return None
+        return _dense(before, axes), HeadLayout(0, grown.offset, batch, position, head)
+    return None
+
+
+def _positions(cache: relax.Var, axis: int) -> int | None:
+    shape = static_shape(cache)
+    return None if shape is None else shape[axis]
+
+
+def _dense(shape: tuple[int, ...], axes: tuple[int, ...]) -> HeadLayout:
+    """Return where the elements of a row-major tensor lie whose axes are batch, heads and positions, in some order."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return HeadLayout(0, 0, strides[axes[0]], strides[axes[2]], strides[axes[1]])
+
+
+def _lies(layout: HeadLayout, expected: HeadLayout, sizes: tuple[int, int, int, int]) -> bool:
+    pairs = (
+        (layout.batch_stride, expected.batch_stride, sizes[0]),
+        (layout.head_stride, expected.head_stride, sizes[1]),
+        (layout.position_stride, expected.position_stride, sizes[2]),
+    )
+    return layout.offset == 0 and all(got == wanted or size == 1 for got, wanted, size in pairs)
+
+
+@mutator
+class _Replace(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.ir.IRModule, found: Mapping[relax.Var, _Attention], state: LoweringState) -> None:
+        super().__init__(mod)
+        self._found = found
+        self._state = state
+        self._caches = {var for attention in found.values() for var in attention.results[1:]}
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        attention = self._found.get(binding.var)
+        if attention is not None:
+            self._emit(attention)
+        elif binding.var not in self._caches:
+            super().visit_var_binding_(binding)
+
+    def _emit(self, attention: _Attention) -> None:
+        name = f"{attention.results[0].name}__appended"
+        self._state.sources[name] = self._state.nodes_of(var.name for var in attention.results)
+        operands = relax.Tuple([self.visit_expr(operand) for operand in attention.operands])
+        types = [relax.TensorType(static_shape(var), dtype_of(var)) for var in attention.results]
+        function = self.builder_.add_func(attention.func.without_attr("global_symbol"), "attention")
+        made = emit_extra(self, name, relax.call_tir(function, operands, types))
+        for index, var in enumerate(attention.results):
+            emit_named(self, var, relax.TupleGetItem(made, index))
+            self._state.sources[var.name] = ()

@@ -1,0 +1,117 @@
+"""The kernel of a matched attention: its specification, and the tensors of the graph that it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm import tirx
+
+from relaxtune.pipeline.passes.attention.layout import Strides
+from relaxtune.pipeline.passes.attention.mask_operands import Masking
+from relaxtune.pipeline.passes.attention.match import Attention, Heads
+from relaxtune.pipeline.passes.attention.scores import NotAttentionError
+from relaxtune.pipeline.passes.kit.ir import dtype_of, static_shape
+from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, ScoreBias
+from relaxtune.schedules.functions.plain_attention import attention_function
+from relaxtune.schedules.targets import ResolvedTarget, target_limits
+from relaxtune.schedules.templates.registry import list_candidates
+
+# Shape and dtype.
+Param = tuple[tuple[int, ...], str]
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """A kernel for a matched attention.
+
+    Attributes
+    ----------
+    attention, masking
+        What it computes.
+    spec, params
+        As `schedules.functions.plain_attention.attention_function` takes them.
+    bases
+        The tensors that hold heads, in the order of the parameters; the tensor of the mask, if any, follows.
+    """
+
+    attention: Attention
+    masking: Masking
+    spec: AttentionSpec
+    params: tuple[Param, ...]
+    bases: tuple[tvm.ir.Expr, ...]
+
+
+def kernel_of(attention: Attention, masking: Masking) -> AttentionKernel:
+    """Return the kernel of an attention and its mask."""
+    bases: list[tvm.ir.Expr] = []
+
+    def position(base: tvm.ir.Expr) -> int:
+        if base not in bases:
+            bases.append(base)
+        return bases.index(base)
+
+    def layout(heads: Heads) -> HeadLayout:
+        return _layout(position(heads.base), heads.strides)
+
+    query, key, value = (layout(heads) for heads in (attention.query, attention.key, attention.value))
+    params = [(static_shape(base) or (), attention.dtype) for base in bases]
+    bias = None
+    if masking.strides is not None:
+        bias = ScoreBias(len(params), masking.kind, *masking.strides)
+        dtype = "float32" if masking.source is None else dtype_of(masking.source)
+        params.append((masking.shape, dtype))
+    spec = AttentionSpec(
+        batch=attention.batch,
+        heads=attention.heads,
+        kv_heads=attention.key.strides.heads,
+        queries=attention.queries,
+        keys=attention.keys,
+        head_dim=attention.head_dim,
+        scale=attention.scale,
+        causal=masking.causal,
+        window=masking.window,
+        query=query,
+        key=key,
+        value=value,
+        output=_layout(len(params), attention.output.strides),
+        bias=bias,
+    )
+    params.append((static_shape(attention.result) or (), attention.dtype))
+    return AttentionKernel(attention, masking, spec, tuple(params), tuple(bases))
+
+
+def _layout(param: int, strides: Strides) -> HeadLayout:
+    return HeadLayout(param, strides.offset, strides.batch, strides.position, strides.head)
+
+
+class AttentionFunctions:
+    """The PrimFuncs of attentions, each made once."""
+
+    def __init__(self, target: tvm.target.Target) -> None:
+        self._target = target
+        self._made: dict[tuple[AttentionSpec, tuple[Param, ...]], tirx.PrimFunc] = {}
+
+    def get(self, kernel: AttentionKernel) -> tirx.PrimFunc:
+        """Return the PrimFunc of a kernel.
+
+        Raises
+        ------
+        NotAttentionError
+            No template makes it.
+        """
+        key = (kernel.spec, kernel.params)
+        if key not in self._made:
+            func = attention_function(*key)
+            reason = template_refusal(func, self._target)
+            if reason is not None:
+                raise NotAttentionError(reason)
+            self._made[key] = func
+        return self._made[key]
+
+
+def template_refusal(func: tirx.PrimFunc, target: tvm.target.Target) -> str | None:
+    """Return why no template makes an attention for a target, None when one does."""
+    kind, arch = str(target.kind.name), str(target.attrs.get("arch", ""))
+    found, refused = list_candidates(func, ResolvedTarget(target, "lowering", kind, arch, target_limits(target)))
+    return None if found else f"no template makes it ({'; '.join(refused)})"

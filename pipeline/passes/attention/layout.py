@@ -1,0 +1,197 @@
+"""Where the heads of attention lie: from views of the operands to batch, head and position strides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+
+from relaxtune.pipeline.passes.attention.strided_view import (
+    Factor,
+    Factors,
+    StridedView,
+    is_view,
+    merged,
+    regrouped,
+    size_of,
+    view_through,
+    whole,
+)
+from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, is_op, scalar_of, static_shape
+
+Values = Mapping[relax.Var, tvm.ir.Expr]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A tensor as `scale` times a view of another one, `base`."""
+
+    base: tvm.ir.Expr
+    view: StridedView
+    scale: float = 1.0
+
+
+def readings_of(expr: tvm.ir.Expr, values: Values, *, scaled: bool) -> list[Reading]:
+    """Return a tensor as views of what it is made of, the furthest back first, itself last.
+
+    Casts between half precision and float32 are seen through: rounding commutes with moving. With `scaled`, so are
+    products and quotients by a number.
+    """
+    chain: list[relax.Call] = []
+    readings: list[Reading] = []
+    current = expr
+    while True:
+        shape = static_shape(current)
+        if shape is None:
+            break
+        reading = _apply(chain, Reading(current, whole(shape)))
+        if reading is not None:
+            readings.append(reading)
+        value = values.get(current) if isinstance(current, relax.Var) else current
+        step = _operand_of(value, values, scaled=scaled)
+        if step is None or not isinstance(value, relax.Call):
+            break
+        chain.append(value)
+        current = step
+    return readings[::-1]
+
+
+def _operand_of(value: tvm.ir.Expr | None, values: Values, *, scaled: bool) -> tvm.ir.Expr | None:
+    """Return the operand that a value is a view, a cast or a multiple of."""
+    if is_op(value, "astype"):
+        inner = value.args[0]
+        floats = (*HALVES, "float32")
+        if dtype_of(value) not in floats or dtype_of(inner) not in floats:
+            return None
+        behind = values.get(inner) if isinstance(inner, relax.Var) else None
+        rounds = dtype_of(value) in HALVES and dtype_of(inner) == "float32"
+        # What is rounded as a whole is stored rounded.
+        return None if rounds and _operand_of(behind, values, scaled=scaled) is None else inner
+    if is_view(value):
+        return value.args[0]  # type: ignore[union-attr]
+    if scaled and is_op(value, "multiply", "divide"):
+        forms = [tuple(value.args)] if is_op(value, "divide") else [tuple(value.args), tuple(value.args)[::-1]]
+        for data, factor in forms:
+            if scalar_of(factor) and isinstance(data, relax.Var) and static_shape(data) == static_shape(value):
+                return data
+    return None
+
+
+def _apply(chain: Sequence[relax.Call], reading: Reading) -> Reading | None:
+    view, scale = reading.view, reading.scale
+    for call in reversed(chain):
+        if is_op(call, "multiply", "divide"):
+            factor = next(number for arg in reversed(call.args) if (number := scalar_of(arg)) is not None)
+            scale = scale * factor if is_op(call, "multiply") else scale / factor
+        elif not is_op(call, "astype"):
+            seen = view_through(call, view)
+            if seen is None:
+                return None
+            view = seen
+    return Reading(reading.base, view, scale)
+
+
+@dataclass(frozen=True)
+class Strides:
+    """Of batch, head and position; `heads` counts those that differ."""
+
+    offset: int
+    batch: int
+    head: int
+    position: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class Planes:
+    """A tensor as planes [positions, head_dim], counted by one axis: batch and heads together."""
+
+    leading: Factors
+    offset: int
+    positions: Factors
+    unit: int
+
+    @property
+    def count(self) -> int:
+        """How many planes there are."""
+        return size_of(self.leading)
+
+
+def planes_of(view: StridedView, leading: Sequence[int], *, transposed: bool = False) -> Planes | None:
+    """Return a matmul operand [leading..., positions, head_dim] (transposed: the last two swapped) as planes.
+
+    None when rows of `head_dim` do not lie together.
+    """
+    last = view.axes[-2:]
+    wide = view.broadcast([*leading, *view.shape[-2:]])
+    positions, features = last[::-1] if transposed else last
+    if wide is None or len(positions) > 1 or len(features) != 1 or features[0][1] != 1:
+        return None
+    flat = merged(factor for axis in wide.axes[:-2] for factor in axis)
+    return Planes(flat, view.offset, positions, math.prod(view.shape))
+
+
+def strides_of(planes: Planes, heads: int, *, shared: bool) -> Strides | None:
+    """Return strides when each `heads` planes are one batch element; heads may be `shared` by neighbours."""
+    parts = regrouped(planes.leading, (planes.count // heads, heads))
+    if parts is None or len(parts[0]) > 1:
+        return None
+    batch, own = parts
+    if shared and own and own[-1][1] == 0:
+        own = own[:-1]
+    elif any(stride == 0 for _, stride in own):
+        return None
+    if len(own) > 1:
+        return None
+    # The stride of an axis of size 1 does not matter; this one is as aligned as any other.
+    return Strides(
+        offset=planes.offset,
+        batch=_stride(batch, planes.unit),
+        head=_stride(own, planes.unit),
+        position=_stride(planes.positions, planes.unit),
+        heads=size_of(own) if shared else heads,
+    )
+
+
+def _stride(factors: Factors, of_one: int) -> int:
+    return factors[0][1] if factors else of_one
+
+
+def head_counts(leading: Sequence[int], planes: Sequence[Planes]) -> list[int]:
+    """Return how many planes could be the heads of one batch element, the likeliest first."""
+    count = math.prod(leading)
+    cuts = [math.prod(leading[1:])] if len(leading) > 1 else []
+    for one in planes:
+        inner = 1
+        for size, _ in reversed(one.leading):
+            inner *= size
+            cuts.append(inner)
+    cuts += [count, 1]
+    return list(dict.fromkeys(cut for cut in cuts if count % cut == 0))
+
+
+def inverse(chain: Sequence[relax.Call], shape: Sequence[int], result: Sequence[int]) -> StridedView | None:
+    """Return where a tensor's elements lie in the result of a chain of moves; None when some are lost."""
+    view: StridedView | None = whole(shape)
+    for call in chain:
+        if view is not None and not is_op(call, "astype"):
+            view = view_through(call, view)
+    if view is None or view.offset or math.prod(result) != math.prod(shape):
+        return None
+    moved: list[tuple[int, Factor]] = []
+    inner = math.prod(result)
+    for axis in view.axes:
+        for size, stride in axis:
+            inner //= size
+            moved.append((stride, (size, inner)))
+    moved.sort(reverse=True)
+    expected = math.prod(shape)
+    for stride, (size, _) in moved:
+        expected //= size
+        if stride != expected:
+            return None
+    parts = regrouped(merged(factor for _, factor in moved), shape)
+    return None if parts is None else StridedView(0, parts)

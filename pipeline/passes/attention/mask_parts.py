@@ -1,0 +1,214 @@
+"""Take a mask over attention scores apart: the causal part that the graph proves, conditions, and what is added.
+
+A mask comes as a condition (`where(keep, scores, -1e9)`) or as a sum (`scores + where(keep, 0, -1e9)`,
+`scores + not(keep) * -1e9`). It is taken apart into conditions that all have to hold. Those that are constants of the
+causal or sliding-window form become two numbers, from which a kernel knows what to leave out without reading a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op, scalar_of, static_shape
+
+# A score this low leaves its key out: the weight is exp(-10000) of a visible key's, 0 in float32.
+MASKED = -1e4
+
+Values = Mapping[relax.Var, tvm.ir.Expr]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A boolean tensor that broadcasts to the scores: a key is seen where it is true (`negated`: where it is false)."""
+
+    expr: tvm.ir.Expr
+    negated: bool = False
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask taken apart.
+
+    Attributes
+    ----------
+    causal
+        Whether query i sees only keys `j <= i + keys - queries`.
+    window
+        Whether only the last `window` of them; 0 for all.
+    conditions
+        What else has to hold for a key to be seen.
+    fills
+        What was added to, or put in the place of, the score of a key that is not seen.
+    addends
+        Tensors that are added to the scores.
+    """
+
+    causal: bool = False
+    window: int = 0
+    conditions: tuple[Condition, ...] = ()
+    fills: tuple[float, ...] = ()
+    addends: tuple[tvm.ir.Expr, ...] = ()
+
+    def joined(self, other: Mask) -> Mask:
+        """Return both masks as one."""
+        windows = [window for window in (self.window, other.window) if window]
+        return Mask(
+            self.causal or other.causal,
+            min(windows, default=0),
+            self.conditions + other.conditions,
+            self.fills + other.fills,
+            self.addends + other.addends,
+        )
+
+
+@dataclass(frozen=True)
+class MaskReader:
+    """Takes the masks of scores [..., queries, keys] apart."""
+
+    values: Values
+    queries: int
+    keys: int
+
+    def condition(self, expr: tvm.ir.Expr, *, negated: bool, fill: float) -> Mask:
+        """Return the parts of `where(expr, scores, fill)`, or when negated of `where(expr, fill, scores)`."""
+        mask = Mask(fills=(fill,))
+        for condition in self._conjuncts(expr, negated):
+            mask = mask.joined(self._classified(condition))
+        return mask
+
+    def addend(self, expr: tvm.ir.Expr) -> Mask:
+        """Return the parts of a tensor that is added to the scores."""
+        mask = Mask()
+        for term in self._terms(expr):
+            mask = mask.joined(self._masked_constant(term) if is_constant(term) else self._term(term))
+        return mask
+
+    def _terms(self, expr: tvm.ir.Expr) -> Iterable[tvm.ir.Expr]:
+        value = self._seen_through(expr)
+        if is_op(value, "add"):
+            for arg in value.args:
+                yield from self._terms(arg)
+        else:
+            yield value if is_constant(value) else expr
+
+    def _term(self, term: tvm.ir.Expr) -> Mask:
+        value = self._seen_through(term)
+        if is_op(value, "where"):
+            condition, chosen, other = value.args
+            left, right = scalar_of(chosen), scalar_of(other)
+            if right is not None and right <= MASKED:
+                return self.condition(condition, negated=False, fill=right).joined(self._kept(chosen))
+            if left is not None and left <= MASKED:
+                return self.condition(condition, negated=True, fill=left).joined(self._kept(other))
+        if is_op(value, "multiply"):
+            for arg, factor in (tuple(value.args), tuple(value.args)[::-1]):
+                fill = scalar_of(factor)
+                hidden = self._zero_or_one(arg)
+                if hidden is not None and fill is not None and fill <= MASKED:
+                    return self.condition(hidden.expr, negated=not hidden.negated, fill=fill)
+        return Mask(addends=(term,))
+
+    def _kept(self, expr: tvm.ir.Expr) -> Mask:
+        """Return what is added where a key is seen."""
+        return Mask() if scalar_of(expr) == 0.0 else self.addend(expr)
+
+    def _zero_or_one(self, expr: tvm.ir.Expr) -> Condition | None:
+        """Return the condition that a number is 1 where it holds and 0 where it does not."""
+        value = self._value(expr)
+        if is_op(value, "astype") and dtype_of(value.args[0]) == "bool":
+            return Condition(value.args[0])
+        if is_op(value, "astype"):
+            return self._zero_or_one(value.args[0])
+        if is_op(value, "subtract") and scalar_of(value.args[0]) == 1.0:
+            inner = self._zero_or_one(value.args[1])
+            return None if inner is None else Condition(inner.expr, not inner.negated)
+        return None
+
+    def _masked_constant(self, constant: tvm.ir.Expr) -> Mask:
+        array = array_of(constant).astype("float32")
+        hidden = array <= MASKED
+        if np.isnan(array).any() or not hidden.any():
+            return Mask(addends=(constant,))
+        rest = np.where(hidden, np.float32(0), array)
+        mask = self._classified(Condition(relax.const(~hidden, "bool")))
+        mask = mask.joined(Mask(fills=(float(array.min()),)))
+        return mask.joined(Mask(addends=(relax.const(rest, "float32"),))) if rest.any() else mask
+
+    def _conjuncts(self, expr: tvm.ir.Expr, negated: bool) -> Iterable[Condition]:
+        """Yield conditions that together say what `expr`, or its negation, says."""
+        value = self._seen_through(expr)
+        both = ("logical_or",) if negated else ("logical_and",)
+        bits = ("bitwise_or",) if negated else ("bitwise_and",)
+        if is_op(value, "logical_not") or (is_op(value, "bitwise_not") and dtype_of(expr) == "bool"):
+            yield from self._conjuncts(value.args[0], not negated)
+        elif is_op(value, *both) or (is_op(value, *bits) and dtype_of(expr) == "bool"):
+            for arg in value.args:
+                yield from self._conjuncts(arg, negated)
+        elif is_constant(value) and negated:
+            yield Condition(relax.const(~array_of(value).astype(bool), "bool"))
+        else:
+            yield Condition(value if is_constant(value) else expr, negated)
+
+    def _classified(self, condition: Condition) -> Mask:
+        """Return a condition as what it is: always true, causal, causal with a window, or a condition."""
+        kept = self._plane(condition)
+        if kept is None:
+            return Mask(conditions=(condition,))
+        if kept.all():
+            return Mask()
+        ahead = np.arange(self.keys)[None, :] - np.arange(self.queries)[:, None] - (self.keys - self.queries)
+        causal = ahead <= 0
+        if np.array_equal(kept, causal):
+            return Mask(causal=True)
+        window = int(kept[-1].sum())
+        if window and np.array_equal(kept, causal & (ahead > -window)):
+            return Mask(causal=True, window=window)
+        return Mask(conditions=(condition,))
+
+    def _plane(self, condition: Condition) -> np.ndarray | None:
+        """Return a constant condition over queries and keys when it is the same for every batch and head."""
+        if not is_constant(condition.expr):
+            return None
+        array = array_of(condition.expr).astype(bool) ^ condition.negated
+        planes = array.reshape((-1, *(1, 1, *array.shape)[-2:]))
+        rows, columns = planes.shape[1:]
+        if rows not in (1, self.queries) or columns not in (1, self.keys) or (planes != planes[:1]).any():
+            return None
+        return np.broadcast_to(planes[0], (self.queries, self.keys))
+
+    def _value(self, expr: tvm.ir.Expr) -> tvm.ir.Expr | None:
+        return self.values.get(expr, expr) if isinstance(expr, relax.Var) else expr
+
+    def _seen_through(self, expr: tvm.ir.Expr) -> tvm.ir.Expr | None:
+        """Return what binds `expr`, seen through casts between floats and through axes put in front."""
+        value = self._value(expr)
+        while isinstance(value, relax.Call):
+            if is_op(value, "astype"):
+                same = (dtype_of(value) == "bool") == (dtype_of(value.args[0]) == "bool")
+                if not same or "int" in dtype_of(value.args[0]):
+                    break
+            elif is_op(value, "expand_dims", "reshape", "squeeze", "broadcast_to"):
+                if not is_op(value, "broadcast_to") and not _differ_in_leading_ones(value, value.args[0]):
+                    break
+            else:
+                break
+            value = self._value(value.args[0])
+        return value
+
+
+def _differ_in_leading_ones(left: tvm.ir.Expr, right: tvm.ir.Expr) -> bool:
+    """Return whether two tensors have one shape but for axes of size 1 in front."""
+    shapes = [static_shape(expr) for expr in (left, right)]
+    if shapes[0] is None or shapes[1] is None:
+        return False
+    first, second = (list(shape or ()) for shape in shapes)
+    while first and first[0] == 1:
+        first.pop(0)
+    while second and second[0] == 1:
+        second.pop(0)
+    return first == second

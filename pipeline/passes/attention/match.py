@@ -1,0 +1,248 @@
+"""Find attention in a graph: softmaxes of a product of two activations, multiplied by a third."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+
+from relaxtune.pipeline.passes.attention.layout import (
+    Planes,
+    Reading,
+    Strides,
+    head_counts,
+    inverse,
+    planes_of,
+    readings_of,
+    strides_of,
+)
+from relaxtune.pipeline.passes.attention.scores import NotAttentionError, Scores, ScoreStep, scores_of
+from relaxtune.pipeline.passes.attention.strided_view import is_view
+from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, is_op, scalar_of, static_shape
+
+Values = Mapping[relax.Var, tvm.ir.Expr]
+Users = Mapping[relax.Var, list[relax.Var]]
+
+# Ways tried of reading three operands, the furthest back first.
+_READINGS_MAX = 64
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A tensor that holds heads: what it is made of, and where they lie in it."""
+
+    base: tvm.ir.Expr
+    strides: Strides
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention of a graph.
+
+    Attributes
+    ----------
+    result
+        The variable that the attention's output takes the place of.
+    path
+        The variables that it computes, in order.
+    dtype
+        Of operands and result.
+    batch, heads, queries, keys, head_dim, scale
+        As of `schedules.functions.attention.AttentionSpec`.
+    query, key, value, output
+        Where the heads lie; the output's base is `result`.
+    steps
+        Masks and biases.
+    guarded
+        Whether rows that see no key become zeros.
+    """
+
+    result: relax.Var
+    path: tuple[relax.Var, ...]
+    dtype: str
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    scale: float
+    query: Heads
+    key: Heads
+    value: Heads
+    output: Heads
+    steps: tuple[ScoreStep, ...]
+    guarded: bool
+
+
+def is_weighting(softmax: relax.Var, values: Values, users: Users) -> bool:
+    """Return whether a softmax's result is, cast and moved at most, an operand of a matmul."""
+    waiting = [softmax]
+    for _ in range(8):
+        waiting = [reader for var in waiting for reader in users.get(var, []) if reader != var]
+        if any(is_op(values.get(var), "matmul") for var in waiting):
+            return True
+        waiting = [var for var in waiting if is_op(values.get(var), "astype", "where", "reshape", "permute_dims")]
+    return False
+
+
+def match_attention(softmax: relax.Var, values: Values, users: Users) -> Attention:
+    """Return the attention around a softmax.
+
+    Raises
+    ------
+    NotAttentionError
+        It is not one that a kernel can make, and why.
+    """
+    call = values[softmax]
+    rank = len(static_shape(softmax) or ())
+    if not rank:
+        raise NotAttentionError("its scores have a symbolic shape")
+    if int(call.attrs.axis) not in (-1, rank - 1):
+        raise NotAttentionError(f"its softmax is over axis {int(call.attrs.axis)} of {rank}, expected the last")
+    scores = scores_of(call.args[0], values)
+    weights, guarded = _weights(softmax, values, users)
+    weighted = values[weights[-1]]
+    query, key_transposed = values[scores.product].args
+    value = weighted.args[1]
+    if len({dtype_of(arg) for arg in (query, key_transposed, value, weighted.args[0])}) != 1:
+        raise NotAttentionError("its operands have different dtypes")
+    dtype = dtype_of(query)
+    if dtype not in HALVES:
+        raise NotAttentionError(f"its operands are {dtype or 'of unknown dtype'}, expected {' or '.join(HALVES)}")
+    chain = _moves(weights[-1], dtype, values, users)
+    result = chain[-1] if chain else weights[-1]
+    return _laid_out(scores, weights, (query, key_transposed, value), chain, result, guarded, values)
+
+
+def _weights(softmax: relax.Var, values: Values, users: Users) -> tuple[list[relax.Var], bool]:
+    """Return the variables from the softmax to its product with the values, and whether a guard stands between."""
+    path, guarded = [softmax], False
+    while True:
+        last = path[-1]
+        readers = list(dict.fromkeys(users.get(last, [])))
+        guard = next((reader for reader in readers if _guards(values.get(reader), last, values)), None)
+        if guard is not None and all(reader == guard or is_op(values.get(reader), "isnan") for reader in readers):
+            path.append(guard)
+            guarded = True
+            continue
+        if len(readers) != 1 or readers[0] == last:
+            raise NotAttentionError(f"its weights have {len(readers)} readers, expected one")
+        value = values.get(readers[0])
+        if is_op(value, "matmul") and value.args[0] == last:
+            return [*path, readers[0]], guarded
+        regrouped = is_op(value, "reshape", "expand_dims", "squeeze") and (
+            (static_shape(readers[0]) or ())[-2:] == (static_shape(last) or ())[-2:]
+        )
+        if not is_op(value, "astype") and not regrouped:
+            raise NotAttentionError("its weights are not multiplied by values")
+        path.append(readers[0])
+
+
+def _guards(value: tvm.ir.Expr | None, weights: relax.Var, values: Values) -> bool:
+    """Return whether a value is `where(isnan(weights), 0, weights)`."""
+    if not is_op(value, "where"):
+        return False
+    condition, zero, kept = value.args
+    test = values.get(condition) if isinstance(condition, relax.Var) else None
+    return scalar_of(zero) == 0.0 and kept == weights and is_op(test, "isnan") and test.args[0] == weights
+
+
+def _moves(product: relax.Var, dtype: str, values: Values, users: Users) -> list[relax.Var]:
+    """Return the casts and moves after the product with the values, as far as they have no other readers."""
+    chain: list[relax.Var] = []
+    current = product
+    while True:
+        readers = users.get(current, [])
+        if len(readers) != 1 or readers[0] == current:
+            break
+        value = values.get(readers[0])
+        narrows = is_op(value, "astype") and dtype_of(readers[0]) == dtype
+        # What leaves elements out is no move of the whole.
+        moves = is_view(value) and math.prod(static_shape(readers[0]) or (0,)) == math.prod(static_shape(current) or ())
+        if not narrows and not moves:
+            break
+        chain.append(readers[0])
+        current = readers[0]
+    # The result is of the operands' dtype: moves after the last cast or before it, none without a cast.
+    while chain and dtype_of(chain[-1]) != dtype:
+        chain.pop()
+    if dtype_of(chain[-1] if chain else product) != dtype:
+        raise NotAttentionError(f"its result is not rounded to {dtype}")
+    return chain
+
+
+def _laid_out(
+    scores: Scores,
+    weights: Sequence[relax.Var],
+    operands: tuple[tvm.ir.Expr, tvm.ir.Expr, tvm.ir.Expr],
+    chain: Sequence[relax.Var],
+    result: relax.Var,
+    guarded: bool,
+    values: Values,
+) -> Attention:
+    first, second, shape = (static_shape(var) for var in (scores.product, weights[-1], result))
+    if first is None or second is None or shape is None:
+        raise NotAttentionError("its shape is symbolic")
+    (*leading, queries, keys), (*outer, _, head_dim) = first, second
+    if len(first) < 3 or math.prod(leading) != math.prod(outer):
+        raise NotAttentionError(f"its products have the shapes {first} and {second}, expected leading axes")
+    back = inverse([values[var] for var in chain], second, shape)
+    if back is None:
+        raise NotAttentionError("its result is moved in a way that no strides describe")
+    output = planes_of(back, outer)
+    roles = ("query", "key", "value")
+    planes: list[list[tuple[Reading, Planes]]] = []
+    for role, operand in zip(roles, operands, strict=True):
+        own = outer if role == "value" else leading
+        found = [
+            (reading, plane)
+            for reading in readings_of(operand, values, scaled=role != "value")
+            if isinstance(reading.base, relax.Var)
+            and (plane := planes_of(reading.view, own, transposed=role == "key")) is not None
+        ]
+        if not found:
+            raise NotAttentionError(f"the rows of its {role} heads do not lie together")
+        planes.append(found)
+    if output is None:
+        raise NotAttentionError("the rows of its result do not lie together")
+    for query, key, value in itertools.islice(itertools.product(*planes), _READINGS_MAX):
+        laid = _strides((query[1], key[1], value[1]), output, leading)
+        if laid is None:
+            continue
+        heads, strides = laid
+        return Attention(
+            result=result,
+            path=(*scores.path, *weights, *chain),
+            dtype=dtype_of(result),
+            batch=output.count // heads,
+            heads=heads,
+            queries=queries,
+            keys=keys,
+            head_dim=head_dim,
+            scale=scores.scale * query[0].scale * key[0].scale,
+            query=Heads(query[0].base, strides[0]),
+            key=Heads(key[0].base, strides[1]),
+            value=Heads(value[0].base, strides[2]),
+            output=Heads(result, strides[3]),
+            steps=scores.steps,
+            guarded=guarded,
+        )
+    raise NotAttentionError("its heads lie in a way that no strides describe")
+
+
+def _strides(
+    operands: tuple[Planes, Planes, Planes], output: Planes, leading: Sequence[int]
+) -> tuple[int, tuple[Strides, Strides, Strides, Strides]] | None:
+    """Return the number of heads and the strides of query, key, value and output."""
+    for heads in head_counts(leading, [*operands, output]):
+        query, key, value, out = (
+            strides_of(planes, heads, shared=shared)
+            for planes, shared in zip((*operands, output), (False, True, True, False), strict=True)
+        )
+        if query and key and value and out and key.heads == value.heads:
+            return heads, (query, key, value, out)
+    return None

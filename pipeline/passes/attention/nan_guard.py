@@ -1,0 +1,216 @@
+"""Pass: remove the guard that exporters put after a softmax against rows without one finite score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from relaxtune.pipeline.passes.kit.ir import (
+    array_of,
+    bindings_of,
+    dtype_of,
+    is_constant,
+    is_op,
+    main_of,
+    rewrite_main,
+    scalar_of,
+    static_shape,
+    values_of,
+)
+from relaxtune.pipeline.passes.kit.state import LoweringState
+
+# What an activation (a result of a matmul, norm, ...) is assumed to stay under, in absolute value. Far beyond what
+# networks compute with, and small enough that adding it to the least float32 number rounds back to that number.
+ACTIVATION_BOUND = {"float16": 1e4, "float32": 1e19, "bfloat16": 1e19, "float64": 1e150}
+
+_ACTIVATIONS = ("matmul", "nn.conv1d", "nn.conv2d", "nn.layer_norm", "nn.rms_norm", "nn.gelu", "tanh", "sigmoid")
+_VIEWS = ("reshape", "permute_dims", "expand_dims", "squeeze", "broadcast_to", "strided_slice")
+
+
+@dataclass(frozen=True)
+class Range:
+    """What is known of a tensor: where `finite` is true, elements lie in [low, high]; elsewhere they may also be -inf.
+
+    `finite` broadcasts to the tensor's shape. Nothing described by a `Range` is NaN or +inf.
+    """
+
+    finite: np.ndarray
+    low: float
+    high: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every element is surely finite."""
+        return bool(self.finite.all())
+
+
+def remove_nan_guards(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` without `where(isnan(s), 0, s)` for `s = softmax(t)`, where no row of `t` can make a NaN.
+
+    A row of a softmax is NaN only when it holds a NaN or +inf, or is -inf all over. What has to be proved is that
+    `t` holds neither NaN nor +inf, and that each row has an element that is surely finite. Ranges are followed through
+    constants, casts, `where`, sums, differences, products and quotients, rounding as the tensor's dtype does; so a
+    finite minimum of float32 stays finite under any score, whereas in float16 it overflows to -inf and proves nothing.
+
+    Assumed, not proved: results of matmuls, convolutions and norms are finite and under `ACTIVATION_BOUND`. A network
+    that breaks this computes NaN or infinity of its own, which the guard would have hidden as zeros.
+    Nothing is assumed of the model's inputs. Guards without a proof stay, with a note.
+    """
+    main = main_of(mod)
+    values = values_of(main)
+    dead: dict[relax.Var, relax.Var] = {}
+    for binding in bindings_of(main):
+        softmax = _find_guarded(binding.value, values)
+        if softmax is None:
+            continue
+        reason = _unproved(_softmax_of(softmax, values), values)
+        if reason:
+            state.note(f"{binding.var.name}: guard kept, {reason}")
+        else:
+            dead[binding.var] = softmax
+    if not dead:
+        return mod
+    state.note(f"{len(dead)} guards removed")
+    return rewrite_main(mod, _Bypass(dead))
+
+
+@mutator
+class _Bypass(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, replaced: dict[relax.Var, relax.Var]) -> None:
+        super().__init__()
+        self._replaced = replaced
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        if binding.var not in self._replaced:
+            super().visit_var_binding_(binding)
+        elif isinstance(binding.var, relax.DataflowVar):
+            self.set_var_remap(binding.var, self.visit_expr(self._replaced[binding.var]))
+        else:
+            self.builder_.emit_normalized(relax.VarBinding(binding.var, self.visit_expr(self._replaced[binding.var])))
+
+
+def _find_guarded(value: tvm.ir.Expr, values: dict[relax.Var, tvm.ir.Expr]) -> relax.Var | None:
+    """Return `s` when `value` is `where(isnan(s), 0, s)` over a softmax, None otherwise."""
+    if not is_op(value, "where"):
+        return None
+    condition, zero, guarded = value.args
+    test = values.get(condition)
+    if scalar_of(zero) != 0.0 or not isinstance(guarded, relax.Var) or not is_op(test, "isnan"):
+        return None
+    tested = test.args[0]
+    if not isinstance(tested, relax.Var) or tested != guarded:
+        return None
+    return guarded if _softmax_of(guarded, values) is not None else None
+
+
+def _softmax_of(var: relax.Var, values: dict[relax.Var, tvm.ir.Expr]) -> relax.Call | None:
+    value = values.get(var)
+    if is_op(value, "astype"):
+        value = values.get(value.args[0])
+    return value if is_op(value, "nn.softmax") else None
+
+
+def _unproved(softmax: relax.Call | None, values: dict[relax.Var, tvm.ir.Expr]) -> str:
+    """Return why a row of the softmax might be NaN, "" when none can be."""
+    if softmax is None:
+        return "it is not a softmax"
+    scores = softmax.args[0]
+    found = _range_of(scores, values, 0)
+    if found is None:
+        return "its scores could not be bounded"
+    if found.is_finite:
+        return ""
+    shape = static_shape(scores)
+    if shape is None:
+        return "its mask holds -inf and its shape is symbolic"
+    rows = np.broadcast_to(found.finite, shape).any(axis=int(softmax.attrs.axis))
+    return "" if rows.all() else "a row of its scores may be -inf all over"
+
+
+def _range_of(expr: tvm.ir.Expr, values: dict[relax.Var, tvm.ir.Expr], depth: int) -> Range | None:
+    """Return what is known of `expr`, None when nothing is."""
+    dtype = dtype_of(expr)
+    if is_constant(expr):
+        return _range_of_array(array_of(expr))
+    value = values.get(expr) if isinstance(expr, relax.Var) else None
+    if value is None or depth > 64:
+        return None
+    if is_op(value, *_ACTIVATIONS) and dtype in ACTIVATION_BOUND:
+        bound = ACTIVATION_BOUND[dtype]
+        return Range(np.array(True), -bound, bound)
+    if not isinstance(value, relax.Call):
+        return None
+    if is_op(value, "astype") and dtype_of(value.args[0]) == "bool":
+        return Range(np.array(True), 0.0, 1.0)
+    if is_op(value, *_VIEWS, "astype", "take"):
+        inner = _range_of(value.args[0], values, depth + 1)
+        if inner is None or not inner.is_finite:
+            return None
+        return _rounded(np.array(True), inner.low, inner.high, dtype)
+    if is_op(value, "where"):
+        return _range_of_where(value, values, depth)
+    if is_op(value, "add", "subtract", "multiply", "divide"):
+        left, right = (_range_of(arg, values, depth + 1) for arg in value.args)
+        return None if left is None or right is None else _combined(value, left, right, dtype)
+    return None
+
+
+def _range_of_array(array: np.ndarray) -> Range | None:
+    data = array.astype(np.float64)
+    finite = np.isfinite(data)
+    if np.isnan(data).any() or np.isposinf(data).any() or not finite.any():
+        return None
+    return Range(finite, float(data[finite].min()), float(data[finite].max()))
+
+
+def _range_of_where(value: relax.Call, values: dict[relax.Var, tvm.ir.Expr], depth: int) -> Range | None:
+    chosen = array_of(value.args[0]) if is_constant(value.args[0]) else None
+    left, right = (_range_of(arg, values, depth + 1) or _minus_infinity(arg) for arg in value.args[1:])
+    if left is None or right is None:
+        return None
+    low, high = min(left.low, right.low), max(left.high, right.high)
+    if chosen is not None:
+        return Range(np.where(chosen, left.finite, right.finite), low, high)
+    return Range(left.finite & right.finite, low, high)
+
+
+def _minus_infinity(expr: tvm.ir.Expr) -> Range | None:
+    """Return the range of a constant that is -inf everywhere."""
+    return Range(np.array(False), np.inf, -np.inf) if scalar_of(expr) == -np.inf else None
+
+
+def _combined(value: relax.Call, left: Range, right: Range, dtype: str) -> Range | None:
+    """Return the range of a sum, difference, product or quotient."""
+    if is_op(value, "add"):
+        return _rounded(left.finite & right.finite, left.low + right.low, left.high + right.high, dtype)
+    if not right.is_finite:
+        return None
+    if is_op(value, "subtract"):
+        return _rounded(left.finite, left.low - right.high, left.high - right.low, dtype)
+    if is_op(value, "divide"):
+        if right.low <= 0.0 <= right.high:
+            return None
+        right = Range(right.finite, 1 / right.high, 1 / right.low)
+    positive = right.low > 0.0
+    if not left.is_finite and not positive:
+        return None
+    ends = [a * b for a in (left.low, left.high) for b in (right.low, right.high)]
+    return _rounded(left.finite, min(ends), max(ends), dtype)
+
+
+def _rounded(finite: np.ndarray, low: float, high: float, dtype: str) -> Range | None:
+    """Return a range as its dtype stores it: a low end that overflows may be -inf, a high end that does is unknown."""
+    if dtype not in ACTIVATION_BOUND:
+        return Range(finite, low, high) if dtype == "bool" else None
+    with np.errstate(over="ignore"):
+        kind = np.dtype("float32") if dtype == "bfloat16" else np.dtype(dtype)
+        stored_low, stored_high = float(kind.type(low)), float(kind.type(high))
+    if np.isposinf(stored_high) or np.isnan(stored_high):
+        return None
+    if np.isfinite(stored_low):
+        return Range(finite, stored_low, stored_high)
+    return Range(np.array(False), -float(np.finfo(kind).max), stored_high)

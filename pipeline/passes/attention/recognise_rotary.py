@@ -1,0 +1,279 @@
+"""Pass: the rotary embeddings of queries and keys as one kernel, in the order of the combined projection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax, te, tirx
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from relaxtune.pipeline.passes.attention.layout import readings_of
+from relaxtune.pipeline.passes.attention.rounding import Roundings
+from relaxtune.pipeline.passes.attention.strided_view import StridedView, is_view
+from relaxtune.pipeline.passes.kit.ir import (
+    HALVES,
+    bindings_of,
+    dtype_of,
+    emit_extra,
+    emit_named,
+    is_op,
+    main_of,
+    rewrite_main,
+    scalar_of,
+    static_shape,
+    users_of,
+    values_of,
+)
+from relaxtune.pipeline.passes.kit.state import LoweringState
+
+# A PrimFunc's attribute: first column that is rotated, how many are, and columns of a head.
+ROTARY_ATTR = "relaxtune.rotary"
+
+Values = Mapping[relax.Var, tvm.ir.Expr]
+Users = Mapping[relax.Var, list[relax.Var]]
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """`x * cos + rotate_half(x) * sin` over [batch, heads, positions, size], x from columns `start` on of `base`."""
+
+    result: relax.Var
+    base: relax.Var
+    start: int
+    shape: tuple[int, int, int, int]
+    dtype: str
+    cos: tvm.ir.Expr
+    sin: tvm.ir.Expr
+    path: tuple[relax.Var, ...]
+
+    @property
+    def columns(self) -> int:
+        """Columns of the base that are rotated."""
+        return self.shape[1] * self.shape[3]
+
+
+def recognise_rotary(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with the rotations of heads that lie side by side in one projection as one kernel.
+
+    ::
+
+        q = x[..., :H*D] as heads;  q' = q * cos + concat(-q[D/2:], q[:D/2]) * sin
+        k = x[..., H*D:] as heads;  k' = k * cos + concat(-k[D/2:], k[:D/2]) * sin   ->   y = rotary(x, cos, sin)
+
+    On CUDA, in half precision: x is read rounded, as it is stored, and y is rounded once; sums are in float32. q' and
+    k' are slices of y, [batch, positions, columns], from which attention reads its heads. Before, each was a kernel of
+    its own that also transposed. One rotation alone, or one of another form, is left as it is.
+    """
+    if not state.launches_cost:
+        return mod
+    main = main_of(mod)
+    values, users = values_of(main), users_of(main)
+    found: dict[tuple[object, ...], list[_Rotation]] = {}
+    for binding in bindings_of(main):
+        rotation = _rotation(binding.var, values, users)
+        if rotation is not None:
+            key = (rotation.base, rotation.cos, rotation.sin, rotation.dtype, rotation.shape[3])
+            found.setdefault(key, []).append(rotation)
+    groups = [group for rotations in found.values() if (group := _side_by_side(rotations))]
+    if not groups:
+        return mod
+    state.note(f"{len(groups)} pairs of rotations as one kernel each")
+    return rewrite_main(mod, _Replace(mod, groups, state))
+
+
+def _side_by_side(rotations: Sequence[_Rotation]) -> list[_Rotation]:
+    """Return the rotations by column when they are of neighbouring columns, and more than one."""
+    ordered = sorted(rotations, key=lambda rotation: rotation.start)
+    ends = [rotation.start + rotation.columns for rotation in ordered]
+    neighbours = all(end == after.start for end, after in zip(ends, ordered[1:], strict=False))
+    return ordered if len(ordered) > 1 and neighbours else []
+
+
+def _rotation(var: relax.Var, values: Values, users: Users) -> _Rotation | None:
+    value, shape = values.get(var), static_shape(var)
+    if not is_op(value, "add") or shape is None or len(shape) != 4 or shape[-1] % 2:
+        return None
+    for plain, turned in (tuple(value.args), tuple(value.args)[::-1]):
+        for data, cos in _products(plain, values):
+            for half, sin in _products(turned, values):
+                steps = _turned_steps(half, data, values)
+                if steps is not None and _is_table(cos, shape) and _is_table(sin, shape):
+                    return _placed(var, data, shape, cos, sin, (plain, turned, half, *steps), values, users)
+    return None
+
+
+def _products(expr: tvm.ir.Expr, values: Values) -> list[tuple[relax.Var, tvm.ir.Expr]]:
+    """Return the ways to read a product as (variable, other factor)."""
+    value = values.get(expr) if isinstance(expr, relax.Var) else None
+    if not is_op(value, "multiply"):
+        return []
+    pairs = (tuple(value.args), tuple(value.args)[::-1])
+    return [(left, right) for left, right in pairs if isinstance(left, relax.Var)]
+
+
+def _turned_steps(expr: relax.Var, data: relax.Var, values: Values) -> tuple[relax.Var, ...] | None:
+    """Return the steps of `concat(-data[D/2:], data[:D/2])`, None when `expr` is something else."""
+    value, shape = values.get(expr), static_shape(data)
+    if not is_op(value, "concat") or not isinstance(value.args[0], relax.Tuple) or shape is None:
+        return None
+    parts = list(value.args[0].fields)
+    if len(parts) != 2 or int(value.attrs.axis) not in (-1, len(shape) - 1):
+        return None
+    negative = values.get(parts[0]) if isinstance(parts[0], relax.Var) else None
+    if not is_op(negative, "negative"):
+        return None
+    half = shape[-1] // 2
+    high, low = negative.args[0], parts[1]
+    if _last_axis_slice(high, data, values) == (half, shape) and _last_axis_slice(low, data, values) == (0, shape):
+        return parts[0], high, low
+    return None
+
+
+def _last_axis_slice(expr: tvm.ir.Expr, data: relax.Var, values: Values) -> tuple[int, tuple[int, ...]] | None:
+    """Return where the half of the last axis of `data` that `expr` is starts, and the shape of `data`."""
+    value, shape = values.get(expr) if isinstance(expr, relax.Var) else None, static_shape(data)
+    if not is_op(value, "strided_slice") or value.args[0] != data or shape is None:
+        return None
+    if static_shape(expr) != (*shape[:-1], shape[-1] // 2):
+        return None
+    axes, starts = ([int(field) for field in arg.fields] for arg in value.args[1:3])
+    start = starts[0] + shape[-1] if starts[0] < 0 else starts[0]
+    return (start, shape) if len(axes) == 1 and axes[0] in (-1, len(shape) - 1) else None
+
+
+def _is_table(expr: tvm.ir.Expr, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor is [1 or batch, 1, positions, size]."""
+    own = static_shape(expr)
+    return own is not None and len(own) == 4 and own[0] in (1, shape[0]) and own[1:] == (1, *shape[2:])
+
+
+def _placed(
+    var: relax.Var,
+    data: relax.Var,
+    shape: tuple[int, ...],
+    cos: tvm.ir.Expr,
+    sin: tvm.ir.Expr,
+    steps: tuple[tvm.ir.Expr, ...],
+    values: Values,
+    users: Users,
+) -> _Rotation | None:
+    batch, heads, positions, size = shape
+    dtype = rounded_dtype(var, values, users)
+    if dtype is None:
+        return None
+    for reading in readings_of(data, values, scaled=False):
+        base = static_shape(reading.base)
+        if not isinstance(reading.base, relax.Var) or base is None or len(base) != 3 or base[:2] != (batch, positions):
+            continue
+        width, start = base[2], reading.view.offset
+        expected = ((batch, positions * width), (heads, size), (positions, width), (size, 1))
+        if start + heads * size <= width and reading.view == StridedView(
+            start, tuple(((count, stride),) if count > 1 else () for count, stride in expected)
+        ):
+            path = tuple(step for step in (*steps, data) if isinstance(step, relax.Var))
+            return _Rotation(var, reading.base, start, (batch, heads, positions, size), dtype, cos, sin, path)
+    return None
+
+
+def rounded_dtype(var: relax.Var, values: Values, users: Users) -> str | None:
+    """Return the half precision that a tensor is of, or that all its readers round it to, moved or scaled."""
+    if dtype_of(var) in HALVES:
+        return dtype_of(var)
+    found: set[str | None] = set()
+    for reader in users.get(var, []):
+        value = values.get(reader)
+        if reader == var:
+            return None
+        if is_op(value, "astype"):
+            found.add(dtype_of(reader) if dtype_of(reader) in HALVES else None)
+        elif is_view(value) or (is_op(value, "multiply", "divide") and any(map(_is_number, value.args))):
+            found.add(rounded_dtype(reader, values, users))
+        else:
+            return None
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_number(expr: tvm.ir.Expr) -> bool:
+    """Return whether an expression is a constant of equal elements."""
+    return scalar_of(expr) is not None
+
+
+@mutator
+class _Replace(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.ir.IRModule, groups: Sequence[Sequence[_Rotation]], state: LoweringState) -> None:
+        super().__init__(mod)
+        self._groups = {rotation.result: group for group in groups for rotation in group}
+        self._state = state
+        self._roundings = Roundings(self, state)
+        self._tables: dict[tvm.ir.Expr, tvm.ir.Expr] = {}
+        self._rotated: dict[relax.Var, relax.Var] = {}
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        group = self._groups.get(binding.var)
+        if group is None:
+            super().visit_var_binding_(binding)
+            return
+        first = group[0]
+        if first.result not in self._rotated:
+            self._rotated[first.result] = self._emit(group)
+        rotation = next(one for one in group if one.result == binding.var)
+        batch, heads, positions, size = rotation.shape
+        start = rotation.start - first.start
+        part = relax.op.strided_slice(
+            self._rotated[first.result], [2], [start], [start + rotation.columns], assume_inbound=True
+        )
+        split = relax.op.reshape(self.builder_.emit(part), (batch, positions, heads, size))
+        moved = relax.op.permute_dims(self.builder_.emit(split), [0, 2, 1, 3])
+        if rotation.dtype != dtype_of(binding.var):
+            moved = relax.op.astype(self.builder_.emit(moved), dtype_of(binding.var))
+        emit_named(self, binding.var, moved)
+        self._state.sources[binding.var.name] = ()
+
+    def _emit(self, group: Sequence[_Rotation]) -> relax.Var:
+        first = group[0]
+        columns = sum(rotation.columns for rotation in group)
+        name = f"{first.result.name}__rotary"
+        steps = [step.name for rotation in group for step in (*rotation.path, rotation.result)]
+        self._state.sources[name] = self._state.nodes_of(steps)
+        call = self.builder_.call_te(
+            rotary(first.start, columns, first.shape[3]),
+            self._roundings.get(first.base, first.dtype),
+            self._table(first.cos),
+            self._table(first.sin),
+            primfunc_name_hint="rotary",
+            primfunc_attrs={ROTARY_ATTR: [first.start, columns, first.shape[3]]},
+        )
+        return emit_extra(self, name, call)
+
+    def _table(self, expr: tvm.ir.Expr) -> tvm.ir.Expr:
+        """Return cos or sin as [1 or batch, positions, size]."""
+        if expr not in self._tables:
+            batch, _, positions, size = static_shape(expr) or ()
+            self._tables[expr] = self.builder_.emit(relax.op.reshape(self.visit_expr(expr), (batch, positions, size)))
+        return self._tables[expr]
+
+
+def rotary(start: int, columns: int, size: int) -> object:
+    """Return the tensor expression `x * cos + rotate_half(x) * sin` over heads of `size` side by side.
+
+    x is [batch, positions, width], of which `columns` columns from `start` on are rotated; cos and sin are
+    [1 or batch, positions, size].
+    """
+
+    def compute(x: te.Tensor, cos: te.Tensor, sin: te.Tensor) -> te.Tensor:
+        def element(b: tirx.Var, s: tirx.Var, c: tirx.Var) -> tirx.Expr:
+            place = c % size
+            row = b if int(cos.shape[0]) > 1 else 0
+            turned = tirx.if_then_else(
+                place < size // 2,
+                -x[b, s, start + c + size // 2].astype("float32"),
+                x[b, s, start + c - size // 2].astype("float32"),
+            )
+            plain = x[b, s, start + c].astype("float32") * cos[row, s, place].astype("float32")
+            return (plain + turned * sin[row, s, place].astype("float32")).astype(x.dtype)
+
+        return te.compute((x.shape[0], x.shape[1], columns), element, name="rotary")
+
+    return compute

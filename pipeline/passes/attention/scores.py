@@ -1,0 +1,157 @@
+"""From a softmax back to the product of queries and keys: scales, masks and biases on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import tvm
+from tvm import relax
+
+from relaxtune.pipeline.passes.attention.mask_parts import MASKED
+from relaxtune.pipeline.passes.kit.ir import is_op, scalar_of, static_shape
+
+Values = Mapping[relax.Var, tvm.ir.Expr]
+
+_DEPTH_MAX = 32
+
+
+class NotAttentionError(Exception):
+    """Why a softmax is not that of an attention which a kernel can make."""
+
+
+@dataclass(frozen=True)
+class ScoreStep:
+    """What happens to scores of one shape between their product and the softmax.
+
+    Attributes
+    ----------
+    kind
+        "add": `expr` times `factor` is added. "where": where `expr` is false a score becomes `fill`; "where_not": where
+        it is true.
+    expr
+        Broadcasts to `shape`.
+    """
+
+    kind: Literal["add", "where", "where_not"]
+    expr: tvm.ir.Expr
+    shape: tuple[int, ...]
+    factor: float = 1.0
+    fill: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """`scale * product`, then the steps, each a mask or a bias, so that their order does not matter.
+
+    `path` are the variables from the product to the softmax's argument.
+    """
+
+    product: relax.Var
+    scale: float
+    steps: tuple[ScoreStep, ...] = ()
+    path: tuple[relax.Var, ...] = ()
+
+
+def scores_of(expr: tvm.ir.Expr, values: Values) -> Scores:
+    """Return how the argument of a softmax is made of a product of two activations.
+
+    Raises
+    ------
+    NotAttentionError
+        It is not, or not in a form that is known.
+    """
+    return _Trace(values).scores(expr, 1.0, 0)
+
+
+class _Trace:
+    def __init__(self, values: Values) -> None:
+        self._values = values
+
+    def scores(self, expr: tvm.ir.Expr, factor: float, depth: int) -> Scores:
+        """Return the scores `expr`, which are multiplied by `factor` later on."""
+        value = self._values.get(expr) if isinstance(expr, relax.Var) else None
+        if not isinstance(value, relax.Call) or depth == _DEPTH_MAX:
+            raise NotAttentionError("its scores are made of no matmul")
+        if is_op(value, "matmul"):
+            if not all(isinstance(arg, relax.Var) for arg in value.args):
+                raise NotAttentionError("its scores are a product with a constant")
+            return Scores(expr, factor, path=(expr,))
+        found = self._step(value, factor, depth + 1)
+        return replace(found, path=(*found.path, expr))
+
+    def _step(self, value: relax.Call, factor: float, depth: int) -> Scores:
+        if is_op(value, "astype") or (is_op(value, "reshape", "expand_dims", "squeeze") and _keeps_planes(value)):
+            return self.scores(value.args[0], factor, depth)
+        if is_op(value, "multiply", "divide"):
+            return self._scaled(value, factor, depth)
+        if is_op(value, "where"):
+            return self._masked(value, factor, depth)
+        if is_op(value, "add", "subtract"):
+            return self._biased(value, factor, depth)
+        if is_op(value, "maximum"):
+            for scores, floor in (tuple(value.args), tuple(value.args)[::-1]):
+                if (scalar_of(floor) or 0.0) * factor <= MASKED:
+                    return self.scores(scores, factor, depth)
+        operator = value.op.name if isinstance(value.op, tvm.ir.Op) else "a call"
+        raise NotAttentionError(f"its scores go through {operator}")
+
+    def _scaled(self, value: relax.Call, factor: float, depth: int) -> Scores:
+        left, right = value.args
+        by = scalar_of(right)
+        if is_op(value, "divide"):
+            if not by:
+                raise NotAttentionError("its scores are divided by a tensor")
+            return self.scores(left, factor / by, depth)
+        if by is not None:
+            return self.scores(left, factor * by, depth)
+        if (by := scalar_of(left)) is not None:
+            return self.scores(right, factor * by, depth)
+        raise NotAttentionError("its scores are multiplied by a tensor")
+
+    def _masked(self, value: relax.Call, factor: float, depth: int) -> Scores:
+        condition, chosen, other = value.args
+        if (fill := scalar_of(other)) is not None:
+            step = ScoreStep("where", condition, _shape(value), fill=fill * factor)
+            scores = chosen
+        elif (fill := scalar_of(chosen)) is not None:
+            step = ScoreStep("where_not", condition, _shape(value), fill=fill * factor)
+            scores = other
+        else:
+            raise NotAttentionError("its mask puts a tensor in the place of scores")
+        if step.fill > MASKED:
+            raise NotAttentionError(f"its mask puts {step.fill:g} in the place of scores, expected {MASKED:g} or less")
+        return self._with(step, scores, factor, depth)
+
+    def _biased(self, value: relax.Call, factor: float, depth: int) -> Scores:
+        left, right = value.args
+        forms = [(left, right, -factor if is_op(value, "subtract") else factor)]
+        if is_op(value, "add"):
+            forms.append((right, left, factor))
+        reasons = []
+        for scores, bias, by in forms:
+            try:
+                return self._with(ScoreStep("add", bias, _shape(value), factor=by), scores, factor, depth)
+            except NotAttentionError as e:
+                reasons.append(e)
+        raise reasons[0]
+
+    def _with(self, step: ScoreStep, scores: tvm.ir.Expr, factor: float, depth: int) -> Scores:
+        found = self.scores(scores, factor, depth)
+        if _shape(scores) != step.shape:
+            raise NotAttentionError(f"a mask broadcasts its scores from {_shape(scores)} to {step.shape}")
+        return replace(found, steps=(*found.steps, step))
+
+
+def _shape(expr: tvm.ir.Expr) -> tuple[int, ...]:
+    shape = static_shape(expr)
+    if shape is None:
+        raise NotAttentionError("its scores have a symbolic shape")
+    return shape
+
+
+def _keeps_planes(call: relax.Call) -> bool:
+    """Return whether a reshape groups the axes before the last two otherwise and changes nothing else."""
+    before, after = static_shape(call.args[0]), static_shape(call)
+    return before is not None and after is not None and len(after) > 1 and before[-2:] == after[-2:]

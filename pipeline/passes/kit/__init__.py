@@ -1,0 +1,1 @@
+"""What the passes share: readers of Relax IR, identities of expressions, the step and its state."""

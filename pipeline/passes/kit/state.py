@@ -1,0 +1,72 @@
+"""`LoweringState`: what the passes of one `lower` share besides the module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import tvm
+
+from relaxtune.pipeline.importer.graph import ImportedGraph
+from relaxtune.pipeline.passes.module import LoweringOptions
+
+
+@dataclass
+class LoweringState:
+    """The request, and what passes tell one another.
+
+    Attributes
+    ----------
+    sources
+        Binding name -> ONNX nodes it computes. `name_bindings` fills it with names no pass can generate, so a name that
+        is missing here was made by a pass and has no node of its own.
+    notes
+        What the running pass wants to have reported; emptied by the runner after each pass.
+    constants_folded
+        Constants the running pass made out of bindings; reset by the runner after each pass.
+    weights
+        Weight parameter name -> array, filled by `lift_weights`.
+    gate_products
+        Bindings that multiply the rounded factors of a gated activation by a PrimFunc; the precision pass makes them.
+    quantised_nodes
+        Names of the ONNX matmuls whose weights `quantise_weights` has quantised, or that `integer_matmuls` has made
+        matmuls of integers.
+    float_nodes
+        Names of the ONNX matmuls that precision int8 leaves in floats.
+    unfolded
+        Bindings of constants alone that are to be computed at run time: packed weights are smaller than unpacked ones.
+    tf32
+        Whether what float32 matmuls read was rounded to tf32.
+    """
+
+    graph: ImportedGraph
+    target: tvm.target.Target
+    options: LoweringOptions
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    constants_folded: int = 0
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    gate_products: set[str] = field(default_factory=set)
+    quantised_nodes: set[str] = field(default_factory=set)
+    float_nodes: set[str] = field(default_factory=set)
+    unfolded: set[str] = field(default_factory=set)
+    tf32: bool = False
+    _order: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def launches_cost(self) -> bool:
+        """Whether fewer kernels are better kernels: on a GPU, where a launch takes as long as a small kernel."""
+        return bool(self.target.kind.name == "cuda")
+
+    def nodes_of(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the ONNX nodes behind bindings, each once, in the order of the graph."""
+        if not self._order:
+            nodes = (node for found in self.graph.source_map.values() for node in found)
+            self._order.update((node, index) for index, node in enumerate(dict.fromkeys(nodes)))
+        return tuple(sorted({n for name in names for n in self.sources.get(name, ())}, key=self._order.__getitem__))
+
+    def note(self, text: str) -> None:
+        """Report `text` once with the running pass."""
+        if text not in self.notes:
+            self.notes.append(text)

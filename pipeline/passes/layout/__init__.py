@@ -1,0 +1,1 @@
+"""Passes that combine matmuls and remove reshapes, transposes and copies."""

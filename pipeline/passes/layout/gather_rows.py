@@ -1,0 +1,108 @@
+"""Pass: look-ups of rows (embeddings) in a form that fuses with what is around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import tvm
+from tvm import relax, te, tirx
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from relaxtune.pipeline.passes.kit.ir import (
+    bindings_of,
+    emit_named,
+    is_op,
+    main_of,
+    rewrite_main,
+    scalar_of,
+    static_shape,
+    values_of,
+)
+from relaxtune.pipeline.passes.kit.state import LoweringState
+
+# TVM's OpPatternKind.kInjective.
+_INJECTIVE = 2
+
+
+def gather_rows(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with `take(table, ids, axis=0)` as a PrimFunc that counts as injective.
+
+    ::
+
+        ids' = where(ids < 0, ids + V, ids); words = take(table, ids')     ->   one kernel with the sums behind it
+        hidden = words + take(types, ...) + positions
+
+    TVM counts a gather as opaque, so every look-up was two kernels, and their sum another. Indices count from the end
+    where they are negative, and are kept within the table, as before. On CUDA.
+    """
+    if not state.launches_cost:
+        return mod
+    main = main_of(mod)
+    values = values_of(main)
+    found: dict[relax.Var, tuple[relax.Var, bool]] = {}
+    for binding in bindings_of(main):
+        value = binding.value
+        if not is_op(value, "take") or not isinstance(value.args[1], relax.Var) or value.attrs.axis is None:
+            continue
+        table, ids = static_shape(value.args[0]), static_shape(value.args[1])
+        if table is None or len(table) != 2 or not ids or int(value.attrs.axis) != 0:
+            continue
+        plain = _unwrapped(value.args[1], table[0], values)
+        found[binding.var] = (value.args[1] if plain is None else plain, plain is not None)
+        if plain is not None:
+            state.sources[binding.var.name] = state.nodes_of([value.args[1].name, binding.var.name])
+    if not found:
+        return mod
+    return rewrite_main(mod, _Replace(mod, found))
+
+
+def _unwrapped(ids: relax.Var, rows: int, values: Mapping[relax.Var, tvm.ir.Expr]) -> relax.Var | None:
+    """Return x when `ids` is `where(x < 0, x + rows, x)`."""
+    value = values.get(ids)
+    if not is_op(value, "where"):
+        return None
+    condition, wrapped, plain = value.args
+    test = values.get(condition) if isinstance(condition, relax.Var) else None
+    total = values.get(wrapped) if isinstance(wrapped, relax.Var) else None
+    if not isinstance(plain, relax.Var) or not is_op(test, "less") or not is_op(total, "add"):
+        return None
+    same = test.args[0] == plain and total.args[0] == plain
+    return plain if same and scalar_of(test.args[1]) == 0.0 and scalar_of(total.args[1]) == rows else None
+
+
+@mutator
+class _Replace(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.ir.IRModule, found: Mapping[relax.Var, tuple[relax.Var, bool]]) -> None:
+        super().__init__(mod)
+        self._found = found
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        if binding.var not in self._found:
+            super().visit_var_binding_(binding)
+            return
+        ids, wrap = self._found[binding.var]
+        call = self.builder_.call_te(
+            _rows(wrap),
+            self.visit_expr(binding.value.args[0]),
+            self.visit_expr(ids),
+            primfunc_name_hint="gather",
+            primfunc_attrs={"op_pattern": _INJECTIVE},
+        )
+        emit_named(self, binding.var, call)
+
+
+def _rows(wrap: bool) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
+    """Return the tensor expression of `table[ids]`; with `wrap`, negative indices count from the end."""
+
+    def compute(table: te.Tensor, ids: te.Tensor) -> te.Tensor:
+        rows = tirx.const(int(table.shape[0]), ids.dtype)
+
+        def element(*index: tirx.Var) -> tirx.Expr:
+            at = ids(*index[:-1])
+            if wrap:
+                at = tirx.if_then_else(at < 0, at + rows, at)
+            return table[tirx.max(tirx.min(at, rows - 1), tirx.const(0, ids.dtype)), index[-1]]
+
+        return te.compute((*ids.shape, table.shape[1]), element, name="gather")
+
+    return compute

@@ -1,0 +1,205 @@
+"""Pass: the two matmuls of a gated activation as one, whose epilogue multiplies gates and values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import tvm
+from tvm import relax, te, tirx
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from relaxtune.pipeline.passes.attention.kernel import template_refusal
+from relaxtune.pipeline.passes.kit.ir import (
+    HALVES,
+    array_of,
+    bindings_of,
+    called_function,
+    dtype_of,
+    emit_named,
+    is_constant,
+    is_op,
+    main_of,
+    rewrite_main,
+    static_shape,
+    users_of,
+    values_of,
+)
+from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.schedules.tir.epilogue import gate_column, value_column
+
+Values = Mapping[relax.Var, tvm.ir.Expr]
+
+# TVM's OpPatternKind.kOpaque: fused with nothing.
+_OPAQUE = 8
+_GROUP = 8
+
+
+def _silu(x: tirx.Expr) -> tirx.Expr:
+    return x * tirx.sigmoid(x)
+
+
+def _gelu_tanh(x: tirx.Expr) -> tirx.Expr:
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+    return 0.5 * x * (1.0 + tirx.tanh(inner))
+
+
+_ACTIVATIONS: Mapping[str, Callable[[tirx.Expr], tirx.Expr]] = {"nn.silu": _silu, "nn.gelu_tanh": _gelu_tanh}
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """`activation(data @ gate) * (data @ value)`, rounded to `dtype`, in the place of `result`."""
+
+    result: relax.Var
+    data: relax.Var
+    gate: tvm.ir.Expr
+    value: tvm.ir.Expr
+    activation: str
+    dtype: str
+    path: tuple[relax.Var, ...]
+
+
+def interleave_gates(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with SwiGLU's two matmuls as one over interleaved weights, where a template makes it (sm_90a).
+
+    ::
+
+        h = silu(x @ G) * (x @ U)   ->   p = x @ interleaved(G, U);  h[c] = silu(p[gate(c)]) * p[value(c)]
+
+    The weights stand by turns, 8 columns of gates and 8 of values, so that one thread has both; neither factor is
+    written to memory. gelu in its tanh form (GeGLU) is taken as well. Not where weights are to be quantised.
+    """
+    policy = state.options.policy
+    if not state.launches_cost or (policy is not None and policy.weight_bits is not None):
+        return mod
+    main = main_of(mod)
+    values, users = values_of(main), users_of(main)
+    found: dict[relax.Var, _Gate] = {}
+    for binding in bindings_of(main):
+        gate = _gate(binding.var, values, users, state)
+        if gate is not None and template_refusal(_function(gate), state.target) is None:
+            found[gate.result] = gate
+            state.sources[gate.result.name] = state.nodes_of([*(var.name for var in gate.path), gate.result.name])
+    if not found:
+        return mod
+    state.note(f"{len(found)} gates in the epilogues of their matmuls")
+    return rewrite_main(mod, _Replace(mod, found))
+
+
+def _gate(
+    var: relax.Var, values: Values, users: Mapping[relax.Var, list[relax.Var]], state: LoweringState
+) -> _Gate | None:
+    value = values.get(var)
+    if is_op(value, "multiply"):
+        factors = tuple(value.args)
+    elif var.name in state.gate_products and value is not None and called_function(value) is not None:
+        factors = tuple(value.args[1].fields)
+    else:
+        return None
+    result = var
+    if dtype_of(var) == "float32":
+        readers = users.get(var, [])
+        if len(readers) != 1 or not is_op(values.get(readers[0]), "astype"):
+            return None
+        result = readers[0]
+    if dtype_of(result) not in HALVES:
+        return None
+    for first, second in (factors, factors[::-1]):
+        activated, product = _stripped(first, values), _stripped(second, values)
+        inner = values.get(activated[-1]) if activated else None
+        if not product or not is_op(inner, *_ACTIVATIONS):
+            continue
+        name = inner.op.name.removeprefix("relax.")
+        gated = _stripped(inner.args[0], values)
+        gate, other = (values.get(path[-1]) if path else None for path in (gated, product))
+        if is_op(gate, "matmul") and is_op(other, "matmul") and _pair(gate, other):
+            path = (*gated, *activated, *product, var)
+            return _Gate(result, gate.args[0], gate.args[1], other.args[1], name, dtype_of(result), path)
+    return None
+
+
+def _stripped(expr: tvm.ir.Expr, values: Values) -> list[relax.Var]:
+    """Return the variables from an expression back through casts."""
+    path: list[relax.Var] = []
+    while isinstance(expr, relax.Var):
+        path.append(expr)
+        value = values.get(expr)
+        if not is_op(value, "astype"):
+            break
+        expr = value.args[0]
+    return path
+
+
+def _pair(gate: relax.Call, value: relax.Call) -> bool:
+    """Return whether two matmuls are of one tensor by matrices of one shape, in half precision."""
+    if gate.args[0] != value.args[0]:
+        return False
+    weights = (gate.args[1], value.args[1])
+    shapes = [static_shape(weight) for weight in weights]
+    data = static_shape(gate.args[0])
+    if data is None or not all(is_constant(weight) for weight in weights) or shapes[0] is None:
+        return False
+    dtypes = {dtype_of(arg) for arg in (gate.args[0], *weights)}
+    fits = len(shapes[0]) == 2 and shapes[0] == shapes[1] and shapes[0][1] % _GROUP == 0
+    return fits and len(dtypes) == 1 and dtypes <= set(HALVES)
+
+
+def _function(gate: _Gate) -> tirx.PrimFunc:
+    """Return the PrimFunc of a gate, for templates to look at."""
+    data, weight = static_shape(gate.data) or (), static_shape(gate.gate) or ()
+    x = te.placeholder(data, gate.dtype, name="x")
+    w = te.placeholder((weight[0], 2 * weight[1]), gate.dtype, name="w")
+    return te.create_prim_func([x, w, _gated_matmul(gate)(x, w)])
+
+
+def _gated_matmul(gate: _Gate) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
+    activation = _ACTIVATIONS[gate.activation]
+
+    def compute(x: te.Tensor, w: te.Tensor) -> te.Tensor:
+        over = te.reduce_axis((0, w.shape[0]), name="k")
+
+        def multiply(*index: tirx.Var) -> tirx.Expr:
+            *rows, column = index
+            return te.sum(x(*rows, over).astype("float32") * w[over, column].astype("float32"), axis=over)
+
+        product = te.compute((*x.shape[:-1], w.shape[1]), multiply, name="product")
+
+        def gated(*index: tirx.Var) -> tirx.Expr:
+            *rows, column = index
+            left = activation(product(*rows, gate_column(column)))
+            return (left * product(*rows, value_column(column))).astype(gate.dtype)
+
+        return te.compute((*x.shape[:-1], w.shape[1] // 2), gated, name="gated")
+
+    return compute
+
+
+@mutator
+class _Replace(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.ir.IRModule, found: Mapping[relax.Var, _Gate]) -> None:
+        super().__init__(mod)
+        self._found = found
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        gate = self._found.get(binding.var)
+        if gate is None:
+            super().visit_var_binding_(binding)
+            return
+        call = self.builder_.call_te(
+            _gated_matmul(gate),
+            self.visit_expr(gate.data),
+            relax.const(_interleaved(array_of(gate.gate), array_of(gate.value)), dtype_of(gate.gate)),
+            primfunc_name_hint="matmul_gated",
+            primfunc_attrs={"op_pattern": _OPAQUE},
+        )
+        emit_named(self, binding.var, call)
+
+
+def _interleaved(gates: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return two matrices [K, N] as one [K, 2 N], 8 columns of each by turns."""
+    rows, columns = gates.shape
+    parts = [matrix.reshape(rows, columns // _GROUP, _GROUP) for matrix in (gates, values)]
+    return np.ascontiguousarray(np.stack(parts, axis=2).reshape(rows, 2 * columns))

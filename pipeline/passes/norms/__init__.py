@@ -1,0 +1,1 @@
+"""Passes that find norms and take them into the matmuls around them."""

@@ -1,0 +1,132 @@
+"""The passes: everything that happens to a graph between the import and the code generator, in one list.
+
+`lower` runs phases 0 to 6; task extraction and tuning see the module as it is then (one PrimFunc per kernel, none
+of them scheduled). Compilation schedules the PrimFuncs and runs phase 7.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm.relax import backend
+from tvm.relax import transform as relax_pass
+
+from relaxtune.pipeline.passes.attention.append_caches import append_caches
+from relaxtune.pipeline.passes.attention.append_in_attention import append_in_attention
+from relaxtune.pipeline.passes.attention.nan_guard import remove_nan_guards
+from relaxtune.pipeline.passes.attention.recognise import recognise_attention
+from relaxtune.pipeline.passes.attention.recognise_rotary import recognise_rotary
+from relaxtune.pipeline.passes.attention.rotate_in_matmul import rotate_in_matmul
+from relaxtune.pipeline.passes.fuse import fuse_operations
+from relaxtune.pipeline.passes.keep_sizes_apart import keep_sizes_apart
+from relaxtune.pipeline.passes.kit.step import Phase, Step, stock
+from relaxtune.pipeline.passes.layout.combine_matmuls import combine_matmuls
+from relaxtune.pipeline.passes.layout.gather_rows import gather_rows
+from relaxtune.pipeline.passes.layout.interleave_gates import interleave_gates
+from relaxtune.pipeline.passes.layout.patches_to_matmul import patches_to_matmul
+from relaxtune.pipeline.passes.layout.simplify_views import simplify_views
+from relaxtune.pipeline.passes.layout.transposed_matmul import write_matmuls_transposed
+from relaxtune.pipeline.passes.layout.unflatten_matmuls import unflatten_matmuls
+from relaxtune.pipeline.passes.merge_common import merge_common_subexpressions
+from relaxtune.pipeline.passes.name_bindings import name_bindings
+from relaxtune.pipeline.passes.norms.fuse_norms import fuse_norms
+from relaxtune.pipeline.passes.norms.norms_of_half import norms_of_half
+from relaxtune.pipeline.passes.norms.recognise_norms import recognise_norms
+from relaxtune.pipeline.passes.norms.widen_norms import widen_norms
+from relaxtune.pipeline.passes.precision.accumulate import accumulate_in_float32
+from relaxtune.pipeline.passes.precision.half_precision import compute_in_half_precision
+from relaxtune.pipeline.passes.precision.integer_matmuls import integer_matmuls
+from relaxtune.pipeline.passes.precision.mark_tf32 import mark_tf32
+from relaxtune.pipeline.passes.precision.round_to_tf32 import round_to_tf32
+from relaxtune.pipeline.passes.recognise_activations import recognise_activations
+from relaxtune.pipeline.passes.weights.fold_constants import fold_constants
+from relaxtune.pipeline.passes.weights.lift_weights import lift_weights
+from relaxtune.pipeline.passes.weights.mark_constants import mark_constants
+from relaxtune.pipeline.passes.weights.pack_weights import pack_weights
+from relaxtune.pipeline.passes.weights.quantise_weights import quantise_weights
+from relaxtune.pipeline.passes.weights.turn_weights import turn_weights
+
+_CODE_GENERATOR = "the code generator accepts nothing else"
+
+
+def lowering_steps() -> tuple[Step, ...]:
+    """Return the passes of phases 0 to 6, in order."""
+    return (
+        # 0 canonicalise
+        Step(Phase.CANONICALISE, "name_bindings", name_bindings, "every report finds its ONNX nodes by these names"),
+        Step(Phase.CANONICALISE, "canonicalise_bindings", stock(relax_pass.CanonicalizeBindings())),
+        Step(Phase.CANONICALISE, "recognise_norms", recognise_norms),
+        Step(Phase.CANONICALISE, "widen_norms", widen_norms),
+        Step(Phase.CANONICALISE, "recognise_activations", recognise_activations),
+        # Folded, the integers of a quantised weight would be numbers.
+        Step(Phase.CANONICALISE, "integer_matmuls", integer_matmuls),
+        # 1 fold constants
+        Step(Phase.FOLD_CONSTANTS, "fold_constants", fold_constants),
+        # 2 remove dead code
+        Step(Phase.REMOVE_DEAD_CODE, "remove_dead_code", stock(relax_pass.DeadCodeElimination())),
+        Step(Phase.REMOVE_DEAD_CODE, "merge_common_subexpressions", merge_common_subexpressions),
+        Step(Phase.REMOVE_DEAD_CODE, "unflatten_matmuls", unflatten_matmuls),
+        Step(Phase.REMOVE_DEAD_CODE, "patches_to_matmul", patches_to_matmul),
+        Step(Phase.REMOVE_DEAD_CODE, "simplify_views", simplify_views),
+        Step(Phase.REMOVE_DEAD_CODE, "remove_nan_guards", remove_nan_guards),
+        # 3 precision
+        Step(Phase.PRECISION, "compute_in_half_precision", compute_in_half_precision),
+        Step(Phase.PRECISION, "round_to_tf32", round_to_tf32),
+        Step(Phase.PRECISION, "accumulate_in_float32", accumulate_in_float32),
+        # 4 pattern rewrites
+        Step(Phase.PATTERNS, "combine_matmuls", combine_matmuls),
+        Step(Phase.PATTERNS, "interleave_gates", interleave_gates),
+        Step(Phase.PATTERNS, "recognise_rotary", recognise_rotary),
+        Step(Phase.PATTERNS, "rotate_in_matmul", rotate_in_matmul),
+        Step(Phase.PATTERNS, "recognise_attention", recognise_attention),
+        Step(Phase.PATTERNS, "append_in_attention", append_in_attention),
+        Step(Phase.PATTERNS, "append_caches", append_caches),
+        Step(Phase.PATTERNS, "write_matmuls_transposed", write_matmuls_transposed),
+        Step(Phase.PATTERNS, "norms_of_half", norms_of_half),
+        Step(Phase.PATTERNS, "gather_rows", gather_rows),
+        Step(Phase.PATTERNS, "quantise_weights", quantise_weights),
+        Step(Phase.PATTERNS, "pack_weights", pack_weights),
+        Step(Phase.PATTERNS, "turn_weights", turn_weights),
+        # 5 legalise
+        Step(Phase.LEGALISE, "dispatch_sampling", stock(backend.DispatchSampling()), _CODE_GENERATOR),
+        Step(Phase.LEGALISE, "dispatch_sort_scan", stock(backend.DispatchSortScan()), _CODE_GENERATOR),
+        Step(Phase.LEGALISE, "legalise_operators", stock(relax_pass.LegalizeOps()), _CODE_GENERATOR),
+        # 6 fuse
+        Step(Phase.FUSE, "annotate_patterns", stock(relax_pass.AnnotateTIROpPattern()), "fusion reads the annotations"),
+        Step(Phase.FUSE, "fold_legalised_constants", fold_constants),
+        Step(Phase.FUSE, "keep_sizes_apart", keep_sizes_apart),
+        Step(Phase.FUSE, "fuse_operations", fuse_operations),
+        Step(Phase.FUSE, "fuse_tir", stock(relax_pass.FuseTIR()), "a kernel is one PrimFunc"),
+        # A reshape that nothing fused with is a view, not a kernel to tune.
+        Step(Phase.FUSE, "reshapes_to_views", stock(relax_pass.RewriteDataflowReshape())),
+        Step(Phase.FUSE, "fuse_norms", fuse_norms),
+        Step(
+            Phase.FUSE,
+            "remove_unused_functions",
+            stock(relax_pass.DeadCodeElimination()),
+            "unused PrimFuncs would be tuned",
+        ),
+        Step(Phase.FUSE, "lift_weights", lift_weights, "set embed_weights=True to keep weights inside the module"),
+        Step(Phase.FUSE, "mark_constants", mark_constants),
+        Step(Phase.FUSE, "mark_tf32", mark_tf32),
+    )
+
+
+def plan_memory_passes(target: tvm.target.Target, cuda_graph: bool) -> list[tvm.ir.transform.Pass]:
+    """Return phase 7, run after the PrimFuncs are scheduled: explicit memory, its plan, the VM's own forms.
+
+    `cuda_graph` captures the static regions of a CUDA module into graphs; run the passes inside a `PassContext` with
+    `relax.backend.use_cuda_graph` set to the same value, which is what `RewriteCUDAGraph` reads.
+    """
+    return [
+        relax_pass.ToNonDataflow(),
+        relax_pass.RemovePurityChecking(),
+        relax_pass.CallTIRRewrite(),
+        relax_pass.StaticPlanBlockMemory(),
+        *([relax_pass.RewriteCUDAGraph()] if cuda_graph and target.kind.name == "cuda" else []),
+        relax_pass.LowerAllocTensor(),
+        relax_pass.KillAfterLastUse(),
+        relax_pass.LowerRuntimeBuiltin(),
+        relax_pass.ComputePrimValue(),
+        relax_pass.VMShapeLower(),
+        relax_pass.AttachGlobalSymbol(),
+    ]

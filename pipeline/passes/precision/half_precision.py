@@ -1,0 +1,213 @@
+"""Pass: precisions of 16-bit activations: matmuls in half precision, sums and normalisations in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import ml_dtypes
+import numpy as np
+import tvm
+from tvm import relax, te
+from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm_ffi import structural_equal
+
+from relaxtune.models.spec import numpy_dtype
+from relaxtune.pipeline.passes.kit.ir import (
+    array_of,
+    bindings_of,
+    dtype_of,
+    emit_extra,
+    emit_named,
+    is_constant,
+    is_op,
+    main_of,
+    rewrite_main,
+    shape_of,
+    users_of,
+    values_of,
+)
+from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.norms.norms_of_half import norm_of_half
+from relaxtune.pipeline.passes.precision.accumulate import contraction_in_float32
+
+_CONTRACTIONS = ("matmul", "nn.conv1d", "nn.conv2d")
+# Rounding goes through these unchanged, so it is done before them, where it joins the kernel of the producer.
+_VIEWS: Mapping[str, Callable[[relax.Call, tvm.ir.Expr], tvm.ir.Expr]] = {
+    "reshape": lambda call, data: relax.op.reshape(data, call.args[1]),
+    "permute_dims": lambda call, data: relax.op.permute_dims(data, call.attrs.axes),
+    "expand_dims": lambda call, data: relax.op.expand_dims(data, call.attrs.axis),
+    "squeeze": lambda call, data: relax.op.squeeze(data, call.attrs.axis),
+    "broadcast_to": lambda call, data: relax.op.broadcast_to(data, call.args[1]),
+}
+_ACTIVATIONS = ("nn.silu", "nn.gelu", "nn.gelu_tanh", "nn.relu", "sigmoid", "tanh")
+
+
+def compute_in_half_precision(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with float32 matmuls and convolutions taking 16-bit operands and giving float32 results.
+
+    In float16 for the policies "fp16", "w8a16" and "w4a16", in bfloat16 for "bf16". What a matmul reads is rounded
+    once, where it is produced: weights in the constants themselves, activations at the end of the kernel before. A
+    layer or RMS norm that a matmul reads takes and gives 16 bits too, as does the residual stream before it, and
+    computes in float32 inside; the factors of a gated activation are stored in 16 bits. Softmax (its scores included: a
+    mask's float32 minimum is -inf in float16) and every elementwise operation stay in float32. Inputs and outputs of
+    `main` keep their dtypes. A weight beyond the range of the dtype keeps its matmul in float32, with a note.
+
+    Activations are not clipped: one beyond 65504 becomes infinite in float16 and validation fails; bfloat16 has
+    float32's range.
+    """
+    policy = state.options.policy
+    if policy is None or policy.half is None:
+        return mod
+    rewriter = _Half(mod, state, policy.half)
+    result = rewrite_main(mod, rewriter)
+    state.note(
+        f"{rewriter.count} matmuls and convolutions in {policy.half}" if rewriter.count else "no float32 matmul found"
+    )
+    return result if rewriter.count else mod
+
+
+@mutator
+class _Half(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.ir.IRModule, state: LoweringState, dtype: str) -> None:
+        super().__init__(mod)
+        main = main_of(mod)
+        self._dtype = dtype
+        self._state = state
+        self._values = values_of(main)
+        self._users = users_of(main)
+        self._gates = self._find_gates(main)
+        self._halves: dict[tvm.ir.Expr, tvm.ir.Expr] = {}
+        self._stored: dict[relax.Var, tvm.ir.Expr] = {}
+        self.count = 0
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        var, value = binding.var, binding.value
+        if self._is_float32_contraction(value):
+            args = [self._half(arg) for arg in value.args]
+            emit_named(self, var, contraction_in_float32(value, args))
+            self.count += 1
+        elif var in self._gates:
+            # One operator on rounded factors: a widening apart would join the kernel that makes a factor.
+            factors = [self._half(arg) for arg in value.args]
+            emit_named(self, var, self.builder_.call_te(_wide_product, *factors, primfunc_name_hint="multiply"))
+            self._state.gate_products.add(var.name)
+        elif self._is_half_norm(var):
+            half = self._norm(value, [self._half(arg) for arg in value.args])
+            self._stored[var] = self._halves[var] = self._bind(var, half)
+        else:
+            super().visit_var_binding_(binding)
+        if self._is_residual_stream(var, value):
+            self._stored[var] = self._half(var)
+
+    def visit_var_(self, op: relax.Var) -> tvm.ir.Expr:
+        return self._widened(op, super().visit_var_(op))
+
+    def visit_dataflow_var_(self, op: relax.Var) -> tvm.ir.Expr:
+        return self._widened(op, super().visit_dataflow_var_(op))
+
+    def _widened(self, op: relax.Var, new: tvm.ir.Expr) -> tvm.ir.Expr:
+        """Return what a float32 reader of `op` reads: a fresh widening of it where it is stored rounded.
+
+        One widening for each reader fuses into the reader; a shared one would be a kernel of its own.
+        """
+        half = self._stored.get(op)
+        return new if half is None else self.builder_.emit(relax.op.astype(half, "float32"))
+
+    def _half(self, expr: tvm.ir.Expr) -> tvm.ir.Expr:
+        """Return `expr`, of the old function, rounded to half precision."""
+        if expr in self._halves:
+            return self._halves[expr]
+        value = self._values.get(expr) if isinstance(expr, relax.Var) else None
+        if is_constant(expr):
+            half: tvm.ir.Expr = relax.const(array_of(expr).astype(numpy_dtype(self._dtype)), self._dtype)
+        elif is_op(value, *_VIEWS):
+            half = self._bind(expr, _VIEWS[value.op.name.removeprefix("relax.")](value, self._half(value.args[0])))
+        elif is_op(value, "astype") and dtype_of(value.args[0]) == self._dtype:
+            half = self.visit_expr(value.args[0])
+        else:
+            half = self.builder_.emit(relax.op.astype(self.visit_expr(expr), self._dtype))
+        self._halves[expr] = half
+        return half
+
+    def _bind(self, var: relax.Var, half: tvm.ir.Expr) -> relax.Var:
+        """Bind the half-precision form of a view, which stands for the same ONNX nodes."""
+        name = f"{var.name}__half"
+        self._state.sources[name] = self._state.nodes_of([var.name])
+        return emit_extra(self, name, half)
+
+    def _norm(self, value: relax.Call, args: list[tvm.ir.Expr]) -> tvm.ir.Expr:
+        """Return a norm of rounded operands as one kernel that widens inside, and reads and writes half precision."""
+        if self._dtype == "bfloat16":
+            # TVM's norms refuse bfloat16.
+            return self.builder_.call_te(norm_of_half(value), *args, primfunc_name_hint=value.op.name.split(".")[-1])
+        make = relax.op.nn.layer_norm if is_op(value, "nn.layer_norm") else relax.op.nn.rms_norm
+        return make(*args, value.attrs.axes, value.attrs.epsilon)
+
+    def _is_float32_contraction(self, value: tvm.ir.Expr) -> bool:
+        if not is_op(value, *_CONTRACTIONS) or any(dtype_of(arg) != "float32" for arg in value.args):
+            return False
+        for arg in value.args:
+            if is_constant(arg) and np.abs(array_of(arg)).max(initial=0.0) > float(ml_dtypes.finfo(self._dtype).max):
+                self._state.note(f"a matmul stays in float32: its weight {arg.ty} exceeds the range of {self._dtype}")
+                return False
+        return True
+
+    def _is_half_norm(self, var: relax.Var) -> bool:
+        """Return whether `var` is a float32 norm that a matmul reads and that is not a result of `main` itself."""
+        readers = self._users.get(var, [])
+        if not is_op(self._values.get(var), "nn.layer_norm", "nn.rms_norm") or dtype_of(var) != "float32":
+            return False
+        return all(reader != var for reader in readers) and any(map(self._leads_to_contraction, readers))
+
+    def _is_residual_stream(self, var: relax.Var, value: tvm.ir.Expr) -> bool:
+        """Return whether `var` is a float32 sum, or rows of a table, that a half-precision norm reads.
+
+        Other readers are to read the same rounded tensor, so that it is written once.
+        """
+        readers = self._users.get(var, [])
+        if not is_op(value, "add", "take") or dtype_of(var) != "float32" or any(reader == var for reader in readers):
+            return False
+        return any(map(self._is_half_norm, readers))
+
+    def _find_gates(self, main: relax.Function) -> set[relax.Var]:
+        """Return the float32 products of two matmuls' results that a matmul reads (SwiGLU: silu(a) * b).
+
+        One of the factors is written by its matmul and read by the other's.
+        """
+        found: set[relax.Var] = set()
+        for binding in bindings_of(main):
+            value = binding.value
+            if not is_op(value, "multiply") or dtype_of(binding.var) != "float32":
+                continue
+            shape = shape_of(binding.var)
+            if not all(isinstance(arg, relax.Var) and structural_equal(shape_of(arg), shape) for arg in value.args):
+                continue
+            roots = {self._contraction_behind(arg) for arg in value.args}
+            read = any(self._leads_to_contraction(reader) for reader in self._users.get(binding.var, []))
+            if len(roots) == 2 and None not in roots and read:
+                found.add(binding.var)
+        return found
+
+    def _contraction_behind(self, expr: tvm.ir.Expr) -> relax.Var | None:
+        """Return the contraction that an expression is made of elementwise, with constants at most."""
+        for _ in range(8):
+            value = self._values.get(expr) if isinstance(expr, relax.Var) else None
+            if is_op(value, *_CONTRACTIONS):
+                return expr
+            if not is_op(value, *_ACTIVATIONS, *_VIEWS) and not is_op(value, "add", "multiply"):
+                return None
+            operands = [arg for arg in value.args if isinstance(arg, relax.Var)]
+            if len(operands) != 1:
+                return None
+            expr = operands[0]
+        return None
+
+    def _leads_to_contraction(self, var: relax.Var) -> bool:
+        value = self._values.get(var)
+        if is_op(value, *_VIEWS):
+            return any(self._leads_to_contraction(reader) for reader in self._users.get(var, []) if reader != var)
+        return is_op(value, *_CONTRACTIONS)
+
+
+def _wide_product(a: te.Tensor, b: te.Tensor) -> te.Tensor:
+    return te.compute(a.shape, lambda *i: a(*i).astype("float32") * b(*i).astype("float32"), name="multiply")

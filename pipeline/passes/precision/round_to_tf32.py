@@ -1,0 +1,83 @@
+"""Pass: precision "tf32": what float32 matmuls and convolutions read has the mantissa of tensor cores."""
+
+from __future__ import annotations
+
+import numpy as np
+import tvm
+from tvm import relax, te, tirx
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, emit_named, is_constant, is_op, rewrite_main
+from relaxtune.pipeline.passes.kit.state import LoweringState
+
+_CONTRACTIONS = ("matmul", "nn.conv1d", "nn.conv2d")
+# Of float32's 23 bits of mantissa tf32 has the first 10.
+_DROPPED = 13
+_HALF = 2 ** (_DROPPED - 1) - 1
+_KEPT = 2**32 - 2**_DROPPED
+
+
+def round_to_tf32(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with the operands of float32 matmuls and convolutions rounded to tf32, to nearest, ties to even.
+
+    Products and sums stay in float32, so results are those of tf32 tensor cores but for the order of sums, whatever
+    kernel computes them, on any target. On CUDA tensor cores may then multiply them (`mark_tf32`). Weights are rounded
+    at compile time, activations by the kernel before.
+    """
+    policy = state.options.policy
+    if policy is None or policy.activations != "tf32":
+        return mod
+    rewriter = _Round(mod)
+    result = rewrite_main(mod, rewriter)
+    state.tf32 = True
+    state.note(f"operands of {rewriter.count} matmuls and convolutions rounded to tf32")
+    return result if rewriter.count else mod
+
+
+def tf32_array(array: np.ndarray) -> np.ndarray:
+    """Return float32 values rounded to tf32."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    rounded = (bits + (_HALF + (bits >> _DROPPED & 1)).astype(np.uint32)) & np.uint32(_KEPT)
+    return np.where(np.isnan(array), array, rounded.view(np.float32))
+
+
+@mutator
+class _Round(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.ir.IRModule) -> None:
+        super().__init__(mod)
+        self._rounded: dict[tvm.ir.Expr, tvm.ir.Expr] = {}
+        self.count = 0
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        value = binding.value
+        if not is_op(value, *_CONTRACTIONS) or any(dtype_of(arg) != "float32" for arg in value.args):
+            super().visit_var_binding_(binding)
+            return
+        args = [self._round(arg) for arg in value.args]
+        emit_named(self, binding.var, relax.Call(value.op, args, value.attrs, value.ty_args))
+        self.count += 1
+
+    def _round(self, expr: tvm.ir.Expr) -> tvm.ir.Expr:
+        if expr not in self._rounded:
+            if is_constant(expr):
+                self._rounded[expr] = relax.const(tf32_array(array_of(expr)), "float32")
+            else:
+                call = self.builder_.call_te(_tf32, self.visit_expr(expr), primfunc_name_hint="round_to_tf32")
+                self._rounded[expr] = self.builder_.emit(call)
+        return self._rounded[expr]
+
+
+def _tf32(x: te.Tensor) -> te.Tensor:
+    def element(*index: tirx.Var) -> tirx.Expr:
+        value = x(*index)
+        bits = tirx.reinterpret("uint32", value)
+
+        def constant(number: int) -> tirx.Expr:
+            return tirx.const(number, "uint32")
+
+        up = bits + constant(_HALF) + ((bits >> constant(_DROPPED)) & constant(1))
+        rounded = tirx.reinterpret("float32", up & constant(_KEPT))
+        # A NaN's mantissa could be rounded up into its sign.
+        return tirx.Select(tirx.isnan(value), value, rounded)
+
+    return te.compute(x.shape, element, name="round_to_tf32")

@@ -1,0 +1,1 @@
+"""Passes over constants: folding, lifting, packing, turning and quantising weights."""

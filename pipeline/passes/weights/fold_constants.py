@@ -1,0 +1,129 @@
+"""Pass: everything that does not depend on the inputs becomes a constant, up to a bounded size."""
+
+from __future__ import annotations
+
+import math
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from relaxtune.pipeline.passes.kit.ir import (
+    binding_count,
+    bindings_of,
+    constants_in,
+    dtype_of,
+    main_of,
+    static_shape,
+    with_main,
+)
+from relaxtune.pipeline.passes.kit.state import LoweringState
+
+# A fold may make a constant this large out of nothing (the causal mask of 2048 tokens in float32 is 16 MiB) ...
+FOLD_BYTES_MAX = 16 * 2**20
+# ... or this many times what it is made of (a transposed weight replaces the weight).
+FOLD_GROWTH_MAX = 2
+
+
+def fold_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with bindings that depend on constants alone evaluated: masks, position ids, sin and cos tables.
+
+    A binding whose result would be both larger than `FOLD_BYTES_MAX` and larger than `FOLD_GROWTH_MAX` times its
+    constants stays in the graph, with a note; one of `LoweringState.unfolded` stays, too. `FoldConstant` has no limit
+    of its own, so the constants of such a binding are hidden from it as parameters of `main` while it runs.
+    """
+    large = _large_results(mod, state)
+    if not large:
+        return _fold(mod, state)
+    main = main_of(mod)
+    hidden = _Hide(large)
+    body = hidden.visit_expr(main)
+    params = [*main.params, *hidden.params]
+    opaque = relax.Function(params, body.body, body.ret_ty, body.is_pure, body.attrs)
+    folded = _fold(with_main(mod, opaque), state)
+    names = dict(zip((param.name for param in hidden.params), hidden.constants, strict=True))
+    body = _Show(names).visit_expr(main_of(folded))
+    shown = relax.Function(body.params[: len(main.params)], body.body, body.ret_ty, body.is_pure, body.attrs)
+    return with_main(folded, shown)
+
+
+@mutator
+class _Hide(PyExprMutator):  # type: ignore[misc]
+    """Replace the constants in the bindings of some variables by new parameters."""
+
+    def __init__(self, large: set[relax.Var]) -> None:
+        super().__init__()
+        self._large = large
+        self._hiding = False
+        self.params: list[relax.Var] = []
+        self.constants: list[tvm.ir.Expr] = []
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        self._hiding = binding.var in self._large
+        super().visit_var_binding_(binding)
+        self._hiding = False
+
+    def visit_generic_const_(self, op: tvm.ir.Expr) -> tvm.ir.Expr:
+        if not self._hiding:
+            return op
+        self.params.append(relax.Var(f"hidden_constant_{len(self.params)}", op.ty))
+        self.constants.append(op)
+        return self.params[-1]
+
+
+@mutator
+class _Show(PyExprMutator):  # type: ignore[misc]
+    """Put the hidden constants back."""
+
+    def __init__(self, constants: dict[str, tvm.ir.Expr]) -> None:
+        super().__init__()
+        self._constants = constants
+
+    def visit_var_(self, op: relax.Var) -> tvm.ir.Expr:
+        return self._constants.get(op.name) or super().visit_var_(op)
+
+
+def _fold(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    before = binding_count(mod)
+    result: tvm.ir.IRModule = relax.transform.FoldConstant()(mod)
+    state.constants_folded += before - binding_count(result)
+    return result
+
+
+def _large_results(mod: tvm.ir.IRModule, state: LoweringState) -> set[relax.Var]:
+    """Return the variables that depend on constants alone but are too large to become one, and all they are made of.
+
+    What they are made of has to stay as well: folded, it would leave them with constant operands of their own.
+    """
+    known: dict[relax.Var, int] = {}
+    made_from: dict[relax.Var, list[relax.Var]] = {}
+    large: set[relax.Var] = set()
+    for binding in bindings_of(main_of(mod)):
+        used = relax.analysis.free_vars(binding.value)
+        if not all(var in known for var in used) or isinstance(binding.value, relax.Function):
+            continue
+        made_from[binding.var] = used
+        made_of = sum(map(_bytes, constants_in(binding.value))) + sum(known[var] for var in used)
+        size = _bytes(binding.var)
+        if binding.var.name in state.unfolded:
+            large.add(binding.var)
+        elif size > FOLD_BYTES_MAX and size > FOLD_GROWTH_MAX * made_of:
+            large.add(binding.var)
+            state.note(
+                f"{binding.var.name} is left in the graph: as a constant it would take {size} bytes, made of {made_of}"
+            )
+        else:
+            known[binding.var] = size
+    waiting = list(large)
+    while waiting:
+        waiting = [var for kept in waiting for var in made_from[kept] if var not in large]
+        large.update(waiting)
+    return large
+
+
+def _bytes(expr: tvm.ir.Expr) -> int:
+    """Return the size of a tensor of static shape, 0 for anything else."""
+    shape, dtype = static_shape(expr), dtype_of(expr)
+    if shape is None or not dtype:
+        return 0
+    return math.prod(shape) * max(1, int(tvm.DataType(dtype).bits) // 8)

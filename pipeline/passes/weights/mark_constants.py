@@ -1,0 +1,106 @@
+"""Pass: tell kernels which of their parameters are weights or inputs, so that they may read them ahead of time."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax, tirx
+
+from relaxtune.pipeline.passes.kit.ir import (
+    bindings_of,
+    called_function,
+    is_constant,
+    main_of,
+    static_shape,
+    users_of,
+    values_of,
+)
+from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.schedules.functions.attention import spec_of
+from relaxtune.schedules.templates.attention_sm90.growth import OWN_OUTPUTS_ATTR
+from relaxtune.schedules.templates.emit.kernel_frame import INPUT_PARAMS_ATTR
+from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR
+
+
+def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with the positions of parameters that are weights in every call of a PrimFunc as its attribute.
+
+    Where all inputs have static shapes, attention gets two more: those that are inputs of the graph in every call
+    (caches), and its outputs that are results of the graph and that nothing else reads (caches that have grown). No
+    other template reads inputs or writes results ahead of time.
+
+    Templates read them: a kernel with dependent launch loads weights before `griddepcontrol.wait`, while the kernel
+    before it still runs. For CUDA only; elsewhere nothing reads it, and it would tell apart kernels that are
+    the same. There they are not: equal functions of which one reads a weight where another reads an activation are two
+    tasks, as their best kernels differ. (A PrimFunc that is called both ways stays unmarked.)
+
+    Why this is safe. A weight is a constant of the module, or a parameter of `main` after its inputs: no kernel writes
+    it, and it is in place before the first kernel starts. Everything else is read, and every output written, after the
+    wait. The wait returns when the kernel before has ended with all it wrote; that this covers the kernels before that
+    one, too, is by induction: a kernel either has no dependent launch, then it starts when all before it have ended; or
+    it has, then at least one of its threads waits, and it cannot end before the wait has returned. So when a kernel has
+    ended, all before it have. Whatever stands before a dependent kernel may be of any kind (a fallback's kernel, a
+    library's, a copy): what does not signal early counts as signalling at its end. Hence the one rule for makers of
+    kernels: a kernel launched as dependent waits in at least one thread on every path, before it reads anything that is
+    not marked, and before it writes anything but a marked result (the memory planner reuses memory, so a write too
+    early could fall into what a kernel that still runs reads). (CUDA C++ Programming Guide 13.0, "Programmatic
+    Dependent Launch and Synchronization"; PTX ISA 9.0, "griddepcontrol".)
+
+    Of inputs it is safe as long as nothing that writes them overlaps with the kernels, and of results as long as
+    nothing else uses their memory. A module whose inputs are static runs as one CUDA graph: its first kernel starts
+    when all before the launch of the graph has ended, and each result has memory of its own
+    (`pipeline.codegen.cuda_graph`). Compiled without a graph, kernels start one after another
+    (`pipeline.codegen.dependent_launch`).
+    """
+    if state.target.kind.name != "cuda":
+        return mod
+    main = main_of(mod)
+    count = len(state.graph.inputs)
+    weights, inputs = set(main.params[count:]), set(main.params[:count])
+    if not all(static_shape(param) is not None for param in inputs):
+        inputs = set()
+    results = _results(main) if inputs else {}
+    attributes = (CONSTANT_PARAMS_ATTR, INPUT_PARAMS_ATTR, OWN_OUTPUTS_ATTR)
+    marked: dict[str, dict[tvm.ir.GlobalVar, set[int]]] = {attribute: {} for attribute in attributes}
+    for binding in bindings_of(main):
+        callee = called_function(binding.value)
+        if callee is None:
+            continue
+        args = binding.value.args[1]
+        places = list(enumerate(args.fields if isinstance(args, relax.Tuple) else [args]))
+        constant = {place for place, arg in places if is_constant(arg) or _is_one_of(arg, weights)}
+        given = {place for place, arg in places if _is_one_of(arg, inputs)}
+        own = {len(places) + output for output in results.get(binding.var, ())}
+        for attribute, found in zip(attributes, (constant, given, own), strict=True):
+            known = marked[attribute]
+            known[callee] = known[callee] & found if callee in known else found
+    result = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
+    for attribute, functions in marked.items():
+        for callee, positions in functions.items():
+            if positions and isinstance(mod[callee], tirx.PrimFunc) and _is_read(attribute, mod[callee]):
+                result[callee] = result[callee].with_attr(attribute, sorted(positions))
+    return result
+
+
+def _is_read(attribute: str, func: tirx.PrimFunc) -> bool:
+    """Return whether a template reads an attribute of a function; where none does, it would only tell tasks apart."""
+    return attribute == CONSTANT_PARAMS_ATTR or spec_of(func) is not None
+
+
+def _results(main: relax.Function) -> dict[relax.Var, set[int]]:
+    """Return the outputs of each call that are results of `main` and that nothing else reads."""
+    values, users = values_of(main), users_of(main)
+    whole = values.get(main.body.body, main.body.body)
+    returned = list(whole.fields) if isinstance(whole, relax.Tuple) else []
+    found: dict[relax.Var, set[int]] = {}
+    for field in returned:
+        value = values.get(field) if isinstance(field, relax.Var) else None
+        if not isinstance(value, relax.TupleGetItem) or any(
+            user not in (main.body.body, field) for user in users.get(field, [])
+        ):
+            continue
+        found.setdefault(value.tuple_value, set()).add(int(value.index))
+    return found
+
+
+def _is_one_of(arg: tvm.ir.Expr, variables: set[relax.Var]) -> bool:
+    return isinstance(arg, relax.Var) and arg in variables

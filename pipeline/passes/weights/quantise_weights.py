@@ -1,0 +1,165 @@
+"""Pass: precisions "w8a16" and "w4a16": matmuls by constant matrices read them quantised."""
+
+from __future__ import annotations
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from relaxtune.pipeline.passes.kit.ir import (
+    array_of,
+    bindings_of,
+    dtype_of,
+    emit_extra,
+    emit_named,
+    main_of,
+    multiplies_by_matrix,
+    rewrite_main,
+    shape_of,
+    static_shape,
+)
+from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.weights.turn_weights import turned_matmul
+from relaxtune.pipeline.precision.onnx_weights import MatmulWeights
+from relaxtune.pipeline.precision.policy import PrecisionPolicy
+from relaxtune.pipeline.precision.quantise import QuantisedMatrix, packed_panels, packed_rows, quantise
+from relaxtune.schedules.cpu.packing import panel_width
+from relaxtune.schedules.functions.quantised_matmul import dequantise_rows, matmul_of_panels, matmul_of_rows
+from relaxtune.schedules.targets import CpuLimits, target_limits
+
+# Rows that a kernel for few of them takes: it reads the packed weight once and multiplies all rows by it.
+FEW_ROWS = 16
+# TVM's OpPatternKind.kOpaque: fused with nothing, so that the matrix is written once and the matmul is a matmul.
+_OPAQUE = 8
+_HALF = "float16"
+
+
+def quantise_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with matmuls of float16 tensors by constant [K, N] matrices reading packed 4- or 8-bit weights.
+
+    On a CPU, and on a GPU for up to 16 rows, dequantisation is a part of the matmul's kernel. On a GPU with more rows
+    it is a kernel of its own before a float16 matmul: visible as such, and what is stored is the packed weight.
+
+    Only weights that an ONNX MatMul or Gemm reads as a constant are quantised, so that validation can quantise the same
+    ones in the original graph: tables of embeddings, convolutions and products of activations are not. Weights with an
+    odd number of rows stay in float16 with a note.
+    """
+    policy = state.options.policy
+    if policy is None or policy.weight_bits is None:
+        return mod
+    weights = MatmulWeights(state.graph.model)
+    found = {
+        binding.var
+        for binding in bindings_of(main_of(mod))
+        if _has_constant_weight(binding.value) and _is_known(binding, weights, state)
+    }
+    if not found:
+        state.note("no matmul by a constant matrix found")
+        return mod
+    rewriter = _Quantise(mod, state, policy, found)
+    result = rewrite_main(mod, rewriter)
+    for var in found:
+        state.quantised_nodes.update(name for name in state.nodes_of([var.name]) if weights.is_matmul(name))
+    state.note(f"{len(found)} weights of {rewriter.bytes_before} bytes quantised to {rewriter.bytes_after}")
+    return result
+
+
+def _has_constant_weight(value: tvm.ir.Expr) -> bool:
+    return multiplies_by_matrix(value) and {dtype_of(arg) for arg in value.args} == {_HALF}
+
+
+def _is_known(binding: relax.VarBinding, weights: MatmulWeights, state: LoweringState) -> bool:
+    """Whether the matrix is the constants of ONNX matmuls side by side."""
+    k, columns = static_shape(binding.value.args[1]) or (0, 0)
+    matmuls = [name for name in state.nodes_of([binding.var.name]) if weights.is_matmul(name)]
+    shapes = [weights.shape(name) for name in matmuls]
+    known = bool(shapes) and all(shape is not None and shape[0] == k for shape in shapes)
+    fits = known and sum(shape[1] for shape in shapes if shape is not None) == columns and k % 2 == 0
+    if not fits:
+        state.note(f"{binding.var.name} stays in {_HALF}: its {k}x{columns} matrix is no constant of ONNX matmuls")
+    return fits
+
+
+@mutator
+class _Quantise(PyExprMutator):  # type: ignore[misc]
+    def __init__(
+        self, mod: tvm.ir.IRModule, state: LoweringState, policy: PrecisionPolicy, found: set[relax.Var]
+    ) -> None:
+        super().__init__(mod)
+        self._state, self._policy, self._found = state, policy, found
+        limits = target_limits(state.target) if state.target.kind.name == "llvm" else None
+        self._cpu = limits if isinstance(limits, CpuLimits) else None
+        self._known: dict[tvm.ir.Expr, QuantisedMatrix] = {}
+        self.bytes_before = self.bytes_after = 0
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        if binding.var not in self._found:
+            super().visit_var_binding_(binding)
+            return
+        left, weight = binding.value.args
+        matrix = self._quantised(weight)
+        x = self.visit_expr(left)
+        rows = _rows(left)
+        k, columns = array_of(weight).shape
+        shape, dtype = (k, matrix.bits, matrix.group), dtype_of(binding.var)
+        if self._cpu is not None:
+            width = panel_width(_longest(left), columns, "float32", self._cpu)
+            packed, scales = (relax.const(array) for array in packed_panels(matrix, width))
+            compute = matmul_of_panels(k, columns, matrix.bits, matrix.group, dtype)
+            made = self.builder_.call_te(compute, x, packed, scales, primfunc_name_hint="quantised_matmul")
+        elif rows is not None and rows <= FEW_ROWS:
+            packed, scales = _stored_rows(matrix)
+            compute = matmul_of_rows(*shape, dtype)
+            made = self.builder_.call_te(compute, x, packed, scales, primfunc_name_hint="quantised_matmul")
+        else:
+            whole = self._dequantised(binding.var, matrix, k)
+            made = self.builder_.call_te(turned_matmul(dtype), x, whole, primfunc_name_hint="matmul")
+        emit_named(self, binding.var, made)
+
+    def _quantised(self, weight: tvm.ir.Expr) -> QuantisedMatrix:
+        if weight not in self._known:
+            bits, group = self._policy.weight_bits, self._policy.group_size
+            assert bits is not None
+            assert group is not None
+            matrix = quantise(array_of(weight), bits, group)
+            self._known[weight] = matrix
+            self.bytes_before += array_of(weight).nbytes
+            self.bytes_after += matrix.levels.size * bits // 8 + matrix.scales.nbytes
+        return self._known[weight]
+
+    def _dequantised(self, var: relax.Var, matrix: QuantisedMatrix, k: int) -> relax.Var:
+        """Emit the kernel that writes the matrix in float16; constants are not folded through it."""
+        name = f"{var.name}__weight"
+        self._state.sources[name] = self._state.nodes_of([var.name])
+        self._state.unfolded.add(name)
+        return emit_extra(
+            self,
+            name,
+            self.builder_.call_te(
+                dequantise_rows(k, matrix.bits, matrix.group, _HALF),
+                *_stored_rows(matrix),
+                primfunc_name_hint="dequantise",
+                primfunc_attrs={"op_pattern": _OPAQUE},
+            ),
+        )
+
+
+def _stored_rows(matrix: QuantisedMatrix) -> tuple[tvm.ir.Expr, tvm.ir.Expr]:
+    return relax.const(packed_rows(matrix)), relax.const(np.ascontiguousarray(matrix.scales.T))
+
+
+def _rows(left: tvm.ir.Expr) -> int | None:
+    """Return the product of the axes before the last, None when one is symbolic."""
+    rows = 1
+    for axis in (shape_of(left) or [])[:-1]:
+        if not isinstance(axis, tvm.tirx.IntImm):
+            return None
+        rows *= int(axis)
+    return rows
+
+
+def _longest(left: tvm.ir.Expr) -> int | None:
+    axes = (shape_of(left) or [])[:-1]
+    known = [int(axis) for axis in axes if isinstance(axis, tvm.tirx.IntImm)]
+    return max(known) if len(known) == len(axes) else None

@@ -1,0 +1,134 @@
+"""What a device can do at most: the rates that a kernel's are compared with, and where they were measured.
+
+Ceilings come from a file (`relaxtune report --ceilings FILE`, written by `benchmarks/measure_ceilings.py` on a GPU),
+from a measurement on this CPU, or from the few devices known here. A kernel without a ceiling has its rates and no
+bottleneck; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from relaxtune.pipeline.environment import cpu_name
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.schedules.targets.host import physical_cores
+
+_MATMUL_SIZE = 1536
+_COPY_BYTES = 1 << 28
+# Long enough to see past another program's moment.
+_SECONDS = 0.7
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The highest rates seen on a device.
+
+    Attributes
+    ----------
+    device
+        Product name.
+    flops_per_s
+        Dtype of a matmul's operands -> FLOP/s of a large matmul.
+    bytes_per_s
+        Bytes read plus written each second by a large copy; None if unknown.
+    launch_us
+        What the smallest kernel takes inside a CUDA graph; None if unknown.
+    source
+        How they were measured, for people.
+    """
+
+    device: str
+    flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    bytes_per_s: float | None = None
+    launch_us: float | None = None
+    source: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain JSON data, as `read_ceilings` takes it."""
+        return asdict(self)
+
+
+# Devices measured by this project; the raw files are in benchmarks/results.
+KNOWN_CEILINGS: Mapping[str, Ceilings] = {
+    "NVIDIA H200": Ceilings(
+        "NVIDIA H200",
+        {"float16": 771e12, "bfloat16": 798e12, "float32": 51e12},
+        4.30e12,
+        0.96,
+        "another H200, 2026-11-20: benchmarks/results/h200-ceilings.json",
+    ),
+}
+
+
+def read_ceilings(path: Path) -> Ceilings:
+    """Return the ceilings of a JSON file.
+
+    Raises
+    ------
+    UsageError
+        It cannot be read, or lacks what ceilings have.
+    """
+    form = '{"device": NAME, "flops_per_s": {"float16": N}, "bytes_per_s": N, "launch_us": N, "source": TEXT}'
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        flops = {str(name): float(value) for name, value in data["flops_per_s"].items()}
+        numbers = {name: None if data.get(name) is None else float(data[name]) for name in ("bytes_per_s", "launch_us")}
+        ceilings = Ceilings(str(data["device"]), flops, source=str(data.get("source", path)), **numbers)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise UsageError(f"--ceilings {path} cannot be used ({type(e).__name__}: {e}); expected {form}") from e
+    if any(value <= 0 for value in (*flops.values(), *(n for n in numbers.values() if n is not None))):
+        raise UsageError(f"--ceilings {path} holds a rate that is not above 0; expected {form}")
+    return ceilings
+
+
+def known_ceilings(device: str | None) -> Ceilings | None:
+    """Return the ceilings of a device that is known here."""
+    return KNOWN_CEILINGS.get(device or "")
+
+
+def measure_cpu_ceilings() -> Ceilings:
+    """Return this CPU's ceilings, in about a second: NumPy's float32 matmul, and a copy by one thread a core."""
+    generator = np.random.default_rng(0)
+    a, b = (generator.standard_normal((_MATMUL_SIZE, _MATMUL_SIZE), dtype=np.float32) for _ in range(2))
+    out = np.empty_like(a)
+    matmul_s = _fastest(lambda: np.matmul(a, b, out=out))
+    cores = max(1, physical_cores() or 1)
+    source = np.ones(_COPY_BYTES // 8)
+    destination = np.zeros_like(source)
+    bounds = [source.size * part // cores for part in range(cores + 1)]
+    slices = [slice(low, high) for low, high in itertools.pairwise(bounds)]
+    with ThreadPoolExecutor(cores) as pool:
+
+        def copy() -> None:
+            # NumPy lets other threads run while it copies.
+            list(pool.map(lambda part: np.copyto(destination[part], source[part]), slices))
+
+        copy_s = _fastest(copy)
+    return Ceilings(
+        cpu_name(),
+        {"float32": 2 * _MATMUL_SIZE**3 / matmul_s},
+        2 * source.nbytes / copy_s,
+        source=(
+            f"measured on this machine now: NumPy float32 matmul {_MATMUL_SIZE}^3, copy of {_COPY_BYTES >> 20} MiB by "
+            f"{cores} threads; the fastest within {_SECONDS} s"
+        ),
+    )
+
+
+def _fastest(run: Callable[[], object]) -> float:
+    run()
+    began = time.perf_counter()
+    seconds: list[float] = []
+    while not seconds or time.perf_counter() - began < _SECONDS:
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)

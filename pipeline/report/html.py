@@ -1,0 +1,171 @@
+"""Reports as one HTML page: styles and plots inside, nothing fetched from anywhere."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+
+from relaxtune.pipeline.report.error_plot import error_histograms
+from relaxtune.pipeline.report.kernel import Bottleneck, KernelRow
+from relaxtune.pipeline.report.plot import COLOURS, roofline, shares
+from relaxtune.pipeline.report.report import Report
+
+_STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1240px; padding: 0 1rem; color: #1a202c }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+svg { width: 100%; height: auto; font: 12px system-ui, sans-serif }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+th, td { padding: .25rem .5rem; border-bottom: 1px solid #e2e8f0; text-align: right; vertical-align: top }
+th { position: sticky; top: 0; background: #f7fafc } .left { text-align: left }
+.facts { display: flex; flex-wrap: wrap; gap: .5rem 2rem } .facts b { display: block; font-size: 1.2rem }
+.note { color: #744210 } .key span { padding: 0 .6em; margin-right: .6em; color: white; border-radius: .3em }
+details { max-width: 26rem } code { overflow-wrap: anywhere }
+"""
+
+_MEANING = {
+    Bottleneck.COMPUTE: "nearest to the arithmetic ceiling, at half of it or more",
+    Bottleneck.BANDWIDTH: "nearest to the bandwidth ceiling, at half of it or more",
+    Bottleneck.LAUNCH: "at most twice the smallest kernel's time",
+    Bottleneck.LATENCY: "none of these: too little work in flight",
+}
+_COLUMNS = (
+    "kernel", "family", "route", "record", "calls", "us a call", "us", "share", "MFLOP", "MB", "TFLOP/s", "of ceiling",
+    "GB/s", "of ceiling", "registers", "shared", "spills", "bottleneck", "ONNX nodes",
+)  # fmt: skip
+_LEFT_COLUMNS = frozenset({"kernel", "family", "route", "bottleneck", "ONNX nodes"})
+
+
+def render_page(reports: Sequence[Report]) -> str:
+    """Return the page of one report or several."""
+    title = ", ".join(dict.fromkeys(report.model for report in reports)) or "nothing measured"
+    body = "".join(_section(report) for report in reports) or "<p>No job of this database has a valid record.</p>"
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body>{body}</body></html>\n"
+    )
+
+
+def _section(report: Report) -> str:
+    parts = [
+        f"<h1>{_escape(report.model)}</h1>",
+        f"<p>{_escape(report.source)}; {_escape(report.target)}; times of {_escape(report.device or 'no device')}</p>",
+        _facts(report),
+        *(f'<p class="note">{_escape(note)}.</p>' for note in report.notes),
+        "<h2>Where the time goes</h2>",
+        _key(),
+        shares(report.kernels) or "<p>No kernel has a time.</p>",
+    ]
+    plot = roofline(report.kernels, report.ceilings)
+    if plot:
+        parts += ["<h2>Rates under the device's ceilings</h2>", plot]
+    if report.ceilings is not None:
+        parts.append(f"<p>Ceilings: {_escape(report.ceilings.source)}.</p>")
+    errors = error_histograms(report.validation or {})
+    if errors:
+        parts += ["<h2>Errors of the last validation over tolerance</h2>", errors]
+    parts += ["<h2>Kernels</h2>", _table(report.kernels), _versions(report.versions or {})]
+    return "".join(parts)
+
+
+def _facts(report: Report) -> str:
+    facts = [
+        ("kernels, launches of one inference", f"{len(report.kernels)}, {report.launches}"),
+        ("all kernels, each timed alone", f"{report.kernels_us / 1e3:.3f} ms" if report.kernels_us else "not measured"),
+    ]
+    if report.model_us is not None:
+        facts.append(("the whole module, measured now", f"{report.model_us / 1e3:.3f} ms"))
+    if report.weights_bytes is not None:
+        planned = "depends on shapes" if report.planned_bytes is None else f"{report.planned_bytes / 1e6:,.2f} MB"
+        facts += [("planned memory", planned), ("weights", f"{report.weights_bytes / 1e6:,.2f} MB")]
+    if report.observed_bytes is not None:
+        facts.append(("device memory taken, measured now", f"{report.observed_bytes / 1e6:,.2f} MB"))
+    if report.validation is not None:
+        verdict = "passed" if report.validation.get("passed") else "FAILED"
+        facts.append(("validation against ONNX Runtime", f"{verdict}, {report.validation.get('samples')} samples"))
+    elif report.weights_bytes is not None:
+        facts.append(("validation against ONNX Runtime", "never"))
+    tiles = "".join(f"<div><b>{_escape(value)}</b>{_escape(name)}</div>" for name, value in facts)
+    return f'<div class="facts">{tiles}</div>'
+
+
+def _key() -> str:
+    spans = "".join(
+        f'<span style="background:{COLOURS[one]}" title="{_escape(meaning)}">{one.value}</span>'
+        for one, meaning in _MEANING.items()
+    )
+    return f'<p class="key">{spans}</p>'
+
+
+def _table(rows: Sequence[KernelRow]) -> str:
+    head = "".join(f"<th{_side(name)}>{_escape(name)}</th>" for name in _COLUMNS)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{_side(name)}>{cell}</td>" for name, cell in zip(_COLUMNS, _cells(row), strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cells(row: KernelRow) -> tuple[str, ...]:
+    """Return the cells in the order of `_COLUMNS`, already HTML."""
+    name = f"<code>{_escape(row.name)}</code>"
+    if row.note:
+        name += f'<br><span class="note">{_escape(row.note)}</span>'
+    bottleneck = "" if row.bottleneck is None else row.bottleneck.value
+    return (
+        name,
+        _escape(row.family or ""),
+        _escape(row.route),
+        "" if row.record_id is None else str(row.record_id),
+        str(row.calls),
+        number(row.time_us),
+        number(row.total_us),
+        percent(row.share),
+        number(row.flops, 1e6),
+        number(row.bytes, 1e6),
+        number(row.flops_per_s, 1e12),
+        percent(row.compute_use),
+        number(row.bytes_per_s, 1e9),
+        percent(row.bandwidth_use),
+        number(row.registers),
+        number(row.smem_bytes),
+        number(row.spill_bytes),
+        f'<b style="color:{COLOURS[row.bottleneck]}">{bottleneck}</b>',
+        _nodes(row.onnx_nodes),
+    )
+
+
+def number(value: float | None, unit: float = 1.0) -> str:
+    """Return a quantity in a unit with three digits, empty when it is unknown."""
+    if value is None:
+        return ""
+    scaled = value / unit
+    return f"{scaled:,.0f}" if abs(scaled) >= 100 or scaled == int(scaled) else f"{scaled:.3g}"
+
+
+def percent(value: float | None) -> str:
+    """Return a part as a percentage, empty when it is unknown."""
+    return "" if value is None else f"{value:.1%}"
+
+
+def _nodes(nodes: Sequence[str]) -> str:
+    if not nodes:
+        return ""
+    first = f"<code>{_escape(nodes[0])}</code>"
+    if len(nodes) == 1:
+        return first
+    rest = "<br>".join(_escape(node) for node in nodes[1:])
+    return f"<details><summary>{first} and {len(nodes) - 1} more</summary><code>{rest}</code></details>"
+
+
+def _versions(versions: Mapping[str, str]) -> str:
+    return f"<p>Made with {_escape(', '.join(f'{name} {version}' for name, version in versions.items()))}.</p>"
+
+
+def _side(column: str) -> str:
+    return ' class="left"' if column in _LEFT_COLUMNS else ""
+
+
+def _escape(text: str) -> str:
+    return html.escape(text)

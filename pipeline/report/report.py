@@ -1,0 +1,315 @@
+"""`Report`: where a model's time goes, kernel by kernel, put together from an artifact or from a tuning database.
+
+An artifact's manifest says which kernels it has, what each does, and what the record behind it says: latency, device,
+registers, shared memory and spills. A database checks that these records are there, and has those of artifacts of
+earlier versions; a profile takes the times anew on the device that is here.
+Nothing is estimated: what was not measured stays empty, and `notes` says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from relaxtune.pipeline.artifact.directory import load_manifest
+from relaxtune.pipeline.artifact.manifest import KernelEntry, Manifest, MeasuredEntry
+from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
+from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, judged
+from relaxtune.pipeline.report.profile import Profile
+from relaxtune.tuning_db.errors import NotFoundError
+from relaxtune.tuning_db.questions.queries import TaskBest, top
+from relaxtune.tuning_db.records import Job, JobTask, RecordFilter, TuningRecord, Workload
+from relaxtune.tuning_db.store import TuningDatabase
+
+_NAMES_LISTED = 4
+# A kernel above its arithmetic ceiling by more than a measurement can err.
+_BEYOND = 1.1
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a model's time goes.
+
+    Attributes
+    ----------
+    model, source
+        Its name, and the artifact or job that the report is of.
+    target, device
+        What the code is for, and the device that the times are true for; None where no time says.
+    kernels
+        Those that take the most time first.
+    model_us
+        The whole module, measured with the profile.
+    planned_bytes, weights_bytes
+        Device memory by the static plan, and of the weights.
+    observed_bytes
+        Device memory that the module really took, measured with the profile on a GPU.
+    validation
+        What the manifest says of the last validation.
+    ceilings
+        What rates are compared with.
+    versions
+        What the artifact was made by, or the record's TVM.
+    notes
+        What a reader must know besides: missing times, missing ceilings, records of another database.
+    """
+
+    model: str
+    source: str
+    target: str
+    device: str | None
+    kernels: tuple[KernelRow, ...]
+    created_at: datetime
+    model_us: float | None = None
+    planned_bytes: int | None = None
+    weights_bytes: int | None = None
+    observed_bytes: int | None = None
+    validation: Mapping[str, object] | None = None
+    ceilings: Ceilings | None = None
+    versions: Mapping[str, str] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kernels_us(self) -> float:
+        """Time of all calls of all kernels whose time is known."""
+        return sum(row.total_us or 0.0 for row in self.kernels)
+
+    @property
+    def launches(self) -> int:
+        """Kernel calls of one inference."""
+        return sum(row.calls for row in self.kernels)
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        plain = {
+            **{name: value for name, value in vars(self).items() if name not in {"kernels", "ceilings", "created_at"}},
+            "created_at": self.created_at.isoformat(timespec="seconds"),
+            "kernels_us": self.kernels_us,
+            "launches": self.launches,
+            "ceilings": asdict(self.ceilings) if self.ceilings else None,
+            "kernels": [row.to_json() for row in self.kernels],
+        }
+        return {**plain, "notes": list(self.notes)}
+
+
+def report_artifact(
+    directory: Path,
+    *,
+    database: TuningDatabase | None = None,
+    profile: Profile | None = None,
+    ceilings: Ceilings | None = None,
+) -> Report:
+    """Return the report of an artifact.
+
+    Parameters
+    ----------
+    directory : Path
+        The artifact; only its manifest is read.
+    database : TuningDatabase or None
+        The one it was compiled from: its records are looked up and checked against the manifest.
+    profile : Profile or None
+        Times that replace those of the records.
+    ceilings : Ceilings or None
+        By default those known of the device, if any.
+
+    Raises
+    ------
+    ArtifactError
+        There is no artifact, or its manifest is damaged.
+    """
+    manifest = load_manifest(directory)
+    notes: list[str] = []
+    if manifest.buckets is not None:
+        names = ", ".join(entry.bucket.name for entry in manifest.buckets.entries)
+        notes.append(f"the kernels are those for symbolic shapes; the artifact has code of its own for {names}")
+    records = _records_of(manifest, database, notes)
+    rows = [_row_of_kernel(kernel, records.get(kernel.function), profile) for kernel in manifest.kernels]
+    devices = sorted({kernel.measured.device for kernel in manifest.kernels if kernel.measured is not None})
+    device = profile.device if profile else ", ".join(devices) or None
+    found = ceilings or known_ceilings(device)
+    kernels = judged(rows, found)
+    return Report(
+        model=manifest.model,
+        source=str(directory),
+        target=f"{manifest.target.kind} {manifest.target.arch}",
+        device=device,
+        kernels=kernels,
+        created_at=datetime.now(UTC),
+        model_us=profile.model_us if profile else None,
+        planned_bytes=manifest.memory.planned_bytes if manifest.memory else None,
+        weights_bytes=manifest.memory.weights_bytes if manifest.memory else None,
+        observed_bytes=profile.observed_bytes if profile else None,
+        validation=_validation(manifest),
+        ceilings=found,
+        versions=manifest.versions,
+        notes=(*notes, *_notes(kernels, found, device)),
+    )
+
+
+def report_database(database: TuningDatabase, *, ceilings: Ceilings | None = None) -> tuple[Report, ...]:
+    """Return a report of each model and device that a database has records of: the best kernel of every task.
+
+    The tasks and how often each runs are those of the newest job of the model for that target.
+    """
+    newest: dict[tuple[str, str, str], Job] = {}
+    for job in database.list_jobs():
+        newest.setdefault((job.model, job.target.kind, job.target.arch), job)
+    reports = []
+    for (model, kind, arch), job in sorted(newest.items()):
+        tasks = {task.workload_hash: task for task in database.list_job_tasks(job.id)}
+        best = top(database, RecordFilter(model=model, target_kind=kind, arch=arch), limit=None)
+        for device in sorted({one.best.environment.device_name for one in best}):
+            mine = {
+                one.best.workload_hash: one
+                for one in best
+                if one.best.environment.device_name == device and one.best.workload_hash in tasks
+            }
+            if mine:
+                reports.append(_report_of_job(database, job, tasks, mine, device, ceilings))
+    return tuple(reports)
+
+
+def _report_of_job(
+    database: TuningDatabase,
+    job: Job,
+    tasks: Mapping[str, JobTask],
+    best: Mapping[str, TaskBest],
+    device: str,
+    ceilings: Ceilings | None,
+) -> Report:
+    rows = []
+    for workload_hash, task in tasks.items():
+        workload = database.get_workload(workload_hash, task.tvm_version)
+        found = best.get(workload_hash)
+        rows.append(_row_of_task(task, workload, found.best if found else None))
+    known = ceilings or known_ceilings(device)
+    kernels = judged(rows, known)
+    tvm_versions = sorted({one.best.environment.tvm_version for one in best.values()})
+    return Report(
+        model=job.model,
+        source=f"job {job.id} of {job.started_at:%Y-%m-%d %H:%M} UTC",
+        target=f"{job.target.kind} {job.target.arch}",
+        device=device,
+        kernels=kernels,
+        created_at=datetime.now(UTC),
+        ceilings=known,
+        versions={"tvm": ", ".join(tvm_versions)},
+        notes=tuple(_notes(kernels, known, device)),
+    )
+
+
+def _records_of(manifest: Manifest, database: TuningDatabase | None, notes: list[str]) -> dict[str, TuningRecord]:
+    """Return the record behind each kernel; one whose decision is not the manifest's is left out, with a note."""
+    if database is None:
+        return {}
+    found: dict[str, TuningRecord] = {}
+    strangers: list[str] = []
+    for kernel in manifest.kernels:
+        if kernel.record_id is None:
+            continue
+        try:
+            record = database.get_record(kernel.record_id)
+        except NotFoundError:
+            strangers.append(kernel.function)
+            continue
+        expected = kernel.decision_sha256
+        if expected is not None and hashlib.sha256(record.decision.encode()).hexdigest() != expected:
+            strangers.append(kernel.function)
+            continue
+        found[kernel.function] = record
+    if strangers:
+        notes.append(
+            f"the database given lacks the records of {len(strangers)} kernel(s): {_listed(strangers)}; "
+            "is it the one that the artifact was compiled from?"
+        )
+    return found
+
+
+def _row_of_kernel(kernel: KernelEntry, record: TuningRecord | None, profile: Profile | None) -> KernelRow:
+    row = KernelRow(
+        name=kernel.function,
+        family=kernel.work.family if kernel.work else None,
+        onnx_nodes=kernel.onnx_nodes,
+        calls=kernel.calls,
+        route=kernel.route,
+        record_id=kernel.record_id,
+        note=kernel.note,
+        flops=kernel.work.flops if kernel.work else None,
+        bytes=kernel.work.bytes if kernel.work else None,
+        dtype=_float_dtype([one.dtype for one in kernel.work.arguments]) if kernel.work else None,
+    )
+    if profile is not None and kernel.function in profile.kernels_us:
+        row = replace(row, time_us=profile.kernels_us[kernel.function], time_source=TimeSource.PROFILE)
+    elif profile is None and kernel.latency_us is not None:
+        row = replace(row, time_us=kernel.latency_us, time_source=TimeSource.RECORD)
+    known = record or kernel.measured
+    return row if known is None else _with_resources(row, known)
+
+
+def _row_of_task(task: JobTask, workload: Workload, record: TuningRecord | None) -> KernelRow:
+    parameters = json.loads(workload.signature).get("inputs", [])
+    row = KernelRow(
+        name=workload.name,
+        family=workload.family,
+        onnx_nodes=task.onnx_nodes,
+        calls=task.weight,
+        route=record.route.value if record else "",
+        record_id=record.id if record else None,
+        flops=workload.flops,
+        bytes=workload.bytes,
+        dtype=_float_dtype([str(dtype) for _, dtype in parameters]),
+    )
+    if record is None:
+        return row
+    return _with_resources(replace(row, time_us=record.latency_us, time_source=TimeSource.RECORD), record)
+
+
+def _with_resources(row: KernelRow, known: TuningRecord | MeasuredEntry) -> KernelRow:
+    return replace(row, registers=known.registers, smem_bytes=known.smem_bytes, spill_bytes=known.spill_bytes)
+
+
+def _float_dtype(dtypes: Sequence[str]) -> str | None:
+    return next((dtype for dtype in dtypes if "float" in dtype), None)
+
+
+def _validation(manifest: Manifest) -> dict[str, object] | None:
+    if manifest.validation is None:
+        return None
+    names = ("passed", "samples", "tolerance", "reference", "repeats")
+    found = {name: manifest.validation[name] for name in names if name in manifest.validation}
+    kept = ("name", "dtype", "worst", "histogram")
+    outputs = manifest.validation.get("outputs")
+    if isinstance(outputs, list):
+        found["outputs"] = [{name: output[name] for name in kept if name in output} for output in outputs]
+    return found
+
+
+def _notes(rows: Sequence[KernelRow], ceilings: Ceilings | None, device: str | None) -> list[str]:
+    notes = []
+    untimed = [row.name for row in rows if row.time_us is None]
+    if untimed:
+        notes.append(
+            f"{len(untimed)} of {len(rows)} kernels have no time and no share: {_listed(untimed)}. "
+            "`relaxtune report DIR --profile` times every kernel on the device that is here"
+        )
+    if ceilings is None:
+        notes.append(
+            f"no ceilings are known of {device or 'the device'}, so no bottleneck is named; give them with "
+            "--ceilings FILE, or --profile on the CPU that the artifact is for"
+        )
+    beyond = [row.name for row in rows if (row.compute_use or 0.0) > _BEYOND]
+    if beyond:
+        notes.append(
+            f"{_listed(beyond)}: faster than the ceiling, which was measured too low; was the machine busy with "
+            "something else?"
+        )
+    return notes
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES_LISTED])
+    return shown if len(names) <= _NAMES_LISTED else f"{shown} and {len(names) - _NAMES_LISTED} more"

@@ -1,0 +1,1 @@
+"""Tuning tasks: one fused kernel each, extracted from lowered modules."""

@@ -1,0 +1,180 @@
+"""From lowered modules to tuning tasks: every kernel once, with what it means and how much it matters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import tvm
+from tvm import s_tir, tirx
+
+from relaxtune.pipeline.passes.module import KernelCall, LoweredModule
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.schedules.tir.functions import (
+    buffer_bytes,
+    is_buffer,
+    list_blocks,
+    list_expressions,
+    list_statements,
+    static_shape,
+)
+from relaxtune.schedules.tir.index_ranges import index_ranges
+from relaxtune.schedules.tir.signature import describe_kernel
+from relaxtune.tuning_db.metaschedule import workload_hash
+
+logger = logging.getLogger(__name__)
+
+# What the pipeline adds to a PrimFunc that does not change what it computes; two models may differ in them.
+_INCIDENTAL_ATTRS = ("op_pattern", "global_symbol")
+
+
+@dataclass(frozen=True)
+class UntunableKernel:
+    """A kernel that no task is made of, and why."""
+
+    model: str
+    name: str
+    calls: int
+    reason: str
+
+
+def extract_tasks(modules: Sequence[LoweredModule]) -> list[TuningTask]:
+    """Return the tuning tasks of all modules, equal kernels merged, those with the most arithmetic first.
+
+    Kernels that cannot be tuned are left out and logged; `list_untunable` returns them with the reason.
+    """
+    found: dict[str, TuningTask] = {}
+    taken: set[str] = set()
+    for lowered in modules:
+        for name, func, calls in _called_kernels(lowered):
+            reason = untunable_reason(func)
+            if reason is not None:
+                logger.warning("kernel %s of model %s is not tuned: %s", name, lowered.graph.name, reason)
+                continue
+            mod = as_workload(func)
+            key = workload_hash(mod)
+            if key in found:
+                found[key] = _merged(found[key], lowered.graph.name, name, calls)
+            else:
+                unique = _unique_name(name, taken)
+                taken.add(unique)
+                found[key] = make_task(
+                    unique, mod, model=lowered.graph.name, function=name, calls=[call.onnx_nodes for call in calls]
+                )
+    return sorted(found.values(), key=lambda task: (-task.weight * task.flops, -task.weight * task.bytes, task.name))
+
+
+def list_untunable(modules: Sequence[LoweredModule]) -> list[UntunableKernel]:
+    """Return the kernels that `extract_tasks` leaves out, with the reason for each."""
+    return [
+        UntunableKernel(lowered.graph.name, name, len(calls), reason)
+        for lowered in modules
+        for name, func, calls in _called_kernels(lowered)
+        if (reason := untunable_reason(func)) is not None
+    ]
+
+
+def untunable_reason(func: tirx.PrimFunc) -> str | None:
+    """Return why a PrimFunc cannot be tuned, or None when it can."""
+    attrs = func.attrs or {}
+    if attrs.get("tirx.is_scheduled", False):
+        return "it is already scheduled"
+    for param in func.params:
+        if not is_buffer(param):
+            return f"its parameter {param.name} is a scalar, whose value at run time is not known"
+        if static_shape(param) is None:
+            shape = ", ".join(str(dim) for dim in param.shape)
+            return f"its parameter {param.name} has the symbolic shape ({shape}); give that dimension a size"
+    for stmt in list_statements(func.body):
+        if isinstance(stmt, tirx.For) and stmt.thread_binding is not None:
+            tag = stmt.thread_binding.thread_tag
+            return f"it is already scheduled: its loop {stmt.loop_var.name} is bound to {tag}"
+        if isinstance(stmt, s_tir.SBlock) and any(static_shape(buffer) is None for buffer in stmt.alloc_buffers):
+            return f"its block {stmt.name_hint} allocates a buffer of symbolic shape"
+        value = getattr(stmt, "value", None)
+        if isinstance(stmt, tirx.Evaluate) and isinstance(value, tvm.ir.Call) and _calls_extern(value):
+            return "it calls external code, which no schedule can change"
+    if not list_blocks(func):
+        return "it has no compute block to schedule"
+    return None
+
+
+def as_workload(func: tirx.PrimFunc) -> tvm.ir.IRModule:
+    """Return the module that a task is about: the PrimFunc alone, as `main`, without incidental attributes."""
+    for attr in _INCIDENTAL_ATTRS:
+        if func.attrs and attr in func.attrs:
+            func = func.without_attr(attr)
+    func = func.with_attr("global_symbol", "main").with_attr("tirx.noalias", True)
+    return tvm.ir.IRModule({"main": func})
+
+
+def make_task(
+    name: str, mod: tvm.ir.IRModule, *, model: str, function: str, calls: Sequence[Sequence[str]]
+) -> TuningTask:
+    """Return the task of one workload.
+
+    Parameters
+    ----------
+    name : str
+        Name of the task.
+    mod : IRModule
+        As `as_workload` returns it.
+    model, function : str
+        The model, and the PrimFunc's name in it.
+    calls : sequence of sequences of str
+        The ONNX nodes of each call.
+    """
+    func = mod["main"]
+    meaning = describe_kernel(func)
+    return TuningTask(
+        name=name,
+        mod=mod,
+        workload_hash=workload_hash(mod),
+        family=meaning.family,
+        signature=meaning.signature,
+        weight=len(calls),
+        flops=float(s_tir.analysis.estimate_tir_flops(mod)),
+        bytes=float(sum(buffer_bytes(param) for param in func.params)),
+        onnx_nodes=tuple(dict.fromkeys(node for nodes in calls for node in nodes)),
+        functions={model: (function,)},
+        index_ranges=index_ranges(func),
+    )
+
+
+def _called_kernels(lowered: LoweredModule) -> Iterator[tuple[str, tirx.PrimFunc, tuple[KernelCall, ...]]]:
+    functions = {var.name_hint: func for var, func in lowered.mod.functions.items()}
+    for name, calls in lowered.kernels.items():
+        if calls:
+            yield name, functions[name], calls
+
+
+def _merged(task: TuningTask, model: str, name: str, calls: tuple[KernelCall, ...]) -> TuningTask:
+    names = task.functions.get(model, ())
+    return replace(
+        task,
+        weight=task.weight + len(calls),
+        onnx_nodes=tuple(dict.fromkeys(task.onnx_nodes + _nodes(calls))),
+        functions={**task.functions, model: names if name in names else (*names, name)},
+    )
+
+
+def _nodes(calls: tuple[KernelCall, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(node for call in calls for node in call.onnx_nodes))
+
+
+def _unique_name(name: str, taken: set[str]) -> str:
+    unique, count = name, 1
+    while unique in taken:
+        count += 1
+        unique = f"{name}_{count}"
+    return unique
+
+
+def _calls_extern(call: tvm.ir.Call) -> bool:
+    names = [
+        str(inner.op.name)
+        for inner in list_expressions(call)
+        if isinstance(inner, tvm.ir.Call) and isinstance(inner.op, tvm.ir.Op)
+    ]
+    return any("extern" in name or "packed" in name for name in names)

@@ -1,0 +1,8 @@
+"""Which routes make kernels unless others are asked for."""
+
+from __future__ import annotations
+
+from relaxtune.tuning_db.records import Route
+
+# A vendor's library is asked for by name: an artifact made with it needs it where it runs.
+DEFAULT_ROUTES = frozenset(Route) - {Route.LIBRARY}

@@ -1,0 +1,93 @@
+"""Near shapes: kernels that differ from a task in their sizes alone, such as another sequence length or batch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.tuning_db.records import Environment, Route, TargetKey, Workload
+from relaxtune.tuning_db.store import TuningDatabase
+
+# Whole numbers that are sizes: not part of a name (`float16`, `i0`) nor of a fraction.
+_SIZE = re.compile(r"(?<![\w.\-+])\d+(?![\w.])")
+# Shapes whose records are looked at, the nearest first, and records of each.
+_SHAPES_MAX = 3
+_RECORDS_MAX = 8
+
+
+@dataclass(frozen=True)
+class NearRecords:
+    """The best decisions of near shapes, the nearest shape's first.
+
+    Attributes
+    ----------
+    traces, parameters
+        Of the search, and of templates.
+    saved
+        The largest part of its fallback's latency that the search saved at a near shape, from 0 to 1; None where that
+        is known of none.
+    """
+
+    traces: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    saved: float | None = None
+
+
+def shape_free(signature: str) -> str:
+    """Return a signature without its sizes: family, dtypes, operators and their order stay."""
+    return _SIZE.sub("#", signature)
+
+
+def distance(signature: str, other: str) -> float:
+    """Return how far the sizes of two signatures of one form are apart: the sum of their ratios' logarithms."""
+    pairs = zip(_SIZE.findall(signature), _SIZE.findall(other), strict=True)
+    return sum(abs(math.log((int(a) + 1) / (int(b) + 1))) for a, b in pairs)
+
+
+def near_workloads(task: TuningTask, recorded: Sequence[Workload]) -> list[Workload]:
+    """Return those of the recorded workloads that are near the task, the nearest first; the task is none of them."""
+    form = shape_free(task.signature)
+    near = [one for one in recorded if one.signature != task.signature and shape_free(one.signature) == form]
+    return sorted(near, key=lambda one: distance(task.signature, one.signature))
+
+
+def near_records(
+    task: TuningTask,
+    recorded: Sequence[Workload],
+    database: TuningDatabase,
+    target: TargetKey,
+    environment: Environment,
+) -> NearRecords:
+    """Return the best decisions of the shapes nearest to a task.
+
+    Parameters
+    ----------
+    recorded : sequence of Workload
+        What the database knows of the task's family, written by the running TVM.
+    target, environment : TargetKey, Environment
+        Where the records must be true.
+    """
+    traces: list[str] = []
+    parameters: list[str] = []
+    saved: list[float] = []
+    for workload in near_workloads(task, recorded)[:_SHAPES_MAX]:
+        best: dict[Route, float | None] = {}
+        for route, found in ((Route.METASCHEDULE, traces), (Route.TEMPLATE, parameters), (Route.FALLBACK, None)):
+            records = database.list_top(
+                workload_hash=workload.workload_hash,
+                signature_key=workload.signature_key,
+                target=target,
+                environment=environment,
+                route=route,
+                k=1 if found is None else _RECORDS_MAX,
+            )
+            best[route] = records[0].latency_us if records else None
+            if found is not None:
+                found += [record.decision for record in records if record.decision not in found]
+        fallback_us, best_us = best[Route.FALLBACK], best[Route.METASCHEDULE]
+        if fallback_us and best_us is not None:
+            saved.append(max(0.0, 1.0 - best_us / fallback_us))
+    return NearRecords(tuple(traces), tuple(parameters), max(saved, default=None))

@@ -1,0 +1,1 @@
+"""Building and measuring on this machine, in processes that may be killed."""

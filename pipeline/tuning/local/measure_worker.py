@@ -1,0 +1,343 @@
+"""The child that measures candidates on one device.
+
+It loads an artifact, runs it once on arguments whose values are in range, compares the outputs with a reference, and
+times it: first a quick estimate, then as many runs as the estimate is worth (`pipeline.tuning.measure.timing`). One
+that beats all before it is compared once more, on other values. Arguments are made once per workload and kept;
+reference outputs are kept in a file, for the process that replaces this one. On a GPU what is compared stays there
+(`pipeline.tuning.measure.device_check`).
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import tvm
+
+from relaxtune.pipeline.artifact.threads import configure_threads
+from relaxtune.pipeline.tuning.measure.arguments import (
+    ArgumentSpec,
+    hiding_nothing,
+    make_arrays,
+    with_column_sums,
+    with_partial_sums,
+)
+from relaxtune.pipeline.tuning.measure.device_check import SMALLEST, DeviceCheck
+from relaxtune.pipeline.tuning.measure.mismatch import absolute_bound, find_mismatch
+from relaxtune.pipeline.tuning.measure.notes import CandidateNote
+from relaxtune.pipeline.tuning.measure.requests import (
+    CompareReply,
+    CompareRequest,
+    MeasureReply,
+    MeasureRequest,
+    ReferenceRequest,
+    WarmRequest,
+    check_seeds,
+    made_reference_file,
+    reference_file,
+)
+from relaxtune.pipeline.tuning.measure.rotation import RotatedTimer, can_rotate, launches, sets_needed
+from relaxtune.pipeline.tuning.measure.timing import MeasureOptions, Timer, is_hopeless, runs_for, time_adaptively
+
+_ENTRY = "main"
+# Arguments stay allocated up to so much in one set of each: those of all tasks of a common model.
+_KEPT_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A reference output on the device, and how far an element may be off beside what is relative to it."""
+
+    expected: tvm.runtime.Tensor
+    absolute: float
+
+
+@dataclass
+class _Workload:
+    """Arguments of one workload and what it is expected to return.
+
+    `copies` are made when a GPU candidate is timed. By the position of an output, `untouched` has on a GPU the random
+    values that it begins with, and `held` the reference that it is compared with there.
+    """
+
+    arrays: list[np.ndarray]
+    tensors: list[tvm.runtime.Tensor]
+    best_s: float = math.inf
+    expected: list[np.ndarray] | None = None
+    expected_from: Path | None = None
+    copies: list[list[tvm.runtime.Tensor]] = field(default_factory=list)
+    untouched: dict[int, tvm.runtime.Tensor] = field(default_factory=dict)
+    held: dict[int, _Held] = field(default_factory=dict)
+
+    def expect(self, outputs: list[np.ndarray], path: Path) -> None:
+        """Compare with these outputs from now on, which are kept in a file."""
+        self.expected, self.expected_from = outputs, path
+        self.held.clear()
+
+    @property
+    def bytes(self) -> int:
+        """Size of one set of arguments."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A candidate ready to be timed: its timer, and how many runs one latency averages."""
+
+    timer: Timer
+    number_for: Callable[[float], int]
+
+
+def start() -> Callable[[object], object]:
+    """Return the function that answers measuring requests."""
+    measurer = _Measurer()
+
+    def answer(request: object) -> object:
+        match request:
+            case WarmRequest():
+                return measurer.warm(request)
+            case ReferenceRequest():
+                return measurer.make_references(request.measurement, on_host=request.on_host)
+            case MeasureRequest():
+                return measurer.measure(request)
+            case CompareRequest():
+                return measurer.compare(request)
+        raise TypeError(f"expected a request to measure, got {type(request).__name__}")
+
+    return answer
+
+
+class _Measurer:
+    def __init__(self) -> None:
+        # The least recently used first.
+        self._workloads: dict[tuple[object, ...], _Workload] = {}
+        self._timer: RotatedTimer | None = None
+        self._check: DeviceCheck | None = None
+
+    def warm(self, request: WarmRequest) -> bool:
+        """Set the device up, which takes a moment on a GPU."""
+        device = tvm.device(request.device)
+        _tensors([np.zeros(1, np.float32)], [ArgumentSpec((1,), "float32")], device)
+        if not _is_cpu(device) and request.options.rotate and can_rotate():
+            self._timer = self._timer or RotatedTimer(device)
+        return True
+
+    def make_references(self, request: MeasureRequest, *, on_host: bool = False) -> bool:
+        """Compute the reference outputs for both seeds and keep them in files."""
+        _use_threads(request)
+        note = request.note
+        artifact = None if note is None else note.host_reference if on_host else note.reference
+        if note is None or artifact is None:
+            return False
+        device = tvm.device(request.device if note.reference_on_device and not on_host else "cpu:0")
+        function = tvm.runtime.load_module(artifact)[_ENTRY]
+        for seed in check_seeds(request):
+            workload = self._workload(request, seed, tvm.device(request.device))
+            tensors = _tensors(workload.arrays, request.arguments, device)
+            function(*tensors)
+            device.sync()
+            path = made_reference_file(artifact, seed)
+            workload.expect([tensors[position].numpy() for position in note.outputs], path)
+            # Written whole: a process killed here must not leave half a reference.
+            partial = path.with_suffix(".partial")
+            partial.write_bytes(pickle.dumps(workload.expected))
+            partial.rename(path)
+        return True
+
+    def measure(self, request: MeasureRequest) -> MeasureReply:
+        """Check and time a candidate."""
+        _use_threads(request)
+        device = tvm.device(request.device)
+        module = tvm.runtime.load_module(request.artifact)
+        timed_seed, fresh_seed = check_seeds(request)
+        workload = self._workload(request, timed_seed, device)
+        elapsed, mismatch = self._run_and_compare(module, workload, request, timed_seed, device)
+        if mismatch is not None:
+            return MeasureReply((), mismatch)
+        best_s = min(workload.best_s, (request.note.best_s if request.note else None) or math.inf)
+        if is_hopeless(elapsed, best_s, request.options):
+            return MeasureReply((elapsed,), None)
+        loaded = self._load(module, workload, request, device)
+        seconds = time_adaptively(loaded.timer, loaded.number_for, best_s, request.options)
+        median = float(np.median(seconds))
+        if median < workload.best_s:
+            mismatch = self._compare_fresh(module, request, fresh_seed, device)
+            if mismatch is not None:
+                return MeasureReply((), mismatch)
+            workload.best_s = median
+        return MeasureReply(tuple(seconds), None)
+
+    def compare(self, request: CompareRequest) -> CompareReply:
+        """Check candidates of one workload on two sets of values and time them in turns."""
+        loaded: list[_Loaded | None] = []
+        mismatches: list[str | None] = []
+        for one in request.measurements:
+            _use_threads(one)
+            device = tvm.device(one.device)
+            module = tvm.runtime.load_module(one.artifact)
+            timed_seed, fresh_seed = check_seeds(one)
+            workload = self._workload(one, timed_seed, device)
+            _, mismatch = self._run_and_compare(module, workload, one, timed_seed, device)
+            mismatch = mismatch or self._compare_fresh(module, one, fresh_seed, device)
+            mismatches.append(mismatch)
+            loaded.append(None if mismatch is not None else self._load(module, workload, one, device))
+        numbers = [each.number_for(min(each.timer(1, 2))) if each is not None else 0 for each in loaded]
+        seconds: list[list[float]] = [[] for _ in loaded]
+        for _ in range(request.rounds):
+            for candidate, number, raw in zip(loaded, numbers, seconds, strict=True):
+                if candidate is not None:
+                    raw += candidate.timer(number, 1)
+        return CompareReply(
+            tuple(MeasureReply(tuple(raw), mismatch) for raw, mismatch in zip(seconds, mismatches, strict=True))
+        )
+
+    def _load(
+        self, module: tvm.runtime.Module, workload: _Workload, request: MeasureRequest, device: tvm.runtime.Device
+    ) -> _Loaded:
+        options = request.options
+        if _is_cpu(device) or not options.rotate or not can_rotate():
+            return _warm_timer(module, device, workload, options)
+        # On a GPU, on arguments that are not in the L2 cache.
+        self._timer = rotated = self._timer or RotatedTimer(device)
+        if not workload.copies:
+            masks = request.note.masks if request.note else {}
+            own = workload.tensors
+            if masks:
+                own = _tensors(hiding_nothing(workload.arrays, masks), request.arguments, device)
+            more = range(sets_needed(workload.bytes, rotated.l2_bytes) - 1)
+            workload.copies = [own, *([_duplicate(tensor) for tensor in own] for _ in more)]
+        function, sets, size = module[_ENTRY], workload.copies, workload.bytes
+        return _Loaded(
+            lambda number, repeats: rotated.time(function, sets, number, repeats),
+            lambda single: launches(size, len(sets), rotated.l2_bytes, single, options.min_repeat_s),
+        )
+
+    def _workload(self, request: MeasureRequest, seed: int, device: tvm.runtime.Device) -> _Workload:
+        key = (request.note.workload if request.note else None, request.arguments, seed, request.device)
+        workload = self._workloads.pop(key, None)
+        if workload is None:
+            outputs = request.note.outputs if request.note is not None else ()
+            arrays = make_arrays(request.arguments, _ranges(request.note), seed, outputs)
+            if request.note is not None:
+                arrays = with_partial_sums(arrays, request.note.partial_sums)
+                arrays = with_column_sums(arrays, request.note.column_sums)
+            workload = _Workload(arrays, _tensors(arrays, request.arguments, device))
+            while self._workloads and sum(one.bytes for one in self._workloads.values()) + workload.bytes > _KEPT_BYTES:
+                self._workloads.pop(next(iter(self._workloads)))
+        self._workloads[key] = workload
+        return workload
+
+    def _compare_fresh(
+        self, module: tvm.runtime.Module, request: MeasureRequest, seed: int, device: tvm.runtime.Device
+    ) -> str | None:
+        """Return how the outputs on other values differ from the reference, if they do."""
+        _, mismatch = self._run_and_compare(module, self._workload(request, seed, device), request, seed, device)
+        return None if mismatch is None else f"on other inputs, {mismatch}"
+
+    def _run_and_compare(
+        self,
+        module: tvm.runtime.Module,
+        workload: _Workload,
+        request: MeasureRequest,
+        seed: int,
+        device: tvm.runtime.Device,
+    ) -> tuple[float, str | None]:
+        """Run once; return the seconds it took and how the outputs differ from the reference, if they do."""
+        outputs = request.note.outputs if request.note else ()
+        for position in outputs:
+            # Random values again, so that a kernel that writes nothing is found.
+            if _is_cpu(device):
+                workload.tensors[position].copyfrom(workload.arrays[position])
+            elif position in workload.untouched:
+                workload.untouched[position].copyto(workload.tensors[position])
+            else:
+                # As it was made: nothing has run on it yet.
+                workload.untouched[position] = _duplicate(workload.tensors[position])
+        device.sync()
+        began = time.perf_counter()
+        module[_ENTRY](*workload.tensors)
+        device.sync()
+        elapsed = time.perf_counter() - began
+        path = reference_file(request, seed)
+        if path is None or request.note is None:
+            return elapsed, None
+        if workload.expected is None or workload.expected_from != path:
+            workload.expect(pickle.loads(path.read_bytes()), path)
+        for position, expected in zip(outputs, workload.expected or (), strict=True):
+            if self._is_right_there(workload, position, expected, request, device):
+                continue
+            got = workload.tensors[position].numpy()
+            mismatch = find_mismatch(got, expected, request.note.tolerance_of(position))
+            if mismatch is not None:
+                return elapsed, f"output parameter {position}: {mismatch}"
+            # A reference that was overwritten on the device is put there anew.
+            workload.held.pop(position, None)
+        return elapsed, None
+
+    def _is_right_there(
+        self,
+        workload: _Workload,
+        position: int,
+        expected: np.ndarray,
+        request: MeasureRequest,
+        device: tvm.runtime.Device,
+    ) -> bool:
+        """Whether a large output is right as the device itself compares it; False leaves that to the host."""
+        accepted = request.note.tolerance_of(position) if request.note is not None else None
+        wanted = request.options.compare_on_device and not _is_cpu(device) and expected.size >= SMALLEST
+        if not wanted or accepted is None or accepted.quantities > 1:
+            return False
+        if position not in workload.held:
+            (there,) = _tensors([expected], [request.arguments[position]], device)
+            workload.held[position] = _Held(there, absolute_bound(expected, accepted))
+        self._check = self._check or DeviceCheck(device)
+        held = workload.held[position]
+        return self._check.is_right(workload.tensors[position], held.expected, accepted.rtol, held.absolute)
+
+
+def _warm_timer(
+    module: tvm.runtime.Module, device: tvm.runtime.Device, workload: _Workload, options: MeasureOptions
+) -> _Loaded:
+    """Return a timer that runs on one set of arguments."""
+    flush = "cache_flush_cpu_non_first_arg" if options.cold_cache and _is_cpu(device) else ""
+
+    def timed(number: int, repeats: int) -> list[float]:
+        evaluator = module.time_evaluator(_ENTRY, device, number=number, repeat=repeats, f_preproc=flush)
+        # The timer's own resolution must not make a zero: nothing runs in less than a nanosecond.
+        return [max(float(value), 1e-9) for value in evaluator(*workload.tensors).results]
+
+    return _Loaded(timed, lambda single: 1 if flush else runs_for(single, options.min_repeat_s))
+
+
+def _is_cpu(device: tvm.runtime.Device) -> bool:
+    return int(device.dlpack_device_type()) == int(tvm.cpu().dlpack_device_type())
+
+
+def _use_threads(request: MeasureRequest) -> None:
+    if request.options.threads is not None:
+        configure_threads(request.options.threads)
+
+
+def _tensors(
+    arrays: Sequence[np.ndarray], arguments: Sequence[ArgumentSpec], device: tvm.runtime.Device
+) -> list[tvm.runtime.Tensor]:
+    tensors = []
+    for array, spec in zip(arrays, arguments, strict=True):
+        tensor = tvm.runtime.empty(spec.shape, spec.dtype, device)
+        tensor.copyfrom(array)
+        tensors.append(tensor)
+    return tensors
+
+
+def _duplicate(tensor: tvm.runtime.Tensor) -> tvm.runtime.Tensor:
+    """Return a copy on the same device."""
+    return tensor.copyto(tvm.runtime.empty(tensor.shape, tensor.dtype, tensor.device))
+
+
+def _ranges(note: CandidateNote | None) -> Mapping[int, int]:
+    return {int(position): bound for position, bound in note.index_ranges.items()} if note else {}

@@ -1,0 +1,48 @@
+"""Shared memory that kernels ask for at launch, read from the host's code while TVM lowers it."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import tirx
+
+from relaxtune.schedules.tir.functions import list_expressions, list_statements
+
+_LAUNCH_ATTR = "tirx.kernel_launch_params"
+_DYNAMIC = "tirx.use_dyn_shared_memory"
+# Kernels are functions of their own by then, and the host still calls them by name with all arguments in sight.
+_PASS = "tirx.MakePackedAPI"
+
+
+@tvm.instrument.pass_instrument
+class DynamicSharedMemory:
+    """A pass instrument that notes the dynamic shared memory of the kernels; `bytes` is that of the largest."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def run_after_pass(self, mod: tvm.ir.IRModule, info: tvm.transform.PassInfo) -> None:
+        """Look at the module once its kernels are split off and called by name."""
+        if str(info.name) != _PASS:
+            return
+        functions = [(str(var.name_hint), func) for var, func in mod.functions_items()]
+        kernels = {name for name, func in functions if _asks_at_launch(func)}
+        for _, func in functions:
+            for call in _list_calls(func):
+                # The size is the last of a launch's arguments.
+                callee, size = str(getattr(call.args[0], "value", "")), call.args[-1]
+                if callee in kernels and isinstance(size, tirx.IntImm):
+                    self.bytes = max(self.bytes, int(size))
+
+
+def _asks_at_launch(func: tvm.ir.BaseFunc) -> bool:
+    attrs = func.attrs or {}
+    return _LAUNCH_ATTR in attrs and _DYNAMIC in [str(tag) for tag in attrs[_LAUNCH_ATTR]]
+
+
+def _list_calls(func: tvm.ir.BaseFunc) -> list[tvm.ir.Call]:
+    """Return the calls with arguments that stand in a function's statements."""
+    if not isinstance(func, tirx.PrimFunc):
+        return []
+    values = [getattr(stmt, "value", None) for stmt in list_statements(func.body)]
+    found = [inner for value in values if isinstance(value, tvm.ir.Expr) for inner in list_expressions(value)]
+    return [call for call in found if isinstance(call, tvm.ir.Call) and len(call.args) > 1]

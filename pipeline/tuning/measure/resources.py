@@ -1,0 +1,67 @@
+"""What was built, and what it takes of a GPU: registers, shared memory and spills, told by compiler and launch."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_SUFFIX = ".resources.json"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the kernels of one candidate take; None where it is not known, as on a CPU.
+
+    Attributes
+    ----------
+    registers
+        Of a thread, of the kernel that takes most.
+    smem_bytes
+        Shared memory of a block, static and dynamic, of the kernel that takes most.
+    spill_bytes
+        Bytes that a thread stores to and loads from local memory for want of registers, over all kernels.
+    kernel_hash
+        What was built (`pipeline.codegen.kernel_hash`), on a CPU too.
+    """
+
+    registers: int | None = None
+    smem_bytes: int | None = None
+    spill_bytes: int | None = None
+    kernel_hash: str | None = None
+
+
+NO_RESOURCES = Resources()
+
+
+def parse_compiler_log(log: str, dynamic_bytes: int = 0) -> Resources:
+    """Return what ptxas told with `-v`.
+
+    Parameters
+    ----------
+    log : str
+        The compiler's log; one without ptxas' figures gives unknowns.
+    dynamic_bytes : int
+        Shared memory asked for at launch, of which ptxas knows nothing.
+    """
+    registers = [int(count) for count in _REGISTERS.findall(log)]
+    if not registers:
+        return NO_RESOURCES
+    static = max((int(size) for size in _SHARED.findall(log)), default=0)
+    spills = sum(int(stored) + int(loaded) for stored, loaded in _SPILLS.findall(log))
+    return Resources(max(registers), static + dynamic_bytes, spills)
+
+
+def write_resources(stem: str, resources: Resources) -> None:
+    """Write them beside the artifact `stem`.so."""
+    Path(stem + _SUFFIX).write_text(json.dumps(asdict(resources)))
+
+
+def read_resources(artifact: str) -> Resources:
+    """Return what lies beside an artifact; unknowns when nothing does."""
+    path = Path(artifact).with_suffix(_SUFFIX)
+    return Resources(**json.loads(path.read_text())) if path.exists() else NO_RESOURCES

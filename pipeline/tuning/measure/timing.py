@@ -1,0 +1,88 @@
+"""How often a candidate is run: once when it is hopeless, often when it may be the best."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# A first run shorter than this may be mostly launch and page faults, and says little.
+_SLOW_S = 0.01
+
+# Times a kernel: runs averaged in one latency, latencies -> seconds of one run each.
+Timer = Callable[[int, int], list[float]]
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """How long a candidate is timed.
+
+    Attributes
+    ----------
+    repeats
+        Raw latencies kept of a candidate that is neither hopeless nor a contender.
+    min_repeat_s
+        Seconds that one of them lasts at least, by running the kernel several times and dividing.
+    hopeless_factor, hopeless_repeats
+        A candidate whose single runs all take more than that many times the best of its workload is given up after so
+        many of them.
+    contender_factor, contender_repeats
+        One whose median is at most that many times the best gets so many latencies more.
+    cold_cache
+        Time every run with caches flushed of all but the first argument; CPU only.
+    rotate
+        Time on several copies of the arguments, together larger than twice the L2, since a model's weights are cold;
+        GPU only (see `pipeline.tuning.measure.rotation`).
+    compare_on_device
+        Compare large outputs with their reference on the GPU; else they are copied back.
+    threads
+        Threads of a CPU kernel; None leaves the default.
+    """
+
+    repeats: int = 3
+    min_repeat_s: float = 0.004
+    hopeless_factor: float = 2.0
+    hopeless_repeats: int = 2
+    contender_factor: float = 1.1
+    contender_repeats: int = 4
+    cold_cache: bool = False
+    rotate: bool = True
+    compare_on_device: bool = True
+    threads: int | None = None
+
+
+def is_hopeless(first_s: float, best_s: float, options: MeasureOptions) -> bool:
+    """Whether a candidate is so far behind that even its first run, on cold caches, tells enough."""
+    return first_s > max(_SLOW_S, 2 * options.hopeless_factor * best_s)
+
+
+def time_adaptively(
+    timer: Timer, number_for: Callable[[float], int], best_s: float, options: MeasureOptions
+) -> list[float]:
+    """Return the raw seconds of a candidate.
+
+    Parameters
+    ----------
+    timer : callable
+        Times the candidate.
+    number_for : callable
+        How many runs one latency averages, from the seconds of a single run.
+    best_s : float
+        Best of the workload so far; infinite when there is none.
+    """
+    single: list[float] = []
+    while not single or (len(single) < options.hopeless_repeats and min(single) > options.hopeless_factor * best_s):
+        single += timer(1, 1)
+    if min(single) > options.hopeless_factor * best_s:
+        return single
+    number = number_for(min(single))
+    seconds = timer(number, options.repeats)
+    if options.contender_repeats and statistics.median(seconds) <= options.contender_factor * best_s:
+        seconds += timer(number, options.contender_repeats)
+    return seconds
+
+
+def runs_for(single_s: float, min_repeat_s: float) -> int:
+    """Return how many runs of a kernel last so long."""
+    return max(1, math.ceil(min_repeat_s / single_s))

@@ -1,0 +1,34 @@
+"""What is on its way between the search and the measuring process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from relaxtune.pipeline.tuning.plan.state import TaskState
+from relaxtune.pipeline.tuning.search.evolution import Candidate
+from relaxtune.pipeline.tuning.search.search_pool import Lesson
+from relaxtune.tuning_db.records import Route
+
+
+@dataclass
+class Batch:
+    """Candidates of one round that are on their way, and those of them that are back and not yet learnt from."""
+
+    state: TaskState
+    size: int
+    left: int
+    back: list[Lesson] = field(default_factory=list)
+    closed: bool = False
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What a candidate on its way is, or a `reference`, of which a task may have two: the CPU's and the device's."""
+
+    state: TaskState
+    route: Route
+    decision: str
+    batch: Batch | None = None
+    candidate: Candidate | None = None
+    reference: bool = False
+    on_device: bool = False

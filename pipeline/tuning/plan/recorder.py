@@ -1,0 +1,188 @@
+"""What a tuning run reads from and writes to the tuning database."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import tvm
+
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuning.local.evaluate import Outcome
+from relaxtune.pipeline.tuning.options import TaskSummary
+from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseWriteError
+from relaxtune.tuning_db.lookup import DeviceRank, device_rank, versions_match
+from relaxtune.tuning_db.metaschedule import ir_to_json
+from relaxtune.tuning_db.records import (
+    Environment,
+    JobTask,
+    RecordFilter,
+    Route,
+    Status,
+    TargetKey,
+    TuningRecord,
+    Workload,
+)
+from relaxtune.tuning_db.store import TuningDatabase
+
+logger = logging.getLogger(__name__)
+
+_US_PER_S = 1e6
+# Writes take this share of a run at most, as long as that leaves no measurement unwritten for too long.
+_FLUSH_SHARE = 0.005
+_FLUSH_MIN_S = 1.0
+_FLUSH_MAX_S = 10.0
+
+
+def describe_workload(task: TuningTask) -> Workload:
+    """Return the database's form of a task."""
+    return Workload(
+        workload_hash=task.workload_hash,
+        family=task.family,
+        signature=task.signature,
+        name=task.name,
+        flops=task.flops,
+        bytes=task.bytes,
+        ir_json=ir_to_json(task.mod),
+        tvm_version=tvm.__version__,
+    )
+
+
+class Recorder:
+    """Gathers records and writes them in batches; `flush` must be called in the end, whatever happened.
+
+    Parameters
+    ----------
+    database, target, environment, job_id, seed
+        Where records go, and what each is stamped with.
+    seconds : dict
+        Where the time of the phase `database` is added.
+    """
+
+    def __init__(
+        self,
+        database: TuningDatabase,
+        target: TargetKey,
+        environment: Environment,
+        *,
+        job_id: str | None,
+        seed: int,
+        seconds: dict[str, float],
+    ) -> None:
+        self._database = database
+        self._target = target
+        self._environment = environment
+        self._job_id = job_id
+        self._seed = seed
+        self._seconds = seconds
+        self._signature_keys: dict[str, str] = {}
+        self._pending: list[TuningRecord] = []
+        self._interval_s = _FLUSH_MIN_S
+        # What was known of the run's tasks when it first asked, by workload.
+        self._known: dict[str, list[TuningRecord]] | None = None
+
+    def start(self, tasks: Sequence[TuningTask]) -> None:
+        """Record the workloads, and that the job has these tasks."""
+        workloads = [describe_workload(task) for task in tasks]
+        self._signature_keys |= {workload.workload_hash: workload.signature_key for workload in workloads}
+        began = time.monotonic()
+        self._database.record_all(workloads=workloads, records=[])
+        if self._job_id is not None:
+            self._database.record_job_tasks(self._job_id, [_job_task(task, 0.0) for task in tasks])
+        self._seconds["database"] += time.monotonic() - began
+
+    def finish(self, summaries: Sequence[TaskSummary]) -> None:
+        """Record the seconds that each task of the job took."""
+        began = time.monotonic()
+        if self._job_id is not None:
+            self._database.record_job_tasks(self._job_id, [_job_task(s.task, s.seconds) for s in summaries])
+        self._seconds["database"] += time.monotonic() - began
+
+    def known(self, task: TuningTask) -> list[TuningRecord]:
+        """Return the records of a task that are true on this very device, failed ones included; those of all layers.
+
+        All tasks given to `start` are read at once, when the first is asked for.
+        """
+        if self._known is None:
+            self._known = self._read_known()
+        return self._known.get(task.workload_hash, [])
+
+    def _read_known(self) -> dict[str, list[TuningRecord]]:
+        began = time.monotonic()
+        place = RecordFilter(
+            target_kind=self._target.kind,
+            arch=self._target.arch,
+            tvm_version=self._environment.tvm_version,
+            device_name=self._environment.device_name,
+        )
+        records = self._database.list_known(place, workload_hashes=list(self._signature_keys))
+        known: dict[str, list[TuningRecord]] = {}
+        for record in records:
+            same_device = device_rank(self._environment, record.environment) is DeviceRank.SAME_DEVICE
+            if same_device and versions_match(self._environment, record.environment, record.route):
+                known.setdefault(record.workload_hash, []).append(record)
+        self._seconds["database"] += time.monotonic() - began
+        return known
+
+    def add(self, task: TuningTask, route: Route, decision: str, outcome: Outcome) -> None:
+        """Keep a finished candidate for the next `flush`."""
+        ok = outcome.status is Status.OK
+        self._pending.append(
+            TuningRecord(
+                workload_hash=task.workload_hash,
+                signature_key=self._signature_keys[task.workload_hash],
+                target=self._target,
+                environment=self._environment,
+                route=route,
+                decision=decision,
+                status=outcome.status,
+                latencies_us=tuple(value * _US_PER_S for value in outcome.seconds) if ok else (),
+                error=outcome.error,
+                registers=outcome.resources.registers,
+                smem_bytes=outcome.resources.smem_bytes,
+                spill_bytes=outcome.resources.spill_bytes,
+                kernel_hash=outcome.resources.kernel_hash,
+                seed=self._seed,
+                duration_s=outcome.duration_s,
+                job_id=self._job_id,
+            )
+        )
+
+    @property
+    def flush_interval_s(self) -> float:
+        """Seconds that should lie between two writes, so that they take a small share of the run.
+
+        A killed run loses what it measured since the last one.
+        """
+        return self._interval_s
+
+    def flush(self) -> None:
+        """Write what is pending, all or none.
+
+        Raises
+        ------
+        TuningDatabaseError
+            It cannot be written; it stays pending.
+        """
+        if not self._pending:
+            return
+        began = time.monotonic()
+        try:
+            self._database.record_measurements(self._pending)
+            self._pending = []
+        finally:
+            took = time.monotonic() - began
+            self._seconds["database"] += took
+            self._interval_s = min(_FLUSH_MAX_S, max(_FLUSH_MIN_S, took / _FLUSH_SHARE))
+
+    def try_flush(self) -> None:
+        """Write what is pending, or keep it for the next time: a full disk may be emptied while a run goes on."""
+        try:
+            self.flush()
+        except (DatabaseWriteError, DatabaseBusyError) as e:
+            logger.warning("%d measurements wait for the database: %s", len(self._pending), e)
+
+
+def _job_task(task: TuningTask, seconds: float) -> JobTask:
+    return JobTask(task.workload_hash, tvm.__version__, task.weight, task.onnx_nodes, seconds)

@@ -1,0 +1,115 @@
+"""What earlier runs spare this one: a killed run goes on, one that ended is not done again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, TuningOptions
+from relaxtune.pipeline.tuning.plan.state import TaskState, decision_key
+from relaxtune.tuning_db.records import Job, Route, Status, TuningRecord
+from relaxtune.tuning_db.store import TuningDatabase
+
+DONE = "done"
+# Jobs of the model that are looked at, the newest first.
+_JOBS_MAX = 50
+
+
+@dataclass(frozen=True)
+class EarlierRuns:
+    """Jobs that tuned the same kernels of the same model for the same target.
+
+    Attributes
+    ----------
+    finished
+        Ids of those that ended by themselves, with at least the budgets and the effort asked for now.
+    broken_off
+        Ids of those that were interrupted, killed or failed; what they recorded counts against the trials.
+    """
+
+    finished: frozenset[str] = frozenset()
+    broken_off: frozenset[str | None] = frozenset()
+
+
+def find_earlier_runs(
+    database: TuningDatabase, job_id: str | None, workload_hashes: Iterable[str], options: TuningOptions
+) -> EarlierRuns:
+    """Return the jobs that did, or began, what this one is asked to do.
+
+    A run that belongs to no job goes on from the records that belong to none.
+    """
+    if job_id is None:
+        return EarlierRuns(broken_off=frozenset({None}))
+    this = database.get_job(job_id)
+    wanted = set(workload_hashes)
+    finished: set[str] = set()
+    broken_off: set[str | None] = set()
+    for job in database.list_jobs(model=this.model, limit=_JOBS_MAX):
+        if job.id == job_id or job.model_sha256 != this.model_sha256 or job.target != this.target:
+            continue
+        if not wanted <= {task.workload_hash for task in database.list_job_tasks(job.id)}:
+            continue
+        if job.outcome != DONE:
+            broken_off.add(job.id)
+        elif _asked_as_much(job, options):
+            finished.add(job.id)
+    return EarlierRuns(frozenset(finished), frozenset(broken_off))
+
+
+def take_known(state: TaskState, known: Sequence[TuningRecord], options: TuningOptions, runs: EarlierRuns) -> int:
+    """Let a task start where earlier runs of it, on this device, left off.
+
+    Returns
+    -------
+    int
+        Candidates that runs of the same job recorded before they were broken off: they count against the trials.
+    """
+    newest: dict[tuple[Route, str], TuningRecord] = {}
+    for record in known:
+        newest[(record.route, record.decision)] = record
+    for record in newest.values():
+        latency_us = record.latency_us if record.status is Status.OK else None
+        if latency_us is not None:
+            state.offer(record.route, latency_us)
+            if record.route is Route.FALLBACK:
+                state.before_us = latency_us
+        if record.route in SEARCHED_ROUTES:
+            state.known += latency_us is not None
+            state.decided[decision_key(record.decision)] = None if latency_us is None else latency_us / 1e6
+    searched = sum(record.route is Route.METASCHEDULE for record in newest.values())
+    state.progress = [state.best_us] * (searched // options.trials_per_iteration)
+    if state.known >= options.enough_records:
+        state.skipped = f"{state.known} valid records of it are known (mode force measures again)"
+    tried = {
+        (record.route, record.decision)
+        for record in known
+        if record.route in SEARCHED_ROUTES and record.job_id in runs.broken_off
+    }
+    return len(tried)
+
+
+def end_what_was_done(states: Sequence[TaskState], known: Iterable[TuningRecord], runs: EarlierRuns) -> None:
+    """End all tasks when a run of the same job, on this device, ended by itself."""
+    ended = next((record for record in known if record.job_id in runs.finished), None)
+    if ended is not None:
+        for state in states:
+            state.ended = f"an earlier run did the same, job {ended.job_id} (mode force measures again)"
+
+
+def _asked_as_much(job: Job, options: TuningOptions) -> bool:
+    """Whether a job's options allowed at least what these do."""
+    asked = json.loads(job.options)
+    more = [_at_least(asked.get(name), getattr(options, name)) for name in ("trials", "time_budget_s") if name in asked]
+    return (
+        len(more) == 2
+        and all(more)
+        and asked.get("min_gain", 0.0) <= options.min_gain
+        and set(asked.get("routes", ())) >= {route.value for route in options.routes}
+        and (asked.get("all_templates", False) or not options.all_templates)
+    )
+
+
+def _at_least(asked: float | None, wanted: float | None) -> bool:
+    """Whether one limit is no tighter than another; None is no limit."""
+    return asked is None or (wanted is not None and asked >= wanted)

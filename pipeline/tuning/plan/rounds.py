@@ -1,0 +1,392 @@
+"""The rounds of a tuning run: tasks are asked for candidates while those of others are built and measured.
+
+Everything here happens in the thread that tunes: it searches, hands candidates in, takes back what is finished, records
+it and lets the search learn. A task's batch is learnt from when it is back; the last few of a batch, which build for
+long, are waited for by nobody: the task goes on, and they are learnt from when they come.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tvm.s_tir import meta_schedule as ms
+
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.tuning.local.evaluate import Evaluator, Finished, Job, Outcome, remove_artifact
+from relaxtune.pipeline.tuning.local.runner import NO_REFERENCE
+from relaxtune.pipeline.tuning.measure.failure import StopSignal
+from relaxtune.pipeline.tuning.measure.notes import CandidateNote
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.plan.baseline import (
+    device_reference_mod,
+    host_target,
+    make_fallback,
+    reference_mods,
+    reference_on_device,
+    take_reference,
+)
+from relaxtune.pipeline.tuning.plan.batches import Batch, Tag
+from relaxtune.pipeline.tuning.plan.recorder import Recorder
+from relaxtune.pipeline.tuning.plan.settling import reason_to_end
+from relaxtune.pipeline.tuning.plan.state import (
+    Contender,
+    TaskState,
+    choose_task,
+    decision_key,
+    median_latency_us,
+    model_us,
+)
+from relaxtune.pipeline.tuning.progress import ProgressEvent, ProgressListener, estimate_left
+from relaxtune.pipeline.tuning.search.search_pool import Proposal, SearchPool
+from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES
+from relaxtune.schedules.search.space import find_refusal
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.base import TemplateError
+from relaxtune.tuning_db.metaschedule import REPLAY_ERRORS
+from relaxtune.tuning_db.records import Route, Status
+
+logger = logging.getLogger(__name__)
+
+# Of each task, what its templates propose first is measured before anything else is: it is what compilation takes. One
+# will do where a near shape was tuned, and of what was best there one is searched first, too; none where something is
+# known of the task itself.
+_FIRST_PROPOSALS = 2
+_FIRST_INFORMED = 1
+# Rounds in which a task proposed nothing new, before it counts as exhausted.
+_EMPTY_ROUNDS_MAX = 2
+_ROUND_MIN = 4
+# A batch of which so many are back is learnt from, and its task may go on.
+_QUORUM = 0.75
+_WAIT_S = 0.2
+
+
+class Rounds:
+    """The loop of a run.
+
+    Parameters
+    ----------
+    states : sequence of TaskState
+        The tasks, those to be left alone already marked.
+    workers : int
+        Build processes, which are kept busy.
+    spent : int
+        Candidates of earlier runs of the same job, which count against the trials.
+    searches : SearchPool
+        Where tasks are searched.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[TaskState],
+        evaluator: Evaluator,
+        recorder: Recorder,
+        target: ResolvedTarget,
+        options: TuningOptions,
+        progress: ProgressListener,
+        stop: StopSignal,
+        *,
+        workers: int,
+        spent: int,
+        searches: SearchPool,
+    ) -> None:
+        self._states = states
+        self._evaluator = evaluator
+        self._recorder = recorder
+        self._target = target
+        self._options = options
+        self._progress = progress
+        self._stop = stop
+        self._workers = workers
+        self._spent = spent
+        self._searches = searches
+        self._references_due = 0
+        # Of each task, by its id: how many of its references are being built, and those that are.
+        self._references: dict[int, int] = {}
+        self._built: dict[tuple[int, bool], Finished] = {}
+        self._later: list[TaskState] = []
+        self._began = time.monotonic()
+        self._flushed = 0.0
+
+    def begin(self) -> None:
+        """Hand in the references of all tasks; what else is measured of a task follows its reference.
+
+        Where building disturbs no measurement, what the templates of all tasks propose first comes before any
+        fallback, which may be slow. Else candidates wait for the fallback.
+        """
+        states = [state for state in self._states if state.skipped is None and state.ended is None]
+        self._references_due = len(states)
+        mods = reference_mods(states, self._target)
+        tagged = [
+            (mod, Tag(state, Route.FALLBACK, "", reference=True)) for state, mod in zip(states, mods, strict=True)
+        ]
+        self._references = {id(state): 1 for state in states}
+        self._evaluator.submit_builds(tagged, host_target(self._target))
+        if not self._options.device_references or self._evaluator.exclusive:
+            return
+        for state in states:
+            mod = device_reference_mod(state, self._target)
+            if mod is not None:
+                self._references[id(state)] += 1
+                tag = Tag(state, Route.FALLBACK, "", reference=True, on_device=True)
+                self._evaluator.submit_builds([(mod, tag)], self._target.target)
+
+    def _take_reference(self, tag: Tag, finished: Finished) -> None:
+        """Let a task begin when all its references are there: with what its templates propose, or with its fallback."""
+        if finished.artifact is None and finished.outcome is None:
+            return
+        state = tag.state
+        self._built[id(state), tag.on_device] = finished
+        self._references[id(state)] -= 1
+        if self._references[id(state)]:
+            return
+        finished = self._built.pop((id(state), False))
+        device = self._built.pop((id(state), True), None)
+        on_device = None if device is None else device.artifact
+        if device is not None and device.outcome is not None:
+            logger.warning("task %s has no reference on the device: %s", state.task.name, device.outcome.error)
+        take_reference(state, finished.artifact, finished.outcome, on_device)
+        if finished.artifact is None and on_device is None:
+            failed = reference_on_device(state, self._evaluator, self._target)
+            if failed is not None:
+                decision, outcome = failed
+                self._recorder.add(state.task, Route.FALLBACK, decision, outcome)
+                state.take(Route.FALLBACK, outcome)
+        self._references_due -= 1
+        if self._evaluator.exclusive:
+            state.ready = not self._measure_fallback(state)
+            return
+        state.ready = True
+        self._prepare_reference(state)
+        if state.skipped is None and state.templates is not None and not state.templates.done and not state.known:
+            self._later.append(state)
+            self._template_round(state, _FIRST_INFORMED if state.templates.informed else _FIRST_PROPOSALS)
+        else:
+            self._measure_fallback(state)
+        if self._references_due == 0:
+            later, self._later = self._later, []
+            for one in later:
+                self._measure_fallback(one)
+
+    def _prepare_reference(self, state: TaskState) -> None:
+        """Have the reference computed while the first candidates are built, where the runner can."""
+        make = getattr(self._evaluator.runner, "make_references", None)
+        if make is not None and state.note is not None and state.note.reference is not None:
+            make(state.note, ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False))
+
+    def _measure_fallback(self, state: TaskState) -> bool:
+        """Hand in a task's fallback, unless it has none or it was measured before; return whether it was."""
+        fallback = make_fallback(state, self._target)
+        if fallback is not None:
+            self._evaluator.submit([(fallback.job, Tag(state, Route.FALLBACK, fallback.decision))])
+        return fallback is not None
+
+    def run(self) -> None:
+        """Search, hand in and take back until the trials or the time are used up, or nothing promises anything."""
+        self._began = time.monotonic()
+        while not self._stop.due:
+            self._take_back(0)
+            state = self._next_task() if self._has_room() else None
+            if state is not None:
+                self._round(state)
+            elif self._evaluator.pending or self._searches.running:
+                self._take_back(_WAIT_S)
+            else:
+                break
+        self._drain()
+
+    def _has_room(self) -> bool:
+        if self._evaluator.exclusive:
+            return self._evaluator.pending == 0 and self._searches.running == 0
+        if self._references_due and self._evaluator.pending > self._references_due:
+            # First proposals of tasks whose reference is still being built come before anybody's second.
+            return False
+        return self._evaluator.builder.waiting < self._workers and self._searches.running < self._searches.threads
+
+    def _next_task(self) -> TaskState | None:
+        """Return the task to ask next; what is not worth another round is ended here."""
+        if self._remaining() == 0:
+            return None
+        total_us = model_us(self._states)
+        for state in self._states:
+            if state.open and state.in_flight == 0 and not state.searching:
+                state.ended = reason_to_end(state, total_us, self._options.min_gain, self._target)
+        return choose_task([state for state in self._states if self._may_go_on(state)])
+
+    def _may_go_on(self, state: TaskState) -> bool:
+        return state.open and not state.searching and state.in_flight <= (1 - _QUORUM) * self._round_size()
+
+    def _round(self, state: TaskState) -> None:
+        """Hand in the next candidates of one task: those of templates first, then of the search."""
+        remaining = self._remaining()
+        size = self._round_size() if remaining is None else min(self._round_size(), remaining)
+        if state.templates is not None and not state.templates.done:
+            self._template_round(state, self._round_size())
+        elif Route.METASCHEDULE not in self._options.routes:
+            state.ended = "no search was asked for"
+        elif (refusal := find_refusal(state.task.mod["main"])) is not None:
+            state.ended = f"no search: {refusal.reason}"
+        else:
+            begins = bool(state.near.traces) and not state.near_begun
+            state.near_begun = True
+            self._searches.submit(state, min(size, _FIRST_INFORMED) if begins else size)
+
+    def _template_round(self, state: TaskState, wanted: int) -> None:
+        remaining = self._remaining()
+        size = wanted if remaining is None else min(wanted, remaining)
+        if state.templates is None or size == 0:
+            return
+        args_info = ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False)
+        note = self._note_of(state)
+        jobs: list[tuple[Job, Tag]] = []
+        chosen = state.templates.propose(size)
+        batch = Batch(state, len(chosen), len(chosen))
+        for one in chosen:
+            tag = Tag(state, one.route, one.decision, batch)
+            try:
+                jobs.append((Job(one.make(self._target), args_info, note), tag))
+            except (TemplateError, *REPLAY_ERRORS) as e:
+                state.in_flight += 1
+                self._take(Finished(tag, Outcome(Status.BUILD_ERROR, error=f"{type(e).__name__}: {e}")))
+        self._hand_in(state, jobs)
+
+    def _take_proposal(self, proposal: Proposal) -> None:
+        """Hand in what a task's search proposed."""
+        state = proposal.state
+        state.seconds += proposal.seconds
+        if proposal.failure is not None:
+            state.skipped = f"its search failed: {proposal.failure}"
+            return
+        if not proposal.candidates:
+            state.ended = "exhausted: the search found nothing more"
+            return
+        keyed = [(decision_key(one.decision), one) for one in proposal.candidates]
+        fresh = [one for key, one in keyed if key not in state.decided and key not in state.on_way][: proposal.size]
+        state.empty_rounds = 0 if fresh else state.empty_rounds + 1
+        if state.empty_rounds >= _EMPTY_ROUNDS_MAX:
+            state.ended = "exhausted: the search proposes what was measured"
+        batch = Batch(state, len(fresh), len(fresh))
+        batch.back = [(one, state.decided[key]) for key, one in keyed if key in state.decided]
+        if not fresh or self._stop.due:
+            self._close(batch)
+            return
+        note = self._note_of(state)
+        self._hand_in(
+            state,
+            [
+                (
+                    Job(one.measure.sch.mod, one.measure.args_info, note),
+                    Tag(state, Route.METASCHEDULE, one.decision, batch, one),
+                )
+                for one in fresh
+            ],
+        )
+
+    def _hand_in(self, state: TaskState, jobs: list[tuple[Job, Tag]]) -> None:
+        state.in_flight += len(jobs)
+        state.on_way |= {decision_key(tag.decision) for _, tag in jobs}
+        self._evaluator.submit(jobs)
+
+    def _note_of(self, state: TaskState) -> CandidateNote:
+        if state.note is None:
+            raise UsageError(f"task {state.task.name} has no reference to compare candidates with.")
+        return replace(state.note, best_s=None if state.best_us is None else state.best_us / 1e6)
+
+    def _take_back(self, timeout_s: float) -> None:
+        """Take what is finished, waiting so long for the first."""
+        finished = self._evaluator.take(timeout_s)
+        while finished is not None:
+            self._take(finished)
+            finished = self._evaluator.take(0)
+        for proposal in self._searches.take():
+            self._take_proposal(proposal)
+        if time.monotonic() - self._flushed > self._recorder.flush_interval_s:
+            self._recorder.try_flush()
+            self._flushed = time.monotonic()
+
+    def _drain(self) -> None:
+        """Take back what was handed in before the end; when the run is stopped, most of it comes back given up."""
+        while self._evaluator.pending or (self._searches.running and not self._stop.due):
+            self._take_back(_WAIT_S)
+
+    def _take(self, finished: Finished) -> None:
+        tag = finished.tag
+        if not isinstance(tag, Tag):
+            raise TypeError(f"expected a candidate of this run back, got {type(tag).__name__}")
+        state, outcome = tag.state, finished.outcome
+        if tag.reference:
+            self._take_reference(tag, finished)
+            return
+        if tag.route is not Route.FALLBACK:
+            state.in_flight -= 1
+        state.on_way.discard(decision_key(tag.decision))
+        if outcome is not None:
+            self._record(tag, outcome, finished.artifact)
+        if outcome is None and finished.artifact is not None:
+            remove_artifact(finished.artifact)
+        if tag.batch is not None:
+            self._advance(tag.batch, tag, outcome)
+
+    def _record(self, tag: Tag, outcome: Outcome, artifact: str | None) -> None:
+        state = tag.state
+        self._recorder.add(state.task, tag.route, tag.decision, outcome)
+        state.take(tag.route, outcome)
+        state.seconds += outcome.duration_s
+        latency_us = median_latency_us(outcome)
+        dropped = [artifact] if artifact is not None else []
+        if latency_us is not None and artifact is not None:
+            contender = Contender(tag.route, tag.decision, latency_us, artifact)
+            dropped = [one.artifact for one in state.keep(contender) if one.artifact is not None]
+        for path in dropped:
+            remove_artifact(path)
+        if outcome.error is not None and outcome.error.startswith(NO_REFERENCE):
+            state.skipped = NO_REFERENCE
+        if tag.route is Route.FALLBACK:
+            state.ready = True
+            return
+        state.decided[decision_key(tag.decision)] = None if latency_us is None else latency_us / 1e6
+        if tag.route in OFFERED_ROUTES and state.templates is not None:
+            state.templates.learn(tag.decision, latency_us)
+        self._tell(state)
+
+    def _advance(self, batch: Batch, tag: Tag, outcome: Outcome | None) -> None:
+        batch.left -= 1
+        if outcome is not None and tag.candidate is not None:
+            seconds = batch.state.decided.get(decision_key(tag.decision))
+            batch.back.append((tag.candidate, seconds))
+        if batch.left == 0 or (batch.left <= (1 - _QUORUM) * batch.size and not batch.closed):
+            self._close(batch)
+
+    def _close(self, batch: Batch) -> None:
+        """Learn from what is back of a batch."""
+        state = batch.state
+        if not batch.closed:
+            state.close_round()
+        batch.closed = True
+        back, batch.back = batch.back, []
+        self._searches.teach(state, back)
+
+    def _round_size(self) -> int:
+        """Return the candidates of a round: fewer when the trials would not give every task one."""
+        size = self._options.trials_per_iteration
+        if self._options.trials is None:
+            return size
+        return max(1, min(size, max(_ROUND_MIN, self._options.trials // max(1, len(self._states)))))
+
+    def _tell(self, state: TaskState) -> None:
+        now = time.monotonic()
+        budget_left = None if self._stop.deadline is None else max(0.0, self._stop.deadline - now)
+        valid, failed = sum(s.valid for s in self._states), sum(s.failed for s in self._states)
+        total = None if self._options.trials is None else max(self._options.trials - self._spent, valid + failed)
+        left = estimate_left(valid + failed, total, now - self._began, budget_left)
+        self._progress.candidate_measured(
+            ProgressEvent(state.task.name, valid + failed, total, valid, failed, state.best_us, left)
+        )
+
+    def _remaining(self) -> int | None:
+        if self._options.trials is None:
+            return None
+        asked = sum(state.valid + state.failed + state.in_flight + state.searching for state in self._states)
+        return max(0, self._options.trials - self._spent - asked)

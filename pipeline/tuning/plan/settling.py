@@ -1,0 +1,28 @@
+"""When a task is left alone before the run's limits are reached."""
+
+from __future__ import annotations
+
+from relaxtune.pipeline.tuning.plan.matmul_bound import search_bound_us
+from relaxtune.pipeline.tuning.plan.state import TaskState
+from relaxtune.schedules.targets import ResolvedTarget
+
+
+def reason_to_end(state: TaskState, model_us: float, min_gain: float, target: ResolvedTarget) -> str | None:
+    """Return why a task is not worth another round, or None when it is; templates are measured in any case.
+
+    Parameters
+    ----------
+    model_us : float
+        Microseconds of all kernels of one inference.
+    min_gain : float
+        The part of it that a round has to promise.
+    """
+    if state.templates is not None and not state.templates.done:
+        return None
+    gain_us = state.expected_gain_us()
+    if gain_us < min_gain * model_us:
+        return f"settled: a round is expected to save {gain_us:.2f} of {model_us:.0f} us"
+    bound_us = search_bound_us(state.task, target)
+    if bound_us is not None and state.best_us is not None and bound_us > state.best_us:
+        return f"no search: without tensor cores at least {bound_us:.1f} us, the best is {state.best_us:.1f}"
+    return None

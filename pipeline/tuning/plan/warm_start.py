@@ -1,0 +1,182 @@
+"""A cost model that starts with what the database knows: the features of recorded candidates.
+
+They are read from the database where an earlier run left them; otherwise the traces are replayed, some milliseconds
+each, while the build processes start, and what they give is left there for the next run. Of each workload, candidates
+over the whole range of latencies are taken: a model that has only seen the best cannot tell a good one from a bad one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import tvm
+from numpy.typing import NDArray
+from tvm.s_tir import meta_schedule as ms
+
+from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.tasks.similar_shapes import near_records, near_workloads
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.plan.state import TaskState
+from relaxtune.pipeline.tuning.search.cost_model import FastCostModel
+from relaxtune.schedules.search.context import QuietTuneContext
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.tuning_db.errors import InvalidRecordError
+from relaxtune.tuning_db.features import list_features, record_features
+from relaxtune.tuning_db.metaschedule import ir_from_json, replay_decision
+from relaxtune.tuning_db.records import Environment, Route, TuningRecord, Workload
+from relaxtune.tuning_db.store import TuningDatabase
+
+logger = logging.getLogger(__name__)
+
+# What makes the features; those of another name are left alone.
+_EXTRACTOR = "per-store-feature"
+_RECORDS_MAX = 24
+_LISTED_MAX = 256
+
+
+def begin_with_records(
+    cost_model: FastCostModel,
+    states: Sequence[TaskState],
+    database: TuningDatabase,
+    target: ResolvedTarget,
+    environment: Environment,
+    options: TuningOptions,
+) -> None:
+    """Give every task what was best for near shapes and let the cost model learn from earlier records.
+
+    The records of near shapes and of the tasks themselves teach first, then others of the same operator families.
+    """
+    key = target_key(target)
+    telling: dict[str, Workload] = {}
+    others: dict[str, Workload] = {}
+    for family in sorted({state.task.family for state in states}):
+        recorded = [
+            workload
+            for workload in database.list_workloads(family=family)
+            if workload.tvm_version == environment.tvm_version
+        ]
+        others |= {workload.workload_hash: workload for workload in recorded}
+        for state in states:
+            if state.task.family != family:
+                continue
+            state.near = near_records(state.task, recorded, database, key, environment)
+            if state.templates is not None:
+                state.templates.prefer(state.near.parameters)
+            telling[state.task.workload_hash] = others[state.task.workload_hash]
+            telling |= {one.workload_hash: one for one in near_workloads(state.task, recorded)}
+    if Route.METASCHEDULE in options.routes:
+        workloads = list((telling | others).values())
+        learn_from_records(cost_model, workloads, database, target, environment, options.warm_start_s)
+
+
+def learn_from_records(
+    cost_model: FastCostModel,
+    workloads: Sequence[Workload],
+    database: TuningDatabase,
+    target: ResolvedTarget,
+    environment: Environment,
+    seconds: float,
+) -> int:
+    """Teach a cost model what was recorded of some workloads and return how many candidates that was.
+
+    Parameters
+    ----------
+    workloads : sequence of Workload
+        With their IR, the most telling first.
+    target : ResolvedTarget
+        What is compiled for.
+    environment : Environment
+        The machine; records of it and of others of its architecture are taken.
+    seconds : float
+        When they are over, the rest is left out.
+    """
+    until = time.monotonic() + seconds
+    key = target_key(target)
+    version = f"{_EXTRACTOR}, TVM {tvm.__version__}"
+    kept = {one.record_id: one.values for one in list_features(database, version, key)} if seconds > 0 else {}
+    made: dict[int, NDArray[np.float32]] = {}
+    learnt = 0
+    for workload in workloads:
+        if time.monotonic() > until:
+            break
+        records = database.list_top(
+            workload_hash=workload.workload_hash,
+            signature_key=None,
+            target=key,
+            environment=environment,
+            route=Route.METASCHEDULE,
+            k=_LISTED_MAX,
+        )
+        if len(records) < 2:
+            continue
+        chosen = spread_out(records, _RECORDS_MAX)
+        # With several databases over each other, an id says nothing.
+        features = {
+            position: kept[record.id]
+            for position, record in enumerate(chosen)
+            if record.layer is None and record.id in kept
+        }
+        missing = [position for position in range(len(chosen)) if position not in features]
+        replayed = _replay(cost_model, workload, [chosen[position] for position in missing], target.target, until)
+        for index, values in replayed.items():
+            record = chosen[missing[index]]
+            features[missing[index]] = values
+            if record.layer is None and record.id is not None and np.isfinite(values).all():
+                made[record.id] = values
+        cost_model.absorb(
+            workload.workload_hash,
+            list(features.values()),
+            [(chosen[position].latency_us or 0.0) / 1e6 for position in features],
+        )
+        learnt += len(features)
+    if made:
+        record_features(database, version, made)
+    if learnt:
+        cost_model.train()
+        logger.info("the cost model starts with %d recorded candidates, %d of them replayed", learnt, len(made))
+    return learnt
+
+
+def spread_out(records: Sequence[TuningRecord], count: int) -> list[TuningRecord]:
+    """Return so many of some records in order, the first, the last and between them at equal steps."""
+    if len(records) <= count:
+        return list(records)
+    step = (len(records) - 1) / (count - 1)
+    return [records[round(step * position)] for position in range(count)]
+
+
+def _replay(
+    cost_model: FastCostModel,
+    workload: Workload,
+    records: Sequence[TuningRecord],
+    target: tvm.target.Target,
+    until: float,
+) -> dict[int, NDArray[np.float32]]:
+    """Return the features of those records that replay before the time is over, by their position."""
+    if not records or workload.ir_json is None:
+        return {}
+    try:
+        mod = ir_from_json(workload.ir_json)
+    except InvalidRecordError as e:
+        logger.info("workload %s teaches nothing: %s", workload.name, e)
+        return {}
+    args_info = ms.arg_info.ArgInfo.from_entry_func(mod, False)
+    candidates: dict[int, ms.MeasureCandidate] = {}
+    for position, record in enumerate(records):
+        if time.monotonic() > until:
+            break
+        try:
+            with target:
+                schedule = replay_decision(mod, record.decision)
+        except InvalidRecordError as e:
+            logger.info("record %s teaches nothing: %s", record.id, e)
+            continue
+        candidates[position] = ms.MeasureCandidate(schedule, args_info)
+    if not candidates:
+        return {}
+    context = QuietTuneContext(mod, target, None, name=workload.name)
+    found = cost_model.features_of(context, list(candidates.values()))
+    return {position: values for position, values in zip(candidates, found, strict=True) if len(values)}

@@ -1,0 +1,129 @@
+"""The table a tuning run ends with, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from rich.console import Console
+from rich.table import Table
+
+from relaxtune.pipeline.tuning.options import TaskSummary, TuningSummary
+from relaxtune.tuning_db.records import Status
+
+_NODES_SHOWN = 2
+_NODE_CHARS = 28
+
+
+def summary_table(summary: TuningSummary) -> Table:
+    """Return the table of a run: one row a task, those that take most of the model's time first."""
+    table = Table(title=headline(summary), title_justify="left", caption=phases(summary), caption_justify="left")
+    for name in ("task", "ONNX nodes", "route"):
+        table.add_column(name, overflow="fold")
+    for name in ("calls", "valid/failed", "before us", "after us", "speed-up", "share"):
+        table.add_column(name, justify="right")
+    table.add_column("note", overflow="fold")
+    for task in summary.tasks:
+        table.add_row(
+            task.task.name,
+            shorten_nodes(task.task.onnx_nodes),
+            task.route.value if task.route else "none",
+            str(task.weight),
+            f"{task.valid}/{task.failed}",
+            _number(task.before_us, ".1f"),
+            _number(task.after_us, ".1f") + _spread(task),
+            _number(task.speedup, ".2f", "x"),
+            f"{100 * task.share:.1f}%",
+            note(task),
+        )
+    return table
+
+
+def print_table(summary: TuningSummary, console: Console | None = None) -> None:
+    """Print the table of a run to stdout, or to the console given."""
+    (console or Console()).print(summary_table(summary))
+
+
+def headline(summary: TuningSummary) -> str:
+    """Return one line about the whole run: candidates, rate, and what the kernels of a model take before and after."""
+    before = sum(task.weight * (task.before_us or math.inf) for task in summary.tasks if task.after_us is not None)
+    told = f"{before / 1e3:.3f} ms" if math.isfinite(before) else "unknown"
+    after = sum(task.weight * task.after_us for task in summary.tasks if task.after_us is not None)
+    stopped = ", interrupted" if summary.interrupted else ""
+    return (
+        f"{summary.candidates} candidates in {summary.seconds:.1f} s ({summary.candidates_per_s:.2f}/s){stopped}; "
+        f"kernels of one inference {told} before, {after / 1e3:.3f} ms after"
+    )
+
+
+def phases(summary: TuningSummary) -> str:
+    """Return in what the time of a run went; phases that overlap count twice."""
+    parts = [f"{phase} {seconds:.1f} s" for phase, seconds in summary.seconds_by_phase.items()]
+    replaced = f"; {summary.restarts} processes replaced" if summary.restarts else ""
+    return "time: " + ", ".join(parts) + replaced
+
+
+def note(task: TaskSummary) -> str:
+    """Return why a task was skipped or ended, how its candidates failed, what was known of it."""
+    parts = [told for told in (task.skipped, task.ended) if told]
+    parts += [f"{count} {status.value}" for status, count in task.failures.items() if count]
+    if task.known and not task.skipped:
+        parts.append(f"{task.known} known")
+    return ", ".join(parts)
+
+
+def shorten_nodes(nodes: tuple[str, ...]) -> str:
+    """Return the first node names, each cut at its start, where names differ least, and how many more there are."""
+    shown = [name if len(name) <= _NODE_CHARS else "…" + name[1 - _NODE_CHARS :] for name in nodes[:_NODES_SHOWN]]
+    more = len(nodes) - len(shown)
+    return " ".join([*shown, f"+{more}"] if more > 0 else shown)
+
+
+def to_data(summary: TuningSummary) -> dict[str, object]:
+    """Return a run as plain JSON data: the table with all node names, failures by status and seconds by phase."""
+    return {
+        "candidates": summary.candidates,
+        "candidates_per_s": summary.candidates_per_s,
+        "seconds": summary.seconds,
+        "seconds_by_phase": dict(summary.seconds_by_phase),
+        "interrupted": summary.interrupted,
+        "restarts": summary.restarts,
+        "tasks": [_task_fields(task) for task in summary.tasks],
+    }
+
+
+def to_json(summary: TuningSummary) -> str:
+    """Return `to_data` as JSON text."""
+    return json.dumps(to_data(summary), indent=2)
+
+
+def _task_fields(task: TaskSummary) -> dict[str, object]:
+    return {
+        "task": task.task.name,
+        "workload_hash": task.task.workload_hash,
+        "family": task.task.family,
+        "onnx_nodes": list(task.task.onnx_nodes),
+        "route": task.route.value if task.route else None,
+        "weight": task.weight,
+        "valid": task.valid,
+        "failed": task.failed,
+        "failures": {status.value: task.failures.get(status, 0) for status in Status if status is not Status.OK},
+        "known": task.known,
+        "before_us": task.before_us,
+        "after_us": task.after_us,
+        "speedup": task.speedup,
+        "share": task.share,
+        "spread": task.spread,
+        "seconds": task.seconds,
+        "skipped": task.skipped,
+        "ended": task.ended,
+        "last_error": task.last_error,
+    }
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def _spread(task: TaskSummary) -> str:
+    return "" if task.spread is None else f" ±{50 * task.spread:.0f}%"

@@ -1,0 +1,184 @@
+"""The search for one task: MetaSchedule's evolutionary search, asked for candidates one round at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tvm
+from tvm.s_tir import Schedule, Trace
+from tvm.s_tir import meta_schedule as ms
+
+from relaxtune.pipeline.tuning.search.freed_memory import return_freed_memory
+from relaxtune.schedules.search.context import QuietTuneContext
+from relaxtune.schedules.search.tensor_tile import form_of
+from relaxtune.tuning_db.metaschedule import REPLAY_ERRORS, trace_to_json
+
+# MetaSchedule's search ends after so many candidates; the run's own limits come first.
+_TRIALS_MAX = 1 << 20
+# Generations between two rounds. Each mutates the whole population, runs the postprocessors on it and asks the cost
+# model about it: most of the time of a search.
+_GENERATIONS = 1
+# Of fresh random schedules more than half a round's worth are of little use, since each round draws anew (stock asks
+# for 50).
+# Candidates after which a search begins again from its best, so many of them.
+_RENEW_AFTER = 512
+_PARENTS = 64
+# What MetaSchedule's cost model and database take as the latency of a failed candidate.
+_FAILED_S = 1e10
+
+
+# Trace, raw seconds and argument infos of a measured candidate.
+Parent = tuple[Trace, Sequence[float], Sequence[ms.arg_info.ArgInfo]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One schedule to try: MetaSchedule's candidate, and its trace as the decision that is recorded."""
+
+    measure: ms.MeasureCandidate
+    decision: str
+
+
+class TaskSearch:
+    """Proposes candidates of one task and learns from their results.
+
+    Parameters
+    ----------
+    mod : IRModule
+        The task's module.
+    target : Target
+        What is compiled for.
+    space : SpaceGenerator
+        The design space; one per search, since it keeps state.
+    cost_model : CostModel
+        May be shared by the searches of a run.
+    known : sequence of TuningRecord
+        MetaSchedule records of earlier runs; they are parents from the first round on.
+    seed, per_round, population, threads : int
+        See `TuningOptions`.
+    """
+
+    def __init__(
+        self,
+        mod: tvm.ir.IRModule,
+        target: tvm.target.Target,
+        space: ms.SpaceGenerator,
+        cost_model: ms.CostModel,
+        known: Sequence[ms.database.TuningRecord],
+        *,
+        name: str,
+        seed: int,
+        per_round: int,
+        population: int,
+        threads: int,
+    ) -> None:
+        self._mod = mod
+        self._target = target
+        self._space = space
+        self._cost_model = cost_model
+        self._name, self._seed = name, seed
+        self._per_round, self._population, self._threads = per_round, population, threads
+        self._begin([(record.trace, record.run_secs, record.args_info) for record in known])
+
+    def _begin(self, parents: Sequence[Parent]) -> None:
+        """Begin a search from the traces of some measured candidates."""
+        strategy = ms.search_strategy.EvolutionarySearch(
+            population_size=self._population,
+            init_min_unmeasured=min(max(1, self._per_round // 2), self._population),
+            genetic_num_iters=_GENERATIONS,
+        )
+        # MetaSchedule takes seeds from 1 on.
+        seed_from_one = 1 + self._seed % (2**31 - 2)
+        self.context = QuietTuneContext(
+            self._mod,
+            self._target,
+            self._space,
+            strategy,
+            name=self._name,
+            seed=seed_from_one,
+            threads=self._threads,
+        )
+        self._database = ms.database.MemoryDatabase()
+        self._workload = self._database.commit_workload(self._mod)
+        for trace, run_secs, args_info in parents:
+            self._database.commit_tuning_record(
+                ms.database.TuningRecord(trace, self._workload, run_secs, self._target, args_info)
+            )
+        self.spaces = self.context.generate_design_space()
+        # What is left to its template has no space (`schedules.search.space.find_refusal`).
+        self._open = bool(self.spaces)
+        if self._open:
+            self.context.pre_tuning(_TRIALS_MAX, self._per_round, self.spaces, self._database, self._cost_model)
+        self._learnt = 0
+
+    def _renew(self) -> None:
+        """Begin again from the best: MetaSchedule keeps the module of every candidate, and that is megabytes."""
+        best = self._database.get_top_k(self._workload, _PARENTS)
+        parents = [(record.trace, record.run_secs, record.args_info) for record in best]
+        self.close()
+        self._seed += 1
+        self._begin(parents)
+
+    def propose(self) -> list[Candidate]:
+        """Return the candidates of the next round; none when the space is exhausted."""
+        found = self.context.generate_measure_candidates() if self._open else None
+        return [Candidate(item, trace_to_json(item.sch.trace)) for item in found or []]
+
+    def adopt(self, decisions: Sequence[str]) -> list[Candidate]:
+        """Return the candidates that traces of another shape give here; those that do not fit are left out.
+
+        Tile sizes that do not divide an extent are replaced by TVM; the postprocessors run as for any candidate.
+        """
+        args_info = ms.arg_info.ArgInfo.from_entry_func(self.context.mod, False)
+        forms = {form_of(design.mod["main"]) for design in self.spaces}
+        found: dict[str, Candidate] = {}
+        for decision in decisions:
+            schedule = Schedule(self.context.mod, error_render_level="none")
+            try:
+                with self._target:
+                    record = ms.database.TuningRecord.from_json(
+                        [json.loads(decision), None, None, None], self._workload
+                    )
+                    record.trace.apply_to_schedule(schedule, remove_postproc=True)
+                    schedule.enter_postproc()
+                    fits = form_of(schedule.mod["main"]) in forms and all(
+                        rule.apply(schedule) for rule in self.context.space_generator.postprocs
+                    )
+            except REPLAY_ERRORS:
+                continue
+            if fits:
+                made = trace_to_json(schedule.trace)
+                found.setdefault(made, Candidate(ms.MeasureCandidate(schedule, args_info), made))
+        return list(found.values())
+
+    def learn(self, candidates: Sequence[Candidate], seconds: Sequence[Sequence[float] | None]) -> None:
+        """Take in the raw seconds of a round's candidates; None for one that failed."""
+        measured = [candidate.measure for candidate in candidates]
+        results = [
+            ms.runner.RunnerResult(list(values), None) if values else ms.runner.RunnerResult(None, "failed")
+            for values in seconds
+        ]
+        for item, values in zip(measured, seconds, strict=True):
+            self._database.commit_tuning_record(
+                ms.database.TuningRecord(
+                    item.sch.trace,
+                    self._workload,
+                    list(values) if values else [_FAILED_S],
+                    self._target,
+                    item.args_info,
+                )
+            )
+        self.context.notify_runner_results(measured, results)
+        self._cost_model.update(self.context, measured, results)
+        self._learnt += len(measured)
+        if self._learnt >= _RENEW_AFTER:
+            self._renew()
+            return_freed_memory()
+
+    def close(self) -> None:
+        """End the search."""
+        if self._open:
+            self.context.post_tuning()
+        self._open = False

@@ -1,0 +1,68 @@
+"""The candidates that kernel templates, and vendor libraries where asked for, offer for a task."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Container, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import tvm
+
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.base import Template
+from relaxtune.schedules.templates.registry import LIBRARIES, TEMPLATES, apply_decision, list_candidates
+from relaxtune.tuning_db.records import Route
+
+logger = logging.getLogger(__name__)
+
+_MAKERS: Mapping[Route, Mapping[str, Template]] = {Route.TEMPLATE: TEMPLATES, Route.LIBRARY: LIBRARIES}
+# The routes whose candidates are parameters, known before anything is measured.
+OFFERED_ROUTES = frozenset(_MAKERS)
+
+
+@dataclass(frozen=True)
+class TemplateCandidate:
+    """Parameters of a template for a task: the decision that is recorded; the kernel is made when it is measured."""
+
+    task: TuningTask
+    decision: str
+    route: Route = Route.TEMPLATE
+
+    def make(self, target: ResolvedTarget) -> tvm.ir.IRModule:
+        """Return the module with the kernel as `main`.
+
+        Raises
+        ------
+        TemplateError
+            The template does not make it after all.
+        """
+        return tvm.IRModule({"main": apply_decision(self.task.mod["main"], target, self.decision)})
+
+
+def template_candidates(
+    task: TuningTask,
+    target: ResolvedTarget,
+    decided: Container[str] = (),
+    routes: Collection[Route] = (Route.TEMPLATE,),
+) -> list[TemplateCandidate]:
+    """Return what templates and libraries offer for a task, the most promising first, less what was decided before.
+
+    They take turns, so that a short run measures the first of each.
+
+    Parameters
+    ----------
+    routes : collection of Route
+        Routes outside `OFFERED_ROUTES` offer nothing here.
+    """
+    offers: list[list[TemplateCandidate]] = []
+    for route, makers in _MAKERS.items():
+        if route not in routes:
+            continue
+        found, refused = list_candidates(task.mod["main"], target, makers)
+        for reason in refused:
+            logger.debug("task %s: %s", task.name, reason)
+        decisions = [parameters.to_json() for parameters in found]
+        offers.append([TemplateCandidate(task, decision, route) for decision in decisions if decision not in decided])
+    return [one for turn in zip_longest(*offers) for one in turn if one is not None]

@@ -1,0 +1,92 @@
+"""The order in which the candidates of kernel templates are measured, and when the rest is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from relaxtune.pipeline.tuning.search.template_candidates import TemplateCandidate
+from relaxtune.pipeline.tuning.search.template_model import parameter_table, predict
+
+# Measured in the template's own order before there is a prediction.
+_FIRST = 8
+_BATCH = 8
+# A candidate is left out when its prediction less so many standard deviations is still slower than the best.
+_DOUBT = 2.0
+
+
+class TemplateSearch:
+    """The candidates of one task: the most promising first, the hopeless not at all.
+
+    Parameters
+    ----------
+    candidates : sequence of TemplateCandidate
+        In the template's order, the most promising first.
+    known_us : mapping
+        Decision -> median latency in earlier runs, None for a failure.
+    thorough : bool
+        Whether all are measured, whatever is predicted of them.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[TemplateCandidate],
+        known_us: Mapping[str, float | None],
+        *,
+        thorough: bool = False,
+    ) -> None:
+        self._candidates = list(candidates)
+        self._preferred: list[int] = []
+        self._informed = False
+        self._row = {one.decision: row for row, one in enumerate(self._candidates)}
+        self._table = parameter_table([one.decision for one in self._candidates])
+        self._measured: dict[int, float] = {}
+        self._asked: set[int] = set()
+        self._thorough = thorough
+        for decision, latency_us in known_us.items():
+            self.learn(decision, latency_us)
+
+    @property
+    def left(self) -> int:
+        """Candidates that were never asked for."""
+        return len(self._candidates) - len(self._asked)
+
+    @property
+    def informed(self) -> bool:
+        """Whether near shapes were tuned with it."""
+        return self._informed
+
+    def prefer(self, decisions: Sequence[str]) -> None:
+        """Begin with these, which were best for near shapes, as far as they are candidates here."""
+        self._informed = bool(decisions)
+        self._preferred = [self._row[decision] for decision in decisions if decision in self._row]
+
+    def learn(self, decision: str, latency_us: float | None) -> None:
+        """Take in the median latency of a candidate, None for a failure; other decisions are ignored."""
+        row = self._row.get(decision)
+        if row is None:
+            return
+        self._asked.add(row)
+        if latency_us is not None:
+            self._measured[row] = latency_us
+
+    def propose(self, limit: int) -> list[TemplateCandidate]:
+        """Return the next candidates to measure, at most `limit`; none when the rest cannot win."""
+        rows = self._next_rows()[: min(limit, _BATCH)]
+        self._asked |= set(rows)
+        return [self._candidates[row] for row in rows]
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more is worth measuring, by what is known now."""
+        return not self._next_rows()
+
+    def _next_rows(self) -> list[int]:
+        rows = [row for row in range(len(self._candidates)) if row not in self._asked]
+        if self._thorough or len(self._asked) < _FIRST or len(self._measured) < 2:
+            return [row for row in self._preferred if row in rows] + [r for r in rows if r not in self._preferred]
+        mean, deviation = predict(self._table, self._measured)
+        best = np.log(min(self._measured.values()))
+        hopeful = [row for row in rows if mean[row] - _DOUBT * deviation[row] < best]
+        return sorted(hopeful, key=lambda row: float(mean[row] - deviation[row]))

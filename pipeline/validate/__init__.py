@@ -1,0 +1,1 @@
+"""Whether results are right: reference, tolerances, validation, drift, comparison of two builds."""

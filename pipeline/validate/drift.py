@@ -1,0 +1,376 @@
+"""How far an artifact is from the float32 original: the price of its precision, apart from whether it is right.
+
+Validation asks whether the compiled code computes what its precision says (for quantised weights: of the quantised
+weights). Drift is the distance from the model as given, computed by ONNX Runtime in float32, in the measures that
+matter for the kind of an output:
+
+- logits: how often the largest one is in the same place, and the Kullback-Leibler divergence, in nats, of the
+  distributions softmax(original) and softmax(ours) over the last axis;
+- embeddings (every other float output): the cosine of each vector along the last axis with the original's;
+- of a file of token ids: the perplexity of both, exp of the mean of -log p(next token).
+
+An output is taken for logits when its name has "logit" in it, or when its last axis is as long as the vocabulary that
+an input of ids indexes; a name given by hand decides instead. What was run is named and hashed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from relaxtune.models import OnnxModel
+from relaxtune.models.inputs import InputKind, describe_inputs, unpadded_inputs
+from relaxtune.pipeline.errors import UsageError
+
+Run = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
+
+LOGITS, EMBEDDING = "logits", "embedding"
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """What a measure was taken on: its name, the SHA-256 of its bytes, and how many samples or tokens it has."""
+
+    name: str
+    sha256: str
+    count: int
+
+
+@dataclass(frozen=True)
+class OutputDrift:
+    """One float output over all samples, elements that are finite in both.
+
+    Attributes
+    ----------
+    kind
+        "logits" or "embedding".
+    max_abs, max_rel
+        Largest error, and largest error relative to the original's root mean square.
+    cosine
+        Of the whole outputs as vectors, the lowest over the samples; None where one is all zero.
+    row_cosine_mean, row_cosine_min
+        Of vectors along the last axis; None for outputs without one.
+    argmax_agreement, kl_mean, kl_max
+        For logits; None for others.
+    broken
+        Elements that are NaN or infinite where the original is finite.
+    """
+
+    name: str
+    kind: str
+    max_abs: float
+    max_rel: float
+    cosine: float | None
+    row_cosine_mean: float | None
+    row_cosine_min: float | None
+    argmax_agreement: float | None
+    kl_mean: float | None
+    kl_max: float | None
+    broken: int
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Of one file of tokens, by the original and by the artifact; `tokens` were predicted."""
+
+    data: DataSource
+    original: float
+    ours: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class DriftReport:
+    """The distance from the original.
+
+    Attributes
+    ----------
+    precision
+        Name of the artifact's policy, None where the graph's own dtypes were kept.
+    original
+        What computed the original.
+    data
+        What was run.
+    """
+
+    precision: str | None
+    original: str
+    data: tuple[DataSource, ...]
+    outputs: tuple[OutputDrift, ...]
+    perplexity: Perplexity | None = None
+
+
+@dataclass(frozen=True)
+class DriftOptions:
+    """What is asked for beside the defaults: outputs that are logits, and a file of token ids (.npy or text)."""
+
+    logits: tuple[str, ...] = ()
+    tokens: Path | None = None
+
+
+def measure_drift(
+    model: OnnxModel,
+    original: Sequence[Mapping[str, np.ndarray]],
+    got: Sequence[Mapping[str, np.ndarray]],
+    logits: Sequence[str] = (),
+) -> tuple[OutputDrift, ...]:
+    """Return the drift of each float output over samples.
+
+    Parameters
+    ----------
+    model : OnnxModel
+        The model as given.
+    original, got : sequences of mappings
+        Outputs by name of each sample; those that only one of them has, or in another shape, are left out (validation
+        reports them).
+    logits : sequence of str
+        Names of outputs that are logits; empty to find them.
+
+    Raises
+    ------
+    UsageError
+        A name is no output of the model.
+    """
+    chosen = logits_of(model, logits)
+    found = []
+    for spec in model.outputs:
+        name = spec.name
+        pairs = [(a[name], b[name]) for a, b in zip(original, got, strict=True) if name in a and name in b]
+        pairs = [(a, b) for a, b in pairs if a.shape == b.shape and a.size and _is_float(a) and _is_float(b)]
+        if pairs:
+            found.append(_output_drift(name, LOGITS if name in chosen else EMBEDDING, pairs))
+    return tuple(found)
+
+
+def logits_of(model: OnnxModel, chosen: Sequence[str] = ()) -> frozenset[str]:
+    """Return the names of the outputs that are logits: those chosen, else those found as the module's docstring says.
+
+    Raises
+    ------
+    UsageError
+        A chosen name is no output of the model.
+    """
+    names = [spec.name for spec in model.outputs]
+    unknown = [name for name in chosen if name not in names]
+    if unknown:
+        raise UsageError(f"{model.name} has no output {', '.join(map(repr, unknown))}; expected {', '.join(names)}")
+    if chosen:
+        return frozenset(chosen)
+    vocabularies = {rule.high for rule in describe_inputs(model) if rule.kind is InputKind.INDEX}
+    return frozenset(
+        spec.name
+        for spec in model.outputs
+        if "logit" in spec.name.lower() or (len(spec.shape) >= 2 and _vocabulary_axis(spec.shape[-1], vocabularies))
+    )
+
+
+def _vocabulary_axis(axis: int | str, vocabularies: set[int]) -> bool:
+    # Tables of token types have two rows; no vocabulary has so few that a class or a head could be mistaken for it.
+    return isinstance(axis, int) and axis in vocabularies and axis > 256
+
+
+def inputs_source(inputs: Sequence[Mapping[str, np.ndarray]], seed: int) -> DataSource:
+    """Return the name and hash of random inputs."""
+    digest = hashlib.sha256()
+    for sample in inputs:
+        for name in sorted(sample):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(sample[name]).tobytes())
+    return DataSource(f"random inputs, seed {seed}", digest.hexdigest(), len(inputs))
+
+
+def read_tokens(path: Path) -> tuple[np.ndarray, DataSource]:
+    """Return token ids of a `.npy` file of integers, or of a text file with numbers between white space.
+
+    Raises
+    ------
+    UsageError
+        The file cannot be read, or holds something else.
+    """
+    try:
+        data = path.read_bytes()
+        array = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.array(data.split(), dtype=np.int64)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--tokens {path} cannot be read ({error}); expected a .npy file of integers, or text with token ids "
+            "between white space"
+        ) from error
+    if array.dtype.kind not in "iu" or array.size == 0:
+        raise UsageError(f"--tokens {path} holds {array.size} values of {array.dtype}; expected token ids (integers)")
+    ids = array.astype(np.int64).ravel()
+    return ids, DataSource(path.name, hashlib.sha256(data).hexdigest(), int(ids.size))
+
+
+def measure_perplexity(
+    model: OnnxModel, original: Run, ours: Run, options: DriftOptions, dims: Mapping[str, int]
+) -> Perplexity:
+    """Return the perplexities of a file of tokens, cut into sequences as long as the model's (the rest is left out).
+
+    Raises
+    ------
+    UsageError
+        The file has fewer tokens than a sequence or tokens outside the vocabulary, or the model is none that gives
+        logits [batch, sequence, vocabulary] for ids [batch, sequence].
+    """
+    assert options.tokens is not None
+    ids, source = read_tokens(options.tokens)
+    filled = unpadded_inputs(model, seed=0, dims=dims)
+    name, vocabulary = _ids_input(model, filled)
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        raise UsageError(
+            f"--tokens {options.tokens}: ids from {low} to {high}, the vocabulary of {model.name} has {vocabulary}"
+        )
+    batch, length = filled[name].shape
+    count = ids.size // length
+    if length < 2 or not count:
+        raise UsageError(
+            f"--tokens {options.tokens} has {ids.size} ids; {model.name} reads sequences of {length}, of which one has "
+            "to have 2 and fit"
+        )
+    sequences = ids[: count * length].reshape(count, length)
+    logits = _logits_output(model, options, (batch, length, vocabulary))
+    totals = np.zeros(2)
+    for rows, kept in _batches(sequences, batch):
+        feeds = {**filled, name: rows.astype(filled[name].dtype)}
+        totals += [_negative_log_likelihood(run(feeds)[logits], rows, kept) for run in (original, ours)]
+    predicted = count * (length - 1)
+    # A perplexity too large for a float is infinite.
+    values = [math.exp(total / predicted) if total / predicted < 700 else math.inf for total in totals]
+    return Perplexity(source, values[0], values[1], predicted)
+
+
+def render_drift(report: DriftReport) -> Table:
+    """Return the report as a table for a terminal."""
+    data = "; ".join(f"{one.name} ({one.count}, sha256 {one.sha256[:12]})" for one in report.data)
+    caption = f"original: {report.original}; data: {data}"
+    if report.perplexity is not None:
+        p = report.perplexity
+        caption += f"; perplexity over {p.tokens} tokens: {p.ours:.4g}, original {p.original:.4g}"
+    table = Table(title=f"drift of {report.precision or 'the graph as given'} from float32", caption=caption)
+    for column in ("output", "kind", "max abs", "max/RMS", "cosine", "row cosine", "lowest", "arg-max", "KL", "KL max"):
+        table.add_column(column, justify="left" if column in {"output", "kind"} else "right")
+    for one in report.outputs:
+        measures = (
+            one.max_abs, one.max_rel, one.cosine, one.row_cosine_mean, one.row_cosine_min,
+            one.argmax_agreement, one.kl_mean, one.kl_max,
+        )  # fmt: skip
+        table.add_row(one.name, one.kind, *map(_number, measures))
+    return table
+
+
+def _output_drift(name: str, kind: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> OutputDrift:
+    max_abs = max_rel = 0.0
+    broken = 0
+    cosines: list[float] = []
+    rows, agreements, divergences = [], [], []
+    for expected, got in pairs:
+        wanted, found = expected.astype(np.float64), got.astype(np.float64)
+        both = np.isfinite(wanted) & np.isfinite(found)
+        broken += int(np.count_nonzero(np.isfinite(wanted) & ~np.isfinite(found)))
+        wanted, found = np.where(both, wanted, 0.0), np.where(both, found, 0.0)
+        error = float(np.max(np.abs(wanted - found), initial=0.0))
+        size = float(np.sqrt(np.mean(wanted**2)))
+        max_abs, max_rel = max(max_abs, error), max(max_rel, error / size if size > 0 else 0.0)
+        cosines.extend(map(float, _cosines(wanted.reshape(1, -1), found.reshape(1, -1))))
+        if wanted.ndim == 0:
+            continue
+        vectors = [array.reshape(-1, array.shape[-1]) for array in (wanted, found)]
+        rows.append(_cosines(*vectors))
+        if kind == LOGITS:
+            agreements.append(np.argmax(vectors[0], axis=-1) == np.argmax(vectors[1], axis=-1))
+            divergences.append(_divergences(*vectors))
+    row = np.concatenate(rows) if rows else np.zeros(0)
+    divergence = np.concatenate(divergences) if divergences else np.zeros(0)
+    return OutputDrift(
+        name=name,
+        kind=kind,
+        max_abs=max_abs,
+        max_rel=max_rel,
+        cosine=min(cosines) if cosines else None,
+        row_cosine_mean=float(np.mean(row)) if row.size else None,
+        row_cosine_min=float(np.min(row)) if row.size else None,
+        argmax_agreement=float(np.mean(np.concatenate(agreements))) if agreements else None,
+        kl_mean=float(np.mean(divergence)) if divergence.size else None,
+        kl_max=float(np.max(divergence)) if divergence.size else None,
+        broken=broken,
+    )
+
+
+def _cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the cosines of the rows of two matrices, those with a row of zeros left out."""
+    lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    kept = lengths > 0
+    cosines: np.ndarray = np.einsum("ij,ij->i", a[kept], b[kept]) / lengths[kept]
+    return cosines
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - np.max(logits, axis=-1, keepdims=True)
+    result: np.ndarray = shifted - np.log(np.sum(np.exp(shifted), axis=-1, keepdims=True))
+    return result
+
+
+def _divergences(original: np.ndarray, ours: np.ndarray) -> np.ndarray:
+    """Return KL(original || ours) of each row in nats, at least 0."""
+    p, q = _log_softmax(original), _log_softmax(ours)
+    result: np.ndarray = np.maximum(np.sum(np.exp(p) * (p - q), axis=-1), 0.0)
+    return result
+
+
+def _ids_input(model: OnnxModel, filled: Mapping[str, np.ndarray]) -> tuple[str, int]:
+    """Return the input of token ids [batch, sequence] and the size of its vocabulary: the largest table indexed."""
+    found = [
+        (rule.high, rule.name)
+        for rule in describe_inputs(model)
+        if rule.kind is InputKind.INDEX and filled[rule.name].ndim == 2
+    ]
+    if not found:
+        raise UsageError(f"{model.name} has no input of token ids [batch, sequence]; leave --tokens out")
+    vocabulary, name = max(found)
+    return name, vocabulary
+
+
+def _logits_output(model: OnnxModel, options: DriftOptions, shape: tuple[int, int, int]) -> str:
+    names = sorted(logits_of(model, options.logits))
+    for spec in model.outputs:
+        fits = len(spec.shape) == 3 and spec.shape[-1] in (shape[-1], *(a for a in spec.shape if isinstance(a, str)))
+        if spec.name in names and fits:
+            return spec.name
+    raise UsageError(
+        f"{model.name} has no output of logits [batch, sequence, vocabulary] = {shape}; found logits: "
+        f"{', '.join(names) or 'none'}. Perplexity needs a model of next tokens; leave --tokens out, or name "
+        "the output with --logits"
+    )
+
+
+def _batches(sequences: np.ndarray, batch: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield rows for one run, and how many of them count: the last run is filled up with its last sequence."""
+    for start in range(0, len(sequences), batch):
+        rows = sequences[start : start + batch]
+        kept = len(rows)
+        yield np.concatenate([rows, np.repeat(rows[-1:], batch - kept, axis=0)]), kept
+
+
+def _negative_log_likelihood(logits: np.ndarray, rows: np.ndarray, kept: int) -> float:
+    """Return the sum of -log p of each token after the first, of the sequences that count."""
+    total = 0.0
+    for row in range(kept):
+        predicted = _log_softmax(logits[row, :-1].astype(np.float64))
+        total -= float(np.sum(np.take_along_axis(predicted, rows[row, 1:, None], axis=-1)))
+    return total
+
+
+def _is_float(array: np.ndarray) -> bool:
+    # bfloat16 is of kind V in NumPy.
+    return array.dtype.kind in "fV"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if abs(value) < 0.99 else f"{value:.6g}"

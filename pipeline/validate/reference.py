@@ -1,0 +1,243 @@
+"""ONNX Runtime as the reference for results, and as the peer for speed.
+
+The two uses want different sessions:
+
+- *Reference*: graph optimisations at ORT_ENABLE_BASIC, which keep the meaning of every operator (constant folding, dead
+  code). The higher levels fuse into kernels that approximate (Gelu, LayerNorm in one pass), and their error would be
+  charged to the module under test. Half-precision graphs are first rewritten to float32: ONNX Runtime's CPU has few
+  float16 kernels and puts casts around the others, so its own float16 result depends on which operators those are. The
+  float32 result is what every float16 implementation approximates, and the tolerances are made for it. Of an artifact
+  with quantised weights the reference has the same ones: what quantisation costs is drift (`pipeline.validate.drift`),
+  and the tolerance stays one that finds a wrong kernel.
+- *Peer*: every optimisation on, the graph as given; what a user would run instead.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+from relaxtune.models import OnnxModel
+from relaxtune.models.spec import PROTOBUF_LIMIT_BYTES, numpy_dtype
+from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
+from relaxtune.pipeline.precision.recorded import PolicyEntry
+
+# ONNX Runtime's errors have no base class below Exception.
+_ORT_ERRORS = (
+    state.EPFail,
+    state.Fail,
+    state.InvalidArgument,
+    state.InvalidGraph,
+    state.InvalidProtobuf,
+    state.NoModel,
+    state.NotImplemented,
+    state.RuntimeException,
+)
+
+HALF_TYPES = frozenset({onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
+HALF_NAMES = frozenset({"float16", "bfloat16"})
+# Attributes that hold an element type.
+_TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype"})
+_CAST_SUFFIX = "__as_float32"
+
+
+class Reference:
+    """The original model under ONNX Runtime on the CPU, computing in float32 or better."""
+
+    def __init__(self, model: OnnxModel, threads: int | None = None, *, policy: PolicyEntry | None = None) -> None:
+        """Load the model as given, or with the weights that a policy has quantised replaced by what they stand for.
+
+        Raises
+        ------
+        PipelineError
+            ONNX Runtime does not accept it.
+        """
+        bits = None if policy is None else policy.weight_bits
+        self.quantised = policy.name if policy is not None and bits is not None else None
+        if policy is not None and bits is not None:
+            model = with_quantised_weights(model, policy.quantised_nodes, bits, policy.group_size or 0)
+        self.upcast = computes_in_half(model)
+        proto = upcast_to_float32(model.inline_proto()) if self.upcast else model.inline_proto()
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        self._session = _session(proto, model.name, options, threads)
+        self._names = [spec.name for spec in model.outputs]
+
+    @property
+    def description(self) -> str:
+        """What the reference was, for reports."""
+        how = ", half precision rewritten to float32" if self.upcast else ""
+        weights = f", weights quantised as {self.quantised} does" if self.quantised else ""
+        return f"onnxruntime {onnxruntime.__version__}, CPU, basic graph optimisations{how}{weights}"
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the outputs by name; those of a half-precision graph are float32."""
+        feeds = {name: _without_bfloat16(array) for name, array in inputs.items()}
+        return dict(zip(self._names, self._session.run(self._names, feeds), strict=True))
+
+    def accepts(self, inputs: Mapping[str, np.ndarray]) -> bool:
+        """Whether ONNX Runtime computes the model on inputs at all; it refuses sizes that the graph is not made for."""
+        try:
+            self.run(inputs)
+        except _ORT_ERRORS:
+            return False
+        return True
+
+
+def peer_session(model: OnnxModel, threads: int) -> onnxruntime.InferenceSession:
+    """Return a session with every optimisation on, computing with `threads` threads.
+
+    Raises
+    ------
+    PipelineError
+        ONNX Runtime does not accept the model.
+    """
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    # Workers that spin between runs would take the cores from whatever is measured next.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return _session(model.inline_proto(), model.name, options, threads)
+
+
+def computes_in_half(model: OnnxModel) -> bool:
+    """Whether any weight, input or output of the model is float16 or bfloat16."""
+    signature = {spec.dtype for spec in (*model.inputs, *model.outputs)}
+    return bool(signature & HALF_NAMES) or any(t.data_type in HALF_TYPES for t in model.proto.graph.initializer)
+
+
+def compute_dtype(model: OnnxModel) -> str:
+    """Return the float dtype in which the graph computes: that of most of its weights' bytes, else of its outputs."""
+    sizes: dict[str, int] = {}
+    for tensor in model.proto.graph.initializer:
+        name = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}.get(tensor.data_type)
+        if name:
+            sizes[name] = sizes.get(name, 0) + int(np.prod(tensor.dims, dtype=np.int64))
+    if sizes:
+        return max(sizes, key=lambda name: sizes[name])
+    return next((spec.dtype for spec in model.outputs if "float" in spec.dtype), "float32")
+
+
+def longest_reduction(model: OnnxModel) -> int:
+    """Return how many products the longest sum over a weight adds up; 0 without matmuls or convolutions of weights."""
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in model.proto.graph.initializer}
+    longest = 0
+    for node in model.proto.graph.node:
+        shape = shapes.get(node.input[1], ()) if len(node.input) > 1 else ()
+        if node.op_type == "MatMul" and len(shape) >= 2:
+            longest = max(longest, shape[-2])
+        elif node.op_type == "Gemm" and len(shape) == 2:
+            turned = any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
+            longest = max(longest, shape[1 if turned else 0])
+        elif node.op_type == "Conv" and len(shape) > 2:
+            longest = max(longest, int(np.prod(shape[1:])))
+    return longest
+
+
+def upcast_to_float32(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of the graph in which all half-precision work is done in float32.
+
+    Inputs keep their dtype (a Cast follows them), but bfloat16 becomes float32, as outputs do.
+    """
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for function in copy.functions:
+        _upcast_nodes(function.node)
+    _upcast_graph(copy.graph)
+    casts = []
+    for value in copy.graph.input:
+        if value.type.tensor_type.elem_type in HALF_TYPES:
+            _rename_uses(copy.graph, value.name, value.name + _CAST_SUFFIX)
+            casts.append(
+                onnx.helper.make_node("Cast", [value.name], [value.name + _CAST_SUFFIX], to=onnx.TensorProto.FLOAT)
+            )
+            if value.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16:
+                # ONNX Runtime takes no NumPy array of bfloat16.
+                value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    nodes = [*casts, *copy.graph.node]
+    del copy.graph.node[:]
+    copy.graph.node.extend(nodes)
+    for value in copy.graph.output:
+        if value.type.tensor_type.elem_type in HALF_TYPES:
+            value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    return copy
+
+
+def _without_bfloat16(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32) if array.dtype == numpy_dtype("bfloat16") else array
+
+
+def _upcast_graph(graph: onnx.GraphProto) -> None:
+    del graph.value_info[:]
+    for tensor in graph.initializer:
+        _upcast_tensor(tensor)
+    _upcast_nodes(graph.node)
+
+
+def _upcast_nodes(nodes: Iterator[onnx.NodeProto]) -> None:
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.TENSOR:
+                _upcast_tensor(attribute.t)
+            elif attribute.type == onnx.AttributeProto.GRAPH:
+                _upcast_graph(attribute.g)
+                for value in attribute.g.output:
+                    if value.type.tensor_type.elem_type in HALF_TYPES:
+                        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+            elif attribute.name in _TYPE_ATTRIBUTES and attribute.i in HALF_TYPES:
+                attribute.i = onnx.TensorProto.FLOAT
+
+
+def _upcast_tensor(tensor: onnx.TensorProto) -> None:
+    if tensor.data_type in HALF_TYPES:
+        array = onnx.numpy_helper.to_array(tensor).astype(np.float32)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+
+
+def _rename_uses(graph: onnx.GraphProto, old: str, new: str) -> None:
+    for node in graph.node:
+        for index, name in enumerate(node.input):
+            if name == old:
+                node.input[index] = new
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                _rename_uses(attribute.g, old, new)
+    for value in graph.output:
+        if value.name == old:
+            graph.node.append(onnx.helper.make_node("Identity", [new], [old]))
+
+
+def _session(
+    proto: onnx.ModelProto, name: str, options: onnxruntime.SessionOptions, threads: int | None
+) -> onnxruntime.InferenceSession:
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    try:
+        with _loadable(proto) as model:
+            return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except (*_ORT_ERRORS, RuntimeError, ValueError) as e:
+        last = str(e).strip().splitlines()[-1]
+        raise PipelineError(
+            f"ONNX Runtime {onnxruntime.__version__} does not load the model {name!r}: {last}. It is the reference for "
+            "results; check the graph with `python -m onnx.checker`"
+        ) from e
+
+
+@contextmanager
+def _loadable(proto: onnx.ModelProto) -> Iterator[bytes | str]:
+    """Yield the model as bytes, or above protobuf's limit as the path of a temporary file."""
+    if sum(len(tensor.raw_data) for tensor in proto.graph.initializer) < PROTOBUF_LIMIT_BYTES:
+        yield proto.SerializeToString()
+        return
+    with tempfile.TemporaryDirectory(prefix="relaxtune-") as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save_model(proto, str(path), save_as_external_data=True, location="weights.bin")
+        yield str(path)

@@ -1,0 +1,245 @@
+"""Compare a compiled module with ONNX Runtime on the model as it was given.
+
+Both are run once on the same random inputs (`observe`); what was seen is then compared (`compare`), as often as one
+likes and with any tolerance, without running again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from relaxtune.models import OnnxModel, TensorSpec
+from relaxtune.models.inputs import random_inputs
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.errors import ValidationFailedError
+from relaxtune.pipeline.validate.array_comparison import SampleComparison, compare_arrays, differing_bits
+from relaxtune.pipeline.validate.drift import (
+    DataSource,
+    DriftOptions,
+    DriftReport,
+    inputs_source,
+    measure_drift,
+    measure_perplexity,
+)
+from relaxtune.pipeline.validate.poison import poisoned_kernels
+from relaxtune.pipeline.validate.reference import Reference, compute_dtype, longest_reduction
+from relaxtune.pipeline.validate.report import OutputReport, RepeatReport, ValidationReport
+from relaxtune.pipeline.validate.tolerances import Tolerance, model_tolerance
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SAMPLES = 3
+DEFAULT_REPEATS = 2
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the reference and the module gave for one sample."""
+
+    expected: Mapping[str, np.ndarray]
+    got: Mapping[str, np.ndarray]
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def validate(
+    module: Module | Path | str,
+    model: OnnxModel,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    samples: int = DEFAULT_SAMPLES,
+    seed: int = 0,
+    dims: Mapping[str, int] | None = None,
+    drift: DriftOptions | None = None,
+    inputs: Sequence[Mapping[str, np.ndarray]] | None = None,
+    repeats: int = DEFAULT_REPEATS,
+) -> ValidationReport:
+    """Return how a module's outputs compare with ONNX Runtime's on the original model.
+
+    Parameters
+    ----------
+    module : Module, Path or str
+        A loaded module, or an artifact directory.
+    model : OnnxModel
+        The model as it was given, before any rewriting.
+    rtol, atol : float or None
+        By default from `pipeline.validate.tolerances`, by the model's dtype and the module's precision.
+    samples, seed : int
+        How many random inputs, and from which seed.
+    dims : mapping or None
+        Sizes of symbolic axes; those not given are chosen small.
+    drift : DriftOptions or None
+        What the drift report is to hold beside its defaults.
+    inputs : sequence of mappings or None
+        Samples of the caller's own, in place of `samples`, `seed` and `dims`.
+    repeats : int
+        How often each sample is run; from 2 on, all runs must give the same bits unless the manifest says that they may
+        not. One of the further runs has the outputs of kernels filled with NaN first.
+
+    Raises
+    ------
+    ValidationFailedError
+        The module and the model have no output in common. (A comparison that fails is a report, not an exception.)
+    """
+    loaded = module if isinstance(module, Module) else Module.load(module)
+    default = default_tolerance(loaded, model)
+    tolerance = Tolerance(default.rtol if rtol is None else rtol, default.atol if atol is None else atol)
+    reference = Reference(model, policy=loaded.manifest.policy)
+    if inputs is None:
+        observations = observe(loaded, model, reference, samples=samples, seed=seed, dims=dims)
+    else:
+        observations = [Observation(reference.run(sample), loaded.run(sample), sample) for sample in inputs]
+    report = compare(
+        observations, loaded.outputs, tolerance, model=model.name, reference=reference.description, seed=seed
+    )
+    distance = _drift_of(loaded, model, reference, observations, seed, dims or {}, drift or DriftOptions())
+    again = repeat_runs(loaded, observations, repeats) if repeats > 1 else None
+    return replace(report, drift=distance, repeats=again)
+
+
+def default_tolerance(module: Module, model: OnnxModel) -> Tolerance:
+    """Return what a module's outputs may differ from the model's: by dtypes, precision and the longest sum."""
+    return model_tolerance(compute_dtype(model), module.manifest.precision, longest_reduction(model))
+
+
+def repeat_runs(module: Module, observations: Sequence[Observation], runs: int) -> RepeatReport:
+    """Return whether a module gives again what it gave, bit for bit; the samples take turns.
+
+    Parameters
+    ----------
+    module : Module
+        Loaded.
+    observations : sequence of Observation
+        What it gave the first time.
+    runs : int
+        How often it is run on each sample, the first time included.
+    """
+    differing: dict[str, int] = {}
+    poisoned = not module.manifest.target.cuda_graph
+    for run in range(1, runs):
+        for seen in observations:
+            with poisoned_kernels(module) if poisoned and run == 1 else nullcontext():
+                again = module.run(seen.inputs)
+            for name, array in again.items():
+                count = differing_bits(seen.got[name], array)
+                if count:
+                    differing[name] = max(count, differing.get(name, 0))
+    promised = module.manifest.deterministic
+    return RepeatReport(runs, differing, poisoned, None if promised is None else promised.bitwise)
+
+
+def sample_inputs(
+    model: OnnxModel, *, samples: int, seed: int, dims: Mapping[str, int] | None = None
+) -> list[dict[str, np.ndarray]]:
+    """Return the random inputs that a model is validated with."""
+    sizes = default_dims(model) | dict(dims or {})
+    return [random_inputs(model, seed=seed, sample=sample, dims=sizes) for sample in range(samples)]
+
+
+def observe(
+    module: Module,
+    model: OnnxModel,
+    reference: Reference,
+    *,
+    samples: int,
+    seed: int,
+    dims: Mapping[str, int] | None = None,
+) -> list[Observation]:
+    """Return what both give for each sample; needs `validate`'s arguments, runs each once a sample."""
+    inputs = sample_inputs(model, samples=samples, seed=seed, dims=dims)
+    return [Observation(reference.run(sample), module.run(sample), sample) for sample in inputs]
+
+
+def _drift_of(
+    module: Module,
+    model: OnnxModel,
+    reference: Reference,
+    observations: Sequence[Observation],
+    seed: int,
+    dims: Mapping[str, int],
+    options: DriftOptions,
+) -> DriftReport:
+    """Return the distance from the model as given; its outputs are computed where the reference has other weights."""
+    sizes = default_dims(model) | dict(dims)
+    inputs = [seen.inputs for seen in observations]
+    original = Reference(model) if reference.quantised else reference
+    expected = [seen.expected for seen in observations] if original is reference else [*map(original.run, inputs)]
+    outputs = measure_drift(model, expected, [seen.got for seen in observations], options.logits)
+    data: list[DataSource] = [inputs_source(inputs, seed)]
+    perplexity = None
+    if options.tokens is not None:
+        perplexity = measure_perplexity(model, original.run, module.run, options, sizes)
+        data.append(perplexity.data)
+    return DriftReport(module.manifest.precision, original.description, tuple(data), outputs, perplexity)
+
+
+def default_dims(model: OnnxModel) -> dict[str, int]:
+    """Return a small size for every symbolic axis of the inputs: 2 for a batch, 16 for any other."""
+    names = {axis for spec in model.inputs for axis in spec.shape if isinstance(axis, str) and axis.isidentifier()}
+    return {name: 2 if "batch" in name.lower() else 16 for name in sorted(names)}
+
+
+def compare(
+    observations: Sequence[Observation],
+    specs: Sequence[TensorSpec],
+    tolerance: Tolerance,
+    *,
+    model: str,
+    reference: str,
+    seed: int,
+) -> ValidationReport:
+    """Return the comparison of what was observed.
+
+    Raises
+    ------
+    ValidationFailedError
+        No output is common to both, or nothing was observed.
+    """
+    if not observations:
+        raise ValidationFailedError(f"nothing was compared for {model}: samples must be at least 1")
+    expected_names = set(observations[0].expected)
+    got_names = [spec.name for spec in specs]
+    if not expected_names & set(got_names):
+        raise ValidationFailedError(
+            f"{model} and its module have no output in common: the model has {', '.join(sorted(expected_names))}, the "
+            f"module has {', '.join(got_names) or 'none'}. Is it the artifact of this model?"
+        )
+    outputs = [_compare_output(spec, observations, tolerance) for spec in specs]
+    for name in sorted(expected_names - set(got_names)):
+        lost = SampleComparison(0, False, "the module does not have this output")
+        array = observations[0].expected[name]
+        outputs.append(OutputReport(name, str(array.dtype), array.shape, (lost,)))
+    return ValidationReport(model, reference, tolerance, len(observations), seed, tuple(outputs))
+
+
+def _compare_output(spec: TensorSpec, observations: Sequence[Observation], tolerance: Tolerance) -> OutputReport:
+    compared = []
+    for sample, seen in enumerate(observations):
+        got = seen.got[spec.name]
+        expected = seen.expected.get(spec.name)
+        if expected is None:
+            compared.append(SampleComparison(sample, False, "the model does not have this output"))
+        elif expected.shape != got.shape:
+            reason = f"expected shape {_shape(expected.shape)}, got {_shape(got.shape)}"
+            compared.append(SampleComparison(sample, False, reason))
+        elif str(got.dtype) != spec.dtype:
+            compared.append(SampleComparison(sample, False, f"expected dtype {spec.dtype}, got {got.dtype}"))
+        elif _kind(expected) != _kind(got):
+            compared.append(SampleComparison(sample, False, f"expected dtype {expected.dtype}, got {got.dtype}"))
+        else:
+            compared.append(compare_arrays(expected, got, tolerance, sample))
+    return OutputReport(spec.name, spec.dtype, observations[0].got[spec.name].shape, tuple(compared))
+
+
+def _kind(array: np.ndarray) -> str:
+    return "exact" if array.dtype.kind in "biu" else "float"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(str(size) for size in shape) or "a scalar"

@@ -1,0 +1,297 @@
+"""What an attention kernel computes: its specification, which PrimFuncs carry.
+
+Notation
+--------
+::
+
+    s[b, h, i, j] = scale * sum_d Q[b, h, i, d] * K[b, g, j, d] (+ bias[b, h, i, j])
+    p[b, h, i, j] = exp(s[b, h, i, j] - max_j s[b, h, i, j])
+    O[b, h, i, d] = sum_j dtype(p[b, h, i, j]) * V[b, g, j, d] / sum_j p[b, h, i, j]
+    g = h // (heads / kv_heads)
+
+All sums are float32; `dtype` is the dtype of V. Query i stands at position `i + keys - queries` among the keys. A key
+that a query does not see (`causal`, `window`, a `keep` mask) has s = -inf. A row of which all s are -inf is NaN, as
+ONNX's Softmax has it; with a finite bias everywhere, however low, the softmax is an ordinary one.
+
+The tensors lie anywhere in the parameters (`HeadLayout`: three slices of one packed QKV product, say). The pass that
+recognises attention writes down where, as an `AttentionSpec` in the function's attribute `ATTENTION_ATTR`.
+
+In a decode step K and V may be results too (`CacheGrowth`): caches of `past` positions, and new ones after them. The
+plain PrimFunc that computes all that is made by `schedules.functions.plain_attention`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from tvm import tirx
+
+from relaxtune.schedules.errors import ScheduleError
+
+# On a PrimFunc: the JSON text of its AttentionSpec.
+ATTENTION_ATTR = "relaxtune.attention"
+
+
+class AttentionError(ScheduleError):
+    """An attention whose tensors do not lie within the parameters as its specification says."""
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Where element `[b, h, i, d]` of Q, K, V or O lies in a parameter: strides in elements, those of d being 1.
+
+    Attributes
+    ----------
+    param
+        Position among the PrimFunc's parameters.
+    offset
+        Of element [0, 0, 0, 0].
+    batch_stride, position_stride, head_stride
+        Distances of neighbours along b, i and h.
+    """
+
+    param: int
+    offset: int
+    batch_stride: int
+    position_stride: int
+    head_stride: int
+
+
+@dataclass(frozen=True)
+class ScoreBias:
+    """A mask over the scores; a stride of 0 broadcasts.
+
+    Attributes
+    ----------
+    param
+        Position among the PrimFunc's parameters.
+    kind
+        "add": added to the scaled scores. "keep": where it is 0 or false, the key is not seen.
+    batch_stride, head_stride, query_stride, key_stride
+        In elements; element [0, 0, 0, 0] is the parameter's first.
+    """
+
+    param: int
+    kind: Literal["add", "keep"]
+    batch_stride: int
+    head_stride: int
+    query_stride: int
+    key_stride: int
+
+    @property
+    def of_padding(self) -> bool:
+        """Whether all heads and queries have the same mask, one element a key."""
+        return self.query_stride == 0 and self.head_stride == 0 and self.key_stride == 1
+
+
+@dataclass(frozen=True)
+class CacheGrowth:
+    """K and V, which the function writes besides O: `past` positions of caches, then new ones.
+
+    Attributes
+    ----------
+    past
+        Positions of the caches.
+    past_key, past_value
+        Where these lie.
+    new_key, new_value
+        Where the positions after them come from.
+    """
+
+    past: int
+    past_key: HeadLayout
+    past_value: HeadLayout
+    new_key: HeadLayout
+    new_value: HeadLayout
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """An attention of static shape.
+
+    Attributes
+    ----------
+    batch, heads, kv_heads, queries, keys, head_dim
+        Sizes; `heads` is a multiple of `kv_heads`.
+    scale
+        Factor of the products.
+    causal
+        Whether query i sees only keys `j <= i + keys - queries`.
+    window
+        Query i sees only keys less than this far from position `i + keys - queries`; 0 for all.
+    query, key, value, output
+        Where the tensors lie.
+    bias
+        The mask, if there is one.
+    growth
+        What K and V, then the last two parameters, are made of; None where they are inputs.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    scale: float
+    causal: bool
+    window: int
+    query: HeadLayout
+    key: HeadLayout
+    value: HeadLayout
+    output: HeadLayout
+    bias: ScoreBias | None = None
+    growth: CacheGrowth | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Parameters, the last ones, that the function writes."""
+        return 1 if self.growth is None else 3
+
+    @property
+    def group(self) -> int:
+        """Heads that share a head of K and V."""
+        return self.heads // self.kv_heads
+
+    def to_json(self) -> str:
+        """Return canonical JSON text."""
+        document = asdict(self)
+        if self.growth is None:
+            del document["growth"]
+        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> AttentionSpec:
+        """Return the specification that `to_json` wrote.
+
+        Raises
+        ------
+        AttentionError
+            The text is none.
+        """
+        try:
+            document = json.loads(text)
+            layouts = {role: HeadLayout(**document[role]) for role in ("query", "key", "value", "output")}
+            bias = ScoreBias(**document["bias"]) if document["bias"] is not None else None
+            growth = _growth_from(document.pop("growth")) if "growth" in document else None
+            return cls(**{**document, **layouts, "bias": bias, "growth": growth})
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise AttentionError(f"{text!r} is no attention specification of this version ({error!r}).") from error
+
+
+def _growth_from(document: dict[str, Any]) -> CacheGrowth:
+    past = document.pop("past")
+    return CacheGrowth(past, **{role: HeadLayout(**layout) for role, layout in document.items()})
+
+
+def spec_of(func: tirx.PrimFunc) -> AttentionSpec | None:
+    """Return the attention that a PrimFunc computes, or None when it is not marked as one.
+
+    Raises
+    ------
+    AttentionError
+        The mark cannot be read.
+    """
+    text = func.attrs.get(ATTENTION_ATTR) if func.attrs else None
+    return None if text is None else AttentionSpec.from_json(str(text))
+
+
+def check_spec(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ...], str]]) -> None:
+    """Check that an attention's tensors lie within the parameters.
+
+    Raises
+    ------
+    AttentionError
+        They do not; the message says which and what was expected.
+    """
+    sizes = {name: getattr(spec, name) for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")}
+    if min(sizes.values()) < 1 or spec.heads % spec.kv_heads:
+        raise AttentionError(f"sizes {sizes}: expected positive ones, and heads a multiple of kv_heads.")
+    if spec.window < 0:
+        raise AttentionError(f"window is {spec.window}, expected 0 (none) or a positive number of keys.")
+    first = len(params) - spec.outputs
+    if spec.output.param != first:
+        which = "the last" if spec.growth is None else "the third from the last"
+        raise AttentionError(f"the output is parameter {spec.output.param}, expected {which}, {first}.")
+    roles = [
+        ("query", spec.query, spec.heads, spec.queries),
+        ("key", spec.key, spec.kv_heads, spec.keys),
+        ("value", spec.value, spec.kv_heads, spec.keys),
+        ("output", spec.output, spec.heads, spec.queries),
+    ]
+    if spec.growth is not None:
+        roles += _check_growth(spec, spec.growth, params)
+    for role, layout, heads, positions in roles:
+        steps = [layout.batch_stride, layout.head_stride, layout.position_stride, 1]
+        _check_inside(role, layout.param, layout.offset, steps, (spec.batch, heads, positions, spec.head_dim), params)
+    if spec.bias is not None:
+        bias = spec.bias
+        steps = [bias.batch_stride, bias.head_stride, bias.query_stride, bias.key_stride]
+        _check_inside("bias", bias.param, 0, steps, (spec.batch, spec.heads, spec.queries, spec.keys), params)
+        if bias.kind not in ("add", "keep"):
+            raise AttentionError(f"the bias is of kind {bias.kind!r}, expected 'add' or 'keep'.")
+    _check_written("output", spec.output, (spec.batch, spec.heads, spec.queries, spec.head_dim), params[first][0])
+
+
+def _check_growth(
+    spec: AttentionSpec, growth: CacheGrowth, params: Sequence[tuple[tuple[int, ...], str]]
+) -> list[tuple[str, HeadLayout, int, int]]:
+    """Return what K and V are made of, as roles with their heads and positions."""
+    if not 0 < growth.past < spec.keys:
+        raise AttentionError(f"the caches have {growth.past} positions, expected 1 to {spec.keys - 1}.")
+    sizes = (spec.batch, spec.kv_heads, spec.keys, spec.head_dim)
+    for role, layout, param in (("key", spec.key, len(params) - 2), ("value", spec.value, len(params) - 1)):
+        if layout.param != param:
+            raise AttentionError(f"the {role} that is written is parameter {layout.param}, expected {param}.")
+        _check_written(role, layout, sizes, params[param][0])
+    new = spec.keys - growth.past
+    return [
+        ("past key", growth.past_key, spec.kv_heads, growth.past),
+        ("past value", growth.past_value, spec.kv_heads, growth.past),
+        ("new key", growth.new_key, spec.kv_heads, new),
+        ("new value", growth.new_value, spec.kv_heads, new),
+    ]
+
+
+def _check_inside(
+    role: str,
+    param: int,
+    offset: int,
+    steps: Sequence[int],
+    extents: Sequence[int],
+    params: Sequence[tuple[tuple[int, ...], str]],
+) -> None:
+    if not 0 <= param < len(params):
+        raise AttentionError(f"the {role} is parameter {param}, expected one of the {len(params)} there are.")
+    last = offset + sum(step * (extent - 1) for step, extent in zip(steps, extents, strict=True))
+    shape = params[param][0]
+    if offset < 0 or min(steps) < 0 or last >= math.prod(shape):
+        raise AttentionError(
+            f"the {role} spans elements {offset} to {last} (strides {list(steps)} of {list(extents)}), "
+            f"parameter {param} of shape {list(shape)} has {math.prod(shape)}."
+        )
+
+
+def _check_written(role: str, layout: HeadLayout, sizes: tuple[int, int, int, int], shape: Sequence[int]) -> None:
+    """Check that a tensor of some batch, heads, positions and head_dim is all of the parameter it is written to."""
+    batch, heads, positions, head_dim = sizes
+    axes = [
+        (layout.batch_stride, batch),
+        (layout.head_stride, heads),
+        (layout.position_stride, positions),
+        (1, head_dim),
+    ]
+    filled = 1
+    for stride, extent in sorted((stride, extent) for stride, extent in axes if extent > 1):
+        if stride != filled:
+            break
+        filled *= extent
+    if layout.offset or filled != math.prod(shape):
+        raise AttentionError(
+            f"the {role} {layout} leaves elements of {list(shape)} out or writes them twice; expected offset 0 and "
+            "the strides of a permutation of batch, heads and positions."
+        )

@@ -1,0 +1,200 @@
+"""The plain PrimFunc of an attention, a block a step: what a fallback schedules, and what templates are measured by.
+
+Notation is that of `schedules.functions.attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import tvm
+from tvm import te, tirx
+
+from relaxtune.schedules.functions.attention import ATTENTION_ATTR, AttentionSpec, HeadLayout, check_spec
+
+# TVM's OpPatternKind.kOpaque: fused with nothing.
+_OPAQUE = 8
+
+
+def attention_function(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ...], str]]) -> tirx.PrimFunc:
+    """Return the PrimFunc of an attention: one block a step, marked, fused with nothing.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        What to compute.
+    params : sequence of (shape, dtype)
+        The inputs, then the output, of which every element must be one of O; then K and V, where they are written.
+
+    Raises
+    ------
+    AttentionError
+        The specification and the parameters do not fit together.
+    """
+    check_spec(spec, params)
+    own = len(params) - spec.outputs
+    inputs = [te.placeholder(shape, dtype, name=f"p{index}") for index, (shape, dtype) in enumerate(params[:own])]
+    grown = _grown(spec, inputs, params) if spec.growth is not None else []
+    # K and V follow the output among the parameters; nothing reads the output's place.
+    tensors = [*inputs, *grown[:1], *grown]
+    weights = _weights(spec, tensors)
+    total = _row_sums(spec, weights)
+    dtype = params[spec.value.param][1]
+    last = te.reduce_axis((0, spec.keys), name="j")
+    dims = (spec.batch, spec.heads, spec.queries, spec.head_dim)
+
+    def weigh(b: tirx.Var, h: tirx.Var, i: tirx.Var, d: tirx.Var) -> tirx.Expr:
+        value = _element(tensors, spec.value, (b, last.var, h // spec.group, d), _bounds(spec, b, h, d=d, j=last.var))
+        return te.sum(weights[b, h, i, last].astype(dtype).astype("float32") * value, axis=last)
+
+    values = te.compute(dims, weigh, name="values")
+    shape, output_dtype = params[own]
+
+    def lay_out(*indices: tirx.Var) -> tirx.Expr:
+        b, h, i, d = _position(spec.output, dims, indices, shape)
+        return (values[b, h, i, d] / total[b, h, i]).astype(output_dtype)
+
+    output = te.compute(shape, lay_out, name="output")
+    func = te.create_prim_func([*inputs, output, *grown])
+    return func.with_attr(ATTENTION_ATTR, spec.to_json()).with_attr("op_pattern", _OPAQUE)
+
+
+def _grown(
+    spec: AttentionSpec, inputs: Sequence[te.Tensor], params: Sequence[tuple[tuple[int, ...], str]]
+) -> list[te.Tensor]:
+    """Return K and V as they are written."""
+    growth, sizes = spec.growth, (spec.batch, spec.kv_heads, spec.keys, spec.head_dim)
+    assert growth is not None
+
+    def grow(role: str, layout: HeadLayout, past: HeadLayout, new: HeadLayout) -> te.Tensor:
+        shape, dtype = params[layout.param]
+
+        def element(*indices: tirx.Var) -> tirx.Expr:
+            b, h, j, d = _position(layout, sizes, indices, shape)
+            bounds = dict(zip(indices, shape, strict=True))
+            added = tirx.max(j - growth.past, 0) if spec.keys - growth.past > 1 else tirx.IntImm("int32", 0)
+            before = _flat(past, (b, tirx.min(j, growth.past - 1), h, d))
+            after = _flat(new, (b, added, h, d))
+            of_cache = _at(inputs[past.param], before, bounds)
+            return tirx.if_then_else(j < growth.past, of_cache, _at(inputs[new.param], after, bounds)).astype(dtype)
+
+        return te.compute(shape, element, name=role)
+
+    return [
+        grow("keys", spec.key, growth.past_key, growth.new_key),
+        grow("values_grown", spec.value, growth.past_value, growth.new_value),
+    ]
+
+
+def _weights(spec: AttentionSpec, inputs: Sequence[te.Tensor]) -> te.Tensor:
+    """Return exp(s - max s), float32 [batch, heads, queries, keys]."""
+    over = te.reduce_axis((0, spec.head_dim), name="d")
+    dims = (spec.batch, spec.heads, spec.queries, spec.keys)
+
+    def multiply(b: tirx.Var, h: tirx.Var, i: tirx.Var, j: tirx.Var) -> tirx.Expr:
+        bounds = _bounds(spec, b, h, i=i, j=j, d=over.var)
+        query = _element(inputs, spec.query, (b, i, h, over.var), bounds)
+        return te.sum(query * _element(inputs, spec.key, (b, j, h // spec.group, over.var), bounds), axis=over)
+
+    products = te.compute(dims, multiply, name="products")
+    scores = te.compute(dims, lambda b, h, i, j: _score(spec, inputs, products, (b, h, i, j)), name="scores")
+    last = te.reduce_axis((0, spec.keys), name="j")
+    highest = te.compute(dims[:3], lambda b, h, i: te.max(scores[b, h, i, last], axis=last), name="highest")
+    return te.compute(dims, lambda b, h, i, j: te.exp(scores[b, h, i, j] - highest[b, h, i]), name="weights")
+
+
+def _score(
+    spec: AttentionSpec,
+    inputs: Sequence[te.Tensor],
+    products: te.Tensor,
+    position: tuple[tirx.Var, tirx.Var, tirx.Var, tirx.Var],
+) -> tirx.Expr:
+    b, h, i, j = position
+    score = products[b, h, i, j] * tirx.const(spec.scale, "float32")
+    seen = []
+    if spec.bias is not None:
+        bias = spec.bias
+        flat = b * bias.batch_stride + h * bias.head_stride + i * bias.query_stride + j * bias.key_stride
+        mask = _at(inputs[bias.param], flat, _bounds(spec, b, h, i=i, j=j))
+        if bias.kind == "add":
+            score = score + mask.astype("float32")
+        else:
+            seen.append(mask.astype("float32") != tirx.const(0.0, "float32"))
+    ahead = j - i - (spec.keys - spec.queries)
+    if spec.causal:
+        seen.append(ahead <= 0)
+    if spec.window:
+        seen.append(ahead > -spec.window)
+        if not spec.causal:
+            seen.append(ahead < spec.window)
+    if not seen:
+        return score
+    return tirx.Select(tirx.all(*seen), score, tirx.const(-math.inf, "float32"))
+
+
+def _row_sums(spec: AttentionSpec, weights: te.Tensor) -> te.Tensor:
+    last = te.reduce_axis((0, spec.keys), name="j")
+    dims = (spec.batch, spec.heads, spec.queries)
+    return te.compute(dims, lambda b, h, i: te.sum(weights[b, h, i, last], axis=last), name="total")
+
+
+def _element(
+    inputs: Sequence[te.Tensor],
+    layout: HeadLayout,
+    position: tuple[tirx.Expr, tirx.Expr, tirx.Expr, tirx.Expr],
+    bounds: Mapping[tirx.Var, int],
+) -> tirx.Expr:
+    """Return Q, K or V at batch, position, head and d, as float32."""
+    return _at(inputs[layout.param], _flat(layout, position), bounds).astype("float32")
+
+
+def _flat(layout: HeadLayout, position: tuple[tirx.Expr, tirx.Expr, tirx.Expr, tirx.Expr]) -> tirx.Expr:
+    """Return the row-major position of an element at batch, position, head and d."""
+    b, i, h, d = position
+    return layout.offset + b * layout.batch_stride + i * layout.position_stride + h * layout.head_stride + d
+
+
+def _bounds(
+    spec: AttentionSpec,
+    b: tirx.Var,
+    h: tirx.Var,
+    *,
+    i: tirx.Var | None = None,
+    j: tirx.Var | None = None,
+    d: tirx.Var | None = None,
+) -> dict[tirx.Var, int]:
+    sizes = ((b, spec.batch), (h, spec.heads), (i, spec.queries), (j, spec.keys), (d, spec.head_dim))
+    return {var: size for var, size in sizes if var is not None}
+
+
+def _at(tensor: te.Tensor, flat: tirx.Expr, bounds: Mapping[tirx.Var, int]) -> tirx.Expr:
+    """Return the element of a tensor at a row-major position."""
+    analyzer = tvm.sym.Analyzer()
+    for var, size in bounds.items():
+        analyzer.bind(var, tvm.ir.Range(0, size))
+    shape = [int(size) for size in tensor.shape]
+    inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return tensor[tuple(analyzer.simplify(flat // step % size) for step, size in zip(inner, shape, strict=True))]
+
+
+def _position(
+    layout: HeadLayout, sizes: tuple[int, int, int, int], indices: Sequence[tirx.Var], shape: Sequence[int]
+) -> tuple[tirx.Expr, tirx.Expr, tirx.Expr, tirx.Expr]:
+    """Return batch, head, position and d of an element of a tensor that is all of a parameter."""
+    batch, heads, positions, head_dim = sizes
+    analyzer = tvm.sym.Analyzer()
+    flat: tirx.Expr = tirx.IntImm("int32", 0)
+    for axis, (index, size) in enumerate(zip(indices, shape, strict=True)):
+        analyzer.bind(index, tvm.ir.Range(0, size))
+        flat = flat + index * math.prod(shape[axis + 1 :])
+
+    def coordinate(stride: int, extent: int) -> tirx.Expr:
+        return analyzer.simplify(flat // stride % extent) if extent > 1 else tirx.IntImm("int32", 0)
+
+    return (
+        coordinate(layout.batch_stride, batch),
+        coordinate(layout.head_stride, heads),
+        coordinate(layout.position_stride, positions),
+        coordinate(1, head_dim),
+    )

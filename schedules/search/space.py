@@ -1,0 +1,101 @@
+"""Our MetaSchedule search spaces: what a tuning run may try for a kernel."""
+
+from __future__ import annotations
+
+from tvm.ir import IRModule
+from tvm.s_tir import Schedule
+from tvm.s_tir import meta_schedule as ms
+from tvm.target import Target
+from tvm.tirx import IndexMap, PrimFunc
+
+from relaxtune.schedules.errors import TargetError
+from relaxtune.schedules.fallback import schedule_by_rules
+from relaxtune.schedules.functions.attention import spec_of
+from relaxtune.schedules.search.context import QuietTuneContext
+from relaxtune.schedules.search.cuda_rules import cuda_rules
+from relaxtune.schedules.search.llvm_rules import llvm_rules
+from relaxtune.schedules.search.register_tile import contraction_designs
+from relaxtune.schedules.search.tensor_tile import takes_tensor_tiles, tensor_tile_designs
+from relaxtune.schedules.search.thread_tile import thread_tile_designs
+from relaxtune.schedules.targets import CpuLimits, target_limits
+from relaxtune.schedules.templates.base import Refusal
+from relaxtune.schedules.tir.epilogue import recognise_matmul
+
+
+def make_space(target: Target, mod: IRModule | None = None) -> ms.SpaceGenerator:
+    """Return the space generator for a target, and for a module with one function `main` where it is known.
+
+    The schedule of the fallback is a design of the space wherever its trace can be stored (see `list_designs`). On
+    LLVM, contractions get the register-tile designs, on CUDA the tensor-tile or thread-tile designs; everything else
+    gets schedule rules applied in post-order. TVM's own post-processors and mutators are kept, except that what is made
+    of tensor-tile designs is not lowered once more to see whether it keeps to the limits of a block: it does, and TVM's
+    check knows the limit of static shared memory only, which they do not use.
+
+    Raises
+    ------
+    TargetError
+        The target is neither `llvm` nor `cuda`.
+    """
+    kind = str(target.kind.name)
+    if kind not in ("llvm", "cuda"):
+        raise TargetError(f"no search space for target kind {kind!r}; expected llvm or cuda.")
+
+    def designs(sch: Schedule) -> list[Schedule]:
+        return list_designs(sch.mod, target)
+
+    postprocs = list(ms.postproc.Postproc.create(kind))
+    if mod is not None and takes_tensor_tiles(mod["main"], target):
+        postprocs = [one for one in postprocs if not isinstance(one, ms.postproc.VerifyGPUCode)]
+    return ms.space_generator.ScheduleFn(
+        designs,
+        sch_rules=[],
+        postprocs=postprocs,
+        mutator_probs=ms.mutator.Mutator.create(kind),
+    )
+
+
+def list_designs(mod: IRModule, target: Target) -> list[Schedule]:
+    """Return the designs of a module with one function `main`, the fallback's first; none for one that is not searched.
+
+    A fallback that transforms a block's layout (dlight's matmuls) is no design: TVM 0.27 cannot write such a step of a
+    trace as JSON, so that a candidate made from it could not be recorded.
+    """
+    limits = target_limits(target)
+    func = mod["main"]
+    if find_refusal(func) is not None:
+        return []
+    _, fallback = schedule_by_rules("main", func, target)
+    if isinstance(limits, CpuLimits):
+        designs = contraction_designs(func, limits)
+        rules = llvm_rules(limits)
+    else:
+        designs = tensor_tile_designs(func, target) or thread_tile_designs(func, limits)
+        rules = cuda_rules(limits)
+    if not designs:
+        space = ms.space_generator.PostOrderApply(sch_rules=rules, postprocs=[], mutator_probs={})
+        designs = list(QuietTuneContext(mod, target, space).generate_design_space())
+    return [fallback, *designs] if _can_be_stored(fallback) else designs
+
+
+def find_refusal(func: PrimFunc) -> Refusal | None:
+    """Return why a function is not searched but left to its template, None for one that has a space.
+
+    The passes make such functions only where a template takes them, and its kernels use tensor cores, which no schedule
+    of several reductions does. Of attention's schedules hardly one keeps to the limits of a block; on statistics of
+    rows TVM 0.27's rules fail ("Index 6 out of bounds 6"); of matmuls with partial sums, the search found no schedule
+    that keeps to the limits.
+    """
+    if spec_of(func) is not None:
+        return Refusal("attention is left to its template: hardly a schedule of its two matmuls keeps to all limits")
+    matmul = recognise_matmul(func)
+    if isinstance(matmul, Refusal):
+        return None
+    if matmul.norm is not None:
+        return Refusal("a matmul that makes statistics of its rows is left to its template: no rule schedules both")
+    if matmul.partials is not None:
+        return Refusal("a matmul that sums up its result's rows is left to its template: no rule schedules both")
+    return None
+
+
+def _can_be_stored(design: Schedule) -> bool:
+    return not any(isinstance(attr, IndexMap) for step in design.trace.insts for attr in step.attrs)

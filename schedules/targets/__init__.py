@@ -1,0 +1,14 @@
+"""Targets: what kernels are made for, and the limits of that machine."""
+
+from __future__ import annotations
+
+from relaxtune.schedules.targets.resolve import (
+    CpuLimits,
+    CudaLimits,
+    ResolvedTarget,
+    TargetLimits,
+    resolve_target,
+    target_limits,
+)
+
+__all__ = ["CpuLimits", "CudaLimits", "ResolvedTarget", "TargetLimits", "resolve_target", "target_limits"]

@@ -1,0 +1,294 @@
+"""From the target text of the command line to a complete TVM target and the limits of that machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Container
+from dataclasses import dataclass
+
+import tvm
+from tvm.target import Target, codegen, list_tags
+
+from relaxtune.schedules.errors import TargetError
+from relaxtune.schedules.targets.host import cache_sizes, cpu_flags, physical_cores
+
+logger = logging.getLogger(__name__)
+
+ACCEPTED_FORMS = (
+    "auto (a GPU if there is one, else this CPU), llvm (this CPU), cuda (this machine's GPU), cuda:ARCH such as "
+    'cuda:sm_90a, a TVM tag such as nvidia/geforce-rtx-3090, or JSON such as {"kind": "llvm", "mcpu": "znver4"}'
+)
+
+# LLVM feature name -> the flag of /proc/cpuinfo. A hypervisor may hide units that the CPU's name promises;
+# code for a hidden unit dies of SIGILL.
+_X86_FLAGS = {
+    "avx2": "avx2",
+    "fma": "fma",
+    "avx512f": "avx512f",
+    "avx512bw": "avx512bw",
+    "avx512dq": "avx512dq",
+    "avx512vl": "avx512vl",
+    "avx512vnni": "avx512_vnni",
+    "avx512bf16": "avx512_bf16",
+}
+
+# Shared memory that one block may opt in to, KiB, by compute capability: CUDA C++ Programming Guide 13.0,
+# "Technical Specifications per Compute Capability", row "Maximum amount of shared memory per thread block".
+_OPTIN_SHARED_KIB = {
+    75: 64, 80: 163, 86: 99, 87: 163, 88: 99, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CpuLimits:
+    """What one core offers, and how many there are; None where unknown."""
+
+    vector_bytes: int
+    cores: int
+    vector_registers: int
+    l1_bytes: int | None = None
+    l2_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class CudaLimits:
+    """What one thread block may use (from the same table for all of `_OPTIN_SHARED_KIB`); `sm_count` if known."""
+
+    shared_bytes_optin: int
+    shared_bytes_static: int = 48 * 1024
+    max_threads_per_block: int = 1024
+    registers_per_block: int = 65536
+    registers_per_thread: int = 255
+    warp_size: int = 32
+    sm_count: int | None = None
+
+
+TargetLimits = CpuLimits | CudaLimits
+
+
+@dataclass(frozen=True)
+class ResolvedTarget:
+    """A complete target.
+
+    Attributes
+    ----------
+    target : tvm.target.Target
+        With its host set.
+    source : str
+        How it was found, for logs and reports.
+    kind : str
+        `llvm` or `cuda`.
+    arch : str
+        The CPU name as LLVM calls it, or the GPU architecture such as `sm_90a`.
+    limits : CpuLimits or CudaLimits
+        What schedules may use.
+    """
+
+    target: Target
+    source: str
+    kind: str
+    arch: str
+    limits: TargetLimits
+
+
+def resolve_target(text: str = "auto") -> ResolvedTarget:
+    """Return the complete target that a text means on this machine.
+
+    Parameters
+    ----------
+    text : str
+        One of the forms in `ACCEPTED_FORMS`.
+
+    Raises
+    ------
+    TargetError
+        The text has none of the accepted forms, names an unknown kind or processor, or asks for a GPU without
+        saying which on a machine that has none.
+    """
+    text = text.strip()
+    if text == "auto":
+        resolved = _resolve_local_cuda("auto") if tvm.cuda(0).exist else _resolve_local_cpu("auto")
+    elif text == "llvm":
+        resolved = _resolve_local_cpu("llvm")
+    elif text == "cuda":
+        resolved = _resolve_local_cuda("cuda")
+    elif text.startswith("cuda:"):
+        resolved = _resolve_cuda_arch(text.removeprefix("cuda:"), f"given as {text}")
+    elif text.startswith("{"):
+        resolved = _resolve_config(_parse_json(text), "given as JSON")
+    elif text in list_tags():
+        resolved = _resolve_config(json.loads(str(list_tags()[text])), f"TVM tag {text}")
+    else:
+        raise TargetError(f"target {text!r} is not known. Accepted: {ACCEPTED_FORMS}.")
+    logger.debug("target %s %s: %s; limits %s", resolved.kind, resolved.arch, resolved.source, resolved.limits)
+    return resolved
+
+
+def target_limits(target: Target) -> TargetLimits:
+    """Return the limits of a target that was not made by `resolve_target` (no GPU is asked).
+
+    Raises
+    ------
+    TargetError
+        The target is neither `llvm` nor `cuda`, or its CUDA architecture is not in the table.
+    """
+    if target.kind.name == "llvm":
+        return _cpu_limits(target)
+    if target.kind.name == "cuda":
+        return _cuda_limits(str(target.attrs["arch"]), None)
+    raise TargetError(f"target kind {target.kind.name!r} is not supported; expected llvm or cuda.")
+
+
+def _resolve_local_cpu(asked: str) -> ResolvedTarget:
+    cpu = str(codegen.llvm_get_system_cpu())
+    target, hidden = _local_cpu_target(cpu)
+    without = f", without {', '.join(hidden)} (not in /proc/cpuinfo)" if hidden else ""
+    source = f"{asked}: LLVM's name of this host's processor{without}; cores from the process's affinity and quota"
+    return ResolvedTarget(Target(target, host=target), source, "llvm", cpu, _cpu_limits(target))
+
+
+def _local_cpu_target(cpu: str) -> tuple[Target, list[str]]:
+    config: dict[str, object] = {
+        "kind": "llvm",
+        "mtriple": str(codegen.llvm_get_system_triple()),
+        "mcpu": cpu,
+        "num-cores": physical_cores(),
+    }
+    hidden: list[str] = []
+    flags = cpu_flags()
+    if flags is not None:
+        promised = codegen.llvm_get_cpu_features(Target(config))
+        hidden = [name for name, flag in _X86_FLAGS.items() if name in promised and flag not in flags]
+    if hidden:
+        config["mattr"] = [f"-{name}" for name in hidden]
+    return Target(config), hidden
+
+
+def _host_target() -> Target:
+    return _local_cpu_target(str(codegen.llvm_get_system_cpu()))[0]
+
+
+def _resolve_local_cuda(asked: str) -> ResolvedTarget:
+    device = tvm.cuda(0)
+    if not device.exist:
+        raise TargetError(
+            f"target {asked!r}: this machine has no CUDA device (or no driver), so the architecture must be given, "
+            "for example cuda:sm_90a."
+        )
+    arch = _arch_of_capability(str(device.compute_version))
+    source = f"{asked}: compute capability {device.compute_version} of {device.device_name}"
+    return _cuda_resolved(arch, source, int(device.multi_processor_count), _host_target(), {})
+
+
+def _resolve_cuda_arch(arch: str, source: str) -> ResolvedTarget:
+    return _cuda_resolved(arch, source, _sm_count_if_local(arch), _host_target(), {})
+
+
+def _resolve_config(config: dict[str, object], source: str) -> ResolvedTarget:
+    kind = config.get("kind")
+    if "tag" in config and kind is None:
+        tag = str(config["tag"])
+        if tag not in list_tags():
+            raise TargetError(f"target tag {tag!r} is not known to this TVM. Accepted: {ACCEPTED_FORMS}.")
+        base = json.loads(str(list_tags()[tag]))
+        return _resolve_config({**base, **config, "kind": base["kind"]}, source)
+    if kind not in ("llvm", "cuda"):
+        raise TargetError(f"target {source}: kind {kind!r} is not supported; expected llvm or cuda.")
+    host_config = config.get("host")
+    host = _make_target(host_config, source) if isinstance(host_config, dict) else None
+    own = {key: value for key, value in config.items() if key not in ("host", "tag")}
+    if kind == "cuda":
+        if "arch" not in config:
+            raise TargetError(f'target {source}: a cuda target needs its architecture, for example "arch": "sm_90a".')
+        arch = str(config["arch"])
+        return _cuda_resolved(arch, source, _sm_count_if_local(arch), host or _host_target(), own)
+    target = _make_target(own, source)
+    cpu = str(target.attrs.get("mcpu", "generic"))
+    triple = str(target.attrs.get("mtriple", codegen.llvm_get_system_triple()))
+    if cpu != "generic" and not codegen.llvm_is_valid_cpu(cpu, triple):
+        raise TargetError(
+            f"target {source}: LLVM does not know the processor {cpu!r} for {triple}; this machine's is "
+            f"{codegen.llvm_get_system_cpu()!r}."
+        )
+    return ResolvedTarget(Target(target, host=host or target), source, "llvm", cpu, _cpu_limits(target))
+
+
+def _cuda_resolved(
+    arch: str, source: str, sm_count: int | None, host: Target, extra: dict[str, object]
+) -> ResolvedTarget:
+    limits = _cuda_limits(arch, sm_count)
+    config: dict[str, object] = {
+        "kind": "cuda",
+        "arch": arch,
+        # dlight and MetaSchedule emit static `shared` buffers, which the opt-in limit does not cover.
+        "max_shared_memory_per_block": limits.shared_bytes_static,
+        "max_threads_per_block": limits.max_threads_per_block,
+        "registers_per_block": limits.registers_per_block,
+        "thread_warp_size": limits.warp_size,
+        **extra,
+    }
+    return ResolvedTarget(Target(_make_target(config, source), host=host), source, "cuda", arch, limits)
+
+
+def _cuda_limits(arch: str, sm_count: int | None) -> CudaLimits:
+    match = re.fullmatch(r"sm_(\d{2,3})[af]?", arch)
+    capability = int(match.group(1)) if match else None
+    if capability not in _OPTIN_SHARED_KIB:
+        known = ", ".join(f"sm_{known}" for known in _OPTIN_SHARED_KIB)
+        raise TargetError(f"CUDA architecture {arch!r} is not known; expected one of {known} (a suffix `a` is kept).")
+    return CudaLimits(shared_bytes_optin=_OPTIN_SHARED_KIB[capability] * 1024, sm_count=sm_count)
+
+
+def _cpu_limits(target: Target) -> CpuLimits:
+    features = codegen.llvm_get_cpu_features(target)
+    arm = "neon" in features or "sve" in features
+    local = str(target.attrs.get("mcpu", "")) == str(codegen.llvm_get_system_cpu())
+    caches = cache_sizes() if local else None
+    return CpuLimits(
+        vector_bytes=_vector_bytes(target, features),
+        cores=int(target.attrs.get("num-cores", physical_cores() if local else 1)),
+        # Intel SDM volume 1, 15.1.2: ZMM0-31 with AVX-512, else 16; Arm ARM C1.2.5: V0-31.
+        vector_registers=32 if arm or "avx512f" in features else 16,
+        l1_bytes=caches.l1_bytes if caches else None,
+        l2_bytes=caches.l2_bytes if caches else None,
+    )
+
+
+def _vector_bytes(target: Target, features: Container[str]) -> int:
+    """Return the bytes of a vector register; of an x86 by its features, since TVM calls all of them 512 bits wide."""
+    if "sse2" in features:
+        return 64 if "avx512f" in features else 32 if "avx2" in features else 16
+    width_bits = int(codegen.llvm_get_vector_width(target))
+    # -1 is LLVM's "unknown"; every target that runs transformers has 16-byte vectors.
+    return width_bits // 8 if width_bits > 0 else 16
+
+
+def _sm_count_if_local(arch: str) -> int | None:
+    device = tvm.cuda(0)
+    if device.exist and _arch_of_capability(str(device.compute_version)) == arch:
+        return int(device.multi_processor_count)
+    return None
+
+
+def _arch_of_capability(capability: str) -> str:
+    """Return the architecture for a compute capability such as 9.0; the `a` variants unlock wgmma and TMA."""
+    number = int(capability.replace(".", ""))
+    return f"sm_{number}a" if number >= 90 else f"sm_{number}"
+
+
+def _parse_json(text: str) -> dict[str, object]:
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise TargetError(f"target {text!r} is not valid JSON ({error}). Accepted: {ACCEPTED_FORMS}.") from error
+    return dict(config)
+
+
+def _make_target(config: dict[str, object], source: str) -> Target:
+    try:
+        return Target(config)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise TargetError(f"target {source}: TVM does not take {json.dumps(config)}: {reason}") from error

@@ -1,0 +1,318 @@
+"""The kernel of `template.py`, emitted with TIRx's IRBuilder; the notation is that module's."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.fallback import SCHEDULED_ATTR
+from relaxtune.schedules.functions.attention import HeadLayout
+from relaxtune.schedules.templates.attention_sm90.growth import NewPositions, own_outputs
+from relaxtune.schedules.templates.attention_sm90.mask import Rows
+from relaxtune.schedules.templates.attention_sm90.memory import Maps, Memory
+from relaxtune.schedules.templates.attention_sm90.multiply import AttentionMultiply
+from relaxtune.schedules.templates.attention_sm90.output import AttentionOutput
+from relaxtune.schedules.templates.attention_sm90.plan import (
+    CHUNK,
+    ELEMENT_BYTES,
+    REGISTERS,
+    ROWS,
+    WARPGROUP,
+    AttentionPlan,
+)
+from relaxtune.schedules.templates.attention_sm90.producer import Producer
+from relaxtune.schedules.templates.attention_sm90.softmax import OnlineSoftmax
+from relaxtune.schedules.templates.attention_sm90.tiles import Tile, each_tile, named
+from relaxtune.schedules.templates.emit.hopper import Ring, arrive, encode_tensor, pin
+from relaxtune.schedules.templates.emit.kernel_frame import unwritten_params
+from relaxtune.schedules.templates.lowering import KERNEL_ATTR
+
+# On a PrimFunc made of blocks, which the kernel is not.
+_BLOCKS_ATTR = "s_tir"
+# Launch attributes of a PrimFunc; the spelling is TVM's.
+_LAUNCH_ATTR = "tirx.kernel_launch_params"
+_MIN_BLOCKS_ATTR = "tirx.launch_bounds_min_blocks_per_sm"
+_DEPENDENT_LAUNCH = "tirx.use_programtic_dependent_launch"
+# Named barriers after those of `attention_sm90_output`: one for each warpgroup's turn.
+_TURN_BARRIER = 5
+
+
+def build_kernel(func: tirx.PrimFunc, plan: AttentionPlan) -> tirx.PrimFunc:
+    """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
+    made = _Kernel(func, plan).build()
+    for key, value in func.attrs.items() if func.attrs else ():
+        if key != _BLOCKS_ATTR:
+            made = made.with_attr(key, value)
+    if plan.parameters.dependent:
+        made = made.with_attr(_LAUNCH_ATTR, [_DEPENDENT_LAUNCH])
+    return made.with_attr(SCHEDULED_ATTR, True).with_attr(KERNEL_ATTR, True)
+
+
+class _Kernel:
+    """One kernel under construction; the methods emit into the current IRBuilder."""
+
+    def __init__(self, func: tirx.PrimFunc, plan: AttentionPlan) -> None:
+        self._func = func
+        self._plan = plan
+        self._spec = plan.spec
+        self._p = plan.parameters
+        self._dtype = str(func.params[plan.spec.query.param].ty.dtype)
+
+    def build(self) -> tirx.PrimFunc:
+        plan, p = self._plan, self._p
+        with IRBuilder() as builder, T.prim_func():
+            T.func_name("main")
+            self._params = [_declare(param) for param in self._func.params]
+            self._maps = self._encode_maps()
+            T.device_entry()
+            self._block = T.cta_id([plan.blocks])
+            if p.split > 1:
+                T.cta_id_in_cluster([p.split])
+            self._thread = T.thread_id([plan.threads])
+            self._memory = Memory(plan, self._dtype)
+            self._fetch_maps()
+            self._initialise()
+            if p.dependent:
+                T.evaluate(T.ptx.griddepcontrol.launch_dependents())
+            # setmaxnreg takes effect in a kernel whose registers are capped at its start.
+            with T.attr({_MIN_BLOCKS_ATTR: p.residents}), T.If(self._thread >= p.consumers * WARPGROUP):
+                with T.Then():
+                    self._take_registers("dec", 1)
+                    with T.If(self._thread == p.consumers * WARPGROUP), T.Then():
+                        self._producer().produce(self._block)
+                with T.Else():
+                    self._take_registers("inc", 0)
+                    self._consume()
+        return builder.get()
+
+    def _producer(self) -> Producer:
+        growth = self._spec.growth
+        caches = set() if growth is None else {growth.past_key.param, growth.past_value.param}
+        loads = caches <= unwritten_params(self._func)
+        copies = loads and {self._spec.key.param, self._spec.value.param} <= own_outputs(self._func)
+        return Producer(self._plan, self._memory, self._maps, early_caches=loads, early_copies=copies)
+
+    def _take_registers(self, change: str, which: int) -> None:
+        if self._p.consumers > 1:
+            T.evaluate(T.ptx[f"setmaxnreg.{change}.sync.aligned.u32"](REGISTERS[self._p.consumers][which]))
+
+    def _encode_maps(self) -> Maps:
+        spec, plan, p = self._spec, self._plan, self._p
+        queries, keys = (CHUNK, plan.group, plan.tile_queries), (CHUNK, 1, p.block_k)
+        stored = (CHUNK, plan.group, ROWS // plan.group)
+        map_q = self._encode("map_q", spec.query, spec.heads, spec.queries, queries)
+        key, value, loaded = spec.key, spec.value, spec.keys
+        to_k = to_v = map_o = None
+        if spec.growth is not None:
+            key, value, loaded = spec.growth.past_key, spec.growth.past_value, spec.growth.past
+            to_k = self._encode("to_k", spec.key, spec.kv_heads, loaded, keys)
+            to_v = self._encode("to_v", spec.value, spec.kv_heads, loaded, keys)
+        map_k = self._encode("map_k", key, spec.kv_heads, loaded, keys)
+        map_v = self._encode("map_v", value, spec.kv_heads, loaded, keys)
+        if p.split == 1:
+            map_o = self._encode("map_o", spec.output, spec.heads, spec.queries, stored)
+        return Maps(map_q, map_k, map_v, map_o, to_k, to_v)
+
+    def _encode(self, name: str, layout: HeadLayout, heads: int, positions: int, box: tuple[int, int, int]) -> tirx.Var:
+        """Emit the encoding of a tensor map with axes d, head, position, batch."""
+        sizes = (self._spec.head_dim, heads, positions, self._spec.batch)
+        strides = (layout.head_stride, layout.position_stride, layout.batch_stride)
+        # Of an axis of size 1 any stride will do, but TMA takes no 0.
+        strides_bytes = [max(stride * ELEMENT_BYTES, 16) for stride in strides]
+        tensor = self._params[layout.param]
+        return encode_tensor(name, tensor, self._dtype, sizes, strides_bytes, (*box, 1), 3, offset=layout.offset)
+
+    def _fetch_maps(self) -> None:
+        """Emit the fetching of the tensor maps, before the kernel waits for the one before it."""
+        with T.If(self._thread == self._p.consumers * WARPGROUP), T.Then():
+            self._maps.prefetch()
+
+    def _initialise(self) -> None:
+        with T.If(self._thread == 0), T.Then():
+            self._memory.initialise_barriers()
+        if self._p.split > 1:
+            T.evaluate(T.ptx.barrier.cluster.arrive.release())
+        T.evaluate(T.cuda.cta_sync())
+
+    def _consume(self) -> None:
+        plan, p, spec = self._plan, self._p, self._spec
+        lane = self._thread % 32
+        group = self._thread // WARPGROUP if p.consumers > 1 else tirx.IntImm("int32", 0)
+        self._scores = T.alloc_local([p.block_k // 2], "float32")
+        self._weights = T.alloc_local([p.block_k // 4], "uint32")
+        self._sums = T.alloc_local([spec.head_dim // 2], "float32")
+        bias = None if spec.bias is None else self._params[spec.bias.param]
+        self._softmax = OnlineSoftmax(plan, bias, self._dtype, lane)
+        self._multiply = AttentionMultiply(plan, self._dtype)
+        first_row = self._memory.tile_q.ptr_to([0, group * (ROWS * CHUNK)])
+        self._multiply.describe(first_row, self._memory.tile_k.ptr_to([0, 0]), self._memory.tile_v.ptr_to([0, 0]))
+        self._ring_k, self._ring_v = Ring(p.stages), Ring(p.stages)
+        self._leader = self._thread % WARPGROUP == 0
+        if p.dependent and (bias is not None or spec.growth is not None):
+            T.evaluate(T.ptx.griddepcontrol.wait())
+        if spec.growth is not None:
+            self._new_keys = NewPositions(plan, spec.growth.new_key, spec.key, self._params)
+            self._new_values = NewPositions(plan, spec.growth.new_value, spec.value, self._params)
+        if p.pingpong:
+            # The first turn is the first warpgroup's.
+            with T.If(group == 0), T.Then():
+                self._pass_turn(tirx.IntImm("int32", 0))
+        output = AttentionOutput(plan, self._params[spec.output.param], self._thread)
+
+        def make(tile: Tile) -> None:
+            self._tile = tile
+            self._query_stage, phase = self._memory.query_ring(tile)
+            self._find_rows(group, lane)
+            for index in range(spec.head_dim // 2):
+                T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
+            T.evaluate(T.cuda.mbarrier_wait(self._memory.full_q.ptr_to([self._query_stage]), phase))
+            self._sum(group)
+            self._softmax.finish()
+            if p.split > 1:
+                output.combine(self._sums, self._softmax, self._memory.partial, self._block % p.split, tile)
+            else:
+                stage = self._query_stage
+                output.store(self._sums, self._softmax, self._memory.tile_q, stage, self._maps.o, tile)
+
+        each_tile(plan, self._block, make)
+        if p.split == 1:
+            with T.If(self._leader), T.Then():
+                T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
+
+    def _find_rows(self, group: tirx.Expr, lane: tirx.Expr) -> None:
+        """Emit which keys this thread's rows and its warpgroup's rows see."""
+        spec, plan, at = self._spec, self._plan, self._tile
+        line = self._thread // 32 * 16 + lane // 4
+        queries = [named("row_query", at.query + (line + row * 8) // plan.group) for row in range(2)]
+        heads = [named("row_head", at.head + (line + row * 8) % plan.group) for row in range(2)]
+        first, end = T.alloc_local([2], "int32"), T.alloc_local([2], "int32")
+        for row in range(2):
+            position = queries[row] + plan.ahead
+            T.buffer_store(first, position - spec.window + 1, [row])
+            T.buffer_store(end, at.end_at(plan, position), [row])
+        self._softmax.begin(Rows(at.batch, (queries[0], queries[1]), (heads[0], heads[1]), first, end))
+        top = at.query + group * ROWS // plan.group + plan.ahead
+        bottom = at.query + (group * ROWS + ROWS - 1) // plan.group + plan.ahead
+        self._whole_end = named("whole_end", at.end_at(plan, top))
+        self._whole_first = named("whole_first", bottom - spec.window + 1) if spec.window else None
+
+    def _masked(self, block: tirx.Expr) -> tirx.Expr | None:
+        """Return whether some row of the warpgroup does not see all of a block of keys; None when never."""
+        spec, p = self._spec, self._p
+        if not spec.causal and not spec.window and p.split == 1 and spec.keys % p.block_k == 0:
+            return None
+        masked = (block + 1) * p.block_k > self._whole_end
+        return masked if self._whole_first is None else tirx.any(masked, block * p.block_k < self._whole_first)
+
+    def _sum(self, group: tirx.Expr) -> None:
+        """Emit the loop over the keys, twice where a tile without anything in its mask is made as if there was none."""
+        if self._p.overlap:
+            self._begin_scores(tirx.IntImm("int32", 0))
+        make = self._sum_overlapped if self._p.overlap else self._sum_in_turn
+        nothing = self._softmax.find_nothing()
+        if nothing is None:
+            make(group)
+            return
+        with T.If(nothing):
+            with T.Then(), self._softmax.without_bias():
+                make(group)
+            with T.Else():
+                make(group)
+
+    def _sum_in_turn(self, _group: tirx.Expr) -> None:
+        """Emit the loop over the keys: each block's scores, softmax and values."""
+        with T.serial(self._tile.block_count) as step:
+            self._begin_scores(step)
+            self._softmax.prefetch(self._tile.first_block + step)
+            self._release_query(step)
+            self._end_scores(0)
+            self._weigh(step)
+            with T.If(step > 0), T.Then():
+                self._softmax.rescale(self._sums, self._spec.head_dim // 2)
+            self._softmax.convert(self._scores, self._weights)
+            self._begin_values(step)
+            self._end_values()
+
+    def _sum_overlapped(self, group: tirx.Expr) -> None:
+        """Emit the loop over the keys: the scores of a block run beside the values and the softmax of the last.
+
+        The first block's scores are on their way.
+        """
+        zero = tirx.IntImm("int32", 0)
+        self._softmax.prefetch(self._tile.first_block)
+        self._release_query(zero)
+        self._end_scores(0)
+        self._weigh(zero)
+        self._softmax.convert(self._scores, self._weights)
+        with T.serial(self._tile.block_count - 1) as step:
+            T.evaluate(T.cuda.mbarrier_wait(self._memory.full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
+            self._wait_turn(group)
+            self._begin_scores(step + 1, wait=False)
+            self._softmax.prefetch(self._tile.first_block + step + 1)
+            self._begin_values(step)
+            self._end_turn(group)
+            self._end_scores(1)
+            self._weigh(step + 1)
+            self._end_values()
+            self._softmax.rescale(self._sums, self._spec.head_dim // 2)
+            self._softmax.convert(self._scores, self._weights)
+        self._begin_values(self._tile.block_count - 1)
+        self._end_values()
+
+    def _release_query(self, step: tirx.Expr) -> None:
+        """Emit, at a tile's first step, the release of the memory of the tile before, once its output is copied."""
+        turn, stages = self._tile.turn, self._plan.query_stages
+        if stages > 1:
+            with T.If(tirx.all(self._leader, turn > 0, step == 0)), T.Then():
+                T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
+                arrive(self._memory.empty_q.ptr_to([(turn + 1) % stages]))
+
+    def _begin_scores(self, step: tirx.Expr, *, wait: bool = True) -> None:
+        if wait:
+            T.evaluate(T.cuda.mbarrier_wait(self._memory.full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
+        if self._spec.growth is not None:
+            block = self._tile.first_block + step
+            self._new_keys.put(self._thread, block, self._memory.tile_k, self._ring_k.stage, self._tile)
+        self._multiply.scores(self._scores, self._query_stage, self._ring_k.stage)
+
+    def _end_scores(self, pending: int) -> None:
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(pending))
+        pin(self._scores, self._p.block_k // 2)
+        with T.If(self._leader), T.Then():
+            arrive(self._memory.empty_k.ptr_to([self._ring_k.stage]))
+        self._ring_k.advance()
+
+    def _weigh(self, step: tirx.Expr) -> None:
+        block = self._tile.first_block + step
+        self._softmax.weigh(self._scores, block, self._masked(block))
+
+    def _begin_values(self, step: tirx.Expr) -> None:
+        T.evaluate(T.cuda.mbarrier_wait(self._memory.full_v.ptr_to([self._ring_v.stage]), self._ring_v.phase))
+        if self._spec.growth is not None:
+            block = self._tile.first_block + step
+            self._new_values.put(self._thread, block, self._memory.tile_v, self._ring_v.stage, self._tile)
+        self._multiply.values(self._sums, self._weights, self._ring_v.stage)
+
+    def _end_values(self) -> None:
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+        pin(self._sums, self._spec.head_dim // 2)
+        with T.If(self._leader), T.Then():
+            arrive(self._memory.empty_v.ptr_to([self._ring_v.stage]))
+        self._ring_v.advance()
+
+    def _wait_turn(self, group: tirx.Expr) -> None:
+        if self._p.pingpong:
+            T.evaluate(T.ptx.bar.sync(tirx.Cast("uint32", group + _TURN_BARRIER), 2 * WARPGROUP))
+
+    def _end_turn(self, group: tirx.Expr) -> None:
+        if self._p.pingpong:
+            self._pass_turn((group + 1) % self._p.consumers)
+
+    def _pass_turn(self, group: tirx.Expr) -> None:
+        T.evaluate(T.ptx.bar.arrive(tirx.Cast("uint32", group + _TURN_BARRIER), 2 * WARPGROUP))
+
+
+def _declare(param: tirx.Var) -> tirx.Var:
+    shape = [int(size) for size in param.ty.shape]
+    return T.arg(param.name, T.Buffer(shape, str(param.ty.dtype)))

@@ -1,0 +1,318 @@
+"""The mask of the kernel of `template.py`, read from memory and applied to registers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import tvm
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.functions.attention import ScoreBias
+from relaxtune.schedules.templates.attention_sm90.plan import AttentionPlan
+
+LOG2_E = math.log2(math.e)
+MINUS_INFINITY = tirx.FloatImm("float32", -math.inf)
+
+_FLOATS = ("float16", "bfloat16", "float32")
+# dtype of a mask -> load of two elements, its registers, their dtype
+_PAIR_LOADS = {
+    "float16": ("ld.global.u32", 1, "uint32"),
+    "bfloat16": ("ld.global.u32", 1, "uint32"),
+    "float32": ("ld.global.v2.f32", 2, "float32"),
+    "int32": ("ld.global.v2.s32", 2, "int32"),
+    "int8": ("ld.global.u16", 1, "uint16"),
+    "uint8": ("ld.global.u16", 1, "uint16"),
+}
+_UNPACK = {"float16": "relaxtune_unpack_f16", "bfloat16": "relaxtune_unpack_bf16"}
+_UNPACK_SOURCE = """
+__forceinline__ __device__ float NAME(unsigned packed, int shift) {
+  unsigned short half = packed >> shift;
+  float value;
+  asm("cvt.f32.KIND %0, %1;" : "=f"(value) : "h"(half));
+  return value;
+}
+"""
+_UNPACK_KINDS = {"float16": "f16", "bfloat16": "bf16"}
+# Words of 4 bytes -> the load.
+_SCAN_LOADS = {1: "ld.global.u32", 2: "ld.global.v2.u32", 4: "ld.global.v4.u32"}
+# Words that a lane reads of a tile's mask: at a time, and at most.
+_HELD_WORDS_MAX, _SEARCHED_WORDS_MAX = 16, 256
+_ANY_LANE = "relaxtune_any_lane"
+_ANY_LANE_SOURCE = """
+__forceinline__ __device__ int relaxtune_any_lane(unsigned x) { return __any_sync(~0u, x != 0); }
+"""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The two rows of a thread: their query and head, and the keys they may see (`first <= key < end`)."""
+
+    batch: tirx.Expr
+    query: tuple[tirx.Expr, tirx.Expr]
+    head: tuple[tirx.Expr, tirx.Expr]
+    first: tirx.Var
+    end: tirx.Var
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """How a warp reads a block of a mask to see whether there is anything in it.
+
+    `loads` of `elements` neighbouring elements by each lane, `words` of 4 bytes in all.
+    """
+
+    elements: int
+    loads: int
+    words: int
+
+    @classmethod
+    def of(cls, plan: AttentionPlan, element_bytes: int) -> _Scan:
+        spec, block_k = plan.spec, plan.parameters.block_k
+        assert spec.bias is not None
+        fours = block_k > 64 and spec.keys % 4 == 0 and spec.bias.batch_stride % 4 == 0
+        elements = 4 if fours else 2
+        loads = math.ceil(block_k / (32 * elements))
+        return cls(elements, loads, loads * elements * element_bytes // 4)
+
+
+class PaddingSearch:
+    """Finds out whether there is anything but zeros in the mask of padding of a tile's batch element.
+
+    A short mask is read when a tile begins, and looked at once the tile's first scores are being multiplied. A long one
+    is read for a thread block's first tile, and again where the batch element has changed.
+    """
+
+    def __init__(self, plan: AttentionPlan, param: tirx.Var, lane: tirx.Expr) -> None:
+        spec, dtype = plan.spec, str(param.ty.dtype)
+        assert spec.bias is not None
+        self._keys, self._stride, self._lane = spec.keys, spec.bias.batch_stride, lane
+        element_bytes = int(tvm.DataType(dtype).itemsize)
+        self._vector = self.vector_of(plan, element_bytes)
+        size = math.prod(int(size) for size in param.ty.shape)
+        self._buffer = T.decl_buffer((size,), dtype, data=param.data)
+        self._loads = math.ceil(spec.keys / (32 * self._vector))
+        self._each = self._vector * element_bytes // 4
+        self._batch_loads = _HELD_WORDS_MAX // self._each
+        self._bits = T.alloc_local([1], "uint32")
+        self._words = T.alloc_local([min(self._loads, self._batch_loads) * self._each], "uint32")
+        if self._is_long:
+            self._known = T.alloc_local([1], "int32")
+            T.buffer_store(self._known, -1, [0])
+
+    @classmethod
+    def serves(cls, plan: AttentionPlan, param: tirx.Var) -> bool:
+        """Whether a tile has such a mask, and no other block a part of its keys."""
+        bias, dtype = plan.spec.bias, str(param.ty.dtype)
+        if bias is None or bias.kind != "add" or not bias.of_padding or plan.parameters.split > 1:
+            return False
+        size = int(tvm.DataType(dtype).itemsize)
+        vector = cls.vector_of(plan, size)
+        return vector > 0 and math.ceil(plan.spec.keys / (32 * vector)) * vector * size <= 4 * _SEARCHED_WORDS_MAX
+
+    @staticmethod
+    def vector_of(plan: AttentionPlan, element_bytes: int) -> int:
+        """Return the elements of the widest loads that the rows of the mask allow; 0 for none of 4 bytes or more."""
+        spec = plan.spec
+        assert spec.bias is not None
+        sizes = [size // element_bytes for size in (16, 8, 4)]
+        # No wider than that all lanes have something to read.
+        useful = [one for one in sizes if one * 32 <= spec.keys] or sizes[-1:]
+        fitting = [one for one in useful if one and spec.keys % one == 0 and spec.bias.batch_stride % one == 0]
+        return fitting[0] if fitting else 0
+
+    @property
+    def _is_long(self) -> bool:
+        return self._loads > self._batch_loads
+
+    def begin(self, batch: tirx.Expr) -> None:
+        """Emit the reads for a tile."""
+        if not self._is_long:
+            self._read(batch, 0, self._loads)
+            return
+        with T.If(batch != self._known[0]), T.Then():
+            T.buffer_store(self._known, batch, [0])
+            T.buffer_store(self._bits, T.uint32(0), [0])
+            for first in range(0, self._loads, self._batch_loads):
+                count = min(self._batch_loads, self._loads - first)
+                self._read(batch, first, count)
+                T.buffer_store(self._bits, tirx.bitwise_or(self._bits[0], self._read_bits(count)), [0])
+
+    def found_nothing(self) -> tirx.Expr:
+        """Return whether the tile's mask is zeros alone, the same in all lanes of a warp."""
+        if not self._is_long:
+            T.buffer_store(self._bits, self._read_bits(self._loads), [0])
+        found = T.cuda.func_call(_ANY_LANE, self._bits[0], source_code=_ANY_LANE_SOURCE, return_type="int32")
+        return hold(found) == 0
+
+    def _read(self, batch: tirx.Expr, first: int, count: int) -> None:
+        for load in range(count):
+            key = tirx.min(((first + load) * 32 + self._lane) * self._vector, self._keys - self._vector)
+            registers = [self._words[load * self._each + word] for word in range(self._each)]
+            T.evaluate(T.ptx[_SCAN_LOADS[self._each]](*registers, self._buffer.ptr_to([batch * self._stride + key])))
+
+    def _read_bits(self, count: int) -> tirx.Expr:
+        bits = self._words[0]
+        for word in range(1, count * self._each):
+            bits = tirx.bitwise_or(bits, self._words[word])
+        return bits
+
+
+class BiasReader:
+    """Reads the part of a mask that belongs to a block of keys into registers, and applies it.
+
+    Two neighbouring elements of 1, 2 or 4 bytes are one load where they lie at a multiple of their size.
+
+    Of a mask to be added, `find_added` tells whether there is anything in it. Where all queries have the same one (a
+    mask of padding), a warp reads it with a load or two to see that, and only then as each thread needs it.
+    """
+
+    def __init__(self, plan: AttentionPlan, param: tirx.Var, lane: tirx.Expr) -> None:
+        assert plan.spec.bias is not None
+        self._plan = plan
+        self._bias: ScoreBias = plan.spec.bias
+        self._column = lane % 4 * 2
+        self._pairs = plan.parameters.block_k // 8
+        bias = self._bias
+        # TVM reads a bool as a byte, 0 or 1.
+        self._dtype = str(param.ty.dtype).replace("bool", "int8")
+        size = math.prod(int(size) for size in param.ty.shape)
+        self._buffer = T.decl_buffer((size,), self._dtype, data=param.data)
+        # One row of the mask may serve both rows of a thread.
+        self._lines = 1 if bias.query_stride == 0 and (bias.head_stride == 0 or plan.group == 1) else 2
+        strides = (bias.batch_stride, bias.head_stride, bias.query_stride)
+        even = all(stride % 2 == 0 for stride in strides) and plan.spec.keys % 2 == 0
+        load = _PAIR_LOADS.get(self._dtype) if bias.key_stride == 1 and even else None
+        self._load = load[0] if load is not None else None
+        words, kind = load[1:] if load is not None else (2, self._dtype)
+        self._held = [[T.alloc_local([words], kind) for _ in range(self._pairs)] for _ in range(self._lines)]
+        self._lane = lane
+        if bias.kind == "add" and self._load is not None and bias.of_padding:
+            self._scan: _Scan | None = _Scan.of(plan, tvm.DataType(self._dtype).itemsize)
+            self._scanned = T.alloc_local([self._scan.words], "uint32")
+        else:
+            self._scan = None
+
+    def prefetch(self, block: tirx.Expr, rows: Rows) -> None:
+        """Emit the reads of one block of keys that come before `find_added`."""
+        if self._scan is None:
+            self._read_block(block, rows)
+            return
+        scan, plan = self._scan, self._plan
+        block_k = plan.parameters.block_k
+        each = scan.words // scan.loads
+        for load in range(scan.loads):
+            inside = tirx.min((load * 32 + self._lane) * scan.elements, block_k - scan.elements)
+            key = tirx.min(block * block_k + inside, plan.spec.keys - scan.elements)
+            registers = [self._scanned[load * each + word] for word in range(each)]
+            at = self._buffer.ptr_to([rows.batch * self._bias.batch_stride + key])
+            T.evaluate(T.ptx[_SCAN_LOADS[each]](*registers, at))
+
+    def _read_block(self, block: tirx.Expr, rows: Rows) -> None:
+        """Emit what this thread's rows need of one block of keys; past the last key, the last is read."""
+        bias, spec, block_k = self._bias, self._plan.spec, self._plan.parameters.block_k
+        starts = [
+            hold(
+                rows.batch * bias.batch_stride
+                + rows.head[line] * bias.head_stride
+                + tirx.min(rows.query[line], spec.queries - 1) * bias.query_stride
+            )
+            for line in range(self._lines)
+        ]
+        first = hold(block * block_k + self._column)
+        if spec.keys % block_k == 0 and self._plan.parameters.split == 1:
+            self._read(starts, lambda pair: first + pair * 8)
+            return
+        with T.If(block * block_k + block_k <= spec.keys):
+            with T.Then():
+                self._read(starts, lambda pair: first + pair * 8)
+            with T.Else():
+                last = spec.keys - (2 if self._load else 1)
+                self._read(starts, lambda pair: tirx.min(first + pair * 8, last))
+
+    def _read(self, starts: list[tirx.Expr], key: Callable[[int], tirx.Expr]) -> None:
+        last = self._plan.spec.keys - 1
+        for line, start in enumerate(starts):
+            for pair in range(self._pairs):
+                held = self._held[line][pair]
+                if self._load is not None:
+                    registers = [held[word] for word in _words(held)]
+                    T.evaluate(T.ptx[self._load](*registers, self._buffer.ptr_to([start + key(pair)])))
+                    continue
+                for index in range(2):
+                    at = tirx.min(key(pair) + index, last) * self._bias.key_stride
+                    T.buffer_store(held, self._buffer[start + at], [index])
+
+    @property
+    def unit(self) -> float | None:
+        """Factor from scores to powers of 2 once a mask is added; None where nothing is added: plain products."""
+        if self._bias.kind == "keep":
+            return None
+        # What float16 holds may be multiplied by log2(e) beforehand; of a wider range, low finite numbers become -inf.
+        return 1.0 if self._dtype == "float16" else LOG2_E
+
+    def find_added(self) -> tirx.Expr | None:
+        """Emit the search for anything but zeros in what the warp has read of a mask to be added.
+
+        Returns whether there is any, in a register; None where that is not looked for.
+        """
+        if self.unit is None or self._load is None:
+            return None
+        if self._scan is not None:
+            words = [self._scanned[word] for word in range(self._scan.words)]
+        else:
+            held = [pair for line in self._held for pair in line]
+            words = [tirx.reinterpret("uint32", pair[word]) for pair in held for word in _words(pair)]
+        bits = words[0]
+        for word in words[1:]:
+            bits = tirx.bitwise_or(bits, word)
+        found = T.cuda.func_call(_ANY_LANE, bits, source_code=_ANY_LANE_SOURCE, return_type="int32")
+        return hold(found) != 0
+
+    def apply(self, scores: tirx.Var, block: tirx.Expr, rows: Rows) -> None:
+        """Emit the adding to scaled products, or the masking of plain ones."""
+        if self._scan is not None:
+            self._read_block(block, rows)
+        for line in range(self._lines):
+            for pair in range(self._pairs):
+                for index in range(2):
+                    element = self._element(self._held[line][pair], index)
+                    for row in range(2) if self._lines == 1 else (line,):
+                        at = pair * 4 + row * 2 + index
+                        T.buffer_store(scores, self._masked(scores[at], element), [at])
+
+    def _masked(self, product: tirx.Expr, element: tirx.Expr) -> tirx.Expr:
+        if self.unit is None:
+            return tirx.Select(element != tirx.const(0, str(element.ty.dtype)), product, MINUS_INFINITY)
+        factor = LOG2_E / self.unit
+        return product * tirx.FloatImm("float32", self._plan.spec.scale * factor) + element * factor
+
+    def _element(self, held: tirx.Var, index: int) -> tirx.Expr:
+        """Return one of a pair of elements; of a floating mask as float32."""
+        if self._load is None:
+            return tirx.Cast("float32", held[index]) if self._dtype in _FLOATS else held[index]
+        if self._dtype in _UNPACK:
+            source = _UNPACK_SOURCE.replace("NAME", _UNPACK[self._dtype]).replace("KIND", _UNPACK_KINDS[self._dtype])
+            return T.cuda.func_call(
+                _UNPACK[self._dtype],
+                held[0],
+                tirx.IntImm("int32", 16 * index),
+                source_code=source,
+                return_type="float32",
+            )
+        if self._dtype in ("int8", "uint8"):
+            return tirx.bitwise_and(held[0], tirx.const(0xFF << 8 * index, "uint16"))
+        return held[index]
+
+
+def _words(held: tirx.Var) -> range:
+    return range(int(held.ty.shape[0]))
+
+
+def hold(value: tirx.Expr) -> tirx.Expr:
+    """Emit the storing of a value in a register of its own, and return that."""
+    register = T.alloc_local([1], "int32")
+    T.buffer_store(register, value, [0])
+    return register[0]

@@ -1,0 +1,296 @@
+"""What follows from an attention and parameters for the kernel of `attention_sm90`: sizes, or a refusal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from relaxtune.schedules.functions.attention import AttentionSpec
+from relaxtune.schedules.targets import CudaLimits
+from relaxtune.schedules.templates.base import Parameters, Refusal
+
+WARPGROUP = 128
+# Rows of one wgmma instruction.
+ROWS = 64
+# Columns of one swizzled row of shared memory: 128 bytes.
+CHUNK = 64
+ELEMENT_BYTES = 2
+PTX_TYPES = {"float16": "f16", "bfloat16": "bf16"}
+
+_ALIGNMENT = 128
+_BLOCK_K_MAX = 256
+_STAGES_MAX = 8
+# Blocks of a cluster that every sm_90 device runs (CUDA C++ Programming Guide 13.0, "Thread Block Clusters").
+_CLUSTER_MAX = 8
+# consumers -> registers of a thread of a consumer and of the producer's warpgroup after setmaxnreg; the file has 65536.
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+# What a consumer needs beside scores, weights and output (addresses, row statistics, masks), measured.
+_REGISTERS_BESIDE = 27
+# For the part of a mask of padding by which a warp sees whether there is anything in it.
+_REGISTERS_TO_SCAN = 8
+_RESIDENTS_MAX = 4
+# Of the L2 cache, what the keys and values of the tiles that are made together may take.
+_SECTION_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class AttentionParameters(Parameters):
+    """Tile sizes and roles of one kernel.
+
+    Attributes
+    ----------
+    consumers
+        Warpgroups that compute, 64 rows of queries each.
+    block_k
+        Keys at a time.
+    stages
+        Depth of the rings of K and of V in shared memory.
+    split
+        Blocks, one cluster, that share the keys of a tile of queries.
+    pack
+        Whether the heads that share a head of K and V are rows of one tile.
+    overlap
+        Whether the scores of the next keys are multiplied while the softmax of the last is computed.
+    pingpong
+        Whether the warpgroups multiply by turns, one while the others compute their softmax.
+    blocks
+        Thread blocks, each of which makes every `blocks`-th tile; 0 for a block (with `split`, a cluster) per tile.
+    residents
+        Blocks a multiprocessor should hold at a time: fewer registers a thread.
+    dependent
+        Whether the kernel may start before the one before it has ended.
+    """
+
+    template: ClassVar[str] = "attention_sm90"
+
+    consumers: int = 2
+    block_k: int = 128
+    stages: int = 2
+    split: int = 1
+    pack: bool = False
+    overlap: bool = True
+    pingpong: bool = False
+    blocks: int = 0
+    residents: int = 1
+    dependent: bool = True
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Sizes of one kernel.
+
+    Attributes
+    ----------
+    spec, parameters
+        What it computes, and what it is made from.
+    group
+        Heads in one tile of queries.
+    tile_queries, tiles
+        Queries of a tile, and tiles of all queries.
+    heads
+        Groups of heads of one batch element.
+    section
+        Of all groups of heads, those whose tiles are made together, the longest tiles first (`causal`).
+    key_blocks
+        Blocks of keys.
+    chunks
+        Parts of 64 columns of a head.
+    columns
+        Columns of a head, rounded up to what an instruction sums.
+    threads
+        Of a block: the consumers, and a warp or a warpgroup for the producer.
+    """
+
+    spec: AttentionSpec
+    parameters: AttentionParameters
+    group: int
+    tile_queries: int
+    tiles: int
+    heads: int
+    section: int
+    key_blocks: int
+    chunks: int
+    columns: int
+    threads: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile of queries in shared memory."""
+        return ROWS * self.parameters.consumers
+
+    @property
+    def paired(self) -> bool:
+        """Whether a block makes tiles in pairs, a long and a short one, so that all pairs take the same time."""
+        return self.parameters.blocks > 0 and self.spec.causal and self.tiles > 1
+
+    @property
+    def head_items(self) -> int:
+        """Tiles, or pairs of them, of one group of heads."""
+        return math.ceil(self.tiles / 2) if self.paired else self.tiles
+
+    @property
+    def items(self) -> int:
+        """Tiles, or pairs of them, of all heads."""
+        return self.spec.batch * self.heads * self.head_items
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks of the grid."""
+        p = self.parameters
+        return min(p.blocks, self.items) if p.blocks else self.items * p.split
+
+    @property
+    def query_stages(self) -> int:
+        """Tiles of Q in shared memory: 2 where the next one is loaded while the last is worked on."""
+        return 2 if self.paired or self.blocks < self.items else 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block's dynamic shared memory."""
+        p = self.parameters
+        rows = self.query_stages * self.rows + 2 * p.stages * p.block_k
+        partial = _ALIGNMENT * math.ceil(self.partial_floats * 4 / _ALIGNMENT) if p.split > 1 else 0
+        return rows * self.chunks * CHUNK * ELEMENT_BYTES + partial + 8 * (4 * p.stages + 4)
+
+    @property
+    def used_rows(self) -> int:
+        """Rows of a tile that are a query of some head."""
+        return min(self.tile_queries, self.spec.queries) * self.group
+
+    @property
+    def share_rows(self) -> int:
+        """Rows that one block of a cluster sums."""
+        return math.ceil(self.used_rows / self.parameters.split)
+
+    @property
+    def statistics_start(self) -> int:
+        """Floats of partial output in shared memory, before the rows' statistics."""
+        return self.parameters.split * self.share_rows * partial_columns(self.spec)
+
+    @property
+    def partial_floats(self) -> int:
+        """Floats of the parts of a cluster's blocks, in each of them."""
+        return self.statistics_start + 2 * self.parameters.split * self.share_rows
+
+    @property
+    def ahead(self) -> int:
+        """Position of the first query among the keys."""
+        return self.spec.keys - self.spec.queries
+
+
+def make_plan(
+    spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, *, bias_bytes: int = 0
+) -> AttentionPlan | Refusal:
+    """Return the sizes of the kernel for an attention, or why there is none with these parameters.
+
+    Parameters
+    ----------
+    bias_bytes : int
+        Of an element of the mask.
+    """
+    refusal = _refuse_parameters(p)
+    if refusal is not None:
+        return refusal
+    group = spec.group if p.pack else 1
+    if group > ROWS or (p.consumers > 1 and ROWS % group):
+        return Refusal(f"pack puts {group} heads into {p.consumers} times {ROWS} rows, expected a divisor of {ROWS}")
+    key_blocks = math.ceil(spec.keys / p.block_k)
+    if p.split > key_blocks:
+        return Refusal(f"split is {p.split}, there are {key_blocks} blocks of {p.block_k} keys")
+    registers = registers_needed(spec, p, bias_bytes)
+    available = registers_available(p, limits)
+    if registers > available:
+        return Refusal(f"a thread needs {registers} registers, {available} exist")
+    heads = spec.heads // group
+    tile_queries = ROWS * p.consumers // group
+    plan = AttentionPlan(
+        spec=spec,
+        parameters=p,
+        group=group,
+        tile_queries=tile_queries,
+        tiles=math.ceil(spec.queries / tile_queries),
+        heads=heads,
+        section=_section(spec, heads),
+        key_blocks=key_blocks,
+        chunks=math.ceil(spec.head_dim / CHUNK),
+        columns=16 * math.ceil(spec.head_dim / 16),
+        threads=p.consumers * WARPGROUP + (WARPGROUP if p.consumers > 1 else 32),
+    )
+    if plan.shared_bytes > limits.shared_bytes_optin:
+        return Refusal(f"{plan.shared_bytes} bytes of shared memory, the target has {limits.shared_bytes_optin}")
+    return plan if spec.growth is None else _refuse_growth(plan) or plan
+
+
+def _refuse_growth(plan: AttentionPlan) -> Refusal | None:
+    """Return why a kernel that writes K and V does not: each of their elements is to be loaded by one block, once."""
+    spec, p = plan.spec, plan.parameters
+    if plan.tiles > 1 or plan.group != spec.group or plan.query_stages > 1:
+        return Refusal("caches that grow take one tile for all queries of the heads that share a head of K and V")
+    if spec.window or p.consumers > 1:
+        return Refusal("caches that grow go with 1 consumer and no window")
+    if p.stages < 2 and plan.key_blocks > p.split:
+        return Refusal("caches that grow take 2 stages or more for several blocks of keys")
+    return None
+
+
+def registers_needed(spec: AttentionSpec, p: AttentionParameters, bias_bytes: int) -> int:
+    """Return the registers of a consumer's thread: scores, mask, output, and what lies beside.
+
+    With `overlap`, the weights in 2 bytes live beside the next scores, else they take their place.
+    """
+    weights = p.block_k // 4 if p.overlap else 0
+    if spec.bias is not None and spec.bias.kind == "add" and spec.bias.of_padding:
+        weights += _REGISTERS_TO_SCAN
+    elif spec.bias is not None:
+        # Of each 8 keys a pair, for each row of a thread unless one row of the mask serves all; some are used up before
+        # the last is there.
+        lines = 2 if spec.bias.query_stride or (p.pack and spec.bias.head_stride) else 1
+        weights += lines * p.block_k // 8 * max(1, bias_bytes // 2) * 3 // 4
+    return p.block_k // 2 + weights + spec.head_dim // 2 + _REGISTERS_BESIDE
+
+
+def registers_available(p: AttentionParameters, limits: CudaLimits) -> int:
+    """Return the registers that a consumer's thread may have."""
+    if p.consumers in REGISTERS and p.residents == 1:
+        return REGISTERS[p.consumers][0]
+    # A multiprocessor has four parts with a quarter of the registers each, which take its warps by turns.
+    warps = p.residents * (p.consumers * 4 + (4 if p.consumers > 1 else 1))
+    each = limits.registers_per_block // 4 // (math.ceil(warps / 4) * 32)
+    return min(limits.registers_per_thread, each // 8 * 8)
+
+
+def partial_columns(spec: AttentionSpec) -> int:
+    """Return the floats of a row of partial output: padded so that rows start in different banks."""
+    return spec.head_dim + 4
+
+
+def _section(spec: AttentionSpec, heads: int) -> int:
+    total = spec.batch * heads
+    each = 2 * spec.keys * spec.head_dim * ELEMENT_BYTES
+    most = max(1, _SECTION_BYTES // each * (heads // min(heads, spec.kv_heads)))
+    return max(size for size in range(1, min(total, most) + 1) if total % size == 0)
+
+
+def _refuse_parameters(p: AttentionParameters) -> Refusal | None:
+    if not 1 <= p.consumers <= 3:
+        return Refusal(f"consumers is {p.consumers}, expected 1 to 3")
+    if p.block_k % 16 or not 16 <= p.block_k <= _BLOCK_K_MAX:
+        return Refusal(f"block_k is {p.block_k}, expected a multiple of 16 up to {_BLOCK_K_MAX} (wgmma's N)")
+    if not 1 <= p.stages <= _STAGES_MAX:
+        return Refusal(f"stages is {p.stages}, expected 1 to {_STAGES_MAX}")
+    if not 1 <= p.split <= _CLUSTER_MAX:
+        return Refusal(f"split is {p.split}, expected 1 to {_CLUSTER_MAX} (a portable cluster)")
+    if p.blocks < 0:
+        return Refusal(f"blocks is {p.blocks}, expected 0 or more")
+    if p.blocks and p.split > 1:
+        return Refusal("split does not go with a fixed number of blocks")
+    if p.pingpong and p.consumers == 1:
+        return Refusal("pingpong has 1 consumer, expected 2 or 3")
+    if not 1 <= p.residents <= _RESIDENTS_MAX:
+        return Refusal(f"residents is {p.residents}, expected 1 to {_RESIDENTS_MAX}")
+    if p.residents > 1 and p.consumers > 1:
+        return Refusal(f"residents is {p.residents} with {p.consumers} consumers, expected 1 (setmaxnreg)")
+    if p.overlap and p.stages < 2:
+        return Refusal("overlap has 1 stage, expected 2 or more")
+    return None

@@ -1,0 +1,141 @@
+"""The warp of the attention kernel that loads: queries, keys and values, and copies of caches that grow."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.attention_sm90.growth import copy_block
+from relaxtune.schedules.templates.attention_sm90.memory import Maps, Memory
+from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, ELEMENT_BYTES, AttentionPlan
+from relaxtune.schedules.templates.attention_sm90.tiles import Tile, each_tile
+from relaxtune.schedules.templates.emit.hopper import Ring, load_tile
+
+
+class Producer:
+    """Loads what a plan's consumers multiply; the methods emit into the current IRBuilder.
+
+    Parameters
+    ----------
+    plan, memory, maps : AttentionPlan, Memory, Maps
+        What is loaded where.
+    early_caches, early_copies : bool
+        For caches that grow: whether they are loaded, and copied too, before the wait for the kernel before.
+    """
+
+    def __init__(
+        self, plan: AttentionPlan, memory: Memory, maps: Maps, *, early_caches: bool, early_copies: bool
+    ) -> None:
+        self._plan = plan
+        self._spec = plan.spec
+        self._p = plan.parameters
+        self._memory = memory
+        self._maps = maps
+        self._early_caches = early_caches
+        self._early_copies = early_copies
+
+    def produce(self, block: tirx.Expr) -> None:
+        """Emit the loads of all tiles of a block, by one thread."""
+        p = self._p
+        ring_k, ring_v = Ring(p.stages), Ring(p.stages)
+        if p.dependent and self._spec.growth is None:
+            T.evaluate(T.ptx.griddepcontrol.wait())
+
+        def load(tile: Tile) -> None:
+            self._tile = tile
+            if self._spec.growth is not None:
+                self._load_and_copy(ring_k, ring_v)
+                return
+            self._load_query()
+            self._load_keys(ring_k, 0)
+            with T.serial(tile.block_count - 1) as step:
+                self._load_keys(ring_k, step + 1)
+                self._load_values(ring_v, step)
+            self._load_values(ring_v, tile.block_count - 1)
+
+        each_tile(self._plan, block, load)
+
+    def _load_and_copy(self, ring_k: Ring, ring_v: Ring) -> None:
+        """Emit the loads of the only tile, each block of its keys and values copied to K and V once it has arrived.
+
+        What fits is loaded before the kernel waits for the one before it where no kernel writes the caches, and copied,
+        too, where no other kernel reads or writes K and V.
+        """
+        stages, count = self._p.stages, self._tile.block_count
+        ring, ahead, first = Ring(stages), stages - 1, tirx.min(count, stages)
+        if not self._early_caches:
+            self._begin_query()
+        with T.serial(first) as step:
+            self._load_keys(ring_k, step)
+            self._load_values(ring_v, step)
+        if self._early_caches and not self._early_copies:
+            self._begin_query()
+        with T.serial(first) as step:
+            self._copy(ring, step)
+        if self._early_copies:
+            self._begin_query()
+        left = count - first
+        with T.serial(left) as step:
+            # What is loaded now takes the place of what was copied.
+            T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
+            self._load_keys(ring_k, stages + step)
+            self._load_values(ring_v, stages + step)
+            with T.If(step >= ahead), T.Then():
+                self._copy(ring, stages + step - ahead)
+        late = tirx.min(left, ahead)
+        with T.serial(late) as step:
+            self._copy(ring, count - late + step)
+        T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
+
+    def _begin_query(self) -> None:
+        """Emit the wait for the kernel before this one, and the load of Q."""
+        if self._p.dependent:
+            T.evaluate(T.ptx.griddepcontrol.wait())
+        self._load_query()
+
+    def _copy(self, ring: Ring, step: tirx.Expr) -> None:
+        """Emit the copies of a block of keys and of values, once they have arrived, as one group."""
+        block = self._tile.first_block + step
+        for full, tile, target in (
+            (self._memory.full_k, self._memory.tile_k, self._maps.to_k),
+            (self._memory.full_v, self._memory.tile_v, self._maps.to_v),
+        ):
+            T.evaluate(T.cuda.mbarrier_wait(full.ptr_to([ring.stage]), ring.phase))
+            copy_block(self._plan, target, block, tile, ring.stage, self._tile)
+        T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
+        ring.advance()
+
+    def _load_query(self) -> None:
+        plan, at = self._plan, self._tile
+        stage, phase = self._memory.query_ring(at)
+        if plan.query_stages > 1:
+            T.evaluate(T.cuda.mbarrier_wait(self._memory.empty_q.ptr_to([stage]), phase ^ 1))
+        full = self._memory.full_q.ptr_to([stage])
+        self._expect(full, plan.tile_queries * plan.group)
+        for chunk in range(plan.chunks):
+            to = self._memory.tile_q.ptr_to([stage, chunk * plan.rows * CHUNK])
+            load_tile(to, self._maps.q, (chunk * CHUNK, at.head, at.query, at.batch), full)
+
+    def _load_keys(self, ring: Ring, step: tirx.Expr | int) -> None:
+        self._load_block(ring, step, self._memory.tile_k, self._maps.k, self._memory.full_k, self._memory.empty_k)
+
+    def _load_values(self, ring: Ring, step: tirx.Expr | int) -> None:
+        self._load_block(ring, step, self._memory.tile_v, self._maps.v, self._memory.full_v, self._memory.empty_v)
+
+    def _load_block(
+        self, ring: Ring, step: tirx.Expr | int, tile: tirx.Var, source: tirx.Var, full: tirx.Var, empty: tirx.Var
+    ) -> None:
+        plan, block_k = self._plan, self._p.block_k
+        T.evaluate(T.cuda.mbarrier_wait(empty.ptr_to([ring.stage]), ring.phase ^ 1))
+        barrier = full.ptr_to([ring.stage])
+        self._expect(barrier, block_k)
+        for chunk in range(plan.chunks):
+            to = tile.ptr_to([ring.stage, chunk * block_k * CHUNK])
+            key = (self._tile.first_block + step) * block_k
+            position = (chunk * CHUNK, self._tile.kv_head, key, self._tile.batch)
+            load_tile(to, source, position, barrier)
+        ring.advance()
+
+    def _expect(self, barrier: tirx.Expr, rows: int) -> None:
+        size = T.uint32(rows * self._plan.chunks * CHUNK * ELEMENT_BYTES)
+        T.evaluate(T.ptx.mbarrier.arrive.expect_tx.shared.b64(barrier, size))

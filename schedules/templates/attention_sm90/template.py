@@ -1,0 +1,324 @@
+"""Attention for Hopper (sm_90a) in one kernel: TMA, mbarriers and wgmma with an online softmax, in TIRx.
+
+Notation
+--------
+That of `schedules.functions.attention`, with Q, K, V and O float16 or bfloat16::
+
+    S = Q K^T                       float32, registers; a tile of `64 * consumers` rows and `block_k` keys at a time
+    P = exp(mask(scale * S) - m)    float32, then 2 bytes a value, registers; m the rows' largest scores so far
+    O = O * exp(m_before - m) + P V     float32, registers; divided by the sum of P in the end
+
+A thread block makes one tile of queries of one head, or with `pack` of the `heads / kv_heads` heads that share a head
+of K and V: row r of the tile is query `r // group`, head `r % group`. Blocks of keys that none of its queries sees
+(`causal`, `window`) are skipped. Its threads:
+
+- consumers: `consumers` warpgroups of 128 threads with 64 rows each, in `m64nNk16` wgmma instructions, Q and K and V in
+  shared memory, P in registers. Thread t of a warpgroup holds of rows `16 * (t / 32) + (t % 32) / 4` and 8 below, in
+  each 8 columns, columns `2 * (t % 4)` and the next.
+- producer: one warp after them, of which one thread issues every TMA load.
+
+Where `blocks` is given, a thread block makes every `blocks`-th tile, and loads the next while it works on the last.
+
+With `overlap`, the scores of the next keys are multiplied while the softmax of the last is computed. With `pingpong`,
+besides, the warpgroups issue their multiplications by turns (named barriers). Both are FlashAttention-3's (Shah et al.,
+2024, sections 3.1 and 3.2).
+
+Shared memory is dynamic; every tile is stored in chunks of 64 columns, 128-byte rows swizzled 128 bytes, its start
+aligned to 1024 bytes. Heads whose size is no multiple of 64 take whole chunks, filled with zeros by TMA:
+
+    tile_q   [1 or 2, chunks, 64 * consumers, 64]       later O, from where TMA stores it
+    tile_k   [stages, chunks, block_k, 64]      "K-major" to wgmma
+    tile_v   [stages, chunks, block_k, 64]      "MN-major"
+    full_q, full_k, full_v          one mbarrier a tile: one arrival (the producer) and the tile's bytes
+    empty_q, empty_k, empty_v       one mbarrier a tile: one arrival by each warpgroup
+    partial     rows of O, m and the sum of P from every block of the cluster (`split`)
+
+With `split`, the blocks of a cluster share one tile: each sums a part of the keys and sends each row of its O to the
+block that adds up that row, in the order of ranks, and writes it. With `dependent`, the kernel may start while the one
+before it in the stream ends (programmatic dependent launch): it waits for it before it reads or writes global memory,
+but for caches that no kernel writes, and what they are copied to where no other kernel uses it.
+
+Where caches grow (`schedules.functions.attention.CacheGrowth`), the kernel writes K and V too: it loads the caches and
+the new positions, and copies each block of keys from shared memory (`attention_sm90_growth`).
+
+What holds of masks: an `add` mask of finite numbers, however low, gives an ordinary softmax; a row of which no key is
+seen (all -inf, or not kept) is NaN; +inf or NaN in a row makes it NaN. Rows and keys outside the tensors are neither
+read (TMA fills with zeros) nor written.
+
+Limits and encodings: PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" and "Tensor
+Memory Access"; CUDA driver API, cuTensorMapEncodeTiled (16-byte aligned address and strides, box sides of at most 256).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import tvm
+from tvm import tirx
+
+from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, spec_of
+from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
+from relaxtune.schedules.templates.attention_sm90.kernel import build_kernel
+from relaxtune.schedules.templates.attention_sm90.plan import (
+    ELEMENT_BYTES,
+    PTX_TYPES,
+    ROWS,
+    AttentionParameters,
+    AttentionPlan,
+    make_plan,
+    registers_needed,
+)
+from relaxtune.schedules.templates.base import Parameters, Refusal, TemplateError
+
+_TMA_ALIGNMENT = 16
+_INDEX_MAX = 2**31 - 1
+_HEAD_DIM_MAX = 256
+_ADDED = ("float16", "bfloat16", "float32")
+_KEPT = (*_ADDED, "bool", "int8", "uint8", "int32", "int64")
+# Of H100 SXM and H200, where the target was given by name.
+_SM_COUNT = 132
+_CANDIDATES_MAX = 16
+# Of larger heads, a third warpgroup's share of the registers holds too few keys.
+_THIRD_HEAD_DIM_MAX = 96
+_STAGES_MAX = 4
+# Of a warpgroup's step, what keeps the others from theirs beside the arithmetic.
+_STEP_CYCLES = 80
+
+
+class AttentionSm90:
+    """The template; see `schedules.templates.base.Template`."""
+
+    name = AttentionParameters.template
+
+    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[AttentionParameters] | Refusal:
+        """Return the parameters worth measuring, the most promising first, or why there are none."""
+        spec = _recognise(func, target)
+        if isinstance(spec, Refusal):
+            return spec
+        limits, bias_bytes = _limits(target), _bias_bytes(func, spec)
+        sm_count = limits.sm_count or _SM_COUNT
+        deepest = [_deepest(spec, p, limits, bias_bytes) for p in _proposals(spec, sm_count)]
+        plans = [plan for plan in deepest if plan is not None]
+        # Of equals, those that are sure of their places come first, and those that take turns.
+        plans.sort(
+            key=lambda plan: (
+                _predicted_cycles(plan, limits),
+                -plan.parameters.residents,
+                not plan.parameters.pingpong,
+            )
+        )
+        found: dict[tuple[AttentionParameters, int], AttentionParameters] = {}
+        for plan in plans:
+            # Those that differ only in places that no block takes are the same.
+            places = min(_blocks_held(plan, limits), math.ceil(plan.blocks / sm_count))
+            found.setdefault((replace(plan.parameters, residents=1, stages=1), places), plan.parameters)
+        return list(found.values())[:_CANDIDATES_MAX] or Refusal("no tile fits this shape")
+
+    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+        """Return the scheduled PrimFunc, or why it cannot be made."""
+        if not isinstance(parameters, AttentionParameters):
+            raise TemplateError(f"template {self.name} got {parameters!r}; expected AttentionParameters.")
+        spec = _recognise(func, target)
+        if isinstance(spec, Refusal):
+            return spec
+        plan = make_plan(spec, parameters, _limits(target), bias_bytes=_bias_bytes(func, spec))
+        return plan if isinstance(plan, Refusal) else build_kernel(func, plan)
+
+    def parse(self, decision: str) -> AttentionParameters:
+        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
+        return AttentionParameters.from_json(decision)
+
+
+def _limits(target: ResolvedTarget) -> CudaLimits:
+    if not isinstance(target.limits, CudaLimits):
+        raise TemplateError(f"template {AttentionParameters.template} needs a CUDA target, got {target.kind}.")
+    return target.limits
+
+
+def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
+    """Return the function's attention when this template can make it with some parameters."""
+    if target.kind != "cuda" or target.arch != "sm_90a":
+        return Refusal(f"the target is {target.kind} {target.arch}, expected cuda sm_90a (wgmma and TMA)")
+    spec = spec_of(func)
+    if spec is None:
+        return Refusal("the function is not marked as an attention")
+    if spec.head_dim % 8 or spec.head_dim > _HEAD_DIM_MAX:
+        return Refusal(f"head_dim is {spec.head_dim}, expected a multiple of 8 up to {_HEAD_DIM_MAX}")
+    if spec.scale <= 0:
+        return Refusal(f"scale is {spec.scale}, expected a positive one (the largest product has the largest score)")
+    if any(math.prod(int(size) for size in param.ty.shape) > _INDEX_MAX for param in func.params):
+        return Refusal("a parameter has 2**31 elements or more, the kernel counts in 32 bits")
+    dtypes = {role: str(func.params[layout.param].ty.dtype) for role, layout in _layouts(spec).items()}
+    if len(set(dtypes.values())) > 1 or dtypes["query"] not in PTX_TYPES:
+        return Refusal(f"the dtypes are {dtypes}, expected one of {', '.join(PTX_TYPES)} for all")
+    return _refuse_layouts(spec) or _refuse_bias(func, spec) or spec
+
+
+def _layouts(spec: AttentionSpec) -> dict[str, HeadLayout]:
+    layouts = {"query": spec.query, "key": spec.key, "value": spec.value, "output": spec.output}
+    if spec.growth is not None:
+        layouts |= {"past key": spec.growth.past_key, "past value": spec.growth.past_value}
+        layouts |= {"new key": spec.growth.new_key, "new value": spec.growth.new_value}
+    return layouts
+
+
+def _refuse_layouts(spec: AttentionSpec) -> Refusal | None:
+    """Return why TMA does not take a tensor: a stride that matters is 0 or no multiple of 16 bytes."""
+    for role, layout in _layouts(spec).items():
+        shared = role not in ("query", "output")
+        axes = (
+            ("batch", spec.batch, layout.batch_stride),
+            ("head", spec.kv_heads if shared else spec.heads, layout.head_stride),
+            ("position", _positions(spec, role), layout.position_stride),
+        )
+        for axis, extent, stride in axes:
+            if extent > 1 and (stride == 0 or stride * ELEMENT_BYTES % _TMA_ALIGNMENT):
+                return Refusal(f"the {role}'s {axis} stride is {stride}, expected a positive multiple of 8 elements")
+        if layout.offset * ELEMENT_BYTES % _TMA_ALIGNMENT:
+            return Refusal(f"the {role} starts at element {layout.offset}, expected a multiple of 8")
+    return None
+
+
+def _positions(spec: AttentionSpec, role: str) -> int:
+    if role in ("query", "output"):
+        return spec.queries
+    if spec.growth is None or role in ("key", "value"):
+        return spec.keys
+    return spec.growth.past if role.startswith("past") else spec.keys - spec.growth.past
+
+
+def _refuse_bias(func: tirx.PrimFunc, spec: AttentionSpec) -> Refusal | None:
+    if spec.bias is None:
+        return None
+    dtype = str(func.params[spec.bias.param].ty.dtype)
+    expected = _ADDED if spec.bias.kind == "add" else _KEPT
+    if dtype not in expected:
+        return Refusal(f"the {spec.bias.kind} mask is {dtype}, expected one of {', '.join(expected)}")
+    return None
+
+
+def _bias_bytes(func: tirx.PrimFunc, spec: AttentionSpec) -> int:
+    if spec.bias is None:
+        return 0
+    return int((tvm.DataType(str(func.params[spec.bias.param].ty.dtype)).bits + 7) // 8)
+
+
+def _proposals(spec: AttentionSpec, sm_count: int) -> Iterator[AttentionParameters]:
+    """Yield tiles and roles that may suit a shape, with the deepest ring; some do not fit."""
+    # Few queries: the heads of a group together fill the rows of an instruction.
+    packs = (True, False) if spec.group > 1 and spec.queries * spec.group <= 4 * ROWS else (False,)
+    for pack in packs:
+        rows = spec.queries * (spec.group if pack else 1)
+        for consumers in (1, 2, 3):
+            if consumers > 1 and rows <= ROWS * (consumers - 1):
+                continue
+            if consumers == 3 and spec.head_dim > _THIRD_HEAD_DIM_MAX:
+                continue
+            for block_k in (64, 80, 96, 112, 128):
+                if block_k > 64 and block_k >= 2 * spec.keys:
+                    continue
+                for residents in (1, 2, 3, 4) if consumers == 1 else (1,):
+                    yield from _roles(
+                        spec, AttentionParameters(consumers, block_k, pack=pack, residents=residents), sm_count
+                    )
+
+
+def _roles(spec: AttentionSpec, p: AttentionParameters, sm_count: int) -> Iterator[AttentionParameters]:
+    """Yield the forms of one tile: keys split over blocks or not, blocks for one tile or several."""
+    overlaps = (True, False) if spec.keys > p.block_k else (False,)
+    for overlap in overlaps:
+        for split in (1, 2, 3, 4, 6, 8):
+            yield replace(p, stages=_STAGES_MAX, split=split, overlap=overlap)
+        for turns in (True, False) if p.consumers > 1 and overlap else (False,):
+            yield replace(p, stages=_STAGES_MAX, overlap=overlap, pingpong=turns, blocks=sm_count * p.residents)
+            if turns:
+                yield replace(p, stages=_STAGES_MAX, pingpong=True)
+
+
+def _deepest(spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, bias_bytes: int) -> AttentionPlan | None:
+    """Return the plan with as many stages as fit beside the other residents and are of use, or None."""
+    share = 2 * math.ceil(math.ceil(spec.keys / p.block_k) / p.split) if p.blocks else 0
+    share = max(share, math.ceil(math.ceil(spec.keys / p.block_k) / p.split))
+    # Of a multiprocessor's shared memory, the system takes 1 KiB a block.
+    available = (limits.shared_bytes_optin + 1024) // p.residents - 1024
+    for stages in range(min(p.stages, share), 0, -1):
+        plan = make_plan(spec, replace(p, stages=stages), limits, bias_bytes=bias_bytes)
+        if isinstance(plan, AttentionPlan) and plan.shared_bytes <= available:
+            # A fixed number of blocks is for more tiles than that.
+            return plan if not p.blocks or plan.query_stages > 1 else None
+    return None
+
+
+def _predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
+    """Return a time to order candidates by, in cycles of a multiprocessor.
+
+    The figures are a least-squares fit (16 % root mean square) to 520 kernels of head sizes 64 and 128, with 1 to 8192
+    queries, timed on an H200, with a few set by hand where it ranked neighbours wrongly. In a later run over 33 shapes
+    the first candidate took 2 % longer than the best of the first three (geometric mean).
+    """
+    spec, p = plan.spec, plan.parameters
+    sm_count = limits.sm_count or _SM_COUNT
+    rounds, together = _rounds(plan, limits)
+    steps = _mean_steps(plan)
+    # 2048 multiply-adds and 16 powers of 2 a cycle at best, by all warpgroups of a multiprocessor.
+    products = ROWS * p.block_k * (plan.columns + spec.head_dim) / 2048
+    powers = ROWS * p.block_k / 16
+    # What a warpgroup waits for on its own.
+    alone = max(products, powers) + 155 if p.overlap else products + powers + 215
+    if p.stages == 1 and steps > 1:
+        # Each load waits for the step before.
+        alone += 800
+    shared = together * p.consumers * (_STEP_CYCLES + max(0.59 * products, powers))
+    # Instructions of 80, 96 and 112 keys are no faster than those of 128.
+    shared *= 1.18 if p.block_k % 64 else 1
+    begin = 1800 if p.blocks else 2200 if p.consumers == 1 else 3200
+    cycles = rounds * (begin + steps * (alone + shared))
+    if p.split > 1:
+        cycles += 800 + 40 * plan.used_rows
+    elements = spec.batch * spec.head_dim * (2 * spec.heads * spec.queries + 2 * spec.kv_heads * spec.keys)
+    memory = elements * ELEMENT_BYTES / (16 * sm_count) + 2000
+    # Where memory is the limit, what leaves it the most time comes first.
+    return max(cycles, memory) + 0.2 * cycles
+
+
+def _rounds(plan: AttentionPlan, limits: CudaLimits) -> tuple[float, int]:
+    """Return how many tiles a block's place makes one after another, and how many a multiprocessor makes at a time."""
+    p = plan.parameters
+    sm_count = limits.sm_count or _SM_COUNT
+    held = _blocks_held(plan, limits)
+    if p.blocks:
+        each = math.ceil(plan.items / plan.blocks) * (2 if plan.paired else 1)
+        return each, min(held, math.ceil(plan.blocks / sm_count))
+    # A cluster stays within a group of multiprocessors, not all of which are whole.
+    rounds = plan.blocks / (sm_count * held * (0.775 if p.split > 1 else 1))
+    # With dependent launch, blocks crowd on the multiprocessors that the kernel before them has left.
+    together = min(held, math.ceil(2 * plan.blocks / sm_count))
+    return rounds + 0.5 if rounds > 3 else math.ceil(rounds), together
+
+
+def _blocks_held(plan: AttentionPlan, limits: CudaLimits) -> int:
+    """Return the blocks that a multiprocessor holds at a time."""
+    p = plan.parameters
+    if p.consumers > 1:
+        return 1
+    needed = max(64, registers_needed(plan.spec, p, 0) + 14)
+    by_registers = max(p.residents, limits.registers_per_block // (plan.threads * needed))
+    return max(1, min((limits.shared_bytes_optin + 1024) // (plan.shared_bytes + 1024), by_registers))
+
+
+def _mean_steps(plan: AttentionPlan) -> float:
+    """Return the blocks of keys that a thread block sums for a tile, on average."""
+    spec, p = plan.spec, plan.parameters
+    if not spec.causal and not spec.window:
+        return math.ceil(plan.key_blocks / p.split)
+    total = 0.0
+    for tile in range(plan.tiles):
+        first = tile * plan.tile_queries + plan.ahead
+        last = min(first + plan.tile_queries, spec.keys) - 1
+        end = last + 1 if spec.causal else min(last + spec.window, spec.keys)
+        start = max(first - spec.window + 1, 0) if spec.window else 0
+        blocks = math.ceil(max(end, 1) / p.block_k) - start // p.block_k
+        total += math.ceil(max(blocks, 1) / p.split)
+    return total / plan.tiles

@@ -1,0 +1,124 @@
+"""Which tiles a thread block of the kernel of `template.py` makes, and which keys each sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.attention_sm90.plan import AttentionPlan
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of queries, and the part of its keys that one thread block sums.
+
+    Attributes
+    ----------
+    turn
+        The tile's number among those of its thread block.
+    batch, head, query
+        Its batch element, first head and first query.
+    kv_head
+        Head of K and V.
+    first_block, block_count
+        Blocks of keys; at least one.
+    key_end
+        No key from here on is seen.
+    """
+
+    turn: tirx.Expr
+    batch: tirx.Expr
+    head: tirx.Expr
+    query: tirx.Expr
+    kv_head: tirx.Expr
+    first_block: tirx.Expr
+    block_count: tirx.Expr
+    key_end: tirx.Expr | int
+
+    def end_at(self, plan: AttentionPlan, position: tirx.Expr) -> tirx.Expr | int:
+        """Return the key after the last that a query at a position among the keys sees."""
+        if plan.spec.causal:
+            return tirx.min(position + 1, self.key_end)
+        if plan.spec.window:
+            return tirx.min(position + plan.spec.window, self.key_end)
+        return self.key_end
+
+
+def each_tile(plan: AttentionPlan, block: tirx.Expr, make: Callable[[Tile], None]) -> None:
+    """Emit the loop over a thread block's tiles.
+
+    Parameters
+    ----------
+    block : Expr
+        Number of the thread block.
+    make : callable
+        Emits what is done with a tile.
+    """
+    if plan.query_stages == 1:
+        split = plan.parameters.split
+        tile, heads = _only_tile(plan, block // split)
+        make(_locate(plan, tirx.IntImm("int32", 0), tile, heads, block % split))
+        return
+    items = (plan.items - block + plan.blocks - 1) // plan.blocks
+    with T.serial(items * 2 if plan.paired else items) as turn:
+        item = block + (turn // 2 if plan.paired else turn) * plan.blocks
+        tile, heads = item % plan.head_items, item // plan.head_items
+        if plan.paired:
+            tile = tirx.Select(turn % 2 == 0, plan.tiles - 1 - tile, tile)
+        make(_locate(plan, turn, tile, heads, None))
+
+
+def named(name: str, value: tirx.Expr) -> tirx.Expr:
+    """Emit the storing of an int32 in a register, and return that."""
+    register = T.alloc_local([1], "int32")
+    IRBuilder.name(name, register)
+    T.buffer_store(register, value, [0])
+    return register[0]
+
+
+def _only_tile(plan: AttentionPlan, work: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+    """Return the tile, and of which group of all heads, that is a block's only one."""
+    if not plan.spec.causal:
+        return work % plan.tiles, work // plan.tiles
+    # The longest tiles first, of as many heads as have their keys in the L2 cache together.
+    inside = work % (plan.section * plan.tiles)
+    heads = work // (plan.section * plan.tiles) * plan.section + inside % plan.section
+    return plan.tiles - 1 - inside // plan.section, heads
+
+
+def _locate(plan: AttentionPlan, turn: tirx.Expr, tile: tirx.Expr, heads: tirx.Expr, rank: tirx.Expr | None) -> Tile:
+    """Emit where a tile lies, and which blocks of keys this thread block, of a rank in its cluster, sums for it."""
+    spec, p = plan.spec, plan.parameters
+    batch = named("batch", heads // plan.heads)
+    head = named("head", heads % plan.heads * plan.group)
+    query = named("query", tile * plan.tile_queries)
+    first, end = _visible_blocks(plan, query)
+    if p.split == 1 or rank is None:
+        start, count = named("first_block", first), named("block_count", tirx.max(end - first, 1))
+        return Tile(turn, batch, head, query, head // spec.group, start, count, spec.keys)
+    share = named("share", (end - first + p.split - 1) // p.split)
+    start = named("start", first + rank * share)
+    stop = named("stop", tirx.min(start + share, end))
+    count = named("block_count", tirx.max(stop - start, 1))
+    # A block without a share makes one block of keys that it does not see.
+    key_end = named("key_end", tirx.Select(start < stop, tirx.min(stop * p.block_k, spec.keys), 0))
+    return Tile(turn, batch, head, query, head // spec.group, start, count, key_end)
+
+
+def _visible_blocks(plan: AttentionPlan, query: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+    """Return the first block of keys that a tile's queries may see, and the one after the last."""
+    spec, block_k = plan.spec, plan.parameters.block_k
+    first: tirx.Expr = tirx.IntImm("int32", 0)
+    end: tirx.Expr = tirx.IntImm("int32", plan.key_blocks)
+    position = query + plan.ahead
+    last = tirx.min(position + plan.tile_queries, spec.keys) - 1
+    if spec.window:
+        first = tirx.max(position - spec.window + 1, 0) // block_k
+    if spec.causal or spec.window:
+        reach = 1 if spec.causal else spec.window
+        end = tirx.min(tirx.max(last + reach, 0) + block_k - 1, spec.keys + block_k - 1) // block_k
+    return first, end

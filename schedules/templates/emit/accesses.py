@@ -1,0 +1,232 @@
+"""How a thread that makes neighbouring elements of the last axis reads what they depend on.
+
+A thread makes `lanes` elements whose last index is `vector * lanes + lane`. Of each load it is found here whether all
+lanes read one element, neighbouring ones (as one access of up to 16 bytes, as far as the index is a multiple of its
+width), or each its own. A load in one side of a branch is made only where the branch is taken, which is decided once
+for all lanes where the condition allows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import tvm
+from tvm import tirx
+from tvm.ir.expr import TensorLoad
+from tvm_ffi import StructuralKey
+
+from relaxtune.schedules.tir.blocks import constant_value, substitute
+from relaxtune.schedules.tir.dataflow import Dataflow, without_loads
+from relaxtune.schedules.tir.expressions import depends_on, dtype_of, is_branch, ranged_analyzer, rebuild
+
+VECTOR_BYTES = 16
+
+# A condition, and whether it has to hold or not.
+Guard = tuple[tirx.Expr, bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Access:
+    """One load, for all lanes of a thread.
+
+    Attributes
+    ----------
+    buffer, dtype
+        What is loaded from.
+    width
+        Elements that one instruction reads: 0 when one element serves all lanes.
+    indices
+        Of the first lane alone where one element serves all or lanes are neighbours, else of each; over the outer
+        axes, `vector`, and the variables of `inner`.
+    conditions
+        Under which the load is made, none where it always is; one for all lanes or one a lane, like `indices`.
+    inner
+        A variable in `indices` or `conditions` -> the load, and its lane, that it stands for.
+    per_row
+        Whether it is the same for all vectors of a row.
+    per_column
+        Whether it is the same for all rows.
+    """
+
+    buffer: tirx.Var
+    dtype: str
+    width: int
+    indices: tuple[tirx.Expr, ...]
+    conditions: tuple[tirx.Expr, ...]
+    inner: Mapping[tirx.Var, tuple[Access, int]]
+    per_row: bool
+    per_column: bool
+
+    @property
+    def scattered(self) -> bool:
+        """Whether each lane reads by itself."""
+        return self.width == 1 and len(self.indices) > 1
+
+    def register(self, lane: int) -> int:
+        """Return which of the registers holds a lane's element."""
+        return lane if self.width else 0
+
+
+class Accesses:
+    """The loads of a function's expressions, inner ones before those whose index needs them.
+
+    Attributes
+    ----------
+    vector
+        Variable of the vector's position: elements `vector * lanes` to `vector * lanes + lanes - 1` of the last axis.
+    found
+        In an order in which each can be made.
+    """
+
+    def __init__(self, flow: Dataflow, lanes: int) -> None:
+        self.vector = tirx.Var("vector", "int64")
+        self.found: list[Access] = []
+        self._by_load: dict[tuple[object, ...], Access] = {}
+        self._flow, self._lanes = flow, lanes
+        outer = [(axis.var, axis.size) for axis in flow.axes[:-1]]
+        self._analyzer = ranged_analyzer([*outer, (self.vector, flow.columns.size // lanes)])
+        for expr in flow.expressions():
+            self._note_all(expr, ())
+
+    def of(self, load: TensorLoad, guards: Sequence[Guard]) -> Access:
+        """Return the access that makes a load in the expressions under the branches around it."""
+        found = self._known(load, guards)
+        if found is None:
+            raise KeyError(f"{load} is no load of these expressions under {len(guards)} branches")
+        return found
+
+    def _known(self, load: TensorLoad, guards: Sequence[Guard]) -> Access | None:
+        """Return the access that makes a load under all or the outer ones of some branches."""
+        keys = (_key(load, guards[:count]) for count in range(len(guards) + 1))
+        return next((self._by_load[key] for key in keys if key in self._by_load), None)
+
+    def needed(self, expr: tirx.Expr) -> list[Access]:
+        """Return the accesses that one of the expressions depends on, in an order in which each can be made."""
+        wanted: set[Access] = set()
+
+        def want(access: Access) -> None:
+            wanted.add(access)
+            for inner, _ in access.inner.values():
+                want(inner)
+
+        for load, guards in guarded_loads(expr):
+            want(self.of(load, guards))
+        return [access for access in self.found if access in wanted]
+
+    def simplify(self, expr: tirx.Expr) -> tirx.Expr:
+        """Return a simpler expression over the outer axes and the vector."""
+        return self._analyzer.simplify(expr)
+
+    def _note_all(self, expr: tirx.Expr, guards: tuple[Guard, ...]) -> None:
+        for load, around in guarded_loads(expr, guards):
+            self._note(load, around)
+
+    def _note(self, load: TensorLoad, guards: tuple[Guard, ...]) -> None:
+        if self._known(load, guards) is not None:
+            return
+        self._note_all(load.indices[0], guards)
+        access = self._access(load, guards)
+        self._by_load[_key(load, guards)] = access
+        self.found.append(access)
+
+    def _access(self, load: TensorLoad, guards: tuple[Guard, ...]) -> Access:
+        flow, lanes = self._flow, self._lanes
+        inner: dict[tirx.Var, tuple[Access, int]] = {}
+        shared: dict[StructuralKey, tirx.Var] = {}
+
+        def at(expr: tirx.Expr, lane: int, around: tuple[Guard, ...]) -> tirx.Expr:
+            plain, loads = without_loads(expr)
+            names: dict[tirx.Var, tirx.Expr] = {}
+            for var, one in loads.items():
+                access = self.of(one, around)
+                # Lanes that share an element share its variable, so that it cancels out of differences.
+                key = StructuralKey(one) if not access.width else (StructuralKey(one), lane)
+                if key not in shared:
+                    shared[key] = tirx.Var(f"{one.source.name}_{len(shared)}", dtype_of(one))
+                    inner[shared[key]] = access, lane
+                names[var] = shared[key]
+            place = self.vector * lanes + lane
+            return substitute(plain, {flow.columns.var: place, **names})
+
+        conditions: list[list[tirx.Expr]] = []
+        around: tuple[Guard, ...] = ()
+        for guard in guards:
+            conditions.append([_wanted(at(guard[0], lane, around), guard[1]) for lane in range(lanes)])
+            around = (*around, guard)
+        with ExitStack() as scopes:
+            simple = [[self._analyzer.simplify(one) for one in each] for each in conditions]
+            agreed = all(len({StructuralKey(one) for one in each}) == 1 for each in simple)
+            if agreed:
+                for each in simple:
+                    scopes.enter_context(self._analyzer.constraint_scope(each[0]))
+            raw = [at(load.indices[0], lane, guards) for lane in range(lanes)]
+            indices = [self._analyzer.simplify(one) for one in raw]
+            width = self._width(indices, dtype_of(load)) if agreed else 1
+        merged = tuple(tirx.all(*lane) for lane in zip(*simple, strict=True)) if simple else ()
+        each_lane = width == 1 and lanes > 1 and not (agreed and self._are_neighbours(indices))
+        kept = {var for expr in (*indices, *merged) for var in inner if depends_on(expr, [var])}
+        reads = (load, *(condition for condition, _ in guards))
+        return Access(
+            buffer=load.source,
+            dtype=dtype_of(load),
+            width=width,
+            indices=tuple(indices) if each_lane else tuple(indices[:1]),
+            conditions=merged if each_lane else merged[:1],
+            inner={var: value for var, value in inner.items() if var in kept},
+            per_row=not any(depends_on(one, [flow.columns.var]) for one in reads),
+            per_column=not any(depends_on(one, [axis.var for axis in flow.axes[:-1]]) for one in reads),
+        )
+
+    def _width(self, indices: Sequence[tirx.Expr], dtype: str) -> int:
+        """Return the elements that one instruction reads, 0 when all lanes read the same."""
+        steps = {constant_value(self._analyzer.simplify(one - indices[0])) for one in indices}
+        if steps == {0}:
+            return 0
+        if not self._are_neighbours(indices):
+            return 1
+        width = min(self._lanes, VECTOR_BYTES // element_bytes(dtype))
+        while width > 1 and constant_value(self._analyzer.simplify(tirx.floormod(indices[0], width))) != 0:
+            width //= 2
+        return width
+
+    def _are_neighbours(self, indices: Sequence[tirx.Expr]) -> bool:
+        return all(
+            constant_value(self._analyzer.simplify(one - indices[0])) == lane for lane, one in enumerate(indices)
+        )
+
+
+def guarded_loads(expr: tirx.Expr, guards: tuple[Guard, ...] = ()) -> Iterator[tuple[TensorLoad, tuple[Guard, ...]]]:
+    """Yield the outermost loads of an expression with the branches that lead to each, conditions before sides."""
+    if isinstance(expr, TensorLoad):
+        yield expr, guards
+        return
+    if is_branch(expr):
+        condition, when_true, when_false = expr.args
+        yield from guarded_loads(condition, guards)
+        yield from guarded_loads(when_true, (*guards, (condition, True)))
+        yield from guarded_loads(when_false, (*guards, (condition, False)))
+        return
+    operands: list[tirx.Expr] = []
+
+    def note(operand: tirx.Expr) -> tirx.Expr:
+        operands.append(operand)
+        return operand
+
+    rebuild(expr, note)
+    for operand in operands:
+        yield from guarded_loads(operand, guards)
+
+
+def element_bytes(dtype: str) -> int:
+    """Return the bytes of an element in memory."""
+    return max(1, int(tvm.DataType(dtype).bits) // 8)
+
+
+def _wanted(condition: tirx.Expr, holds: bool) -> tirx.Expr:
+    return condition if holds else tirx.Not(condition)
+
+
+def _key(load: TensorLoad, guards: Sequence[Guard]) -> tuple[object, ...]:
+    return (StructuralKey(load), *((StructuralKey(condition), holds) for condition, holds in guards))

@@ -1,0 +1,155 @@
+"""What kernels begin and end with: parameters, flat views, dependent launch; the frame of memory-bound functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.fallback import SCHEDULED_ATTR
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.emit.accesses import Access, element_bytes
+from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR
+from relaxtune.schedules.templates.lowering import KERNEL_ATTR
+from relaxtune.schedules.tir.blocks import static_shape
+from relaxtune.schedules.tir.dataflow import Axis, Dataflow
+from relaxtune.schedules.tir.expressions import dtype_of
+
+# On a PrimFunc made of blocks, which a kernel is not.
+_BLOCKS_ATTR = "s_tir"
+# Launch attributes of a PrimFunc; the spelling is TVM's.
+_LAUNCH_ATTR = "tirx.kernel_launch_params"
+_DEPENDENT_LAUNCH = "tirx.use_programtic_dependent_launch"
+
+
+# A PrimFunc's attribute: positions of the parameters that are inputs of a graph whose kernels run as one CUDA graph.
+INPUT_PARAMS_ATTR = "relaxtune.input_params"
+
+
+class Frame:
+    """The parameters of a kernel under construction.
+
+    Attributes
+    ----------
+    flat
+        A flat buffer of the function's dataflow -> the kernel's view.
+    written
+        The kernel's flat view of each output parameter, by position.
+    """
+
+    def __init__(self, func: tirx.PrimFunc, flow: Dataflow, params: Sequence[tirx.Var]) -> None:
+        self.flat = {buffer: flat_view(params[position]) for buffer, position in flow.flat.items()}
+        self.written = {output.param: flat_view(params[output.param]) for output in flow.outputs}
+        constants = constant_params(func)
+        self._constant = {buffer for buffer, position in flow.flat.items() if position in constants}
+
+    def is_constant(self, access: Access) -> bool:
+        """Whether nothing that any kernel writes decides what a load brings."""
+        return access.buffer in self._constant and all(self.is_constant(inner) for inner, _ in access.inner.values())
+
+
+Emit = Callable[[Frame, tirx.Expr, tirx.Expr], None]
+
+
+def build_kernel(
+    func: tirx.PrimFunc, flow: Dataflow, blocks: int, threads: int, dependent: bool, emit: Emit
+) -> tirx.PrimFunc:
+    """Return a kernel with the parameters and attributes of the memory-bound function it computes.
+
+    Parameters
+    ----------
+    blocks, threads : int
+        Of the grid, and of a block.
+    dependent : bool
+        Whether it may start before the kernel before it has ended.
+    emit : callable
+        Gets the frame, the block's and the thread's index; emits the body.
+    """
+    return build_function(func, blocks, threads, dependent, lambda params: partial(emit, Frame(func, flow, params)))
+
+
+EmitBody = Callable[[tirx.Expr, tirx.Expr], None]
+
+
+def build_function(
+    func: tirx.PrimFunc, blocks: int, threads: int, dependent: bool, begin: Callable[[list[tirx.Var]], EmitBody]
+) -> tirx.PrimFunc:
+    """Return a kernel with the parameters and attributes of any function.
+
+    Parameters
+    ----------
+    blocks, threads, dependent
+        As `build_kernel`'s.
+    begin : callable
+        Gets the kernel's parameters; returns what gets the block's and the thread's index and emits the body.
+    """
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("main")
+        emit = begin([_declare(param) for param in func.params])
+        T.device_entry()
+        block = T.cta_id([blocks])
+        thread = T.thread_id([threads])
+        emit(block, thread)
+    made = builder.get()
+    for key, value in func.attrs.items() if func.attrs else ():
+        if key != _BLOCKS_ATTR:
+            made = made.with_attr(key, value)
+    if dependent:
+        made = made.with_attr(_LAUNCH_ATTR, [_DEPENDENT_LAUNCH])
+    return made.with_attr(SCHEDULED_ATTR, True).with_attr(KERNEL_ATTR, True)
+
+
+def wait_for_predecessor(dependent: bool) -> None:
+    """Emit, in a dependent kernel, the wait for the kernel before it; the one after it may start from now on."""
+    if dependent:
+        T.evaluate(T.ptx.griddepcontrol.launch_dependents())
+        T.evaluate(T.ptx.griddepcontrol.wait())
+
+
+def constant_params(func: tirx.PrimFunc) -> frozenset[int]:
+    """Return the positions of parameters that were marked as constant."""
+    marked = func.attrs.get(CONSTANT_PARAMS_ATTR, ()) if func.attrs else ()
+    return frozenset(int(position) for position in marked)
+
+
+def unwritten_params(func: tirx.PrimFunc) -> frozenset[int]:
+    """Return the positions of parameters that no kernel writes while the graph runs: constants and inputs."""
+    inputs = func.attrs.get(INPUT_PARAMS_ATTR, ()) if func.attrs else ()
+    return constant_params(func) | {int(position) for position in inputs}
+
+
+def has_dependent_launch(target: ResolvedTarget) -> bool:
+    """Whether the target's GPUs start kernels before the one before has ended (compute capability 9.0 on)."""
+    digits = "".join(letter for letter in target.arch.removeprefix("sm_") if letter.isdigit())
+    return target.arch.startswith("sm_") and digits.isdigit() and int(digits) >= 90
+
+
+def tensor_bytes(func: tirx.PrimFunc) -> int:
+    """Return the bytes of all parameters."""
+    return sum(math.prod(static_shape(param) or ()) * element_bytes(dtype_of(param)) for param in func.params)
+
+
+def unflatten(position: tirx.Expr, axes: Sequence[Axis]) -> Mapping[tirx.Var, tirx.Expr]:
+    """Return the position along each of some axes, the last one the fastest."""
+    places: dict[tirx.Var, tirx.Expr] = {}
+    for number, axis in reversed(list(enumerate(axes))):
+        places[axis.var] = position % axis.size if number else position
+        position = position // axis.size
+    return places
+
+
+def _declare(param: tirx.Var) -> tirx.Var:
+    return T.arg(param.name, T.Buffer(list(static_shape(param) or ()), dtype_of(param)))
+
+
+def flat_view(param: tirx.Var) -> tirx.Var:
+    """Return a flat view of a parameter of the kernel."""
+    size = max(1, math.prod(static_shape(param) or ()))
+    dtype = dtype_of(param)
+    view = T.decl_buffer((size,), "uint8" if dtype == "bool" else dtype, data=param.data)
+    IRBuilder.name(str(param.name), view)
+    return view

@@ -1,0 +1,110 @@
+"""Copies in shared memory of what an epilogue reads one element a column of (a bias), one for each warpgroup."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+from tvm import tirx
+from tvm.ir.expr import TensorLoad
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.emit.global_access import load_bytes
+from relaxtune.schedules.templates.gemm_sm90.output_shares import GROUP_WARPS, Shares, bytes_of, column_loads, dtype_of
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+
+# The first of a warpgroup's named barriers.
+_GROUP_BARRIER = 2
+_GROUP_THREADS = GROUP_WARPS * 32
+
+
+class ColumnCopies:
+    """Emits the making and reading of copies into the current IRBuilder.
+
+    Parameters
+    ----------
+    matmul : MatmulFunction
+        The function.
+    source, params : sequence of Var
+        Parameters of the function and, in the same order, those of the kernel under construction.
+    shares : Shares
+        Who writes what.
+    constants : set of int
+        Positions of the parameters that no kernel writes.
+    """
+
+    def __init__(
+        self,
+        matmul: MatmulFunction,
+        source: Sequence[tirx.Var],
+        params: Sequence[tirx.Var],
+        shares: Shares,
+        constants: AbstractSet[int],
+    ) -> None:
+        self._shares, self._columns = shares, matmul.columns
+        self._loads = column_loads(matmul)
+        places = [next(n for n, one in enumerate(source) if one.same_as(load.source)) for load in self._loads]
+        self._params = [params[place] for place in places]
+        self._constant = [place in constants for place in places]
+        self._begun = False
+
+    def allocate(self, pool: T.SMEMPool) -> None:
+        """Take shared memory from a pool."""
+        shape = (self._shares.warps // GROUP_WARPS, self._shares.columns)
+        self._copies = [pool.alloc(shape, dtype_of(load), align=128) for load in self._loads]
+
+    def begin(self, column: tirx.Expr, warp: tirx.Expr, lane: tirx.Expr) -> None:
+        """Emit the copying of what no kernel writes for a block's only tile, as `make` does it for the others."""
+        self._begun = True
+        for number, constant in enumerate(self._constant):
+            if constant:
+                self._copy(number, column, warp, lane)
+
+    def make(self, column: tirx.Expr, warp: tirx.Expr, lane: tirx.Expr) -> None:
+        """Emit the copying of a tile's columns.
+
+        Parameters
+        ----------
+        column : Expr
+            The first of this warp's part of the tile.
+        warp, lane : Expr
+            Warp of the block, and thread of the warp.
+        """
+        # The reads of the tile before must be done.
+        if not self._begun:
+            self.wait(warp)
+        for number, constant in enumerate(self._constant):
+            if not (constant and self._begun):
+                self._copy(number, column, warp, lane)
+
+    def wait(self, warp: tirx.Expr) -> None:
+        """Emit a barrier of the warpgroup, where it shares copies: each lane reads what others made."""
+        if self._loads:
+            T.evaluate(T.ptx.bar.sync(tirx.Cast("uint32", warp // GROUP_WARPS + _GROUP_BARRIER), _GROUP_THREADS))
+
+    def pairs(self, warp: tirx.Expr, column: tirx.Expr) -> list[tuple[TensorLoad, tirx.Var]]:
+        """Emit the loads of two neighbouring elements of every copy into registers; `column` is the first's, in it."""
+        return [
+            (load, load_pair(copy, [warp // GROUP_WARPS], column))
+            for load, copy in zip(self._loads, self._copies, strict=True)
+        ]
+
+    def _copy(self, number: int, column: tirx.Expr, warp: tirx.Expr, lane: tirx.Expr) -> None:
+        dtype = dtype_of(self._loads[number])
+        source = T.decl_buffer((self._columns,), dtype, data=self._params[number].data)
+        for step in range(math.ceil(self._shares.columns / _GROUP_THREADS)):
+            position = warp % GROUP_WARPS * 32 + lane + step * _GROUP_THREADS
+            register = T.alloc_local([1], dtype)
+            with T.If(position < self._shares.columns), T.Then():
+                at = tirx.min(column + position, self._columns - 1)
+                load_bytes(register.ptr_to([0]), source.ptr_to([at]), bytes_of(dtype))
+                T.buffer_store(self._copies[number], register[0], [warp // GROUP_WARPS, position])
+
+
+def load_pair(buffer: tirx.Var, indices: list[tirx.Expr], last: tirx.Expr) -> tirx.Var:
+    """Emit the load of two neighbouring elements along a buffer's last axis into registers."""
+    pair = T.alloc_local([2], str(buffer.ty.dtype))
+    with T.vectorized(2) as lane:
+        T.buffer_store(pair, buffer[(*indices, last + lane)], [lane])
+    return pair

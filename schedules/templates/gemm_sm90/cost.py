@@ -1,0 +1,198 @@
+"""A time to order the candidates of `template.py` by: the first is taken where nothing was measured.
+
+It is what each of three things would take alone, in a sum that leans to the longest, and what comes on top::
+
+    (arithmetic^4 + memory^4 + chain^4)^(1/4) + tiles, one after another + blocks + writing + reduction
+
+With `stream_k`, a block's run counts as one sum, its parts as tiles, and what blocks hand over as the reduction.
+
+`chain` is one stage of the ring after another. L2's bandwidth never decided; but B that several rows of tiles read at
+about the same time takes longer than once. Of 8-bit operands, a stage has twice the elements of K and takes as long;
+the constants are those of 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tvm import DataType
+
+from relaxtune.schedules.templates.gemm_sm90.operands import ROW_BYTES
+from relaxtune.schedules.templates.gemm_sm90.plan import GemmPlan
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+
+_NORM = 4
+# Clusters stay within a group of multiprocessors, whose numbers differ: blocks of a cluster -> clusters that an H200's
+# 132 hold at a time, one block each (cuOccupancyMaxActiveClusters).
+_CLUSTERS = {2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
+_CLUSTERS_OF = 132
+# Of sizes that are not listed, the part of the multiprocessors that is used.
+_PART_USED = 0.77
+# Loading parts of B for each other cost what it saved of L2, and 0 to 5 % more; but of kernels that run into the power
+# limit it saves 2 % (Llama-1B with 2048 rows).
+_MULTICAST = 1.03
+_MULTICAST_LONG = 0.98
+_LONG_US = 50.0
+# Bytes of an element of C as the fit counted them, whatever the dtype, and of the operands that it is of.
+_FITTED_BYTES = 2
+# Of 8 bits, set by 214 medians of those shapes: what adding up a stage's sums apart takes an accumulator, and makes of
+# turns, in which nothing else multiplies meanwhile; and how much longer an epilogue of integers takes.
+_ADDING_US = 0.0015
+_ADDING_IN_TURN = 1.5
+_INTEGER_WRITE = 2.0
+# Of sums that are handed over through global memory, and of an element of each that a warpgroup moves: a least-squares
+# fit (10 % root mean square) to 31 medians. And how much faster than others such a kernel has to look to come before
+# them: of shapes of many tiles, the model has those 8 % too slow and these 6 % too fast.
+_STREAM_US = 3.75
+_STREAM_SUM_US = 1.02e-4
+_STREAM_DOUBT = 1.14
+# Columns of B in a row of shared memory of 128 bytes.
+_CHUNK_MAX = 64
+# Up to this many, a matmul waits for its weights, not for arithmetic.
+_FEW_ROWS = 64
+# What a projection of few rows that rotates heads saves besides on half of the multiprocessors: attention over caches
+# that grow comes next, and reads and writes them on the other half meanwhile. Llama-1B's decode step of 16 rows over
+# 1024 positions took 1013 us with projections on 96 multiprocessors and 970 us with those on 64.
+_BESIDE_ATTENTION_US = 0.5
+_SHARED_BYTES = 233_472
+_RESERVED_BYTES = 1024
+_REGISTERS = 65_536
+# Beside the accumulators, and threads of a block with one consumer.
+_REGISTERS_BESIDE = 56
+_SMALL_BLOCK_THREADS = 160
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Constants of one GPU.
+
+    Attributes
+    ----------
+    multiply_adds
+        In a microsecond, of a multiprocessor, of 16-bit operands.
+    memory_bytes
+        In a microsecond, of the GPU.
+    latency_us
+        Of a load; a ring hides it as far as it is deep.
+    step_us
+        Of one stage of the ring at least.
+    tile_us
+        Of beginning and ending a tile.
+    block_us
+        Of each block that a multiprocessor gets.
+    write_us
+        Of an element of a tile, evaluated and written by a warpgroup (hidden with `pingpong`).
+    cluster_us, share_us, sum_us
+        Of a reduction by a cluster, of each of its blocks, and of an element of each.
+    reread
+        Part of B's bytes that every doubling of the rows of tiles adds.
+    narrow, narrow_alone
+        Factor of the arithmetic of many rows where B as [K, N] lies in chunks of less than 64 columns of a wider tile;
+        the latter where one warpgroup multiplies at a time.
+    beside_us
+        What a kernel on half of the multiprocessors saves, which begins beside the one before it.
+    shown
+        Part of `tile_us` that `pingpong` does not hide behind the other warpgroup's sum.
+    """
+
+    multiply_adds: float
+    memory_bytes: float
+    latency_us: float
+    step_us: float
+    tile_us: float
+    block_us: float
+    write_us: float
+    cluster_us: float
+    share_us: float
+    sum_us: float
+    reread: float
+    narrow: float
+    narrow_alone: float
+    beside_us: float
+    shown: float
+
+
+# A least-squares fit (9 % root mean square) to 1092 medians, cold L2, of kernels of the shapes of
+# benchmarks/bench_gemm_sm90.py. Of those of a shape, the one it puts first takes 1 % longer than the fastest (geometric
+# mean; at most 13 %). `shown` was set after it, by 674 medians with pingpong among them: with 1, the one it puts first
+# of a shape takes 4 % longer with 512 rows and more, with 0.5 it takes 1.5 %. And `narrow_alone` by matmuls of 1024
+# rows, of which 64 x 96 had been put first and took up to 1.32 times as long as the fastest.
+H200 = CostModel(
+    2.805e6, 4.103e6, 1.532, 0.1383, 1.214, 0.3693, 5.223e-5, 0.4387, 0.1201, 1.581e-4, 0.1958, 1.211, 1.8, 0.1683, 0.5
+)
+
+
+def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: CostModel = H200) -> float:
+    """Return a kernel's time in microseconds as the model has it."""
+    p = plan.parameters
+    resident = _resident(plan)
+    blocks = plan.blocks * plan.cluster
+    slots: float = sm_count * resident
+    if p.split_k > 1:
+        slots *= _part_used(p.split_k)
+    # With `stream_k`, `k_share` is of all that a block makes.
+    tiles_each = 1 if p.stream_k else math.ceil(plan.tiles / plan.blocks)
+    in_turn = math.ceil(blocks / slots) * tiles_each
+    on_one = math.ceil(blocks / sm_count) * tiles_each
+    if resident > 1 and blocks > sm_count:
+        on_one = math.ceil(blocks * tiles_each / sm_count)
+    # Instructions of few columns take as long as those of 64.
+    work = p.block_m * max(p.block_n, 64) * ROW_BYTES // _FITTED_BYTES
+    arithmetic = on_one * plan.k_share * work / model.multiply_adds
+    if plan.chunk < _CHUNK_MAX < p.block_n and matmul.m > _FEW_ROWS and not matmul.b_transposed:
+        arithmetic *= model.narrow_alone if plan.groups == 1 else model.narrow
+    of_b = matmul.n * matmul.k * (1 + model.reread * math.log2(plan.tiles_m))
+    size = plan.operands.bytes
+    written = _FITTED_BYTES if size == _FITTED_BYTES else DataType(matmul.output_dtype).bits // 8
+    step_us = model.step_us
+    if plan.operands.exact_sums:
+        step_us += plan.m_blocks * p.block_n // 2 * _ADDING_US
+        arithmetic *= _ADDING_IN_TURN if p.pingpong else 1.0
+    memory = ((matmul.m * matmul.k + of_b) * size + matmul.m * matmul.n * written) / model.memory_bytes
+    chain = in_turn * plan.k_share * step_us
+    if plan.k_share > p.stages:
+        chain = max(chain, in_turn * plan.k_share * model.latency_us / p.stages)
+    beside = model.beside_us if 2 * blocks <= sm_count else 0.0
+    if beside and matmul.epilogue.head and matmul.m <= _FEW_ROWS:
+        beside += _BESIDE_ATTENTION_US
+    longest: float = sum(one**_NORM for one in (arithmetic, memory, chain)) ** (1 / _NORM)
+    columns = plan.shares.columns
+    write = 0.0 if p.pingpong else on_one * p.block_m * columns / p.consumers * model.write_us
+    write *= _INTEGER_WRITE if plan.operands.integer else 1.0
+    reduce = 0.0
+    if p.split_k > 1:
+        # Of shares as they would be, were they not rounded up to whole groups of sums: of 64 columns in groups of 32,
+        # two of three blocks add up a half each. Llama-1B's down projection of 128 rows took 1.1 us less so than with
+        # 64 x 64 shared by two; counted by halves, it was predicted to take 0.3 us more.
+        elements = min(p.block_m, matmul.m) * p.block_n / plan.shares.accumulators / p.split_k
+        reduce = model.cluster_us + p.split_k * (model.share_us + elements * model.sum_us)
+    tiles_us = in_turn * model.tile_us * (model.shown if p.pingpong else 1.0)
+    if p.stream_k:
+        tiles_us *= max(1.0, plan.k_share / plan.k_tiles)
+        write *= math.ceil(plan.k_share / plan.k_tiles)
+        # One part is handed over, and as many are added up as a tile takes besides.
+        parts = 1 + max(1.0, plan.k_tiles / plan.k_share)
+        reduce = _STREAM_US + parts * min(p.block_m, matmul.m) * p.block_n / p.consumers * _STREAM_SUM_US
+    total = longest + tiles_us + blocks / sm_count * model.block_us + write + reduce - beside
+    if p.stream_k:
+        total *= _STREAM_DOUBT
+    if p.multicast == 1:
+        return total
+    return total * (_MULTICAST if total < _LONG_US or size < _FITTED_BYTES else _MULTICAST_LONG)
+
+
+def _part_used(cluster: int) -> float:
+    """Return the part of the multiprocessors on which clusters of some blocks fit."""
+    held = _CLUSTERS.get(cluster)
+    return _PART_USED if held is None else held * cluster / _CLUSTERS_OF
+
+
+def _resident(plan: GemmPlan) -> int:
+    """Return how many blocks a multiprocessor holds at a time."""
+    p = plan.parameters
+    if p.consumers > 1:
+        return 1
+    registers = plan.m_blocks * p.block_n // 2 + _REGISTERS_BESIDE
+    by_memory = _SHARED_BYTES // (plan.shared_bytes + _RESERVED_BYTES)
+    return max(1, min(by_memory, _REGISTERS // (_SMALL_BLOCK_THREADS * registers)))

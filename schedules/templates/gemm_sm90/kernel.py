@@ -1,0 +1,317 @@
+"""The kernel of `template.py`, emitted with TIRx's IRBuilder; the notation is that module's."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.fallback import SCHEDULED_ATTR
+from relaxtune.schedules.templates.emit.hopper import (
+    Ring,
+    arrive,
+    arrive_in_all,
+    encode_tensor,
+    pin,
+    uniform,
+    wait_for_cluster,
+)
+from relaxtune.schedules.templates.gemm_sm90.cluster import ClusterSum
+from relaxtune.schedules.templates.gemm_sm90.memory import Memory
+from relaxtune.schedules.templates.gemm_sm90.multiply import Multiply
+from relaxtune.schedules.templates.gemm_sm90.output_tile import OutputTile
+from relaxtune.schedules.templates.gemm_sm90.plan import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    WARPGROUP,
+    GemmPlan,
+    tensor_maps,
+)
+from relaxtune.schedules.templates.gemm_sm90.producer import Producer
+from relaxtune.schedules.templates.gemm_sm90.row_statistics import RowStatistics
+from relaxtune.schedules.templates.gemm_sm90.stream_k import StreamPart, StreamSum, StreamTiles
+from relaxtune.schedules.templates.gemm_sm90.tiles import Part, Tiles
+from relaxtune.schedules.templates.lowering import KERNEL_ATTR
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.row_norm import RowNorm
+
+# On a PrimFunc made of blocks, which the kernel is not.
+_BLOCKS_ATTR = "s_tir"
+# Launch attributes of a PrimFunc; the spelling is TVM's.
+_LAUNCH_ATTR = "tirx.kernel_launch_params"
+_MIN_BLOCKS_ATTR = "tirx.launch_bounds_min_blocks_per_sm"
+_DEPENDENT_LAUNCH = "tirx.use_programtic_dependent_launch"
+
+
+def build_kernel(
+    func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan, constants: AbstractSet[int]
+) -> tirx.PrimFunc:
+    """Return the kernel of a plan, with the parameters and attributes of the function it computes.
+
+    `constants` are positions of the parameters that no kernel writes.
+    """
+    made = _Kernel(func, matmul, plan, constants).build()
+    for key, value in func.attrs.items() if func.attrs else ():
+        if key != _BLOCKS_ATTR:
+            made = made.with_attr(key, value)
+    if plan.parameters.dependent:
+        made = made.with_attr(_LAUNCH_ATTR, [_DEPENDENT_LAUNCH])
+    return made.with_attr(SCHEDULED_ATTR, True).with_attr(KERNEL_ATTR, True)
+
+
+class _Kernel:
+    """One kernel under construction; the methods emit into the current IRBuilder."""
+
+    def __init__(
+        self, func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan, constants: AbstractSet[int]
+    ) -> None:
+        self._func = func
+        self._constants = constants
+        self._matmul = matmul
+        self._plan = plan
+        self._p = plan.parameters
+        self._block_k = plan.operands.block_k
+        self._norm: RowNorm | None = matmul.norm
+
+    def build(self) -> tirx.PrimFunc:
+        plan = self._plan
+        with IRBuilder() as builder, T.prim_func():
+            T.func_name("main")
+            self._params = [_declare(param) for param in self._func.params]
+            self._output = OutputTile(self._matmul, self._func.params, self._params, plan.shares, self._constants)
+            maps = self._encode_maps()
+            T.device_entry()
+            block = T.cta_id([plan.blocks * plan.cluster])
+            if plan.cluster > 1:
+                T.cta_id_in_cluster([plan.cluster])
+            self._thread = T.thread_id([plan.threads])
+            warpgroup = T.alloc_local([1], "int32")
+            T.buffer_store(warpgroup, uniform(self._thread // WARPGROUP), [0])
+            self._group = warpgroup[0]
+            self._rank = block % plan.cluster
+            if self._p.stream_k:
+                self._tiles: Tiles = StreamTiles(plan, block)
+                self._stream_sum = StreamSum(plan, self._output, self._thread, block)
+            else:
+                self._tiles = Tiles(plan, block // plan.cluster, self._rank)
+            self._cluster_sum = ClusterSum(plan, self._output, self._thread, self._rank)
+            self._memory = Memory(plan, self._allocate_for_output)
+            self._producer = Producer(self._matmul, plan, self._tiles, self._memory, maps, self._rank)
+            self._initialise()
+            if self._p.dependent:
+                T.evaluate(T.ptx.griddepcontrol.launch_dependents())
+            # setmaxnreg takes effect in a kernel whose registers are capped at its start.
+            with (
+                T.attr({_MIN_BLOCKS_ATTR: 1}),
+                T.If(self._group == self._p.consumers),
+            ):
+                with T.Then():
+                    self._take_registers("dec", PRODUCER_REGISTERS)
+                    with T.If(self._thread == self._p.consumers * WARPGROUP), T.Then():
+                        self._producer.produce()
+                with T.Else():
+                    self._take_registers("inc", CONSUMER_REGISTERS)
+                    self._consume()
+            if self._p.multicast > 1:
+                # The others may still write to this block's shared memory and arrive at its barriers.
+                wait_for_cluster()
+        return builder.get()
+
+    def _take_registers(self, change: str, count: int) -> None:
+        if self._p.consumers > 1:
+            T.evaluate(T.ptx[f"setmaxnreg.{change}.sync.aligned.u32"](count))
+
+    def _encode_maps(self) -> tuple[tirx.Var, tirx.Var]:
+        """Emit the tensor maps of A and B."""
+        map_a, map_b = (
+            encode_tensor(
+                one.name,
+                self._params[one.param],
+                self._plan.operands.tensor_map,
+                one.sizes,
+                one.strides,
+                one.box,
+                one.swizzle,
+            )
+            for one in tensor_maps(self._matmul, self._plan)
+        )
+        return map_a, map_b
+
+    def _allocate_for_output(self, pool: T.SMEMPool) -> None:
+        if self._p.split_k > 1:
+            self._cluster_sum.allocate(pool)
+        self._output.allocate(pool)
+
+    def _initialise(self) -> None:
+        """Emit what comes before the roles; the thread that loads begins with constant tiles of B at once."""
+        with T.If(self._thread == self._p.consumers * WARPGROUP), T.Then():
+            self._producer.prefetch_maps()
+            self._memory.initialise_barriers()
+            if self._p.multicast == 1:
+                # Loads are the other proxy's, which has to see the barriers.
+                T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+                self._producer.load_early()
+        T.evaluate(T.cuda.cta_sync())
+        if self._p.multicast > 1:
+            wait_for_cluster()
+
+    def _release(self, stage: tirx.Expr) -> None:
+        """Emit the arrival that says that this warpgroup is done with a stage."""
+        barrier = self._memory.empty.ptr_to([stage])
+        if self._p.multicast > 1:
+            arrive_in_all(barrier, self._p.multicast)
+        else:
+            arrive(barrier)
+
+    def _consume(self) -> None:
+        p, plan = self._p, self._plan
+        ring = Ring(p.stages)
+        group = self._group
+        held = plan.m_blocks * p.block_n // 2
+        accumulators = T.alloc_local([held], plan.operands.register)
+        multiply = Multiply(self._matmul, plan)
+        first_row = 0 if p.pingpong else group * (plan.m_blocks * 64)
+        multiply.describe(
+            self._memory.tile_a.ptr_to([0, first_row * self._block_k]), self._memory.tile_b.ptr_to([0, 0])
+        )
+        leader = self._thread % WARPGROUP == 0
+        if self._norm is not None:
+            partials = self._params[self._norm.partials]
+            self._statistics = RowStatistics(self._matmul, self._norm, partials, plan.m_blocks)
+        if p.dependent:
+            if plan.blocks == plan.tiles and not p.stream_k:
+                first_column = self._first_column(self._tiles.first())
+                self._output.copies.begin(first_column, self._thread // 32, self._thread % 32)
+            T.evaluate(T.ptx.griddepcontrol.wait())
+
+        # Of 8 bits, as many stages have twice the K: short loops, which the compiler unrolled whole, and spilled for.
+        unroll = False if plan.operands.bytes == 1 else None
+
+        def multiply_stage(step: tirx.Expr | int) -> None:
+            T.evaluate(T.cuda.mbarrier_wait(self._memory.full.ptr_to([ring.stage]), ring.phase))
+            multiply.emit(accumulators, ring.stage, tirx.convert(step) > 0)
+
+        def make_part(part: Part) -> None:
+            count = part.count
+            self._begin_output(part)
+            if p.pingpong:
+                self._take_turn(ring, part.turn)
+            with T.serial(count - 1, unroll=unroll) as step:
+                multiply_stage(step)
+                if plan.refills:
+                    # The multiplications of the stage before are done: its memory may be overwritten.
+                    T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
+                    with T.If(tirx.all(leader, step > 0)), T.Then():
+                        self._release(ring.previous)
+                ring.advance()
+            # Not in the loop, where the wait for the stage before would follow: ptxas (13.0, 13.5) takes accumulators
+            # for complete at the next wait, whichever it is, and moved their conversion above that for the last stage.
+            multiply_stage(count - 1)
+            if p.pingpong:
+                self._give_turn(leader)
+            T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+            pin(accumulators, held, plan.operands.register)
+            if plan.refills:
+                with T.If(tirx.all(leader, count > 1)), T.Then():
+                    self._release(ring.previous)
+                with T.If(leader), T.Then():
+                    self._release(ring.stage)
+            ring.advance()
+            self._finish(accumulators, part)
+
+        def make_part_of_exact_sums(part: Part) -> None:
+            self._begin_output(part)
+            for index in range(held):
+                T.buffer_store(totals, tirx.FloatImm("float32", 0.0), [index])
+            if p.pingpong:
+                self._take_turn(ring, part.turn)
+            with T.serial(part.count, unroll=False):
+                T.evaluate(T.cuda.mbarrier_wait(self._memory.full.ptr_to([ring.stage]), ring.phase))
+                multiply.emit(accumulators, ring.stage, tirx.const(False, "bool"))
+                T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+                pin(accumulators, held)
+                with T.If(leader), T.Then():
+                    self._release(ring.stage)
+                for index in range(held):
+                    T.buffer_store(totals, totals[index] + accumulators[index], [index])
+                ring.advance()
+            if p.pingpong:
+                self._give_turn(leader)
+            self._finish(totals, part)
+
+        if plan.operands.exact_sums:
+            totals = T.alloc_local([held], "float32")
+            make_part = make_part_of_exact_sums
+        self._tiles.each(make_part, first=group if p.pingpong else 0, every=2 if p.pingpong else 1)
+
+    def _take_turn(self, ring: Ring, turn: tirx.Expr) -> None:
+        """Emit, for a tile made by turns, the wait for its turn, and the step to its first stage."""
+        done = turn * self._plan.k_tiles
+        ring.set(done % self._p.stages, done // self._p.stages % 2)
+        T.evaluate(T.cuda.mbarrier_wait(self._memory.turn.ptr_to([self._group]), turn // 2 % 2))
+
+    def _give_turn(self, leader: tirx.Expr) -> None:
+        """Emit the beginning of the other warpgroup's turn."""
+        with T.If(leader), T.Then():
+            arrive(self._memory.turn.ptr_to([1 - self._group]))
+
+    def _begin_output(self, part: Part) -> None:
+        p, plan = self._p, self._plan
+        warp, lane = self._thread // 32, self._thread % 32
+        group_row = 0 if p.pingpong else warp // 4 * (plan.m_blocks * 64)
+        first_row = part.row * p.block_m + group_row + warp % 4 * 16
+        if self._norm is not None:
+            self._statistics.read(first_row, lane)
+            if not plan.hold_partials:
+                self._statistics.finish()
+        self._output.begin(first_row, self._first_column(part), warp, lane, ragged_rows=self._ragged_rows)
+
+    def _first_column(self, part: Part) -> tirx.Expr:
+        """Return the first column of the output that this block writes."""
+        first = part.column * (self._p.block_n // self._plan.shares.accumulators)
+        return first + self._rank * self._plan.shares.columns if self._p.split_k > 1 else first
+
+    @property
+    def _ragged_rows(self) -> bool:
+        """Whether a tile may have rows that do not exist."""
+        return self._matmul.m % (self._p.block_m * self._p.multicast) != 0
+
+    def _finish(self, accumulators: tirx.Var, part: Part) -> None:
+        if not isinstance(part, StreamPart):
+            self._write(accumulators, part)
+            return
+        with T.If(part.ends):
+            with T.Then():
+                self._stream_sum.collect(accumulators, part)
+                self._write(accumulators, part)
+            with T.Else():
+                self._stream_sum.publish(accumulators)
+
+    def _write(self, accumulators: tirx.Var, part: Part) -> None:
+        p, matmul = self._p, self._matmul
+        ragged_columns = matmul.n % p.block_n != 0
+        width = p.block_n // self._plan.shares.accumulators
+        end: tirx.Expr | int = matmul.columns
+        if p.split_k > 1:
+            accumulators = self._cluster_sum.total(accumulators)
+            if width % (self._plan.shares.columns * p.split_k):
+                end = tirx.min(matmul.columns, (part.column + 1) * width)
+                ragged_columns = True
+        if self._norm is not None:
+            if self._plan.hold_partials:
+                self._statistics.finish()
+            self._output.take_statistics(self._norm.buffer, self._statistics.statistic)
+            if self._norm.output is not None:
+                first = [part.column == 0, *([self._rank == 0] if p.split_k > 1 else [])]
+                with T.If(tirx.all(*first)), T.Then():
+                    self._statistics.write(self._params[self._norm.output])
+        self._output.write(accumulators, ragged_columns=ragged_columns, column_end=end)
+        if p.split_k > 1:
+            self._cluster_sum.wait_for_readers()
+
+
+def _declare(param: tirx.Var) -> tirx.Var:
+    shape = [int(size) for size in param.ty.shape]
+    return T.arg(param.name, T.Buffer(shape, str(param.ty.dtype)))

@@ -1,0 +1,58 @@
+"""What the warpgroups of the GEMM kernel share: the ring of tiles in shared memory, and barriers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.emit.hopper import arrive, initialise_barrier
+from relaxtune.schedules.templates.gemm_sm90.plan import GemmPlan
+
+
+class Memory:
+    """A block's shared memory; creating it emits the allocation.
+
+    Parameters
+    ----------
+    plan : GemmPlan
+        How large tiles are, and how many.
+    allocate_for_output : callable
+        Allocates what the output needs, between tiles and barriers.
+
+    Attributes
+    ----------
+    tile_a, tile_b
+        Stages of tiles, swizzled as wgmma takes them.
+    full, empty
+        A barrier for each stage: its tiles have arrived; their consumers are done with them.
+    turn
+        A barrier for each of two warpgroups that multiply by turns.
+    """
+
+    def __init__(self, plan: GemmPlan, allocate_for_output: Callable[[T.SMEMPool], None]) -> None:
+        self._plan = plan
+        p, operands = plan.parameters, plan.operands
+        # It starts at a multiple of 1024 bytes, as swizzle atoms need: on sm_90 the system reserves the first KiB of a
+        # block's shared memory, and the kernel has no static shared memory.
+        pool = T.SMEMPool()
+        self.tile_a = pool.alloc((p.stages, plan.rows_a * operands.block_k), operands.tensor_map, align=1024)
+        self.tile_b = pool.alloc((p.stages, p.block_n * operands.block_k), operands.tensor_map, align=1024)
+        allocate_for_output(pool)
+        self.full = pool.alloc((p.stages,), "uint64", align=8)
+        self.empty = pool.alloc((p.stages,), "uint64", align=8)
+        self.turn = pool.alloc((2,), "uint64", align=8)
+        pool.commit()
+
+    def initialise_barriers(self) -> None:
+        """Emit, for one thread, the initialisation of all barriers."""
+        plan, p = self._plan, self._plan.parameters
+        for stage in range(p.stages):
+            initialise_barrier(self.full.ptr_to([stage]), 1)
+            initialise_barrier(self.empty.ptr_to([stage]), plan.groups * p.multicast)
+        for group in range(2):
+            initialise_barrier(self.turn.ptr_to([group]), 1)
+        T.evaluate(T.ptx.fence.mbarrier_init.release.cluster())
+        if p.pingpong:
+            # The first turn is the first warpgroup's.
+            arrive(self.turn.ptr_to([0]))

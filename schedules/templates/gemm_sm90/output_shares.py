@@ -1,0 +1,159 @@
+"""What writing a tile of a matmul's output takes: who writes how much of it, and what the epilogue reads of what kind.
+
+The code is `schedules.templates.gemm_sm90.output_tile`'s, whose docstring says how each kind is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm.ir.expr import TensorLoad
+
+from relaxtune.schedules.tir.blocks import static_shape
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.rotated_matmul import HEAD_UNIT
+
+PATCH_WIDTH_MAX = 64
+# Elements after each row of a patch: rows then start in different banks (2-byte pairs and 4-byte pairs alike), and of
+# 1-byte elements at multiples of 16 bytes.
+_PATCH_PAD, _BYTE_PATCH_PAD = 8, 16
+VECTOR_BYTES = 16
+# A warpgroup shares copies of row vectors: its warps.
+GROUP_WARPS = 4
+# Elements of the output and of what the epilogue reads that are moved in pairs and vectors; more of integer sums.
+_PAIRED = ("float16", "bfloat16", "float32")
+_PAIRED_INTEGERS = ("int32", "int8", "uint8")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How much of a tile is written by whom.
+
+    Attributes
+    ----------
+    warps
+        Warps that write.
+    m_blocks
+        Times 16 rows, 64 apart, which a warp writes.
+    columns
+        Columns that a warp writes of each row: a multiple of `share_unit`.
+    prefetched
+        Whether residuals are read before the sum is made.
+    accumulators
+        Columns of the product that a column is made of: 1, or 2 that are 8 apart.
+    batch
+        Columns that are evaluated side by side: a multiple of 8. Many hide latencies, and take registers.
+    """
+
+    warps: int
+    m_blocks: int
+    columns: int
+    prefetched: bool
+    accumulators: int = 1
+    batch: int = PATCH_WIDTH_MAX
+
+    @property
+    def width(self) -> int:
+        """Columns of a patch."""
+        return min(self.columns, PATCH_WIDTH_MAX)
+
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """Start and width of the parts that go through a patch at a time."""
+        return tuple((s, min(self.width, self.columns - s)) for s in range(0, self.columns, self.width))
+
+
+def share_unit(matmul: MatmulFunction) -> int:
+    """Return the columns of which a warp writes a multiple.
+
+    They are an instruction's 8, or where heads are rotated both 8 that are rotated together, or a vector of 16 single
+    bytes.
+    """
+    least = HEAD_UNIT if matmul.epilogue.head else 8
+    return max(least, *(VECTOR_BYTES // bytes_of(dtype) for dtype in patch_dtypes(matmul)))
+
+
+def shared_bytes(matmul: MatmulFunction, shares: Shares) -> int:
+    """Return the shared memory that `OutputTile` allocates, at most."""
+    patches, columns = patch_dtypes(matmul), column_loads(matmul)
+    patch_bytes = 16 * sum((shares.width + patch_pad(dtype)) * bytes_of(dtype) for dtype in patches)
+    column_bytes = shares.columns * sum(bytes_of(dtype_of(load)) for load in columns)
+    copies = shares.warps // GROUP_WARPS * column_bytes
+    return shares.warps * patch_bytes + copies + 128 * (len(patches) + len(columns))
+
+
+def residual_registers(matmul: MatmulFunction, m_blocks: int, columns: int) -> int:
+    """Return the registers a thread needs to hold its part of every residual, and of the tables of heads."""
+    size = sum(bytes_of(dtype_of(load)) for load in (*residual_loads(matmul), *head_tables(matmul)))
+    return m_blocks * 16 * columns * size // (32 * 4)
+
+
+def residual_loads(matmul: MatmulFunction) -> list[TensorLoad]:
+    """Return the loads at the output's own position that are made 16 bytes at a time."""
+    epilogue, paired = matmul.epilogue, _paired(matmul)
+    aligned = [load for load in epilogue.loads() if epilogue.is_aligned(load)]
+    return [load for load in aligned if dtype_of(load) in paired and has_vectors(matmul, dtype_of(load))]
+
+
+def has_vectors(matmul: MatmulFunction, dtype: str) -> bool:
+    """Whether the rows of a matrix like the output start at multiples of 16 bytes."""
+    return matmul.columns * bytes_of(dtype) % VECTOR_BYTES == 0
+
+
+def column_loads(matmul: MatmulFunction) -> list[TensorLoad]:
+    """Return the loads of one element a column that are made from a copy."""
+    epilogue, paired = matmul.epilogue, _paired(matmul)
+    return [load for load in epilogue.loads() if epilogue.is_per_column(load) and dtype_of(load) in paired]
+
+
+def _paired(matmul: MatmulFunction) -> tuple[str, ...]:
+    integer = str(matmul.epilogue.accumulator.ty.dtype) == "int32"
+    return (*_PAIRED, *_PAIRED_INTEGERS) if integer else _PAIRED
+
+
+def patch_pad(dtype: str) -> int:
+    """Return the elements after each row of a patch."""
+    return _BYTE_PATCH_PAD if bytes_of(dtype) == 1 else _PATCH_PAD
+
+
+def row_loads(matmul: MatmulFunction) -> list[TensorLoad]:
+    """Return the loads of one element a row that are made once, before the sum."""
+    return [
+        load
+        for load in matmul.epilogue.loads()
+        if matmul.epilogue.is_per_row(load) and not (matmul.norm and load.source.same_as(matmul.norm.buffer))
+    ]
+
+
+def scalar_loads(matmul: MatmulFunction) -> list[TensorLoad]:
+    """Return the loads of tensors without axes."""
+    return [load for load in matmul.epilogue.loads() if static_shape(load.source) == ()]
+
+
+def head_tables(matmul: MatmulFunction) -> list[TensorLoad]:
+    """Return the loads of tables of a head's columns."""
+    if not matmul.epilogue.head:
+        return []
+    return [load for load in matmul.epilogue.loads() if not (matmul.norm and load.source.same_as(matmul.norm.buffer))]
+
+
+def patch_dtypes(matmul: MatmulFunction) -> list[str]:
+    """Return the dtypes of the patches, the output's first.
+
+    The first residual of the output's dtype shares its patch: each lane reads a pair, then writes the same place.
+    """
+    dtypes = [dtype_of(load) for load in residual_loads(matmul)]
+    if matmul.output_dtype in dtypes:
+        dtypes.remove(matmul.output_dtype)
+    return [matmul.output_dtype, *dtypes]
+
+
+def dtype_of(load: TensorLoad) -> str:
+    """Return the dtype of what is read."""
+    return str(load.source.ty.dtype)
+
+
+def bytes_of(dtype: str) -> int:
+    """Return the size of an element."""
+    return int(tvm.DataType(dtype).bits) // 8

@@ -1,0 +1,444 @@
+"""From the accumulators of wgmma to the output: evaluate an epilogue on registers and write whole rows.
+
+A warp owns 16 rows. In each 8 columns, lane l holds of rows `l / 4` and `l / 4 + 8` the columns `2 * (l % 4)` and the
+next (PTX ISA 9.0, register fragments of wgmma's D). It evaluates the epilogue for such pairs, puts them into a patch of
+shared memory of its own, 16 rows of up to 64 columns, and writes the patch out 16 bytes a lane, whole rows together.
+
+What the epilogue reads from other buffers:
+
+- at the output's own position (a residual): read as it is written, 16 bytes a lane and through a patch; where registers
+  are left, before the sum is made, so that the sum hides the latency;
+- one element a column (a bias): copied to shared memory before the sum is made, a copy for each warpgroup
+  (`schedules.templates.gemm_sm90.column_copies`);
+- a few elements a row (statistics): the lane's own, in registers from before the sum on; so is a scalar;
+- anything else: read in place, element by element.
+
+Partial sums of the output's rows (`schedules.tir.row_norm`), where the function has them, are taken from the
+pairs as they are rounded: a lane adds up its columns of a group, then the four lanes of a row theirs.
+
+Where heads are rotated (`schedules.tir.rotated_matmul`), the product has the halves of a head by turns: of each
+16 columns, a lane has both columns of its pairs. Each 8 columns are put back in their place as they are written.
+
+Rows and columns outside the output are clamped for reads, and not written. Where the output's rows do not start at
+multiples of 16 bytes, it is written element by element, and residuals are read in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Call
+from tvm.ir.expr import TensorLoad
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.emit.fast_gelu import fast_gelu
+from relaxtune.schedules.templates.emit.fast_math import fast_call
+from relaxtune.schedules.templates.emit.global_access import load_bytes
+from relaxtune.schedules.templates.emit.wide_epilogue import in_float32
+from relaxtune.schedules.templates.gemm_sm90.column_copies import ColumnCopies, load_pair
+from relaxtune.schedules.templates.gemm_sm90.output_shares import (
+    VECTOR_BYTES,
+    Shares,
+    bytes_of,
+    dtype_of,
+    has_vectors,
+    head_tables,
+    patch_pad,
+    residual_loads,
+    row_loads,
+    scalar_loads,
+)
+from relaxtune.schedules.templates.gemm_sm90.row_statistics import share_of_four_sums
+from relaxtune.schedules.tir.blocks import constant_value, substitute
+from relaxtune.schedules.tir.epilogue import Epilogue, MatmulFunction
+from relaxtune.schedules.tir.rotated_matmul import output_column
+from relaxtune.schedules.tir.row_norm import COUNT, SQUARES, SUM, PartialSums
+
+
+class OutputTile:
+    """Emits the writing of output tiles into the current IRBuilder.
+
+    Parameters
+    ----------
+    matmul : MatmulFunction
+        The function, whose epilogue is over the parameters of `source`.
+    source, params : sequence of Var
+        Parameters of the original function and, in the same order, those of the kernel under construction.
+    shares : Shares
+        Who writes what.
+    constants : set of int
+        Positions of the parameters that no kernel writes.
+
+    Attributes
+    ----------
+    copies : ColumnCopies
+        What is read one element a column.
+    """
+
+    def __init__(
+        self,
+        matmul: MatmulFunction,
+        source: Sequence[tirx.Var],
+        params: Sequence[tirx.Var],
+        shares: Shares,
+        constants: AbstractSet[int],
+    ) -> None:
+        self._matmul = matmul
+        self._epilogue: Epilogue = matmul.epilogue
+        self._renamed = dict(zip(source, params, strict=True))
+        self._shares = shares
+        self._residuals = residual_loads(matmul)
+        self.copies = ColumnCopies(matmul, source, params, shares, constants)
+        self._row_loads = row_loads(matmul)
+        self._tables = head_tables(matmul)
+        self._output_param = params[matmul.output]
+        self._params = params
+
+    def allocate(self, pool: T.SMEMPool) -> None:
+        """Take shared memory from a pool."""
+        self._patch = self._allocate_patch(pool, self._matmul.output_dtype)
+        self._residual_patches: list[tirx.Var] = []
+        free = True
+        for load in self._residuals:
+            dtype = dtype_of(load)
+            shared = free and dtype == self._matmul.output_dtype
+            free = free and not shared
+            self._residual_patches.append(self._patch if shared else self._allocate_patch(pool, dtype))
+        self.copies.allocate(pool)
+
+    def _allocate_patch(self, pool: T.SMEMPool, dtype: str) -> tirx.Var:
+        return pool.alloc((self._shares.warps, 16, self._shares.width + patch_pad(dtype)), dtype, align=128)
+
+    def begin(self, row: tirx.Expr, column: tirx.Expr, warp: tirx.Expr, lane: tirx.Expr, *, ragged_rows: bool) -> None:
+        """Emit the reads that are made before the sum.
+
+        Parameters
+        ----------
+        row, column : Expr
+            First row of this warp, first column of its part of the tile.
+        warp, lane : Expr
+            Which patch, and which thread of the warp.
+        ragged_rows : bool
+            Whether rows may lie outside the output.
+        """
+        self._row, self._column, self._warp, self._lane = row, column, warp, lane
+        self._ragged_rows = ragged_rows
+        shares = self._shares
+        self.copies.make(column, warp, lane)
+        self._rows: list[tuple[TensorLoad, dict[tuple[int, int], tirx.Expr]]] = []
+        for load in self._row_loads:
+            self._rows.append((load, self._read_rows(load)))
+        self._scalars = [(load, self._read_scalar(load)) for load in scalar_loads(self._matmul)]
+        self._held: dict[tuple[int, int, int], tirx.Var] = {}
+        self._held_tables: dict[tuple[int, int, int], list[tuple[TensorLoad, tirx.Var]]] = {}
+        if shares.prefetched:
+            for block in range(shares.m_blocks):
+                for start, width in shares.chunks:
+                    self._read_residuals(block, start, width)
+                    for eight in range(start // 8, (start + width) // 8):
+                        for half in range(2):
+                            self._read_tables(block, eight, half)
+
+    def take_statistics(self, buffer: tirx.Var, statistic: Callable[[int, int, int], tirx.Expr]) -> None:
+        """Take registers for the loads from a buffer of statistics.
+
+        Parameters
+        ----------
+        buffer : Var
+            The statistics as the epilogue reads them, [rows..., number].
+        statistic : callable
+            Returns the register of a block of 64 rows, a half of 16 and a number.
+        """
+        for load in self._epilogue.loads():
+            if load.source.same_as(buffer):
+                number = int(constant_value(load.indices[-1]) or 0)
+                places = ((block, half) for block in range(self._shares.m_blocks) for half in range(2))
+                self._rows.append((load, {place: statistic(*place, number) for place in places}))
+
+    def _read_scalar(self, load: TensorLoad) -> tirx.Expr:
+        """Emit the load of a scalar; return its register."""
+        source = _matrix(self._renamed[load.source], 1, 1)
+        register = T.alloc_local([1], dtype_of(load))
+        load_bytes(register.ptr_to([0]), source.ptr_to([0, 0]), bytes_of(dtype_of(load)))
+        return register[0]
+
+    def _read_rows(self, load: TensorLoad) -> dict[tuple[int, int], tirx.Expr]:
+        """Emit the loads of one element for each of a lane's rows; return the registers by block and half."""
+        source = _matrix(self._renamed[load.source], self._matmul.m, int(load.source.ty.shape[-1]))
+        registers = T.alloc_local([self._shares.m_blocks * 2], dtype_of(load))
+        places = [(block, half) for block in range(self._shares.m_blocks) for half in range(2)]
+        for number, (block, half) in enumerate(places):
+            row = tirx.min(self._row + block * 64 + half * 8 + self._lane // 4, self._matmul.m - 1)
+            load_bytes(registers.ptr_to([number]), source.ptr_to([row, load.indices[-1]]), bytes_of(dtype_of(load)))
+        return {place: registers[number] for number, place in enumerate(places)}
+
+    @contextmanager
+    def rows_exist(self, block: int) -> Iterator[None]:
+        """Emit what the block emits for those warps that have rows of the output in a block of 64 rows."""
+        if not self._ragged_rows:
+            yield
+            return
+        with T.If(self._row + block * 64 < self._matmul.m), T.Then():
+            yield
+
+    def write(self, accumulators: tirx.Var, *, ragged_columns: bool, column_end: tirx.Expr | int) -> None:
+        """Emit the evaluation and writing of this warp's part.
+
+        Parameters
+        ----------
+        accumulators : Var
+            Registers, 4 for every 8 columns of the product, the blocks of rows one after another; float32, or uint32
+            for sums in int32.
+        ragged_columns : bool
+            Whether columns may lie outside the output or this warp's part.
+        column_end : Expr or int
+            The column at which this warp's part ends.
+        """
+        self._ragged_columns = ragged_columns
+        self._column_end = column_end
+        self._output = _matrix(self._output_param, self._matmul.m, self._matmul.columns)
+        shares = self._shares
+        self.copies.wait(self._warp)
+        for block in range(shares.m_blocks):
+            with self.rows_exist(block):
+                for start, width in shares.chunks:
+                    if not shares.prefetched:
+                        self._read_residuals(block, start, width)
+                    self._lay_out_residuals(block, start, width)
+                    self._evaluate(accumulators, block, start, width)
+                    T.evaluate(T.cuda.warp_sync())
+                    self._write_patch(block, start, width)
+                    T.evaluate(T.cuda.warp_sync())
+
+    def _vectors(self, dtype: str, width: int) -> list[tuple[tirx.Expr, tirx.Expr, int, bool]]:
+        """Return, for each 16-byte vector of a patch that a lane handles, its row, column, elements, and if partial."""
+        lanes = VECTOR_BYTES // bytes_of(dtype)
+        across = width // lanes
+        vectors = []
+        for step in range(math.ceil(16 * across / 32)):
+            position = self._lane + step * 32
+            vectors.append((position // across, position % across * lanes, lanes, 16 * across % 32 != 0))
+        return vectors
+
+    def _elements(self, width: int) -> list[tuple[tirx.Expr, tirx.Expr, int, bool]]:
+        """Return the same as `_vectors` for single elements, for rows that do not start at multiples of 16 bytes."""
+        positions = (self._lane + step * 32 for step in range(16 * width // 32))
+        return [(position // width, position % width, 1, False) for position in positions]
+
+    def _read_residuals(self, block: int, start: int, width: int) -> None:
+        """Emit reads of a chunk of every residual into registers, 4 words a vector."""
+        for index, load in enumerate(self._residuals):
+            dtype = dtype_of(load)
+            source = _matrix(self._renamed[load.source], self._matmul.m, self._matmul.columns)
+            vectors = self._vectors(dtype, width)
+            words = T.alloc_local([4 * len(vectors)], "uint32")
+            for number, (line, inside, lanes, _) in enumerate(vectors):
+                at_row = tirx.min(self._row + block * 64 + line, self._matmul.m - 1)
+                at_column = tirx.min(self._column + start + inside, self._matmul.columns - lanes)
+                registers = [words[number * 4 + word] for word in range(4)]
+                T.evaluate(T.ptx["ld.global.v4.u32"](*registers, source.ptr_to([at_row, at_column])))
+            self._held[index, block, start] = words
+
+    def _lay_out_residuals(self, block: int, start: int, width: int) -> None:
+        for index, patch in enumerate(self._residual_patches):
+            words = self._held[index, block, start]
+            for number, (line, inside, _, partial) in enumerate(self._vectors(str(patch.ty.dtype), width)):
+                registers = [words[number * 4 + word] for word in range(4)]
+                store = T.ptx["st.shared.v4.u32"](patch.ptr_to([self._warp, line, inside]), *registers)
+                if partial:
+                    with T.If(line < 16), T.Then():
+                        T.evaluate(store)
+                else:
+                    T.evaluate(store)
+        if self._residual_patches:
+            T.evaluate(T.cuda.warp_sync())
+
+    def _evaluate(self, accumulators: tirx.Var, block: int, start: int, width: int) -> None:
+        """Emit a chunk's values and their writing into the patch, `shares.batch` columns at a time.
+
+        In a batch, all loads come first and all stores last: a compiler that cannot tell two addresses of shared memory
+        apart keeps their order, and would make one pair after another wait for its load.
+        """
+        partials = self._matmul.partials
+        if partials is not None:
+            self._sums = T.alloc_local([math.ceil(width / partials.group) * 2 * COUNT], "float32")
+            for index in range(math.ceil(width / partials.group) * 2 * COUNT):
+                T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
+        for first in range(start, start + width, self._shares.batch):
+            last = min(first + self._shares.batch, start + width)
+            self._evaluate_batch(accumulators, block, start, range(first // 8, last // 8))
+        if partials is not None:
+            self._write_sums(block, start, math.ceil(width / partials.group), partials)
+
+    def _add_to_sums(self, column: int, half: int, result: tirx.Var, group: int) -> None:
+        """Emit the adding of a pair, some columns into a chunk, to its group's sums."""
+        first = (column // group * 2 + half) * COUNT
+        for index in range(2):
+            value = tirx.Cast("float32", result[index])
+            T.buffer_store(self._sums, self._sums[first + SUM] + value, [first + SUM])
+            T.buffer_store(self._sums, self._sums[first + SQUARES] + value * value, [first + SQUARES])
+
+    def _write_sums(self, block: int, start: int, groups: int, partials: PartialSums) -> None:
+        """Emit the sums over the four lanes of a row, and their writing."""
+        matmul, lane, group = self._matmul, self._lane, partials.group
+        data = self._params[partials.output].data
+        target = T.decl_buffer((matmul.columns // group, matmul.m, COUNT), "float32", data=data)
+        # Of a row and the one 8 below, each of four lanes writes one of the sums.
+        row, which = self._row + block * 64 + lane % 4 // COUNT * 8 + lane // 4, lane % COUNT
+        shares = T.alloc_local([groups], "float32")
+        for number in range(groups):
+            values = [self._sums[number * 2 * COUNT + index] for index in range(2 * COUNT)]
+            T.buffer_store(shares, share_of_four_sums(lane, values), [number])
+        for number in range(groups):
+            column = self._column + start + number * group
+            guards = [row < matmul.m] if self._ragged_rows else []
+            if self._ragged_columns:
+                guards.append(column < self._column_end)
+            at = [tirx.floordiv(column, group), row, which]
+            if guards:
+                with T.If(tirx.all(*guards)), T.Then():
+                    T.buffer_store(target, shares[number], at)
+            else:
+                T.buffer_store(target, shares[number], at)
+
+    def _evaluate_batch(self, accumulators: tirx.Var, block: int, start: int, eights: range) -> None:
+        places = [(eight, half) for eight in eights for half in range(2)]
+        two = self._lane % 4 * 2
+        columns = {eight: self.copies.pairs(self._warp, eight * 8 + two) for eight, half in places if half == 0}
+        residuals = [
+            self._load_residuals(self._lane // 4 + half * 8, eight * 8 - start + two) for eight, half in places
+        ]
+        if not self._shares.prefetched:
+            for eight, half in places:
+                self._read_tables(block, eight, half)
+        results = []
+        for (eight, half), residual in zip(places, residuals, strict=True):
+            at_row = tirx.min(self._row + block * 64 + self._lane // 4 + half * 8, self._matmul.m - 1)
+            at_column = self._output_column(eight) + two
+            tables = self._held_tables[block, eight, half]
+            first = self._registers(block, eight, half)
+            result = T.alloc_local([2], self._matmul.output_dtype)
+            for index in range(2):
+                loaded = [(load, pair[index]) for load, pair in (*columns[eight], *residual, *tables)]
+                loaded += [(load, registers[block, half]) for load, registers in self._rows]
+                loaded += self._scalars
+                here = tirx.min(at_column + index, self._matmul.columns - 1)
+                registers = [accumulators[register + index] for register in first]
+                value = self._value(registers, loaded, at_row, here)
+                T.buffer_store(result, value, [index])
+            results.append(result)
+            if self._matmul.partials is not None:
+                self._add_to_sums(eight * 8 - start, half, result, self._matmul.partials.group)
+        for (eight, half), result in zip(places, results, strict=True):
+            with T.vectorized(2) as lane:
+                inside = [self._warp, self._lane // 4 + half * 8, eight * 8 - start + two + lane]
+                T.buffer_store(self._patch, result[lane], inside)
+
+    def _read_tables(self, block: int, eight: int, half: int) -> None:
+        """Emit the loads of a pair of neighbouring elements of every table of heads into registers."""
+        row = tirx.min(self._row + block * 64 + self._lane // 4 + half * 8, self._matmul.m - 1)
+        column = self._output_column(eight) + self._lane % 4 * 2
+        axes = dict(zip(self._epilogue.axes, _unflatten(row, column, self._epilogue), strict=True))
+        pairs = []
+        for load in self._tables:
+            pair = T.alloc_local([2], dtype_of(load))
+            source = self._renamed[load.source].ptr_to([substitute(index, axes) for index in load.indices])
+            load_bytes(pair.ptr_to([0]), source, 2 * bytes_of(dtype_of(load)))
+            pairs.append((load, pair))
+        self._held_tables[block, eight, half] = pairs
+
+    def _output_column(self, eight: int) -> tirx.Expr:
+        """Return the output's column that the first of 8 columns of this warp's part of a tile goes to."""
+        column = self._column + eight * 8
+        if not self._epilogue.head:
+            return column
+        return output_column(tirx.min(column, self._matmul.columns - 8), self._epilogue.head)
+
+    def _registers(self, block: int, eight: int, half: int) -> list[int]:
+        """Return the first of a pair's registers, and of those of the pair that it is gated or rotated with."""
+        each = self._shares.accumulators
+        register = (block * self._shares.columns // 2 + eight * 4) * each + half * 2
+        if self._epilogue.head:
+            return [register, register + (4 if eight % 2 == 0 else -4)]
+        # The gated column's register follows those of its gate's 8 columns.
+        return [register + 4 * number for number in range(each)]
+
+    def _load_residuals(self, line: tirx.Expr, inside: tirx.Expr) -> list[tuple[TensorLoad, tirx.Var]]:
+        """Emit the loads of two neighbouring elements of every residual's patch into registers."""
+        return [
+            (load, load_pair(patch, [self._warp, line], inside))
+            for load, patch in zip(self._residuals, self._residual_patches, strict=True)
+        ]
+
+    def _value(
+        self,
+        accumulators: Sequence[tirx.Expr],
+        loaded: Sequence[tuple[TensorLoad, tirx.Expr]],
+        row: tirx.Expr,
+        column: tirx.Expr,
+    ) -> tirx.Expr:
+        epilogue = self._epilogue
+        axes = dict(zip(epilogue.axes, _unflatten(row, column, epilogue), strict=True))
+
+        def replace_load(load: TensorLoad) -> tirx.Expr:
+            for known, element in loaded:
+                if tvm_ffi.structural_equal(known, load):
+                    return element
+            buffer = self._renamed[load.source]
+            return buffer[tuple(substitute(one, axes) for one in load.indices)]
+
+        value = tvm_ffi.structural_map(in_float32(epilogue.value), (TensorLoad, replace_load))
+        value = tvm_ffi.structural_map(value, (tirx.Mul, fast_gelu))
+        value = tvm_ffi.structural_map(value, (Call, fast_call))
+        variables = [epilogue.accumulator] if epilogue.second is None else [epilogue.accumulator, epilogue.second]
+        # Registers of integer sums are unsigned.
+        sums = [
+            one if one.ty == variable.ty else tirx.Cast(str(variable.ty.dtype), one)
+            for variable, one in zip(variables, accumulators, strict=True)
+        ]
+        return substitute(value, {**axes, **dict(zip(variables, sums, strict=True))})
+
+    def _write_patch(self, block: int, start: int, width: int) -> None:
+        dtype = self._matmul.output_dtype
+        vectors = self._vectors(dtype, width) if has_vectors(self._matmul, dtype) else self._elements(width)
+        for line, inside, lanes, partial in vectors:
+            row, column = self._row + block * 64 + line, self._column + start + inside
+            guards = [line < 16] if partial else []
+            if self._ragged_rows:
+                guards.append(row < self._matmul.m)
+            if self._ragged_columns:
+                guards.append(column < self._column_end)
+            target = output_column(column, self._epilogue.head) if self._epilogue.head else column
+            if guards:
+                with T.If(tirx.all(*guards)), T.Then():
+                    self._write_vector(row, target, line, inside, lanes)
+            else:
+                self._write_vector(row, target, line, inside, lanes)
+
+    def _write_vector(self, row: tirx.Expr, column: tirx.Expr, line: tirx.Expr, inside: tirx.Expr, lanes: int) -> None:
+        if lanes == 1:
+            T.buffer_store(self._output, self._patch[self._warp, line, inside], [row, column])
+            return
+        with T.vectorized(lanes) as lane:
+            value = self._patch[self._warp, line, inside + lane]
+            T.buffer_store(self._output, value, [row, column + lane])
+
+
+def _matrix(buffer: tirx.Var, rows: int, columns: int) -> tirx.Var:
+    """Return a two-dimensional view of a parameter."""
+    return T.decl_buffer((rows, columns), str(buffer.ty.dtype), data=buffer.data)
+
+
+def _unflatten(row: tirx.Expr, column: tirx.Expr, epilogue: Epilogue) -> list[tirx.Expr]:
+    """Return the output's position along each of its axes, in the axes' dtypes."""
+    indices: list[tirx.Expr] = [column]
+    rest = row
+    for size in reversed(epilogue.shape[:-1]):
+        indices.insert(0, rest % size)
+        rest = rest // size
+    return [tirx.Cast(str(axis.ty.dtype), index) for index, axis in zip(indices, epilogue.axes, strict=True)]

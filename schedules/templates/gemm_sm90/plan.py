@@ -1,0 +1,329 @@
+"""What follows from a shape and parameters for the kernel of `template.py`: sizes, or a refusal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from relaxtune.schedules.targets import CudaLimits
+from relaxtune.schedules.templates.base import Parameters, Refusal, added
+from relaxtune.schedules.templates.gemm_sm90.operands import ROW_BYTES, Operands, operands_of
+from relaxtune.schedules.templates.gemm_sm90.output_shares import Shares, residual_registers, share_unit, shared_bytes
+from relaxtune.schedules.templates.gemm_sm90.row_statistics import statistics_registers
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+
+WARPGROUP = 128
+# Width of a chunk of 16-bit columns -> (TMA's and wgmma's swizzle mode), the widest first.
+SWIZZLES = {64: 3, 32: 2, 16: 1}
+
+_TMA_BOX_MAX = 256
+_STAGES_MAX = 24
+# Blocks of a cluster that every sm_90 device runs (CUDA C++ Programming Guide 13.0, "Thread Block Clusters").
+_CLUSTER_MAX = 8
+# Registers of a thread: the file's 65536 hold 168 for each thread of three warpgroups when the kernel starts; then the
+# producer's give up theirs (setmaxnreg): 128 * (2 * 232 + 40) <= 65536. With one consumer there is no shortage.
+CONSUMER_REGISTERS = 232
+PRODUCER_REGISTERS = 40
+# What a consumer needs beside its accumulators (addresses, descriptors, the epilogue's values), measured.
+_REGISTERS_BESIDE = 40
+# With fewer, the compiler evaluates one element after another; fewer columns at a time leave it registers.
+_REGISTERS_TO_EVALUATE = 72
+_BATCH, _SMALL_BATCH = 64, 16
+
+
+@dataclass(frozen=True)
+class GemmParameters(Parameters):
+    """Tile sizes and roles of one kernel.
+
+    Attributes
+    ----------
+    block_m, block_n
+        Tile of C that a block (with `pingpong`, a warpgroup) makes at a time.
+    stages
+        Depth of the ring of tiles in shared memory.
+    consumers
+        Warpgroups that compute.
+    blocks
+        Thread blocks, each of which makes every `blocks`-th tile; 0 for a block per tile.
+    split_k
+        Blocks, one cluster, that share the sum over K of a tile.
+    pingpong
+        Whether two warpgroups make tiles by turns instead of each a half.
+    dependent
+        Whether the kernel may start before the one before it has ended.
+    multicast
+        Blocks, one cluster, that make tiles one below the other, and of which each loads a part of B for all.
+    group
+        Rows of tiles (of clusters of tiles) that are made column by column before the next ones are begun.
+    stream_k
+        Whether the blocks share the sums of all tiles evenly, wherever in a sum that cuts, instead of making tiles.
+    """
+
+    template: ClassVar[str] = "gemm_sm90"
+
+    block_m: int = 128
+    block_n: int = 128
+    stages: int = 4
+    consumers: int = 2
+    blocks: int = 0
+    split_k: int = 1
+    pingpong: bool = False
+    dependent: bool = False
+    multicast: int = 1
+    group: int = 1
+    stream_k: bool = added(default=False)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What a TMA load reads: a tensor, a box at a time; axes with the contiguous one first.
+
+    Attributes
+    ----------
+    name
+        Of the kernel's parameter.
+    param
+        Position of the tensor among the function's parameters.
+    sizes, box
+        Elements along each axis of the tensor, and of a box.
+    strides
+        Bytes from one element to the next along each axis but the first.
+    swizzle
+        TMA's mode: 1, 2 and 3 for rows of 32, 64 and 128 bytes.
+    """
+
+    name: str
+    param: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """Sizes of one kernel.
+
+    Attributes
+    ----------
+    parameters
+        What it is made from.
+    operands
+        What is multiplied.
+    columns
+        N of an instruction: the tile's, or half of them.
+    threads
+        Of a block: the consumers, and a warp or a warpgroup for the producer.
+    cluster
+        Blocks of a cluster.
+    tiles_m, tiles_n
+        Rows and columns of tiles of C; with `multicast`, a row is what a cluster makes.
+    blocks
+        Clusters of the grid.
+    k_tiles, k_share
+        Tiles of K, and those that one block sums at most: of a tile, or with `stream_k` of all.
+    m_blocks
+        Instructions of 64 rows a warpgroup needs for its part of a tile.
+    groups
+        Warpgroups that read a stage.
+    rows_a
+        Rows of A that are loaded: fewer than the tile's where A has fewer. The instructions then read whatever follows
+        in shared memory as the other rows, and what they make of it is not written.
+    chunk
+        Columns of B in one swizzled row of shared memory.
+    chunked
+        Whether such chunks divide B.
+    rows_b
+        Rows of K of B as [K, N] that one block loads at a time: all of a tile's, or its part of the cluster's.
+    early
+        Tiles of K of a block's first tile whose B is loaded before the kernel waits for the one before it.
+    hold_partials
+        Whether partial sums of rows stay in registers until the tile's sum is made; else they are added up before it.
+    shares
+        Who writes what of a tile.
+    stage_bytes, shared_bytes
+        Of the tiles of A and B in one stage; of a block's dynamic shared memory.
+    """
+
+    parameters: GemmParameters
+    operands: Operands
+    columns: int
+    threads: int
+    cluster: int
+    tiles_m: int
+    tiles_n: int
+    blocks: int
+    k_tiles: int
+    k_share: int
+    m_blocks: int
+    groups: int
+    rows_a: int
+    chunk: int
+    chunked: bool
+    rows_b: int
+    early: int
+    hold_partials: bool
+    shares: Shares
+    stage_bytes: int
+    shared_bytes: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of C, or of clusters of them."""
+        return self.tiles_m * self.tiles_n
+
+    @property
+    def refills(self) -> bool:
+        """Whether stages are loaded more than once; where not, multiplications need not be waited for one by one.
+
+        On an H200, 12 layers of BERT-base with 128 tokens, whose stages are loaded once, took 255 us with those waits
+        and 233 us without.
+        """
+        return self.blocks < self.tiles or self.k_share > self.parameters.stages
+
+
+def make_plan(
+    matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits, *, constant_b: bool = False
+) -> GemmPlan | Refusal:
+    """Return the sizes of the kernel for a matmul, or why there is none with these parameters.
+
+    Parameters
+    ----------
+    constant_b : bool
+        Whether no kernel writes B.
+    """
+    refusal = _refuse_parameters(p)
+    if refusal is not None:
+        return refusal
+    operands = operands_of(matmul.input_dtype, matmul.b_dtype, transposed=matmul.b_transposed)
+    if isinstance(operands, Refusal):
+        return operands
+    instruction_columns = operands.columns(p.block_n)
+    if instruction_columns is None:
+        return Refusal(f"block_n is {p.block_n}, of which neither all nor half is an N of wgmma for {operands.a}")
+    block_k = operands.block_k
+    k_tiles = math.ceil(matmul.k / block_k)
+    tiles_n = math.ceil(matmul.n / p.block_n)
+    tiles_m = math.ceil(matmul.m / (p.block_m * p.multicast))
+    tiles = tiles_m * tiles_n
+    blocks = min(p.blocks or tiles, tiles * k_tiles if p.stream_k else tiles)
+    k_share = math.ceil(tiles * k_tiles / blocks) if p.stream_k else math.ceil(k_tiles / p.split_k)
+    if k_share * (p.split_k - 1) >= k_tiles:
+        return Refusal(f"split_k is {p.split_k}, K has {k_tiles} tiles of {block_k}: a block would have none")
+    groups = 1 if p.pingpong else p.consumers
+    m_blocks = p.block_m // 64 // groups
+    threads = p.consumers * WARPGROUP + (WARPGROUP if p.consumers > 1 else 32)
+    # Sums of a stage, and of all stages where those are added up apart.
+    accumulators = m_blocks * p.block_n // 2 * (2 if operands.exact_sums else 1)
+    registers = CONSUMER_REGISTERS if p.consumers > 1 else limits.registers_per_thread
+    partials = 0 if matmul.norm is None else statistics_registers(matmul.norm, m_blocks)
+    hold_partials = accumulators + _REGISTERS_BESIDE + partials <= registers
+    beside = _REGISTERS_BESIDE + (partials if hold_partials else 0)
+    if accumulators + beside > registers:
+        return Refusal(f"{accumulators} accumulators a thread beside {beside} registers, {registers} exist")
+    each = matmul.epilogue.accumulators
+    # Columns are shared in what a vector of the output needs, or in whole groups of partial sums.
+    unit = share_unit(matmul) if matmul.partials is None else matmul.partials.group
+    if p.block_n % (unit * each):
+        return Refusal(f"block_n is {p.block_n}, expected whole groups of {unit * each} columns")
+    columns = unit * math.ceil(p.block_n // (unit * each) / p.split_k)
+    held = residual_registers(matmul, m_blocks, columns)
+    shares = Shares(
+        warps=4 * p.consumers,
+        m_blocks=m_blocks,
+        columns=columns,
+        prefetched=accumulators + held + beside <= registers,
+        accumulators=each,
+        batch=_BATCH if m_blocks * p.block_n // 2 + _REGISTERS_TO_EVALUATE <= registers else _SMALL_BATCH,
+    )
+    rows_a = _loaded_rows(matmul, p)
+    stage_bytes = (rows_a + p.block_n) * ROW_BYTES
+    partial_bytes = p.block_m * p.block_n * 4 if p.split_k > 1 else 0
+    total = max(p.stages * stage_bytes, partial_bytes) + shared_bytes(matmul, shares) + 8 * (2 * p.stages + 2)
+    if total > limits.shared_bytes_optin:
+        return Refusal(f"{total} bytes of shared memory, the target has {limits.shared_bytes_optin}")
+    # The widest that divides the tile.
+    chunk = next(width for width in SWIZZLES if p.block_n % width == 0)
+    least = min(k_tiles, k_share) if p.stream_k else k_tiles - k_share * (p.split_k - 1)
+    return GemmPlan(
+        parameters=p,
+        operands=operands,
+        columns=instruction_columns,
+        threads=threads,
+        cluster=p.split_k * p.multicast,
+        tiles_m=tiles_m,
+        tiles_n=tiles_n,
+        blocks=blocks,
+        k_tiles=k_tiles,
+        k_share=k_share,
+        m_blocks=m_blocks,
+        groups=groups,
+        rows_a=rows_a,
+        chunk=chunk,
+        chunked=matmul.n % chunk == 0,
+        rows_b=block_k // p.multicast,
+        early=min(p.stages, least) if p.dependent and constant_b else 0,
+        hold_partials=hold_partials,
+        shares=shares,
+        stage_bytes=stage_bytes,
+        shared_bytes=total,
+    )
+
+
+def tensor_maps(matmul: MatmulFunction, plan: GemmPlan) -> tuple[TensorMap, TensorMap]:
+    """Return what the kernel of a plan loads A and B by; the blocks of a `multicast` cluster load parts of B's tile.
+
+    B as [K, N] is seen as chunks of columns, [N / chunk, K, chunk], where they divide it: one load brings all of a
+    tile.
+    """
+    p, chunk, size, block_k = plan.parameters, plan.chunk, plan.operands.bytes, plan.operands.block_k
+    depth = (matmul.k * size,)
+    a = TensorMap("map_a", matmul.a, (matmul.k, matmul.m), depth, (block_k, plan.rows_a), 3)
+    if matmul.b_transposed:
+        box: tuple[int, ...] = (block_k, p.block_n // p.multicast)
+        return a, TensorMap("map_b", matmul.b, (matmul.k, matmul.n), depth, box, 3)
+    row = matmul.n * size
+    if plan.chunked:
+        sizes = (chunk, matmul.k, matmul.n // chunk)
+        box, strides = (chunk, plan.rows_b, p.block_n // chunk), (row, chunk * size)
+        return a, TensorMap("map_b", matmul.b, sizes, strides, box, SWIZZLES[chunk])
+    return a, TensorMap("map_b", matmul.b, (matmul.n, matmul.k), (row,), (chunk, plan.rows_b), SWIZZLES[chunk])
+
+
+def _loaded_rows(matmul: MatmulFunction, p: GemmParameters) -> int:
+    """Return how many rows of A a stage holds: whole swizzle atoms of 8 rows."""
+    rows = 8 * math.ceil(matmul.m / 8)
+    # What is read beyond the last stage of A lies in the stages of B.
+    return rows if rows < p.block_m <= rows + p.stages * p.block_n else p.block_m
+
+
+def _refuse_parameters(p: GemmParameters) -> Refusal | None:
+    rows = 64 if p.pingpong else 64 * p.consumers
+    if not 1 <= p.consumers <= 2:
+        return Refusal(f"consumers is {p.consumers}, expected 1 or 2")
+    if p.block_m < 64 or p.block_m % rows or p.block_m > _TMA_BOX_MAX:
+        return Refusal(f"block_m is {p.block_m}, expected a multiple of {rows} up to {_TMA_BOX_MAX}")
+    if p.block_n % 16 or not 16 <= p.block_n <= 256:
+        return Refusal(f"block_n is {p.block_n}, expected a multiple of 16 up to 256 (wgmma's N)")
+    if not 2 <= p.stages <= _STAGES_MAX:
+        return Refusal(f"stages is {p.stages}, expected 2 to {_STAGES_MAX}")
+    if p.blocks < 0:
+        return Refusal(f"blocks is {p.blocks}, expected 0 or more")
+    if not 1 <= p.split_k <= _CLUSTER_MAX:
+        return Refusal(f"split_k is {p.split_k}, expected 1 to {_CLUSTER_MAX} (a portable cluster)")
+    if p.pingpong and p.consumers != 2:
+        return Refusal(f"pingpong has {p.consumers} consumers, expected 2")
+    if p.split_k > 1 and (p.pingpong or p.blocks):
+        return Refusal("split_k does not go with pingpong or a fixed number of blocks")
+    if p.multicast not in (1, 2, 4):
+        return Refusal(f"multicast is {p.multicast}, expected 1, 2 or 4")
+    if p.multicast > 1 and (p.split_k > 1 or p.block_n // p.multicast % 8):
+        return Refusal(f"multicast does not go with split_k, nor with parts of {p.block_n} columns that are no eights")
+    if p.stream_k and not p.blocks:
+        return Refusal("stream_k has no number of blocks to share the sums")
+    if p.stream_k and (p.pingpong or p.split_k > 1 or p.multicast > 1):
+        return Refusal("stream_k does not go with pingpong, split_k or multicast")
+    if p.group < 1:
+        return Refusal(f"group is {p.group}, expected 1 or more")
+    return None

@@ -1,0 +1,135 @@
+"""The thread of the GEMM kernel that loads: tiles of A and B, into the ring that the consumers multiply from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.emit.hopper import Ring, load_tile
+from relaxtune.schedules.templates.gemm_sm90.memory import Memory
+from relaxtune.schedules.templates.gemm_sm90.plan import GemmPlan
+from relaxtune.schedules.templates.gemm_sm90.tiles import Part, Tiles
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+
+
+class Producer:
+    """Loads what a plan's consumers multiply; the methods emit into the current IRBuilder.
+
+    Parameters
+    ----------
+    matmul, plan, tiles, memory : MatmulFunction, GemmPlan, Tiles, Memory
+        What is loaded, in which order, where to.
+    maps : tuple of Var
+        Tensor maps of A and B.
+    rank : Expr
+        The block's place in its cluster.
+    """
+
+    def __init__(
+        self,
+        matmul: MatmulFunction,
+        plan: GemmPlan,
+        tiles: Tiles,
+        memory: Memory,
+        maps: tuple[tirx.Var, tirx.Var],
+        rank: tirx.Expr,
+    ) -> None:
+        self._matmul = matmul
+        self._plan = plan
+        self._p = plan.parameters
+        self._block_k = plan.operands.block_k
+        self._tiles = tiles
+        self._memory = memory
+        self._map_a, self._map_b = maps
+        self._rank = rank
+
+    def prefetch_maps(self) -> None:
+        """Emit the fetching of the tensor maps."""
+        for tensor_map in (self._map_a, self._map_b):
+            T.evaluate(T.ptx.prefetch.tensormap(T.address_of(tensor_map)))
+
+    def load_early(self) -> None:
+        """Emit the loads of those tiles of B that are constant and wanted first."""
+        first = self._tiles.first()
+
+        def load(stage: tirx.Expr | int) -> None:
+            self._expect(stage)
+            self._load_b(stage, first.start + stage, first.column)
+
+        self._each_early(first, load)
+
+    def produce(self) -> None:
+        """Emit the loads of all tiles of the block, those of `load_early` too where a cluster shares B."""
+        ring = Ring(self._p.stages)
+        early: tirx.Expr | int = 0
+        if self._p.multicast > 1:
+            self.load_early()
+        if self._p.dependent:
+            T.evaluate(T.ptx.griddepcontrol.wait())
+        if self._plan.early:
+            first = self._tiles.first()
+            early = self._begun(first)
+            self._each_early(first, lambda stage: self._load_a(stage, first.start + stage, first.row))
+            ring.set(early % self._p.stages, early // self._p.stages)
+
+        def load_part(part: Part) -> None:
+            # Tiles of K that are on their way already.
+            begun = early if isinstance(part.turn, tirx.IntImm) else tirx.Select(part.turn == 0, early, 0)
+            with T.serial(part.count - begun, unroll=False) as step:
+                k_tile = part.start + begun + step
+                T.evaluate(T.cuda.mbarrier_wait(self._memory.empty.ptr_to([ring.stage]), ring.phase ^ 1))
+                self._expect(ring.stage)
+                self._load_a(ring.stage, k_tile, part.row)
+                self._load_b(ring.stage, k_tile, part.column)
+                ring.advance()
+
+        self._tiles.each(load_part)
+
+    def _each_early(self, first: Part, load: Callable[[tirx.Expr | int], None]) -> None:
+        """Emit something for every stage that is loaded early."""
+        begun = self._begun(first)
+        if isinstance(begun, int):
+            for stage in range(begun):
+                load(stage)
+            return
+        with T.serial(begun, unroll=False) as stage:
+            load(stage)
+
+    def _begun(self, first: Part) -> tirx.Expr | int:
+        """Return how many stages are loaded early: no more than the first part has."""
+        early = self._plan.early
+        return tirx.min(early, first.count) if self._p.stream_k and early else early
+
+    def _expect(self, stage: tirx.Expr | int) -> None:
+        bytes_per_stage = T.uint32(self._plan.stage_bytes)
+        T.evaluate(T.ptx.mbarrier.arrive.expect_tx.shared.b64(self._memory.full.ptr_to([stage]), bytes_per_stage))
+
+    def _load_a(self, stage: tirx.Expr | int, k_tile: tirx.Expr, row: tirx.Expr) -> None:
+        to, full = self._memory.tile_a.ptr_to([stage, 0]), self._memory.full.ptr_to([stage])
+        load_tile(to, self._map_a, (k_tile * self._block_k, row * self._p.block_m), full)
+
+    def _load_b(self, stage: tirx.Expr | int, k_tile: tirx.Expr, column: tirx.Expr) -> None:
+        """Emit the loads of a tile of B, or of this block's part of it for all of the cluster."""
+        p, plan, chunk = self._p, self._plan, self._plan.chunk
+        full = self._memory.full.ptr_to([stage])
+
+        def load(offset: tirx.Expr | int, *at: tirx.Expr | int) -> None:
+            load_tile(self._memory.tile_b.ptr_to([stage, offset]), self._map_b, at, full, p.multicast)
+
+        if self._matmul.b_transposed:
+            first = self._part(p.block_n // p.multicast)
+            load(first * self._block_k, k_tile * self._block_k, column * p.block_n + first)
+            return
+        first = self._part(plan.rows_b)
+        row = k_tile * self._block_k + first
+        if plan.chunked:
+            load(first * p.block_n, 0, row, column * (p.block_n // chunk))
+            return
+        for start in range(0, p.block_n, chunk):
+            load(first * p.block_n + start * plan.rows_b, column * p.block_n + start, row)
+
+    def _part(self, size: int) -> tirx.Expr | int:
+        """Return where this block's part of `size` of what the cluster loads starts."""
+        return self._rank * size if self._p.multicast > 1 else 0

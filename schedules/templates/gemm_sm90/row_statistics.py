@@ -1,0 +1,142 @@
+"""Statistics of rows in registers, for the epilogue of the kernel of `template.py`.
+
+The partial sums of `schedules.tir.row_norm` are read before the matmul's sum is made and used after it, which
+hides their latency, or at once where registers are short. A lane needs the statistics of rows `16 * warp + lane / 4`
+and 8 below in each 64; the four lanes of a row read every fourth group each and add up what they have. The order of
+sums is fixed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.row_norm import COUNT, SCALE, SHIFT, SQUARES, SUM, RowNorm
+
+_HALVES = 2
+_LANES = 4
+
+_QUAD_SUM = "relaxtune_sum_of_four_lanes"
+_QUAD_SUM_SOURCE = """
+__forceinline__ __device__ float relaxtune_sum_of_four_lanes(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+"""
+_QUAD_SHARE = "relaxtune_share_of_four_sums"
+_QUAD_SHARE_SOURCE = """
+__forceinline__ __device__ float relaxtune_share_of_four_sums(int lane, float a, float b, float c, float d) {
+  bool second = lane & 2, odd = lane & 1;
+  float even_sum = (second ? c : a) + __shfl_xor_sync(~0u, second ? a : c, 2);
+  float odd_sum = (second ? d : b) + __shfl_xor_sync(~0u, second ? b : d, 2);
+  return (odd ? odd_sum : even_sum) + __shfl_xor_sync(~0u, odd ? even_sum : odd_sum, 1);
+}
+"""
+
+
+def share_of_four_sums(lane: tirx.Expr, values: Sequence[tirx.Expr]) -> tirx.Expr:
+    """Return, in each of four neighbouring lanes, the sum over them of the value of its number; all have to ask."""
+    return T.cuda.func_call(_QUAD_SHARE, lane, *values, source_code=_QUAD_SHARE_SOURCE, return_type="float32")
+
+
+def statistics_registers(norm: RowNorm, m_blocks: int) -> int:
+    """Return the registers a thread needs to hold what `RowStatistics` reads."""
+    return m_blocks * _HALVES * _reads(norm) * COUNT
+
+
+def _reads(norm: RowNorm) -> int:
+    """Return how many groups a lane reads of a row."""
+    return math.ceil(norm.groups / _LANES)
+
+
+class RowStatistics:
+    """Emits the statistics of a lane's rows into the current IRBuilder.
+
+    Parameters
+    ----------
+    matmul, norm : MatmulFunction, RowNorm
+        The function, and what the statistics are.
+    partials : Var
+        The kernel's parameter.
+    m_blocks : int
+        Blocks of 64 rows of a warpgroup.
+    """
+
+    def __init__(self, matmul: MatmulFunction, norm: RowNorm, partials: tirx.Var, m_blocks: int) -> None:
+        self._matmul, self._norm, self._m_blocks = matmul, norm, m_blocks
+        shape = (norm.groups, matmul.m, COUNT)
+        self._partials = T.decl_buffer(shape, "float32", data=partials.data)
+
+    def read(self, row: tirx.Expr, lane: tirx.Expr) -> None:
+        """Emit the reads for a tile.
+
+        Parameters
+        ----------
+        row : Expr
+            First of this warp's 16 rows.
+        lane : Expr
+            Thread of the warp.
+        """
+        self._row, self._lane = row, lane
+        self._held = T.alloc_local([statistics_registers(self._norm, self._m_blocks)], "float32")
+        reads = _reads(self._norm)
+        for number in range(self._m_blocks * _HALVES):
+            at_row = tirx.min(self._row_of(number), self._matmul.m - 1)
+            for turn in range(reads):
+                first = (number * reads + turn) * COUNT
+                registers = [self._held[first + which] for which in range(COUNT)]
+                group = tirx.min(self._group(turn), self._norm.groups - 1)
+                T.evaluate(T.ptx["ld.global.v2.f32"](*registers, self._partials.ptr_to([group, at_row, 0])))
+
+    def finish(self) -> None:
+        """Emit the statistics from what was read."""
+        zero, size = tirx.FloatImm("float32", 0.0), tirx.FloatImm("float32", 1.0 / self._norm.size)
+        self._statistics = T.alloc_local([self._m_blocks * _HALVES * COUNT], "float32")
+        for number in range(self._m_blocks * _HALVES):
+            scale, shift = (self._statistics[number * COUNT + which] for which in (SCALE, SHIFT))
+            variance = self._total(number, SQUARES) * size
+            if self._norm.centred:
+                T.buffer_store(self._statistics, self._total(number, SUM) * size, [number * COUNT + SHIFT])
+                variance = tirx.max(variance - shift * shift, zero)
+            root = tirx.rsqrt(variance + tirx.FloatImm("float32", self._norm.epsilon))
+            T.buffer_store(self._statistics, root, [number * COUNT + SCALE])
+            moved = zero - shift * scale if self._norm.centred else zero
+            T.buffer_store(self._statistics, moved, [number * COUNT + SHIFT])
+
+    def statistic(self, block: int, half: int, which: int) -> tirx.Expr:
+        """Return a register: a statistic of a lane's row, of 64 rows, in their first or second half of 16."""
+        return self._statistics[(block * _HALVES + half) * COUNT + which]
+
+    def write(self, param: tirx.Var) -> None:
+        """Emit the writing of the statistics to a parameter [rows..., COUNT]."""
+        target = T.decl_buffer((self._matmul.m, COUNT), "float32", data=param.data)
+        for number in range(self._m_blocks * _HALVES):
+            row = self._row_of(number)
+            with T.If(tirx.all(self._lane % _LANES == 0, row < self._matmul.m)), T.Then():
+                for which in range(COUNT):
+                    T.buffer_store(target, self._statistics[number * COUNT + which], [row, which])
+
+    def _total(self, number: int, which: int) -> tirx.Expr:
+        reads, groups = _reads(self._norm), self._norm.groups
+        parts: list[tirx.Expr] = []
+        for turn in range(reads):
+            value = self._held[(number * reads + turn) * COUNT + which]
+            if (turn + 1) * _LANES > groups:
+                value = tirx.Select(self._group(turn) < groups, value, tirx.FloatImm("float32", 0.0))
+            parts.append(value)
+        # By pairs, so that sums need not wait for one another.
+        while len(parts) > 1:
+            parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + parts[len(parts) // 2 * 2 :]
+        return T.cuda.func_call(_QUAD_SUM, parts[0], source_code=_QUAD_SUM_SOURCE, return_type="float32")
+
+    def _group(self, turn: int) -> tirx.Expr:
+        """Return the group that a lane reads at its n-th turn."""
+        return turn * _LANES + self._lane % _LANES
+
+    def _row_of(self, number: int) -> tirx.Expr:
+        block, half = divmod(number, _HALVES)
+        return self._row + block * 64 + half * 8 + self._lane // _LANES

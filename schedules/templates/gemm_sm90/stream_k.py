@@ -1,0 +1,192 @@
+"""Stream-K for the kernel of `template.py`: blocks share the sums of all tiles evenly.
+
+The tiles of K of all tiles of C, one tile after another, are cut into as many equal runs as there are blocks, wherever
+that falls::
+
+    tiles      |---- 0 ----|---- 1 ----|---- 2 ----|         12 tiles of K each
+    blocks     |-- 0 ---|-- 1 ---|-- 2 ---|-- 3 ---|         9 each
+
+A block makes the parts of its run from the last to the first. To a part that has the end of a tile's sum it adds what
+the blocks before it have of that tile, the nearest first, and writes the tile. A part that lacks the end can only be
+the one that its block makes first: it goes to global memory.
+
+So a block waits for blocks of lower numbers alone, and for the first thing that they make, before which they wait for
+none. Blocks start in the order of their numbers, so no wait is for ever, however few run at a time. (CUDA promises no
+order; where all blocks run at a time, as with a block for each multiprocessor, none is needed.) The order of sums
+follows from the plan: results are the same in every bit from run to run.
+
+    sums       [blocks, block_m/64, block_n/8, 128] of 4 accumulators: those of each thread, by the part's block
+    flags      [blocks, warps]: set where a warp has written its sums; who has read them clears it for the next launch
+
+Both are variables of the module, zero when it is loaded, which all kernels of a module that have the same sizes share:
+launches of such kernels must follow each other, as those in one stream do (with dependent launch too: they are touched
+after griddepcontrol.wait alone). One module in two streams at a time would mix up their sums, as it would what else an
+artifact keeps in memory of its own (`pipeline.artifact.runtime.Module` lets calls take turns). A wait of seconds, which
+only that can cause, ends the launch with an error.
+
+Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU", PPoPP
+2023 (arXiv:2301.03598). Release and acquire: PTX ISA 9.0, "Memory Consistency Model".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.gemm_sm90.output_tile import OutputTile
+from relaxtune.schedules.templates.gemm_sm90.plan import WARPGROUP, GemmPlan
+from relaxtune.schedules.templates.gemm_sm90.tiles import Part, Tiles
+
+# Each function's source has all of them: the guard keeps one copy, in whatever order a module's kernels call them.
+_SOURCE = """
+#ifndef {name}_defined
+#define {name}_defined
+__device__ {type}4 {name}_sums[{sums}];
+__device__ unsigned {name}_flags[{flags}];
+__forceinline__ __device__ void {name}_put(int at, {type} a, {type} b, {type} c, {type} d) {{
+  __stcg({name}_sums + at, make_{type}4(a, b, c, d));
+}}
+__forceinline__ __device__ void {name}_add(int at, {scalar}& a, {scalar}& b, {scalar}& c, {scalar}& d) {{
+  {type}4 sum = __ldcg({name}_sums + at);
+  a += sum.x; b += sum.y; c += sum.z; d += sum.w;
+}}
+__forceinline__ __device__ void {name}_set(int flag) {{
+  __syncwarp();
+  if (threadIdx.x % 32 == 0)
+    asm volatile("st.release.gpu.global.u32 [%0], 1;" :: "l"(__cvta_generic_to_global({name}_flags + flag)) : "memory");
+}}
+__forceinline__ __device__ void {name}_await(int flag) {{
+  unsigned found = 0;
+  for (int polls = 0; found == 0; ++polls) {{
+    if (polls == {polls}) __trap();
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                 : "=r"(found) : "l"(__cvta_generic_to_global({name}_flags + flag)) : "memory");
+  }}
+}}
+__forceinline__ __device__ void {name}_clear(int flag) {{
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {name}_flags[flag] = 0;
+}}
+#endif
+"""
+# Each takes half a microsecond or more.
+_POLLS_MAX = 1 << 22
+_TYPES = {"float32": ("float", "float"), "uint32": ("uint", "unsigned")}
+
+
+@dataclass(frozen=True)
+class StreamPart(Part):
+    """A part of a block's run.
+
+    Attributes
+    ----------
+    ends
+        Whether it has the last of its tile's sum.
+    helpers
+        If so, how many blocks before this one have the others.
+    """
+
+    ends: tirx.Expr
+    helpers: tirx.Expr
+
+
+class StreamTiles(Tiles):
+    """The parts of a block's run, from the last to the first."""
+
+    def __init__(self, plan: GemmPlan, block: tirx.Expr) -> None:
+        super().__init__(plan, block, tirx.IntImm("int32", 0))
+        # The first `_longer` blocks have one tile of K more.
+        self._share, self._longer = divmod(plan.tiles * plan.k_tiles, plan.blocks)
+
+    def first(self) -> StreamPart:
+        """Return the first part, which every block has."""
+        return self.part(tirx.IntImm("int32", 0))
+
+    def each(self, make: Callable[[Part], None], *, first: tirx.Expr | int = 0, every: int = 1) -> None:
+        """Emit the loop over the parts; `make` gets a `StreamPart`, and all are made."""
+        with T.serial(self.count(), unroll=False) as turn:
+            make(self.part(turn))
+
+    def count(self) -> tirx.Expr:
+        """Return how many parts the block makes."""
+        k_tiles = self._plan.k_tiles
+        last = (self._begin(self._block + 1) - 1) // k_tiles
+        return last - self._begin(self._block) // k_tiles + 1
+
+    def part(self, turn: tirx.Expr) -> StreamPart:
+        """Return a part; what it is made of is bound to variables where the IRBuilder stands."""
+        k_tiles = self._plan.k_tiles
+        begin, end = self._begin(self._block), self._begin(self._block + 1)
+        tile = T.Bind((end - 1) // k_tiles - turn)
+        start = T.Bind(tirx.max(begin - tile * k_tiles, 0))
+        stop = T.Bind(tirx.min(end - tile * k_tiles, k_tiles))
+        helpers = self._block - self._block_of(tile * k_tiles)
+        return StreamPart(turn, *self.place(tile), start, stop - start, stop == k_tiles, helpers)
+
+    def _begin(self, block: tirx.Expr) -> tirx.Expr:
+        """Return the first tile of K of a block's run."""
+        return block * self._share + tirx.min(block, self._longer)
+
+    def _block_of(self, position: tirx.Expr) -> tirx.Expr:
+        """Return the block in whose run a tile of K is."""
+        share, longer = self._share, self._longer
+        beyond = position - longer * (share + 1)
+        return tirx.Select(beyond < 0, position // (share + 1), longer + beyond // share)
+
+
+class StreamSum:
+    """Emits the exchange of sums between blocks, through global memory, into the current IRBuilder.
+
+    Parameters
+    ----------
+    plan : GemmPlan
+        Sizes.
+    output : OutputTile
+        What knows which rows exist.
+    thread, block : Expr
+        Of the block, and of the grid.
+    """
+
+    def __init__(self, plan: GemmPlan, output: OutputTile, thread: tirx.Expr, block: tirx.Expr) -> None:
+        p = plan.parameters
+        self._plan, self._output, self._thread, self._block = plan, output, thread, block
+        self._groups, self._eights, self._warps = p.block_m // 64, p.block_n // 8, 4 * p.consumers
+        sums, flags = plan.blocks * self._groups * self._eights * WARPGROUP, plan.blocks * self._warps
+        register = plan.operands.register
+        self._name = f"relaxtune_stream_{register}_{sums}_{flags}"
+        kind, scalar = _TYPES[register]
+        self._source = _SOURCE.format(
+            name=self._name, type=kind, scalar=scalar, sums=sums, flags=flags, polls=_POLLS_MAX
+        )
+
+    def publish(self, accumulators: tirx.Var) -> None:
+        """Emit the handing over of a part without its end to the block that has it."""
+        self._move("put", self._block, accumulators)
+        self._call("set", self._flag(self._block))
+
+    def collect(self, accumulators: tirx.Var, part: StreamPart) -> None:
+        """Emit the adding of what other blocks have of a part's tile to its sums."""
+        with T.serial(part.helpers, unroll=False) as number:
+            helper = self._block - 1 - number
+            self._call("await", self._flag(helper))
+            self._move("add", helper, accumulators)
+            self._call("clear", self._flag(helper))
+
+    def _move(self, function: str, block: tirx.Expr, accumulators: tirx.Var) -> None:
+        """Emit a call for every 4 accumulators of rows that exist, at their place among a block's sums."""
+        first = block * self._groups + self._thread // WARPGROUP * self._plan.m_blocks
+        for group in range(self._plan.m_blocks):
+            with self._output.rows_exist(group):
+                for eight in range(self._eights):
+                    at = ((first + group) * self._eights + eight) * WARPGROUP + self._thread % WARPGROUP
+                    held = (group * self._eights + eight) * 4
+                    self._call(function, at, *(accumulators[held + index] for index in range(4)))
+
+    def _flag(self, block: tirx.Expr) -> tirx.Expr:
+        return block * self._warps + self._thread // 32
+
+    def _call(self, function: str, *arguments: tirx.Expr) -> None:
+        T.evaluate(T.cuda.func_call(f"{self._name}_{function}", *arguments, source_code=self._source))

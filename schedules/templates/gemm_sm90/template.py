@@ -1,0 +1,210 @@
+"""Matrix multiplication with an elementwise epilogue for Hopper (sm_90a): TMA, mbarriers and wgmma, in TIRx.
+
+Notation
+--------
+::
+
+    C[m, n] = epilogue(sum_k A[m, k] * B[k, n], m, n)
+
+    A   [M, K]            row major; 16-bit floats, or of 8 bits: see `schedules.templates.gemm_sm90.operands`
+    B   [K, N] or [N, K]  row major ("MN-major" or "K-major" to wgmma); of 8 bits [N, K] alone
+    C   [M, N]            row major; leading axes of A and C are flattened into M
+
+One thread block makes tiles of `block_m` x `block_n`: one, or where `blocks` is given, every `blocks`-th. Tiles are
+counted column by column in groups of `group` rows of tiles, so that what runs at a time shares rows of A and columns of
+B in L2. Its threads:
+
+- consumers: `consumers` warpgroups of 128 threads, each `block_m / consumers` rows of the tile, in `m64nNk16` wgmma
+  instructions (of 8 bits `m64nNk32`). Thread t of a warpgroup holds of rows `16 * (t / 32) + (t % 32) / 4` and 8 below,
+  in each 8 columns, columns `2 * (t % 4)` and the next: 4 accumulators for every 8 columns of an instruction.
+  With `pingpong`, each of two warpgroups makes whole tiles, by turns: one multiplies while the other writes.
+- producer: one warp after them, of which one thread issues every TMA load.
+
+Shared memory is a ring of `stages` stages (dynamic; each tile 1024-byte aligned, which a swizzle atom needs):
+
+    tile_a   [stages, rows, 64]                  (of 8 bits, 128 in the place of 64)
+                                                 128-byte rows of K, swizzled 128 bytes; only rows that exist are loaded
+    tile_b   [stages, c, block_n/w, 64/c, w]     [K, N]: chunks of w columns, rows of K, swizzled 2*w bytes
+             [stages, block_n, 64]               [N, K]: as A
+    full     [stages] mbarrier: one arrival (the producer) and the bytes of both tiles
+    empty    [stages] mbarrier: one arrival by each warpgroup that reads the stage, in all c blocks
+    turn     [2] mbarrier: whose turn it is to multiply (`pingpong`)
+    partial  in place of the ring: the accumulators, for the other blocks of the cluster (`split_k`)
+    patches and copies of `schedules.templates.gemm_sm90.output_tile`
+
+With `split_k`, the blocks of a cluster share one tile: each sums a part of K, then each adds up, in the order of ranks,
+its part of the columns from the shared memory of all, and writes it.
+With `stream_k`, `blocks` blocks share the sums of all tiles evenly, through global memory, whatever that number is and
+wherever that cuts a sum: see `schedules.templates.gemm_sm90.stream_k`.
+With `multicast`, the c blocks of a cluster make tiles one below the other; each loads a part of B's tile for all.
+With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch): it
+waits for it before it reads or writes global memory, but for what is known to be constant: the first tiles of B, and
+what the epilogue reads of the columns of a block's only tile (a bias).
+
+TMA fills what lies outside A and B with zeros, so K may be ragged; rows and columns outside C are not written.
+TMA's strides are multiples of 16 bytes: K has to be a multiple of 8 (of 8 bits, of 16), and N too where B is [K, N]; as
+[N, K], B may have any N, such as a vocabulary's 50257. Fewer than 64 rows (a token or a few, in decoding) waste
+arithmetic, which is not what such matmuls wait for: they read B at memory bandwidth.
+
+Limits and encodings: PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" (shapes,
+register fragments, matrix descriptors, swizzle modes) and "Tensor Memory Access" (cp.async.bulk.tensor); CUDA driver
+API, cuTensorMapEncodeTiled (16-byte aligned address and strides, box sides of at most 256).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from tvm import tirx
+
+from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
+from relaxtune.schedules.templates.base import Parameters, Refusal, TemplateError
+from relaxtune.schedules.templates.gemm_sm90.cost import predicted_us
+from relaxtune.schedules.templates.gemm_sm90.kernel import build_kernel
+from relaxtune.schedules.templates.gemm_sm90.operands import operands_of
+from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, make_plan
+from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+
+# A PrimFunc's attribute: positions of the parameters that no kernel writes (weights).
+CONSTANT_PARAMS_ATTR = "relaxtune.constant_params"
+
+_OUTPUT_DTYPES = ("float16", "bfloat16", "float32")
+# Of integer sums, beside those.
+_INTEGER_OUTPUTS = ("int8", "uint8", "int32")
+_TMA_ALIGNMENT = 16
+_INDEX_MAX = 2**31 - 1
+# Of H100 SXM and H200, where the target was given by name.
+_SM_COUNT = 132
+# Shared memory with which two blocks fit into a multiprocessor.
+_HALF_BYTES = 115_200
+_STAGE_BARRIERS_BYTES = 16
+# Rows of tiles in a group: what they read stays in L2.
+_ROWS = 8
+_STAGES_MAX = 24
+_CANDIDATES_MAX = 32
+# Tiles a multiprocessor below which sharing the last ones may pay. With fewer than one, it took 1.2 to 1.6 times as
+# long as the best of the others, clusters among them, at 10 shapes.
+# Tiles of 256 rows took 1.2 times as long as those of 256 columns.
+_STREAM_WAVES = 3
+# With fewer, turns of 64 rows were not measured: such matmuls wait for their weights.
+_SHORT_TURNS_ROWS = 1024
+
+
+class GemmSm90:
+    """The template; see `schedules.templates.base.Template`."""
+
+    name = GemmParameters.template
+
+    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[GemmParameters] | Refusal:
+        """Return the parameters worth measuring, the most promising first, or why there are none."""
+        matmul = _recognise(func, target)
+        if isinstance(matmul, Refusal):
+            return matmul
+        limits = _limits(target)
+        sm_count = limits.sm_count or _SM_COUNT
+        constant_b = matmul.b in _constant_params(func)
+        deepest = [_deepest(matmul, one, limits, sm_count, constant_b) for one in _proposals(matmul, sm_count)]
+        fitting = [plan for plan in deepest if plan is not None]
+        fitting.sort(key=lambda plan: predicted_us(matmul, plan, sm_count))
+        return [plan.parameters for plan in fitting[:_CANDIDATES_MAX]] or Refusal("no tile fits this shape")
+
+    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+        """Return the scheduled PrimFunc, or why it cannot be made."""
+        if not isinstance(parameters, GemmParameters):
+            raise TemplateError(f"template {self.name} got {parameters!r}; expected GemmParameters.")
+        matmul = _recognise(func, target)
+        if isinstance(matmul, Refusal):
+            return matmul
+        constants = _constant_params(func)
+        plan = make_plan(matmul, parameters, _limits(target), constant_b=matmul.b in constants)
+        return plan if isinstance(plan, Refusal) else build_kernel(func, matmul, plan, constants)
+
+    def parse(self, decision: str) -> GemmParameters:
+        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
+        return GemmParameters.from_json(decision)
+
+
+def _limits(target: ResolvedTarget) -> CudaLimits:
+    if not isinstance(target.limits, CudaLimits):
+        raise TemplateError(f"template {GemmParameters.template} needs a CUDA target, got {target.kind}.")
+    return target.limits
+
+
+def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
+    """Return the function's matmul when this template can make it with some parameters."""
+    if target.kind != "cuda" or target.arch != "sm_90a":
+        return Refusal(f"the target is {target.kind} {target.arch}, expected cuda sm_90a (wgmma and TMA)")
+    matmul = recognise_matmul(func)
+    if isinstance(matmul, Refusal):
+        return matmul
+    operands = operands_of(matmul.input_dtype, matmul.b_dtype, transposed=matmul.b_transposed)
+    if isinstance(operands, Refusal):
+        return operands
+    outputs = (*_OUTPUT_DTYPES, *_INTEGER_OUTPUTS) if operands.integer else _OUTPUT_DTYPES
+    if matmul.output_dtype not in outputs:
+        return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(outputs)}")
+    # Rows of A, and of B as it lies in memory; C is written without TMA.
+    for name, size in (("K", matmul.k), *(() if matmul.b_transposed else (("N", matmul.n),))):
+        if size * operands.bytes % _TMA_ALIGNMENT:
+            step = _TMA_ALIGNMENT // operands.bytes
+            return Refusal(f"{name} is {size}, expected a multiple of {step} (TMA strides are multiples of 16 bytes)")
+    if max(matmul.m * matmul.n, matmul.m * matmul.k, matmul.n * matmul.k) > _INDEX_MAX:
+        return Refusal("a matrix has 2**31 elements or more, the kernel counts in 32 bits")
+    return matmul
+
+
+def _constant_params(func: tirx.PrimFunc) -> frozenset[int]:
+    """Return the positions of parameters that were marked as constant."""
+    marked = func.attrs.get(CONSTANT_PARAMS_ATTR, ()) if func.attrs else ()
+    return frozenset(int(position) for position in marked)
+
+
+def _proposals(matmul: MatmulFunction, sm_count: int) -> Iterator[GemmParameters]:
+    """Yield tiles and roles that may suit a shape, with the deepest ring; some do not fit."""
+    for block_m, consumers, pingpong in (
+        (64, 1, False),
+        (64, 2, True),
+        (128, 2, False),
+        (128, 2, True),
+        (256, 2, False),
+    ):
+        rows = math.ceil(matmul.m / block_m)
+        if pingpong and block_m == 64 and matmul.m < _SHORT_TURNS_ROWS:
+            continue
+        for block_n in (32, 64, 96, 128, 192, 256):
+            if (block_m > 64 and block_m >= 2 * matmul.m) or (block_n > 32 and block_n >= 2 * matmul.n):
+                continue
+            tiles = rows * math.ceil(matmul.n / block_n)
+            one = GemmParameters(block_m, block_n, _STAGES_MAX, consumers, 0, 1, pingpong, True, 1, min(rows, _ROWS))
+            if tiles > sm_count:
+                yield replace(one, blocks=sm_count)
+            if pingpong:
+                continue
+            if tiles <= 2 * sm_count or consumers == 1:
+                yield one
+            for split_k in (2, 3, 4, 6, 8) if tiles <= sm_count else ():
+                yield replace(one, split_k=split_k)
+            if block_m == 128 and block_n >= 128 and tiles % sm_count and 1 < tiles / sm_count < _STREAM_WAVES:
+                yield replace(one, blocks=sm_count, stream_k=True)
+            if tiles > sm_count and block_m == 128 and block_n >= 192 and rows % 2 == 0:
+                yield replace(one, blocks=sm_count // 2, multicast=2, group=min(rows // 2, _ROWS // 2))
+
+
+def _deepest(
+    matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits, sm_count: int, constant_b: bool
+) -> GemmPlan | None:
+    """Return the plan with as many stages as fit and are of use, or None."""
+    least = make_plan(matmul, replace(p, stages=2), limits)
+    if not isinstance(least, GemmPlan):
+        return None
+    # Where there are more blocks than multiprocessors, two of one consumer each share one.
+    halved = p.consumers == 1 and least.blocks * least.cluster > sm_count
+    room = (min(limits.shared_bytes_optin, _HALF_BYTES) if halved else limits.shared_bytes_optin) - least.shared_bytes
+    deepest = 2 + room // (least.stage_bytes + _STAGE_BARRIERS_BYTES)
+    for stages in range(min(p.stages, deepest if p.blocks else min(deepest, max(2, least.k_share))), 1, -1):
+        plan = make_plan(matmul, replace(p, stages=stages), limits, constant_b=constant_b)
+        if isinstance(plan, GemmPlan):
+            return plan
+    return None

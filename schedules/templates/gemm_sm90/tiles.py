@@ -1,0 +1,98 @@
+"""Which tiles a block of the kernel of `template.py` makes, and which part of their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.gemm_sm90.plan import GemmPlan
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a block makes at a time: a tile, or a part of the sum of one.
+
+    Attributes
+    ----------
+    turn
+        Its number among those of the block.
+    row, column
+        Of the tile, in tiles.
+    start, count
+        The first tile of K, and how many are summed: at least one.
+    """
+
+    turn: tirx.Expr
+    row: tirx.Expr
+    column: tirx.Expr
+    start: tirx.Expr | int
+    count: tirx.Expr | int
+
+
+class Tiles:
+    """The tiles of a block (with a cluster, of its blocks together), every `plan.blocks`-th; emits loops over them.
+
+    Parameters
+    ----------
+    plan : GemmPlan
+        Sizes.
+    block, rank : Expr
+        Of the block's cluster in the grid, and of the block in its cluster.
+    """
+
+    def __init__(self, plan: GemmPlan, block: tirx.Expr, rank: tirx.Expr) -> None:
+        self._plan = plan
+        self._block = block
+        self._rank = rank
+
+    def first(self) -> Part:
+        """Return the first part, which every block has."""
+        return self._part(tirx.IntImm("int32", 0), self._block)
+
+    def each(self, make: Callable[[Part], None], *, first: tirx.Expr | int = 0, every: int = 1) -> None:
+        """Emit the loop over the parts.
+
+        Parameters
+        ----------
+        make : callable
+            Emits the making of one.
+        first, every
+            Which of the block's parts to make.
+        """
+        plan = self._plan
+        if plan.blocks == plan.tiles and every == 1:
+            make(self.first())
+            return
+        # (tiles - block) / blocks tiles are left from this block's first on, rounded up; never negative.
+        left = plan.tiles - self._block + (every - first) * plan.blocks - 1
+        with T.serial(left // (every * plan.blocks)) as number:
+            turn = number * every + first
+            make(self._part(turn, self._block + turn * plan.blocks))
+
+    def place(self, tile: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+        """Return the row and column, in tiles, of this block's part of a cluster's tile."""
+        plan, p = self._plan, self._plan.parameters
+        height = min(p.group, plan.tiles_m)
+        if height == 1:
+            row, column = tile // plan.tiles_n, tile % plan.tiles_n
+        else:
+            group, inside = tile // (height * plan.tiles_n), tile % (height * plan.tiles_n)
+            rows: tirx.Expr | int = height
+            if plan.tiles_m % height:
+                rows = tirx.min(height, plan.tiles_m - group * height)
+            row, column = group * height + inside % rows, inside // rows
+        return (row if p.multicast == 1 else row * p.multicast + self._rank), column
+
+    def _part(self, turn: tirx.Expr, tile: tirx.Expr) -> Part:
+        """Return the part of a tile: all of its sum, or with `split_k` the share of the block's rank."""
+        plan = self._plan
+        row, column = self.place(tile)
+        if plan.parameters.split_k == 1:
+            return Part(turn, row, column, 0, plan.k_tiles)
+        start = self._rank * plan.k_share
+        if plan.k_tiles % plan.k_share == 0:
+            return Part(turn, row, column, start, plan.k_share)
+        return Part(turn, row, column, start, tirx.min(plan.k_share, plan.k_tiles - start))

@@ -1,0 +1,139 @@
+"""Recognise a matmul of few rows by a matrix of rows [N, K], plain or quantised, in a PrimFunc as FuseTIR leaves it.
+
+::
+
+    for n, k:                                          x: float16, W: bytes and scales, see
+    `schedules.functions.quantised_matmul`
+        W[n, k] = f16(f32(level - offset) * scale)     (no such block where W is a parameter)
+    for m, n, k:
+        acc[m, n] += f32(x[m, k]) * f32(W[n, k])
+    for m, n:
+        C[m, n] = value(acc[m, n], m, n)
+
+A dequantising block is taken for one when it is, expression by expression, what `schedules.functions.quantised_matmul`
+writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm import s_tir, te, tirx
+from tvm.ir.expr import TensorLoad
+from tvm.s_tir import SBlock
+
+from relaxtune.schedules.functions.quantised_matmul import dequantise_rows
+from relaxtune.schedules.templates.base import Refusal
+from relaxtune.schedules.tir.blocks import list_blocks, position_of, static_shape
+from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How W is stored: positions of the parameters of its bytes and scales, bits, and weights along K with a scale."""
+
+    packed: int
+    scales: int
+    bits: int
+    group: int
+
+
+@dataclass(frozen=True)
+class GemvFunction:
+    """A matmul by rows; where `quantisation` is not None, `matmul.b` is no parameter of the function."""
+
+    matmul: MatmulFunction
+    quantisation: Quantisation | None
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of an element of W as it is stored."""
+        return 16 if self.quantisation is None else self.quantisation.bits
+
+
+def recognise_gemv(func: tirx.PrimFunc) -> GemvFunction | Refusal:
+    """Return the matmul by rows that a function is, or why it is none."""
+    blocks = list_blocks(func)
+    if isinstance(blocks, Refusal):
+        return blocks
+    if not all(static_shape(param) for param in func.params):
+        return Refusal("a parameter is a scalar, expected tensors")
+    if blocks[0].init is not None:
+        matmul = recognise_matmul(func)
+        return matmul if isinstance(matmul, Refusal) else _by_rows(matmul, None)
+    quantisation = _quantisation(func, blocks[0])
+    if isinstance(quantisation, Refusal):
+        return quantisation
+    if len(blocks) < 2 or blocks[1].init is None:
+        return Refusal("the block after the dequantisation is no matmul")
+    matmul = recognise_matmul(_with_weight_as_parameter(func, blocks[0]))
+    return matmul if isinstance(matmul, Refusal) else _by_rows(matmul, quantisation)
+
+
+def _by_rows(matmul: MatmulFunction, quantisation: Quantisation | None) -> GemvFunction | Refusal:
+    if not matmul.b_transposed:
+        return Refusal("the right operand is [K, N], expected rows [N, K]")
+    if matmul.epilogue.head:
+        return Refusal("the epilogue rotates heads")
+    return GemvFunction(matmul, quantisation)
+
+
+def _quantisation(func: tirx.PrimFunc, block: SBlock) -> Quantisation | Refusal:
+    """Return how the matrix that a block makes is stored."""
+    refusal = Refusal(f"block {block.name_hint} before the matmul is no dequantisation of its weight")
+    store = block.body
+    weight = static_shape(store.buffer)
+    loads: list[TensorLoad] = []
+    tvm_ffi.structural_walk(store.value, (TensorLoad, loads.append))
+    by_dtype = {str(load.source.ty.dtype): load for load in loads}
+    if len(loads) != 2 or set(by_dtype) != {"uint8", "float16"} or weight is None or len(weight) != 2:
+        return refusal
+    packed, scales = by_dtype["uint8"], by_dtype["float16"]
+    positions = position_of(func, packed.source), position_of(func, scales.source)
+    shapes = static_shape(packed.source), static_shape(scales.source)
+    if positions[0] is None or positions[1] is None or shapes[0] is None or shapes[1] is None:
+        return refusal
+    (columns, k), bits = weight, 8 * shapes[0][-1] // weight[1]
+    group = _group(scales, k)
+    if bits not in (4, 8) or group is None or shapes != ((columns, k * bits // 8), (-(-k // group), columns)):
+        return refusal
+    operands = [
+        te.placeholder(shape, dtype, name=dtype) for shape, dtype in zip(shapes, ("uint8", "float16"), strict=True)
+    ]
+    written = str(store.buffer.ty.dtype)
+    made = te.create_prim_func(
+        [*operands, dequantise_rows(k, bits, group, written)(*operands)],
+        index_dtype_override=str(packed.indices[0].ty.dtype),
+    )
+    expected = list_blocks(made)
+    if isinstance(expected, Refusal) or not tvm_ffi.structural_equal(store, expected[0].body, map_free_vars=True):
+        return refusal
+    return Quantisation(positions[0], positions[1], bits, group)
+
+
+def _group(scales: TensorLoad, k: int) -> int | None:
+    """Return the weights along K with one scale, from the index of a scale."""
+    index = scales.indices[0]
+    if isinstance(index, tirx.IntImm):
+        return k
+    return int(index.b) if isinstance(index, tirx.FloorDiv) and isinstance(index.b, tirx.IntImm) else None
+
+
+def _with_weight_as_parameter(func: tirx.PrimFunc, dequantise: SBlock) -> tirx.PrimFunc:
+    """Return the function without its first block; the matrix that it made is a parameter, the last one."""
+    weight = dequantise.body.buffer
+    root = func.body
+    block = root.block
+    parts = [part for part in block.body.seq if not _holds(part, dequantise)]
+    body = parts[0] if len(parts) == 1 else tirx.SeqStmt(parts)
+    kept = [buffer for buffer in block.alloc_buffers if not buffer.same_as(weight)]
+    bare = SBlock([], [], [], block.name_hint, body, None, kept, [], block.annotations)
+    realize = s_tir.SBlockRealize([], root.predicate, bare)
+    return tirx.PrimFunc([*func.params, weight], realize, func.ret_type)
+
+
+def _holds(stmt: tirx.Stmt, block: SBlock) -> bool:
+    found: list[SBlock] = []
+    tvm_ffi.structural_walk(stmt, (SBlock, found.append))
+    return any(one.same_as(block) for one in found)

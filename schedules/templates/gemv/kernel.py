@@ -1,0 +1,202 @@
+"""The kernel of `template.py`, emitted with TIRx's IRBuilder; the notation is that module's."""
+
+from __future__ import annotations
+
+import math
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.emit.async_copy import copy_async, end_copies, wait_for_copies
+from relaxtune.schedules.templates.emit.global_access import load_bytes
+from relaxtune.schedules.templates.emit.kernel_frame import (
+    build_function,
+    constant_params,
+    flat_view,
+    wait_for_predecessor,
+)
+from relaxtune.schedules.templates.emit.registers import when
+from relaxtune.schedules.templates.gemv.function import GemvFunction
+from relaxtune.schedules.templates.gemv.multiply import emit_pairs, emit_products
+from relaxtune.schedules.templates.gemv.output import GemvOutput
+from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, LOAD_BYTES, WARP, X_PAD, GemvPlan
+
+# Elements of x in 16 bytes.
+_VECTOR = 8
+
+
+def build_gemv_kernel(func: tirx.PrimFunc, function: GemvFunction, plan: GemvPlan) -> tirx.PrimFunc:
+    """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
+    blocks, dependent = plan.blocks, plan.parameters.dependent
+    return build_function(
+        func, blocks, plan.threads, dependent, lambda params: _Kernel(func, function, plan, params).emit
+    )
+
+
+class _Kernel:
+    """One kernel under construction; the methods emit into the current IRBuilder."""
+
+    def __init__(self, func: tirx.PrimFunc, function: GemvFunction, plan: GemvPlan, params: list[tirx.Var]) -> None:
+        self._function, self._plan, self._p = function, plan, plan.parameters
+        self._matmul, self._stored = function.matmul, function.quantisation
+        self._x = flat_view(params[self._matmul.a])
+        renamed, output = dict(zip(func.params, params, strict=True)), flat_view(params[self._matmul.output])
+        self._end = GemvOutput(self._matmul, renamed, output, self._p.tiles, self._p.warps)
+        weight = self._matmul.b if self._stored is None else self._stored.packed
+        self._weight = flat_view(params[weight])
+        self._scales = None if self._stored is None else flat_view(params[self._stored.scales])
+        constant = constant_params(func)
+        read = {weight} if self._stored is None else {weight, self._stored.scales}
+        # What the kernel before does not write may be read before it has ended.
+        self._ahead = self._p.dependent and read <= constant
+
+    def emit(self, block: tirx.Expr, thread: tirx.Expr) -> None:
+        plan, p = self._plan, self._p
+        self._thread, self._warp = thread, thread // WARP
+        lane = thread % WARP
+        self._group, self._part = lane // LANES, lane % LANES
+        self._first_row = block * plan.rows
+        pool = T.SMEMPool()
+        self._shared = pool.alloc(self._end.shape, "float32", align=16)
+        if p.staged:
+            self._shared_x = pool.alloc((self._matmul.m, plan.span + X_PAD), self._matmul.input_dtype, align=16)
+        pool.commit()
+        self._sums = T.alloc_local([p.tiles * plan.column_tiles * 4], "float32")
+        self._words = T.alloc_local([p.unroll * p.tiles * 2 * LOAD_BYTES // 4], "uint32")
+        steps_x = 1 if p.staged else p.unroll
+        self._words_x = T.alloc_local([steps_x * plan.column_tiles * plan.words_x], "uint32")
+        self._halves = None if self._stored is None else T.alloc_local([p.unroll * p.tiles * 2], "float16")
+        for index in range(p.tiles * plan.column_tiles * 4):
+            T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
+        first = tirx.IntImm("int32", 0)
+        if self._ahead:
+            self._load_weights(first)
+        wait_for_predecessor(p.dependent)
+        if not self._ahead:
+            self._load_weights(first)
+        self._multiply(first)
+        if plan.rounds > 1:
+            with T.serial(plan.rounds - 1, unroll=False) as index:
+                self._load_weights(index + 1)
+                if p.staged:
+                    # All warps have read the x of the round before.
+                    T.evaluate(T.cuda.cta_sync())
+                self._multiply(index + 1)
+        first_warp = tirx.IntImm("int32", 0)
+        self._end.share(self._shared, self._sums, thread, first_warp)
+        T.evaluate(T.cuda.cta_sync())
+        self._end.write(self._shared, thread, lambda _: self._first_row, lambda _: first_warp)
+
+    def _step(self, turn: tirx.Expr, number: int) -> tirx.Expr:
+        """Return the step along K that this warp makes: those of all warps lie side by side."""
+        return (turn * self._p.unroll + number) * self._p.warps + self._warp
+
+    def _exists(self, step: tirx.Expr) -> list[tirx.Expr]:
+        """Return the condition for this lane's part of a step to lie in W, none where it always does."""
+        plan, p = self._plan, self._p
+        whole = self._matmul.k % plan.step == 0 and plan.steps % (p.warps * p.unroll) == 0
+        return [] if whole else [(step * LANES + self._part) * plan.length < self._matmul.k]
+
+    def _load_weights(self, turn: tirx.Expr) -> None:
+        plan, p, matmul = self._plan, self._p, self._matmul
+        row_bytes = matmul.k * self._function.weight_bits // 8
+        size = 1 if self._stored is not None else 2
+        for number in range(p.unroll):
+            step = self._step(turn, number)
+            exists = self._exists(step)
+            for half in range(2 * p.tiles):
+                at = (number * p.tiles * 2 + half) * LOAD_BYTES // 4
+                row = self._row(half)
+                place = row * (row_bytes // size) + (step * LANES + self._part) * (LOAD_BYTES // size)
+                if exists:
+                    for word in range(LOAD_BYTES // 4):
+                        T.buffer_store(self._words, tirx.IntImm("uint32", 0), [at + word])
+                with when(exists):
+                    load_bytes(self._words.ptr_to([at]), self._weight.ptr_to([place]), LOAD_BYTES)
+                if self._halves is not None and self._scales is not None and self._stored is not None:
+                    k = (step * LANES + self._part) * plan.length if not plan.grouped else step * plan.step
+                    last = -(-matmul.k // self._stored.group) - 1
+                    group = k // self._stored.group
+                    scale = tirx.min(group, last) * matmul.n + row if exists else group * matmul.n + row
+                    to = self._halves.ptr_to([number * p.tiles * 2 + half])
+                    load_bytes(to, self._scales.ptr_to([scale]), 2)
+
+    def _row(self, half: int) -> tirx.Expr:
+        """Return the row of W that this lane reads; behind the last one, the last one."""
+        row = self._first_row + half * COLUMNS + self._group
+        return row if self._matmul.n % self._plan.rows == 0 else tirx.min(row, self._matmul.n - 1)
+
+    def _stage_x(self, turn: tirx.Expr) -> None:
+        """Emit the copy of a round's part of x to shared memory, zeros behind its end, and the wait of all for it."""
+        plan, matmul = self._plan, self._matmul
+        vectors = plan.span // _VECTOR
+        count = matmul.m * vectors
+        for index in range(math.ceil(count / plan.threads)):
+            place = index * plan.threads + self._thread
+            row, vector = place // vectors, place % vectors
+            k = turn * plan.span + vector * _VECTOR
+            inside = k < matmul.k
+            source = self._x.ptr_to([row * matmul.k + tirx.Select(inside, k, tirx.IntImm("int32", 0))])
+            with when([place < count] if count % plan.threads else []):
+                copy_async(self._shared_x.ptr_to([row, vector * _VECTOR]), source, [inside])
+        end_copies()
+        wait_for_copies(0)
+        T.evaluate(T.cuda.cta_sync())
+
+    def _read_staged(self, number: int) -> None:
+        """Emit the reading of a step's x from shared memory."""
+        plan, p = self._plan, self._p
+        at = ((number * p.warps + self._warp) * LANES + self._part) * plan.length
+        for tile in range(plan.column_tiles):
+            # Columns of the sums that are no rows of x are not used, whatever is in them.
+            row = tirx.min(tile * COLUMNS + self._group, self._matmul.m - 1)
+            for vector in range(plan.words_x // 4):
+                start = tile * plan.words_x + vector * 4
+                registers = [self._words_x[start + word] for word in range(4)]
+                source = self._shared_x.ptr_to([row, at + vector * _VECTOR])
+                T.evaluate(T.ptx["ld.shared.v4.u32"](*registers, source))
+
+    def _load_x(self, turn: tirx.Expr) -> None:
+        """Emit the loads of a round's x, by the lanes that multiply by it; zeros behind its end."""
+        plan, p, matmul = self._plan, self._p, self._matmul
+        for number in range(p.unroll):
+            step = self._step(turn, number)
+            for tile in range(plan.column_tiles):
+                start = (number * plan.column_tiles + tile) * plan.words_x
+                row = tile * COLUMNS + self._group
+                inside = [row < matmul.m] if (tile + 1) * COLUMNS > matmul.m else []
+                conditions = [*inside, *self._exists(step)]
+                if conditions:
+                    for word in range(plan.words_x):
+                        T.buffer_store(self._words_x, tirx.IntImm("uint32", 0), [start + word])
+                place = row * matmul.k + (step * LANES + self._part) * plan.length
+                with when(conditions):
+                    for vector in range(plan.words_x // 4):
+                        to = self._words_x.ptr_to([start + vector * 4])
+                        load_bytes(to, self._x.ptr_to([place + vector * _VECTOR]), LOAD_BYTES)
+
+    def _multiply(self, turn: tirx.Expr) -> None:
+        """Emit the products of a round's weights, which have been asked for, by its x."""
+        plan, p = self._plan, self._p
+        if p.staged:
+            self._stage_x(turn)
+        else:
+            self._load_x(turn)
+        for number in range(p.unroll):
+            if p.staged:
+                self._read_staged(number)
+            words = plan.column_tiles * plan.words_x
+            x = 0 if p.staged else number * words
+            emit_pairs(self._function, self._words_x.ptr_to([x]), words)
+            for tile in range(p.tiles):
+                half = number * p.tiles * 2 + tile * 2
+                rows = [self._words.ptr_to([(half + index) * LOAD_BYTES // 4]) for index in range(2)]
+                emit_products(
+                    self._function,
+                    plan.column_tiles,
+                    plan.grouped,
+                    self._sums.ptr_to([tile * plan.column_tiles * 4]),
+                    (rows[0], rows[1]),
+                    self._words_x.ptr_to([x]),
+                    None if self._halves is None else (self._halves[half], self._halves[half + 1]),
+                )

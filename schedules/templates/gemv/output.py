@@ -1,0 +1,151 @@
+"""The end of kernels for few rows: the warps' sums meet in shared memory, are added up, and go through the epilogue.
+
+The sums are added in the order of the warps, so that results repeat bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Call
+from tvm.ir.expr import TensorLoad
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.emit.accesses import element_bytes
+from relaxtune.schedules.templates.emit.fast_gelu import fast_gelu
+from relaxtune.schedules.templates.emit.fast_math import fast_call
+from relaxtune.schedules.templates.emit.global_access import load_bytes
+from relaxtune.schedules.templates.emit.registers import when
+from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, SHARED_PAD, TILE, WARP
+from relaxtune.schedules.tir.blocks import substitute
+from relaxtune.schedules.tir.epilogue import MatmulFunction, gate_column, value_column
+from relaxtune.schedules.tir.expressions import dtype_of
+
+
+@dataclass(frozen=True)
+class GemvOutput:
+    """What is done with the sums of one tile of rows of W; the methods emit into the current IRBuilder.
+
+    Attributes
+    ----------
+    matmul
+        Of the function.
+    renamed
+        A parameter of the function -> the kernel's.
+    output
+        The kernel's flat view of the output.
+    tiles, warps
+        Of 16 rows of W, that a warp makes; that share the sum over K.
+    factor
+        What the sums are multiplied by.
+    """
+
+    matmul: MatmulFunction
+    renamed: Mapping[tirx.Var, tirx.Var]
+    output: tirx.Var
+    tiles: int
+    warps: int
+    factor: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return the shape of the sums of all warps in shared memory, in float32."""
+        return self.warps, self.matmul.m, self._rows + SHARED_PAD
+
+    @property
+    def _rows(self) -> int:
+        return TILE * self.tiles
+
+    def share(self, shared: tirx.Var, sums: tirx.Var, thread: tirx.Expr, first: tirx.Expr) -> None:
+        """Emit the writing of this warp's sums to shared memory, from place `first` of its first axis on."""
+        warp, group, part = thread // WARP, thread % WARP // LANES, thread % LANES
+        column_tiles = math.ceil(self.matmul.m / COLUMNS)
+        for tile in range(self.tiles):
+            for column in range(column_tiles):
+                for index in range(4):
+                    row = tile * TILE + group + index // 2 * COLUMNS
+                    m = column * COLUMNS + part * 2 + index % 2
+                    value = sums[(tile * column_tiles + column) * 4 + index]
+                    with when([m < self.matmul.m] if (column + 1) * COLUMNS > self.matmul.m else []):
+                        T.buffer_store(shared, value, [first + warp, m, row])
+
+    def write(
+        self,
+        shared: tirx.Var,
+        thread: tirx.Expr,
+        first_row: Callable[[tirx.Expr], tirx.Expr],
+        first: Callable[[tirx.Expr], tirx.Expr],
+        parts: int = 1,
+    ) -> None:
+        """Emit the adding up of all warps' sums, the epilogue, and the writing of the output.
+
+        Parameters
+        ----------
+        shared : Var
+            The sums, as `share` left them.
+        thread : Expr
+            Of the block.
+        first_row, first : callable
+            Of a part: its first row of W, which may lie behind the last one where there are several parts; its place in
+            the first axis of `shared`.
+        parts : int
+            Of W that are written together.
+        """
+        matmul, threads = self.matmul, self.warps * WARP
+        each = matmul.epilogue.accumulators
+        rows = self._rows // each
+        count = parts * matmul.m * rows
+        for turn in range(math.ceil(count / threads)):
+            place = turn * threads + thread
+            part = place // (matmul.m * rows) if parts > 1 else tirx.IntImm("int32", 0)
+            m, row = place // rows % matmul.m if parts > 1 else place // rows, place % rows
+            column = first_row(part) // each + row
+            guards = [] if count % threads == 0 else [place < count]
+            if matmul.n % self._rows or parts > 1:
+                guards.append(column < matmul.columns)
+            with when(guards):
+                sources = [row] if each == 1 else [gate_column(row), value_column(row)]
+                sums = [self._total(shared, first(part), m, one) for one in sources]
+                T.buffer_store(self.output, self._value(sums, m, column), [m * matmul.columns + column])
+
+    def _total(self, shared: tirx.Var, first: tirx.Expr, m: tirx.Expr, row: tirx.Expr) -> tirx.Expr:
+        total: tirx.Expr = shared[first, m, row]
+        for warp in range(1, self.warps):
+            total = total + shared[first + warp, m, row]
+        if self.factor != 1:
+            total = total * tirx.FloatImm("float32", self.factor)
+        register = T.alloc_local([1], "float32")
+        T.buffer_store(register, total, [0])
+        return register[0]
+
+    def _value(self, sums: list[tirx.Expr], m: tirx.Expr, column: tirx.Expr) -> tirx.Expr:
+        """Return an output element; what its epilogue reads is loaded in place."""
+        epilogue = self.matmul.epilogue
+        indices: list[tirx.Expr] = [column]
+        rest = m
+        for size in reversed(epilogue.shape[:-1]):
+            indices.insert(0, rest % size)
+            rest = rest // size
+        axes = {axis: tirx.Cast(dtype_of(axis), index) for axis, index in zip(epilogue.axes, indices, strict=True)}
+        loaded = [(load, self._loaded(load, axes)) for load in epilogue.loads()]
+
+        def replace(load: TensorLoad) -> tirx.Expr:
+            return next(value for known, value in loaded if tvm_ffi.structural_equal(known, load))
+
+        value = tvm_ffi.structural_map(epilogue.value, (TensorLoad, replace))
+        value = tvm_ffi.structural_map(value, (tirx.Mul, fast_gelu))
+        value = tvm_ffi.structural_map(value, (Call, fast_call))
+        variables = [epilogue.accumulator, *([] if epilogue.second is None else [epilogue.second])]
+        return substitute(value, {**axes, **dict(zip(variables, sums, strict=True))})
+
+    def _loaded(self, load: TensorLoad, axes: dict[tirx.Var, tirx.Expr]) -> tirx.Expr:
+        """Emit a load that stays behind the wait for the kernel before."""
+        buffer = self.renamed[load.source]
+        register = T.alloc_local([1], dtype_of(buffer))
+        indices = [substitute(index, axes) for index in load.indices]
+        load_bytes(register.ptr_to([0]), buffer.ptr_to(indices), element_bytes(dtype_of(buffer)))
+        return register[0]

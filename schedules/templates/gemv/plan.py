@@ -1,0 +1,179 @@
+"""What follows from a function and parameters for the kernel of `template.py`: sizes, or a refusal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from relaxtune.schedules.targets import CudaLimits
+from relaxtune.schedules.templates.base import Parameters, Refusal
+from relaxtune.schedules.templates.gemv.function import GemvFunction
+
+ROWS_MAX = 16
+# Of W in a tile: the m of mma.m16n8k16. Of x in one: its n.
+TILE, COLUMNS = 16, 8
+# Bytes of a load; 4 lanes read neighbouring parts of a row.
+LOAD_BYTES, LANES = 16, 4
+WARP = 32
+# Elements after each row of partial sums: lanes that store different rows of x then hit different banks.
+SHARED_PAD = 4
+# Halves after each row of x, 16 bytes: so do lanes that read different rows.
+X_PAD = 8
+# Shared memory with which two blocks fit into a multiprocessor.
+_SHARED_MAX = 110_000
+# Registers that a thread needs beside what is listed in `make_plan`, measured.
+_REGISTERS_BESIDE = 40
+
+
+@dataclass(frozen=True)
+class GemvParameters(Parameters):
+    """Shares of one kernel.
+
+    Attributes
+    ----------
+    tiles
+        Of 16 rows of W, that a warp makes.
+    warps
+        Of a block, which share the sum over K.
+    unroll
+        Steps along K whose loads are in flight together.
+    staged
+        Whether the part of x that a round of loads needs is copied to shared memory; else each warp reads its own.
+    dependent
+        Whether the kernel may start before the one before it has ended.
+    """
+
+    template: ClassVar[str] = "gemv"
+
+    tiles: int = 1
+    warps: int = 8
+    unroll: int = 4
+    staged: bool = True
+    dependent: bool = False
+
+
+class Tiled(Protocol):
+    """Parameters of a kernel whose warps make so many tiles of 16 rows of W together."""
+
+    @property
+    def tiles(self) -> int:
+        """How many."""
+        ...
+
+
+class StepSizes:
+    """What follows for a step along K from the weights in a load and the tiles."""
+
+    length: int
+    parameters: Tiled
+
+    @property
+    def step(self) -> int:
+        """Weights of a row in a step."""
+        return self.length * LANES
+
+    @property
+    def rows(self) -> int:
+        """Rows of W that a warp makes together."""
+        return TILE * self.parameters.tiles
+
+    @property
+    def words_x(self) -> int:
+        """Registers of x for a step and 8 rows."""
+        return self.length // 2
+
+
+@dataclass(frozen=True)
+class GemvPlan(StepSizes):
+    """Sizes of one kernel.
+
+    Attributes
+    ----------
+    parameters
+        What it is made from.
+    length
+        Weights of a row that a lane reads with one load.
+    steps, turns
+        Steps along K (4 loads of each row), and those of one warp.
+    column_tiles
+        Tiles of 8 rows of x.
+    blocks, threads
+        Of the grid, and of a block.
+    registers, shared_bytes
+        Of a thread, estimated; of a block.
+    grouped
+        Whether a step is within a group of scales, so that sums are scaled; else weights are.
+    """
+
+    parameters: GemvParameters
+    length: int
+    steps: int
+    turns: int
+    column_tiles: int
+    blocks: int
+    threads: int
+    registers: int
+    shared_bytes: int
+    grouped: bool
+
+    @property
+    def rounds(self) -> int:
+        """Times that loads are issued and waited for."""
+        return math.ceil(self.turns / self.parameters.unroll)
+
+    @property
+    def span(self) -> int:
+        """Weights of a row in a round, those of all warps."""
+        return self.step * self.parameters.warps * self.parameters.unroll
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes of W that a block's threads wait for together."""
+        p = self.parameters
+        return self.threads * min(p.unroll, self.turns) * p.tiles * 2 * LOAD_BYTES
+
+
+def load_length(function: GemvFunction) -> int:
+    """Return the weights in a load of 16 bytes."""
+    return 8 * LOAD_BYTES // function.weight_bits
+
+
+def make_plan(function: GemvFunction, p: GemvParameters, limits: CudaLimits) -> GemvPlan | Refusal:
+    """Return the sizes of the kernel for a function, or why there is none with these parameters."""
+    if min(p.tiles, p.warps, p.unroll) < 1:
+        return Refusal(f"tiles {p.tiles}, warps {p.warps}, unroll {p.unroll}, expected 1 or more")
+    if p.warps * WARP > limits.max_threads_per_block:
+        return Refusal(f"{p.warps} warps, expected {limits.max_threads_per_block // WARP} at most")
+    matmul, quantisation = function.matmul, function.quantisation
+    length = load_length(function)
+    step = length * LANES
+    steps = math.ceil(matmul.k / step)
+    column_tiles = math.ceil(matmul.m / COLUMNS)
+    words = p.unroll * p.tiles * (2 * LOAD_BYTES // 4 + (1 if quantisation else 0))
+    words += (1 if p.staged else p.unroll) * column_tiles * length // 2
+    # What a pair of rows is unpacked into.
+    unpacked = length if quantisation else 0
+    registers = _REGISTERS_BESIDE + words + unpacked + p.tiles * column_tiles * 4
+    available = min(limits.registers_per_thread, limits.registers_per_block // (p.warps * WARP))
+    if registers > available:
+        return Refusal(f"about {registers} registers a thread, a block of {p.warps} warps has {available}")
+    span = step * p.warps * p.unroll
+    shared = 4 * p.warps * matmul.m * (TILE * p.tiles + SHARED_PAD)
+    if p.staged:
+        shared += 2 * matmul.m * (span + X_PAD)
+    most = min(limits.shared_bytes_optin, _SHARED_MAX)
+    if shared > most:
+        return Refusal(f"{shared} bytes of shared memory, expected {most} at most")
+    return GemvPlan(
+        parameters=p,
+        length=length,
+        steps=steps,
+        turns=math.ceil(steps / p.warps),
+        column_tiles=column_tiles,
+        blocks=math.ceil(matmul.n / (TILE * p.tiles)),
+        threads=p.warps * WARP,
+        registers=registers,
+        shared_bytes=shared,
+        grouped=quantisation is not None and (quantisation.group % step == 0 or quantisation.group >= matmul.k),
+    )

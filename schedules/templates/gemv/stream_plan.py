@@ -1,0 +1,179 @@
+"""What follows from a function and parameters for the kernel of `stream.py`, or a refusal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from relaxtune.schedules.targets import CudaLimits
+from relaxtune.schedules.templates.base import Parameters, Refusal, added
+from relaxtune.schedules.templates.gemv.function import GemvFunction, Quantisation
+from relaxtune.schedules.templates.gemv.plan import (
+    COLUMNS,
+    LANES,
+    LOAD_BYTES,
+    SHARED_PAD,
+    TILE,
+    WARP,
+    StepSizes,
+    load_length,
+)
+
+# Elements of a copy of scales: a load's bytes of halves.
+SCALES = 8
+# Shared memory with which two blocks fit into a multiprocessor: this kernel's, and the next one's that starts early.
+SHARED_MAX = 110_000
+# Steps of a warp for a tile: the code is written out for each.
+_TURNS_MAX = 32
+# Registers that a thread needs beside what is listed in `make_stream_plan`, measured.
+_REGISTERS_BESIDE = 52
+
+
+@dataclass(frozen=True)
+class GemvStreamParameters(Parameters):
+    """Shares of one kernel.
+
+    Attributes
+    ----------
+    tiles
+        Of 16 rows of W, that a warp makes together.
+    warps
+        Of a block, which share the sum over K.
+    depth
+        Steps of W on their way to a warp's shared memory.
+    blocks
+        Of the grid, which share the tiles.
+    dependent
+        Whether the kernel may start before the one before it has ended.
+    early
+        Steps that are asked for before x, which waits for the kernel before; 0 for all. What is asked for first comes
+        first.
+    collected
+        Whether the sums of all tiles of a block wait in shared memory until its last one, so that its warps wait for
+        each other but once.
+    """
+
+    template: ClassVar[str] = "gemv_stream"
+
+    tiles: int = 1
+    warps: int = 8
+    depth: int = 8
+    blocks: int = 132
+    dependent: bool = False
+    early: int = added(0)
+    collected: bool = added(False)
+
+
+@dataclass(frozen=True)
+class GemvStreamPlan(StepSizes):
+    """Sizes of one kernel.
+
+    Attributes
+    ----------
+    parameters
+        What it is made from.
+    stored
+        How W is.
+    length
+        Weights of a row that a lane reads with one load.
+    steps, turns
+        Steps along K (4 loads of each row), and those of one warp.
+    column_tiles
+        Tiles of 8 rows of x.
+    row_tiles, rounds
+        Tiles of the matrix, and of a block at most.
+    scale_rows
+        Rows of scales in a step.
+    levels
+        Whether products are of levels as they lie (`gemv_multiply`): of 4 bits, where there are registers for it. Of 8
+        it was no faster, and more registers keep a second block from a multiprocessor.
+    registers, shared_bytes
+        Of a thread, estimated; of a block.
+    """
+
+    parameters: GemvStreamParameters
+    stored: Quantisation
+    length: int
+    steps: int
+    turns: int
+    column_tiles: int
+    row_tiles: int
+    rounds: int
+    scale_rows: int
+    levels: bool
+    registers: int
+    shared_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return self.parameters.warps * WARP
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a step is within a group of scales, so that sums are scaled; else weights are."""
+        return self.scale_rows == 1
+
+    @property
+    def buffers(self) -> int:
+        """Places for the sums of a tile: one is read while the next is written, or all are kept."""
+        return self.rounds if self.collected else min(2, self.rounds)
+
+    @property
+    def collected(self) -> bool:
+        """Whether the sums of several tiles wait for the last one."""
+        return self.parameters.collected and self.rounds > 1
+
+    @property
+    def ahead(self) -> int:
+        """Bytes of W that a block asks for before it uses any."""
+        p = self.parameters
+        return min(p.depth, self.turns * self.rounds) * self.threads * p.tiles * 2 * LOAD_BYTES
+
+
+def make_stream_plan(function: GemvFunction, p: GemvStreamParameters, limits: CudaLimits) -> GemvStreamPlan | Refusal:
+    """Return the sizes of the kernel for a function, or why there is none with these parameters."""
+    if min(p.tiles, p.warps, p.depth, p.blocks) < 1 or not 0 <= p.early <= p.depth:
+        shares = f"tiles {p.tiles}, warps {p.warps}, depth {p.depth}, blocks {p.blocks}, early {p.early}"
+        return Refusal(f"{shares}, expected 1 or more and no more early steps than the depth")
+    if p.warps * WARP > limits.max_threads_per_block:
+        return Refusal(f"{p.warps} warps, expected {limits.max_threads_per_block // WARP} at most")
+    matmul, stored = function.matmul, function.quantisation
+    if stored is None:
+        return Refusal("the weights have 16 bits, expected 8 or 4 (template gemv reads those as fast)")
+    if matmul.n % SCALES:
+        return Refusal(
+            f"N is {matmul.n}, expected a multiple of {SCALES}: rows of scales start at multiples of 16 bytes"
+        )
+    length = load_length(function)
+    step = length * LANES
+    steps = math.ceil(matmul.k / step)
+    turns = math.ceil(steps / p.warps)
+    if turns > _TURNS_MAX:
+        return Refusal(f"{turns} steps of a warp along K, expected {_TURNS_MAX} at most")
+    column_tiles = math.ceil(matmul.m / COLUMNS)
+    within = stored.group % step == 0 or stored.group >= matmul.k
+    words = turns * column_tiles * length // 2 + p.tiles * (2 * LOAD_BYTES // 4 + column_tiles * 4)
+    registers = _REGISTERS_BESIDE + words
+    available = min(limits.registers_per_thread, limits.registers_per_block // (p.warps * WARP))
+    offsets = turns * column_tiles * 2
+    levels = stored.bits == 4 and within and registers + offsets <= available
+    registers += offsets if levels else 0
+    if registers > available:
+        return Refusal(f"about {registers} registers a thread, a block of {p.warps} warps has {available}")
+    row_tiles = math.ceil(matmul.n / (TILE * p.tiles))
+    rounds = math.ceil(row_tiles / p.blocks)
+    scale_rows = 1 if within else LANES
+    slot = p.tiles * (2 * LOAD_BYTES * WARP + scale_rows * TILE * 2)
+    shared = p.warps * (
+        p.depth * slot + (rounds if p.collected else min(2, rounds)) * 4 * matmul.m * (TILE * p.tiles + SHARED_PAD)
+    )
+    # A second block has no place where it finds no registers either.
+    alone = 2 * registers * p.warps * WARP > limits.registers_per_block
+    most = limits.shared_bytes_optin if alone else min(limits.shared_bytes_optin, SHARED_MAX)
+    if shared > most:
+        return Refusal(f"{shared} bytes of shared memory, expected {most} at most")
+    return GemvStreamPlan(
+        p, stored, length, steps, turns, column_tiles, row_tiles, rounds, scale_rows, levels, registers, shared
+    )

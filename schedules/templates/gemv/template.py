@@ -1,0 +1,157 @@
+"""Matmuls of up to 16 rows by a matrix that is read once, plain or quantised, for GPUs with mma.m16n8k16 (sm_80 on).
+
+Notation
+--------
+::
+
+    C[m, n] = epilogue(sum_k x[m, k] * W[n, k], m, n)        x: float16 (or bfloat16), M <= 16; sums: float32
+    W[n, k]: of x's dtype, or 8 or 4 bits with a scale for each group along k (`schedules.functions.quantised_matmul`)
+
+Such a matmul takes as long as W takes to be read: a token in decoding. A block makes 16 * `tiles` rows of W; its
+`warps` share the sum over K. Along K, a step is 4 loads of 16 bytes in each row, by neighbouring lanes: 32 weights of
+16 bits, 64 of 8, 128 of 4. A warp makes every `warps`-th step, `unroll` of them with all loads in flight, and
+multiplies with tensor-core instructions (`gemv_multiply`), for which one row of x is as good as eight. With `staged`,
+the part of x that such a round needs is copied to shared memory while the loads of W are on their way, which is better
+for few rows; else each warp reads its own from the caches. Where a step lies within a group, integers are multiplied,
+exactly, and sums scaled in float32; where it does not, weights are scaled and rounded to float16, as the function says.
+
+The warps' sums meet in shared memory and are added up in the order of warps, so results repeat bit by bit; then each
+thread evaluates the epilogue of its elements.
+
+With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch): the
+first loads of W are issued before the wait where W is known to be constant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from tvm import tirx
+
+from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
+from relaxtune.schedules.templates.base import Parameters, Refusal, TemplateError
+from relaxtune.schedules.templates.emit.kernel_frame import has_dependent_launch, tensor_bytes
+from relaxtune.schedules.templates.emit.memory_cost import sm_count_of
+from relaxtune.schedules.templates.gemv.function import GemvFunction, recognise_gemv
+from relaxtune.schedules.templates.gemv.kernel import build_gemv_kernel
+from relaxtune.schedules.templates.gemv.plan import ROWS_MAX, GemvParameters, GemvPlan, load_length, make_plan
+
+_INPUTS = ("float16", "bfloat16")
+_OUTPUTS = ("float16", "bfloat16", "float32")
+_INDEX_MAX = 2**31 - 1
+_CANDIDATES_MAX = 24
+_MINIMUM_ARCH = 80
+_THREADS_PER_SM, _REGISTERS_PER_SM, _BLOCKS_PER_SM, _SHARED_PER_SM = 2048, 65536, 32, 227_000
+# Microseconds, and bytes a microsecond from memory and from the L2 cache: fits to 435 kernels timed on an H200. By them
+# the first candidate of a case takes 8 % longer than the best one (geometric mean), 1.5 times as long at most.
+_BASE_US, _ROUND_US, _COPY_US, _FEW_WARPS_US = 1.9, 0.38, 0.067, 1.2
+_MEMORY, _CACHE = 4.3e6, 6.0e6
+_UNEVEN = 0.85
+_WARPS_ENOUGH = 8
+
+
+class Gemv:
+    """The template; see `schedules.templates.base.Template`."""
+
+    name = GemvParameters.template
+
+    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[GemvParameters] | Refusal:
+        """Return the parameters worth measuring, the most promising first, or why there are none."""
+        function = function_for(func, target)
+        if isinstance(function, Refusal):
+            return function
+        limits, sm_count, moved = limits_of(target), sm_count_of(target), tensor_bytes(func)
+        plans = [
+            plan
+            for p in _proposals(has_dependent_launch(target))
+            if isinstance(plan := make_plan(function, p, limits), GemvPlan) and _is_sensible(plan)
+        ]
+        plans.sort(key=lambda plan: _predicted_us(function, plan, moved, sm_count))
+        found = [plan.parameters for plan in plans[:_CANDIDATES_MAX]]
+        return found or Refusal("no share fits the registers of a block")
+
+    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+        """Return the scheduled PrimFunc, or why it cannot be made."""
+        if not isinstance(parameters, GemvParameters):
+            raise TemplateError(f"template {self.name} got {parameters!r}; expected GemvParameters.")
+        function = function_for(func, target)
+        if isinstance(function, Refusal):
+            return function
+        if parameters.dependent and not has_dependent_launch(target):
+            return Refusal(f"{target.arch} has no dependent launch, expected sm_90 or later")
+        plan = make_plan(function, parameters, limits_of(target))
+        return plan if isinstance(plan, Refusal) else build_gemv_kernel(func, function, plan)
+
+    def parse(self, decision: str) -> GemvParameters:
+        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
+        return GemvParameters.from_json(decision)
+
+
+def limits_of(target: ResolvedTarget) -> CudaLimits:
+    """Return the limits of a CUDA target."""
+    if not isinstance(target.limits, CudaLimits):
+        raise TemplateError(f"template {GemvParameters.template} needs a CUDA target, got {target.kind}.")
+    return target.limits
+
+
+def function_for(func: tirx.PrimFunc, target: ResolvedTarget) -> GemvFunction | Refusal:
+    """Return the function's matmul when this template can make it with some parameters."""
+    digits = target.arch.removeprefix("sm_").rstrip("af")
+    if target.kind != "cuda" or not digits.isdigit() or int(digits) < _MINIMUM_ARCH:
+        return Refusal(f"the target is {target.kind} {target.arch}, expected cuda sm_80 or later (mma.m16n8k16)")
+    function = recognise_gemv(func)
+    if isinstance(function, Refusal):
+        return function
+    matmul = function.matmul
+    if matmul.m > ROWS_MAX:
+        return Refusal(f"{matmul.m} rows, expected {ROWS_MAX} at most")
+    inputs = _INPUTS if function.quantisation is None else _INPUTS[:1]
+    if matmul.input_dtype not in inputs:
+        return Refusal(f"the rows are {matmul.input_dtype}, expected {' or '.join(inputs)}")
+    if matmul.output_dtype not in _OUTPUTS:
+        return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(_OUTPUTS)}")
+    length = load_length(function)
+    if matmul.k % length:
+        return Refusal(f"K is {matmul.k}, expected a multiple of {length}: rows of W start at multiples of 16 bytes")
+    if function.quantisation is not None and function.quantisation.group % length:
+        group = function.quantisation.group
+        return Refusal(f"groups of {group} weights, expected a multiple of {length}: a load of 16 bytes has one scale")
+    if matmul.n * matmul.k > _INDEX_MAX:
+        return Refusal("W has 2**31 elements or more, the kernel counts in 32 bits")
+    return function
+
+
+def _proposals(dependent: bool) -> Iterator[GemvParameters]:
+    for tiles in (1, 2):
+        for warps in (1, 2, 4, 8, 16):
+            for unroll in (1, 2, 4, 8):
+                for staged in (True, False):
+                    yield GemvParameters(tiles, warps, unroll, staged, dependent)
+
+
+def _is_sensible(plan: GemvPlan) -> bool:
+    """Whether all warps have work, and no more loads are in flight than there are."""
+    p = plan.parameters
+    return p.warps <= plan.steps and (p.unroll == 1 or p.unroll < 2 * plan.turns)
+
+
+def _predicted_us(function: GemvFunction, plan: GemvPlan, moved_bytes: int, sm_count: int) -> float:
+    """Return a figure to order candidates by."""
+    p, matmul = plan.parameters, function.matmul
+    resident = max(
+        1,
+        min(
+            _BLOCKS_PER_SM,
+            _THREADS_PER_SM // plan.threads,
+            _REGISTERS_PER_SM // (plan.registers * plan.threads),
+            _SHARED_PER_SM // plan.shared_bytes,
+        ),
+    )
+    turns = plan.rounds * max(1.0, plan.blocks / (sm_count * resident))
+    uneven = math.ceil(plan.blocks / sm_count) * sm_count / plan.blocks
+    copies = math.ceil(matmul.m * plan.span / 8 / plan.threads) if p.staged else 0
+    reading = moved_bytes / _MEMORY * (1 + _UNEVEN * (uneven - 1))
+    reading_x = plan.blocks * matmul.m * matmul.k * 2 / _CACHE
+    few = max(0.0, math.log2(_WARPS_ENOUGH / p.warps))
+    return _BASE_US + reading + reading_x + _ROUND_US * (turns - 1) + _COPY_US * copies * turns + _FEW_WARPS_US * few

@@ -1,0 +1,1 @@
+"""Templates for memory-bound functions: reductions over rows (`template.py`) and elementwise (`elementwise.py`)."""

@@ -1,0 +1,232 @@
+"""Elementwise and injective functions for CUDA, from FuseTIR's output to a TIRx kernel.
+
+Casts, masks, residual sums, activations, gathers of embeddings, rotary embeddings, slices, concatenations, transposes:
+
+::
+
+    Y[i] = value(X0[f0(i)], X1[f1(i)], ...)          i: all positions of the output, after `dataflow`
+    thread t of block b, v = (b * vectors + u) * threads + t for each u:
+        elements v * lanes .. v * lanes + lanes - 1 of Y, in accesses of up to 16 bytes
+
+All loads of a thread are made before anything is computed from them, so that they are in flight together.
+
+Where an input is read across the output's last axis (a transpose), threads follow the axis along which the input is
+contiguous: its loads are made element by element and coalesce, and each thread still writes whole vectors.
+
+With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch), and
+waits for it before it reads what is not known to be constant, and before it writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tvm import tirx
+
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.base import Parameters, Refusal, TemplateError
+from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Access, Accesses, element_bytes
+from relaxtune.schedules.templates.emit.kernel_frame import (
+    Frame,
+    build_kernel,
+    has_dependent_launch,
+    tensor_bytes,
+    unflatten,
+    wait_for_predecessor,
+)
+from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us, sm_count_of
+from relaxtune.schedules.templates.emit.registers import Lanes, refuse_dtypes, when
+from relaxtune.schedules.tir.blocks import constant_value, substitute
+from relaxtune.schedules.tir.dataflow import Axis, Dataflow, recognise_dataflow
+from relaxtune.schedules.tir.expressions import UnsupportedExpressionError
+
+_LANES_MAX = 16
+_THREADS_MAX = 1024
+_VECTORS_MAX = 8
+# Elements a thread holds at a time, more would not fit its registers.
+_ELEMENTS_MAX = 64
+_CANDIDATES_MAX = 16
+
+
+@dataclass(frozen=True)
+class ElementwiseParameters(Parameters):
+    """Shares of one kernel.
+
+    Attributes
+    ----------
+    lanes
+        Neighbouring elements that a thread makes together.
+    vectors
+        Times that many, `threads` apart, which a thread makes.
+    threads
+        Of a block.
+    dependent
+        Whether the kernel may start before the one before it has ended.
+    """
+
+    template: ClassVar[str] = "elementwise"
+
+    lanes: int = 8
+    vectors: int = 1
+    threads: int = 256
+    dependent: bool = False
+
+
+class Elementwise:
+    """The template; see `schedules.templates.base.Template`."""
+
+    name = ElementwiseParameters.template
+
+    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[ElementwiseParameters] | Refusal:
+        """Return the parameters worth measuring, the most promising first, or why there are none."""
+        flow = _recognise(func, target)
+        if isinstance(flow, Refusal):
+            return flow
+        elements = math.prod(axis.size for axis in flow.axes)
+        widest, sm_count, moved = _lanes(flow, func), sm_count_of(target), tensor_bytes(func)
+        proposals: list[tuple[float, ElementwiseParameters]] = []
+        for lanes in {widest, widest // 2, widest * 2}:
+            if not 1 <= lanes <= _LANES_MAX or flow.columns.size % lanes:
+                continue
+            accesses = Accesses(flow, lanes)
+            for vectors in (1, 2, 4):
+                for threads in (64, 128, 256, 512):
+                    p = ElementwiseParameters(lanes, vectors, threads, has_dependent_launch(target))
+                    blocks = math.ceil(elements / (lanes * vectors * threads))
+                    if blocks > 1 or (vectors == 1 and threads == 64):
+                        proposals.append((_predicted(p, blocks, accesses, widest, moved, sm_count), p))
+        proposals.sort(key=lambda pair: pair[0])
+        return [p for _, p in proposals[:_CANDIDATES_MAX]]
+
+    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+        """Return the scheduled PrimFunc, or why it cannot be made."""
+        if not isinstance(parameters, ElementwiseParameters):
+            raise TemplateError(f"template {self.name} got {parameters!r}; expected ElementwiseParameters.")
+        flow = _recognise(func, target)
+        if isinstance(flow, Refusal):
+            return flow
+        refusal = _refuse_parameters(parameters, flow, target)
+        return refusal or _Kernel(func, flow, parameters).build()
+
+    def parse(self, decision: str) -> ElementwiseParameters:
+        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
+        return ElementwiseParameters.from_json(decision)
+
+
+def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> Dataflow | Refusal:
+    if target.kind != "cuda":
+        return Refusal(f"the target is {target.kind} {target.arch}, expected cuda")
+    flow = recognise_dataflow(func)
+    if isinstance(flow, Refusal):
+        return flow
+    if flow.reductions:
+        return Refusal("it has reductions (the template for rows makes those)")
+    try:
+        refuse_dtypes([str(param.ty.dtype) for param in func.params])
+        Accesses(flow, 1)
+    except UnsupportedExpressionError as reason:
+        return Refusal(str(reason))
+    return flow
+
+
+def _refuse_parameters(p: ElementwiseParameters, flow: Dataflow, target: ResolvedTarget) -> Refusal | None:
+    if not 1 <= p.lanes <= _LANES_MAX or flow.columns.size % p.lanes:
+        return Refusal(f"lanes is {p.lanes}, expected 1 to {_LANES_MAX} and a divisor of {flow.columns.size}")
+    if not 1 <= p.vectors <= _VECTORS_MAX or p.vectors * p.lanes > _ELEMENTS_MAX:
+        return Refusal(f"vectors is {p.vectors}, expected 1 to {_VECTORS_MAX} of {_ELEMENTS_MAX} elements together")
+    if p.threads % 32 or not 32 <= p.threads <= _THREADS_MAX:
+        return Refusal(f"threads is {p.threads}, expected a multiple of 32 up to {_THREADS_MAX}")
+    if p.dependent and not has_dependent_launch(target):
+        return Refusal(f"{target.arch} has no dependent launch, expected sm_90 or later")
+    return None
+
+
+def _lanes(flow: Dataflow, func: tirx.PrimFunc) -> int:
+    """Return the elements of which those of the largest dtype take 16 bytes, as far as they divide a row."""
+    outputs = [str(func.params[output.param].ty.dtype) for output in flow.outputs]
+    loads = [access.dtype for access in Accesses(flow, 1).found if not access.per_row]
+    lanes = VECTOR_BYTES // max(element_bytes(dtype) for dtype in (*outputs, *loads))
+    return math.gcd(lanes, flow.columns.size)
+
+
+def _predicted(
+    p: ElementwiseParameters, blocks: int, accesses: Accesses, widest: int, moved_bytes: int, sm_count: int
+) -> float:
+    """Return a figure to order candidates by."""
+    elements = p.lanes * p.vectors
+    held = sum(element_bytes(access.dtype) for access in accesses.found if not access.per_row)
+    uneven = math.ceil(blocks / sm_count) * sm_count / blocks - 1 if blocks > sm_count else 0.0
+    best_vectors = 2 if blocks * p.vectors > 8 * sm_count else 1
+    # Narrow accesses, and wide ones that leave holes between the threads', take more of them.
+    odd = abs(math.log2(p.lanes / widest))
+    shape = Shape(
+        moved_bytes=moved_bytes,
+        blocks=blocks,
+        threads=p.threads,
+        registers=24 + math.ceil(elements * held / 4),
+        accesses=elements * len(accesses.found),
+        waste=(1 + 0.15 * odd) * (1 + 0.3 * uneven) * (1 + (0.0 if p.vectors == best_vectors else 0.04)),
+    )
+    return predicted_us(shape, sm_count)
+
+
+class _Kernel:
+    """One kernel under construction."""
+
+    def __init__(self, func: tirx.PrimFunc, flow: Dataflow, p: ElementwiseParameters) -> None:
+        self._func, self._flow, self._p = func, flow, p
+        self._accesses = Accesses(flow, p.lanes)
+        last = Axis(self._accesses.vector, flow.columns.size // p.lanes)
+        fast = _contiguous_axis(flow, self._accesses)
+        self._order = [axis for axis in flow.axes[:-1] if axis is not fast] + [last] + ([fast] if fast else [])
+        self._total = math.prod(axis.size for axis in self._order)
+
+    def build(self) -> tirx.PrimFunc:
+        p = self._p
+        blocks = math.ceil(self._total / (p.threads * p.vectors))
+        return build_kernel(self._func, self._flow, blocks, p.threads, p.dependent, self._emit)
+
+    def _emit(self, frame: Frame, block: tirx.Expr, thread: tirx.Expr) -> None:
+        p, flow = self._p, self._flow
+        places = [(block * p.vectors + turn) * p.threads + thread for turn in range(p.vectors)]
+        ragged = self._total % (p.threads * p.vectors) != 0
+        lanes = [self._lanes(frame, tirx.min(place, self._total - 1) if ragged else place) for place in places]
+        early = [access for access in self._accesses.found if p.dependent and frame.is_constant(access)]
+        self._load(lanes, early)
+        wait_for_predecessor(p.dependent)
+        self._load(lanes, [access for access in self._accesses.found if access not in early])
+        for output in flow.outputs:
+            dtype = str(self._func.params[output.param].ty.dtype)
+            for place, one in zip(places, lanes, strict=True):
+                values = [one.value(output.value, lane) for lane in range(p.lanes)]
+                with when([place < self._total] if ragged else []):
+                    one.store(frame.written[output.param], self._position(one, place), values, dtype)
+
+    def _lanes(self, frame: Frame, place: tirx.Expr) -> Lanes:
+        outer = dict(unflatten(place, self._order))
+        vector = outer.pop(self._accesses.vector)
+        return Lanes(self._flow, self._accesses, self._p.lanes, frame.flat, outer, vector, {})
+
+    def _position(self, lanes: Lanes, place: tirx.Expr) -> tirx.Expr:
+        in_order = [axis.var for axis in self._order[:-1]] == [axis.var for axis in self._flow.axes[:-1]]
+        return place * self._p.lanes if in_order else lanes.position()
+
+    def _load(self, lanes: Sequence[Lanes], accesses: Sequence[Access]) -> None:
+        for access in accesses:
+            for one in lanes:
+                one.load(access)
+
+
+def _contiguous_axis(flow: Dataflow, accesses: Accesses) -> Axis | None:
+    """Return the axis along which a load that is scattered over the last axis is contiguous, if there is one."""
+    for access in accesses.found:
+        if not access.scattered or access.inner:
+            continue
+        for axis in flow.axes[:-1]:
+            following = substitute(access.indices[0], {axis.var: axis.var + 1})
+            if constant_value(accesses.simplify(following - access.indices[0])) == 1:
+                return axis
+    return None

@@ -1,0 +1,169 @@
+"""The kernel of `template.py`, emitted with TIRx's IRBuilder; the notation is that module's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.emit.accesses import Accesses
+from relaxtune.schedules.templates.emit.kernel_frame import Frame, build_kernel, unflatten, wait_for_predecessor
+from relaxtune.schedules.templates.emit.registers import Lanes, when
+from relaxtune.schedules.templates.rows.plan import RowsPlan
+from relaxtune.schedules.tir.dataflow import Dataflow, Output, Reduction
+from relaxtune.schedules.tir.expressions import dtype_of
+
+_WARP = 32
+_COMBINE: dict[str, Callable[[tirx.Expr, tirx.Expr], tirx.Expr]] = {
+    "sum": lambda a, b: a + b,
+    "max": tirx.max,
+    "min": tirx.min,
+}
+
+
+def build_rows_kernel(func: tirx.PrimFunc, flow: Dataflow, accesses: Accesses, plan: RowsPlan) -> tirx.PrimFunc:
+    """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
+    kernel = _Kernel(func, flow, accesses, plan)
+    return build_kernel(func, flow, plan.blocks, plan.threads, plan.parameters.dependent, kernel.emit)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """One vector of each thread of a row: what makes its elements, which it is, and if that is inside the row."""
+
+    lanes: Lanes
+    place: tirx.Expr
+    inside: tirx.Expr | None
+
+
+class _Kernel:
+    """One kernel under construction; the methods emit into the current IRBuilder."""
+
+    def __init__(self, func: tirx.PrimFunc, flow: Dataflow, accesses: Accesses, plan: RowsPlan) -> None:
+        self._func, self._flow, self._accesses, self._plan = func, flow, accesses, plan
+        self._p = plan.parameters
+        self._results: dict[tirx.Var, tirx.Expr] = {}
+
+    def emit(self, frame: Frame, block: tirx.Expr, thread: tirx.Expr) -> None:
+        plan, p, flow = self._plan, self._p, self._flow
+        self._frame, self._thread = frame, thread
+        self._own = thread % p.threads
+        self._row = block * p.rows + thread // p.threads
+        self._ragged_rows = flow.rows % p.rows != 0
+        row = tirx.min(self._row, flow.rows - 1) if self._ragged_rows else self._row
+        self._outer = unflatten(row, flow.axes[:-1])
+        if plan.warps > 1:
+            pool = T.SMEMPool()
+            self._shared = pool.alloc((len(flow.reductions), p.rows, plan.warps), "float32", align=16)
+            pool.commit()
+        self._load()
+        for number, reduction in enumerate(flow.reductions):
+            self._results[reduction.result] = self._reduce(number, reduction)
+        for output in flow.outputs:
+            self._write(output)
+
+    def _chunk(self, chunk: tirx.Expr | int, *, ragged: bool) -> _Chunk:
+        """Return a chunk; a thread whose vector is beyond the row's end reads the last one."""
+        place = chunk * self._p.threads + self._own
+        inside = tirx.min(place, self._plan.vectors - 1) if ragged else place
+        flow, flat = self._flow, self._frame.flat
+        lanes = Lanes(flow, self._accesses, self._p.lanes, flat, self._outer, inside, self._results)
+        return _Chunk(lanes, place, place < self._plan.vectors if ragged else None)
+
+    def _load(self) -> None:
+        """Emit the loads that are made once, those of constants before the wait for the kernel before."""
+        plan, found = self._plan, self._accesses.found
+        self._chunks = [
+            self._chunk(number, ragged=(number + 1) * self._p.threads > plan.vectors)
+            for number in range(plan.chunks if self._p.held else 1)
+        ]
+        once = [access for access in found if self._p.held or access.per_row]
+        early = [access for access in once if self._p.dependent and self._frame.is_constant(access)]
+        for accesses in (early, [access for access in once if access not in early]):
+            for access in accesses:
+                self._chunks[0].lanes.load(access)
+                for chunk in self._chunks[1:]:
+                    if access.per_row:
+                        chunk.lanes.share(self._chunks[0].lanes, [access])
+                    else:
+                        chunk.lanes.load(access)
+            if accesses is early:
+                wait_for_predecessor(self._p.dependent)
+
+    def _each_chunk(self, expr: tirx.Expr, make: Callable[[_Chunk], None]) -> None:
+        """Emit what is made of an expression's elements, chunk by chunk."""
+        if self._p.held:
+            for chunk in self._chunks:
+                make(chunk)
+            return
+        per_row = [access for access in self._accesses.found if access.per_row]
+        others = [access for access in self._accesses.needed(expr) if not access.per_row]
+        together = self._plan.together
+        with T.serial(math.ceil(self._plan.chunks / together)) as turn:
+            group = [self._chunk(turn * together + number, ragged=True) for number in range(together)]
+            for chunk in group:
+                chunk.lanes.share(self._chunks[0].lanes, per_row)
+            for access in others:
+                for chunk in group:
+                    chunk.lanes.load(access)
+            for chunk in group:
+                make(chunk)
+
+    def _reduce(self, number: int, reduction: Reduction) -> tirx.Expr:
+        """Emit a reduction and return its result, the same in all threads of a row."""
+        p, plan = self._p, self._plan
+        combine, start = _COMBINE[reduction.combine], tirx.FloatImm("float32", reduction.start)
+        total = T.alloc_local([1], "float32")
+        T.buffer_store(total, start, [0])
+
+        def add(chunk: _Chunk) -> None:
+            values = [_as_float(chunk.lanes.value(reduction.element, lane)) for lane in range(p.lanes)]
+            part = _tree(combine, values)
+            if chunk.inside is not None:
+                part = tirx.Select(chunk.inside, part, start)
+            T.buffer_store(total, combine(total[0], part), [0])
+
+        self._each_chunk(reduction.element, add)
+        width = min(p.threads, _WARP)
+        if width > 1:
+            T.buffer_store(total, T.cuda.warp_reduce(total[0], reduction.combine, width), [0])
+        if plan.warps > 1:
+            in_block = self._thread // p.threads
+            with T.If(self._own % _WARP == 0), T.Then():
+                T.buffer_store(self._shared, total[0], [number, in_block, self._own // _WARP])
+            T.evaluate(T.cuda.cta_sync())
+            parts = [self._shared[number, in_block, warp] for warp in range(plan.warps)]
+            T.buffer_store(total, _tree(combine, parts), [0])
+        return total[0]
+
+    def _write(self, output: Output) -> None:
+        buffer, dtype = self._frame.written[output.param], dtype_of(self._func.params[output.param])
+        rows = [self._row < self._flow.rows] if self._ragged_rows else []
+        if output.per_row:
+            lanes = self._chunks[0].lanes
+            with when([self._own == 0, *rows]):
+                lanes.store(buffer, self._row, [lanes.value(output.value, 0)], dtype)
+            return
+
+        def write(chunk: _Chunk) -> None:
+            values = [chunk.lanes.value(output.value, lane) for lane in range(self._p.lanes)]
+            at = self._row * self._flow.columns.size + chunk.place * self._p.lanes
+            with when([*rows, *([] if chunk.inside is None else [chunk.inside])]):
+                chunk.lanes.store(buffer, at, values, dtype)
+
+        self._each_chunk(output.value, write)
+
+
+def _as_float(value: tirx.Expr) -> tirx.Expr:
+    return value if dtype_of(value) == "float32" else tirx.Cast("float32", value)
+
+
+def _tree(combine: Callable[[tirx.Expr, tirx.Expr], tirx.Expr], values: Sequence[tirx.Expr]) -> tirx.Expr:
+    """Return values combined pair by pair."""
+    while len(values) > 1:
+        pairs = [combine(values[i], values[i + 1]) for i in range(0, len(values) - 1, 2)]
+        values = [*pairs, *values[len(values) - len(values) % 2 :]]
+    return values[0]

@@ -1,0 +1,167 @@
+"""Functions with reductions over rows for CUDA, from FuseTIR's output to a TIRx kernel.
+
+Layer norm, RMS norm, softmax, mean, with any elementwise producers and consumers (residual, bias, casts, masks):
+
+::
+
+    s_0[i] = combine_j value_0(i, j)                       rows i, columns j, after `dataflow`
+    s_1[i] = combine_j value_1(i, j, s_0[i])
+    Y[i, j] = value(i, j, s_0[i], s_1[i], ...)             or Y[i] = value(i, s_0[i], ...)
+    thread t of the `threads` of row i: vectors c * threads + t of `lanes` columns, c = 0 .. chunks - 1
+
+One pass over global memory: a thread loads its part of a row once, in accesses of up to 16 bytes, and keeps it in
+registers for all reductions and the output. Rows that are too long for that are read again for each (`held` is false),
+from the caches as far as those reach. Reductions are in float32: in each thread as a tree over a vector, then
+over vectors, then over a warp by shuffles, then over the row's warps, if several, through shared memory. Their order
+is fixed, so results repeat bit by bit. A variance is summed as the function says, from centred values.
+
+With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch), and
+waits for it before it reads what is not known to be constant, and before it writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from tvm import tirx
+
+from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
+from relaxtune.schedules.templates.base import Parameters, Refusal, TemplateError
+from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Accesses, element_bytes
+from relaxtune.schedules.templates.emit.kernel_frame import has_dependent_launch, tensor_bytes
+from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us, sm_count_of
+from relaxtune.schedules.templates.emit.registers import refuse_dtypes
+from relaxtune.schedules.templates.rows.kernel import build_rows_kernel
+from relaxtune.schedules.templates.rows.plan import LANES_MAX, RowsParameters, RowsPlan, make_plan
+from relaxtune.schedules.tir.dataflow import Dataflow, Reduction, recognise_dataflow
+from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, loads_in
+
+_CANDIDATES_MAX = 24
+# Of a row that need not be held: chunks at least, and threads.
+_LONG, _LONG_THREADS = 16, 256
+
+
+class Rows:
+    """The template; see `schedules.templates.base.Template`."""
+
+    name = RowsParameters.template
+
+    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[RowsParameters] | Refusal:
+        """Return the parameters worth measuring, the most promising first, or why there are none."""
+        flow = _recognise(func, target)
+        if isinstance(flow, Refusal):
+            return flow
+        limits, sm_count, moved = _limits(target), sm_count_of(target), tensor_bytes(func)
+        plans: list[tuple[float, RowsParameters]] = []
+        for lanes in _lanes(flow, func):
+            accesses = Accesses(flow, lanes)
+            for threads, rows in _shares():
+                for held in (True, False):
+                    p = RowsParameters(lanes, threads, rows, held, has_dependent_launch(target))
+                    plan = make_plan(flow, accesses, p, limits)
+                    if isinstance(plan, RowsPlan) and _is_sensible(plan):
+                        plans.append((_predicted(plan, moved, accesses, sm_count), p))
+        plans.sort(key=lambda pair: pair[0])
+        return [p for _, p in plans[:_CANDIDATES_MAX]] or Refusal(
+            f"rows of {flow.columns.size} do not fit the registers of a block"
+        )
+
+    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+        """Return the scheduled PrimFunc, or why it cannot be made."""
+        if not isinstance(parameters, RowsParameters):
+            raise TemplateError(f"template {self.name} got {parameters!r}; expected RowsParameters.")
+        flow = _recognise(func, target)
+        if isinstance(flow, Refusal):
+            return flow
+        if not 1 <= parameters.lanes <= LANES_MAX or flow.columns.size % parameters.lanes:
+            return Refusal(f"lanes is {parameters.lanes}, expected 1 to {LANES_MAX} and a divisor of the row")
+        if parameters.dependent and not has_dependent_launch(target):
+            return Refusal(f"{target.arch} has no dependent launch, expected sm_90 or later")
+        accesses = Accesses(flow, parameters.lanes)
+        plan = make_plan(flow, accesses, parameters, _limits(target))
+        return plan if isinstance(plan, Refusal) else build_rows_kernel(func, flow, accesses, plan)
+
+    def parse(self, decision: str) -> RowsParameters:
+        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
+        return RowsParameters.from_json(decision)
+
+
+def _limits(target: ResolvedTarget) -> CudaLimits:
+    if not isinstance(target.limits, CudaLimits):
+        raise TemplateError(f"template {RowsParameters.template} needs a CUDA target, got {target.kind}.")
+    return target.limits
+
+
+def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> Dataflow | Refusal:
+    if target.kind != "cuda":
+        return Refusal(f"the target is {target.kind} {target.arch}, expected cuda")
+    flow = recognise_dataflow(func)
+    if isinstance(flow, Refusal):
+        return flow
+    if not flow.reductions:
+        return Refusal("it has no reductions (the template for elementwise functions makes those)")
+    if any(_is_contraction(one) for one in flow.reductions):
+        return Refusal("it sums products of two tensors (the templates for matmuls make those)")
+    try:
+        refuse_dtypes([str(param.ty.dtype) for param in func.params])
+        scattered = [access for access in Accesses(flow, 2 - flow.columns.size % 2).found if access.scattered]
+    except UnsupportedExpressionError as reason:
+        return Refusal(str(reason))
+    if scattered:
+        return Refusal(f"{scattered[0].buffer.name} is not contiguous along the rows")
+    return flow
+
+
+def _is_contraction(reduction: Reduction) -> bool:
+    """Whether a reduction sums the products of elements of two tensors."""
+    element = reduction.element
+    if reduction.combine != "sum" or not isinstance(element, tirx.Mul):
+        return False
+    left, right = ({load.source for load in loads_in(side)} for side in (element.a, element.b))
+    return bool(left) and bool(right) and left.isdisjoint(right)
+
+
+def _lanes(flow: Dataflow, func: tirx.PrimFunc) -> list[int]:
+    """Return numbers of elements to load together: as many as fill 16 bytes of some tensor's dtype."""
+    loads = [access.dtype for access in Accesses(flow, 1).found if not access.per_row]
+    outputs = [str(func.params[one.param].ty.dtype) for one in flow.outputs if not one.per_row]
+    widths = {VECTOR_BYTES // element_bytes(dtype) for dtype in (*loads, *outputs)} or {1}
+    return sorted({math.gcd(width, flow.columns.size) for width in widths})
+
+
+def _shares() -> Iterator[tuple[int, int]]:
+    """Yield threads of a row and rows of a block."""
+    for threads in (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024):
+        for rows in (1, 2, 4, 8, 16, 32):
+            if threads * rows % 32 == 0 and (threads * rows <= 256 or rows == 1):
+                yield threads, rows
+
+
+def _is_sensible(plan: RowsPlan) -> bool:
+    """Whether enough threads have work, and only long rows are read more than once."""
+    p = plan.parameters
+    return p.threads < 2 * plan.vectors and (p.held or (plan.chunks >= _LONG and p.threads >= _LONG_THREADS))
+
+
+def _predicted(plan: RowsPlan, moved_bytes: int, accesses: Accesses, sm_count: int) -> float:
+    """Return a figure to order candidates by."""
+    p = plan.parameters
+    streams = sum(1 for access in accesses.found if not access.per_row)
+    elements = plan.chunks * p.lanes
+    idle = plan.chunks * p.threads / plan.vectors - 1
+    # Of very many elements a thread's passes take turns with its accesses.
+    turns = 0.03 * max(0.0, elements / 64 - 1) if p.held else 0.0
+    # The rows of a block wait for each other where a row is more than a warp's.
+    waiting = 0.15 if plan.warps > 1 and p.rows > 1 else 0.0
+    # What is read again comes from the caches, but a thread waits for it.
+    again = 0.0 if p.held else 1.0
+    shape = Shape(
+        moved_bytes=moved_bytes,
+        blocks=plan.blocks,
+        threads=plan.threads,
+        registers=plan.registers,
+        accesses=elements * streams,
+        waste=(1 + 0.3 * idle) * (1 + waiting) * (1 + turns) * (1 + again),
+    )
+    return predicted_us(shape, sm_count)

@@ -1,0 +1,399 @@
+"""Recognise a matmul with an elementwise epilogue in a PrimFunc as FuseTIR leaves it.
+
+::
+
+    for b, i, j, k:                                     accumulator[b, i, j] = sum_k A[b, i, k] * B[k, j]
+        acc[b, i, j] += f32(A[b, i, k]) * f32(B[k, j])
+    for b, i, j:                                   ->   C[b, i, j] = value(accumulator, b, i, j)
+        t[b, i, j] = acc[b, i, j] + bias[j]
+    for b, i, j:
+        C[b, i, j] = f16(gelu(t[b, i, j]))
+
+The other blocks are inlined into one expression over the accumulator and the output's axes; every buffer that it still
+loads from is a parameter of the function. Leading axes of A are rows: M is their product.
+
+Blocks before the matmul may make statistics of A's rows, which the expression reads, and a block after the others may
+make partial sums of C's rows (`schedules.tir.row_norm`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import tvm_ffi
+from tvm import tirx
+from tvm.ir.expr import TensorLoad
+from tvm.s_tir import SBlock
+from tvm.sym import Analyzer
+
+from relaxtune.schedules.templates.base import Refusal
+from relaxtune.schedules.tir.blocks import (
+    axis_extents,
+    constant_value,
+    list_blocks,
+    position_of,
+    static_shape,
+    substitute,
+    tree_size,
+)
+from relaxtune.schedules.tir.rotated_matmul import partner_column, possible_heads, product_column
+from relaxtune.schedules.tir.row_norm import PartialSums, RowNorm, find_partial_sums, find_row_norm
+
+# Inlining repeats what is used twice; a compiler finds the repetitions of small trees.
+_NODES_MAX = 600
+# Dtypes of 8 bits of which one operand may have another than the other.
+_INTEGERS, _FLOATS = frozenset({"int8", "uint8"}), frozenset({"float8_e4m3fn", "float8_e5m2"})
+_BYTES = (_INTEGERS, _FLOATS)
+# Dtypes of outputs whose heads are rotated: 16 bytes of a row are 8 columns at most.
+_ROTATED = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What becomes of an accumulator.
+
+    Attributes
+    ----------
+    value
+        The output element; its variables are `accumulator` and `axes`.
+    accumulator
+        Stands for the accumulator: float32, or int32 of integer operands.
+    second
+        Stands for the other accumulator of a gated function (see `gate_column`), or of one that rotates heads; None in
+        others.
+    axes
+        One variable per output axis.
+    shape
+        The output's shape.
+    head
+        Columns of each head of a function that rotates heads (see `rotated_matmul`), 0 in others.
+    """
+
+    value: tirx.Expr
+    accumulator: tirx.Var
+    axes: tuple[tirx.Var, ...]
+    shape: tuple[int, ...]
+    second: tirx.Var | None = None
+    head: int = 0
+
+    @property
+    def accumulators(self) -> int:
+        """Columns of the product for each column of the output."""
+        return 1 if self.second is None or self.head else 2
+
+    def product_columns(self, column: tirx.Expr) -> tuple[tirx.Expr, ...]:
+        """Return the columns of the product that an output column is made of: that of each accumulator."""
+        if self.head:
+            return product_column(column, self.head), partner_column(column, self.head)
+        return (column,) if self.second is None else (gate_column(column), value_column(column))
+
+    def loads(self) -> tuple[TensorLoad, ...]:
+        """Return the distinct elements of external buffers that one output element depends on."""
+        found: list[TensorLoad] = []
+
+        def note(load: TensorLoad) -> None:
+            if not any(tvm_ffi.structural_equal(load, other) for other in found):
+                found.append(load)
+
+        tvm_ffi.structural_walk(self.value, (TensorLoad, note))
+        return tuple(found)
+
+    def is_aligned(self, load: TensorLoad) -> bool:
+        """Whether the load reads, of a buffer shaped like the output, the element at the output's own position."""
+        return static_shape(load.source) == self.shape and _same_position(load.indices, self.axes, self.shape)
+
+    def is_per_column(self, load: TensorLoad) -> bool:
+        """Whether the load reads the output's last axis alone, all of it (a bias)."""
+        shape, last = static_shape(load.source), len(self.axes) - 1
+        if shape is None or shape[-1:] != self.shape[last:] or math.prod(shape) != self.shape[last]:
+            return False
+        return _same_position(load.indices[-1:], self.axes[last:], self.shape[last:]) and all(
+            constant_value(index) == 0 for index in load.indices[:-1]
+        )
+
+    def is_per_row(self, load: TensorLoad) -> bool:
+        """Whether the load reads, of a buffer of a few elements for each row of the output, one of them."""
+        shape, last = static_shape(load.source), len(self.axes) - 1
+        if not shape or shape[:-1] != self.shape[:-1] or constant_value(load.indices[-1]) is None:
+            return False
+        return _same_position(load.indices[:-1], self.axes[:last], self.shape[:last])
+
+
+@dataclass(frozen=True)
+class MatmulFunction:
+    """`C[M, N] = epilogue(A[M, K] @ B)` with B as `[K, N]`, or as `[N, K]` when `b_transposed`.
+
+    `a`, `b` and `output` are positions of the function's parameters; `input_dtype` is A's dtype, `b_dtype` B's, which
+    may be another where both have 8 bits; `norm` are statistics of A's rows that the epilogue reads, `partials` sums of
+    C's rows that are an output too, None where there are none.
+    """
+
+    a: int
+    b: int
+    output: int
+    b_transposed: bool
+    m: int
+    n: int
+    k: int
+    input_dtype: str
+    b_dtype: str
+    output_dtype: str
+    epilogue: Epilogue
+    norm: RowNorm | None = None
+    partials: PartialSums | None = None
+
+    @property
+    def columns(self) -> int:
+        """Columns of the output: N, or half of it where gates and values are interleaved."""
+        return self.n // self.epilogue.accumulators
+
+
+def gate_column(column: tirx.Expr) -> tirx.Expr:
+    """Return the column of the product that is the gate of an output column of a gated function.
+
+    A gated function is `C[m, c] = value(P[m, gate_column(c)], P[m, value_column(c)], m, c)` of one product P[M, N] with
+    C[M, N / 2], such as silu(gate) * value. Its B holds the weights of both by turns: 8 columns of gates, 8 of values,
+    so that a thread that evaluates wgmma's accumulators has both. On an H200 (cold L2, fp16), K = 2048 and 8192 gates
+    take 18.1, 21.1 and 186 us with 1, 128 and 2048 rows, and as two kernels 20.9, 24.5 and 195 us.
+    """
+    return tirx.floordiv(column, 8) * 16 + tirx.floormod(column, 8)
+
+
+def value_column(column: tirx.Expr) -> tirx.Expr:
+    """Return the column of the product that is gated in an output column; see `gate_column`."""
+    return gate_column(column) + 8
+
+
+def recognise_matmul(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
+    """Return the matmul that a function is, or why it is none with an elementwise epilogue."""
+    blocks = list_blocks(func)
+    if isinstance(blocks, Refusal):
+        return blocks
+    norm, partials = find_row_norm(func, blocks), find_partial_sums(func, blocks)
+    apart = [*(norm.blocks if norm else ()), *([partials.block] if partials else [])]
+    blocks = [block for block in blocks if not any(block.same_as(other) for other in apart)]
+    reductions = [block for block in blocks if block.init is not None]
+    if len(reductions) != 1:
+        return Refusal(f"expected one reduction, found {len(reductions)} among {len(blocks)} blocks")
+    core = _core(func, reductions[0])
+    if isinstance(core, Refusal):
+        return core
+    if norm is not None and norm.size != core[3][2]:
+        return Refusal(f"the statistics are of rows of {norm.size}, the left operand's have {core[3][2]}")
+    epilogue = _inline(func, blocks, norm)
+    if isinstance(epilogue, Refusal):
+        return epilogue
+    output, value = epilogue
+    if partials is not None and partials.source != output:
+        return Refusal("the partial sums are of another parameter than the output")
+    if value.head and (partials is not None or str(func.params[output].ty.dtype) not in _ROTATED):
+        return Refusal(f"the epilogue rotates heads and sums up rows, or its output is none of {', '.join(_ROTATED)}")
+    operand_a, operand_b, transposed, (m, n, k) = core
+    return MatmulFunction(
+        a=operand_a,
+        b=operand_b,
+        output=output,
+        b_transposed=transposed,
+        m=m,
+        n=n,
+        k=k,
+        input_dtype=str(func.params[operand_a].ty.dtype),
+        b_dtype=str(func.params[operand_b].ty.dtype),
+        output_dtype=str(func.params[output].ty.dtype),
+        epilogue=value,
+        norm=norm,
+        partials=partials,
+    )
+
+
+Core = tuple[int, int, bool, tuple[int, int, int]]
+
+
+def _core(func: tirx.PrimFunc, block: SBlock) -> Core | Refusal:
+    """Return the positions of A and B, whether B is transposed, and M, N and K."""
+    store, name = block.body, block.name_hint
+    sums = str(store.buffer.ty.dtype)
+    if sums not in ("float32", "int32"):
+        return Refusal(f"the accumulator is {sums}, expected float32 or int32")
+    if constant_value(block.init.value) != 0:
+        return Refusal(f"the sum of block {name} does not start at 0")
+    reduced = [axis.var for axis in block.iter_vars if axis.iter_type == tirx.IterVar.CommReduce]
+    spatial = [axis.var for axis in block.iter_vars if axis.iter_type == tirx.IterVar.DataPar]
+    operands = _operands(store)
+    if operands is None or len(reduced) != 1 or len(reduced) + len(spatial) != len(block.iter_vars):
+        return Refusal(f"block {name} is not a sum of products of two operands over one axis")
+    if len(store.indices) != len(spatial) or not all(
+        index.same_as(axis) for index, axis in zip(store.indices, spatial, strict=True)
+    ):
+        return Refusal(f"block {name} does not write its axes in their order")
+    a, b = operands
+    positions = [position_of(func, load.source) for load in operands]
+    if positions[0] is None or positions[1] is None:
+        return Refusal("an operand is computed inside the function, expected two of its parameters")
+    dtypes = {str(load.source.ty.dtype) for load in operands}
+    families = [family for family in _BYTES if dtypes <= family]
+    if len(dtypes) != 1 and not families:
+        return Refusal(f"the operands' dtypes differ: {sorted(dtypes)}")
+    if (sums == "int32") != (families[:1] == [_INTEGERS]):
+        return Refusal(f"the accumulator is {sums}, the operands are {' and '.join(sorted(dtypes))}")
+    *rows, column = spatial
+    if len(a.indices) != len(rows) + 1 or not _are(a.indices, [*rows, reduced[0]]):
+        return Refusal("the left operand is not indexed as [rows..., k]")
+    if _are(b.indices, [reduced[0], column]):
+        transposed = False
+    elif _are(b.indices, [column, reduced[0]]):
+        transposed = True
+    else:
+        return Refusal("the right operand is neither [k, n] nor [n, k] (a batched matmul has its own template)")
+    shape_a, shape_b = static_shape(a.source), static_shape(b.source)
+    if shape_a is None or shape_b is None or static_shape(store.buffer) is None:
+        return Refusal("an operand has a symbolic shape")
+    n, k = shape_b if transposed else reversed(shape_b)
+    if axis_extents(block) != (*shape_a[:-1], n, k) or k != shape_a[-1]:
+        return Refusal(f"block {name} sums over a part of an operand")
+    return positions[0], positions[1], transposed, (math.prod(shape_a[:-1]), n, shape_a[-1])
+
+
+def _operands(store: tirx.BufferStore) -> tuple[TensorLoad, TensorLoad] | None:
+    """Return the loads of x and y in `C[...] = C[...] + x * y`, casts to float32 removed."""
+    total = store.value
+    if not isinstance(total, tirx.Add) or not isinstance(total.b, tirx.Mul):
+        return None
+    accumulated = total.a
+    if not isinstance(accumulated, TensorLoad) or not accumulated.source.same_as(store.buffer):
+        return None
+    loads = [factor.value if isinstance(factor, tirx.Cast) else factor for factor in (total.b.a, total.b.b)]
+    x, y = loads
+    return (x, y) if isinstance(x, TensorLoad) and isinstance(y, TensorLoad) else None
+
+
+def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock], norm: RowNorm | None) -> tuple[int, Epilogue] | Refusal:
+    """Return the position of the output, and its value with every block inlined into it."""
+    (matmul,) = (block for block in blocks if block.init is not None)
+    last = blocks[-1]
+    dtype = str(matmul.body.buffer.ty.dtype)
+    written = [position_of(func, block.body.buffer) for block in blocks]
+    output = written[-1]
+    if output is None or any(position is not None for position in written[:-1]):
+        return Refusal("expected the last block alone to write a parameter (one output)")
+    shape = static_shape(last.body.buffer)
+    product = static_shape(matmul.body.buffer)
+    gated = shape is not None and product == (*shape[:-1], 2 * shape[-1])
+    if shape is None or (shape != product and not gated):
+        return Refusal(f"the output's shape {shape} is not the matmul's {static_shape(matmul.body.buffer)}")
+    if last is matmul:
+        axes = tuple(axis.var for axis in matmul.iter_vars if axis.iter_type == tirx.IterVar.DataPar)
+        accumulator = tirx.Var("accumulator", dtype)
+        return output, Epilogue(accumulator, accumulator, axes, shape)
+    producers = {}
+    for block in blocks:
+        if block.same_as(matmul):
+            continue
+        if not all(isinstance(index, tirx.Var) for index in block.body.indices):
+            return Refusal(f"block {block.name_hint} writes a rearranged output")
+        if any(axis.iter_type != tirx.IterVar.DataPar for axis in block.iter_vars):
+            return Refusal(f"block {block.name_hint} is not elementwise")
+        # A scalar's block has an axis of one element.
+        if axis_extents(block) != (static_shape(block.body.buffer) or (1,)):
+            return Refusal(f"block {block.name_hint} writes a part of its output")
+        producers[block.body.buffer] = block.body
+    axes = tuple(last.body.indices)
+    accumulator, second = tirx.Var("accumulator", dtype), tirx.Var("second", dtype)
+    given = [*func.params] if norm is None else [*func.params, norm.buffer]
+
+    def inlined(form: Epilogue) -> Epilogue | Refusal:
+        value = _Inliner(given, matmul.body.buffer, producers, form).value()
+        return value if isinstance(value, Refusal) else replace(form, value=value)
+
+    found = inlined(Epilogue(accumulator, accumulator, axes, shape, second if gated else None))
+    # What reads other columns than it writes may rotate heads.
+    heads = iter(possible_heads(shape[-1]) if isinstance(found, Refusal) and not gated else ())
+    while isinstance(found, Refusal) and (head := next(heads, 0)):
+        rotated = inlined(Epilogue(accumulator, accumulator, axes, shape, second, head))
+        found = found if isinstance(rotated, Refusal) else rotated
+    if isinstance(found, Refusal):
+        return found
+    if found.second is not None and not (_uses(found.value, accumulator) and _uses(found.value, second)):
+        return Refusal("the epilogue reads half of the matmul's columns")
+    if found.head and not all(_is_of_heads(found, load, norm) for load in found.loads()):
+        return Refusal("the epilogue rotates heads and reads more than tables of their columns")
+    size = tree_size(found.value)
+    if size > _NODES_MAX:
+        return Refusal(f"the epilogue has {size} operations when inlined, more than {_NODES_MAX}")
+    return output, found
+
+
+def _is_of_heads(epilogue: Epilogue, load: TensorLoad, norm: RowNorm | None) -> bool:
+    """Whether a load is of a table of a head's columns, or of the rows' statistics."""
+    if norm is not None and load.source.same_as(norm.buffer):
+        return True
+    *others, last = load.indices
+    place = tirx.floormod(epilogue.axes[-1], epilogue.head)
+    return Analyzer().can_prove_equal(last, place) and not any(_uses(index, epilogue.axes[-1]) for index in others)
+
+
+class _Inliner:
+    def __init__(
+        self,
+        given: Sequence[tirx.Var],
+        matmul: tirx.Var,
+        producers: Mapping[tirx.Var, tirx.BufferStore],
+        form: Epilogue,
+    ) -> None:
+        self._given = given
+        self._matmul = matmul
+        self._producers = producers
+        self._form = form
+        self._refusal: Refusal | None = None
+
+    def value(self) -> tirx.Expr | Refusal:
+        last = list(self._producers.values())[-1]
+        value = self._expand(last.value)
+        return self._refusal or value
+
+    def _expand(self, expr: tirx.Expr) -> tirx.Expr:
+        return tvm_ffi.structural_map(expr, (TensorLoad, self._load))
+
+    def _load(self, load: TensorLoad) -> tirx.Expr:
+        if load.source.same_as(self._matmul):
+            return self._accumulator_of(load)
+        store = self._producers.get(load.source)
+        if store is None:
+            if not any(load.source.same_as(buffer) for buffer in self._given):
+                self._refusal = Refusal(f"the epilogue reads {load.source.name}, which nothing computes before it")
+            return load
+        inner = dict(zip(store.indices, load.indices, strict=True))
+        return self._expand(substitute(store.value, inner))
+
+    def _accumulator_of(self, load: TensorLoad) -> tirx.Var:
+        form, analyzer = self._form, Analyzer()
+        if form.second is None:
+            if _same_position(load.indices, form.axes, form.shape):
+                return form.accumulator
+        elif _same_position(load.indices[:-1], form.axes[:-1], form.shape[:-1]):
+            columns = form.product_columns(form.axes[-1])
+            for column, accumulator in zip(columns, (form.accumulator, form.second), strict=True):
+                if analyzer.can_prove_equal(load.indices[-1], column):
+                    return accumulator
+        self._refusal = Refusal("the epilogue reads the matmul's result at another position than it writes")
+        return form.accumulator
+
+
+def _uses(value: tirx.Expr, variable: tirx.Var) -> bool:
+    found: list[tirx.Var] = []
+    tvm_ffi.structural_walk(value, (tirx.Var, found.append))
+    return any(one.same_as(variable) for one in found)
+
+
+def _same_position(indices: Sequence[tirx.Expr], axes: Sequence[tirx.Var], shape: Sequence[int]) -> bool:
+    """Whether the indices are the axes; an axis of size 1 may be written as 0."""
+    return len(indices) == len(axes) and all(
+        index.same_as(axis) or (size == 1 and constant_value(index) == 0)
+        for index, axis, size in zip(indices, axes, shape, strict=True)
+    )
+
+
+def _are(indices: Sequence[tirx.Expr], axes: Sequence[tirx.Var]) -> bool:
+    return len(indices) == len(axes) and all(index.same_as(axis) for index, axis in zip(indices, axes, strict=True))

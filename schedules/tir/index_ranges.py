@@ -1,0 +1,125 @@
+"""Ranges of the integers that a kernel's parameters may hold, found from what it indexes with them.
+
+A kernel such as `take` reads `table[ids[i], j]`: random integers would read out of bounds. The bound of `ids` is the
+size of the axis it indexes. An integer parameter that indexes nothing (a mask, a condition) gets 0 and 1, one of 8 bits
+that is multiplied into sums in int32 all its integers.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import tirx
+
+from relaxtune.pipeline.tuning.measure.arguments import ALL_BYTES
+from relaxtune.schedules.tir.functions import (
+    is_buffer,
+    list_expressions,
+    list_loads,
+    list_statements,
+    static_shape,
+    written_params,
+)
+
+_UNKNOWN_BOUND = 2
+_BYTES = ("int8", "uint8")
+
+
+def index_ranges(func: tirx.PrimFunc) -> dict[int, int]:
+    """Return the exclusive upper bound of every integer or boolean input of a PrimFunc, by parameter position.
+
+    Notes
+    -----
+    Indices that pass through intermediates (a cast, a wrap-around of negative indices) are followed. An index inside
+    arithmetic, such as `ids[i] * 64 + j`, is divided by its coefficient; where that is not a constant the bound is 1,
+    so that only index 0 is ever read.
+    """
+    outputs = set(written_params(func))
+    positions = {
+        param: position
+        for position, param in enumerate(func.params)
+        if position not in outputs and is_buffer(param) and _is_integer(str(param.dtype))
+    }
+    stores = [stmt for stmt in list_statements(func.body) if isinstance(stmt, tirx.BufferStore)]
+    sources = _integer_sources(stores, set(positions))
+    bounds: dict[int, int] = {}
+    for store in stores:
+        accesses = [(store.buffer, list(store.indices))]
+        accesses += [(load.source, list(load.indices)) for load in list_loads(store.value)]
+        accesses += [(load.source, list(load.indices)) for index in store.indices for load in list_loads(index)]
+        for buffer, indices in accesses:
+            for axis, index in enumerate(indices):
+                for load in list_loads(index):
+                    size = (static_shape(buffer) or (1,) * len(indices))[axis]
+                    bound = max(1, size // coefficient) if (coefficient := _coefficient(index, load)) else 1
+                    for param in sources.get(load.source, set()):
+                        position = positions[param]
+                        bounds[position] = min(bounds.get(position, bound), bound)
+    factors = {positions[param] for param in positions if any(_is_factor(param, store) for store in stores)}
+    unknown = {position: ALL_BYTES if position in factors else _UNKNOWN_BOUND for position in positions.values()}
+    return {position: bounds.get(position, unknown[position]) for position in sorted(positions.values())}
+
+
+def _is_factor(param: tvm.ir.Var, store: tirx.BufferStore) -> bool:
+    """Whether a statement multiplies integers of 8 bits into a sum in int32."""
+    value = store.value
+    return (
+        str(param.dtype) in _BYTES
+        and str(store.buffer.dtype) == "int32"
+        and isinstance(value, tirx.Add)
+        and isinstance(value.b, tirx.Mul)
+        and any(load.source.same_as(param) for load in list_loads(value.b))
+    )
+
+
+def _integer_sources(stores: list[tirx.BufferStore], params: set[tvm.ir.Var]) -> dict[tvm.ir.Var, set[tvm.ir.Var]]:
+    """Return for each buffer the integer parameters its values are made of; the parameters stand for themselves."""
+    sources: dict[tvm.ir.Var, set[tvm.ir.Var]] = {param: {param} for param in params}
+    for store in stores:
+        if _is_integer(str(store.buffer.dtype)):
+            found = {param for load in list_loads(store.value) for param in sources.get(load.source, set())}
+            sources.setdefault(store.buffer, set()).update(found)
+    return sources
+
+
+def _coefficient(index: tvm.ir.Expr, load: tvm.ir.TensorLoad) -> int | None:
+    """Return how much an index grows when the loaded integer grows by one; None when that is not a constant."""
+    if isinstance(index, tvm.ir.TensorLoad):
+        return 1
+    if isinstance(index, tirx.Cast):
+        return _coefficient(index.value, load)
+    if isinstance(index, (tirx.Add, tirx.Sub)):
+        sides = [_coefficient(side, load) for side in (index.a, index.b) if _contains(side, load)]
+        return sides[0] if len(sides) == 1 else None
+    if isinstance(index, tirx.Mul):
+        for side, factor in ((index.a, index.b), (index.b, index.a)):
+            if isinstance(factor, tirx.IntImm) and int(factor.value) > 0:
+                inner = _coefficient(side, load)
+                return inner * int(factor.value) if inner else None
+        return None
+    if isinstance(index, (tirx.Min, tirx.Max)):
+        sides = [_coefficient(side, load) for side in (index.a, index.b) if _contains(side, load)]
+        return sides[0] if len(sides) == 1 else None
+    branches = _branches(index)
+    if branches is not None:
+        found = {_coefficient(branch, load) for branch in branches if _contains(branch, load)}
+        return found.pop() if len(found) == 1 else None
+    return None
+
+
+def _branches(expr: tvm.ir.Expr) -> tuple[tvm.ir.Expr, tvm.ir.Expr] | None:
+    """Return the two values of a conditional, the form in which negative indices are wrapped around."""
+    if isinstance(expr, tirx.Select):
+        return expr.true_value, expr.false_value
+    if isinstance(expr, tvm.ir.Call) and str(getattr(expr.op, "name", "")).endswith("if_then_else"):
+        return expr.args[1], expr.args[2]
+    return None
+
+
+def _contains(expr: tvm.ir.Expr, load: tvm.ir.TensorLoad) -> bool:
+    return any(
+        isinstance(inner, tvm.ir.TensorLoad) and inner.source.same_as(load.source) for inner in list_expressions(expr)
+    )
+
+
+def _is_integer(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint", "bool"))

@@ -1,0 +1,176 @@
+"""Artifacts with shape buckets: routing, padding that was proved, what is refused, and what is counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from relaxtune.models import load_model
+from relaxtune.models.buckets import Side
+from relaxtune.models.inputs import random_inputs
+from relaxtune.pipeline.artifact.directory import load_manifest, record_padding
+from relaxtune.pipeline.artifact.export import share_weights
+from relaxtune.pipeline.artifact.manifest import parse_manifest
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.errors import ArtifactError, PipelineError
+from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.validate.reference import Reference
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("buckets") / "bert"
+    result = compile_model(ModelRequest("bert-tiny", target="llvm", buckets={"sequence": (8, 16)}), out, samples=1)
+    assert result.validation is not None
+    assert result.validation.passed
+    return out
+
+
+def test_padding_of_bert_is_proved_and_weights_are_stored_once(bert: Path) -> None:
+    manifest = load_manifest(bert)
+    assert manifest.buckets is not None
+    (padding,) = manifest.buckets.padding
+    assert (padding.axis, padding.side) == ("sequence", Side.RIGHT)
+    assert padding.cases >= 8
+    assert sorted(manifest.files) == ["bucket-0.so", "bucket-1.so", "model.so", "params.safetensors"]
+    # Shapes read the same arrays but for those that a pass packs by the shape, which these two buckets share.
+    small, large = (set(entry.weights) for entry in manifest.buckets.entries)
+    assert len(small & set(manifest.weights)) > 10
+    assert any(name.startswith("sequence=8/") for name in large)
+
+
+def test_an_axis_without_smaller_calls_proves_nothing_and_is_not_padded(tmp_path: Path) -> None:
+    buckets = {"batch": (1,), "sequence": (8,)}
+    compile_model(ModelRequest("bert-tiny", target="llvm", buckets=buckets), tmp_path / "bert", samples=1)
+    found = load_manifest(tmp_path / "bert").buckets
+    assert found is not None
+    batch, sequence = found.padding
+    assert (batch.axis, batch.side, batch.cases) == ("batch", None, 0)
+    assert batch.reason == "no call is smaller than its buckets"
+    assert (sequence.side, sequence.cases > 0) == (Side.RIGHT, True)
+
+
+def test_every_route_agrees_with_onnx_runtime_and_is_counted(bert: Path) -> None:
+    module = Module.load(bert)
+    model = load_model("bert-tiny", shapes={"input_ids": (1, "sequence")})
+    reference = Reference(model)
+    for sequence in (8, 5, 16, 9, 17, 40):
+        inputs = random_inputs(model, seed=sequence, dims={"sequence": sequence})
+        for name, want in reference.run(inputs).items():
+            np.testing.assert_allclose(module.run(inputs)[name], want, rtol=1e-4, atol=1e-4)
+    counted = module.statistics
+    # Two runs of each, one an output.
+    assert [(b.name, b.exact, b.padded) for b in counted.buckets] == [("sequence=8", 2, 2), ("sequence=16", 2, 2)]
+    assert (counted.hits, counted.slow_path) == (8, 4)
+    assert counted.padding_waste == pytest.approx(1 - (8 + 5 + 16 + 9) / (2 * 8 + 2 * 16))
+
+
+def test_tensors_on_the_device_go_to_a_bucket_of_their_very_size_only(bert: Path) -> None:
+    module = Module.load(bert)
+    model = load_model("bert-tiny", shapes={"input_ids": (1, "sequence")})
+    for sequence in (16, 15):
+        inputs = random_inputs(model, seed=0, dims={"sequence": sequence})
+        got = module.run_device(module.to_device(inputs))
+        assert got[0].shape[1] == sequence
+    assert module.statistics.hits == 1
+    assert module.statistics.slow_path == 1
+
+
+def test_what_was_not_proved_takes_the_slow_path(bert: Path, tmp_path: Path) -> None:
+    manifest = load_manifest(bert)
+    assert manifest.buckets is not None
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in bert.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    record_padding(copy, ())
+    module = Module.load(copy)
+    model = load_model("bert-tiny", shapes={"input_ids": (1, "sequence")})
+    module.run(random_inputs(model, seed=0, dims={"sequence": 15}))
+    module.run(random_inputs(model, seed=0, dims={"sequence": 16}))
+    assert (module.statistics.hits, module.statistics.slow_path) == (1, 1)
+
+
+def test_the_manifest_comes_back_as_it_was_written(bert: Path) -> None:
+    manifest = load_manifest(bert)
+    assert parse_manifest(manifest.to_json(), "text") == manifest
+
+
+def test_a_bucket_that_is_missing_is_named(bert: Path) -> None:
+    with pytest.raises(PipelineError, match="has 2 buckets, got number 7"):
+        Module.load(bert).bucket_module(7)
+
+
+def test_an_artifact_without_buckets_counts_nothing_and_takes_no_padding(tmp_path: Path) -> None:
+    compile_model(ModelRequest(write_mean(tmp_path), target="llvm"), tmp_path / "plain", samples=0)
+    assert Module.load(tmp_path / "plain").statistics.hits == 0
+    with pytest.raises(ArtifactError, match="no shape buckets"):
+        record_padding(tmp_path / "plain", ())
+
+
+def test_causal_right_padding_and_repeated_rows_of_gpt2_are_proved(tmp_path: Path) -> None:
+    request = ModelRequest("gpt2-tiny", target="llvm", buckets={"batch": (1, 2), "sequence": (8,)})
+    result = compile_model(request, tmp_path / "gpt2", samples=1)
+    assert result.validation is not None
+    assert result.validation.passed
+    buckets = load_manifest(tmp_path / "gpt2").buckets
+    assert buckets is not None
+    assert buckets.sides == {"batch": Side.RIGHT, "sequence": Side.RIGHT}
+
+
+def test_the_cache_of_a_decode_step_is_padded_before(tmp_path: Path) -> None:
+    request = ModelRequest("gpt2-tiny-decode", target="llvm", buckets={"past_sequence": (8,)})
+    result = compile_model(request, tmp_path / "step", samples=1)
+    assert result.validation is not None
+    assert result.validation.passed
+    buckets = load_manifest(tmp_path / "step").buckets
+    assert buckets is not None
+    assert buckets.sides == {"past_sequence": Side.LEFT}
+
+
+def write_mean(folder: Path) -> Path:
+    """Write a graph that takes the mean over its symbolic axis: padding it with anything changes the answer."""
+    graph = helper.make_graph(
+        [
+            helper.make_node("ReduceMean", ["x", "axes"], ["mean"], keepdims=1),
+            helper.make_node("Sub", ["x", "mean"], ["y"]),
+        ],
+        "mean",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, "sequence"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, "sequence"])],
+        [onnx.numpy_helper.from_array(np.array([1]), "axes")],
+    )
+    path = folder / "mean.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return path
+
+
+def test_a_graph_that_padding_changes_is_never_padded(tmp_path: Path) -> None:
+    request = ModelRequest(write_mean(tmp_path), target="llvm", buckets={"sequence": (8,)})
+    result = compile_model(request, tmp_path / "mean", samples=2)
+    assert result.validation is not None
+    assert result.validation.passed
+    buckets = load_manifest(tmp_path / "mean").buckets
+    assert buckets is not None
+    (padding,) = buckets.padding
+    assert padding.side is None
+    assert "on the right" in padding.reason
+    assert "on the left" in padding.reason
+    module = Module.load(tmp_path / "mean")
+    x = np.arange(10, dtype="float32").reshape(2, 5)
+    np.testing.assert_allclose(module.run({"x": x})["y"], x - x.mean(axis=1, keepdims=True), rtol=1e-6)
+    assert module.statistics.slow_path == 1
+
+
+def test_weights_of_shapes_are_shared_when_equal_and_named_apart_when_not() -> None:
+    a, b = np.arange(4.0), np.arange(3.0)
+    stored = {"a": a}
+    names = share_weights(stored, {"a": a.copy(), "other": a.copy(), "b": b}, "sequence=8")
+    assert names == ("a", "a", "sequence=8/b")
+    assert share_weights(stored, {"b": b.copy(), "a": a + 1}, "sequence=16") == ("sequence=8/b", "sequence=16/a")
+    assert set(stored) == {"a", "sequence=8/b", "sequence=16/a"}

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+from tvm import s_tir
+
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
+from relaxtune.pipeline.artifact.export import versions, write_artifact
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.choose.selection import replay_record, select_kernels, tasks_without_record
+from relaxtune.pipeline.environment import detect_environment, target_key
+from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.passes.module import LoweredModule
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.validate.validation import validate
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.schedules.tir.functions import list_blocks
+from relaxtune.tuning_db.metaschedule import trace_to_json
+from relaxtune.tuning_db.records import Route, Status, TuningRecord, Workload
+from relaxtune.tuning_db.store import TuningDatabase
+
+
+@pytest.fixture
+def database() -> Iterator[TuningDatabase]:
+    with TuningDatabase.open("sqlite://") as opened:
+        yield opened
+
+
+def workload_of(task: TuningTask) -> Workload:
+    return Workload(
+        task.workload_hash, task.family, task.signature, task.name, task.flops, task.bytes, None, tvm.__version__
+    )
+
+
+def record_of(task: TuningTask, target: ResolvedTarget, **changes: object) -> TuningRecord:
+    record = TuningRecord(
+        workload_hash=task.workload_hash,
+        signature_key=workload_of(task).signature_key,
+        target=target_key(target),
+        environment=detect_environment(target),
+        route=Route.METASCHEDULE,
+        decision="[[], []]",
+        status=Status.OK,
+        latencies_us=(3.0, 1.0, 2.0),
+    )
+    return replace(record, **changes)  # type: ignore[arg-type]
+
+
+def keep(database: TuningDatabase, task: TuningTask, record: TuningRecord) -> int:
+    database.record_workload(workload_of(task))
+    return database.record_measurement(record)
+
+
+def parallel_trace(task: TuningTask) -> str:
+    """Return a decision that marks the outermost loop of the last block parallel, after entering the postprocessing."""
+    schedule = s_tir.Schedule(task.mod)
+    names = [block.name for block in list_blocks(task.mod["main"])]
+    loop = schedule.get_loops(schedule.get_sblock(names[-1], func_name="main"))[0]
+    schedule.enter_postproc()
+    schedule.parallel(loop)
+    return trace_to_json(schedule.trace)
+
+
+def elementwise(tasks: list[TuningTask]) -> TuningTask:
+    return next(task for task in tasks if len(list_blocks(task.mod["main"])) == 1)
+
+
+def matmul(tasks: list[TuningTask]) -> TuningTask:
+    return next(task for task in tasks if "matmul" in task.family)
+
+
+def test_select_takes_the_fallback_and_says_why_when_there_is_no_database(
+    lowered: LoweredModule, tasks: list[TuningTask], llvm_target: ResolvedTarget
+) -> None:
+    environment = detect_environment(llvm_target)
+    choices = select_kernels(lowered, tasks, database=None, target=llvm_target, environment=environment)
+    assert [choice.function for choice in choices] == list(lowered.kernels)
+    assert {choice.route for choice in choices} == {Route.FALLBACK}
+    tuned = {choice.task: choice.note for choice in choices if choice.task}
+    assert set(tuned) == {task.name for task in tasks}
+    assert set(tuned.values()) == {"no database was given"}
+    assert set(tasks_without_record(choices)) == {task.name for task in tasks}
+
+
+def test_select_names_kernels_that_have_no_task(lowered: LoweredModule, llvm_target: ResolvedTarget) -> None:
+    environment = detect_environment(llvm_target)
+    choices = select_kernels(lowered, [], database=None, target=llvm_target, environment=environment)
+    assert all(choice.task is None and "no tuning task" in choice.note for choice in choices)
+    assert tasks_without_record(choices) == ()
+
+
+def test_compiled_module_agrees_with_the_reference_when_a_kernel_comes_from_a_record(
+    lowered: LoweredModule,
+    tasks: list[TuningTask],
+    llvm_target: ResolvedTarget,
+    database: TuningDatabase,
+    bert_tiny: OnnxModel,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    task = matmul(tasks)
+    number = keep(database, task, record_of(task, llvm_target, decision=parallel_trace(task)))
+    environment = detect_environment(llvm_target)
+    choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)
+    chosen = [choice for choice in choices if choice.has_record]
+    assert [choice.function for choice in chosen] == list(task.functions[lowered.graph.name])
+    assert {(c.route, c.record_id, c.latency_us) for c in chosen} == {(Route.METASCHEDULE, number, 2.0)}
+    assert task.name not in tasks_without_record(choices)
+
+    directory = tmp_path_factory.mktemp("recorded") / "artifact"
+    manifest = write_artifact(compile_module(lowered, choices, llvm_target), directory)
+    entry = next(kernel for kernel in manifest.kernels if kernel.record_id == number)
+    assert entry.route == "metaschedule"
+    assert entry.decision_sha256 is not None
+    assert entry.onnx_nodes
+    assert validate(Module.load(directory), bert_tiny, samples=1).passed
+
+
+def test_replay_runs_the_postprocessing_of_a_trace(tasks: list[TuningTask], llvm_target: ResolvedTarget) -> None:
+    task = elementwise(tasks)
+    scheduled = replay_record(task, record_of(task, llvm_target, decision=parallel_trace(task)), llvm_target)
+    assert "T.parallel" in scheduled.script()
+    assert scheduled.attrs["tirx.is_scheduled"]
+    assert "global_symbol" not in scheduled.attrs
+
+
+def test_select_passes_over_a_record_that_cannot_be_replayed(
+    lowered: LoweredModule, tasks: list[TuningTask], llvm_target: ResolvedTarget, database: TuningDatabase
+) -> None:
+    task = matmul(tasks)
+    foreign = json.dumps([[["GetSBlock", [], ["no_such_block", "main"], ["b0"]]], []])
+    bad = keep(database, task, record_of(task, llvm_target, decision=foreign, latencies_us=(1.0,)))
+    environment = detect_environment(llvm_target)
+    choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)
+    choice = next(choice for choice in choices if choice.task == task.name)
+    assert choice.route is Route.FALLBACK
+    assert choice.unusable == (bad,)
+    assert f"record {bad} of task {task.name} cannot be replayed" in choice.note
+    assert task.name in tasks_without_record(choices)
+
+    good = keep(database, task, record_of(task, llvm_target, decision=parallel_trace(task), latencies_us=(9.0,)))
+    choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)
+    choice = next(choice for choice in choices if choice.task == task.name)
+    assert (choice.record_id, choice.unusable) == (good, (bad,))
+
+
+def test_replay_refuses_a_route_it_does_not_know(tasks: list[TuningTask], llvm_target: ResolvedTarget) -> None:
+    record = record_of(tasks[0], llvm_target, route=Route.FALLBACK, decision="{}")
+    with pytest.raises(LoweringError, match="route fallback is not known"):
+        replay_record(tasks[0], record, llvm_target)
+
+
+def test_select_takes_a_measured_fallback_when_it_is_the_best_record(
+    lowered: LoweredModule, tasks: list[TuningTask], llvm_target: ResolvedTarget, database: TuningDatabase
+) -> None:
+    task = matmul(tasks)
+    number = keep(database, task, record_of(task, llvm_target, route=Route.FALLBACK, decision="{}"))
+    environment = detect_environment(llvm_target)
+    choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)
+    choice = next(choice for choice in choices if choice.task == task.name)
+    assert (choice.route, choice.record_id, choice.scheduled) == (Route.FALLBACK, number, None)
+
+
+@pytest.mark.parametrize(("latency_us", "route"), [(94.0, Route.METASCHEDULE), (96.0, Route.FALLBACK)])
+def test_select_gives_ties_to_the_fallback(
+    lowered: LoweredModule,
+    tasks: list[TuningTask],
+    llvm_target: ResolvedTarget,
+    database: TuningDatabase,
+    latency_us: float,
+    route: Route,
+) -> None:
+    task = elementwise(tasks)
+    fallback = record_of(
+        task, llvm_target, route=Route.FALLBACK, decision='{"rule": "x"}', latencies_us=(95.0, 100.0, 105.0)
+    )
+    keep(database, task, fallback)
+    keep(database, task, record_of(task, llvm_target, decision=parallel_trace(task), latencies_us=(latency_us,)))
+    environment = detect_environment(llvm_target)
+    choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)
+    (choice,) = [choice for choice in choices if choice.task == task.name]
+    assert choice.route is route
+
+
+def test_select_ignores_records_of_another_architecture(
+    lowered: LoweredModule, tasks: list[TuningTask], llvm_target: ResolvedTarget, database: TuningDatabase
+) -> None:
+    other = resolve_target('{"kind": "llvm", "mcpu": "skylake-avx512", "num-cores": 2}')
+    task = matmul(tasks)
+    keep(database, task, record_of(task, other, decision=parallel_trace(task)))
+    environment = detect_environment(llvm_target)
+    choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)
+    assert not any(choice.has_record for choice in choices)
+
+
+def test_compile_reports_the_seconds_of_each_phase(lowered: LoweredModule, llvm_target: ResolvedTarget) -> None:
+    compiled = compile_module(lowered, (), llvm_target)
+    assert set(compiled.seconds) == {"schedule", "plan_memory", "codegen"}
+    assert not compiled.cuda_graph
+
+
+def test_compile_names_the_model_when_code_generation_fails(
+    lowered: LoweredModule, llvm_target: ResolvedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise tvm.error.InternalError("no such intrinsic")
+
+    monkeypatch.setattr("relaxtune.pipeline.artifact.compile.relax.build", refuse)
+    with pytest.raises(LoweringError, match=r"code generation of bert-tiny for llvm .* failed: no such intrinsic"):
+        compile_module(lowered, (), llvm_target)
+
+
+def test_embedded_weights_make_no_parameter_file(
+    bert_tiny: OnnxModel,
+    llvm_target: ResolvedTarget,
+    tmp_path_factory: pytest.TempPathFactory,
+    bert_inputs: dict[str, np.ndarray],
+    artifact: object,
+) -> None:
+    from relaxtune.pipeline.importer import import_model
+    from relaxtune.pipeline.passes import LoweringOptions, lower
+
+    lowered = lower(import_model(bert_tiny), llvm_target.target, LoweringOptions(embed_weights=True))
+    directory = tmp_path_factory.mktemp("embedded") / "artifact"
+    manifest = write_artifact(compile_module(lowered, (), llvm_target), directory)
+    assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", "model.so"]
+    assert manifest.weights == ()
+    expected = Module.load(str(artifact)).run(bert_inputs)
+    for name, got in Module.load(directory).run(bert_inputs).items():
+        np.testing.assert_allclose(got, expected[name], rtol=1e-5, atol=1e-5)
+
+
+def test_a_failed_link_says_what_it_needs(
+    compiled: CompiledModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LoweringError, match=r"linking model\.so failed: .* It needs a C\+\+ compiler"):
+        write_artifact(compiled, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_versions_say_when_the_package_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("relaxtune.pipeline.artifact.export.importlib.metadata.version", missing)
+    assert versions()["relaxtune"] == "unknown (not installed)"

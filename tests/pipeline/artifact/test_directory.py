@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relaxtune.pipeline.artifact.compile import CompiledModule
+from relaxtune.pipeline.artifact.directory import load_manifest, record_validation, verify_artifact, write_directory
+from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.artifact.manifest import Manifest
+from relaxtune.pipeline.errors import ArtifactError
+
+Maker = Callable[[], Path]
+
+
+def test_artifact_holds_the_module_the_weights_and_the_manifest(artifact: Path, compiled: CompiledModule) -> None:
+    assert sorted(path.name for path in artifact.iterdir()) == ["manifest.json", "model.so", "params.safetensors"]
+    manifest = verify_artifact(artifact)
+    assert manifest.model == "bert-tiny"
+    assert manifest.model_sha256 == compiled.lowered.graph.source_sha256
+    assert manifest.inputs == compiled.lowered.graph.inputs
+    assert manifest.weights == tuple(compiled.lowered.weights)
+    assert set(manifest.files) == {"model.so", "params.safetensors"}
+    assert {"schedule", "plan_memory", "codegen", "link"} == set(manifest.compile_seconds)
+    assert {"tvm", "tvm_ffi", "relaxtune", "onnx"} <= set(manifest.versions)
+    assert len(manifest.kernels) == len(compiled.lowered.kernels)
+    assert sum(kernel.calls for kernel in manifest.kernels) == sum(map(len, compiled.lowered.kernels.values()))
+    assert manifest.validation is None
+
+
+def test_artifact_is_as_readable_as_other_files(artifact: Path) -> None:
+    mask = os.umask(0)
+    os.umask(mask)
+    assert artifact.stat().st_mode & 0o777 == 0o777 & ~mask
+    assert (artifact / "params.safetensors").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("name", ["model.so", "params.safetensors"])
+def test_verify_names_the_file_when_one_byte_changed(artifact_copy: Maker, name: str) -> None:
+    directory = artifact_copy()
+    data = bytearray((directory / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (directory / name).write_bytes(data)
+    with pytest.raises(ArtifactError, match=f"{name} was changed after it was written: expected .* got"):
+        verify_artifact(directory)
+
+
+def test_verify_notices_any_change_of_the_manifest(artifact_copy: Maker) -> None:
+    path = artifact_copy() / "manifest.json"
+    path.write_text(path.read_text().replace('"model": "bert-tiny"', '"model": "bert-tinY"'))
+    with pytest.raises(ArtifactError, match=r"manifest\.json was changed after it was written"):
+        verify_artifact(path.parent)
+
+
+@pytest.mark.parametrize("name", ["model.so", "params.safetensors"])
+def test_verify_names_a_missing_file(artifact_copy: Maker, name: str) -> None:
+    directory = artifact_copy()
+    (directory / name).unlink()
+    with pytest.raises(ArtifactError, match=f"lacks its file {name}"):
+        verify_artifact(directory)
+
+
+def test_verify_says_so_when_a_file_cannot_be_read(artifact_copy: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = artifact_copy()
+
+    def refuse(path: Path) -> None:
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr("relaxtune.pipeline.artifact.directory.hash_file", refuse)
+    with pytest.raises(ArtifactError, match=r"model\.so cannot be read .*Input/output error"):
+        verify_artifact(directory)
+
+
+def test_load_refuses_an_unknown_format_version(artifact_copy: Maker) -> None:
+    path = artifact_copy() / "manifest.json"
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "format_version": 99}))
+    with pytest.raises(ArtifactError, match="has format version 99, this relaxtune reads version 1"):
+        load_manifest(path.parent)
+
+
+def test_load_refuses_a_manifest_without_its_fields(artifact_copy: Maker) -> None:
+    from relaxtune.pipeline.artifact.manifest import _digest
+
+    path = artifact_copy() / "manifest.json"
+    data = {k: v for k, v in json.loads(path.read_text()).items() if k not in {"kernels", "manifest_sha256"}}
+    path.write_text(json.dumps({**data, "manifest_sha256": _digest(data)}))
+    with pytest.raises(ArtifactError, match=r"lacks what a manifest must hold .*kernels"):
+        load_manifest(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not valid JSON"), ("[]", "is not the manifest of an artifact"), ("{}", "is not the manifest")],
+)
+def test_load_refuses_what_is_no_manifest(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(ArtifactError, match=message):
+        load_manifest(tmp_path)
+
+
+def test_load_says_what_is_there_instead_of_an_artifact(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="does not exist"):
+        load_manifest(tmp_path / "nowhere")
+    with pytest.raises(ArtifactError, match=r"has no manifest\.json"):
+        load_manifest(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError, match="is a file"):
+        load_manifest(tmp_path / "file")
+    (tmp_path / "manifest.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        load_manifest(tmp_path)
+
+
+def test_verify_refuses_a_manifest_that_points_outside(artifact: Path, tmp_path: Path) -> None:
+    manifest = load_manifest(artifact)
+    escaping = manifest.with_files({"../outside": manifest.files["model.so"]})
+    (tmp_path / "manifest.json").write_text(escaping.to_json())
+    with pytest.raises(ArtifactError, match="not a file of the artifact itself"):
+        verify_artifact(tmp_path)
+
+
+def test_write_replaces_an_artifact_and_leaves_nothing_beside_it(
+    artifact_copy: Maker, compiled: CompiledModule
+) -> None:
+    directory = artifact_copy()
+    record_validation(directory, {"passed": True})
+    write_artifact(compiled, directory)
+    assert verify_artifact(directory).validation is None
+    assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+
+
+def test_write_leaves_alone_what_is_no_artifact(tmp_path: Path, compiled: CompiledModule) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ArtifactError, match="exists and is not an artifact"):
+        write_artifact(compiled, tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    with pytest.raises(ArtifactError, match="exists and is not a directory"):
+        write_artifact(compiled, tmp_path / "notes.txt")
+
+
+def test_write_takes_an_empty_directory(tmp_path: Path, artifact: Path) -> None:
+    destination = tmp_path / "empty"
+    destination.mkdir()
+
+    def write_files(directory: Path) -> Manifest:
+        (directory / "model.so").write_bytes(b"code")
+        return load_manifest(artifact)
+
+    written = write_directory(destination, write_files)
+    assert verify_artifact(destination) == written
+    assert written.files["model.so"].bytes == 4
+
+
+def test_nothing_is_written_when_the_disk_is_full(tmp_path: Path, artifact_copy: Maker) -> None:
+    directory = artifact_copy()
+    before = verify_artifact(directory)
+
+    def write_files(staging: Path) -> Manifest:
+        (staging / "model.so").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ArtifactError, match="cannot be written: No space left on device; nothing was left"):
+        write_directory(directory, write_files)
+    assert verify_artifact(directory) == before
+    assert [path.name for path in tmp_path.iterdir()] == [directory.name]
+
+
+def test_nothing_is_written_when_the_folder_cannot_be_made(tmp_path: Path, compiled: CompiledModule) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError, match="cannot be written"):
+        write_artifact(compiled, tmp_path / "file" / "out")
+
+
+def test_the_old_artifact_comes_back_when_the_rename_fails(
+    artifact_copy: Maker, compiled: CompiledModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = artifact_copy()
+    before = verify_artifact(directory)
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if ".staging-" in path.name:
+            raise OSError(16, "Device or resource busy")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(ArtifactError, match="Device or resource busy"):
+        write_artifact(compiled, directory)
+    monkeypatch.undo()
+    assert verify_artifact(directory) == before
+    assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+
+
+def test_record_validation_keeps_the_artifact_valid(artifact_copy: Maker) -> None:
+    directory = artifact_copy()
+    record_validation(directory, {"passed": True, "outputs": []})
+    assert verify_artifact(directory).validation == {"passed": True, "outputs": []}
+    assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", "model.so", "params.safetensors"]

@@ -1,0 +1,62 @@
+"""What the manifest says of each kernel's work, and of the memory that the module takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from relaxtune.models import load_model
+from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
+from relaxtune.pipeline.artifact.directory import load_manifest
+from relaxtune.pipeline.artifact.export import build_manifest
+from relaxtune.pipeline.artifact.manifest import KernelEntry, WorkEntry, parse_manifest
+from relaxtune.pipeline.codegen.planned_memory import planned_bytes
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
+from relaxtune.schedules.targets import ResolvedTarget
+
+
+def work_of(kernels: tuple[KernelEntry, ...], family: str) -> list[WorkEntry]:
+    return [kernel.work for kernel in kernels if kernel.work is not None and kernel.work.family == family]
+
+
+def test_a_matmul_has_its_flops_and_every_buffer_once(artifact: Path) -> None:
+    matmuls = work_of(load_manifest(artifact).kernels, "matmul")
+    # BERT-tiny's widening matmul: (32, 128) x (128, 512), bias, gelu.
+    wide = next(work for work in matmuls if any(one.shape == (1, 32, 512) for one in work.arguments))
+    assert 2 * 32 * 128 * 512 <= wide.flops < 1.2 * 2 * 32 * 128 * 512
+    assert wide.bytes == 4 * sum(int(np.prod(one.shape)) for one in wide.arguments)
+
+
+def test_a_gather_counts_what_it_takes_from_its_table_and_says_the_tables_size(artifact: Path) -> None:
+    words = next(
+        work
+        for work in work_of(load_manifest(artifact).kernels, "gather")
+        if any(one.shape == (1024, 128) for one in work.arguments)
+    )
+    assert words.bytes < 4 * 1024 * 128
+    assert {one.limit for one in words.arguments} == {None, 1024}
+
+
+def test_work_and_memory_survive_the_manifests_json(compiled: CompiledModule) -> None:
+    manifest = build_manifest(compiled, 0.0)
+    assert parse_manifest(manifest.to_json(), "here") == manifest
+    assert manifest.memory is not None
+    assert manifest.memory.weights_bytes == sum(array.nbytes for array in compiled.lowered.weights.values())
+    # At least the two outputs; at most as much as if no storage were shared.
+    assert 4 * (32 * 128 + 128) <= (manifest.memory.planned_bytes or 0) < 4 * 32 * 128 * 100
+
+
+def test_symbolic_shapes_have_no_work_and_no_plan(llvm_target: ResolvedTarget) -> None:
+    model = load_model("bert-tiny", shapes={"input_ids": (1, "sequence")})
+    compiled = compile_module(lower(import_model(model), llvm_target.target), (), llvm_target)
+    assert compiled.planned_bytes is None
+    manifest = build_manifest(compiled, 0.0)
+    assert manifest.memory is not None
+    assert manifest.memory.planned_bytes is None
+    assert all(kernel.work is None for kernel in manifest.kernels if "matmul" in kernel.function)
+
+
+def test_a_module_without_storage_plans_nothing(compiled: CompiledModule) -> None:
+    assert planned_bytes(compiled.lowered.mod) == 0

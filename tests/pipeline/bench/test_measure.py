@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.bench.measure import ArmResult, BenchmarkReport, measure, measure_module, render
+from relaxtune.pipeline.errors import UsageError
+
+
+def test_arms_take_turns_and_each_timed_run_follows_an_untimed_one() -> None:
+    calls: list[str] = []
+    report = measure({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, runs=3, warmup=2)
+    assert calls == ["a"] * 2 + ["b"] * 2 + ["a", "a", "b", "b"] * 3
+    assert [len(arm.latencies_ms) for arm in report.arms] == [3, 3]
+    assert (report.runs, report.warmup) == (3, 2)
+
+
+def test_ratios_are_of_the_first_arm() -> None:
+    report = measure({"fast": lambda: None, "slow": lambda: time.sleep(0.01)}, runs=9, warmup=0)
+    assert report.ratio("fast") == 1.0
+    assert report.ratio("slow") > 1.5
+    assert report.arm("slow").median_ms >= 4.0
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=50))
+def test_quantiles_lie_among_the_values(values: list[float]) -> None:
+    arm = ArmResult("a", tuple(values))
+    assert arm.p95_ms in values
+    assert sum(value <= arm.p95_ms for value in values) >= 0.95 * len(values)
+    assert min(values) <= arm.median_ms <= max(values)
+    assert arm.spread >= 0
+
+
+@pytest.mark.parametrize(("runs", "warmup"), [(0, 0), (1, -1)])
+def test_nothing_to_measure_is_an_error(runs: int, warmup: int) -> None:
+    with pytest.raises(UsageError, match="nothing to measure"):
+        measure({"a": lambda: None}, runs=runs, warmup=warmup)
+    with pytest.raises(UsageError, match="nothing to measure: 0 arms"):
+        measure({})
+
+
+def test_a_module_is_measured_beside_onnx_runtime_with_the_same_threads(
+    artifact: Path, bert_tiny: OnnxModel, bert_inputs: dict[str, np.ndarray]
+) -> None:
+    report = measure_module(Module.load(artifact), bert_tiny, bert_inputs, runs=3, warmup=1)
+    assert [arm.name for arm in report.arms] == ["relaxtune", "ort"]
+    assert all(value > 0 for arm in report.arms for value in arm.latencies_ms)
+    assert report.conditions["tvm_threads"] == report.conditions["onnxruntime_threads"]
+    data = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert len(data["arms"][0]["latencies_ms"]) == 3
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(render(report))
+    assert "relaxtune" in console.export_text()
+
+
+def test_a_module_can_be_measured_alone_and_unknown_peers_are_refused(
+    artifact: Path, bert_tiny: OnnxModel, bert_inputs: dict[str, np.ndarray]
+) -> None:
+    module = Module.load(artifact)
+    report = measure_module(module, bert_tiny, bert_inputs, against=frozenset(), runs=1, warmup=0)
+    assert isinstance(report, BenchmarkReport)
+    assert [arm.name for arm in report.arms] == ["relaxtune"]
+    with pytest.raises(UsageError, match="cannot measure against torch; expected ort"):
+        measure_module(module, bert_tiny, bert_inputs, against=frozenset({"torch"}))

@@ -1,0 +1,271 @@
+"""Runners-up inside the model: what is compiled is real, what is measured is made up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import relaxtune.pipeline.choose.rerank as rerank_module
+from relaxtune.pipeline.bench.measure import Arm, ArmResult, BenchmarkReport
+from relaxtune.pipeline.choose.model_records import ModelDecision, measured_model
+from relaxtune.pipeline.choose.rerank import rerank
+from relaxtune.pipeline.choose.selection import KernelChoice, select_kernels
+from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuned_model import rerank_prepared, select_as_measured
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.plan.recorder import describe_workload
+from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
+from relaxtune.pipeline.tuning.search.evolution import TaskSearch
+from relaxtune.schedules.search.space import make_space
+from relaxtune.schedules.templates.registry import list_candidates
+from relaxtune.tuning_db.records import Route, Status, TuningRecord, utc_now
+from relaxtune.tuning_db.store import TuningDatabase
+
+
+@pytest.fixture(scope="module")
+def prepared() -> PreparedModel:
+    return prepare_model(ModelRequest("bert-tiny", target="llvm", shapes={"input_ids": (1, 16)}))
+
+
+@pytest.fixture(scope="module")
+def hot(prepared: PreparedModel) -> TuningTask:
+    return max(prepared.tasks, key=lambda one: one.weight * one.flops)
+
+
+@pytest.fixture
+def database(prepared: PreparedModel, hot: TuningTask, tmp_path: Path) -> TuningDatabase:
+    """Two candidates of the hot task, 10.0 and 10.4 us, and its fallback, far behind."""
+    opened = TuningDatabase.open(tmp_path / "tuning.db")
+    record_two(opened, prepared, hot, 10.0)
+    return opened
+
+
+def record_two(database: TuningDatabase, prepared: PreparedModel, task: TuningTask, us: float) -> None:
+    """Record two candidates of a task, 4 % apart, and its fallback, which takes five times as long."""
+    target = prepared.target.target
+    search = TaskSearch(
+        task.mod,
+        target,
+        make_space(target),
+        FastCostModel(WARMUP_CANDIDATES, 0),
+        [],
+        name="hot",
+        seed=0,
+        per_round=8,
+        population=16,
+        threads=1,
+    )
+    first, second = search.propose()[:2]
+    record_latencies(
+        database,
+        prepared,
+        task,
+        {
+            (Route.METASCHEDULE, first.decision): us,
+            (Route.METASCHEDULE, second.decision): 1.04 * us,
+            (Route.FALLBACK, '{"rule":"any"}'): 5 * us,
+        },
+    )
+
+
+def record_latencies(
+    database: TuningDatabase, prepared: PreparedModel, task: TuningTask, latencies_us: dict[tuple[Route, str], float]
+) -> None:
+    workload = describe_workload(task)
+    database.record_workload(workload)
+    database.record_measurements(
+        [
+            TuningRecord(
+                workload_hash=task.workload_hash,
+                signature_key=workload.signature_key,
+                target=target_key(prepared.target),
+                environment=prepared.environment,
+                route=route,
+                decision=decision,
+                status=Status.OK,
+                latencies_us=(latency_us,),
+            )
+            for (route, decision), latency_us in latencies_us.items()
+        ]
+    )
+
+
+def as_tuned(prepared: PreparedModel, database: TuningDatabase | None) -> tuple[KernelChoice, ...]:
+    return select_kernels(
+        prepared.lowered,
+        prepared.tasks,
+        database=database,
+        target=prepared.target,
+        environment=prepared.environment,
+    )
+
+
+def told(*trials: dict[str, float], spread: float = 0.0, spoilt: float = 0.0) -> object:
+    """Return what measures: latencies off by up to `spread`, the first arm too fast in a part of the turns.
+
+    `trials` are the medians of the arms of one module each, in the order in which modules are compiled.
+    """
+    rng = np.random.default_rng(0)
+    modules = iter(trials)
+    medians: dict[str, float] = {}
+
+    def measure(arms: dict[str, Arm], *, runs: int, warmup: int) -> BenchmarkReport:
+        for arm in arms.values():
+            arm()
+        if warmup:
+            medians.clear()
+            medians.update(next(modules))
+        assert list(arms) == list(medians)
+        latencies = {name: ms * (1 + rng.uniform(-spread, spread, runs)) for name, ms in medians.items()}
+        latencies["as tuned, before"][: round(spoilt * runs)] = 0.1
+        return BenchmarkReport(tuple(ArmResult(name, tuple(ms)) for name, ms in latencies.items()), runs, warmup, {})
+
+    return measure
+
+
+@pytest.mark.parametrize(
+    ("before", "rival", "after", "spread", "spoilt", "taken", "turns"),
+    [
+        (1.00, 0.95, 1.01, 0.01, 0.1, True, 30),
+        (1.00, 0.95, 1.01, 0.0, 0.4, False, 120),
+        (1.00, 0.95, 1.10, 0.0, 0.0, False, 120),
+        (1.00, 0.99, 1.00, 0.005, 0.0, True, 30),
+        (1.00, 0.99, 1.00, 0.025, 0.0, True, 60),
+        (1.00, 0.999, 1.00, 0.0, 0.0, False, 30),
+        (1.00, 1.05, 1.00, 0.0, 0.0, False, 30),
+    ],
+    ids=["faster", "not-in-most-turns", "within-the-noise", "one-percent", "one-percent-in-noise", "hardly", "slower"],
+)
+def test_a_runner_up_is_taken_when_the_model_is_faster_by_more_than_the_noise(
+    prepared: PreparedModel,
+    hot: TuningTask,
+    database: TuningDatabase,
+    monkeypatch: pytest.MonkeyPatch,
+    before: float,
+    rival: float,
+    after: float,
+    spread: float,
+    spoilt: float,
+    taken: bool,
+    turns: int,
+) -> None:
+    choices = as_tuned(prepared, database)
+    medians = {"as tuned, before": before, "0": rival, "as tuned, after": after}
+    monkeypatch.setattr(rerank_module, "measure", told(medians, spread=spread, spoilt=spoilt))
+    changed, report = rerank(prepared, choices, database, tasks=1)
+    (trial,) = report.trials
+    assert (trial.taken, trial.alone_us, report.turns) == (taken, 10.4, turns)
+    assert trial.model_ms == pytest.approx(rival, rel=0.01)
+    assert trial.least_gain <= trial.gain
+    mine = [choice for choice in changed if choice.task == hot.name]
+    assert {choice.latency_us for choice in mine} == {10.4 if taken else 10.0}
+    assert all("inside the model" in choice.note for choice in mine) is taken
+    others = [(a, b) for a, b in zip(choices, changed, strict=True) if a.task != hot.name]
+    assert all(a is b for a, b in others)
+
+
+def test_gains_that_do_not_add_up_are_not_taken_together(
+    prepared: PreparedModel, hot: TuningTask, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, third = [task for task in prepared.tasks if task is not hot and task.family == hot.family][:2]
+    record_two(database, prepared, second, 5.0)
+    record_two(database, prepared, third, 2.0)
+    choices = as_tuned(prepared, database)
+    alone = {"as tuned, before": 1.0, "0": 0.97, "1": 0.96, "2": 0.999, "as tuned, after": 1.0}
+    together = {"as tuned, before": 1.0, "0": 0.96, "1": 0.94, "2": 0.95, "as tuned, after": 1.0}
+    monkeypatch.setattr(rerank_module, "measure", told(alone, together))
+    changed, report = rerank(prepared, choices, database, tasks=3)
+    assert [trial.alone_us for trial in report.trials if trial.taken] == pytest.approx([10.4, 5.2])
+    assert (report.gain, report.latencies_ms[0]) == (pytest.approx(0.06), 0.94)
+    taken = {choice.task for choice in changed if choice.within_model}
+    assert taken == {hot.name, second.name}
+    monkeypatch.setattr(rerank_module, "measure", told(alone, {**together, "1": 0.97, "2": 0.98}))
+    changed, report = rerank(prepared, choices, database, tasks=3)
+    assert {choice.task for choice in changed if choice.within_model} == {second.name}
+    assert report.gain == pytest.approx(0.04)
+
+
+def test_what_gains_is_recorded_and_compiled_from_then_on(
+    prepared: PreparedModel, hot: TuningTask, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        rerank_module, "measure", told({"as tuned, before": 1.0, "0": 0.9, "as tuned, after": 1.0}, spread=0.001)
+    )
+    model = measured_model(prepared)
+    changed, report = rerank_prepared(
+        prepared, as_tuned(prepared, database), database, TuningOptions(rerank=1), model=model
+    )
+    assert report.gain == pytest.approx(0.1, abs=0.01)
+    _, choices = select_as_measured(prepared, database)
+    for choice, of_records in zip(changed, choices, strict=True):
+        assert (choice.route, choice.decision) == (of_records.route, of_records.decision)
+        assert of_records.within_model == (of_records.task == hot.name)
+    (record,) = [one for one in database.list_records() if one.workload_hash == model.workload.workload_hash]
+    assert record.latency_us == pytest.approx(900, rel=0.01)
+
+
+def test_a_templates_default_is_tried_however_far_behind_it_is_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = ModelRequest(
+        "bert-tiny", target="cuda:sm_90a", shapes={"input_ids": (1, 128)}, lowering=LoweringOptions(precision="fp16")
+    )
+    prepared = prepare_model(request)
+    task = next(task for task in prepared.tasks if task.family == "matmul")
+    candidates = [one.to_json() for one in list_candidates(task.mod["main"], prepared.target)[0][:6]]
+    database = TuningDatabase.open(tmp_path / "tuning.db")
+    slower = {(Route.TEMPLATE, decision): 10.0 + number for number, decision in enumerate(reversed(candidates))}
+    record_latencies(database, prepared, task, slower)
+    tried: list[str | None] = []
+
+    def arms(_: object, __: object, variants: Sequence[Sequence[KernelChoice]], ___: object) -> list[Arm]:
+        tried.extend(variant[0].decision for variant in variants)
+        return [lambda: None] * (1 + len(variants))
+
+    monkeypatch.setattr(rerank_module, "compiled_arms", arms)
+    _, choices = select_as_measured(prepared, database)
+    rerank(prepared, choices, database, tasks=1)
+    assert tried == [candidates[4], candidates[0]]
+
+
+def test_nothing_is_compiled_when_nothing_is_near(
+    prepared: PreparedModel, hot: TuningTask, database: TuningDatabase
+) -> None:
+    choices = as_tuned(prepared, None)
+    assert rerank(prepared, choices, database, tasks=1)[1].trials == ()
+    record_two(database, prepared, hot, 9.0)
+    assert rerank(prepared, choices, database, tasks=0)[0] == choices
+
+
+def test_a_kernel_taken_for_its_time_in_the_model_is_compiled_from_records_until_a_newer_one_is_faster(
+    prepared: PreparedModel, hot: TuningTask, database: TuningDatabase
+) -> None:
+    task = hot
+    model = measured_model(prepared)
+
+    def chosen_kernel() -> KernelChoice:
+        _, choices = select_as_measured(prepared, database)
+        return next(choice for choice in choices if choice.task == task.name)
+
+    assert (chosen_kernel().latency_us, chosen_kernel().within_model) == (10.0, False)
+    second = next(record for record in database.list_records() if record.latency_us == 10.4)
+    rows_max = prepared.lowered.options.norm_rows_max
+    decision = ModelDecision(rows_max, {task.workload_hash: (second.route, second.decision)})
+    model.record(database, decision, seed=0, job_id=None, latencies_ms=(0.9, 0.8, 0.95))
+    (of_model,) = [one for one in database.list_records() if one.workload_hash == model.workload.workload_hash]
+    assert of_model.latency_us == pytest.approx(900.0)
+    chosen = chosen_kernel()
+    assert (chosen.latency_us, chosen.record_id, chosen.within_model) == (10.4, second.id, True)
+    newer = dataclasses.replace(second, latencies_us=(9.0,), created_at=utc_now(), decision=second.decision)
+    first = next(record for record in database.list_records() if record.latency_us == 10.0)
+    database.record_measurement(dataclasses.replace(newer, decision=first.decision))
+    assert (chosen_kernel().latency_us, chosen_kernel().within_model) == (9.0, False)
+    model.record(database, ModelDecision(rows_max), seed=0, job_id=None, latencies_ms=(0.7,))
+    assert not chosen_kernel().within_model

@@ -1,0 +1,123 @@
+"""Weights of 4 and 8 bits: which matmuls get them, and that kernels with a schedule compute what they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
+from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.tasks.extract import extract_tasks
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.templates.gemv.function import GemvFunction, recognise_gemv
+from tests.pipeline.passes.pass_cases import LLVM, small_model
+
+HOPPER = resolve_target("cuda:sm_90a").target
+
+
+def lowered(name: str, precision: str, target=LLVM, **options: object) -> LoweredModule:
+    return lower(import_model(small_model(name)), target, LoweringOptions(precision=precision, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("bert-tiny", "w8a16"), ("t5-tiny", "w8a16"), ("gpt2-tiny", "w4a16"), ("llama-tiny-decode", "w4a16")],
+)
+def test_artifact_computes_what_its_quantised_weights_stand_for(name: str, precision: str, tmp_path: Path) -> None:
+    request = ModelRequest(
+        name, {"input_ids": (1, 1 if "decode" in name else 12)}, "llvm", LoweringOptions(precision=precision)
+    )
+    result = compile_model(request, tmp_path / "out", samples=2)
+    assert result.validation is not None
+    assert result.validation.passed, result.validation.outputs
+    entry = result.manifest.policy
+    assert entry is not None
+    assert entry.weights == {"w8a16": "uint8", "w4a16": "uint4"}[precision]
+    assert entry.quantised_nodes
+    drift = result.validation.drift
+    assert drift is not None
+    # The price of 4 bits is seen beside the original and not in the validation.
+    least = min(one.row_cosine_mean or 0.0 for one in drift.outputs)
+    assert least < (0.9999999 if precision == "w8a16" else 0.999)
+    assert least > (0.999 if precision == "w8a16" else 0.85)
+
+
+def test_weights_are_stored_packed() -> None:
+    sizes = {
+        precision: sum(array.nbytes for array in lowered("llama-tiny", precision).weights.values() if array.ndim > 1)
+        for precision in ("fp16", "w8a16", "w4a16")
+    }
+    table = 1024 * 128 * 4
+    halves = sizes["fp16"] - table
+    assert sizes["w8a16"] - table == pytest.approx(halves * (8 + 16 / 128) / 16, rel=0.02)
+    assert sizes["w4a16"] - table == pytest.approx(halves * (4 + 16 / 128) / 16, rel=0.02)
+
+
+def test_the_pass_can_be_switched_off() -> None:
+    module = lowered("llama-tiny", "w4a16", disabled_passes=frozenset({"quantise_weights"}))
+    assert not module.quantised_nodes
+    assert not any(array.dtype == np.uint8 for array in module.weights.values())
+
+
+def test_group_size_is_what_was_asked_for() -> None:
+    def groups(group_size: int) -> set[int]:
+        module = lowered("bert-tiny", "w8a16", group_size=group_size)
+        return {array.shape[1] for array in module.weights.values() if array.dtype == np.float16 and array.ndim == 3}
+
+    # K is 128 and 512.
+    assert groups(32) == {4, 16}
+    assert groups(0) == {1}
+
+
+def test_few_rows_on_a_gpu_dequantise_in_the_matmul() -> None:
+    module = lowered("llama-tiny-decode", "w4a16", HOPPER)
+    matmuls = [task for task in extract_tasks([module]) if task.family == "matmul"]
+    assert matmuls
+    for task in matmuls:
+        found = recognise_gemv(task.mod["main"])
+        assert isinstance(found, GemvFunction), (task.name, found)
+        assert found.quantisation is not None
+        assert found.quantisation.bits == 4
+
+
+def test_many_rows_on_a_gpu_have_a_kernel_that_dequantises_and_store_bytes() -> None:
+    module = lowered("gpt2-tiny", "w4a16", HOPPER)
+    # 12 rows of the tiny model are few; 64 are not.
+    assert not any("dequantise" in name for name in module.kernels)
+    from relaxtune.models import load_model
+
+    model = load_model("gpt2-tiny", shapes={"input_ids": (1, 64), "attention_mask": (1, 64)})
+    module = lower(import_model(model), HOPPER, LoweringOptions(precision="w4a16"))
+    calls = sum(len(calls) for name, calls in module.kernels.items() if name.startswith("dequantise"))
+    assert calls == len(module.quantised_nodes)
+    assert sum(array.dtype == np.uint8 for array in module.weights.values()) == calls
+
+
+def test_workloads_of_different_precisions_are_different_tasks() -> None:
+    def keys(precision: str) -> set[str]:
+        return {
+            task.signature
+            for task in extract_tasks([lowered("llama-tiny-decode", precision, HOPPER)])
+            if task.family == "matmul"
+        }
+
+    found = [keys(precision) for precision in ("fp16", "bf16", "w8a16", "w4a16")]
+    assert all(found)
+    assert sum(map(len, found)) == len(set().union(*found))
+
+
+def test_tables_and_products_of_activations_are_not_quantised() -> None:
+    module = lowered("bert-tiny", "w4a16")
+    assert all("MatMul" in name or "Gemm" in name for name in module.quantised_nodes)
+    tables = [array for array in module.weights.values() if array.shape == (1024, 128)]
+    assert [array.dtype for array in tables] == [np.float32]
+
+
+def test_a_graph_in_half_precision_is_quantised_too() -> None:
+    model = small_model("llama-tiny-decode", precision="fp16")
+    module = lower(import_model(model), HOPPER, LoweringOptions(precision="w8a16"))
+    assert module.quantised_nodes

@@ -1,0 +1,307 @@
+"""Reports of real artifacts and databases: times, shares, rates, bottlenecks, and what is said to be missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.directory import load_manifest
+from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.environment import detect_environment, target_key
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.passes.module import LoweredModule
+from relaxtune.pipeline.report.ceilings import (
+    KNOWN_CEILINGS,
+    Ceilings,
+    known_ceilings,
+    measure_cpu_ceilings,
+    read_ceilings,
+)
+from relaxtune.pipeline.report.html import number, percent, render_page
+from relaxtune.pipeline.report.kernel import Bottleneck, KernelRow, TimeSource, find_bottleneck, judged
+from relaxtune.pipeline.report.plot import roofline, shares
+from relaxtune.pipeline.report.profile import Profile, profile_artifact
+from relaxtune.pipeline.report.report import report_artifact, report_database
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.tuning_db.records import JobTask, Route, Status, TuningRecord, Workload
+from relaxtune.tuning_db.store import TuningDatabase
+
+CEILINGS = Ceilings("test", {"float32": 1e12}, 10e9, 1.0, "made up")
+
+
+@pytest.fixture(scope="module")
+def database(
+    tasks: list[TuningTask], llvm_target: ResolvedTarget, bert_tiny: OnnxModel, tmp_path_factory: pytest.TempPathFactory
+) -> TuningDatabase:
+    """A database with one fallback record a task, 10 us for the first and 1 us more for each that follows."""
+    opened = TuningDatabase.open(tmp_path_factory.mktemp("report") / "tuning.db")
+    target, environment = target_key(llvm_target), detect_environment(llvm_target)
+    job = opened.start_job(model=bert_tiny.name, model_sha256=bert_tiny.sha256, target=target)
+    records, workloads = [], []
+    for index, task in enumerate(tasks):
+        workload = Workload(
+            task.workload_hash, task.family, task.signature, task.name, task.flops, task.bytes, None,
+            environment.tvm_version,
+        )  # fmt: skip
+        workloads.append(workload)
+        records.append(
+            TuningRecord(
+                workload.workload_hash, workload.signature_key, target, environment, Route.FALLBACK, "{}", Status.OK,
+                (10.0 + index,), registers=40 + index, smem_bytes=1024, spill_bytes=0, job_id=job.id,
+            )
+        )  # fmt: skip
+    opened.record_all(workloads=workloads, records=records)
+    opened.record_job_tasks(
+        job.id,
+        [JobTask(t.workload_hash, environment.tvm_version, t.weight, t.onnx_nodes, 0.1) for t in tasks],
+    )
+    return opened
+
+
+@pytest.fixture(scope="module")
+def tuned(
+    database: TuningDatabase,
+    lowered: LoweredModule,
+    tasks: list[TuningTask],
+    llvm_target: ResolvedTarget,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """An artifact compiled from that database."""
+    choices = select_kernels(
+        lowered, tasks, database=database, target=llvm_target, environment=detect_environment(llvm_target)
+    )
+    directory = tmp_path_factory.mktemp("tuned") / "bert-tiny"
+    write_artifact(compile_module(lowered, choices, llvm_target), directory)
+    return directory
+
+
+def test_times_shares_and_rates_come_from_the_records(tuned: Path) -> None:
+    report = report_artifact(tuned, ceilings=CEILINGS)
+    manifest = load_manifest(tuned)
+    assert len(report.kernels) == len(manifest.kernels)
+    assert sum(row.share or 0.0 for row in report.kernels) == pytest.approx(1.0)
+    assert report.kernels_us == pytest.approx(sum((k.latency_us or 0.0) * k.calls for k in manifest.kernels))
+    totals = [row.total_us or 0.0 for row in report.kernels]
+    assert totals == sorted(totals, reverse=True)
+    matmul = next(row for row in report.kernels if row.family == "matmul")
+    assert matmul.time_source is TimeSource.RECORD
+    assert matmul.flops is not None
+    assert matmul.time_us is not None
+    assert matmul.flops_per_s == pytest.approx(matmul.flops / (matmul.time_us * 1e-6))
+    assert matmul.compute_use == pytest.approx((matmul.flops_per_s or 0.0) / 1e12)
+    assert matmul.onnx_nodes
+    assert report.notes == ()
+
+
+def test_arithmetic_outside_the_matmul_units_has_no_ceiling(tuned: Path) -> None:
+    report = report_artifact(tuned, ceilings=CEILINGS)
+    norm = next(row for row in report.kernels if row.family == "norm")
+    assert norm.flops_per_s
+    assert norm.compute_use is None
+    assert norm.bandwidth_use
+
+
+def test_resources_and_device_are_the_records(tuned: Path, database: TuningDatabase) -> None:
+    report = report_artifact(tuned)
+    assert all(row.registers and row.registers >= 40 for row in report.kernels)
+    assert {row.smem_bytes for row in report.kernels} == {1024}
+    assert report.device == database.get_record(1).environment.device_name
+    with_database = report_artifact(tuned, database=database)
+    assert with_database.kernels == report.kernels
+    assert with_database.notes == report.notes
+
+
+def test_records_of_another_database_are_not_believed(tuned: Path, tmp_path: Path) -> None:
+    with TuningDatabase.open(tmp_path / "other.db") as empty:
+        report = report_artifact(tuned, database=empty)
+    assert any("lacks the records of" in note and "compiled from?" in note for note in report.notes)
+    assert all(row.time_us for row in report.kernels)
+
+
+def test_an_untuned_artifact_says_that_it_has_no_times(artifact: Path) -> None:
+    report = report_artifact(artifact)
+    assert report.kernels_us == 0.0
+    assert any("have no time and no share" in note and "and 15 more" in note for note in report.notes)
+    assert any("no ceilings are known" in note for note in report.notes)
+    page = render_page([report])
+    assert "No kernel has a time" in page
+    assert "not measured" in page
+
+
+def test_a_profile_times_every_kernel_and_the_module(artifact: Path) -> None:
+    profile = profile_artifact(artifact)
+    kernels = load_manifest(artifact).kernels
+    assert set(profile.kernels_us) == {kernel.function for kernel in kernels}
+    assert all(value > 0 for value in profile.kernels_us.values())
+    assert profile.model_us is not None
+    assert profile.model_us > 0
+    report = report_artifact(artifact, profile=profile)
+    assert {row.time_source for row in report.kernels} == {TimeSource.PROFILE}
+    assert report.model_us == profile.model_us
+    # A CPU's process has no count of its own.
+    assert report.observed_bytes is None
+    assert "device memory taken" not in render_page([report])
+
+
+def test_memory_observed_on_a_gpu_is_on_the_page(artifact: Path) -> None:
+    profile = Profile("a GPU", {}, 100.0, 123_000_000)
+    report = report_artifact(artifact, profile=profile)
+    assert report.to_json()["observed_bytes"] == 123_000_000
+    assert "<b>123.00 MB</b>device memory taken" in render_page([report])
+
+
+def test_a_database_alone_gives_one_report_for_a_model_and_device(database: TuningDatabase, tuned: Path) -> None:
+    (report,) = report_database(database, ceilings=CEILINGS)
+    by_artifact = report_artifact(tuned, ceilings=CEILINGS)
+    assert report.model == "bert-tiny"
+    assert report.kernels_us == pytest.approx(by_artifact.kernels_us)
+    assert report.launches == by_artifact.launches
+    with_resources = report_artifact(tuned, database=database)
+    assert {row.registers for row in report.kernels} == {row.registers for row in with_resources.kernels}
+    assert report_database(database)[0].source.startswith("job ")
+
+
+def test_an_empty_database_has_nothing_to_report(tmp_path: Path) -> None:
+    with TuningDatabase.open(tmp_path / "empty.db") as empty:
+        assert report_database(empty) == ()
+    assert "No job of this database has a valid record" in render_page([])
+
+
+def test_the_json_is_plain_data(tuned: Path, database: TuningDatabase) -> None:
+    data = json.loads(json.dumps(report_artifact(tuned, database=database, ceilings=CEILINGS).to_json()))
+    assert data["ceilings"]["source"] == "made up"
+    assert data["planned_bytes"] > 0
+    assert data["kernels"][0]["flops_per_s"] is None or data["kernels"][0]["flops_per_s"] > 0
+    assert data["launches"] == sum(kernel["calls"] for kernel in data["kernels"])
+
+
+def test_the_page_is_one_file_that_fetches_nothing(tuned: Path, database: TuningDatabase) -> None:
+    page = render_page([report_artifact(tuned, database=database, ceilings=CEILINGS)])
+    assert page.count("<svg") == 2
+    without_namespace = page.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert not any(word in without_namespace for word in ("http:", "https:", "<script", "src=", "url("))
+    assert "/encoder/layer.0/attention/query/MatMul" in page
+    assert "never" in page
+
+
+def test_names_cannot_break_the_page(tuned: Path) -> None:
+    report = report_artifact(tuned, ceilings=CEILINGS)
+    first = dataclasses.replace(report.kernels[0], name="<b>&", note="a < b", onnx_nodes=("<i>",))
+    page = render_page([dataclasses.replace(report, model="<script>", kernels=(first,))])
+    assert "<script>" not in page
+    assert "<b>&" not in page
+    assert "<i>" not in page
+
+
+@pytest.mark.parametrize(
+    ("time_us", "compute", "bandwidth", "launch", "expected"),
+    [
+        (100.0, 0.8, 0.3, 2.0, Bottleneck.COMPUTE),
+        (100.0, 0.3, 0.8, 2.0, Bottleneck.BANDWIDTH),
+        (100.0, 0.6, 0.6, 2.0, Bottleneck.COMPUTE),
+        (3.0, 0.1, 0.2, 2.0, Bottleneck.LAUNCH),
+        (3.0, 0.1, 0.9, 2.0, Bottleneck.BANDWIDTH),
+        (100.0, 0.1, 0.2, 2.0, Bottleneck.LATENCY),
+        (100.0, 0.1, 0.2, None, Bottleneck.LATENCY),
+        (100.0, 0.1, 3.0, 2.0, Bottleneck.LATENCY),
+        (3.0, None, 3.0, 2.0, Bottleneck.LAUNCH),
+        (3.0, None, None, 2.0, None),
+    ],
+)
+def test_the_bottleneck_is_the_unit_near_its_ceiling_else_the_launch_else_latency(
+    time_us: float, compute: float | None, bandwidth: float | None, launch: float | None, expected: Bottleneck | None
+) -> None:
+    assert find_bottleneck(time_us, compute, bandwidth, launch) is expected
+
+
+def test_the_fastest_kernel_stands_for_a_launch() -> None:
+    rows = [row(name, time_us) for name, time_us in (("small", 1.0), ("twice", 2.0), ("large", 50.0))]
+    for launch_us in (None, 0.3):
+        found = {one.name: one.bottleneck for one in judged(rows, dataclasses.replace(CEILINGS, launch_us=launch_us))}
+        assert found == {"small": Bottleneck.LAUNCH, "twice": Bottleneck.LAUNCH, "large": Bottleneck.LATENCY}
+
+
+def test_a_fast_kernel_does_not_stand_for_a_launch_when_launches_are_far_faster() -> None:
+    (found,) = judged([row("large", 50.0)], dataclasses.replace(CEILINGS, launch_us=1.0))
+    assert found.bottleneck is Bottleneck.LATENCY
+
+
+def row(name: str, time_us: float | None) -> KernelRow:
+    return KernelRow(name, "norm", (), 1, "fallback", None, time_us=time_us, flops=1.0, bytes=10.0, dtype="float32")
+
+
+def test_kernels_without_a_time_take_no_share() -> None:
+    found = judged([row("a", 1.0), row("b", None)], CEILINGS)
+    assert [(one.name, one.share) for one in found] == [("a", 1.0), ("b", None)]
+    assert shares([found[1]]) == ""
+
+
+def test_a_roofline_needs_a_bandwidth_ceiling_and_a_point() -> None:
+    found = judged([row("a", 1.0)], CEILINGS)
+    assert roofline(found, CEILINGS).startswith("<svg")
+    assert roofline(found, dataclasses.replace(CEILINGS, bytes_per_s=None)) == ""
+    assert roofline(judged([row("b", None)], CEILINGS), CEILINGS) == ""
+    assert roofline(found, None) == ""
+
+
+def test_a_kernel_beyond_its_ceiling_is_told(tuned: Path) -> None:
+    low = dataclasses.replace(CEILINGS, flops_per_s={"float32": 1e6})
+    assert any("faster than the ceiling" in note for note in report_artifact(tuned, ceilings=low).notes)
+
+
+def test_ceilings_are_read_from_their_own_json(tmp_path: Path) -> None:
+    path = tmp_path / "ceilings.json"
+    path.write_text(json.dumps(CEILINGS.to_json()))
+    assert read_ceilings(path) == CEILINGS
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"device": "x", "flops_per_s": {"float32": "fast"}}', '{"device": "x", "flops_per_s": 3}'],
+)
+def test_a_file_that_is_no_ceilings_is_refused_with_the_form(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "ceilings.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"cannot be used .* expected \{\"device\": NAME"):
+        read_ceilings(path)
+
+
+def test_a_rate_of_zero_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ceilings.json"
+    path.write_text(json.dumps({**CEILINGS.to_json(), "bytes_per_s": 0}))
+    with pytest.raises(UsageError, match="holds a rate that is not above 0"):
+        read_ceilings(path)
+
+
+def test_known_ceilings_name_their_source_and_no_other_device_has_any() -> None:
+    assert all(one.source and name == one.device for name, one in KNOWN_CEILINGS.items())
+    assert known_ceilings("another GPU") is None
+    assert known_ceilings(None) is None
+
+
+def test_this_cpus_ceilings_are_measured() -> None:
+    ceilings = measure_cpu_ceilings()
+    assert ceilings.flops_per_s["float32"] > 1e9
+    assert (ceilings.bytes_per_s or 0.0) > 1e8
+    assert "measured on this machine" in ceilings.source
+
+
+def test_numbers_keep_three_digits() -> None:
+    assert [number(value) for value in (None, 0.0, 0.01234, 12.34, 1234.5)] == ["", "0", "0.0123", "12.3", "1,234"]
+    assert number(2.5e12, 1e12) == "2.5"
+    assert [percent(value) for value in (None, 0.1234)] == ["", "12.3%"]
+
+
+def test_reports_do_not_touch_the_artifact(artifact_copy: Callable[[], Path]) -> None:
+    copy = artifact_copy()
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in copy.iterdir())
+    report_artifact(copy)
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in copy.iterdir()) == before

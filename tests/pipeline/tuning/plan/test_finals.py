@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from relaxtune.pipeline.choose.standing import standing_records
+from relaxtune.pipeline.tuning.measure.failure import StopSignal
+from relaxtune.pipeline.tuning.plan.finals import hold_finals, list_finalists
+from relaxtune.pipeline.tuning.plan.recorder import Recorder
+from relaxtune.pipeline.tuning.plan.state import Contender, TaskState
+from relaxtune.tuning_db.records import RecordFilter, Route, Status, TuningRecord, utc_now
+from relaxtune.tuning_db.store import TuningDatabase
+from tests.pipeline.tuning.tuning_cases import Place, matmul_task
+
+NOW = utc_now()
+
+
+def contended(*latencies_us: float) -> TaskState:
+    state = TaskState(matmul_task())
+    for position, latency_us in enumerate(latencies_us):
+        route = Route.FALLBACK if position == 0 else Route.METASCHEDULE
+        state.keep(Contender(route, f"[{position}]", latency_us, f"candidate-{position}.so"))
+        state.offer(route, latency_us, 0.02)
+    return state
+
+
+def test_only_what_may_be_the_best_is_in_the_final() -> None:
+    assert [one.latency_us for one in list_finalists(contended(20.0, 10.0, 10.3, 11.0))] == [10.0, 10.3]
+    assert len(list_finalists(contended(20.0, 10.0))) == 1
+    noisy = contended(20.0, 10.0, 11.0)
+    noisy.best_spread = 0.3
+    assert len(list_finalists(noisy)) == 2
+    known = contended(20.0, 10.0)
+    known.offer(Route.TEMPLATE, 5.0)
+    assert list_finalists(known) == []
+
+
+def test_the_final_names_the_winner_and_is_recorded(place: Place, database: TuningDatabase) -> None:
+    state = contended(20.0, 10.0, 10.2, 10.4)
+    recorder = Recorder(database, place.key, place.environment, job_id=None, seed=0, seconds={"database": 0.0})
+    recorder.start([state.task])
+    asked: list[int] = []
+
+    def compare(items, rounds):
+        asked.append(rounds)
+        said = {"candidate-1.so": "wrong_result: 3 elements are off", "candidate-2.so": None, "candidate-3.so": None}
+        seconds = {"candidate-2.so": [1.07e-5, 1.08e-5], "candidate-3.so": [1.05e-5, 1.05e-5]}
+        return [Result(said[str(i.artifact_path)], seconds.get(str(i.artifact_path))) for i in items]
+
+    hold_finals([state], compare, recorder, StopSignal(), kind="llvm", rounds=2)
+    recorder.flush()
+    assert asked == [2]
+    assert round(state.best_us, 3) == 10.5
+    records = database.list_records(RecordFilter(workload_hash=state.task.workload_hash))
+    assert [record.status for record in records] == [Status.WRONG_RESULT, Status.OK, Status.OK]
+    assert [record.decision for record in records] == ["[1]", "[2]", "[3]"]
+
+
+def test_one_that_was_measured_before_the_device_became_slower_does_not_win(place: Place) -> None:
+    state = contended(20.0, 10.0, 10.2, 10.8)
+    seconds = {"candidate-1.so": [1.12e-5] * 3, "candidate-2.so": [1.13e-5] * 3}
+
+    def compare(items, rounds):
+        return [Result(None, seconds[str(item.artifact_path)]) for item in items]
+
+    hold_finals([state], compare, NoRecords(), StopSignal(), kind="llvm", rounds=3)
+    assert state.best_us == pytest.approx(11.2)
+
+
+def test_no_final_is_held_when_somebody_asked_for_the_end(place: Place, database: TuningDatabase) -> None:
+    stop = StopSignal()
+    stop.request()
+    recorder = Recorder(database, place.key, place.environment, job_id=None, seed=0, seconds={"database": 0.0})
+    hold_finals([contended(20.0, 10.0, 10.1)], None, recorder, stop, kind="llvm", rounds=2)
+
+
+class NoRecords:
+    """A recorder that keeps nothing."""
+
+    def add(self, *outcome: object) -> None:
+        """Forget an outcome."""
+
+
+class Result:
+    """What a runner answers."""
+
+    def __init__(self, error_msg: str | None, run_secs: list[float] | None) -> None:
+        self.error_msg, self.run_secs = error_msg, run_secs
+
+
+def record(place: Place, decision: str, us: float, minutes: int, status: Status = Status.OK) -> TuningRecord:
+    return TuningRecord(
+        workload_hash="1",
+        signature_key="k",
+        target=place.key,
+        environment=place.environment,
+        route=Route.METASCHEDULE,
+        decision=decision,
+        status=status,
+        latencies_us=(us,) if status is Status.OK else (),
+        created_at=NOW + timedelta(minutes=minutes),
+    )
+
+
+def test_the_newest_measurement_of_a_decision_counts(place: Place) -> None:
+    lucky, again = record(place, "a", 9.0, 0), record(place, "a", 10.5, 5)
+    steady = record(place, "b", 10.0, 1)
+    assert standing_records([lucky, steady, again], place.environment) == [steady, again]
+
+
+def test_a_decision_refuted_later_does_not_count(place: Place) -> None:
+    fast, slow = record(place, "a", 9.0, 0), record(place, "b", 10.0, 0)
+    wrong = record(place, "a", 0.0, 3, Status.WRONG_RESULT)
+    assert standing_records([fast, slow], place.environment, [wrong]) == [slow]
+    earlier = record(place, "a", 0.0, -3, Status.WRONG_RESULT)
+    assert standing_records([fast, slow], place.environment, [earlier]) == [fast, slow]
+
+
+def test_what_was_measured_once_counts_as_if_it_had_drifted_like_the_others(place: Place) -> None:
+    before = [record(place, "a", 44.2, 0), record(place, "b", 44.6, 0), record(place, "c", 47.6, 0)]
+    again = [record(place, "b", 50.2, 1), record(place, "a", 49.6, 1)]
+    assert standing_records([*before, *again], place.environment) == [again[1], again[0], before[2]]
+    # Measured since, it is as fast as it says.
+    later = replace(before[2], created_at=NOW + timedelta(minutes=2))
+    assert standing_records([*before[:2], later, *again], place.environment) == [later, again[1], again[0]]
+
+
+def test_a_machine_without_the_device_counts_what_a_machine_with_it_counts(place: Place) -> None:
+    records = [record(place, "a", 9.0, 0), record(place, "b", 10.0, 1), record(place, "a", 10.5, 5)]
+    elsewhere = replace(place.environment, device_name="unknown")
+    assert standing_records(records, elsewhere) == standing_records(records, place.environment) == records[1:]
+
+
+def test_measurements_of_other_devices_stay_behind_as_they_were(place: Place) -> None:
+    here = record(place, "a", 10.0, 0)
+    other = replace(record(place, "b", 5.0, 9), environment=replace(place.environment, device_name="another"))
+    assert standing_records([here, other], place.environment) == [here, other]
+    wrong = record(place, "b", 0.0, 10, Status.WRONG_RESULT)
+    assert standing_records([here, other], place.environment, [wrong]) == [here]

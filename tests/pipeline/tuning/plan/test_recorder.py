@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from relaxtune.pipeline.tuning.local.evaluate import Outcome
+from relaxtune.pipeline.tuning.plan.recorder import Recorder
+from relaxtune.tuning_db.records import Route, Status
+from tests.pipeline.tuning.tuning_cases import matmul_task
+
+
+def test_writes_lie_further_apart_where_they_take_longer(place, database, monkeypatch):
+    task = matmul_task(16, 16, 16)
+    recorder = Recorder(database, place.key, place.environment, job_id=None, seed=0, seconds={"database": 0.0})
+    recorder.start([task])
+    for took, interval in ((0.0, 1.0), (0.01, 2.0), (1.0, 10.0)):
+        clock = iter((0.0, took))
+        recorder.add(task, Route.FALLBACK, "{}", Outcome(Status.OK, (1e-6 + took,)))
+        with monkeypatch.context() as patched:
+            patched.setattr("relaxtune.pipeline.tuning.plan.recorder.time.monotonic", lambda clock=clock: next(clock))
+            recorder.flush()
+        assert recorder.flush_interval_s == pytest.approx(interval)
+    assert database.count_records() == 3
+
+
+def test_known_records_of_all_tasks_are_read_at_once(place, database, monkeypatch):
+    tasks = [matmul_task(16, 16, size) for size in (16, 32, 48)]
+    first = Recorder(database, place.key, place.environment, job_id=None, seed=0, seconds={"database": 0.0})
+    first.start(tasks)
+    for task in tasks[:2]:
+        first.add(task, Route.FALLBACK, "{}", Outcome(Status.OK, (1e-6,)))
+    first.flush()
+    asked = []
+    list_known = database.list_known
+    monkeypatch.setattr(database, "list_known", lambda *given, **more: asked.append(more) or list_known(*given, **more))
+    second = Recorder(database, place.key, place.environment, job_id=None, seed=0, seconds={"database": 0.0})
+    second.start(tasks)
+    assert [len(second.known(task)) for task in tasks] == [1, 1, 0]
+    assert len(asked) == 1

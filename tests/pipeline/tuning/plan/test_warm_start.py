@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tvm.s_tir.meta_schedule.utils import shash2hex
+
+from relaxtune.pipeline.tasks.similar_shapes import NearRecords, distance, near_records, near_workloads, shape_free
+from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.plan.recorder import describe_workload
+from relaxtune.pipeline.tuning.plan.state import TaskState, choose_task
+from relaxtune.pipeline.tuning.plan.warm_start import learn_from_records, spread_out
+from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
+from relaxtune.pipeline.tuning.search.evolution import TaskSearch
+from relaxtune.pipeline.tuning.session import tune
+from relaxtune.schedules.search.space import make_space
+from relaxtune.tuning_db.metaschedule import replay_decision
+from relaxtune.tuning_db.records import RecordFilter, Route
+from relaxtune.tuning_db.store import TuningDatabase
+from tests.pipeline.tuning.tuning_cases import Place, matmul_task
+
+OPTIONS = TuningOptions(
+    trials=40,
+    trials_per_iteration=20,
+    population=24,
+    workers=1,
+    finals=0,
+    measure=MeasureOptions(repeats=1, contender_repeats=0, min_repeat_s=0.0001),
+)
+SHORT, LONG = matmul_task(32, 64, 32, "short"), matmul_task(96, 64, 32, "long")
+
+
+@pytest.fixture(scope="module")
+def tuned(place: Place, tmp_path_factory: pytest.TempPathFactory) -> TuningDatabase:
+    """A database with 40 candidates of the short task."""
+    database = TuningDatabase.open(tmp_path_factory.mktemp("warm") / "tuning.db")
+    tune([SHORT], target=place.target, database=database, environment=place.environment, options=OPTIONS)
+    database.record_workload(describe_workload(LONG))
+    return database
+
+
+def test_a_signature_without_sizes_keeps_what_is_computed() -> None:
+    assert shape_free(SHORT.signature) == shape_free(LONG.signature)
+    half = LONG.signature.replace("float32", "float16")
+    assert shape_free(half) != shape_free(LONG.signature)
+    assert shape_free('{"expr":"t0[i0,i1]*0.125+p1[r0]","m":128}') == '{"expr":"t0[i0,i1]*0.125+p1[r0]","m":#}'
+
+
+def test_the_nearest_shape_comes_first_and_the_task_itself_is_not_near() -> None:
+    far = matmul_task(1024, 64, 32, "far")
+    recorded = [describe_workload(task) for task in (far, SHORT, LONG)]
+    assert [one.name for one in near_workloads(LONG, recorded)] == ["short", "far"]
+    assert distance(SHORT.signature, SHORT.signature) == 0.0
+
+
+def test_decisions_of_a_near_shape_become_candidates(place: Place, tuned: TuningDatabase) -> None:
+    found = near_records(LONG, tuned.list_workloads(), tuned, place.key, place.environment)
+    assert 1 < len(found.traces) <= 8
+    assert found.parameters == ()
+    search = TaskSearch(
+        LONG.mod,
+        place.target.target,
+        make_space(place.target.target),
+        FastCostModel(WARMUP_CANDIDATES, 0),
+        [],
+        name="long",
+        seed=0,
+        per_round=4,
+        population=16,
+        threads=1,
+    )
+    adopted = search.adopt([*found.traces, "no trace"])
+    assert adopted
+    for one in adopted:
+        with place.target.target:
+            replayed = replay_decision(LONG.mod, one.decision)
+        assert replayed.mod.script() == one.measure.sch.mod.script()
+
+
+def test_the_cost_model_starts_with_what_was_recorded(
+    place: Place, tuned: TuningDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = (tuned.list_workloads(), tuned, place.target, place.environment)
+    assert learn_from_records(FastCostModel(WARMUP_CANDIDATES, 0), *asked, seconds=0.0) == 0
+    first = FastCostModel(WARMUP_CANDIDATES, 0)
+    learnt = learn_from_records(first, *asked, seconds=60.0)
+    assert 10 < learnt <= 24
+    assert first.booster is not None
+    (group,) = first.data.values()
+    assert first.data.keys() == {shash2hex(SHORT.mod)}
+    assert group.costs.max() > group.costs.min()
+    # The next run reads the features and replays nothing.
+    monkeypatch.setattr("relaxtune.pipeline.tuning.plan.warm_start.replay_decision", None)
+    again = FastCostModel(WARMUP_CANDIDATES, 0)
+    assert learn_from_records(again, *asked, seconds=60.0) == learnt
+    assert all((a == b).all() for a, b in zip(group.features, again.data[group.group_hash].features, strict=True))
+
+
+def test_a_warm_run_begins_with_what_was_best_for_the_near_shape(place: Place, tuned: TuningDatabase) -> None:
+    near = near_records(LONG, tuned.list_workloads(), tuned, place.key, place.environment)
+    options = dataclasses.replace(OPTIONS, trials=4, trials_per_iteration=4)
+    tune([LONG], target=place.target, database=tuned, environment=place.environment, options=options)
+    records = tuned.list_records(RecordFilter(workload_hash=LONG.workload_hash, route=Route.METASCHEDULE))
+    assert len(records) == 4
+    steps = {_steps(decision) for decision in near.traces}
+    assert all(_steps(record.decision) in steps for record in records)
+
+
+def test_every_task_with_a_near_shape_begins_with_one_candidate(place: Place, tuned: TuningDatabase) -> None:
+    others = [matmul_task(rows, 64, 32, f"rows{rows}") for rows in (48, 64)]
+    options = dataclasses.replace(OPTIONS, trials=2, trials_per_iteration=4)
+    tune(others, target=place.target, database=tuned, environment=place.environment, options=options)
+    for task in others:
+        searched = RecordFilter(workload_hash=task.workload_hash, route=Route.METASCHEDULE)
+        assert len(tuned.list_records(searched)) == 1
+
+
+def test_a_near_shape_tells_what_the_first_round_may_save(place: Place, tuned: TuningDatabase) -> None:
+    near = near_records(LONG, tuned.list_workloads(), tuned, place.key, place.environment)
+    best, default = (
+        tuned.list_top(
+            workload_hash=SHORT.workload_hash,
+            signature_key=None,
+            target=place.key,
+            environment=place.environment,
+            route=route,
+            k=1,
+        )[0].latency_us
+        or 0.0
+        for route in (Route.METASCHEDULE, Route.FALLBACK)
+    )
+    assert near.saved is not None
+    assert 0.0 < 1 - best / default <= near.saved < 1.0
+    state = TaskState(LONG, before_us=100.0)
+    assert state.expected_gain_us() == 50.0 * LONG.weight
+    state.near = NearRecords(saved=0.1)
+    assert state.expected_gain_us() == pytest.approx(10.0 * LONG.weight)
+
+
+def test_what_a_near_shape_gained_from_is_tried_before_any_second_round() -> None:
+    begun = TaskState(LONG, before_us=1000.0, best_us=1000.0, ready=True, near_begun=True, progress=[1000.0])
+    light = TaskState(SHORT, before_us=1.0, ready=True, near=NearRecords(traces=("a",), saved=0.01))
+    nothing = TaskState(SHORT, before_us=1.0, ready=True, near=NearRecords(traces=("a",), saved=0.0))
+    assert choose_task([begun, nothing, light]) is light
+    light.near_begun = True
+    assert choose_task([begun, nothing, light]) is begun
+
+
+def _steps(decision: str) -> str:
+    """Return the instructions of a trace up to its postprocessors, without decisions."""
+    return decision.split('["EnterPostproc"')[0]
+
+
+def test_spread_out_takes_both_ends() -> None:
+    assert spread_out(list(np.arange(100)), 4) == [0, 33, 66, 99]
+    assert spread_out([1, 2], 4) == [1, 2]

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from relaxtune.pipeline.tuning.options import TaskSummary, TuningSummary
+from relaxtune.pipeline.tuning.plan.settling import reason_to_end
+from relaxtune.pipeline.tuning.plan.state import Contender, TaskState, choose_task
+from relaxtune.pipeline.tuning.progress import ConsoleProgress, ProgressEvent, SilentProgress, describe, estimate_left
+from relaxtune.pipeline.tuning.result_table import print_table, shorten_nodes, to_data, to_json
+from relaxtune.pipeline.tuning.search.template_candidates import TemplateCandidate
+from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
+from relaxtune.tuning_db.records import Route, Status
+from tests.pipeline.tuning.tuning_cases import Place, matmul_task
+
+TASK = TaskSummary(
+    task=matmul_task(),
+    valid=6,
+    failed=2,
+    failures={Status.TIMEOUT: 2},
+    known=3,
+    before_us=100.0,
+    after_us=25.0,
+    route=Route.METASCHEDULE,
+    weight=12,
+    share=1.0,
+    seconds=4.0,
+    spread=0.04,
+    ended="settled",
+)
+SUMMARY = TuningSummary((TASK,), 4.0, {"search": 1.0, "build": 2.0}, interrupted=True, restarts=3)
+EVENT = ProgressEvent("matmul", 8, 16, 6, 2, 25.0, 30.0)
+
+
+def test_print_table_shows_the_figures() -> None:
+    text = io.StringIO()
+    print_table(SUMMARY, Console(file=text, width=200))
+    shown = text.getvalue()
+    for part in (
+        "matmul_node",
+        "metaschedule",
+        "6/2",
+        "100.0",
+        "25.0 ±2%",
+        "4.00x",
+        "100.0%",
+        "settled, 2 timeout, 3 known",
+    ):
+        assert part in shown
+    assert "8 candidates in 4.0 s (2.00/s), interrupted" in shown
+    assert "1.200 ms before, 0.300 ms after" in shown
+    assert "search 1.0 s, build 2.0 s; 3 processes replaced" in shown
+
+
+def test_print_table_shows_dashes_when_nothing_is_known() -> None:
+    text = io.StringIO()
+    empty = dataclasses.replace(TASK, before_us=None, after_us=None, route=None, skipped="no reference")
+    print_table(dataclasses.replace(SUMMARY, tasks=(empty,)), Console(file=text, width=200))
+    assert "none" in text.getvalue()
+    assert "no reference" in text.getvalue()
+
+
+def test_to_json_has_every_status_and_all_nodes() -> None:
+    assert json.loads(to_json(SUMMARY)) == to_data(SUMMARY)
+    (task,) = json.loads(to_json(SUMMARY))["tasks"]
+    assert task["failures"] == {"build_error": 0, "run_error": 0, "timeout": 2, "wrong_result": 0}
+    assert task["speedup"] == 4.0
+
+
+def test_shorten_nodes_keeps_the_ends_of_names() -> None:
+    assert shorten_nodes(("a", "b", "c")) == "a b +1"
+    cut = shorten_nodes(("/encoder/layer.0/attention/self/query/MatMul",))
+    assert cut.startswith("…")
+    assert cut.endswith("query/MatMul")
+
+
+def test_progress_prints_plain_lines_off_a_terminal() -> None:
+    text = io.StringIO()
+    with ConsoleProgress(Console(file=text)) as progress:
+        progress.candidate_measured(EVENT)
+        progress.candidate_measured(dataclasses.replace(EVENT, done=9))
+        progress.candidate_measured(dataclasses.replace(EVENT, done=16, best_us=None))
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "tuning 8/16 matmul: best 25.0 us; 6 valid, 2 failed, about 30 s left"
+    assert lines[1].startswith("tuning 16/16 matmul: nothing valid yet")
+    assert len(lines) == 2
+    SilentProgress().candidate_measured(EVENT)
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "budget_left", "expected"),
+    [(0, 10, None, None), (5, 10, None, 20.0), (5, 10, 7.0, 7.0), (5, None, 7.0, 7.0), (5, None, None, None)],
+)
+def test_estimate_left_takes_the_limit_that_comes_first(
+    done: int, total: int | None, budget_left: float | None, expected: float | None
+) -> None:
+    assert estimate_left(done, total, 20.0, budget_left) == expected
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(59.0, "59 s"), (240.0, "4 min"), (5400.0, "1.5 h")])
+def test_describe_tells_the_time_left(seconds: float, text: str) -> None:
+    assert describe(dataclasses.replace(EVENT, seconds_left=seconds)).endswith(f"about {text} left")
+    assert "left" not in describe(dataclasses.replace(EVENT, seconds_left=None))
+
+
+def test_progress_draws_a_bar_on_a_terminal() -> None:
+    text = io.StringIO()
+    with ConsoleProgress(Console(file=text, force_terminal=True, width=120)) as progress:
+        progress.candidate_measured(EVENT)
+    assert "8/16" in text.getvalue()
+
+
+def state(weight: int, progress: list[float | None], before_us: float | None = None, seconds: float = 0.0) -> TaskState:
+    made = TaskState(dataclasses.replace(matmul_task(), weight=weight), ready=True, before_us=before_us)
+    made.progress, made.best_us = progress, progress[-1] if progress else None
+    made.rounds, made.seconds = len(progress), seconds
+    return made
+
+
+def test_choose_task_takes_what_is_unknown_then_follows_the_gain() -> None:
+    heavy, light, new = state(10, [50.0]), state(1, [50.0]), state(1, [])
+    assert choose_task([heavy, light, new]) is new
+    assert choose_task([heavy, light]) is heavy
+    settled, improving = state(1, [50.0] * 9), state(1, [90.0, 70.0, 60.0, 50.0])
+    assert choose_task([settled, improving]) is improving
+    heavy.ended = "exhausted"
+    assert choose_task([heavy]) is None
+    assert choose_task([dataclasses.replace(new, ready=False)]) is None
+
+
+def test_choose_task_weighs_the_gain_by_the_seconds_it_costs() -> None:
+    slow, quick = state(3, [50.0], seconds=30.0), state(1, [50.0], seconds=1.0)
+    assert choose_task([slow, quick]) is quick
+    # A small kernel that was never searched promises less than a large one that was.
+    assert choose_task([state(12, [100.0], seconds=1.0), state(1, [], before_us=2.0)]).task.weight == 12
+
+
+def test_a_final_keeps_the_best_few() -> None:
+    task = state(1, [])
+    dropped = [task.keep(Contender(Route.TEMPLATE, str(us), us, None)) for us in (7.0, 1.0, 5.0, 4.0, 2.0, 3.0, 6.0)]
+    assert [one.latency_us for one in task.contenders] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert [[one.latency_us for one in gone] for gone in dropped] == [[], [], [], [], [], [], [7.0]]
+
+
+def test_a_task_is_left_alone_when_a_round_promises_too_little(place: Place) -> None:
+    task = state(1, [50.0] * 10)
+    assert task.expected_gain_us() == pytest.approx(1.0)
+    assert reason_to_end(task, 500.0, 0.001, place.target) is None
+    assert "save 1.00 of 5000 us" in str(reason_to_end(task, 5000.0, 0.001, place.target))
+    assert reason_to_end(task, 5000.0, 0.0, place.target) is None
+    offered = [TemplateCandidate(task.task, f'{{"template":"made_up","tile":{n}}}') for n in (1, 2)]
+    task.templates = TemplateSearch(offered, {})
+    assert reason_to_end(task, 5000.0, 0.001, place.target) is None

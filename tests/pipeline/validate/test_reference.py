@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto as T
+from onnx import helper
+
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.models.inputs import random_inputs
+from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.validate import reference as reference_module
+from relaxtune.pipeline.validate.reference import (
+    Reference,
+    compute_dtype,
+    computes_in_half,
+    peer_session,
+    upcast_to_float32,
+)
+
+
+def save(tmp_path: Path, nodes: list[onnx.NodeProto], **signature: object) -> OnnxModel:
+    weight = onnx.numpy_helper.from_array(np.full((4,), 1 / 3, np.float16), "w")
+    graph = helper.make_graph(nodes, "g", signature["inputs"], signature["outputs"], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    onnx.save(model, tmp_path / "m.onnx")
+    return load_model(tmp_path / "m.onnx")
+
+
+@pytest.fixture
+def half_model(tmp_path: Path) -> OnnxModel:
+    """Half precision in a weight, a Constant, a Cast, the input, both branches of an If, and the outputs."""
+    then = helper.make_graph(
+        [helper.make_node("Mul", ["x", "w"], ["t"])], "then", [], [helper.make_tensor_value_info("t", T.FLOAT16, [4])]
+    )
+    other = helper.make_graph(
+        [helper.make_node("Neg", ["x"], ["e"])], "else", [], [helper.make_tensor_value_info("e", T.FLOAT16, [4])]
+    )
+    tiny = onnx.numpy_helper.from_array(np.asarray(2e-5, np.float16), "tiny")
+    nodes = [
+        helper.make_node("Constant", [], ["c"], value=tiny),
+        helper.make_node("If", ["flag"], ["scaled"], then_branch=then, else_branch=other),
+        helper.make_node("Add", ["scaled", "c"], ["sum"]),
+        helper.make_node("Cast", ["sum"], ["single"], to=T.FLOAT),
+        helper.make_node("Cast", ["single"], ["y"], to=T.FLOAT16),
+        helper.make_node("Identity", ["x"], ["same"]),
+    ]
+    return save(
+        tmp_path,
+        nodes,
+        inputs=[helper.make_tensor_value_info("x", T.FLOAT16, [4]), helper.make_tensor_value_info("flag", T.BOOL, [])],
+        outputs=[
+            helper.make_tensor_value_info("y", T.FLOAT16, [4]),
+            helper.make_tensor_value_info("same", T.FLOAT16, [4]),
+        ],
+    )
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_half_precision_is_computed_in_float32(half_model: OnnxModel, flag: bool) -> None:
+    reference = Reference(half_model)
+    assert reference.upcast
+    assert "half precision rewritten to float32" in reference.description
+    x = np.asarray([1.0, 3.0, -5.0, 7.0], np.float16)
+    got = reference.run({"x": x, "flag": np.asarray(flag)})
+    third, tiny = np.float32(np.float16(1 / 3)), np.float32(np.float16(2e-5))
+    exact = (x.astype(np.float32) * third if flag else -x.astype(np.float32)) + tiny
+    assert got["y"].dtype == np.float32
+    np.testing.assert_allclose(got["y"], exact, rtol=1e-6)
+    np.testing.assert_array_equal(got["same"], x.astype(np.float32))
+
+
+def test_an_input_returned_as_it_is_keeps_its_name_when_upcast(tmp_path: Path) -> None:
+    model = save(
+        tmp_path,
+        [helper.make_node("Mul", ["x", "w"], ["y"])],
+        inputs=[helper.make_tensor_value_info("x", T.FLOAT16, [4])],
+        outputs=[helper.make_tensor_value_info("y", T.FLOAT16, [4])],
+    )
+    graph = upcast_to_float32(model.inline_proto()).graph
+    assert [value.name for value in graph.input] == ["x"]
+    assert graph.input[0].type.tensor_type.elem_type == T.FLOAT16
+    assert graph.output[0].type.tensor_type.elem_type == T.FLOAT
+    assert model.proto.graph.initializer[0].data_type == T.FLOAT16
+
+
+def test_a_zoo_model_in_half_precision_runs() -> None:
+    model = load_model("bert-tiny", shapes=dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), (1, 8)))
+    assert not computes_in_half(model)
+    assert compute_dtype(model) == "float32"
+    reference = Reference(model)
+    assert not reference.upcast
+    outputs = reference.run(random_inputs(model, seed=0))
+    assert list(outputs) == [spec.name for spec in model.outputs]
+
+
+def test_a_model_above_the_protobuf_limit_goes_through_a_file(
+    half_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_module, "PROTOBUF_LIMIT_BYTES", 1)
+    x = np.ones(4, np.float16)
+    assert Reference(half_model).run({"x": x, "flag": np.asarray(True)})["same"].tolist() == [1.0] * 4
+
+
+def test_a_model_that_onnx_runtime_refuses_is_named(bert_tiny: OnnxModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = onnx.ModelProto()
+    broken.CopyFrom(bert_tiny.inline_proto())
+    broken.graph.node[0].op_type = "NoSuchOperator"
+    monkeypatch.setattr(type(bert_tiny), "inline_proto", lambda _: broken)
+    with pytest.raises(PipelineError, match=r"ONNX Runtime .* does not load the model 'bert-tiny'"):
+        peer_session(bert_tiny, 1)

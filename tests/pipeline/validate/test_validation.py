@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from relaxtune.models import OnnxModel, TensorSpec, load_model
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.errors import ValidationFailedError
+from relaxtune.pipeline.validate.array_comparison import compare_arrays
+from relaxtune.pipeline.validate.reference import Reference
+from relaxtune.pipeline.validate.report import ValidationReport, render
+from relaxtune.pipeline.validate.tolerances import Tolerance
+from relaxtune.pipeline.validate.validation import Observation, compare, default_dims, observe, validate
+
+TIGHT = Tolerance(1e-3, 1e-3)
+
+
+def report_of(expected: np.ndarray, got: np.ndarray, dtype: str | None = None) -> ValidationReport:
+    spec = TensorSpec("y", dtype or str(got.dtype), got.shape)
+    seen = [Observation({"y": expected}, {"y": got})]
+    return compare(seen, (spec,), TIGHT, model="m", reference="r", seed=0)
+
+
+def test_bert_agrees_with_the_reference(artifact: Path, bert_tiny: OnnxModel) -> None:
+    report = validate(artifact, bert_tiny, samples=2, seed=3)
+    assert report.passed
+    assert (report.samples, report.seed) == (2, 3)
+    assert [output.name for output in report.outputs] == [spec.name for spec in bert_tiny.outputs]
+    for output in report.outputs:
+        assert 0 < (output.worst("max_abs") or 0) < 1e-4
+        assert (output.worst("cosine") or 0) > 0.999999
+    report.raise_if_failed()
+
+
+def test_another_model_fails_with_the_output_and_what_would_have_passed(artifact: Path, bert_tiny: OnnxModel) -> None:
+    shapes = {spec.name: spec.shape for spec in bert_tiny.inputs}
+    other = load_model("bert-tiny", shapes=shapes, seed=1)
+    report = validate(artifact, other, samples=1)
+    assert not report.passed
+    with pytest.raises(ValidationFailedError, match=r"output 'last_hidden_state': sample 0: largest error .* atol .*"):
+        report.raise_if_failed()
+
+
+def test_tolerances_given_replace_the_defaults(artifact: Path, bert_tiny: OnnxModel) -> None:
+    report = validate(Module.load(artifact), bert_tiny, samples=1, rtol=0.0, atol=0.0)
+    assert report.tolerance == Tolerance(0.0, 0.0)
+    assert not report.passed
+
+
+def test_what_was_observed_can_be_compared_again(artifact: Path, bert_tiny: OnnxModel) -> None:
+    module, reference = Module.load(artifact), Reference(bert_tiny)
+    seen = observe(module, bert_tiny, reference, samples=1, seed=0)
+    loose = compare(seen, module.outputs, TIGHT, model="m", reference="r", seed=0)
+    needed = max(output.worst("required_atol") or 0 for output in loose.outputs)
+    for factor, passes in ((1.01, True), (0.99, needed == 0)):
+        tolerance = Tolerance(TIGHT.rtol, needed * factor)
+        report = compare(seen, module.outputs, tolerance, model="m", reference="r", seed=0)
+        assert report.passed is passes
+
+
+@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=20), st.integers(0, 2**16), st.floats(1e-6, 1.0))
+def test_the_required_tolerances_are_the_smallest_that_pass(values: list[float], seed: int, size: float) -> None:
+    expected = np.asarray(values, np.float32)
+    got = expected + np.random.default_rng(seed).normal(0, size, expected.shape).astype(np.float32)
+    found = compare_arrays(expected, got, TIGHT)
+    assert found.passed is (found.required_atol <= TIGHT.atol * (1 + 1e-9))
+    assert compare_arrays(expected, got, Tolerance(TIGHT.rtol, max(found.required_atol, 0) * 1.001 + 1e-12)).passed
+    if found.required_atol > 1e-9:
+        assert not compare_arrays(expected, got, Tolerance(TIGHT.rtol, found.required_atol * 0.99)).passed
+
+
+def test_equal_arrays_need_no_tolerance() -> None:
+    values = np.asarray([[0.0, -1.0], [2.5, 1e30]], np.float32)
+    found = compare_arrays(values, values.copy(), Tolerance(0.0, 0.0))
+    assert found.passed
+    assert (found.max_abs, found.max_rel, found.required_atol, found.required_rtol) == (0.0, 0.0, 0.0, 0.0)
+    assert found.argmax_agreement == 1.0
+
+
+def test_absolute_tolerance_grows_with_the_size_of_the_output() -> None:
+    expected = np.asarray([1000.0, -1000.0, 0.0], np.float32)
+    got = expected + np.float32(0.5)
+    assert compare_arrays(expected, got, TIGHT).passed
+    assert not compare_arrays(expected / 1000, got / 1000 + 0.1, TIGHT).passed
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_fails_when_the_reference_is_finite(value: float) -> None:
+    expected = np.ones((2, 2), np.float32)
+    got = expected.copy()
+    got[0, 1] = value
+    report = report_of(expected, got)
+    assert not report.passed
+    assert "1 elements are NaN or infinite where the reference is finite" in report.outputs[0].reason
+
+
+def test_the_same_infinities_pass_and_others_fail() -> None:
+    expected = np.asarray([np.inf, -np.inf, np.nan, 1.0], np.float32)
+    assert report_of(expected, expected.copy()).passed
+    got = np.asarray([-np.inf, -np.inf, 0.0, 1.0], np.float32)
+    assert "2 elements differ where the reference is NaN or infinite" in report_of(expected, got).outputs[0].reason
+
+
+def test_arg_max_agreement_counts_rows() -> None:
+    expected = np.asarray([[0.0, 1.0], [1.0, 0.0]], np.float32)
+    found = compare_arrays(expected, np.asarray([[0.0, 1.0], [0.0, 1.0]], np.float32), TIGHT)
+    assert found.argmax_agreement == 0.5
+    assert compare_arrays(expected[:, :1], expected[:, :1], TIGHT).argmax_agreement is None
+    assert compare_arrays(np.float32(1.0).reshape(()), np.float32(1.0).reshape(()), TIGHT).argmax_agreement is None
+
+
+def test_integers_must_be_equal() -> None:
+    expected = np.asarray([1, 2, 3], np.int64)
+    assert report_of(expected, expected.copy()).passed
+    report = report_of(expected, np.asarray([1, 2, 5], np.int64))
+    assert report.outputs[0].reason == "sample 0: 1 of 3 elements differ; int64 must be equal"
+    assert report.outputs[0].worst("max_abs") == 2.0
+    assert report.outputs[0].worst("cosine") is None
+
+
+def test_shape_and_dtype_mismatches_fail() -> None:
+    values = np.ones((2, 3), np.float32)
+    assert "expected shape 2x3, got 3x2" in report_of(values, values.T.copy()).outputs[0].reason
+    assert "expected dtype float16, got float32" in report_of(values, values, dtype="float16").outputs[0].reason
+    assert "expected dtype int64, got float32" in report_of(values.astype(np.int64), values).outputs[0].reason
+
+
+def test_bfloat16_is_compared_with_a_float32_reference() -> None:
+    expected = np.linspace(-1, 1, 8, dtype=np.float32)
+    got = expected.astype(ml_dtypes.bfloat16)
+    assert not compare_arrays(expected, got, Tolerance(1e-5, 1e-5)).passed
+    assert compare_arrays(expected, got, Tolerance(1e-2, 1e-2)).passed
+
+
+def test_outputs_of_one_side_only_fail_and_none_in_common_is_an_error() -> None:
+    one = np.ones(2, np.float32)
+    specs = (TensorSpec("y", "float32", (2,)), TensorSpec("z", "float32", (2,)))
+    seen = [Observation({"x": one, "y": one}, {"y": one, "z": one})]
+    report = compare(seen, specs, TIGHT, model="m", reference="r", seed=0)
+    assert {output.name: output.reason for output in report.outputs} == {
+        "y": "",
+        "z": "sample 0: the model does not have this output",
+        "x": "sample 0: the module does not have this output",
+    }
+    with pytest.raises(ValidationFailedError, match="no output in common: the model has x, the module has y, z"):
+        compare([Observation({"x": one}, {"y": one})], specs, TIGHT, model="m", reference="r", seed=0)
+    with pytest.raises(ValidationFailedError, match="samples must be at least 1"):
+        compare([], specs, TIGHT, model="m", reference="r", seed=0)
+
+
+def test_report_is_json_and_a_table(artifact: Path, bert_tiny: OnnxModel) -> None:
+    report = validate(artifact, bert_tiny, samples=1)
+    data = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert data["passed"] is True
+    assert data["outputs"][0]["worst"]["required_atol"] >= 0
+    assert len(data["outputs"][0]["samples"]) == 1
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render(report))
+    text = console.export_text()
+    assert "validation of bert-tiny: passed" in text
+    assert "last_hidden_state" in text
+
+
+def test_symbolic_axes_get_small_sizes(bert_tiny: OnnxModel) -> None:
+    assert default_dims(bert_tiny) == {}
+    symbolic = load_model("bert-tiny", shapes=dict.fromkeys((s.name for s in bert_tiny.inputs), ("batch", "sequence")))
+    assert default_dims(symbolic) == {"batch": 2, "sequence": 16}

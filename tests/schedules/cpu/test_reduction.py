@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tvm import te, topi
+
+from relaxtune.schedules.fallback import apply_fallback
+from tests.schedules.kernel_cases import Case, host, loop_kinds, prim_func, rows_case, run
+
+KINDS = ["softmax", "layer_norm", "rms_norm", "sum", "max"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "length"), [(1, 1), (3, 7), (5, 100), (17, 33), (1, 1000), (197, 64), (64, 197)])
+def test_row_reduction_matches_numpy_when_length_is_odd(kind, rows, length):
+    assert run(rows_case(kind, rows, length)) == "cpu-reduction"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("symbolic", ["r", "l", "rl"])
+def test_row_reduction_matches_numpy_when_axes_are_symbolic(kind, symbolic):
+    for rows, length in ((6, 50), (1, 16), (3, 5)):
+        assert run(rows_case(kind, rows, length, symbolic)) == "cpu-reduction"
+
+
+@given(rows=st.integers(1, 20), length=st.integers(1, 90), kind=st.sampled_from(KINDS))
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_row_reduction_matches_numpy_when_shapes_are_drawn(rows, length, kind):
+    run(rows_case(kind, rows, length))
+
+
+def test_softmax_uses_cores_and_vectors_when_rows_are_many():
+    module = apply_fallback(rows_case("softmax", 512, 128).module, host().target)
+    assert loop_kinds(module) >= {"parallel", "vectorized"}
+
+
+def test_softmax_gives_zero_weight_when_the_mask_is_minus_infinity():
+    case = rows_case("softmax", 4, 37)
+    case.inputs[0][:, 20:] = -np.inf
+    shifted = np.exp(case.inputs[0] - case.inputs[0].max(-1, keepdims=True))
+    case.expected = [shifted / shifted.sum(-1, keepdims=True)]
+    run(case)
+
+
+def test_softmax_keeps_nan_when_the_input_has_one():
+    case = rows_case("softmax", 2, 40)
+    case.inputs[0][1, 3] = np.nan
+    case.expected[0][1, :] = np.nan
+    run(case)
+
+
+def test_column_sum_matches_numpy_when_the_reduced_axis_is_not_the_last():
+    run(rows_case("sum_columns", 33, 50))
+    run(rows_case("sum_columns", 300, 500))
+
+
+def test_argmax_matches_numpy_when_it_falls_to_the_generic_rule():
+    a = te.placeholder((9, 50), "float32", name="A")
+    x = np.random.default_rng(0).standard_normal((9, 50)).astype("float32")
+    case = Case(prim_func([a, topi.argmax(a, 1)]), [x], [x.argmax(1).astype("int32")])
+    assert run(case) == "cpu-generic"

@@ -1,0 +1,185 @@
+"""Every CPU rule at sizes known only at run time: one, primes, and a vector or tile more or less one.
+
+A wrong number is the worst a schedule can do, and it hides where memory happens to hold the right value: see
+`agreement` for how each kernel is compared with the unscheduled one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import tvm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tvm import te, tirx, topi
+from tvm.script import ir as I
+from tvm.script import tirx as T
+
+from relaxtune.schedules.fallback import fallback_rule_names
+from relaxtune.schedules.targets import resolve_target
+from tests.schedules.agreement import Pair, assert_pair_agrees, build_pair, symbols_of
+from tests.schedules.kernel_cases import conv1d_symbolic, conv2d_symbolic, host, matmul_case, prim_func, rows_case
+
+SIZES = (1, 2, 7, 13, 15, 16, 17, 31, 32, 33, 47, 65)
+NARROW = '{"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2}'
+
+
+@I.ir_module
+class PastTheEnd:
+    @T.prim_func(s_tir=True)
+    def main(a: T.handle, b: T.handle):
+        T.func_attr({"global_symbol": "main", "tirx.noalias": True})
+        n = T.int64()
+        A = T.match_buffer(a, (n,))
+        B = T.match_buffer(b, (n,))
+        for i in range(n + T.int64(1)):
+            with T.sblock("B"):
+                v = T.axis.spatial(n + T.int64(1), i)
+                B[v] = A[T.min(v, n - T.int64(1))] + T.float32(1)
+
+
+def size(name: str) -> tirx.Var:
+    return te.var(name, "int64")
+
+
+def masked_softmax(last: int | None = None) -> tirx.PrimFunc:
+    """Attention weights as PyTorch exports them: softmax, and 0 where a row of -inf made it NaN."""
+    sequence = size("s")
+    scores = te.placeholder((size("b"), 4, sequence, last or sequence), "float32", name="scores")
+    weights = topi.nn.softmax(scores)
+    guarded = te.compute(
+        weights.shape,
+        lambda *i: tirx.if_then_else(tirx.isnan(weights[i]), tirx.const(0.0, "float32"), weights[i]),
+        name="where",
+    )
+    return prim_func([scores, guarded])
+
+
+def attention_scores(transposed: bool) -> tirx.PrimFunc:
+    batch, rows, columns = size("b"), size("s"), size("t")
+    a = te.placeholder((batch, 4, rows, 16), "float32", name="A")
+    w = te.placeholder((batch, 4, columns, 16) if transposed else (batch, 4, 16, columns), "float32", name="W")
+    mask = te.placeholder((batch, 1, 1, columns), "float32", name="mask")
+    k = te.reduce_axis((0, 16), "k")
+    scores = te.compute(
+        (batch, 4, rows, columns),
+        lambda i, h, m, n: te.sum(a[i, h, m, k] * (w[i, h, n, k] if transposed else w[i, h, k, n]), axis=k),
+        name="scores",
+    )
+    return prim_func([a, w, mask, topi.add(scores, mask)])
+
+
+def reduced(axes: list[int], dtype: str = "float32") -> tirx.PrimFunc:
+    a = te.placeholder((size("b"), size("s"), 33), dtype, name="A")
+    return prim_func([a, topi.sum(a, axes)])
+
+
+def largest(axis: int) -> tirx.PrimFunc:
+    a = te.placeholder((size("b"), size("s")), "float32", name="A")
+    return prim_func([a, topi.argmax(a, axis)])
+
+
+def joined(axis: int) -> tirx.PrimFunc:
+    shape = (size("b"), size("s"), 24)
+    a, b = (te.placeholder(shape, "float32", name=name) for name in "AB")
+    return prim_func([a, b, topi.concatenate([topi.exp(a), b], axis)])
+
+
+def moved(axes: tuple[int, ...]) -> tirx.PrimFunc:
+    a = te.placeholder((size("b"), size("s"), size("h")), "float32", name="A")
+    return prim_func([a, topi.transpose(a, axes)])
+
+
+def looked_up() -> tirx.PrimFunc:
+    table = te.placeholder((70, 100), "float32", name="table")
+    indices = te.placeholder((size("b"), size("s")), "int64", name="indices")
+    return prim_func([table, indices, topi.take(table, indices, 0, mode="clip")])
+
+
+KERNELS: dict[str, tuple[str, Callable[[], tirx.PrimFunc]]] = {
+    "softmax, isnan, where": ("cpu-reduction", masked_softmax),
+    "softmax over 100": ("cpu-reduction", lambda: masked_softmax(100)),
+    "layer norm": ("cpu-reduction", lambda: rows_case("layer_norm", 1, 1, "rl").func),
+    "layer norm over 100": ("cpu-reduction", lambda: rows_case("layer_norm", 1, 100, "r").func),
+    "rms norm": ("cpu-reduction", lambda: rows_case("rms_norm", 1, 1, "rl").func),
+    "max": ("cpu-reduction", lambda: rows_case("max", 1, 1, "rl").func),
+    "sum of two axes": ("cpu-reduction", lambda: reduced([1, 2])),
+    "sum of integers": ("cpu-reduction", lambda: reduced([2], "int64")),
+    "sum of the first axis": ("cpu-reduction", lambda: reduced([0])),
+    "sum of everything": ("cpu-generic", lambda: reduced([0, 1, 2])),
+    "argmax": ("cpu-generic", lambda: largest(1)),
+    "matmul m": ("cpu-matmul", lambda: matmul_case(1, 64, 32, epilogue="gelu", symbolic="m").func),
+    "matmul m, odd n": ("cpu-matmul", lambda: matmul_case(1, 53, 32, epilogue="bias", symbolic="m").func),
+    "matmul n": ("cpu-matmul", lambda: matmul_case(5, 1, 20, epilogue="gelu", symbolic="n").func),
+    "matmul k": ("cpu-matmul", lambda: matmul_case(37, 48, 1, transposed=True, symbolic="k").func),
+    "matmul all": ("cpu-matmul", lambda: matmul_case(1, 1, 1, batch=2, symbolic="mnk").func),
+    "scores": ("cpu-matmul", lambda: attention_scores(transposed=False)),
+    "scores, transposed": ("cpu-matmul", lambda: attention_scores(transposed=True)),
+    "patches": ("cpu-convolution", lambda: conv2d_symbolic(channels=3, size=32, filters=64, kernel=8)),
+    "patches, partial": ("cpu-reduction", lambda: conv2d_symbolic(channels=3, size=9, filters=7, kernel=3)),
+    "audio": ("cpu-convolution", lambda: conv1d_symbolic(channels=8, filters=64)),
+    "concatenate rows": ("cpu-elementwise", lambda: joined(1)),
+    "concatenate columns": ("cpu-elementwise", lambda: joined(2)),
+    "transpose": ("cpu-elementwise", lambda: moved((2, 0, 1))),
+    "take": ("cpu-elementwise", looked_up),
+}
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["host", "avx2"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_agrees_with_itself_unscheduled_when_sizes_come_at_run_time(name: str, narrow: bool) -> None:
+    expected_rule, make = KERNELS[name]
+    func = make()
+    pair = build_pair(func, resolve_target(NARROW).target if narrow else host().target)
+    assert pair.rule == expected_rule
+    symbols = symbols_of(func)
+    assert symbols
+    for turn in range(len(SIZES)):
+        # Each symbol walks through the sizes at its own stride, so that short and long meet.
+        assert_pair_agrees(pair, {s: drawn(s, SIZES[(turn * (2 * i + 1) + 4 * i) % 12]) for i, s in enumerate(symbols)})
+
+
+def drawn(symbol: str, value: int) -> int:
+    """Return a size that a test has time for: batches stay small."""
+    return 1 + value % 3 if symbol == "b" else value
+
+
+@pytest.fixture(scope="module")
+def pairs() -> dict[str, Pair]:
+    chosen = ("softmax, isnan, where", "scores", "layer norm", "matmul all")
+    return {name: build_pair(KERNELS[name][1](), host().target) for name in chosen}
+
+
+@given(values=st.lists(st.integers(1, 70), min_size=3, max_size=3), seed=st.integers(0, 3))
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_kernel_agrees_with_itself_unscheduled_when_sizes_are_drawn(
+    pairs: dict[str, Pair], values: list[int], seed: int
+) -> None:
+    for pair in pairs.values():
+        sizes = dict(zip(symbols_of(pair.func), values, strict=False))
+        assert_pair_agrees(pair, {s: drawn(s, v) for s, v in sizes.items()}, seed=seed)
+
+
+def test_comparison_sees_what_is_never_written_and_what_is_written_past_an_end() -> None:
+    """The comparison itself: a lane without an initial value, and a store that is one element too far."""
+    n = size("n")
+    a = te.placeholder((n,), "float32", name="A")
+    good = build_pair(prim_func([a, te.compute((n,), lambda i: a[i] + 1.0, name="B")]), host().target)
+    short = prim_func([a, te.compute((n,), lambda i: tirx.Select(i < n - 1, a[i] + 1.0, tirx.const(9.0)), name="B")])
+    with pytest.raises(AssertionError, match=r"rule cpu-elementwise at \{'n': 5\}"):
+        assert_pair_agrees(Pair(good.rule, good.func, build_pair(short, host().target).plain, good.plain), {"n": 5})
+    library = tirx.build(PastTheEnd, target=host().target)
+    with pytest.raises(AssertionError, match="wrote past the end of an output"):
+        assert_pair_agrees(Pair(good.rule, good.func, library, good.plain), {"n": 5})
+
+
+def test_kernel_is_left_as_it_is_when_no_rule_can_schedule_it() -> None:
+    """A sum of sizes that TVM's fusing of loops cannot divide by: compiling must not fail for want of a schedule."""
+    batch, height = size("b"), size("y")
+    image = te.placeholder((batch, 3, height, 8), "float32", name="image")
+    weight = te.placeholder((1, 3, 1, 1), "float32", name="weight")
+    func = prim_func([image, weight, topi.nn.conv2d_nchw(image, weight, 1, 1, 1)])
+    assert fallback_rule_names(tvm.IRModule({"main": func}), host().target) == {"main": "cpu-plain"}
+    pair = build_pair(func, host().target)
+    assert_pair_agrees(pair, {"b": 2, "y": 5})

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import math
+import sqlite3
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from relaxtune.tuning_db.errors import DatabaseOpenError, SchemaVersionError
+from relaxtune.tuning_db.features import list_features, record_features
+from relaxtune.tuning_db.records import JobTask, Mode, Route, Status
+from relaxtune.tuning_db.sql.engine import make_engine, parse_location
+from relaxtune.tuning_db.sql.migrate import alembic_config, known_revisions
+from relaxtune.tuning_db.sql.outcomes import Artifact, Benchmark, Validation
+from relaxtune.tuning_db.sql.schema import HEAD_REVISION, VERSION_TABLE, Base
+from relaxtune.tuning_db.store import TuningDatabase, upgrade
+
+MADE = datetime(2026, 11, 20, 13, tzinfo=UTC)
+ASSETS = Path(__file__).parent / "assets"
+
+
+def restore(revision: str, path: Path) -> Path:
+    """Write the stored database of a released schema to `path`."""
+    connection = sqlite3.connect(path)
+    connection.executescript((ASSETS / f"schema_{revision}.sql").read_text())
+    connection.close()
+    return path
+
+
+def set_revision(path: Path, revision: str) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute(f"UPDATE {VERSION_TABLE} SET version_num = ?", [revision])
+    connection.commit()
+    connection.close()
+
+
+def test_head_revision_is_the_head_of_the_migrations():
+    assert ScriptDirectory.from_config(alembic_config()).get_current_head() == HEAD_REVISION
+
+
+def test_every_released_schema_has_a_stored_database():
+    assert {f"schema_{revision}.sql" for revision in known_revisions()} == {p.name for p in ASSETS.glob("*.sql")}
+
+
+def test_migrations_make_the_schema_of_the_models(database):
+    with database._engine.connect() as connection:
+        options = {"target_metadata": Base.metadata, "version_table": VERSION_TABLE}
+        context = MigrationContext.configure(connection, opts=options)
+        assert compare_metadata(context, Base.metadata) == []
+
+
+@pytest.mark.parametrize("revision", sorted(known_revisions()))
+def test_stored_database_is_upgraded_and_used(path, samples, revision):
+    restore(revision, path)
+    assert upgrade(path) == revision
+    assert upgrade(path) == HEAD_REVISION
+    with TuningDatabase.open(path) as database:
+        workload = database.get_workload("hash1")
+        assert workload == samples.workload()
+        best = database.find_best(
+            workload_hash="hash1", signature_key=None, target=samples.target(), environment=samples.environment()
+        )
+        assert best.latencies_us == (12.5, 11.5, 13.5)
+        assert best.created_at.isoformat() == "2026-11-20T12:00:00.000001+00:00"
+        failure = next(r for r in database.list_records() if r.status is Status.RUN_ERROR)
+        assert [repr(value) for value in failure.latencies_us] == ["nan", "inf", "-inf"]
+        assert failure.error == "CUDA_ERROR_ILLEGAL_ADDRESS"
+        (job,) = database.list_jobs()
+        assert (job.model, job.outcome) == ("bert-base", "ok")
+        assert database.list_job_tasks(job.id) == [
+            JobTask("hash1", workload.tvm_version, 12, ("/layer.0/MatMul",), 1.5)
+        ]
+        database.record_measurement(samples.record(route=Route.TEMPLATE, latencies_us=(1.0,)))
+        assert database.count_records() == 3
+        artifact = Artifact("bert-base", "0" * 64, samples.target(), '{"kernels":[]}', "out/bert", job.id, MADE)
+        database.record_artifact(artifact)
+        validation = Validation(artifact.key, samples.environment(), False, 3, math.inf, "{}", MADE)
+        database.record_validation(validation)
+        database.record_benchmark(Benchmark(artifact.key, samples.environment(), "ort", (9.0, 8.0), "{}", MADE))
+        # The databases of schema 0002 and later have them already, so they are kept once.
+        assert database.list_artifacts() == [artifact]
+        assert database.list_validations() == [validation]
+        assert [benchmark.latency_us for benchmark in database.list_benchmarks()] == [8.5]
+        record_features(database, "per-store/2", {1: np.array([[1.5, 0.0], [2.0, 3.0]])})
+        (features,) = list_features(database, "per-store/2", samples.target())
+        assert features.values.tolist() == [[1.5, 0.0], [2.0, 3.0]]
+
+
+@pytest.mark.parametrize("revision", sorted(known_revisions() - {HEAD_REVISION}))
+def test_older_schema_is_upgraded_in_postgresql_too(empty_postgres, samples, monkeypatch, revision):
+    location = parse_location(empty_postgres)
+    engine = make_engine(location, read_only=False, create=False)
+    with engine.begin() as connection:
+        config = alembic_config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+    engine.dispose()
+    with pytest.raises(SchemaVersionError, match=rf"has schema revision {revision}, .*relaxtune db upgrade --db"):
+        TuningDatabase.open(empty_postgres)
+    assert upgrade(empty_postgres) == revision
+    with TuningDatabase.open(empty_postgres) as database:
+        database.record_workload(samples.workload())
+        assert database.record_measurement(samples.record()) == 1
+        with database._engine.connect() as connection:
+            options = {"target_metadata": Base.metadata, "version_table": VERSION_TABLE}
+            assert compare_metadata(MigrationContext.configure(connection, opts=options), Base.metadata) == []
+
+
+def test_older_schema_is_refused_with_the_command_that_upgrades_it(path):
+    restore("0001", path)
+    command = rf"Run: relaxtune db upgrade --db sqlite:///{path}$"
+    with pytest.raises(SchemaVersionError, match=r"has schema revision 0001, this relaxtune needs 0004\. " + command):
+        TuningDatabase.open(path)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_newer_schema_is_refused_with_the_command_that_upgrades_relaxtune(path, mode):
+    restore("0001", path)
+    set_revision(path, "9999")
+    message = rf"has schema revision 9999, newer than {HEAD_REVISION}, .*pip install --upgrade relaxtune"
+    with pytest.raises(SchemaVersionError, match=message):
+        TuningDatabase.open(path, mode=mode)
+    with pytest.raises(SchemaVersionError, match=message):
+        upgrade(path)
+
+
+def test_upgrade_makes_the_tables_of_an_empty_file_and_refuses_a_missing_one(path):
+    with pytest.raises(DatabaseOpenError, match="There is no database"):
+        upgrade(path)
+    path.touch()
+    assert upgrade(path) is None
+    with TuningDatabase.open(path, create=False) as database:
+        assert database.info().schema_revision == HEAD_REVISION
+
+
+def test_nothing_is_left_when_a_migration_fails_midway(path, monkeypatch):
+    monkeypatch.setattr("sqlalchemy.Double", None)
+    with pytest.raises(TypeError):
+        TuningDatabase.open(path)
+    connection = sqlite3.connect(path)
+    assert connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
+    connection.close()
+    monkeypatch.undo()
+    with TuningDatabase.open(path) as database:
+        assert database.count_records() == 0
+
+
+def test_package_imports_without_tvm(python):
+    modules = ", ".join(
+        f"relaxtune.tuning_db.{name}" for name in ("store", "questions.queries", "lookup", "sql.migrate")
+    )
+    script = f"import sys, {modules}\nprint(sorted(m for m in sys.modules if m.split('.')[0] in ('tvm', 'tvm_ffi')))"
+    assert python(script).communicate()[0].strip() == "[]"

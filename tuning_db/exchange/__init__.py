@@ -1,0 +1,1 @@
+"""Records between databases: archives, merging, pruning, MetaSchedule's JSON files."""

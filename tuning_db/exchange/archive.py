@@ -1,0 +1,348 @@
+"""An archive: one file that holds a database, or a part of it, to be kept or sent.
+
+gzip over lines of JSON, each `[kind, fields]`. The first is `["relaxtune-archive", {"version": 1}]`; the last is
+`["end", {"lines": n, "sha256": ...}]`, the hash of all bytes before it. Targets and environments are written once and
+referred to by their number. The content decides every byte, so two databases that hold the same give the same file.
+
+Reading trusts nothing: first the hash at the end has to fit, then every line is checked as the value it claims to be,
+and the whole is committed or nothing. Texts are stored, never run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+
+from sqlalchemy.orm import Session
+
+from relaxtune.tuning_db.errors import ExchangeError, NotFoundError, TuningDatabaseError
+from relaxtune.tuning_db.exchange.entries import Entry, Signature, TaskOfJob, Transfer, list_entries, merge_entries
+from relaxtune.tuning_db.records import (
+    Environment,
+    Job,
+    JobTask,
+    RecordFilter,
+    TargetKey,
+    TuningRecord,
+    Workload,
+    canonical_json,
+)
+from relaxtune.tuning_db.sql.outcomes import Artifact, Benchmark, Validation
+from relaxtune.tuning_db.sql.rows import latencies_from_text, latencies_to_text
+from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase
+
+FORMAT = "relaxtune-archive"
+VERSION = 1
+#: No true line is longer; a hostile one would otherwise fill the memory.
+MAX_LINE_BYTES = 256 * 2**20
+
+_END = b'["end",'
+
+Fields = dict[str, Any]
+
+
+def export_archive(database: TuningDatabase, path: Path, filters: RecordFilter = NO_FILTER) -> int:
+    """Write an archive of one moment of a database, whole or not at all; return the number of entries.
+
+    Raises
+    ------
+    ExchangeError
+        The file cannot be written.
+    """
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as e:
+        raise ExchangeError(f"Cannot write the archive {path} ({e}). Name a file in a folder that exists.") from e
+    try:
+        with os.fdopen(handle, "wb") as raw:
+            lines = database.read(lambda session: _write(raw, list_entries(session, filters)))
+            raw.flush()
+            os.fsync(raw.fileno())
+        # mkstemp makes a private file; an archive is for others.
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as e:
+        raise ExchangeError(f"Cannot write the archive {path} ({e}). Nothing was left there.") from e
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return lines
+
+
+def import_archive(database: TuningDatabase, path: Path) -> Transfer:
+    """Merge an archive into a database, all or nothing.
+
+    Raises
+    ------
+    ExchangeError
+        The file is no archive, of a newer version, damaged, or holds what must not be stored; the message has the line.
+    """
+    check_archive(path)
+    position = _Position()
+
+    def work(session: Session) -> Transfer:
+        try:
+            return merge_entries(session, read_archive(path, position))
+        except NotFoundError as e:
+            # A record is written with those after it, so the line is not that of the record itself.
+            raise ExchangeError(
+                f"{path}, line {position.line} or before: {e} The archive was not made by relaxtune."
+            ) from e
+
+    return database.write(work)
+
+
+def merge(database: TuningDatabase, source: TuningDatabase, filters: RecordFilter = NO_FILTER) -> Transfer:
+    """Merge what `source` holds into `database`, all or nothing, by the rules of `exchange.entries`."""
+    return source.read(
+        lambda reading: database.write(lambda writing: merge_entries(writing, list_entries(reading, filters)))
+    )
+
+
+def _write(raw: Any, entries: Iterable[Entry]) -> int:
+    # No name and no time in the header: equal contents are equal bytes. A retried read begins again.
+    raw.seek(0)
+    raw.truncate()
+    digest = hashlib.sha256()
+    count = 0
+    numbers: dict[TargetKey | Environment, int] = {}
+    with gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0, compresslevel=6) as stream:
+
+        def put(kind: str, fields: Fields) -> None:
+            nonlocal count
+            line = canonical_json([kind, fields]).encode() + b"\n"
+            digest.update(line)
+            stream.write(line)
+            count += 1
+
+        def number(value: TargetKey | Environment) -> int:
+            if value not in numbers:
+                put("target" if isinstance(value, TargetKey) else "environment", asdict(value))
+                numbers[value] = len(numbers)
+            return numbers[value]
+
+        put(FORMAT, {"version": VERSION})
+        entries_written = 0
+        for entry in entries:
+            put(*_encode(entry, number))
+            entries_written += 1
+        stream.write(_END + canonical_json({"lines": count, "sha256": digest.hexdigest()}).encode() + b"]\n")
+    return entries_written
+
+
+def _encode(entry: Entry, number: Callable[[TargetKey | Environment], int]) -> tuple[str, Fields]:
+    if isinstance(entry, TaskOfJob):
+        return "task", {"job_id": entry.job_id, **asdict(entry.task)}
+    fields = {name: getattr(entry, name) for name in entry.__dataclass_fields__ if name not in ("id", "layer")}
+    if isinstance(entry, Job):
+        fields["id"] = entry.id
+    for name, value in fields.items():
+        if isinstance(value, TargetKey | Environment):
+            fields[name] = number(value)
+        elif isinstance(value, datetime):
+            fields[name] = value.isoformat()
+    if isinstance(entry, TuningRecord):
+        fields["latencies_us"] = json.loads(latencies_to_text(entry.latencies_us))
+    if isinstance(entry, Validation):
+        fields["max_abs"] = entry.max_abs if math.isfinite(entry.max_abs) else repr(entry.max_abs)
+    return _KINDS[type(entry)], fields
+
+
+_KINDS: dict[type, str] = {
+    Signature: "signature",
+    Workload: "workload",
+    Job: "job",
+    TuningRecord: "record",
+    Artifact: "artifact",
+    Validation: "validation",
+    Benchmark: "benchmark",
+}
+_CLASSES = {kind: cls for cls, kind in _KINDS.items()}
+
+
+@dataclass
+class _Position:
+    """The line that is being read."""
+
+    line: int = 0
+
+
+def check_archive(path: Path) -> None:
+    """Read an archive through, and accept it when nothing was changed since it was written.
+
+    Raises
+    ------
+    ExchangeError
+        It is no archive, of another version, damaged or cut off.
+    """
+    digest = hashlib.sha256()
+    end: tuple[int, Fields] | None = None
+    number = 0
+    for number, line in _lines(path):
+        if end is not None:
+            raise ExchangeError(
+                f"{path}, line {number}: there is text after the end of the archive. It was changed; get it again."
+            )
+        if number == 1:
+            _check_header(*_parse(line, f"{path}, line 1"), path)
+        if line.startswith(_END):
+            end = number, _parse(line, f"{path}, line {number}")[1]
+        else:
+            digest.update(line)
+    if end is None:
+        raise ExchangeError(f"{path} ends after line {number} without its last line. It is cut off; get it again.")
+    if end[1] != {"lines": end[0] - 1, "sha256": digest.hexdigest()}:
+        raise ExchangeError(
+            f"{path}, line {end[0]}: the checksum does not fit: expected {end[1].get('sha256')}, got "
+            f"{digest.hexdigest()}. The archive is damaged; get it again."
+        )
+
+
+def read_archive(path: Path, position: _Position | None = None) -> Iterator[Entry]:
+    """Yield the entries of an archive that `check_archive` accepted, each checked as what it claims to be.
+
+    Raises
+    ------
+    ExchangeError
+        A line holds what must not be stored.
+    """
+    position = position or _Position()
+    places: list[TargetKey | Environment] = []
+    for number, line in _lines(path):
+        position.line = number
+        if number == 1 or line.startswith(_END):
+            continue
+        where = f"{path}, line {number}"
+        entry = _decode(*_parse(line, where), places, where)
+        if isinstance(entry, TargetKey | Environment):
+            places.append(entry)
+        else:
+            yield entry
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    try:
+        with gzip.open(path, "rb") as stream:
+            while line := stream.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise ExchangeError(f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes; refused.")
+                yield number, line
+    except (gzip.BadGzipFile, EOFError, zlib.error) as e:
+        raise ExchangeError(
+            f"{path}, line {number + 1}: not a whole gzip file ({e}). It is no archive of `relaxtune db export`, or is "
+            "damaged."
+        ) from e
+    except OSError as e:
+        raise ExchangeError(f"Cannot read the archive {path} ({e}).") from e
+
+
+def _parse(line: bytes, where: str) -> tuple[str, Fields]:
+    try:
+        value = json.loads(line, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as e:
+        raise ExchangeError(f"{where}: not JSON ({e}). The archive is damaged.") from e
+    match value:
+        case [str() as kind, dict() as fields]:
+            return kind, fields
+    raise ExchangeError(f"{where}: expected [kind, fields], got {line[:80]!r}. This is no archive.")
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_header(kind: str, fields: Fields, path: Path) -> None:
+    if kind != FORMAT:
+        raise ExchangeError(f"{path}, line 1: expected {FORMAT!r}, got {kind[:40]!r}. This is no archive.")
+    if fields != {"version": VERSION}:
+        raise ExchangeError(
+            f"{path}, line 1: archive version {fields.get('version')!r}, this relaxtune reads {VERSION}. "
+            "Run: pip install --upgrade relaxtune"
+        )
+
+
+def _decode(
+    kind: str, fields: Fields, places: list[TargetKey | Environment], where: str
+) -> Entry | TargetKey | Environment:
+    try:
+        return _make(kind, dict(fields), places)
+    except (TuningDatabaseError, TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as e:
+        raise ExchangeError(f"{where}: refused as a {kind[:40]}: {e}") from e
+
+
+#: What the annotations of the value classes say, for fields of JSON; anything else would reach the database unchecked.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "str | None": (str, type(None)),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "bool": (bool,),
+    "Route": (str,),
+    "Status": (str,),
+    "datetime": (str,),
+    "datetime | None": (str, type(None)),
+    "TargetKey": (int,),
+    "Environment": (int,),
+    "tuple[float, ...]": (list,),
+    "tuple[str, ...]": (list,),
+}
+
+
+def _make(kind: str, fields: Fields, places: list[TargetKey | Environment]) -> Entry | TargetKey | Environment:
+    if kind == "target":
+        return TargetKey(**_typed(TargetKey, fields))
+    if kind == "environment":
+        return Environment(**_typed(Environment, fields))
+    if kind == "task":
+        job_id = fields.pop("job_id")
+        if not isinstance(job_id, str):
+            raise TypeError("job_id must be a text")
+        task = JobTask(**_typed(JobTask, fields))
+        if not all(isinstance(node, str) for node in task.onnx_nodes):
+            raise TypeError("onnx_nodes must be texts")
+        return TaskOfJob(job_id, task)
+    cls = _CLASSES[kind]
+    if cls is Validation and fields.get("max_abs") in ("nan", "inf", "-inf"):
+        fields["max_abs"] = float(fields["max_abs"])
+    values = _typed(cls, fields)
+    for name, annotation in _annotations(cls).items():
+        if name not in values:
+            continue
+        if annotation.startswith("datetime") and values[name] is not None:
+            values[name] = datetime.fromisoformat(values[name])
+        elif annotation in ("TargetKey", "Environment"):
+            place = places[values[name]] if values[name] >= 0 else None
+            if type(place).__name__ != annotation:
+                raise TypeError(f"{name} refers to no {annotation}")
+            values[name] = place
+        elif annotation == "tuple[float, ...]":
+            values[name] = latencies_from_text(canonical_json(values[name]))
+    return cast(Entry, cls(**values))
+
+
+def _annotations(cls: type) -> dict[str, str]:
+    # `from __future__ import annotations` keeps them as text.
+    return {name: str(field.type) for name, field in cls.__dataclass_fields__.items()}  # type: ignore[attr-defined]
+
+
+def _typed(cls: type, fields: Fields) -> Fields:
+    annotations = _annotations(cls)
+    for name, value in fields.items():
+        if name not in annotations or name in ("layer",) or (name == "id" and cls is TuningRecord):
+            raise TypeError(f"it has no field {name[:40]!r}")
+        expected = _TYPES[annotations[name]]
+        if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
+            raise TypeError(f"{name} must be {annotations[name]}, got {str(value)[:40]!r}")
+    return fields

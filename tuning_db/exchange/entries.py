@@ -1,0 +1,280 @@
+"""All that a database holds as values, one after another, and their way into another database.
+
+Merging is commutative, associative and idempotent: what has a content key is kept once, and where two databases say
+different things of one natural key, the same one wins whoever comes first:
+
+- a workload's description (signature, name, FLOPs, bytes): a known family before `unknown`, then the higher content
+  key; its IR: any before none, then the higher sha256;
+- a job: a finished one before one that is not, then the higher content key; its tasks: more seconds, then more weight;
+- an artifact written twice: the earlier time, then the lower location.
+
+Records, validations and benchmarks have no conflicts, since their key covers all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session, undefer
+
+from relaxtune.tuning_db.records import (
+    Job,
+    JobTask,
+    RecordFilter,
+    TuningRecord,
+    Workload,
+    canonical_json,
+    canonical_text,
+    content_key,
+)
+from relaxtune.tuning_db.sql import outcomes
+from relaxtune.tuning_db.sql.outcomes import Artifact, Benchmark, Validation
+from relaxtune.tuning_db.sql.rows import target_columns, to_job, to_job_task, to_workload
+from relaxtune.tuning_db.sql.schema import (
+    ArtifactRow,
+    BenchmarkRow,
+    FeatureRow,
+    JobRow,
+    JobTaskRow,
+    RecordRow,
+    SignatureRow,
+    TargetRow,
+    ValidationRow,
+    WorkloadRow,
+)
+from relaxtune.tuning_db.sql.statements import conditions, iterate_records, select_records
+from relaxtune.tuning_db.sql.writing import put_job, put_job_tasks, put_keyed, put_records, put_workload
+
+UNKNOWN_FAMILY = "unknown"
+#: Records written by one statement.
+BATCH = 5000
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A signature by itself: a record keeps the one it was measured under, which its workload may no longer have."""
+
+    family: str
+    signature: str
+
+    def __post_init__(self) -> None:
+        """Bring the signature to canonical JSON."""
+        object.__setattr__(self, "signature", canonical_text(self.signature, "Signature.signature"))
+
+
+@dataclass(frozen=True)
+class TaskOfJob:
+    """A task with the job it belongs to."""
+
+    job_id: str
+    task: JobTask
+
+
+Entry = Signature | Workload | Job | TaskOfJob | TuningRecord | Artifact | Validation | Benchmark
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How many of each kind were read, and how many records were new."""
+
+    workloads: int = 0
+    jobs: int = 0
+    records: int = 0
+    new_records: int = 0
+    artifacts: int = 0
+    validations: int = 0
+    benchmarks: int = 0
+
+
+def list_entries(session: Session, filters: RecordFilter) -> Iterator[Entry]:
+    """Yield what a database holds, in an order that depends on the content alone; what is referred to comes first.
+
+    With a filter: the records it selects and what they refer to, and no outcomes of compiling.
+    """
+    everything = filters == RecordFilter()
+    chosen = select(RecordRow).where(*conditions(filters)).subquery()
+    signatures = select(SignatureRow).order_by(SignatureRow.key)
+    workloads = (
+        select(WorkloadRow, SignatureRow)
+        .join(SignatureRow, SignatureRow.id == WorkloadRow.signature_id)
+        .order_by(WorkloadRow.workload_hash, WorkloadRow.tvm_version)
+        .options(undefer(WorkloadRow.ir_json))
+    )
+    jobs = select(JobRow, TargetRow).join(TargetRow, TargetRow.id == JobRow.target_id).order_by(JobRow.id)
+    tasks = (
+        select(JobTaskRow, WorkloadRow)
+        .join(WorkloadRow, WorkloadRow.id == JobTaskRow.workload_id)
+        .order_by(JobTaskRow.job_id, WorkloadRow.workload_hash, WorkloadRow.tvm_version)
+    )
+    if not everything:
+        of_workloads = select(WorkloadRow.signature_id).where(WorkloadRow.id.in_(select(chosen.c.workload_id)))
+        signatures = signatures.where(
+            SignatureRow.id.in_(select(chosen.c.signature_id)) | SignatureRow.id.in_(of_workloads)
+        )
+        workloads = workloads.where(WorkloadRow.id.in_(select(chosen.c.workload_id)))
+        jobs = jobs.where(JobRow.id.in_(select(chosen.c.job_id)))
+        tasks = tasks.where(
+            JobTaskRow.job_id.in_(select(chosen.c.job_id)), JobTaskRow.workload_id.in_(select(chosen.c.workload_id))
+        )
+    yield from (Signature(row.family, row.signature) for row in session.scalars(signatures))
+    yield from (to_workload(*row) for row in session.execute(workloads))
+    yield from (to_job(*row) for row in session.execute(jobs))
+    yield from (TaskOfJob(row.job_id, to_job_task(row, workload)) for row, workload in session.execute(tasks))
+    ordered = select_records().where(*conditions(filters)).order_by(RecordRow.created_at, RecordRow.key)
+    yield from iterate_records(session, ordered)
+    if everything:
+        yield from sorted(outcomes.list_artifacts(session, None), key=lambda value: value.key)
+        yield from sorted(outcomes.list_validations(session, None), key=lambda value: value.key)
+        yield from sorted(outcomes.list_benchmarks(session, None), key=lambda value: value.key)
+
+
+def merge_entries(session: Session, entries: Iterable[Entry]) -> Transfer:
+    """Write entries into a database by the rules above, and count them."""
+    before = _count(session)
+    counts = dict.fromkeys((Workload, Job, TuningRecord, Artifact, Validation, Benchmark), 0)
+    pending: list[TuningRecord] = []
+    for entry in entries:
+        if isinstance(entry, TuningRecord):
+            pending.append(entry)
+            if len(pending) >= BATCH:
+                put_records(session, pending)
+                pending = []
+        else:
+            _merge(session, entry)
+        if type(entry) in counts:
+            counts[type(entry)] += 1
+    if pending:
+        put_records(session, pending)
+    return Transfer(
+        workloads=counts[Workload],
+        jobs=counts[Job],
+        records=counts[TuningRecord],
+        new_records=_count(session) - before,
+        artifacts=counts[Artifact],
+        validations=counts[Validation],
+        benchmarks=counts[Benchmark],
+    )
+
+
+def _count(session: Session) -> int:
+    return session.execute(select(func.count()).select_from(RecordRow)).scalar_one()
+
+
+def _merge(session: Session, entry: Signature | Workload | Job | TaskOfJob | Artifact | Validation | Benchmark) -> None:
+    match entry:
+        case Signature():
+            _merge_signature(session, entry)
+        case Workload():
+            _merge_workload(session, entry)
+        case Job():
+            _merge_job(session, entry)
+        case TaskOfJob():
+            _merge_task(session, entry)
+        case Artifact():
+            _merge_artifact(session, entry)
+        case Validation():
+            outcomes.put_validation(session, entry)
+        case Benchmark():
+            outcomes.put_benchmark(session, entry)
+    session.flush()
+
+
+def _merge_signature(session: Session, entry: Signature) -> None:
+    key = Workload("x", entry.family, entry.signature, "", 0.0, 0.0, None, "").signature_key
+    row: dict[str, object] = {"key": key, "family": entry.family, "signature": entry.signature}
+    put_keyed(session, SignatureRow, {key: row})
+    known = session.scalars(select(SignatureRow).where(SignatureRow.key == key)).one()
+    known.family = min(known.family, entry.family, key=lambda family: (family == UNKNOWN_FAMILY, family))
+
+
+def _merge_workload(session: Session, entry: Workload) -> None:
+    known = _known_workload(session, entry)
+    put_workload(session, entry if known is None else merge_workloads(known, entry))
+
+
+def _known_workload(session: Session, entry: Workload) -> Workload | None:
+    statement = (
+        select(WorkloadRow, SignatureRow)
+        .join(SignatureRow, SignatureRow.id == WorkloadRow.signature_id)
+        .where(WorkloadRow.workload_hash == entry.workload_hash, WorkloadRow.tvm_version == entry.tvm_version)
+        .options(undefer(WorkloadRow.ir_json))
+    )
+    row = session.execute(statement).one_or_none()
+    return None if row is None else to_workload(*row)
+
+
+def merge_workloads(one: Workload, other: Workload) -> Workload:
+    """Return what is kept of two descriptions of one workload."""
+
+    def description(value: Workload) -> tuple[bool, str]:
+        said = [value.family, value.signature, value.name, value.flops, value.bytes]
+        return value.family != UNKNOWN_FAMILY, content_key(said)
+
+    def ir(value: Workload) -> tuple[bool, str]:
+        return value.ir_json is not None, hashlib.sha256((value.ir_json or "").encode()).hexdigest()
+
+    return dataclasses.replace(max(one, other, key=description), ir_json=max(one, other, key=ir).ir_json)
+
+
+def merge_jobs(one: Job, other: Job) -> Job:
+    """Return what is kept of two states of one job."""
+
+    def rank(value: Job) -> tuple[bool, str]:
+        finished = None if value.finished_at is None else value.finished_at.isoformat()
+        said = [value.model, value.model_sha256, value.target.key, value.options, value.outcome]
+        return finished is not None, content_key([*said, value.started_at.isoformat(), finished])
+
+    return max(one, other, key=rank)
+
+
+def _merge_job(session: Session, entry: Job) -> None:
+    statement = select(JobRow, TargetRow).join(TargetRow, TargetRow.id == JobRow.target_id).where(JobRow.id == entry.id)
+    row = session.execute(statement).one_or_none()
+    if row is None:
+        put_job(session, entry)
+        return
+    kept = merge_jobs(to_job(*row), entry)
+    job = row[0]
+    job.model, job.model_sha256, job.options = kept.model, kept.model_sha256, kept.options
+    job.started_at, job.finished_at, job.outcome = kept.started_at, kept.finished_at, kept.outcome
+    job.target_id = put_keyed(session, TargetRow, {kept.target.key: target_columns(kept.target)})[kept.target.key]
+
+
+def _merge_task(session: Session, entry: TaskOfJob) -> None:
+    statement = (
+        select(JobTaskRow, WorkloadRow)
+        .join(WorkloadRow, WorkloadRow.id == JobTaskRow.workload_id)
+        .where(
+            JobTaskRow.job_id == entry.job_id,
+            WorkloadRow.workload_hash == entry.task.workload_hash,
+            WorkloadRow.tvm_version == entry.task.tvm_version,
+        )
+    )
+    row = session.execute(statement).one_or_none()
+    known = entry.task if row is None else to_job_task(*row)
+
+    def rank(task: JobTask) -> tuple[float, int, str]:
+        return task.seconds, task.weight, canonical_json(list(task.onnx_nodes))
+
+    put_job_tasks(session, entry.job_id, [max(known, entry.task, key=rank)])
+
+
+def _merge_artifact(session: Session, entry: Artifact) -> None:
+    outcomes.put_artifact(session, entry)
+    row = session.scalars(select(ArtifactRow).where(ArtifactRow.key == entry.key)).one()
+    known = (row.created_at, row.location, row.job_id or "")
+    row.created_at, row.location, job_id = min(known, (entry.created_at, entry.location, entry.job_id or ""))
+    row.job_id = job_id or None
+
+
+#: Every table that `list_entries` covers; a test holds it equal to the schema, so that none is forgotten in an archive.
+COVERED_TABLES = frozenset(
+    table.__tablename__
+    for table in (SignatureRow, WorkloadRow, JobRow, JobTaskRow, RecordRow, ArtifactRow, ValidationRow, BenchmarkRow)
+) | {"targets", "environments"}
+#: What can be computed again from the others, and is left out.
+DERIVED_TABLES = frozenset({FeatureRow.__tablename__})

@@ -1,0 +1,1 @@
+"""Questions people ask of the tuning database; the answers are frozen values."""

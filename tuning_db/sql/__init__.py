@@ -1,0 +1,1 @@
+"""The database itself: engines, schema, migrations, statements, transactions, rows."""

@@ -1,0 +1,269 @@
+"""What was made from records: artifacts, how they validated, how fast they ran; and their way in and out of rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from relaxtune.tuning_db.errors import InvalidRecordError, NotFoundError
+from relaxtune.tuning_db.records import (
+    Environment,
+    TargetKey,
+    canonical_text,
+    clean_text,
+    content_key,
+    require_utc,
+    utc_now,
+)
+from relaxtune.tuning_db.sql.engine import insert_or_ignore
+from relaxtune.tuning_db.sql.rows import (
+    environment_columns,
+    latencies_from_text,
+    latencies_to_text,
+    number_kind,
+    target_columns,
+    to_environment,
+    to_target,
+)
+from relaxtune.tuning_db.sql.schema import (
+    ArtifactRow,
+    BenchmarkRow,
+    EnvironmentRow,
+    NumberKind,
+    TargetRow,
+    ValidationRow,
+)
+from relaxtune.tuning_db.sql.writing import put_keyed, require_jobs
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A compiled module; `manifest` is its canonical JSON, `location` where it was written, for people."""
+
+    model: str
+    model_sha256: str
+    target: TargetKey
+    manifest: str
+    location: str = ""
+    job_id: str | None = None
+    created_at: datetime = field(default_factory=utc_now)
+
+    def __post_init__(self) -> None:
+        """Bring the manifest to canonical JSON and the time to UTC."""
+        object.__setattr__(self, "model", clean_text(self.model))
+        object.__setattr__(self, "location", clean_text(self.location))
+        object.__setattr__(self, "manifest", canonical_text(self.manifest, "Artifact.manifest"))
+        object.__setattr__(self, "created_at", require_utc(self.created_at, "Artifact.created_at"))
+
+    @property
+    def key(self) -> str:
+        """The sha256 of what it is: model, target and the hashes of its files, wherever and whenever it was written.
+
+        Other fields of a manifest do not count, since a later version may write them anew; one without `files` counts
+        whole.
+        """
+        manifest = json.loads(self.manifest)
+        files = manifest.get("files") if isinstance(manifest, dict) else None
+        return content_key([self.model, self.model_sha256, self.target.key, files or manifest])
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A comparison of an artifact with the reference; `report` is canonical JSON, `max_abs` may be infinite or NaN."""
+
+    artifact_key: str
+    environment: Environment
+    passed: bool
+    samples: int
+    max_abs: float
+    report: str = "{}"
+    created_at: datetime = field(default_factory=utc_now)
+
+    def __post_init__(self) -> None:
+        """Bring the report to canonical JSON; refuse a pass that is none."""
+        object.__setattr__(self, "report", canonical_text(self.report, "Validation.report"))
+        object.__setattr__(self, "created_at", require_utc(self.created_at, "Validation.created_at"))
+        if self.passed and not (math.isfinite(self.max_abs) and self.samples > 0):
+            raise InvalidRecordError(
+                f"A validation of artifact {self.artifact_key} passed with max_abs={self.max_abs} over {self.samples} "
+                "samples: expected a finite error over at least one sample. Store it as not passed."
+            )
+
+    @property
+    def key(self) -> str:
+        """The sha256 of all fields."""
+        seen = [self.passed, self.samples, repr(float(self.max_abs)), json.loads(self.report)]
+        return content_key([self.artifact_key, self.environment.key, *seen, self.created_at.isoformat()])
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Raw latencies of one arm of a benchmark: the artifact itself (`relaxtune`), or a peer measured beside it."""
+
+    artifact_key: str
+    environment: Environment
+    arm: str
+    latencies_us: tuple[float, ...]
+    conditions: str = "{}"
+    created_at: datetime = field(default_factory=utc_now)
+
+    def __post_init__(self) -> None:
+        """Bring the conditions to canonical JSON; refuse latencies that are none."""
+        object.__setattr__(self, "latencies_us", tuple(float(value) for value in self.latencies_us))
+        object.__setattr__(self, "conditions", canonical_text(self.conditions, "Benchmark.conditions"))
+        object.__setattr__(self, "created_at", require_utc(self.created_at, "Benchmark.created_at"))
+        if not self.latencies_us or not all(math.isfinite(value) and value > 0 for value in self.latencies_us):
+            raise InvalidRecordError(
+                f"A benchmark of artifact {self.artifact_key}, arm {self.arm!r}, has latencies_us={self.latencies_us}: "
+                "expected at least one, all finite and above 0. Leave an arm out that did not run."
+            )
+
+    @property
+    def latency_us(self) -> float:
+        """The median of the raw latencies."""
+        return statistics.median(self.latencies_us)
+
+    @property
+    def key(self) -> str:
+        """The sha256 of all fields."""
+        seen = [self.arm, self.latencies_us, json.loads(self.conditions)]
+        return content_key([self.artifact_key, self.environment.key, *seen, self.created_at.isoformat()])
+
+
+def put_artifact(session: Session, artifact: Artifact) -> None:
+    """Insert an artifact; one already known stays as it is."""
+    if artifact.job_id is not None:
+        require_jobs(session, {artifact.job_id})
+    targets = put_keyed(session, TargetRow, {artifact.target.key: target_columns(artifact.target)})
+    row = {
+        "key": artifact.key,
+        "model": artifact.model,
+        "model_sha256": artifact.model_sha256,
+        "target_id": targets[artifact.target.key],
+        "job_id": artifact.job_id,
+        "location": artifact.location,
+        "created_at": artifact.created_at,
+        "manifest": artifact.manifest,
+    }
+    session.execute(insert_or_ignore(session.connection(), ArtifactRow), [row])
+
+
+def _place(session: Session, artifact_key: str, environment: Environment) -> dict[str, object]:
+    artifact_id = session.scalar(select(ArtifactRow.id).where(ArtifactRow.key == artifact_key))
+    if artifact_id is None:
+        raise NotFoundError(f"No artifact {artifact_key} in the database. Call record_artifact first.")
+    environments = put_keyed(session, EnvironmentRow, {environment.key: environment_columns(environment)})
+    return {"artifact_id": artifact_id, "environment_id": environments[environment.key]}
+
+
+def put_validation(session: Session, validation: Validation) -> None:
+    """Insert a validation; one already known stays as it is."""
+    kind = number_kind(validation.max_abs)
+    row = {
+        **_place(session, validation.artifact_key, validation.environment),
+        "key": validation.key,
+        "created_at": validation.created_at,
+        "passed": validation.passed,
+        "samples": validation.samples,
+        "max_abs": validation.max_abs if kind is NumberKind.FINITE else None,
+        "max_abs_kind": kind,
+        "report": validation.report,
+    }
+    session.execute(insert_or_ignore(session.connection(), ValidationRow), [row])
+
+
+def put_benchmark(session: Session, benchmark: Benchmark) -> None:
+    """Insert a benchmark; one already known stays as it is."""
+    row = {
+        **_place(session, benchmark.artifact_key, benchmark.environment),
+        "key": benchmark.key,
+        "created_at": benchmark.created_at,
+        "arm": benchmark.arm,
+        "latency_us": benchmark.latency_us,
+        "latency_kind": NumberKind.FINITE,
+        "latencies": latencies_to_text(benchmark.latencies_us),
+        "conditions": benchmark.conditions,
+    }
+    session.execute(insert_or_ignore(session.connection(), BenchmarkRow), [row])
+
+
+def list_artifacts(session: Session, model: str | None) -> list[Artifact]:
+    """Return the artifacts, in the order they were recorded."""
+    statement = select(ArtifactRow, TargetRow).join(TargetRow, TargetRow.id == ArtifactRow.target_id)
+    if model is not None:
+        statement = statement.where(ArtifactRow.model == model)
+    return [
+        Artifact(
+            model=row.model,
+            model_sha256=row.model_sha256,
+            target=to_target(target),
+            manifest=row.manifest,
+            location=row.location,
+            job_id=row.job_id,
+            created_at=row.created_at,
+        )
+        for row, target in session.execute(statement.order_by(ArtifactRow.id))
+    ]
+
+
+def list_validations(session: Session, artifact_key: str | None) -> list[Validation]:
+    """Return the validations, in the order they were recorded."""
+    statement = (
+        select(ValidationRow, ArtifactRow.key, EnvironmentRow)
+        .join(ArtifactRow, ArtifactRow.id == ValidationRow.artifact_id)
+        .join(EnvironmentRow, EnvironmentRow.id == ValidationRow.environment_id)
+        .order_by(ValidationRow.id)
+    )
+    if artifact_key is not None:
+        statement = statement.where(ArtifactRow.key == artifact_key)
+    return [
+        Validation(
+            artifact_key=key,
+            environment=to_environment(environment),
+            passed=row.passed,
+            samples=row.samples,
+            max_abs=_NUMBER[row.max_abs_kind](row.max_abs),
+            report=row.report,
+            created_at=row.created_at,
+        )
+        for row, key, environment in session.execute(statement)
+    ]
+
+
+def list_benchmarks(session: Session, artifact_key: str | None) -> list[Benchmark]:
+    """Return the benchmarks, in the order they were recorded."""
+    statement = (
+        select(BenchmarkRow, ArtifactRow.key, EnvironmentRow)
+        .join(ArtifactRow, ArtifactRow.id == BenchmarkRow.artifact_id)
+        .join(EnvironmentRow, EnvironmentRow.id == BenchmarkRow.environment_id)
+        .order_by(BenchmarkRow.id)
+    )
+    if artifact_key is not None:
+        statement = statement.where(ArtifactRow.key == artifact_key)
+    return [
+        Benchmark(
+            artifact_key=key,
+            environment=to_environment(environment),
+            arm=row.arm,
+            latencies_us=latencies_from_text(row.latencies),
+            conditions=row.conditions,
+            created_at=row.created_at,
+        )
+        for row, key, environment in session.execute(statement)
+    ]
+
+
+_NUMBER: dict[NumberKind, Callable[[float | None], float]] = {
+    NumberKind.FINITE: lambda value: float(value or 0.0),
+    NumberKind.NONE: lambda _: math.nan,
+    NumberKind.NAN: lambda _: math.nan,
+    NumberKind.INF: lambda _: math.inf,
+    NumberKind.NEG_INF: lambda _: -math.inf,
+}

@@ -1,0 +1,286 @@
+"""The tables, as SQLAlchemy models. Alembic alone creates and changes them (`tuning_db/migrations`).
+
+::
+
+    signatures 1──n workloads 1──n records n──1 targets
+         └───────────────────────n records n──1 environments
+    jobs 1──n job_tasks n──1 workloads            jobs 1──n records (a record may have no job)
+    jobs 1──n artifacts 1──n validations, benchmarks n──1 environments
+    records 1──n features (what a cost model sees of a candidate; can be computed again)
+
+Every table with content of its own has a natural key that is unique: a sha256, or (workload_hash, tvm_version).
+A record keeps the signature it was measured under, since the signature of a workload may be refined later.
+Non-finite latencies are kept as NULL with their kind (`NumberKind`): neither JSON nor every dialect can hold them.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from enum import StrEnum
+
+from sqlalchemy import (
+    BigInteger,
+    DateTime,
+    Dialect,
+    Double,
+    Enum,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Text,
+    UniqueConstraint,
+    text,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.types import TypeDecorator
+
+from relaxtune.tuning_db.records import Route, Status
+
+#: The revision that this package writes and reads; a test holds it equal to the head of the migrations.
+HEAD_REVISION = "0004"
+#: Not Alembic's default name, so that a database of another application is never taken for ours.
+VERSION_TABLE = "relaxtune_schema_version"
+KEY_LENGTH = 64
+NAMING_CONVENTION = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+
+#: The condition of the index by signature, in the very words that a query repeats.
+BY_SIGNATURE = text("route IN ('template', 'library')")
+_LOOKUP_ORDER = ("status", "target_id", "latency_us", "route", "environment_id")
+
+
+class NumberKind(StrEnum):
+    """Why a number is, or is not, in its column."""
+
+    FINITE = "finite"
+    NONE = "none"
+    NAN = "nan"
+    INF = "inf"
+    NEG_INF = "-inf"
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """An aware time in UTC; SQLite keeps no zone, so it is put back when read."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Convert to UTC."""
+        if value is None:
+            return None
+        moment = value.astimezone(UTC)
+        return moment.replace(tzinfo=None) if dialect.name == "sqlite" else moment
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Return an aware time in UTC."""
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+def text_enum(enum: type[StrEnum]) -> Enum:
+    """Return a column type that stores the values of `enum` as text, so that a new member needs no migration."""
+    return Enum(
+        enum, native_enum=False, create_constraint=False, length=16, values_callable=lambda e: [m.value for m in e]
+    )
+
+
+class Base(DeclarativeBase):
+    """Base of all models."""
+
+    metadata = MetaData(naming_convention=NAMING_CONVENTION)
+
+
+class SignatureRow(Base):
+    """A semantic signature, shared by all workloads that compute the same thing."""
+
+    __tablename__ = "signatures"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(String(KEY_LENGTH), unique=True)
+    family: Mapped[str] = mapped_column(String(64), index=True)
+    signature: Mapped[str] = mapped_column(Text)
+
+
+class WorkloadRow(Base):
+    """A kernel to make, as one TVM version sees it."""
+
+    __tablename__ = "workloads"
+    __table_args__ = (UniqueConstraint("workload_hash", "tvm_version"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    workload_hash: Mapped[str] = mapped_column(String(128))
+    tvm_version: Mapped[str] = mapped_column(String(64))
+    signature_id: Mapped[int] = mapped_column(ForeignKey("signatures.id"), index=True)
+    name: Mapped[str] = mapped_column(Text)
+    flops: Mapped[float] = mapped_column(Double)
+    bytes: Mapped[float] = mapped_column(Double)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    # Last and deferred: it may be megabytes, and only a replay reads it.
+    ir_json: Mapped[str | None] = mapped_column(Text, deferred=True)
+
+
+class TargetRow(Base):
+    """A compilation target."""
+
+    __tablename__ = "targets"
+    __table_args__ = (Index(None, "kind", "arch"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(String(KEY_LENGTH), unique=True)
+    kind: Mapped[str] = mapped_column(String(32))
+    arch: Mapped[str] = mapped_column(String(64))
+    attributes: Mapped[str] = mapped_column(Text)
+
+
+class EnvironmentRow(Base):
+    """The machine and the versions of a measurement."""
+
+    __tablename__ = "environments"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(String(KEY_LENGTH), unique=True)
+    device_kind: Mapped[str] = mapped_column(String(32))
+    device_name: Mapped[str] = mapped_column(Text)
+    arch: Mapped[str] = mapped_column(String(64))
+    driver: Mapped[str | None] = mapped_column(String(64))
+    cuda: Mapped[str | None] = mapped_column(String(64))
+    tvm_version: Mapped[str] = mapped_column(String(64))
+    tvm_ffi_version: Mapped[str] = mapped_column(String(64))
+    cores: Mapped[int | None]
+    schedules_version: Mapped[str | None] = mapped_column(String(64))
+
+
+class JobRow(Base):
+    """A run of a tuning command."""
+
+    __tablename__ = "jobs"
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    model: Mapped[str] = mapped_column(Text, index=True)
+    model_sha256: Mapped[str] = mapped_column(String(KEY_LENGTH), index=True)
+    target_id: Mapped[int] = mapped_column(ForeignKey("targets.id"))
+    options: Mapped[str] = mapped_column(Text)
+    started_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    finished_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    outcome: Mapped[str | None] = mapped_column(Text)
+
+
+class JobTaskRow(Base):
+    """A task of a job."""
+
+    __tablename__ = "job_tasks"
+    __table_args__ = (UniqueConstraint("job_id", "workload_id"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
+    workload_id: Mapped[int] = mapped_column(ForeignKey("workloads.id"), index=True)
+    weight: Mapped[int]
+    onnx_nodes: Mapped[str] = mapped_column(Text)
+    seconds: Mapped[float] = mapped_column(Double)
+
+
+class RecordRow(Base):
+    """A measured, or failed, candidate."""
+
+    __tablename__ = "records"
+    __table_args__ = (
+        # As unique as the key alone, which covers the time, and new rows go to its end (migration 0002).
+        UniqueConstraint("created_at", "key"),
+        # The two ways of `lookup.py`: walked in the order of latency, with all that decides inside.
+        Index("ix_records_by_workload", "workload_id", *_LOOKUP_ORDER),
+        Index(
+            "ix_records_by_signature",
+            "signature_id",
+            *_LOOKUP_ORDER,
+            sqlite_where=BY_SIGNATURE,
+            postgresql_where=BY_SIGNATURE,
+        ),
+        Index(None, "status", "created_at"),
+    )
+    # SQLite counts rows by itself only for a plain INTEGER key, which has 64 bits there.
+    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
+    key: Mapped[str] = mapped_column(String(KEY_LENGTH))
+    workload_id: Mapped[int] = mapped_column(ForeignKey("workloads.id"))
+    signature_id: Mapped[int] = mapped_column(ForeignKey("signatures.id"))
+    target_id: Mapped[int] = mapped_column(ForeignKey("targets.id"))
+    environment_id: Mapped[int] = mapped_column(ForeignKey("environments.id"))
+    job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), index=True)
+    route: Mapped[Route] = mapped_column(text_enum(Route))
+    status: Mapped[Status] = mapped_column(text_enum(Status))
+    latency_us: Mapped[float | None] = mapped_column(Double)
+    latency_kind: Mapped[NumberKind] = mapped_column(text_enum(NumberKind))
+    latencies: Mapped[str] = mapped_column(Text)
+    registers: Mapped[int | None]
+    smem_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    spill_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    kernel_hash: Mapped[str | None] = mapped_column(String(16))
+    seed: Mapped[int | None] = mapped_column(BigInteger)
+    duration_s: Mapped[float] = mapped_column(Double)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    error: Mapped[str | None] = mapped_column(Text)
+    decision: Mapped[str] = mapped_column(Text)
+
+
+class FeatureRow(Base):
+    """What a cost model sees of a candidate; gone with its record."""
+
+    __tablename__ = "features"
+    record_id: Mapped[int] = mapped_column(
+        BigInteger().with_variant(Integer, "sqlite"), ForeignKey("records.id", ondelete="CASCADE"), primary_key=True
+    )
+    version: Mapped[str] = mapped_column(String(128), primary_key=True)
+    rows: Mapped[int]
+    columns: Mapped[int]
+    data: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class ArtifactRow(Base):
+    """A compiled module."""
+
+    __tablename__ = "artifacts"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(String(KEY_LENGTH), unique=True)
+    model: Mapped[str] = mapped_column(Text, index=True)
+    model_sha256: Mapped[str] = mapped_column(String(KEY_LENGTH), index=True)
+    target_id: Mapped[int] = mapped_column(ForeignKey("targets.id"))
+    job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), index=True)
+    location: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    manifest: Mapped[str] = mapped_column(Text)
+
+
+class ValidationRow(Base):
+    """A comparison of an artifact with the reference."""
+
+    __tablename__ = "validations"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(String(KEY_LENGTH), unique=True)
+    artifact_id: Mapped[int] = mapped_column(ForeignKey("artifacts.id"), index=True)
+    environment_id: Mapped[int] = mapped_column(ForeignKey("environments.id"))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    passed: Mapped[bool]
+    samples: Mapped[int]
+    max_abs: Mapped[float | None] = mapped_column(Double)
+    max_abs_kind: Mapped[NumberKind] = mapped_column(text_enum(NumberKind))
+    report: Mapped[str] = mapped_column(Text)
+
+
+class BenchmarkRow(Base):
+    """Latencies of an artifact, or of a peer measured beside it."""
+
+    __tablename__ = "benchmarks"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(String(KEY_LENGTH), unique=True)
+    artifact_id: Mapped[int] = mapped_column(ForeignKey("artifacts.id"), index=True)
+    environment_id: Mapped[int] = mapped_column(ForeignKey("environments.id"))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    arm: Mapped[str] = mapped_column(String(64))
+    latency_us: Mapped[float | None] = mapped_column(Double)
+    latency_kind: Mapped[NumberKind] = mapped_column(text_enum(NumberKind))
+    latencies: Mapped[str] = mapped_column(Text)
+    conditions: Mapped[str] = mapped_column(Text)

@@ -1,0 +1,144 @@
+"""SELECT statements over records, shared by the store and the queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from sqlalchemy import ColumnElement, Connection, Row, Select, or_, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from relaxtune.tuning_db.records import Environment, RecordFilter, TargetKey, TuningRecord
+from relaxtune.tuning_db.sql.rows import to_environment, to_record, to_target
+from relaxtune.tuning_db.sql.schema import (
+    EnvironmentRow,
+    JobRow,
+    JobTaskRow,
+    RecordRow,
+    SignatureRow,
+    TargetRow,
+    WorkloadRow,
+)
+
+RecordSelect = Select[Any]
+#: Records read at once where there may be a million.
+PART = 2000
+
+
+@dataclass(frozen=True)
+class Places:
+    """Targets and environments by their ids."""
+
+    targets: dict[int, TargetKey]
+    environments: dict[int, Environment]
+
+
+def read_places(connection: Connection) -> Places:
+    """Return all targets and environments."""
+    targets = connection.execute(select(TargetRow.__table__))
+    environments = connection.execute(select(EnvironmentRow.__table__))
+    # A Row has the attributes of the model whose columns it holds.
+    return Places(
+        {row.id: to_target(cast(TargetRow, row)) for row in targets},
+        {row.id: to_environment(cast(EnvironmentRow, row)) for row in environments},
+    )
+
+
+def select_records() -> RecordSelect:
+    """Return a SELECT of records, joined with their workloads and signatures."""
+    return (
+        select(RecordRow.__table__, WorkloadRow.workload_hash, SignatureRow.key.label("signature_key"))
+        .join(WorkloadRow, WorkloadRow.id == RecordRow.workload_id)
+        .join(SignatureRow, SignatureRow.id == RecordRow.signature_id)
+    )
+
+
+def iterate_records(session: Session, statement: RecordSelect) -> Iterator[TuningRecord]:
+    """Yield the values that a `select_records` statement selects, without holding all of them."""
+    connection = session.connection()
+    places = read_places(connection)
+    for part in connection.execute(statement.execution_options(yield_per=PART)).partitions():
+        yield from (_to_record(row, places) for row in part)
+
+
+def read_records(
+    session: Session,
+    statement: RecordSelect,
+    places: Places | None = None,
+    parameters: Mapping[str, object] | None = None,
+) -> list[TuningRecord]:
+    """Return the values that a `select_records` statement selects, read past the ORM."""
+    connection = session.connection()
+    places = places or read_places(connection)
+    return [_to_record(row, places) for row in connection.execute(statement, parameters)]
+
+
+def _to_record(row: Row[Any], places: Places) -> TuningRecord:
+    target, environment = places.targets[row.target_id], places.environments[row.environment_id]
+    return to_record(cast(RecordRow, row), row.workload_hash, row.signature_key, target, environment)
+
+
+def workloads_of_model(model: str) -> ColumnElement[bool]:
+    """Return the condition that a record's workload was found in `model`, or measured by a job of it."""
+    jobs = select(JobRow.id).where(JobRow.model == model)
+    found = select(JobTaskRow.workload_id).where(JobTaskRow.job_id.in_(jobs))
+    return or_(RecordRow.workload_id.in_(found), RecordRow.job_id.in_(jobs))
+
+
+def conditions(filters: RecordFilter) -> list[ColumnElement[bool]]:
+    """Return the conditions of a filter on a statement over `RecordRow`, joined with anything or nothing.
+
+    What a record refers to is selected by its ids, which are few, and not joined to a million rows.
+    """
+    wanted: list[ColumnElement[bool]] = []
+    for reference, table, part in _references(filters):
+        if part:
+            wanted.append(reference.in_(select(table.id).where(*part)))
+    own: list[tuple[InstrumentedAttribute[Any], object]] = [
+        (RecordRow.route, filters.route),
+        (RecordRow.status, filters.status),
+        (RecordRow.job_id, filters.job_id),
+    ]
+    wanted += [column == value for column, value in own if value is not None]
+    if filters.since is not None:
+        wanted.append(RecordRow.created_at >= filters.since)
+    if filters.until is not None:
+        wanted.append(RecordRow.created_at < filters.until)
+    if filters.model is not None:
+        wanted.append(workloads_of_model(filters.model))
+    return wanted
+
+
+def _references(
+    filters: RecordFilter,
+) -> list[tuple[InstrumentedAttribute[int], type[Any], list[ColumnElement[bool]]]]:
+    def equal(*pairs: tuple[InstrumentedAttribute[Any], object]) -> list[ColumnElement[bool]]:
+        return [column == value for column, value in pairs if value is not None]
+
+    targets = equal((TargetRow.kind, filters.target_kind), (TargetRow.arch, filters.arch))
+    environments = equal(
+        (EnvironmentRow.device_name, filters.device_name), (EnvironmentRow.tvm_version, filters.tvm_version)
+    )
+    return [
+        (RecordRow.signature_id, SignatureRow, signature_conditions(filters)),
+        (RecordRow.workload_id, WorkloadRow, equal((WorkloadRow.workload_hash, filters.workload_hash))),
+        (RecordRow.target_id, TargetRow, targets),
+        (RecordRow.environment_id, EnvironmentRow, environments),
+    ]
+
+
+def signature_conditions(filters: RecordFilter) -> list[ColumnElement[bool]]:
+    """Return the conditions of a filter on `SignatureRow`."""
+    wanted: list[ColumnElement[bool]] = []
+    if filters.family is not None:
+        wanted.append(SignatureRow.family == filters.family)
+    if filters.signature_key is not None:
+        wanted.append(SignatureRow.key == filters.signature_key)
+    # Signatures are canonical JSON, in which an input or output is written [[1,128,768],"float16"].
+    if filters.shape is not None:
+        sizes = ",".join(map(str, filters.shape))
+        wanted.append(SignatureRow.signature.contains(f'[[{sizes}],"', autoescape=True))
+    if filters.dtype is not None:
+        wanted.append(SignatureRow.signature.contains(f'],"{filters.dtype}"]', autoescape=True))
+    return wanted

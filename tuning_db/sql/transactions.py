@@ -1,0 +1,139 @@
+"""Transactions on one database: begin, commit or roll back, retry around locks, and errors of ours."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self, TypeVar
+
+from sqlalchemy import Engine
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.orm import Session
+
+from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseWriteError, TuningDatabaseError
+from relaxtune.tuning_db.records import Mode
+from relaxtune.tuning_db.sql.engine import Location, transaction_options, translate_error
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+#: Attempts of a transaction that meets a lock; each waits up to `engine.BUSY_TIMEOUT_S` by itself.
+LOCK_ATTEMPTS = 8
+#: First pause between attempts; it doubles, and each pause is drawn from 0.5 to 1.5 times its length.
+LOCK_PAUSE_S = 0.02
+
+
+class Transactions:
+    """What `TuningDatabase` stands on: an engine, and the one place that commits."""
+
+    def __init__(self, location: Location, engine: Engine, mode: Mode) -> None:
+        """Hold an engine; use `TuningDatabase.open`."""
+        self._location = location
+        self._engine = engine
+        self._mode = mode
+        self._pid = os.getpid()
+        # A memory database has one connection, so its transactions take turns.
+        self._memory_turn = threading.RLock()
+        self._writes = 0
+
+    def close(self) -> None:
+        """Close all connections; a memory database is gone."""
+        self._engine.dispose(close=self._pid == os.getpid())
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    @property
+    def mode(self) -> Mode:
+        """How it was opened."""
+        return self._mode
+
+    @property
+    def writes(self) -> int:
+        """How many writes of this object have ended, whatever came of them."""
+        return self._writes
+
+    @property
+    def url(self) -> str:
+        """Where it is, without a password."""
+        return self._location.shown
+
+    @contextmanager
+    def _transaction(self, *, write: bool, single: bool) -> Iterator[Session]:
+        """Begin, then commit or roll back, and turn driver errors into ours. Nothing else commits."""
+        self._follow_fork()
+        turn = self._memory_turn if self._location.is_memory else None
+        if turn is not None:
+            turn.acquire()
+        try:
+            with self._engine.connect() as connection:
+                options = transaction_options(self._location, write=write, single=single)
+                connection = connection.execution_options(**options)
+                with connection.begin(), Session(connection, autoflush=False) as session:
+                    yield session
+                    session.flush()
+        except DBAPIError as e:
+            raise translate_error(e.orig, self._location) from e
+        except self._engine.dialect.loaded_dbapi.Error as e:
+            # Of what is done past SQLAlchemy, which is COPY.
+            raise translate_error(e, self._location) from e
+        except PoolTimeoutError as e:
+            raise DatabaseBusyError(f"All connections to {self._location.shown} are in use ({e}).") from e
+        finally:
+            if turn is not None:
+                turn.release()
+
+    def read(self, work: Callable[[Session], T], *, single: bool = False) -> T:
+        """Return `work(session)` on one consistent state. For modules of `tuning_db` only: rows must not leave it.
+
+        `single` says that no statement of `work` but one reads what others write, so that it needs no transaction.
+        """
+        return self._retrying(work, write=False, single=single)
+
+    def write(self, work: Callable[[Session], T]) -> T:
+        """Return `work(session)`, committed whole; it may be run again after a lock. For `tuning_db` only."""
+        if self._mode is Mode.READ_ONLY:
+            raise DatabaseWriteError(
+                f"The database {self._location.shown} was opened in mode read-only. Open it in mode tune to write."
+            )
+        try:
+            return self._retrying(work, write=True, single=False)
+        finally:
+            self._writes += 1
+
+    def _retrying(self, work: Callable[[Session], T], *, write: bool, single: bool) -> T:
+        for attempt in range(LOCK_ATTEMPTS):
+            try:
+                with self._transaction(write=write, single=single) as session:
+                    return work(session)
+            except DatabaseBusyError:
+                if attempt == LOCK_ATTEMPTS - 1:
+                    raise
+                time.sleep(LOCK_PAUSE_S * 2**attempt * random.uniform(0.5, 1.5))
+                _LOG.debug("database %s is locked, attempt %d", self._location.shown, attempt + 2)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _follow_fork(self) -> None:
+        if self._pid == os.getpid():
+            return
+        if self._location.is_memory:
+            raise TuningDatabaseError(
+                f"The memory database was opened by process {self._pid}, this is process {os.getpid()}: a write here "
+                "would be lost. Use a file (for instance --db tuning.db) to share records between processes."
+            )
+        self._engine.dispose(close=False)
+        self._pid = os.getpid()
