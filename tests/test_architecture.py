@@ -76,7 +76,6 @@ def circles(edges: dict[str, set[str]]) -> list[set[str]]:
 CIRCLES = {
     "pipeline": "artifact, choose, tasks, tuning, validate",
     "pipeline/artifact": "manifest and its buckets",
-    "pipeline/importer": "converters and shape_values",
     "pipeline/tuning": "plan and search",
     "schedules": "cpu, gpu, libraries, search, templates, tir, fallback",
     "schedules/templates": "emit and gemm_sm90",

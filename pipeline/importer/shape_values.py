@@ -16,7 +16,7 @@ import tvm
 from onnx import TensorProto
 from tvm import relax, tirx
 
-from relaxtune.pipeline.importer.converters.base import ConverterInput, constant, constant_value, int_attribute
+from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, constant_value, int_attribute
 
 # Vectors of sizes are as long as ranks; anything longer is data.
 _MAX_LENGTH = 64

@@ -13,7 +13,7 @@ import onnx
 import tvm
 from onnx.reference import ReferenceEvaluator
 
-from relaxtune.pipeline.importer.converters.base import constant, constant_value
+from relaxtune.pipeline.importer.converter_input import constant, constant_value
 
 _MAX_ELEMENTS = 64
 # What sizes are computed with. onnx's reference is wrong for others (GatherElements of indices of another width).

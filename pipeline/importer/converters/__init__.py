@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput
 from relaxtune.pipeline.importer.converters.activations import ACTIVATION_CONVERTERS
 from relaxtune.pipeline.importer.converters.attention.caches import CACHE_CONVERTERS
 from relaxtune.pipeline.importer.converters.attention.contrib import ATTENTION_CONVERTERS
 from relaxtune.pipeline.importer.converters.attention.onnx import ONNX_ATTENTION_CONVERTERS
 from relaxtune.pipeline.importer.converters.attention.rotary import ROTARY_CONVERTERS
-from relaxtune.pipeline.importer.converters.base import Converter, ConverterInput
 from relaxtune.pipeline.importer.converters.convolutions import CONVOLUTION_CONVERTERS
 from relaxtune.pipeline.importer.converters.elementwise import ELEMENTWISE_CONVERTERS
 from relaxtune.pipeline.importer.converters.fourier import FOURIER_CONVERTERS

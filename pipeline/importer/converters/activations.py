@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converters.base import Converter, ConverterInput, float_attribute, scalar_like
+from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, float_attribute, scalar_like
 
 _QUICK_GELU_ALPHA = 1.702
 

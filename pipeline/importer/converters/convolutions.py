@@ -8,8 +8,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converters.activations import activate
-from relaxtune.pipeline.importer.converters.base import (
+from relaxtune.pipeline.importer.converter_input import (
     Converter,
     ConverterInput,
     constant,
@@ -17,6 +16,7 @@ from relaxtune.pipeline.importer.converters.base import (
     int_attribute,
     static_size,
 )
+from relaxtune.pipeline.importer.converters.activations import activate
 
 _CONVOLUTIONS: Mapping[int, Callable[..., tvm.ir.Expr]] = {
     1: relax.op.nn.conv1d,

@@ -9,7 +9,7 @@ import tvm
 from onnx import helper
 from tvm import relax
 
-from relaxtune.pipeline.importer.converters.base import (
+from relaxtune.pipeline.importer.converter_input import (
     Converter,
     ConverterInput,
     constant_value,

@@ -17,7 +17,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converters.base import (
+from relaxtune.pipeline.importer.converter_input import (
     Converter,
     ConverterInput,
     constant,

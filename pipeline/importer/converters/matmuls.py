@@ -11,8 +11,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converters.activations import activate
-from relaxtune.pipeline.importer.converters.base import (
+from relaxtune.pipeline.importer.converter_input import (
     Converter,
     ConverterInput,
     constant,
@@ -22,6 +21,7 @@ from relaxtune.pipeline.importer.converters.base import (
     int_attribute,
     scalar_like,
 )
+from relaxtune.pipeline.importer.converters.activations import activate
 
 
 def convert_fused_matmul(node: ConverterInput) -> tvm.ir.Expr:

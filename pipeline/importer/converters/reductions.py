@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import tvm
 from tvm import relax, te, tirx
 
-from relaxtune.pipeline.importer.converters.base import (
+from relaxtune.pipeline.importer.converter_input import (
     Converter,
     ConverterInput,
     constant_value,

@@ -11,8 +11,8 @@ from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 from tvm import relax
 
 from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, int_attribute, tensor_attribute
 from relaxtune.pipeline.importer.converters import CONVERTERS
-from relaxtune.pipeline.importer.converters.base import ConverterInput, constant, int_attribute, tensor_attribute
 from relaxtune.pipeline.importer.converters.shapes.shape import convert_constant_of_shape
 from relaxtune.pipeline.importer.shape_values import fold_shape_value
 from tests.pipeline.importer.onnx_cases import assert_agrees, float_tensor, make_model

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import tvm
 from tvm import te, tirx
 
-from relaxtune.pipeline.importer.converters.base import Converter, ConverterInput, int_attribute, sizes_of
+from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, int_attribute, sizes_of
 
 
 def convert_tensor_scatter(node: ConverterInput) -> tvm.ir.Expr:

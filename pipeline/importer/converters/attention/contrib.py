@@ -15,6 +15,14 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
+from relaxtune.pipeline.importer.converter_input import (
+    Converter,
+    ConverterInput,
+    float_attribute,
+    int_attribute,
+    sizes_of,
+    static_size,
+)
 from relaxtune.pipeline.importer.converters.attention.heads import (
     LOWEST,
     append,
@@ -26,14 +34,6 @@ from relaxtune.pipeline.importer.converters.attention.heads import (
     split_heads,
 )
 from relaxtune.pipeline.importer.converters.attention.rotary import rotate_heads
-from relaxtune.pipeline.importer.converters.base import (
-    Converter,
-    ConverterInput,
-    float_attribute,
-    int_attribute,
-    sizes_of,
-    static_size,
-)
 
 _MASK_FILTER = -10000.0
 

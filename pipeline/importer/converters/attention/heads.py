@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converters.base import ConverterInput, dtype_of, sizes_of
+from relaxtune.pipeline.importer.converter_input import ConverterInput, dtype_of, sizes_of
 
 # Of float32; ONNX Runtime hides keys with the lowest number, not with infinity, so a row without keys stays finite.
 LOWEST = -3.4028234663852886e38

@@ -12,6 +12,15 @@ from collections.abc import Mapping
 import tvm
 from tvm import relax
 
+from relaxtune.pipeline.importer.converter_input import (
+    Converter,
+    ConverterInput,
+    dtype_of,
+    float_attribute,
+    int_attribute,
+    sizes_of,
+    static_size,
+)
 from relaxtune.pipeline.importer.converters.attention.heads import (
     AttentionSteps,
     append,
@@ -21,15 +30,6 @@ from relaxtune.pipeline.importer.converters.attention.heads import (
     merge_heads,
     repeat_heads,
     split_heads,
-)
-from relaxtune.pipeline.importer.converters.base import (
-    Converter,
-    ConverterInput,
-    dtype_of,
-    float_attribute,
-    int_attribute,
-    sizes_of,
-    static_size,
 )
 
 _MASK, _PAST_KEY, _PAST_VALUE, _LENGTHS = 3, 4, 5, 6

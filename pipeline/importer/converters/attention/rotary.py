@@ -15,8 +15,8 @@ from collections.abc import Mapping
 import tvm
 from tvm import relax
 
+from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, int_attribute, sizes_of, static_size
 from relaxtune.pipeline.importer.converters.attention.heads import merge_heads, split_heads
-from relaxtune.pipeline.importer.converters.base import Converter, ConverterInput, int_attribute, sizes_of, static_size
 
 
 def convert_contrib_rotary(node: ConverterInput) -> tvm.ir.Expr:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converters.base import Converter, ConverterInput
+from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput
 from relaxtune.pipeline.importer.converters.convolutions import a_channel, convolve, shaped
 from relaxtune.pipeline.importer.converters.quantised.matmuls import product_scale
 from relaxtune.pipeline.importer.converters.quantised.quantise import centre, integer_type, requantise

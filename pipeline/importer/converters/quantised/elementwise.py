@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converters.base import Converter, ConverterInput, float_attribute, int_attribute
+from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, float_attribute, int_attribute
 from relaxtune.pipeline.importer.converters.quantised.quantise import dequantise, integer_type, quantise
 
 

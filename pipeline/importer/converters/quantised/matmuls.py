@@ -12,8 +12,7 @@ from dataclasses import replace
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converters.attention.contrib import convert_packed_attention
-from relaxtune.pipeline.importer.converters.base import (
+from relaxtune.pipeline.importer.converter_input import (
     Converter,
     ConverterInput,
     constant,
@@ -22,6 +21,7 @@ from relaxtune.pipeline.importer.converters.base import (
     int_attribute,
     sizes_of,
 )
+from relaxtune.pipeline.importer.converters.attention.contrib import convert_packed_attention
 from relaxtune.pipeline.importer.converters.quantised.quantise import (
     centre,
     dequantise,

@@ -20,7 +20,7 @@ import tvm
 from onnx import TensorProto
 from tvm import relax, te, tirx
 
-from relaxtune.pipeline.importer.converters.base import (
+from relaxtune.pipeline.importer.converter_input import (
     Converter,
     ConverterInput,
     constant,

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import tvm
 
-from relaxtune.pipeline.importer.converters.base import Converter, ConverterInput, constant, tensor_attribute
+from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, constant, tensor_attribute
 
 _DTYPES = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
 

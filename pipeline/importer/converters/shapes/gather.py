@@ -15,7 +15,7 @@ import tvm
 from onnx import TensorProto
 from tvm import relax, tirx
 
-from relaxtune.pipeline.importer.converters.base import (
+from relaxtune.pipeline.importer.converter_input import (
     Converter,
     ConverterInput,
     constant,

@@ -15,7 +15,7 @@ from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from tvm import relax
 
-from relaxtune.pipeline.importer.converters.base import (
+from relaxtune.pipeline.importer.converter_input import (
     Converter,
     ConverterInput,
     constant,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converters.base import (
+from relaxtune.pipeline.importer.converter_input import (
     Converter,
     ConverterInput,
     constant,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converters.base import Converter, ConverterInput, constant_value, int_attribute
+from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, constant_value, int_attribute
 
 
 def convert_top_k(node: ConverterInput) -> tvm.ir.Expr | None:
