@@ -93,7 +93,7 @@ def with_known(names: Iterable[str]) -> list[object]:
     "package",
     [
         "models",
-        pytest.param("schedules", marks=pytest.mark.xfail(strict=True, reason="index_ranges imports pipeline")),
+        "schedules",
         "tuning_db",
         "pipeline",
     ],

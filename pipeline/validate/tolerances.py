@@ -53,7 +53,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-from relaxtune.pipeline.tuning.measure.arguments import numpy_dtype
+from relaxtune.pipeline.arrays import numpy_dtype
 from relaxtune.schedules.tir.contraction import find_contraction
 from relaxtune.schedules.tir.functions import BlockView, list_blocks, list_loads
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import tvm
 from tvm import tirx
 
-from relaxtune.pipeline.tuning.measure.arguments import ALL_BYTES
 from relaxtune.schedules.tir.functions import (
     is_buffer,
     list_expressions,
@@ -20,6 +19,8 @@ from relaxtune.schedules.tir.functions import (
     written_params,
 )
 
+# In the place of a bound: all integers of 8 bits, negative ones too.
+ALL_BYTES = 0
 _UNKNOWN_BOUND = 2
 _BYTES = ("int8", "uint8")
 

@@ -11,6 +11,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from relaxtune.pipeline.arrays import CHUNK, map_chunks
 from relaxtune.pipeline.passes.attention.kernel import template_refusal
 from relaxtune.pipeline.passes.kit.ir import (
     HALVES,
@@ -29,7 +30,6 @@ from relaxtune.pipeline.passes.kit.ir import (
 )
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.norms.norm_kernels import NormKernel, find_norm
-from relaxtune.pipeline.tuning.measure.threaded_arrays import CHUNK, map_chunks
 from relaxtune.schedules.templates.base import Refusal
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
 from relaxtune.schedules.tir.expressions import UnsupportedExpressionError

@@ -6,14 +6,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 
-from relaxtune.pipeline.tuning.measure.threaded_arrays import CHUNK, map_chunks
+from relaxtune.pipeline.arrays import CHUNK, map_chunks, numpy_dtype
+from relaxtune.schedules.tir.index_ranges import ALL_BYTES
 
 _UNKNOWN_BOUND = 2
-# In the place of a bound: all integers of 8 bits, negative ones too.
-ALL_BYTES = 0
 # After so many elements the numbers of a large output repeat: they only have to be wrong.
 _PERIOD = 16 * CHUNK
 
@@ -123,16 +121,3 @@ def _uniform(
 
     map_chunks(fill, made.size)
     return made.reshape(shape)
-
-
-def numpy_dtype(name: str) -> np.dtype[np.generic]:
-    """Return the NumPy dtype of a TVM dtype name, those of `ml_dtypes` included.
-
-    Raises
-    ------
-    TypeError
-        NumPy has no such dtype, for example a vector such as `float16x2`.
-    """
-    if name == "bool":
-        return np.dtype(np.bool_)
-    return np.dtype(getattr(ml_dtypes, name, name))

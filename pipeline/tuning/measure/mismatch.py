@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from relaxtune.pipeline.tuning.measure.threaded_arrays import map_chunks
+from relaxtune.pipeline.arrays import map_chunks
 from relaxtune.pipeline.validate.tolerances import KernelTolerance
 
 

@@ -11,12 +11,13 @@ import pytest
 import tvm
 from tvm.s_tir import meta_schedule as ms
 
+from relaxtune.pipeline.arrays import numpy_dtype
 from relaxtune.pipeline.codegen.finish import device_toolchain
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.tuning.local import measure_worker
 from relaxtune.pipeline.tuning.local.builder import PoolBuilder
 from relaxtune.pipeline.tuning.measure import device_check
-from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec, numpy_dtype
+from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec
 from relaxtune.pipeline.tuning.measure.device_check import SMALLEST, DeviceCheck, check_module
 from relaxtune.pipeline.tuning.measure.mismatch import absolute_bound, find_mismatch
 from relaxtune.pipeline.tuning.measure.notes import CandidateNote

@@ -1,4 +1,7 @@
-"""Work on large arrays, cut into chunks that threads take: NumPy leaves Python's lock to others meanwhile."""
+"""NumPy arrays: the dtypes of TVM's names, and work on large arrays in chunks on several threads.
+
+NumPy releases Python's lock while it computes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
 
+import ml_dtypes
+import numpy as np
+
 from relaxtune.schedules.targets.host import physical_cores
 
 T = TypeVar("T")
@@ -14,6 +20,19 @@ T = TypeVar("T")
 # Elements of a chunk: its temporaries stay in a core's cache.
 CHUNK = 1 << 16
 _THREADS_MAX = 8
+
+
+def numpy_dtype(name: str) -> np.dtype[np.generic]:
+    """Return the NumPy dtype of a TVM dtype name, those of `ml_dtypes` included.
+
+    Build and measuring processes use it: `models.spec.numpy_dtype` would import ONNX there, which takes half a second.
+
+    Raises
+    ------
+    TypeError
+        NumPy has no such dtype, for example a vector such as `float16x2`.
+    """
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def map_chunks(work: Callable[[int, int], T], size: int, chunk: int = CHUNK) -> list[T]:
