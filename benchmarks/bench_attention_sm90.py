@@ -93,10 +93,10 @@ CASES = {
 
 def build(directory: Path, candidates: int) -> None:
     """Compile the first candidates of every case and describe them in a manifest."""
+    from relaxtune.schedules.errors import Refusal
     from relaxtune.schedules.functions.plain_attention import attention_function
     from relaxtune.schedules.targets import resolve_target
     from relaxtune.schedules.templates.attention_sm90.template import AttentionSm90
-    from relaxtune.schedules.templates.base import Refusal
 
     target, template = resolve_target("cuda:sm_90a"), AttentionSm90()
     with cubin_writer(directory, target) as writer:

@@ -132,7 +132,7 @@ def build(directory: Path, case: Case, candidates: int, functions: str) -> None:
 
     from relaxtune.pipeline.prepare import ModelRequest, prepare_model
     from relaxtune.schedules.fallback import apply_fallback
-    from relaxtune.schedules.templates.registry import apply_decision, list_candidates
+    from relaxtune.schedules.registry import apply_decision, list_candidates
 
     prepared = prepare_model(ModelRequest(case.source, shapes=case.shapes, target=TARGET))
     chain, values = chain_of(prepared.lowered)

@@ -33,7 +33,8 @@ from relaxtune.pipeline.environment import cpu_name
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
-from relaxtune.schedules.fallback import SCHEDULED_ATTR, apply_fallback
+from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.marks import SCHEDULED_ATTR
 from relaxtune.tuning_db.store import TuningDatabase
 
 RESULTS = Path(__file__).parent / "results"

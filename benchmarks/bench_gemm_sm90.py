@@ -118,9 +118,10 @@ ALGORITHMS_TIMED = 3
 
 def build(directory: Path, cases: Sequence[str], candidates: int) -> None:
     """Compile the first candidates of every case and describe them in a manifest."""
+    from relaxtune.schedules.errors import Refusal
+    from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
     from relaxtune.schedules.targets import resolve_target
-    from relaxtune.schedules.templates.base import Refusal
-    from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR, GemmSm90
+    from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 
     target, template = resolve_target("cuda:sm_90a"), GemmSm90()
     with cubin_writer(directory, target) as writer:

@@ -92,7 +92,7 @@ def function_of(case: Case) -> Any:
     from tvm import te
 
     from relaxtune.schedules.functions.quantised_matmul import matmul_of_rows
-    from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR
+    from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 
     x = te.placeholder((case.m, case.k), "float16", name="x")
     if case.bits == 16:
@@ -125,8 +125,9 @@ def function_of(case: Case) -> Any:
 
 def build(directory: Path, candidates: int, cases: str) -> None:
     """Compile the first candidates of every case and describe them in a manifest."""
+    from relaxtune.schedules.errors import Refusal
     from relaxtune.schedules.targets import resolve_target
-    from relaxtune.schedules.templates.base import Refusal, Template
+    from relaxtune.schedules.templates.base import Template
     from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
     from relaxtune.schedules.templates.gemv.stream import GemvStream
     from relaxtune.schedules.templates.gemv.template import Gemv

@@ -276,9 +276,9 @@ def build(directory: Path, candidates: int, cases: str) -> None:
     """Compile the first candidates of every case and describe them in a manifest."""
     from tvm import te, topi
 
+    from relaxtune.schedules.errors import Refusal
+    from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
     from relaxtune.schedules.targets import resolve_target
-    from relaxtune.schedules.templates.base import Refusal
-    from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR
     from relaxtune.schedules.templates.rows.elementwise import Elementwise
     from relaxtune.schedules.templates.rows.template import Rows
 

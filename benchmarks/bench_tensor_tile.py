@@ -111,7 +111,7 @@ def matmul(case: Case) -> Any:
     """Return the function of a case; float32 may be multiplied in tf32."""
     from tvm import te
 
-    from relaxtune.schedules.search.tensor_tile import TF32_ATTR
+    from relaxtune.schedules.marks import TF32_ATTR
 
     m, n, k, dtype = case.m, case.n, case.k, case.dtype
     a = te.placeholder((m, k), dtype, name="A")

@@ -55,7 +55,8 @@ from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_mode
 from relaxtune.pipeline.tasks.task import TuningTask  # noqa: E402
 from relaxtune.pipeline.tuning.options import TuningOptions  # noqa: E402
 from relaxtune.pipeline.tuning.session import tune  # noqa: E402
-from relaxtune.schedules.fallback import SCHEDULED_ATTR, apply_fallback  # noqa: E402
+from relaxtune.schedules.fallback import apply_fallback  # noqa: E402
+from relaxtune.schedules.marks import SCHEDULED_ATTR  # noqa: E402
 from relaxtune.schedules.targets.host import physical_cores  # noqa: E402
 from relaxtune.tuning_db.records import RecordFilter, Route, Status, TuningRecord  # noqa: E402
 from relaxtune.tuning_db.store import TuningDatabase  # noqa: E402

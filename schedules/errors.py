@@ -1,4 +1,4 @@
-"""The errors of this package.
+"""The errors of this package, and the refusal, which is an answer and no error.
 
 ScheduleError
 ├── TargetError          a target text that cannot be understood, or that this machine cannot serve
@@ -6,6 +6,8 @@ ScheduleError
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 
 class ScheduleError(Exception):
@@ -18,3 +20,10 @@ class TargetError(ScheduleError):
 
 class UnscheduledError(ScheduleError):
     """A PrimFunc that no rule, the generic one included, could schedule."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a function is not what a reader looks for, or why a template does not make a kernel for it."""
+
+    reason: str

@@ -21,10 +21,9 @@ from relaxtune.schedules.cpu.reduction import RowReduction
 from relaxtune.schedules.cpu.vector_math import register_vector_math
 from relaxtune.schedules.errors import TargetError, UnscheduledError
 from relaxtune.schedules.gpu.dlight_rules import cuda_rules
+from relaxtune.schedules.marks import SCHEDULED_ATTR, is_scheduled
 
 logger = logging.getLogger(__name__)
-
-SCHEDULED_ATTR = "tirx.is_scheduled"
 
 
 def apply_fallback(mod: IRModule, target: Target) -> IRModule:
@@ -56,11 +55,6 @@ def fallback_rule_names(mod: IRModule, target: Target) -> dict[str, str]:
         As `apply_fallback`.
     """
     return _schedule_module(mod, target)[1]
-
-
-def is_scheduled(func: PrimFunc) -> bool:
-    """Whether a PrimFunc already carries a schedule."""
-    return bool(func.attrs.get(SCHEDULED_ATTR, False)) if func.attrs else False
 
 
 def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:

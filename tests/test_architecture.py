@@ -77,8 +77,6 @@ CIRCLES = {
     "pipeline": "artifact, choose, tasks, tuning, validate",
     "pipeline/artifact": "manifest and its buckets",
     "pipeline/tuning": "plan and search",
-    "schedules": "cpu, gpu, libraries, search, templates, tir, fallback",
-    "schedules/templates": "emit and gemm_sm90",
 }
 
 

@@ -23,12 +23,12 @@ from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.schedules.fallback import SCHEDULED_ATTR
+from relaxtune.schedules.marks import SCHEDULED_ATTR
+from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.schedules.search.tensor_intrinsics import register_intrinsics
 from relaxtune.schedules.search.tensor_tile import has_tensor_tiles
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Parameters, TemplateError
-from relaxtune.schedules.templates.registry import apply_decision, list_candidates
 from relaxtune.tuning_db.cache import LookupCache
 from relaxtune.tuning_db.errors import TuningDatabaseError
 from relaxtune.tuning_db.metaschedule import replay_decision

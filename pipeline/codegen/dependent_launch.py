@@ -11,17 +11,15 @@ from __future__ import annotations
 import tvm
 from tvm import tirx
 
-# Launch attributes of a PrimFunc; the spelling is TVM's.
-_LAUNCH_ATTR = "tirx.kernel_launch_params"
-_DEPENDENT = "tirx.use_programtic_dependent_launch"
+from relaxtune.schedules.marks import DEPENDENT_LAUNCH, LAUNCH_ATTR
 
 
 def without_dependent_launch(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
     """Return the module with kernels that start when the one before has ended; what they compute stays."""
     result = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
     for variable, function in mod.functions_items():
-        if isinstance(function, tirx.PrimFunc) and function.attrs and _LAUNCH_ATTR in function.attrs:
-            kept = [str(tag) for tag in function.attrs[_LAUNCH_ATTR] if str(tag) != _DEPENDENT]
-            bare = function.without_attr(_LAUNCH_ATTR)
-            result[variable] = bare.with_attr(_LAUNCH_ATTR, kept) if kept else bare
+        if isinstance(function, tirx.PrimFunc) and function.attrs and LAUNCH_ATTR in function.attrs:
+            kept = [str(tag) for tag in function.attrs[LAUNCH_ATTR] if str(tag) != DEPENDENT_LAUNCH]
+            bare = function.without_attr(LAUNCH_ATTR)
+            result[variable] = bare.with_attr(LAUNCH_ATTR, kept) if kept else bare
     return result

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tvm_ffi
 from tvm import tirx
 
-from relaxtune.schedules.fallback import SCHEDULED_ATTR
+from relaxtune.schedules.marks import SCHEDULED_ATTR
 
 # What says how a function is called and how far it has come, not what it computes and how.
 _NOT_THE_KERNEL = ("global_symbol", SCHEDULED_ATTR)

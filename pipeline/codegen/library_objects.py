@@ -17,7 +17,8 @@ import tvm_ffi.libinfo
 from tvm import tirx
 
 from relaxtune.pipeline.errors import LoweringError
-from relaxtune.schedules.libraries.vendors import SOURCES_ATTR, library_sources
+from relaxtune.schedules.libraries.vendors import library_sources
+from relaxtune.schedules.marks import SOURCES_ATTR
 
 _FLAGS = ("-std=c11", "-O2", "-fPIC", "-c")
 

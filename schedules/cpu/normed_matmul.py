@@ -16,7 +16,7 @@ from relaxtune.schedules.cpu.contraction import choose_tile
 from relaxtune.schedules.cpu.generic import schedule_reduction_plainly
 from relaxtune.schedules.cpu.matmul import find_matmul
 from relaxtune.schedules.cpu.tiling import schedule_contraction
-from relaxtune.schedules.templates.base import Refusal
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.tir.epilogue import recognise_matmul
 
 

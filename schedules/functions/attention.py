@@ -31,9 +31,7 @@ from typing import Any, Literal
 from tvm import tirx
 
 from relaxtune.schedules.errors import ScheduleError
-
-# On a PrimFunc: the JSON text of its AttentionSpec.
-ATTENTION_ATTR = "relaxtune.attention"
+from relaxtune.schedules.marks import ATTENTION_ATTR
 
 
 class AttentionError(ScheduleError):

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import tvm
 from tvm import te, tirx
 
-from relaxtune.schedules.functions.attention import ATTENTION_ATTR, AttentionSpec, HeadLayout, check_spec
+from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, check_spec
+from relaxtune.schedules.marks import ATTENTION_ATTR
 
 # TVM's OpPatternKind.kOpaque: fused with nothing.
 _OPAQUE = 8

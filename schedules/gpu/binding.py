@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from tvm import s_tir, tirx
 
-from relaxtune.schedules.libraries.vendors import SOURCES_ATTR
+from relaxtune.schedules.marks import SOURCES_ATTR
 
 # Code made without loops to bind (sorts, scans, templates) names its threads in statements of these kinds.
 _LAUNCHES = ("thread_extent", "virtual_thread")

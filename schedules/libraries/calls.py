@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from tvm import s_tir, tirx
 from tvm.ir.expr import StringImm
 
-from relaxtune.schedules.fallback import SCHEDULED_ATTR
-from relaxtune.schedules.libraries.vendors import SOURCES_ATTR, VendorLibrary
+from relaxtune.schedules.libraries.vendors import VendorLibrary
+from relaxtune.schedules.marks import BLOCKS_ATTR, SCHEDULED_ATTR, SOURCES_ATTR
 
 _THREADS = 256
 _ERROR = "RuntimeError"
-# On a PrimFunc made of blocks.
-_BLOCKS_ATTR = "s_tir"
 
 
 @dataclass(frozen=True)
@@ -134,5 +132,5 @@ def _with_body(
         root = s_tir.SBlock([], [], [], "root", body, alloc_buffers=list(buffers))
         made = tirx.PrimFunc(func.params, s_tir.SBlockRealize([], True, root), func.ret_type, func.attrs)
     else:
-        made = tirx.PrimFunc(func.params, body, func.ret_type, func.attrs).without_attr(_BLOCKS_ATTR)
+        made = tirx.PrimFunc(func.params, body, func.ret_type, func.attrs).without_attr(BLOCKS_ATTR)
     return made.with_attr(SCHEDULED_ATTR, True).with_attr(SOURCES_ATTR, [call.library.source])

@@ -28,10 +28,11 @@ from typing import ClassVar
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.libraries.calls import LibraryCall, call_alone, call_before, call_on_made, no_pointer
 from relaxtune.schedules.libraries.vendors import CUBLASLT
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import Parameters, Refusal, TemplateError
+from relaxtune.schedules.templates.base import Parameters, TemplateError
 from relaxtune.schedules.templates.emit.fast_gelu import find_gelu
 from relaxtune.schedules.tir.blocks import constant_value, list_blocks, static_shape
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul

@@ -27,11 +27,12 @@ from typing import ClassVar
 from tvm import tirx
 from tvm.ir.expr import StringImm
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, ScoreBias, spec_of
 from relaxtune.schedules.libraries.calls import LibraryCall, call_alone, call_on_made, no_pointer
 from relaxtune.schedules.libraries.vendors import CUDNN
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import Parameters, Refusal, TemplateError
+from relaxtune.schedules.templates.base import Parameters, TemplateError
 from relaxtune.schedules.tir.blocks import static_shape
 
 _FUNCTION = "relaxtune_cudnn_attention"

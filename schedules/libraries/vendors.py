@@ -6,9 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# On a PrimFunc: names of the C sources, in this folder, that a module with it must be linked with.
-SOURCES_ATTR = "relaxtune.library_sources"
-
 _FOLDER = Path(__file__).parent
 
 

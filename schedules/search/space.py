@@ -8,7 +8,7 @@ from tvm.s_tir import meta_schedule as ms
 from tvm.target import Target
 from tvm.tirx import IndexMap, PrimFunc
 
-from relaxtune.schedules.errors import TargetError
+from relaxtune.schedules.errors import Refusal, TargetError
 from relaxtune.schedules.fallback import schedule_by_rules
 from relaxtune.schedules.functions.attention import spec_of
 from relaxtune.schedules.search.context import QuietTuneContext
@@ -18,7 +18,6 @@ from relaxtune.schedules.search.register_tile import contraction_designs
 from relaxtune.schedules.search.tensor_tile import takes_tensor_tiles, tensor_tile_designs
 from relaxtune.schedules.search.thread_tile import thread_tile_designs
 from relaxtune.schedules.targets import CpuLimits, target_limits
-from relaxtune.schedules.templates.base import Refusal
 from relaxtune.schedules.tir.epilogue import recognise_matmul
 
 

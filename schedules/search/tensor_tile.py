@@ -37,6 +37,8 @@ from tvm.tirx import PrimFunc
 from relaxtune.schedules.cpu.analysis import BlockFacts, static_extent
 from relaxtune.schedules.cpu.base import dtype_bytes
 from relaxtune.schedules.cpu.contraction import find_operands
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.marks import ASYNC_COPIES, TF32_ATTR
 from relaxtune.schedules.search.tensor_intrinsics import (
     HALVES,
     SHARED,
@@ -47,12 +49,7 @@ from relaxtune.schedules.search.tensor_intrinsics import (
 )
 from relaxtune.schedules.search.thread_tile import LOAD_BYTES, isolate_contraction, sample
 from relaxtune.schedules.targets import CudaLimits, target_limits
-from relaxtune.schedules.templates.base import Refusal
-from relaxtune.schedules.templates.lowering import ASYNC_COPIES
 from relaxtune.schedules.tir.epilogue import recognise_matmul
-
-# On a PrimFunc: its float32 matmul may multiply in tf32.
-TF32_ATTR = "relaxtune.tf32"
 
 _CAPABILITY_MIN = 80
 # Halves have a template there, which is faster.

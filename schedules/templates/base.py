@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.errors import ScheduleError
+from relaxtune.schedules.errors import Refusal, ScheduleError
 from relaxtune.schedules.targets import ResolvedTarget
 
 ParameterValue = int | bool | str
@@ -24,13 +24,6 @@ _ADDED = "added"
 
 class TemplateError(ScheduleError):
     """A decision that is not one of this version's templates."""
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a template does not make a kernel for a function, or not with some parameters."""
-
-    reason: str
 
 
 @dataclass(frozen=True)

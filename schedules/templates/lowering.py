@@ -17,11 +17,9 @@ from tvm import tirx
 from tvm.ir import IRModule
 from tvm.tirx.compilation_pipeline import PIPELINE_MAP, register_tir_pipeline
 
+from relaxtune.schedules.marks import ASYNC_COPIES, KERNEL_ATTR
+
 MIXED_PIPELINE = "relaxtune_mixed"
-# On a PrimFunc: it is a TIRx kernel (explicit threads, memory and barriers), not a schedule of blocks.
-KERNEL_ATTR = "relaxtune.tirx_kernel"
-# On the root block of a schedule whose copies to shared memory are asynchronous where its loops say so.
-ASYNC_COPIES = "relaxtune.async_copies"
 _ASYNC_CONFIG = {"tirx.use_async_copy": True, "tirx.disable_storage_rewrite": True}
 
 Passes = Callable[[IRModule], IRModule]

@@ -10,7 +10,7 @@ from tvm import tirx
 from tvm.s_tir import SBlock, SBlockRealize
 from tvm.sym import Analyzer
 
-from relaxtune.schedules.templates.base import Refusal
+from relaxtune.schedules.errors import Refusal
 
 
 def list_blocks(func: tirx.PrimFunc) -> list[SBlock] | Refusal:

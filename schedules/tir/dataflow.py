@@ -29,7 +29,7 @@ from tvm.s_tir import SBlock
 from tvm.sym import Analyzer, detect_linear_equation
 from tvm_ffi import StructuralKey
 
-from relaxtune.schedules.templates.base import Refusal
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.tir.blocks import (
     axis_extents,
     constant_value,

@@ -28,7 +28,7 @@ from tvm.ir.expr import TensorLoad
 from tvm.s_tir import SBlock
 from tvm.sym import Analyzer
 
-from relaxtune.schedules.templates.base import Refusal
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.tir.blocks import (
     axis_extents,
     constant_value,

@@ -15,7 +15,7 @@ import tvm
 from tvm import tirx
 
 from relaxtune.schedules.functions.attention import spec_of
-from relaxtune.schedules.search.tensor_tile import TF32_ATTR
+from relaxtune.schedules.marks import TF32_ATTR
 from relaxtune.schedules.tir.contraction import Contraction, find_contraction
 from relaxtune.schedules.tir.functions import (
     BlockView,

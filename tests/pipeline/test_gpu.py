@@ -27,9 +27,9 @@ from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.report.profile import profile_artifact
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.validate.validation import validate
-from relaxtune.schedules.fallback import SCHEDULED_ATTR
+from relaxtune.schedules.marks import SCHEDULED_ATTR
+from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
-from relaxtune.schedules.templates.registry import apply_decision, list_candidates
 
 pytestmark = [
     pytest.mark.gpu,

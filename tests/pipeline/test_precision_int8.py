@@ -19,8 +19,8 @@ from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.pipeline.passes.kit.ir import bindings_of, is_op, main_of
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.reference import Reference
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.templates.base import Refusal
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
 from tests.pipeline.importer.test_quantised_models import quantise

@@ -15,7 +15,8 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-from relaxtune.schedules.fallback import SCHEDULED_ATTR, schedule_by_rules
+from relaxtune.schedules.fallback import schedule_by_rules
+from relaxtune.schedules.marks import SCHEDULED_ATTR
 
 GUARD = 1024
 MARK = 91

@@ -14,7 +14,8 @@ from tvm.script import tirx as T
 from relaxtune.schedules import fallback
 from relaxtune.schedules.cpu.elementwise import Elementwise
 from relaxtune.schedules.errors import TargetError, UnscheduledError
-from relaxtune.schedules.fallback import apply_fallback, fallback_rule_names, is_scheduled, rules_for
+from relaxtune.schedules.fallback import apply_fallback, fallback_rule_names, rules_for
+from relaxtune.schedules.marks import is_scheduled
 from relaxtune.schedules.targets import resolve_target
 from tests.schedules.kernel_cases import host, matmul_case, rows_case
 

@@ -14,8 +14,8 @@ from relaxtune.pipeline.passes.attention.scores import NotAttentionError
 from relaxtune.pipeline.passes.kit.ir import dtype_of, static_shape
 from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, ScoreBias
 from relaxtune.schedules.functions.plain_attention import attention_function
+from relaxtune.schedules.registry import list_candidates
 from relaxtune.schedules.targets import ResolvedTarget, target_limits
-from relaxtune.schedules.templates.registry import list_candidates
 
 # Shape and dtype.
 Param = tuple[tuple[int, ...], str]

@@ -6,7 +6,8 @@ import tvm
 from tvm import tirx
 
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.schedules.search.tensor_tile import TF32_ATTR, has_tensor_tiles, multiplies_float32
+from relaxtune.schedules.marks import TF32_ATTR
+from relaxtune.schedules.search.tensor_tile import has_tensor_tiles, multiplies_float32
 
 
 def mark_tf32(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:

@@ -16,9 +16,7 @@ from relaxtune.pipeline.passes.kit.ir import (
 )
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.functions.attention import spec_of
-from relaxtune.schedules.templates.attention_sm90.growth import OWN_OUTPUTS_ATTR
-from relaxtune.schedules.templates.emit.kernel_frame import INPUT_PARAMS_ATTR
-from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR
+from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR, INPUT_PARAMS_ATTR, OWN_OUTPUTS_ATTR
 
 
 def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:

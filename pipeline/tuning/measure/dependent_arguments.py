@@ -6,8 +6,8 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import spec_of
-from relaxtune.schedules.templates.base import Refusal
 from relaxtune.schedules.tir.blocks import constant_value, position_of
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
 from relaxtune.schedules.tir.row_norm import SHIFT

@@ -5,9 +5,9 @@ from __future__ import annotations
 import tvm
 from tvm import tirx
 
+from relaxtune.schedules.marks import LAUNCH_ATTR
 from relaxtune.schedules.tir.functions import list_expressions, list_statements
 
-_LAUNCH_ATTR = "tirx.kernel_launch_params"
 _DYNAMIC = "tirx.use_dyn_shared_memory"
 # Kernels are functions of their own by then, and the host still calls them by name with all arguments in sight.
 _PASS = "tirx.MakePackedAPI"
@@ -36,7 +36,7 @@ class DynamicSharedMemory:
 
 def _asks_at_launch(func: tvm.ir.BaseFunc) -> bool:
     attrs = func.attrs or {}
-    return _LAUNCH_ATTR in attrs and _DYNAMIC in [str(tag) for tag in attrs[_LAUNCH_ATTR]]
+    return LAUNCH_ATTR in attrs and _DYNAMIC in [str(tag) for tag in attrs[LAUNCH_ATTR]]
 
 
 def _list_calls(func: tvm.ir.BaseFunc) -> list[tvm.ir.Call]:

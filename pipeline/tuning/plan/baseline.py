@@ -22,10 +22,9 @@ from relaxtune.pipeline.tuning.measure.failure import read_failure
 from relaxtune.pipeline.tuning.measure.notes import CandidateNote
 from relaxtune.pipeline.tuning.plan.state import FallbackSchedule, TaskState
 from relaxtune.pipeline.validate.tolerances import KernelTolerance, kernel_tolerance
-from relaxtune.schedules.errors import ScheduleError
+from relaxtune.schedules.errors import Refusal, ScheduleError
 from relaxtune.schedules.fallback import apply_fallback, fallback_rule_names
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import Refusal
 from relaxtune.schedules.tir.epilogue import recognise_matmul
 from relaxtune.schedules.tir.functions import written_params
 from relaxtune.schedules.tir.row_norm import COUNT

@@ -10,9 +10,9 @@ from itertools import zip_longest
 import tvm
 
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.schedules.registry import LIBRARIES, TEMPLATES, apply_decision, list_candidates
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Template
-from relaxtune.schedules.templates.registry import LIBRARIES, TEMPLATES, apply_decision, list_candidates
 from relaxtune.tuning_db.records import Route
 
 logger = logging.getLogger(__name__)

@@ -19,18 +19,8 @@ from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, WARPGROUP, 
 from relaxtune.schedules.templates.attention_sm90.tiles import Tile
 from relaxtune.schedules.templates.emit.hopper import store_tile
 
-# A PrimFunc's attribute: positions of the parameters that are results of a graph whose kernels run as one CUDA graph,
-# in memory that no other of its kernels reads or writes.
-OWN_OUTPUTS_ATTR = "relaxtune.own_outputs"
-
 # Elements of 2 bytes in 16.
 _VECTOR = 8
-
-
-def own_outputs(func: tirx.PrimFunc) -> frozenset[int]:
-    """Return the positions of parameters that no other kernel of the graph reads or writes."""
-    marked = func.attrs.get(OWN_OUTPUTS_ATTR, ()) if func.attrs else ()
-    return frozenset(int(position) for position in marked)
 
 
 def copy_block(

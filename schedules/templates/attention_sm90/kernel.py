@@ -6,9 +6,9 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.fallback import SCHEDULED_ATTR
 from relaxtune.schedules.functions.attention import HeadLayout
-from relaxtune.schedules.templates.attention_sm90.growth import NewPositions, own_outputs
+from relaxtune.schedules.marks import MIN_BLOCKS_ATTR, own_outputs, unwritten_params
+from relaxtune.schedules.templates.attention_sm90.growth import NewPositions
 from relaxtune.schedules.templates.attention_sm90.mask import Rows
 from relaxtune.schedules.templates.attention_sm90.memory import Maps, Memory
 from relaxtune.schedules.templates.attention_sm90.multiply import AttentionMultiply
@@ -25,15 +25,8 @@ from relaxtune.schedules.templates.attention_sm90.producer import Producer
 from relaxtune.schedules.templates.attention_sm90.softmax import OnlineSoftmax
 from relaxtune.schedules.templates.attention_sm90.tiles import Tile, each_tile, named
 from relaxtune.schedules.templates.emit.hopper import Ring, arrive, encode_tensor, pin
-from relaxtune.schedules.templates.emit.kernel_frame import unwritten_params
-from relaxtune.schedules.templates.lowering import KERNEL_ATTR
+from relaxtune.schedules.templates.emit.kernel_frame import declare_params, finish_kernel
 
-# On a PrimFunc made of blocks, which the kernel is not.
-_BLOCKS_ATTR = "s_tir"
-# Launch attributes of a PrimFunc; the spelling is TVM's.
-_LAUNCH_ATTR = "tirx.kernel_launch_params"
-_MIN_BLOCKS_ATTR = "tirx.launch_bounds_min_blocks_per_sm"
-_DEPENDENT_LAUNCH = "tirx.use_programtic_dependent_launch"
 # Named barriers after those of `attention_sm90_output`: one for each warpgroup's turn.
 _TURN_BARRIER = 5
 
@@ -41,12 +34,7 @@ _TURN_BARRIER = 5
 def build_kernel(func: tirx.PrimFunc, plan: AttentionPlan) -> tirx.PrimFunc:
     """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
     made = _Kernel(func, plan).build()
-    for key, value in func.attrs.items() if func.attrs else ():
-        if key != _BLOCKS_ATTR:
-            made = made.with_attr(key, value)
-    if plan.parameters.dependent:
-        made = made.with_attr(_LAUNCH_ATTR, [_DEPENDENT_LAUNCH])
-    return made.with_attr(SCHEDULED_ATTR, True).with_attr(KERNEL_ATTR, True)
+    return finish_kernel(made, func, dependent=plan.parameters.dependent)
 
 
 class _Kernel:
@@ -63,7 +51,7 @@ class _Kernel:
         plan, p = self._plan, self._p
         with IRBuilder() as builder, T.prim_func():
             T.func_name("main")
-            self._params = [_declare(param) for param in self._func.params]
+            self._params = declare_params(self._func)
             self._maps = self._encode_maps()
             T.device_entry()
             self._block = T.cta_id([plan.blocks])
@@ -76,7 +64,7 @@ class _Kernel:
             if p.dependent:
                 T.evaluate(T.ptx.griddepcontrol.launch_dependents())
             # setmaxnreg takes effect in a kernel whose registers are capped at its start.
-            with T.attr({_MIN_BLOCKS_ATTR: p.residents}), T.If(self._thread >= p.consumers * WARPGROUP):
+            with T.attr({MIN_BLOCKS_ATTR: p.residents}), T.If(self._thread >= p.consumers * WARPGROUP):
                 with T.Then():
                     self._take_registers("dec", 1)
                     with T.If(self._thread == p.consumers * WARPGROUP), T.Then():
@@ -311,8 +299,3 @@ class _Kernel:
 
     def _pass_turn(self, group: tirx.Expr) -> None:
         T.evaluate(T.ptx.bar.arrive(tirx.Cast("uint32", group + _TURN_BARRIER), 2 * WARPGROUP))
-
-
-def _declare(param: tirx.Var) -> tirx.Var:
-    shape = [int(size) for size in param.ty.shape]
-    return T.arg(param.name, T.Buffer(shape, str(param.ty.dtype)))

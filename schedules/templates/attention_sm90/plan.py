@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.targets import CudaLimits
-from relaxtune.schedules.templates.base import Parameters, Refusal
+from relaxtune.schedules.templates.base import Parameters
 
 WARPGROUP = 128
 # Rows of one wgmma instruction.

@@ -58,6 +58,7 @@ from dataclasses import replace
 import tvm
 from tvm import tirx
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, spec_of
 from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
 from relaxtune.schedules.templates.attention_sm90.kernel import build_kernel
@@ -70,7 +71,7 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     make_plan,
     registers_needed,
 )
-from relaxtune.schedules.templates.base import Parameters, Refusal, TemplateError
+from relaxtune.schedules.templates.base import Parameters, TemplateError
 
 _TMA_ALIGNMENT = 16
 _INDEX_MAX = 2**31 - 1

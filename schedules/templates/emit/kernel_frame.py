@@ -10,24 +10,19 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.fallback import SCHEDULED_ATTR
+from relaxtune.schedules.marks import (
+    BLOCKS_ATTR,
+    DEPENDENT_LAUNCH,
+    KERNEL_ATTR,
+    LAUNCH_ATTR,
+    SCHEDULED_ATTR,
+    constant_params,
+)
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.emit.accesses import Access, element_bytes
-from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR
-from relaxtune.schedules.templates.lowering import KERNEL_ATTR
 from relaxtune.schedules.tir.blocks import static_shape
 from relaxtune.schedules.tir.dataflow import Axis, Dataflow
 from relaxtune.schedules.tir.expressions import dtype_of
-
-# On a PrimFunc made of blocks, which a kernel is not.
-_BLOCKS_ATTR = "s_tir"
-# Launch attributes of a PrimFunc; the spelling is TVM's.
-_LAUNCH_ATTR = "tirx.kernel_launch_params"
-_DEPENDENT_LAUNCH = "tirx.use_programtic_dependent_launch"
-
-
-# A PrimFunc's attribute: positions of the parameters that are inputs of a graph whose kernels run as one CUDA graph.
-INPUT_PARAMS_ATTR = "relaxtune.input_params"
 
 
 class Frame:
@@ -89,17 +84,26 @@ def build_function(
     """
     with IRBuilder() as builder, T.prim_func():
         T.func_name("main")
-        emit = begin([_declare(param) for param in func.params])
+        emit = begin(declare_params(func))
         T.device_entry()
         block = T.cta_id([blocks])
         thread = T.thread_id([threads])
         emit(block, thread)
-    made = builder.get()
+    return finish_kernel(builder.get(), func, dependent=dependent)
+
+
+def declare_params(func: tirx.PrimFunc) -> list[tirx.Var]:
+    """Declare the function's parameters as the kernel's, and return those."""
+    return [T.arg(p.name, T.Buffer(list(static_shape(p) or ()), dtype_of(p))) for p in func.params]
+
+
+def finish_kernel(made: tirx.PrimFunc, func: tirx.PrimFunc, *, dependent: bool) -> tirx.PrimFunc:
+    """Return a kernel with the attributes of the function it computes; see `build_kernel` for `dependent`."""
     for key, value in func.attrs.items() if func.attrs else ():
-        if key != _BLOCKS_ATTR:
+        if key != BLOCKS_ATTR:
             made = made.with_attr(key, value)
     if dependent:
-        made = made.with_attr(_LAUNCH_ATTR, [_DEPENDENT_LAUNCH])
+        made = made.with_attr(LAUNCH_ATTR, [DEPENDENT_LAUNCH])
     return made.with_attr(SCHEDULED_ATTR, True).with_attr(KERNEL_ATTR, True)
 
 
@@ -108,18 +112,6 @@ def wait_for_predecessor(dependent: bool) -> None:
     if dependent:
         T.evaluate(T.ptx.griddepcontrol.launch_dependents())
         T.evaluate(T.ptx.griddepcontrol.wait())
-
-
-def constant_params(func: tirx.PrimFunc) -> frozenset[int]:
-    """Return the positions of parameters that were marked as constant."""
-    marked = func.attrs.get(CONSTANT_PARAMS_ATTR, ()) if func.attrs else ()
-    return frozenset(int(position) for position in marked)
-
-
-def unwritten_params(func: tirx.PrimFunc) -> frozenset[int]:
-    """Return the positions of parameters that no kernel writes while the graph runs: constants and inputs."""
-    inputs = func.attrs.get(INPUT_PARAMS_ATTR, ()) if func.attrs else ()
-    return constant_params(func) | {int(position) for position in inputs}
 
 
 def has_dependent_launch(target: ResolvedTarget) -> bool:
@@ -140,10 +132,6 @@ def unflatten(position: tirx.Expr, axes: Sequence[Axis]) -> Mapping[tirx.Var, ti
         places[axis.var] = position % axis.size if number else position
         position = position // axis.size
     return places
-
-
-def _declare(param: tirx.Var) -> tirx.Var:
-    return T.arg(param.name, T.Buffer(list(static_shape(param) or ()), dtype_of(param)))
 
 
 def flat_view(param: tirx.Var) -> tirx.Var:

@@ -8,7 +8,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.fallback import SCHEDULED_ATTR
+from relaxtune.schedules.marks import MIN_BLOCKS_ATTR
 from relaxtune.schedules.templates.emit.hopper import (
     Ring,
     arrive,
@@ -18,6 +18,7 @@ from relaxtune.schedules.templates.emit.hopper import (
     uniform,
     wait_for_cluster,
 )
+from relaxtune.schedules.templates.emit.kernel_frame import declare_params, finish_kernel
 from relaxtune.schedules.templates.gemm_sm90.cluster import ClusterSum
 from relaxtune.schedules.templates.gemm_sm90.memory import Memory
 from relaxtune.schedules.templates.gemm_sm90.multiply import Multiply
@@ -33,16 +34,8 @@ from relaxtune.schedules.templates.gemm_sm90.producer import Producer
 from relaxtune.schedules.templates.gemm_sm90.row_statistics import RowStatistics
 from relaxtune.schedules.templates.gemm_sm90.stream_k import StreamPart, StreamSum, StreamTiles
 from relaxtune.schedules.templates.gemm_sm90.tiles import Part, Tiles
-from relaxtune.schedules.templates.lowering import KERNEL_ATTR
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.row_norm import RowNorm
-
-# On a PrimFunc made of blocks, which the kernel is not.
-_BLOCKS_ATTR = "s_tir"
-# Launch attributes of a PrimFunc; the spelling is TVM's.
-_LAUNCH_ATTR = "tirx.kernel_launch_params"
-_MIN_BLOCKS_ATTR = "tirx.launch_bounds_min_blocks_per_sm"
-_DEPENDENT_LAUNCH = "tirx.use_programtic_dependent_launch"
 
 
 def build_kernel(
@@ -53,12 +46,7 @@ def build_kernel(
     `constants` are positions of the parameters that no kernel writes.
     """
     made = _Kernel(func, matmul, plan, constants).build()
-    for key, value in func.attrs.items() if func.attrs else ():
-        if key != _BLOCKS_ATTR:
-            made = made.with_attr(key, value)
-    if plan.parameters.dependent:
-        made = made.with_attr(_LAUNCH_ATTR, [_DEPENDENT_LAUNCH])
-    return made.with_attr(SCHEDULED_ATTR, True).with_attr(KERNEL_ATTR, True)
+    return finish_kernel(made, func, dependent=plan.parameters.dependent)
 
 
 class _Kernel:
@@ -79,7 +67,7 @@ class _Kernel:
         plan = self._plan
         with IRBuilder() as builder, T.prim_func():
             T.func_name("main")
-            self._params = [_declare(param) for param in self._func.params]
+            self._params = declare_params(self._func)
             self._output = OutputTile(self._matmul, self._func.params, self._params, plan.shares, self._constants)
             maps = self._encode_maps()
             T.device_entry()
@@ -104,7 +92,7 @@ class _Kernel:
                 T.evaluate(T.ptx.griddepcontrol.launch_dependents())
             # setmaxnreg takes effect in a kernel whose registers are capped at its start.
             with (
-                T.attr({_MIN_BLOCKS_ATTR: 1}),
+                T.attr({MIN_BLOCKS_ATTR: 1}),
                 T.If(self._group == self._p.consumers),
             ):
                 with T.Then():
@@ -310,8 +298,3 @@ class _Kernel:
         self._output.write(accumulators, ragged_columns=ragged_columns, column_end=end)
         if p.split_k > 1:
             self._cluster_sum.wait_for_readers()
-
-
-def _declare(param: tirx.Var) -> tirx.Var:
-    shape = [int(size) for size in param.ty.shape]
-    return T.arg(param.name, T.Buffer(shape, str(param.ty.dtype)))

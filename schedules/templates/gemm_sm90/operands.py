@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relaxtune.schedules.templates.base import Refusal
+from relaxtune.schedules.errors import Refusal
 
 ROW_BYTES = 128
 STEP_BYTES = 32

@@ -59,16 +59,15 @@ from dataclasses import replace
 
 from tvm import tirx
 
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
-from relaxtune.schedules.templates.base import Parameters, Refusal, TemplateError
+from relaxtune.schedules.templates.base import Parameters, TemplateError
 from relaxtune.schedules.templates.gemm_sm90.cost import predicted_us
 from relaxtune.schedules.templates.gemm_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.gemm_sm90.operands import operands_of
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
-
-# A PrimFunc's attribute: positions of the parameters that no kernel writes (weights).
-CONSTANT_PARAMS_ATTR = "relaxtune.constant_params"
 
 _OUTPUT_DTYPES = ("float16", "bfloat16", "float32")
 # Of integer sums, beside those.
@@ -104,7 +103,7 @@ class GemmSm90:
             return matmul
         limits = _limits(target)
         sm_count = limits.sm_count or _SM_COUNT
-        constant_b = matmul.b in _constant_params(func)
+        constant_b = matmul.b in constant_params(func)
         deepest = [_deepest(matmul, one, limits, sm_count, constant_b) for one in _proposals(matmul, sm_count)]
         fitting = [plan for plan in deepest if plan is not None]
         fitting.sort(key=lambda plan: predicted_us(matmul, plan, sm_count))
@@ -117,7 +116,7 @@ class GemmSm90:
         matmul = _recognise(func, target)
         if isinstance(matmul, Refusal):
             return matmul
-        constants = _constant_params(func)
+        constants = constant_params(func)
         plan = make_plan(matmul, parameters, _limits(target), constant_b=matmul.b in constants)
         return plan if isinstance(plan, Refusal) else build_kernel(func, matmul, plan, constants)
 
@@ -153,12 +152,6 @@ def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | 
     if max(matmul.m * matmul.n, matmul.m * matmul.k, matmul.n * matmul.k) > _INDEX_MAX:
         return Refusal("a matrix has 2**31 elements or more, the kernel counts in 32 bits")
     return matmul
-
-
-def _constant_params(func: tirx.PrimFunc) -> frozenset[int]:
-    """Return the positions of parameters that were marked as constant."""
-    marked = func.attrs.get(CONSTANT_PARAMS_ATTR, ()) if func.attrs else ()
-    return frozenset(int(position) for position in marked)
 
 
 def _proposals(matmul: MatmulFunction, sm_count: int) -> Iterator[GemmParameters]:

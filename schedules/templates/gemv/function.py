@@ -23,8 +23,8 @@ from tvm import s_tir, te, tirx
 from tvm.ir.expr import TensorLoad
 from tvm.s_tir import SBlock
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.quantised_matmul import dequantise_rows
-from relaxtune.schedules.templates.base import Refusal
 from relaxtune.schedules.tir.blocks import list_blocks, position_of, static_shape
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
 

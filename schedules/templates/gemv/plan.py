@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
-from relaxtune.schedules.templates.base import Parameters, Refusal
+from relaxtune.schedules.templates.base import Parameters
 from relaxtune.schedules.templates.gemv.function import GemvFunction
 
 ROWS_MAX = 16

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 
 from tvm import tirx
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import Parameters, Refusal, TemplateError
+from relaxtune.schedules.templates.base import Parameters, TemplateError
 from relaxtune.schedules.templates.emit.kernel_frame import has_dependent_launch
 from relaxtune.schedules.templates.emit.memory_cost import sm_count_of
 from relaxtune.schedules.templates.gemv.plan import TILE

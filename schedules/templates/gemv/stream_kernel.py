@@ -5,14 +5,10 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.templates.emit.async_copy import copy_async, copy_async_where, end_copies, wait_for_copies
 from relaxtune.schedules.templates.emit.global_access import load_bytes
-from relaxtune.schedules.templates.emit.kernel_frame import (
-    build_function,
-    constant_params,
-    flat_view,
-    wait_for_predecessor,
-)
+from relaxtune.schedules.templates.emit.kernel_frame import build_function, flat_view, wait_for_predecessor
 from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.gemv.function import GemvFunction
 from relaxtune.schedules.templates.gemv.multiply import LEVELS_FACTOR, emit_offsets, emit_pairs, emit_products

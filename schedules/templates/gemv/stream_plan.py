@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
-from relaxtune.schedules.templates.base import Parameters, Refusal, added
+from relaxtune.schedules.templates.base import Parameters, added
 from relaxtune.schedules.templates.gemv.function import GemvFunction, Quantisation
 from relaxtune.schedules.templates.gemv.plan import (
     COLUMNS,

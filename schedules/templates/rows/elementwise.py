@@ -26,8 +26,9 @@ from typing import ClassVar
 
 from tvm import tirx
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import Parameters, Refusal, TemplateError
+from relaxtune.schedules.templates.base import Parameters, TemplateError
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Access, Accesses, element_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import (
     Frame,

@@ -26,8 +26,9 @@ from collections.abc import Iterator, Sequence
 
 from tvm import tirx
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
-from relaxtune.schedules.templates.base import Parameters, Refusal, TemplateError
+from relaxtune.schedules.templates.base import Parameters, TemplateError
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Accesses, element_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import has_dependent_launch, tensor_bytes
 from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us, sm_count_of

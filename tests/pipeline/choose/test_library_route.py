@@ -28,8 +28,8 @@ from relaxtune.pipeline.tuning.plan.recorder import describe_workload
 from relaxtune.pipeline.validate.validation import validate
 from relaxtune.schedules.functions.attention import spec_of
 from relaxtune.schedules.libraries.vendors import CUBLASLT, CUDNN
+from relaxtune.schedules.registry import LIBRARIES, list_candidates
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
-from relaxtune.schedules.templates.registry import LIBRARIES, list_candidates
 from relaxtune.tuning_db.records import Route, Status, TuningRecord
 from relaxtune.tuning_db.store import TuningDatabase
 

@@ -23,8 +23,8 @@ from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.recorder import describe_workload
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
+from relaxtune.schedules.registry import list_candidates
 from relaxtune.schedules.search.space import make_space
-from relaxtune.schedules.templates.registry import list_candidates
 from relaxtune.tuning_db.records import Route, Status, TuningRecord, utc_now
 from relaxtune.tuning_db.store import TuningDatabase
 

@@ -20,7 +20,7 @@ from relaxtune.pipeline.choose.variants import entry_of, with_variants
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import LoweredModule
-from relaxtune.schedules.fallback import SCHEDULED_ATTR
+from relaxtune.schedules.marks import SCHEDULED_ATTR
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.records import Route
 

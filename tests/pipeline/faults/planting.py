@@ -25,7 +25,8 @@ from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, main_of, wit
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.kit.step import Step
 from relaxtune.pipeline.tasks.extract import extract_tasks
-from relaxtune.schedules.fallback import SCHEDULED_ATTR, apply_fallback
+from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.marks import SCHEDULED_ATTR
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.records import Route
 

@@ -7,15 +7,9 @@ import pytest
 import tvm
 from tvm import tirx
 
-from relaxtune.schedules.functions.attention import (
-    ATTENTION_ATTR,
-    AttentionError,
-    AttentionSpec,
-    ScoreBias,
-    check_spec,
-    spec_of,
-)
+from relaxtune.schedules.functions.attention import AttentionError, AttentionSpec, ScoreBias, check_spec, spec_of
 from relaxtune.schedules.functions.plain_attention import attention_function
+from relaxtune.schedules.marks import ATTENTION_ATTR
 from tests.schedules.attention_cases import CASES, PLAIN, AttentionCase, draw, keys_and_values, reference
 
 

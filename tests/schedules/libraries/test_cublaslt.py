@@ -3,12 +3,13 @@ from __future__ import annotations
 import pytest
 from tvm import te, tirx
 
-from relaxtune.schedules.fallback import SCHEDULED_ATTR
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.gpu.binding import count_launches, list_unbound_blocks
 from relaxtune.schedules.libraries.cublaslt import CublasLt, CublasLtParameters
-from relaxtune.schedules.libraries.vendors import CUBLASLT, SOURCES_ATTR, libraries_of, library_sources
+from relaxtune.schedules.libraries.vendors import CUBLASLT, libraries_of, library_sources
+from relaxtune.schedules.marks import SCHEDULED_ATTR, SOURCES_ATTR
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
-from relaxtune.schedules.templates.base import Refusal, TemplateError
+from relaxtune.schedules.templates.base import TemplateError
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
 from tests.schedules.templates.matmul_cases import MatmulCase
 

@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 from tvm import tirx
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.plain_attention import attention_function
 from relaxtune.schedules.gpu.binding import count_launches, list_unbound_blocks
 from relaxtune.schedules.libraries.cublaslt import CublasLtParameters
 from relaxtune.schedules.libraries.cudnn_attention import CudnnAttention, CudnnAttentionParameters
-from relaxtune.schedules.libraries.vendors import CUDNN, SOURCES_ATTR, libraries_of, library_sources
+from relaxtune.schedules.libraries.vendors import CUDNN, libraries_of, library_sources
+from relaxtune.schedules.marks import SOURCES_ATTR
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
-from relaxtune.schedules.templates.base import Refusal, TemplateError
+from relaxtune.schedules.templates.base import TemplateError
 from tests.schedules.attention_cases import AttentionCase
 from tests.schedules.templates.matmul_cases import MatmulCase
 

@@ -16,11 +16,12 @@ from tvm import tirx
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
 from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
 from relaxtune.pipeline.codegen.library_objects import compile_library_objects, list_library_sources
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.plain_attention import attention_function
 from relaxtune.schedules.libraries.vendors import CUBLASLT, CUDNN, VendorLibrary
+from relaxtune.schedules.registry import LIBRARIES
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.templates.base import Parameters, Refusal, Template
-from relaxtune.schedules.templates.registry import LIBRARIES
+from relaxtune.schedules.templates.base import Parameters, Template
 from tests.schedules.attention_cases import AttentionCase, Params, draw, reference
 from tests.schedules.templates.matmul_cases import MatmulCase
 

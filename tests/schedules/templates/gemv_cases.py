@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tvm import te, tirx
 
 from relaxtune.schedules.functions.quantised_matmul import matmul_of_rows
-from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR
+from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.tir.epilogue import gate_column, value_column
 
 

@@ -9,7 +9,7 @@ from tvm import te, tirx, topi
 from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
 
-from relaxtune.schedules.templates.base import Refusal
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.tir.dataflow import Dataflow, recognise_dataflow
 from tests.schedules.templates import memory_cases as cases
 from tests.schedules.templates.matmul_cases import MatmulCase

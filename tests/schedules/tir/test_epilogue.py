@@ -9,7 +9,7 @@ import tvm_ffi
 from tvm import te, tirx
 from tvm.ir.expr import TensorLoad
 
-from relaxtune.schedules.templates.base import Refusal
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.tir.blocks import substitute
 from relaxtune.schedules.tir.epilogue import MatmulFunction, gate_column, recognise_matmul
 from tests.schedules.templates.matmul_cases import MatmulCase

@@ -9,9 +9,9 @@ import pytest
 import tvm
 from tvm import te, topi
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.libraries.cublaslt import CublasLt
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.templates.base import Refusal
 from relaxtune.schedules.tir.epilogue import recognise_matmul
 from relaxtune.schedules.tir.normed_matmul import adds_only, find_bias
 from tests.schedules.templates.matmul_cases import MatmulCase

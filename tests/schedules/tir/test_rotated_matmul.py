@@ -10,11 +10,12 @@ import tvm
 from tvm import te, tirx
 
 from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.templates.base import Refusal
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
-from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR, GemmSm90
+from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.gemv.function import recognise_gemv
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from relaxtune.schedules.tir.epilogue import recognise_matmul

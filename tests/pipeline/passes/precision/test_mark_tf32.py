@@ -5,7 +5,8 @@ from tvm import tirx
 
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
-from relaxtune.schedules.search.tensor_tile import TF32_ATTR, takes_tensor_tiles
+from relaxtune.schedules.marks import TF32_ATTR
+from relaxtune.schedules.search.tensor_tile import takes_tensor_tiles
 from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.passes.pass_cases import small_model
 

@@ -16,10 +16,8 @@ from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.weights.mark_constants import mark_constants
 from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.schedules.functions.attention import spec_of
+from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR, INPUT_PARAMS_ATTR, OWN_OUTPUTS_ATTR
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.templates.attention_sm90.growth import OWN_OUTPUTS_ATTR
-from relaxtune.schedules.templates.emit.kernel_frame import INPUT_PARAMS_ATTR
-from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR
 from relaxtune.tuning_db.records import Route
 from tests.pipeline.passes.pass_cases import graph_of, small_model
 

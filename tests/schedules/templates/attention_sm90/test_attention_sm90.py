@@ -5,16 +5,14 @@ from dataclasses import replace
 import pytest
 from tvm import tirx
 
-from relaxtune.schedules.fallback import SCHEDULED_ATTR
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec, spec_of
 from relaxtune.schedules.functions.plain_attention import attention_function
+from relaxtune.schedules.marks import INPUT_PARAMS_ATTR, KERNEL_ATTR, OWN_OUTPUTS_ATTR, SCHEDULED_ATTR
 from relaxtune.schedules.targets import CudaLimits, ResolvedTarget, resolve_target
-from relaxtune.schedules.templates.attention_sm90.growth import OWN_OUTPUTS_ATTR
 from relaxtune.schedules.templates.attention_sm90.plan import AttentionParameters, AttentionPlan, make_plan
 from relaxtune.schedules.templates.attention_sm90.template import AttentionSm90
-from relaxtune.schedules.templates.base import Parameters, Refusal, TemplateError
-from relaxtune.schedules.templates.emit.kernel_frame import INPUT_PARAMS_ATTR
-from relaxtune.schedules.templates.lowering import KERNEL_ATTR
+from relaxtune.schedules.templates.base import Parameters, TemplateError
 from tests.schedules.attention_cases import AttentionCase
 
 BERT = AttentionCase(1, 12, 128, 128, 64, dtype="float16", packed=True)

@@ -9,14 +9,14 @@ from scipy import special
 from tvm import tirx
 from tvm.sym import Analyzer
 
-from relaxtune.schedules.fallback import SCHEDULED_ATTR
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR, KERNEL_ATTR, SCHEDULED_ATTR
 from relaxtune.schedules.targets import CudaLimits, ResolvedTarget, resolve_target
-from relaxtune.schedules.templates.base import Parameters, Refusal, TemplateError
+from relaxtune.schedules.templates.base import Parameters, TemplateError
 from relaxtune.schedules.templates.emit import fast_math
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, make_plan
-from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR, GemmSm90
+from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.gemm_sm90.tiles import Tiles
-from relaxtune.schedules.templates.lowering import KERNEL_ATTR
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
 from tests.schedules.templates.matmul_cases import MatmulCase
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import tvm
 
+from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
-from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR, GemmSm90
+from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from tests.schedules.templates.cubin import (
     LAUNCH_DEPENDENTS,

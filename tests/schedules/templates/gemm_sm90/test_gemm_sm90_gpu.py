@@ -12,9 +12,10 @@ import tvm
 from scipy import special
 
 from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
+from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
-from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR, GemmSm90
+from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from tests.schedules.templates.matmul_cases import MatmulCase
 

@@ -10,11 +10,12 @@ import pytest
 import tvm
 
 from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.templates.base import Refusal
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.templates.gemm_sm90.row_statistics import statistics_registers
-from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR, GemmSm90
+from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from tests.schedules.templates.cubin import LOCAL_LOAD, LOCAL_STORE, WGMMA, Cubin, captured_cubins, read_cubin
 from tests.schedules.templates.matmul_cases import MatmulCase

@@ -6,10 +6,11 @@ import pytest
 import tvm
 
 from benchmarks.bench_gemm_sm90 import CASES, EIGHT_BIT_CASES, Case, fused_matmul
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.templates.base import Refusal
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
-from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR, GemmSm90
+from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from tests.schedules.templates.cubin import (
     MMA_SYNC,

@@ -5,14 +5,15 @@ from dataclasses import replace
 import pytest
 from tvm import te, tirx
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.quantised_matmul import matmul_of_rows
+from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.templates.base import Refusal, TemplateError
+from relaxtune.schedules.templates.base import TemplateError
 from relaxtune.schedules.templates.gemv.function import GemvFunction, Quantisation, recognise_gemv
 from relaxtune.schedules.templates.gemv.plan import GemvParameters, GemvPlan, make_plan
 from relaxtune.schedules.templates.gemv.stream_plan import GemvStreamParameters
 from relaxtune.schedules.templates.gemv.template import Gemv
-from relaxtune.schedules.templates.registry import apply_decision, list_candidates
 from relaxtune.schedules.templates.rows.plan import RowsParameters
 from tests.schedules.templates.gemv_cases import CASES, GemvCase
 

@@ -7,8 +7,9 @@ import struct
 import pytest
 import tvm
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.templates.base import Parameters, Refusal, Template
+from relaxtune.schedules.templates.base import Parameters, Template
 from relaxtune.schedules.templates.gemv.plan import GemvParameters
 from relaxtune.schedules.templates.gemv.stream import GemvStream
 from relaxtune.schedules.templates.gemv.stream_plan import GemvStreamParameters

@@ -7,8 +7,9 @@ import pytest
 import tvm
 
 from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.templates.base import Refusal, Template
+from relaxtune.schedules.templates.base import Template
 from relaxtune.schedules.templates.gemv.stream import GemvStream
 from relaxtune.schedules.templates.gemv.template import Gemv
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.registry import apply_decision
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.templates.base import Refusal, TemplateError
+from relaxtune.schedules.templates.base import TemplateError
 from relaxtune.schedules.templates.gemv.function import GemvFunction, recognise_gemv
 from relaxtune.schedules.templates.gemv.plan import GemvParameters
 from relaxtune.schedules.templates.gemv.stream import GemvStream
@@ -15,7 +17,6 @@ from relaxtune.schedules.templates.gemv.stream_plan import (
     GemvStreamPlan,
     make_stream_plan,
 )
-from relaxtune.schedules.templates.registry import apply_decision
 from tests.schedules.templates.gemv_cases import CASES, GemvCase
 
 HOPPER = resolve_target("cuda:sm_90a")

@@ -7,8 +7,9 @@ import functools
 import pytest
 from tvm import te, tirx, topi
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.templates.base import Refusal, Template, TemplateError
+from relaxtune.schedules.templates.base import Template, TemplateError
 from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
 from relaxtune.schedules.templates.rows.elementwise import Elementwise, ElementwiseParameters
 from relaxtune.schedules.templates.rows.plan import RowsParameters

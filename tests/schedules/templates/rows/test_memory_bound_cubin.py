@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import tvm
 
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.templates.base import Parameters, Refusal, Template
-from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR
+from relaxtune.schedules.templates.base import Parameters, Template
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from relaxtune.schedules.templates.rows.elementwise import Elementwise, ElementwiseParameters
 from relaxtune.schedules.templates.rows.plan import RowsParameters

@@ -9,10 +9,11 @@ import pytest
 import tvm
 
 from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
-from relaxtune.schedules.templates.base import Parameters, Refusal, Template
+from relaxtune.schedules.templates.base import Parameters, Template
 from relaxtune.schedules.templates.emit.kernel_frame import has_dependent_launch
-from relaxtune.schedules.templates.gemm_sm90.template import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from relaxtune.schedules.templates.rows.elementwise import Elementwise, ElementwiseParameters
 from relaxtune.schedules.templates.rows.plan import RowsParameters

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 
 from tvm.tirx import PrimFunc
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.libraries.cublaslt import CublasLt
 from relaxtune.schedules.libraries.cudnn_attention import CudnnAttention
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.attention_sm90.template import AttentionSm90
-from relaxtune.schedules.templates.base import Parameters, Refusal, Template, TemplateError, template_of
+from relaxtune.schedules.templates.base import Parameters, Template, TemplateError, template_of
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.gemv.stream import GemvStream
 from relaxtune.schedules.templates.gemv.template import Gemv

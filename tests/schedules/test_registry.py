@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 from tvm import tirx
 
+from relaxtune.schedules.registry import TEMPLATES, apply_decision, list_candidates
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import TemplateError
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
-from relaxtune.schedules.templates.registry import TEMPLATES, apply_decision, list_candidates
 from tests.schedules.templates import memory_cases
 from tests.schedules.templates.gemv_cases import GemvCase
 from tests.schedules.templates.matmul_cases import MatmulCase
