@@ -10,6 +10,7 @@ import tvm_ffi
 from tvm.target import codegen
 
 from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.targets.capabilities import is_of
 from relaxtune.schedules.version import fallback_version
 from relaxtune.tuning_db.records import Environment, TargetKey, canonical_json
 
@@ -79,7 +80,7 @@ def nvidia_driver_version(path: Path = NVIDIA_DRIVER_VERSION) -> str | None:
 
 def _cuda_environment(target: ResolvedTarget) -> Environment:
     device = tvm.cuda(0)
-    local = bool(device.exist) and "".join(str(device.compute_version).split(".")) in target.arch
+    local = bool(device.exist) and is_of(target.arch, str(device.compute_version))
     return Environment(
         device_kind="cuda",
         device_name=str(device.device_name) if local else UNKNOWN_DEVICE,

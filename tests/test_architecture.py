@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -115,6 +116,15 @@ def test_only_the_command_line_imports_the_command_line() -> None:
             continue
         above = {module for module in own_imports(path) if module.startswith("relaxtune.pipeline.cli")}
         assert not above, f"{path.relative_to(ROOT)} imports {sorted(above)}"
+
+
+def test_only_the_room_of_targets_knows_architectures_by_name() -> None:
+    for path in SOURCES:
+        if path.is_relative_to(ROOT / "schedules/targets"):
+            continue
+        texts = [n.value for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Constant)]
+        named = [text for text in texts if isinstance(text, str) and re.fullmatch(r"sm_(\d+[af]?)?", text)]
+        assert not named, f"{path.relative_to(ROOT)} has {named}; ask relaxtune.schedules.targets.Feature instead"
 
 
 @pytest.mark.xfail(strict=True, reason="manifest and its buckets")

@@ -14,6 +14,7 @@ from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.codegen.cuda_libraries import load_cuda_runtime
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.targets.capabilities import native_arch, runs_on
 
 
 def device_for(manifest: Manifest, asked: str | None, directory: Path) -> Device:
@@ -54,16 +55,11 @@ def _cuda_device(manifest: Manifest, index: int, directory: Path) -> Device:
             f"artifact {directory} is for a GPU ({manifest.target.arch}), and this machine has no CUDA device {index} "
             f"({found or 'no driver answers'}); run it where there is one, or compile with --target llvm"
         )
-    capability = str(device.compute_version).replace(".", "")
-    built_for = re.sub(r"\D", "", manifest.target.arch)
-    # A cubin runs on the compute capability it was made for and on later minor versions of the same major one; the
-    # `a` variants only on exactly theirs (CUDA C++ Programming Guide, "Binary Compatibility").
-    exact = manifest.target.arch.endswith("a")
-    fits = capability == built_for if exact else capability[:-1] == built_for[:-1] and capability >= built_for
-    if not fits:
+    version = str(device.compute_version)
+    if not runs_on(manifest.target.arch, version):
         raise ArtifactError(
             f"artifact {directory} is for {manifest.target.arch}; CUDA device {index} is {device.device_name} with "
-            f"compute capability {device.compute_version}. Compile the model with --target cuda:sm_{capability}"
+            f"compute capability {device.compute_version}. Compile the model with --target cuda:{native_arch(version)}"
         )
     return device
 

@@ -32,7 +32,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.libraries.calls import LibraryCall, call_alone, call_before, call_on_made, no_pointer
 from relaxtune.schedules.libraries.vendors import CUBLASLT
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import Parameters, TemplateError
+from relaxtune.schedules.templates.base import KernelTemplate, Parameters, refuse_target
 from relaxtune.schedules.templates.emit.fast_gelu import find_gelu
 from relaxtune.schedules.tir.blocks import constant_value, list_blocks, static_shape
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
@@ -76,26 +76,27 @@ class _Fused:
     gelu: bool = False
 
 
-class CublasLt:
-    """The library as a maker of kernels; see `schedules.templates.base.Template`."""
+class CublasLt(KernelTemplate[MatmulFunction, CublasLtParameters]):
+    """The library as a maker of kernels; see `schedules.templates.base.KernelTemplate`."""
 
-    name = CublasLtParameters.template
+    parameters = CublasLtParameters
 
-    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[CublasLtParameters] | Refusal:
-        """Return the heuristic's first places, or why the library does not multiply for the function."""
-        matmul = _recognise(func, target)
-        if isinstance(matmul, Refusal):
-            return matmul
-        epilogues = _epilogues(func, matmul)
+    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
+        """Return the function's matmul when the library computes it."""
+        return refuse_target(target) or _recognise(func)
+
+    def propose(
+        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget
+    ) -> Sequence[CublasLtParameters]:
+        """Return the heuristic's first places."""
+        epilogues = _epilogues(func, found)
         return [CublasLtParameters(algorithm, one) for algorithm in range(_ALGORITHMS) for one in epilogues]
 
-    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+    def make(
+        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget, parameters: CublasLtParameters
+    ) -> tirx.PrimFunc | Refusal:
         """Return the PrimFunc as a call of the library, with a kernel before or after it where there must be one."""
-        if not isinstance(parameters, CublasLtParameters):
-            raise TemplateError(f"library {self.name} got {parameters!r}; expected CublasLtParameters.")
-        matmul = _recognise(func, target)
-        if isinstance(matmul, Refusal):
-            return matmul
+        matmul = found
         if parameters.epilogue == _BY_LIBRARY:
             fused = _fused(func, matmul)
             return fused if isinstance(fused, Refusal) else _call_fused(func, matmul, fused, parameters.algorithm)
@@ -105,14 +106,8 @@ class CublasLt:
             return Refusal("there is no epilogue that a kernel could do")
         return _call_and_finish(func, matmul, parameters.algorithm)
 
-    def parse(self, decision: str) -> CublasLtParameters:
-        """Return the parameters of a decision; TemplateError when it is not one of this library's."""
-        return CublasLtParameters.from_json(decision)
 
-
-def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
-    if target.kind != "cuda":
-        return Refusal(f"the target is {target.kind}, expected cuda")
+def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     matmul = recognise_matmul(func)
     if isinstance(matmul, Refusal):
         return matmul

@@ -32,7 +32,7 @@ from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, S
 from relaxtune.schedules.libraries.calls import LibraryCall, call_alone, call_on_made, no_pointer
 from relaxtune.schedules.libraries.vendors import CUDNN
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import Parameters, TemplateError
+from relaxtune.schedules.templates.base import KernelTemplate, Parameters, refuse_target
 from relaxtune.schedules.tir.blocks import static_shape
 
 _FUNCTION = "relaxtune_cudnn_attention"
@@ -80,32 +80,29 @@ class _Mask:
     strides: tuple[int, ...]
 
 
-class CudnnAttention:
-    """The library as a maker of kernels; see `schedules.templates.base.Template`."""
+class CudnnAttention(KernelTemplate[AttentionSpec, CudnnAttentionParameters]):
+    """The library as a maker of kernels; see `schedules.templates.base.KernelTemplate`."""
 
-    name = CudnnAttentionParameters.template
+    parameters = CudnnAttentionParameters
 
-    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[CudnnAttentionParameters] | Refusal:
-        """Return the heuristic's places, or why the library does not compute the function."""
-        spec = _recognise(func, target)
-        return spec if isinstance(spec, Refusal) else [CudnnAttentionParameters(plan) for plan in range(_PLANS)]
+    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
+        """Return the function's attention when cuDNN computes it."""
+        return refuse_target(target) or _recognise(func)
 
-    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+    def propose(
+        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget
+    ) -> Sequence[CudnnAttentionParameters]:
+        """Return the heuristic's places."""
+        return [CudnnAttentionParameters(plan) for plan in range(_PLANS)]
+
+    def make(
+        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget, parameters: CudnnAttentionParameters
+    ) -> tirx.PrimFunc:
         """Return the PrimFunc as a call of the library."""
-        if not isinstance(parameters, CudnnAttentionParameters):
-            raise TemplateError(f"library {self.name} got {parameters!r}; expected CudnnAttentionParameters.")
-        spec = _recognise(func, target)
-        return spec if isinstance(spec, Refusal) else _call(func, spec, parameters.plan)
-
-    def parse(self, decision: str) -> CudnnAttentionParameters:
-        """Return the parameters of a decision; TemplateError when it is not one of this library's."""
-        return CudnnAttentionParameters.from_json(decision)
+        return _call(func, found, parameters.plan)
 
 
-def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
-    """Return the function's attention when cuDNN computes it."""
-    if target.kind != "cuda":
-        return Refusal(f"the target is {target.kind}, expected cuda")
+def _recognise(func: tirx.PrimFunc) -> AttentionSpec | Refusal:
     spec = spec_of(func)
     if spec is None:
         return Refusal("the function is not marked as an attention")

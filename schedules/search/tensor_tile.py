@@ -48,12 +48,9 @@ from relaxtune.schedules.search.tensor_intrinsics import (
     register_intrinsics,
 )
 from relaxtune.schedules.search.thread_tile import LOAD_BYTES, isolate_contraction, sample
-from relaxtune.schedules.targets import CudaLimits, target_limits
+from relaxtune.schedules.targets import CudaLimits, Feature, target_features, target_limits
 from relaxtune.schedules.tir.epilogue import recognise_matmul
 
-_CAPABILITY_MIN = 80
-# Halves have a template there, which is faster.
-_WGMMA_ARCH = "sm_90a"
 # Tiles along an axis of a block at most, and how much longer padding may make an axis.
 _BLOCK_TILES = (8, 4, 2, 1)
 _PADDED_MAX = 4 / 3
@@ -114,7 +111,7 @@ class _Design:
 
 def has_tensor_tiles(target: Target) -> bool:
     """Whether a target has `mma.sync` of these shapes, and `cp.async`."""
-    return target.kind.name == "cuda" and _capability(target) >= _CAPABILITY_MIN
+    return target_features(target) >= {Feature.MMA, Feature.CP_ASYNC, Feature.LDMATRIX}
 
 
 def takes_tensor_tiles(func: PrimFunc, target: Target) -> bool:
@@ -155,15 +152,12 @@ def form_of(func: PrimFunc) -> str | None:
     return None if form is None else str(form)
 
 
-def _capability(target: Target) -> int:
-    return int(str(target.attrs["arch"]).removeprefix("sm_").rstrip("af"))
-
-
 def _prepare(func: PrimFunc, target: Target) -> _Matmul | None:
     if not has_tensor_tiles(target):
         return None
     matmul = _recognise(func, tf32=bool(func.attrs and func.attrs.get(TF32_ATTR, False)))
-    if matmul is None or (str(target.attrs["arch"]) == _WGMMA_ARCH and _has_template(func, matmul)):
+    # With wgmma, halves have a template, which is faster.
+    if matmul is None or (Feature.WGMMA in target_features(target) and _has_template(func, matmul)):
         return None
     return matmul
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Container
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ import tvm
 from tvm.target import Target, codegen, list_tags
 
 from relaxtune.schedules.errors import TargetError
+from relaxtune.schedules.targets.capabilities import Feature, capabilities_of, native_arch
 from relaxtune.schedules.targets.host import cache_sizes, cpu_flags, physical_cores
 
 logger = logging.getLogger(__name__)
@@ -34,11 +34,7 @@ _X86_FLAGS = {
     "avx512bf16": "avx512_bf16",
 }
 
-# Shared memory that one block may opt in to, KiB, by compute capability: CUDA C++ Programming Guide 13.0,
-# "Technical Specifications per Compute Capability", row "Maximum amount of shared memory per thread block".
-_OPTIN_SHARED_KIB = {
-    75: 64, 80: 163, 86: 99, 87: 163, 88: 99, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99,
-}  # fmt: skip
+_LIKELY_SM_COUNT = 132
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class CpuLimits:
 
 @dataclass(frozen=True)
 class CudaLimits:
-    """What one thread block may use (from the same table for all of `_OPTIN_SHARED_KIB`); `sm_count` if known."""
+    """What one thread block may use (all but the opt-in is the same for every architecture); `sm_count` if known."""
 
     shared_bytes_optin: int
     shared_bytes_static: int = 48 * 1024
@@ -63,6 +59,11 @@ class CudaLimits:
     registers_per_thread: int = 255
     warp_size: int = 32
     sm_count: int | None = None
+
+    @property
+    def likely_sm_count(self) -> int:
+        """Multiprocessors: those of an H100 SXM or H200 where they are not known."""
+        return self.sm_count or _LIKELY_SM_COUNT
 
 
 TargetLimits = CpuLimits | CudaLimits
@@ -91,6 +92,11 @@ class ResolvedTarget:
     kind: str
     arch: str
     limits: TargetLimits
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What the GPU can do beyond the least; nothing for a CPU."""
+        return target_features(self.target)
 
 
 def resolve_target(text: str = "auto") -> ResolvedTarget:
@@ -141,6 +147,17 @@ def target_limits(target: Target) -> TargetLimits:
     raise TargetError(f"target kind {target.kind.name!r} is not supported; expected llvm or cuda.")
 
 
+def target_features(target: Target) -> frozenset[Feature]:
+    """Return what a target's GPU can do beyond the least; nothing for a CPU.
+
+    Raises
+    ------
+    TargetError
+        The CUDA architecture is not in the table.
+    """
+    return capabilities_of(str(target.attrs["arch"])).features if target.kind.name == "cuda" else frozenset()
+
+
 def _resolve_local_cpu(asked: str) -> ResolvedTarget:
     cpu = str(codegen.llvm_get_system_cpu())
     target, hidden = _local_cpu_target(cpu)
@@ -177,7 +194,7 @@ def _resolve_local_cuda(asked: str) -> ResolvedTarget:
             f"target {asked!r}: this machine has no CUDA device (or no driver), so the architecture must be given, "
             "for example cuda:sm_90a."
         )
-    arch = _arch_of_capability(str(device.compute_version))
+    arch = native_arch(str(device.compute_version))
     source = f"{asked}: compute capability {device.compute_version} of {device.device_name}"
     return _cuda_resolved(arch, source, int(device.multi_processor_count), _host_target(), {})
 
@@ -233,12 +250,7 @@ def _cuda_resolved(
 
 
 def _cuda_limits(arch: str, sm_count: int | None) -> CudaLimits:
-    match = re.fullmatch(r"sm_(\d{2,3})[af]?", arch)
-    capability = int(match.group(1)) if match else None
-    if capability not in _OPTIN_SHARED_KIB:
-        known = ", ".join(f"sm_{known}" for known in _OPTIN_SHARED_KIB)
-        raise TargetError(f"CUDA architecture {arch!r} is not known; expected one of {known} (a suffix `a` is kept).")
-    return CudaLimits(shared_bytes_optin=_OPTIN_SHARED_KIB[capability] * 1024, sm_count=sm_count)
+    return CudaLimits(shared_bytes_optin=capabilities_of(arch).shared_bytes_optin, sm_count=sm_count)
 
 
 def _cpu_limits(target: Target) -> CpuLimits:
@@ -267,15 +279,9 @@ def _vector_bytes(target: Target, features: Container[str]) -> int:
 
 def _sm_count_if_local(arch: str) -> int | None:
     device = tvm.cuda(0)
-    if device.exist and _arch_of_capability(str(device.compute_version)) == arch:
+    if device.exist and native_arch(str(device.compute_version)) == arch:
         return int(device.multi_processor_count)
     return None
-
-
-def _arch_of_capability(capability: str) -> str:
-    """Return the architecture for a compute capability such as 9.0; the `a` variants unlock wgmma and TMA."""
-    number = int(capability.replace(".", ""))
-    return f"sm_{number}a" if number >= 90 else f"sm_{number}"
 
 
 def _parse_json(text: str) -> dict[str, object]:

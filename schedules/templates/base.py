@@ -8,14 +8,16 @@ record needs: the same PrimFunc, target and parameters give the same kernel on a
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.errors import Refusal, ScheduleError
-from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
+from relaxtune.schedules.targets.capabilities import lowest_with
 
 ParameterValue = int | bool | str
 # In the metadata of a field.
@@ -76,7 +78,7 @@ def added(default: ParameterValue) -> Any:
 
 
 class Template(Protocol):
-    """A parametric kernel."""
+    """A parametric kernel, as its users see it."""
 
     @property
     def name(self) -> str:
@@ -94,6 +96,84 @@ class Template(Protocol):
     def parse(self, decision: str) -> Parameters:
         """Return the parameters of a decision; TemplateError when it is not one of this template's."""
         ...
+
+
+Found = TypeVar("Found")
+Own = TypeVar("Own", bound=Parameters)
+
+
+class KernelTemplate(ABC, Generic[Found, Own]):
+    """A `Template` of three parts: what it recognises in a function, what it proposes for that, how it makes a kernel.
+
+    `parameters` is the class of its parameters.
+    """
+
+    parameters: type[Own]
+
+    @property
+    def name(self) -> str:
+        """Name in decisions and reports."""
+        return self.parameters.template
+
+    @abstractmethod
+    def recognise(self, func: PrimFunc, target: ResolvedTarget) -> Found | Refusal:
+        """Return what the function computes when the template can make it with some parameters, or why it cannot."""
+
+    @abstractmethod
+    def propose(self, func: PrimFunc, found: Found, target: ResolvedTarget) -> Sequence[Own] | Refusal:
+        """Return the parameters worth measuring, the most promising first, or why there are none."""
+
+    @abstractmethod
+    def make(self, func: PrimFunc, found: Found, target: ResolvedTarget, parameters: Own) -> PrimFunc | Refusal:
+        """Return the scheduled PrimFunc, or why it cannot be made."""
+
+    def candidates(self, func: PrimFunc, target: ResolvedTarget) -> Sequence[Own] | Refusal:
+        """Return the parameters worth measuring, the most promising first, or why there are none."""
+        found = self.recognise(func, target)
+        return found if isinstance(found, Refusal) else self.propose(func, found, target)
+
+    def apply(self, func: PrimFunc, target: ResolvedTarget, parameters: Parameters) -> PrimFunc | Refusal:
+        """Return the scheduled PrimFunc, or why it cannot be made.
+
+        Raises
+        ------
+        TemplateError
+            The parameters are another template's.
+        """
+        if not isinstance(parameters, self.parameters):
+            raise TemplateError(f"template {self.name} got {parameters!r}; expected {self.parameters.__name__}.")
+        found = self.recognise(func, target)
+        return found if isinstance(found, Refusal) else self.make(func, found, target, parameters)
+
+    def parse(self, decision: str) -> Own:
+        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
+        return self.parameters.from_json(decision)
+
+
+def cuda_limits(target: ResolvedTarget) -> CudaLimits:
+    """Return the limits of a CUDA target.
+
+    Raises
+    ------
+    TemplateError
+        The target is another.
+    """
+    if not isinstance(target.limits, CudaLimits):
+        raise TemplateError(f"kernel templates need a CUDA target, got {target.kind}.")
+    return target.limits
+
+
+def refuse_target(target: ResolvedTarget, *features: Feature) -> Refusal | None:
+    """Return why a template does not make kernels for a target: it is no GPU, or one without some features."""
+    if target.kind == "cuda" and target.features.issuperset(features):
+        return None
+    needed = f" {lowest_with(*features)} ({' and '.join(one.value for one in features)})" if features else ""
+    return Refusal(f"the target is {target.kind} {target.arch}, expected cuda{needed}")
+
+
+def refuse_dependent(dependent: bool, target: ResolvedTarget) -> Refusal | None:
+    """Return why a kernel may not start before the one before it has ended, None where it may or does not."""
+    return refuse_target(target, Feature.DEPENDENT_LAUNCH) if dependent else None
 
 
 def template_of(decision: str) -> str:

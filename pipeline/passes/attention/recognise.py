@@ -25,12 +25,13 @@ from relaxtune.pipeline.passes.kit.ir import (
     values_of,
 )
 from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.schedules.targets import Feature, target_features
 
 logger = logging.getLogger(__name__)
 
 
 def recognise_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
-    """Return `mod` with each attention as one PrimFunc, where a template can make it: on sm_90a, in half precision.
+    """Return `mod` with each attention as one PrimFunc, where a template makes it: of halves, on GPUs with wgmma.
 
     ::
 
@@ -54,7 +55,7 @@ def recognise_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IR
 
 def has_template(target: tvm.target.Target) -> bool:
     """Return whether there is a template of attention for a target."""
-    return bool(target.kind.name == "cuda" and str(target.attrs.get("arch", "")) == "sm_90a")
+    return target_features(target) >= {Feature.WGMMA, Feature.TMA}
 
 
 def attention_as_kernels(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:

@@ -22,6 +22,7 @@ from relaxtune.pipeline.passes.kit.ir import (
     static_shape,
 )
 from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.schedules.targets import Feature, target_features
 
 # TMA loads rows that start at multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled).
 _ALIGNMENT = 16
@@ -34,8 +35,8 @@ def turn_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with `matmul(x, W)` of a constant W [K, N] as a kernel that reads W as [N, K].
 
     Of half precision only where rows of N elements start at unaligned addresses and rows of K do not: the output layer
-    of a language model whose vocabulary has an odd size (GPT-2's 50257). Of 8-bit integers (precision int8) on sm_90a,
-    where rows of K start at aligned addresses: wgmma has no other 8-bit operands. The turned matrix is a constant like
+    of a language model whose vocabulary has an odd size (GPT-2's 50257). Of 8-bit integers (precision int8) with wgmma,
+    where rows of K start at aligned addresses: it takes no other 8-bit operands. The turned matrix is a constant like
     any weight.
 
     Other weights in half precision stay. With all of more than 64 rows turned, chains of BERT-base's kernels on an H200
@@ -46,8 +47,8 @@ def turn_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     main = main_of(mod)
     if state.target.kind.name != "cuda":
         return mod
-    hopper = str(state.target.attrs["arch"]) == "sm_90a"
-    found = {binding.var for binding in bindings_of(main) if _turns(binding.value, hopper)}
+    wgmma = Feature.WGMMA in target_features(state.target)
+    found = {binding.var for binding in bindings_of(main) if _turns(binding.value, wgmma)}
     if not found:
         return mod
     turner = _Turn(mod, found)
@@ -56,7 +57,7 @@ def turn_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     return result
 
 
-def _turns(value: tvm.ir.Expr, hopper: bool) -> bool:
+def _turns(value: tvm.ir.Expr, wgmma: bool) -> bool:
     if not is_op(value, "matmul") or not is_constant(value.args[1]):
         return False
     left, right, dtype = shape_of(value.args[0]), static_shape(value.args[1]), dtype_of(value.args[1])
@@ -64,7 +65,7 @@ def _turns(value: tvm.ir.Expr, hopper: bool) -> bool:
         return False
     rows, columns = right
     if dtype in _INTEGERS:
-        return hopper and dtype_of(value.args[0]) in _INTEGERS and rows % _ALIGNMENT == 0
+        return wgmma and dtype_of(value.args[0]) in _INTEGERS and rows % _ALIGNMENT == 0
     size = _BYTES.get(dtype)
     return size is not None and columns * size % _ALIGNMENT != 0 and rows * size % _ALIGNMENT == 0
 

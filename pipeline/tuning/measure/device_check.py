@@ -21,6 +21,7 @@ from tvm import s_tir, te, tirx
 
 from relaxtune.pipeline.codegen.finish import device_toolchain
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.schedules.targets.capabilities import native_arch
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,4 @@ def _is_right(got: tvm.ir.Expr, want: tvm.ir.Expr, rtol: tirx.Var, absolute: tir
 def _target_of(device: tvm.runtime.Device) -> tvm.target.Target:
     if int(device.dlpack_device_type()) == int(tvm.cpu().dlpack_device_type()):
         return tvm.target.Target("llvm")
-    return tvm.target.Target(
-        {"kind": "cuda", "arch": "sm_" + str(device.compute_version).replace(".", "")}, host="llvm"
-    )
+    return tvm.target.Target({"kind": "cuda", "arch": native_arch(str(device.compute_version))}, host="llvm")

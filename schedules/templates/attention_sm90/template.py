@@ -60,7 +60,7 @@ from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, spec_of
-from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
+from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
 from relaxtune.schedules.templates.attention_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.attention_sm90.plan import (
     ELEMENT_BYTES,
@@ -71,15 +71,13 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     make_plan,
     registers_needed,
 )
-from relaxtune.schedules.templates.base import Parameters, TemplateError
+from relaxtune.schedules.templates.base import KernelTemplate, cuda_limits, refuse_target
 
 _TMA_ALIGNMENT = 16
 _INDEX_MAX = 2**31 - 1
 _HEAD_DIM_MAX = 256
 _ADDED = ("float16", "bfloat16", "float32")
 _KEPT = (*_ADDED, "bool", "int8", "uint8", "int32", "int64")
-# Of H100 SXM and H200, where the target was given by name.
-_SM_COUNT = 132
 _CANDIDATES_MAX = 16
 # Of larger heads, a third warpgroup's share of the registers holds too few keys.
 _THIRD_HEAD_DIM_MAX = 96
@@ -88,18 +86,17 @@ _STAGES_MAX = 4
 _STEP_CYCLES = 80
 
 
-class AttentionSm90:
-    """The template; see `schedules.templates.base.Template`."""
+class AttentionSm90(KernelTemplate[AttentionSpec, AttentionParameters]):
+    """The template; see `schedules.templates.base.KernelTemplate`."""
 
-    name = AttentionParameters.template
+    parameters = AttentionParameters
 
-    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[AttentionParameters] | Refusal:
+    def propose(
+        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget
+    ) -> Sequence[AttentionParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
-        spec = _recognise(func, target)
-        if isinstance(spec, Refusal):
-            return spec
-        limits, bias_bytes = _limits(target), _bias_bytes(func, spec)
-        sm_count = limits.sm_count or _SM_COUNT
+        spec, limits, bias_bytes = found, cuda_limits(target), _bias_bytes(func, found)
+        sm_count = limits.likely_sm_count
         deepest = [_deepest(spec, p, limits, bias_bytes) for p in _proposals(spec, sm_count)]
         plans = [plan for plan in deepest if plan is not None]
         # Of equals, those that are sure of their places come first, and those that take turns.
@@ -110,38 +107,26 @@ class AttentionSm90:
                 not plan.parameters.pingpong,
             )
         )
-        found: dict[tuple[AttentionParameters, int], AttentionParameters] = {}
+        distinct: dict[tuple[AttentionParameters, int], AttentionParameters] = {}
         for plan in plans:
             # Those that differ only in places that no block takes are the same.
             places = min(_blocks_held(plan, limits), math.ceil(plan.blocks / sm_count))
-            found.setdefault((replace(plan.parameters, residents=1, stages=1), places), plan.parameters)
-        return list(found.values())[:_CANDIDATES_MAX] or Refusal("no tile fits this shape")
+            distinct.setdefault((replace(plan.parameters, residents=1, stages=1), places), plan.parameters)
+        return list(distinct.values())[:_CANDIDATES_MAX] or Refusal("no tile fits this shape")
 
-    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+    def make(
+        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget, parameters: AttentionParameters
+    ) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
-        if not isinstance(parameters, AttentionParameters):
-            raise TemplateError(f"template {self.name} got {parameters!r}; expected AttentionParameters.")
-        spec = _recognise(func, target)
-        if isinstance(spec, Refusal):
-            return spec
-        plan = make_plan(spec, parameters, _limits(target), bias_bytes=_bias_bytes(func, spec))
+        plan = make_plan(found, parameters, cuda_limits(target), bias_bytes=_bias_bytes(func, found))
         return plan if isinstance(plan, Refusal) else build_kernel(func, plan)
 
-    def parse(self, decision: str) -> AttentionParameters:
-        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
-        return AttentionParameters.from_json(decision)
+    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
+        """Return the function's attention when this template can make it with some parameters."""
+        return refuse_target(target, Feature.WGMMA, Feature.TMA) or _recognise(func)
 
 
-def _limits(target: ResolvedTarget) -> CudaLimits:
-    if not isinstance(target.limits, CudaLimits):
-        raise TemplateError(f"template {AttentionParameters.template} needs a CUDA target, got {target.kind}.")
-    return target.limits
-
-
-def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
-    """Return the function's attention when this template can make it with some parameters."""
-    if target.kind != "cuda" or target.arch != "sm_90a":
-        return Refusal(f"the target is {target.kind} {target.arch}, expected cuda sm_90a (wgmma and TMA)")
+def _recognise(func: tirx.PrimFunc) -> AttentionSpec | Refusal:
     spec = spec_of(func)
     if spec is None:
         return Refusal("the function is not marked as an attention")
@@ -260,7 +245,7 @@ def _predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
     the first candidate took 2 % longer than the best of the first three (geometric mean).
     """
     spec, p = plan.spec, plan.parameters
-    sm_count = limits.sm_count or _SM_COUNT
+    sm_count = limits.likely_sm_count
     rounds, together = _rounds(plan, limits)
     steps = _mean_steps(plan)
     # 2048 multiply-adds and 16 powers of 2 a cycle at best, by all warpgroups of a multiprocessor.
@@ -287,7 +272,7 @@ def _predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
 def _rounds(plan: AttentionPlan, limits: CudaLimits) -> tuple[float, int]:
     """Return how many tiles a block's place makes one after another, and how many a multiprocessor makes at a time."""
     p = plan.parameters
-    sm_count = limits.sm_count or _SM_COUNT
+    sm_count = limits.likely_sm_count
     held = _blocks_held(plan, limits)
     if p.blocks:
         each = math.ceil(plan.items / plan.blocks) * (2 if plan.paired else 1)

@@ -18,7 +18,6 @@ from relaxtune.schedules.marks import (
     SCHEDULED_ATTR,
     constant_params,
 )
-from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.emit.accesses import Access, element_bytes
 from relaxtune.schedules.tir.blocks import static_shape
 from relaxtune.schedules.tir.dataflow import Axis, Dataflow
@@ -112,12 +111,6 @@ def wait_for_predecessor(dependent: bool) -> None:
     if dependent:
         T.evaluate(T.ptx.griddepcontrol.launch_dependents())
         T.evaluate(T.ptx.griddepcontrol.wait())
-
-
-def has_dependent_launch(target: ResolvedTarget) -> bool:
-    """Whether the target's GPUs start kernels before the one before has ended (compute capability 9.0 on)."""
-    digits = "".join(letter for letter in target.arch.removeprefix("sm_") if letter.isdigit())
-    return target.arch.startswith("sm_") and digits.isdigit() and int(digits) >= 90
 
 
 def tensor_bytes(func: tirx.PrimFunc) -> int:

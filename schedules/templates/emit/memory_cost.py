@@ -10,10 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
-
-# Of H100 SXM and H200, where the target was given by name.
-SM_COUNT = 132
 # A GPU starts one block after another.
 _LAUNCH_US = 1.23e-3
 # Bytes a microsecond: from memory, and of tensors that stay in the L2 cache from the kernel before.
@@ -66,9 +62,3 @@ def predicted_us(shape: Shape, sm_count: int) -> float:
     # As many start while the kernel before ends.
     starting = _LAUNCH_US * max(0, shape.blocks - _EARLY_PER_SM * sm_count)
     return float((starting**_SHARPNESS + (moving + latency) ** _SHARPNESS) ** (1 / _SHARPNESS))
-
-
-def sm_count_of(target: ResolvedTarget) -> int:
-    """Return the number of multiprocessors of a CUDA target, an H200's where it is not known."""
-    known = target.limits.sm_count if isinstance(target.limits, CudaLimits) else None
-    return known or SM_COUNT

@@ -61,8 +61,8 @@ from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import constant_params
-from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
-from relaxtune.schedules.templates.base import Parameters, TemplateError
+from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
+from relaxtune.schedules.templates.base import KernelTemplate, cuda_limits, refuse_target
 from relaxtune.schedules.templates.gemm_sm90.cost import predicted_us
 from relaxtune.schedules.templates.gemm_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.gemm_sm90.operands import operands_of
@@ -74,8 +74,6 @@ _OUTPUT_DTYPES = ("float16", "bfloat16", "float32")
 _INTEGER_OUTPUTS = ("int8", "uint8", "int32")
 _TMA_ALIGNMENT = 16
 _INDEX_MAX = 2**31 - 1
-# Of H100 SXM and H200, where the target was given by name.
-_SM_COUNT = 132
 # Shared memory with which two blocks fit into a multiprocessor.
 _HALF_BYTES = 115_200
 _STAGE_BARRIERS_BYTES = 16
@@ -91,50 +89,37 @@ _STREAM_WAVES = 3
 _SHORT_TURNS_ROWS = 1024
 
 
-class GemmSm90:
-    """The template; see `schedules.templates.base.Template`."""
+class GemmSm90(KernelTemplate[MatmulFunction, GemmParameters]):
+    """The template; see `schedules.templates.base.KernelTemplate`."""
 
-    name = GemmParameters.template
+    parameters = GemmParameters
 
-    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[GemmParameters] | Refusal:
+    def propose(
+        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget
+    ) -> Sequence[GemmParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
-        matmul = _recognise(func, target)
-        if isinstance(matmul, Refusal):
-            return matmul
-        limits = _limits(target)
-        sm_count = limits.sm_count or _SM_COUNT
+        matmul, limits = found, cuda_limits(target)
+        sm_count = limits.likely_sm_count
         constant_b = matmul.b in constant_params(func)
         deepest = [_deepest(matmul, one, limits, sm_count, constant_b) for one in _proposals(matmul, sm_count)]
         fitting = [plan for plan in deepest if plan is not None]
         fitting.sort(key=lambda plan: predicted_us(matmul, plan, sm_count))
         return [plan.parameters for plan in fitting[:_CANDIDATES_MAX]] or Refusal("no tile fits this shape")
 
-    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+    def make(
+        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget, parameters: GemmParameters
+    ) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
-        if not isinstance(parameters, GemmParameters):
-            raise TemplateError(f"template {self.name} got {parameters!r}; expected GemmParameters.")
-        matmul = _recognise(func, target)
-        if isinstance(matmul, Refusal):
-            return matmul
         constants = constant_params(func)
-        plan = make_plan(matmul, parameters, _limits(target), constant_b=matmul.b in constants)
-        return plan if isinstance(plan, Refusal) else build_kernel(func, matmul, plan, constants)
+        plan = make_plan(found, parameters, cuda_limits(target), constant_b=found.b in constants)
+        return plan if isinstance(plan, Refusal) else build_kernel(func, found, plan, constants)
 
-    def parse(self, decision: str) -> GemmParameters:
-        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
-        return GemmParameters.from_json(decision)
-
-
-def _limits(target: ResolvedTarget) -> CudaLimits:
-    if not isinstance(target.limits, CudaLimits):
-        raise TemplateError(f"template {GemmParameters.template} needs a CUDA target, got {target.kind}.")
-    return target.limits
+    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
+        """Return the function's matmul when this template can make it with some parameters."""
+        return refuse_target(target, Feature.WGMMA, Feature.TMA) or _recognise(func)
 
 
-def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
-    """Return the function's matmul when this template can make it with some parameters."""
-    if target.kind != "cuda" or target.arch != "sm_90a":
-        return Refusal(f"the target is {target.kind} {target.arch}, expected cuda sm_90a (wgmma and TMA)")
+def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     matmul = recognise_matmul(func)
     if isinstance(matmul, Refusal):
         return matmul

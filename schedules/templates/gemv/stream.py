@@ -21,14 +21,13 @@ from collections.abc import Sequence
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import Parameters, TemplateError
-from relaxtune.schedules.templates.emit.kernel_frame import has_dependent_launch
-from relaxtune.schedules.templates.emit.memory_cost import sm_count_of
+from relaxtune.schedules.targets import Feature, ResolvedTarget
+from relaxtune.schedules.templates.base import cuda_limits, refuse_dependent
+from relaxtune.schedules.templates.gemv.function import GemvFunction
 from relaxtune.schedules.templates.gemv.plan import TILE
 from relaxtune.schedules.templates.gemv.stream_kernel import build_gemv_stream_kernel
 from relaxtune.schedules.templates.gemv.stream_plan import GemvStreamParameters, GemvStreamPlan, make_stream_plan
-from relaxtune.schedules.templates.gemv.template import function_for, limits_of
+from relaxtune.schedules.templates.gemv.template import GemvTemplate
 
 _FEW_WARPS = 4
 # Tiles, warps, depth, blocks a multiprocessor, steps asked for before x, and whether sums are collected. The first one
@@ -54,44 +53,35 @@ _SHARES = (
 )
 
 
-class GemvStream:
-    """The template; see `schedules.templates.base.Template`."""
+class GemvStream(GemvTemplate[GemvStreamParameters]):
+    """The template; see `schedules.templates.base.KernelTemplate`."""
 
-    name = GemvStreamParameters.template
+    parameters = GemvStreamParameters
 
-    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[GemvStreamParameters] | Refusal:
+    def propose(
+        self, func: tirx.PrimFunc, found: GemvFunction, target: ResolvedTarget
+    ) -> Sequence[GemvStreamParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
-        function = function_for(func, target)
-        if isinstance(function, Refusal):
-            return function
-        limits, dependent = limits_of(target), has_dependent_launch(target)
-        refusal = Refusal(f"K is {function.matmul.k}, too short for {_FEW_WARPS} warps to share")
-        found: list[GemvStreamParameters] = []
+        limits, dependent = cuda_limits(target), Feature.DEPENDENT_LAUNCH in target.features
+        refusal = Refusal(f"K is {found.matmul.k}, too short for {_FEW_WARPS} warps to share")
+        proposed: list[GemvStreamParameters] = []
         for tiles, warps, depth, resident, early, collected in _SHARES:
-            blocks = min(math.ceil(function.matmul.n / (TILE * tiles)), sm_count_of(target) * resident)
+            blocks = min(math.ceil(found.matmul.n / (TILE * tiles)), limits.likely_sm_count * resident)
             parameters = GemvStreamParameters(tiles, warps, depth, blocks, dependent, early, collected)
-            plan = make_stream_plan(function, parameters, limits)
+            plan = make_stream_plan(found, parameters, limits)
             if isinstance(plan, Refusal):
                 refusal = plan
-            elif _is_sensible(plan) and plan.parameters not in found:
-                found.append(plan.parameters)
-        return found or refusal
+            elif _is_sensible(plan) and plan.parameters not in proposed:
+                proposed.append(plan.parameters)
+        return proposed or refusal
 
-    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+    def make(
+        self, func: tirx.PrimFunc, found: GemvFunction, target: ResolvedTarget, parameters: GemvStreamParameters
+    ) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
-        if not isinstance(parameters, GemvStreamParameters):
-            raise TemplateError(f"template {self.name} got {parameters!r}; expected GemvStreamParameters.")
-        function = function_for(func, target)
-        if isinstance(function, Refusal):
-            return function
-        if parameters.dependent and not has_dependent_launch(target):
-            return Refusal(f"{target.arch} has no dependent launch, expected sm_90 or later")
-        plan = make_stream_plan(function, parameters, limits_of(target))
-        return plan if isinstance(plan, Refusal) else build_gemv_stream_kernel(func, function, plan)
-
-    def parse(self, decision: str) -> GemvStreamParameters:
-        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
-        return GemvStreamParameters.from_json(decision)
+        refusal = refuse_dependent(parameters.dependent, target)
+        plan = refusal or make_stream_plan(found, parameters, cuda_limits(target))
+        return plan if isinstance(plan, Refusal) else build_gemv_stream_kernel(func, found, plan)
 
 
 def _is_sensible(plan: GemvStreamPlan) -> bool:

@@ -30,10 +30,9 @@ from collections.abc import Iterator, Sequence
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
-from relaxtune.schedules.templates.base import Parameters, TemplateError
-from relaxtune.schedules.templates.emit.kernel_frame import has_dependent_launch, tensor_bytes
-from relaxtune.schedules.templates.emit.memory_cost import sm_count_of
+from relaxtune.schedules.targets import Feature, ResolvedTarget
+from relaxtune.schedules.templates.base import KernelTemplate, Own, cuda_limits, refuse_dependent, refuse_target
+from relaxtune.schedules.templates.emit.kernel_frame import tensor_bytes
 from relaxtune.schedules.templates.gemv.function import GemvFunction, recognise_gemv
 from relaxtune.schedules.templates.gemv.kernel import build_gemv_kernel
 from relaxtune.schedules.templates.gemv.plan import ROWS_MAX, GemvParameters, GemvPlan, load_length, make_plan
@@ -42,7 +41,6 @@ _INPUTS = ("float16", "bfloat16")
 _OUTPUTS = ("float16", "bfloat16", "float32")
 _INDEX_MAX = 2**31 - 1
 _CANDIDATES_MAX = 24
-_MINIMUM_ARCH = 80
 _THREADS_PER_SM, _REGISTERS_PER_SM, _BLOCKS_PER_SM, _SHARED_PER_SM = 2048, 65536, 32, 227_000
 # Microseconds, and bytes a microsecond from memory and from the L2 cache: fits to 435 kernels timed on an H200. By them
 # the first candidate of a case takes 8 % longer than the best one (geometric mean), 1.5 times as long at most.
@@ -52,55 +50,42 @@ _UNEVEN = 0.85
 _WARPS_ENOUGH = 8
 
 
-class Gemv:
-    """The template; see `schedules.templates.base.Template`."""
+class GemvTemplate(KernelTemplate[GemvFunction, Own]):
+    """What the templates for few rows recognise."""
 
-    name = GemvParameters.template
+    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> GemvFunction | Refusal:
+        """Return the function's matmul when a template for few rows can make it with some parameters."""
+        return refuse_target(target, Feature.MMA) or _recognise(func)
 
-    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[GemvParameters] | Refusal:
+
+class Gemv(GemvTemplate[GemvParameters]):
+    """The template; see `schedules.templates.base.KernelTemplate`."""
+
+    parameters = GemvParameters
+
+    def propose(
+        self, func: tirx.PrimFunc, found: GemvFunction, target: ResolvedTarget
+    ) -> Sequence[GemvParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
-        function = function_for(func, target)
-        if isinstance(function, Refusal):
-            return function
-        limits, sm_count, moved = limits_of(target), sm_count_of(target), tensor_bytes(func)
+        limits, moved = cuda_limits(target), tensor_bytes(func)
         plans = [
             plan
-            for p in _proposals(has_dependent_launch(target))
-            if isinstance(plan := make_plan(function, p, limits), GemvPlan) and _is_sensible(plan)
+            for p in _proposals(Feature.DEPENDENT_LAUNCH in target.features)
+            if isinstance(plan := make_plan(found, p, limits), GemvPlan) and _is_sensible(plan)
         ]
-        plans.sort(key=lambda plan: _predicted_us(function, plan, moved, sm_count))
-        found = [plan.parameters for plan in plans[:_CANDIDATES_MAX]]
-        return found or Refusal("no share fits the registers of a block")
+        plans.sort(key=lambda plan: _predicted_us(found, plan, moved, limits.likely_sm_count))
+        proposed = [plan.parameters for plan in plans[:_CANDIDATES_MAX]]
+        return proposed or Refusal("no share fits the registers of a block")
 
-    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+    def make(
+        self, func: tirx.PrimFunc, found: GemvFunction, target: ResolvedTarget, parameters: GemvParameters
+    ) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
-        if not isinstance(parameters, GemvParameters):
-            raise TemplateError(f"template {self.name} got {parameters!r}; expected GemvParameters.")
-        function = function_for(func, target)
-        if isinstance(function, Refusal):
-            return function
-        if parameters.dependent and not has_dependent_launch(target):
-            return Refusal(f"{target.arch} has no dependent launch, expected sm_90 or later")
-        plan = make_plan(function, parameters, limits_of(target))
-        return plan if isinstance(plan, Refusal) else build_gemv_kernel(func, function, plan)
-
-    def parse(self, decision: str) -> GemvParameters:
-        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
-        return GemvParameters.from_json(decision)
+        plan = refuse_dependent(parameters.dependent, target) or make_plan(found, parameters, cuda_limits(target))
+        return plan if isinstance(plan, Refusal) else build_gemv_kernel(func, found, plan)
 
 
-def limits_of(target: ResolvedTarget) -> CudaLimits:
-    """Return the limits of a CUDA target."""
-    if not isinstance(target.limits, CudaLimits):
-        raise TemplateError(f"template {GemvParameters.template} needs a CUDA target, got {target.kind}.")
-    return target.limits
-
-
-def function_for(func: tirx.PrimFunc, target: ResolvedTarget) -> GemvFunction | Refusal:
-    """Return the function's matmul when this template can make it with some parameters."""
-    digits = target.arch.removeprefix("sm_").rstrip("af")
-    if target.kind != "cuda" or not digits.isdigit() or int(digits) < _MINIMUM_ARCH:
-        return Refusal(f"the target is {target.kind} {target.arch}, expected cuda sm_80 or later (mma.m16n8k16)")
+def _recognise(func: tirx.PrimFunc) -> GemvFunction | Refusal:
     function = recognise_gemv(func)
     if isinstance(function, Refusal):
         return function

@@ -27,18 +27,23 @@ from typing import ClassVar
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import Parameters, TemplateError
+from relaxtune.schedules.targets import Feature, ResolvedTarget
+from relaxtune.schedules.templates.base import (
+    KernelTemplate,
+    Parameters,
+    cuda_limits,
+    refuse_dependent,
+    refuse_target,
+)
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Access, Accesses, element_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import (
     Frame,
     build_kernel,
-    has_dependent_launch,
     tensor_bytes,
     unflatten,
     wait_for_predecessor,
 )
-from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us, sm_count_of
+from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
 from relaxtune.schedules.templates.emit.registers import Lanes, refuse_dtypes, when
 from relaxtune.schedules.tir.blocks import constant_value, substitute
 from relaxtune.schedules.tir.dataflow import Axis, Dataflow, recognise_dataflow
@@ -76,18 +81,18 @@ class ElementwiseParameters(Parameters):
     dependent: bool = False
 
 
-class Elementwise:
-    """The template; see `schedules.templates.base.Template`."""
+class Elementwise(KernelTemplate[Dataflow, ElementwiseParameters]):
+    """The template; see `schedules.templates.base.KernelTemplate`."""
 
-    name = ElementwiseParameters.template
+    parameters = ElementwiseParameters
 
-    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[ElementwiseParameters] | Refusal:
+    def propose(
+        self, func: tirx.PrimFunc, found: Dataflow, target: ResolvedTarget
+    ) -> Sequence[ElementwiseParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
-        flow = _recognise(func, target)
-        if isinstance(flow, Refusal):
-            return flow
-        elements = math.prod(axis.size for axis in flow.axes)
-        widest, sm_count, moved = _lanes(flow, func), sm_count_of(target), tensor_bytes(func)
+        flow, elements = found, math.prod(axis.size for axis in found.axes)
+        widest, sm_count, moved = _lanes(flow, func), cuda_limits(target).likely_sm_count, tensor_bytes(func)
+        dependent = Feature.DEPENDENT_LAUNCH in target.features
         proposals: list[tuple[float, ElementwiseParameters]] = []
         for lanes in {widest, widest // 2, widest * 2}:
             if not 1 <= lanes <= _LANES_MAX or flow.columns.size % lanes:
@@ -95,31 +100,26 @@ class Elementwise:
             accesses = Accesses(flow, lanes)
             for vectors in (1, 2, 4):
                 for threads in (64, 128, 256, 512):
-                    p = ElementwiseParameters(lanes, vectors, threads, has_dependent_launch(target))
+                    p = ElementwiseParameters(lanes, vectors, threads, dependent)
                     blocks = math.ceil(elements / (lanes * vectors * threads))
                     if blocks > 1 or (vectors == 1 and threads == 64):
                         proposals.append((_predicted(p, blocks, accesses, widest, moved, sm_count), p))
         proposals.sort(key=lambda pair: pair[0])
         return [p for _, p in proposals[:_CANDIDATES_MAX]]
 
-    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+    def make(
+        self, func: tirx.PrimFunc, found: Dataflow, target: ResolvedTarget, parameters: ElementwiseParameters
+    ) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
-        if not isinstance(parameters, ElementwiseParameters):
-            raise TemplateError(f"template {self.name} got {parameters!r}; expected ElementwiseParameters.")
-        flow = _recognise(func, target)
-        if isinstance(flow, Refusal):
-            return flow
-        refusal = _refuse_parameters(parameters, flow, target)
-        return refusal or _Kernel(func, flow, parameters).build()
+        refusal = _refuse_parameters(parameters, found) or refuse_dependent(parameters.dependent, target)
+        return refusal or _Kernel(func, found, parameters).build()
 
-    def parse(self, decision: str) -> ElementwiseParameters:
-        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
-        return ElementwiseParameters.from_json(decision)
+    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Dataflow | Refusal:
+        """Return what the function computes when this template can make it with some parameters."""
+        return refuse_target(target) or _recognise(func)
 
 
-def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> Dataflow | Refusal:
-    if target.kind != "cuda":
-        return Refusal(f"the target is {target.kind} {target.arch}, expected cuda")
+def _recognise(func: tirx.PrimFunc) -> Dataflow | Refusal:
     flow = recognise_dataflow(func)
     if isinstance(flow, Refusal):
         return flow
@@ -133,15 +133,13 @@ def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> Dataflow | Refusa
     return flow
 
 
-def _refuse_parameters(p: ElementwiseParameters, flow: Dataflow, target: ResolvedTarget) -> Refusal | None:
+def _refuse_parameters(p: ElementwiseParameters, flow: Dataflow) -> Refusal | None:
     if not 1 <= p.lanes <= _LANES_MAX or flow.columns.size % p.lanes:
         return Refusal(f"lanes is {p.lanes}, expected 1 to {_LANES_MAX} and a divisor of {flow.columns.size}")
     if not 1 <= p.vectors <= _VECTORS_MAX or p.vectors * p.lanes > _ELEMENTS_MAX:
         return Refusal(f"vectors is {p.vectors}, expected 1 to {_VECTORS_MAX} of {_ELEMENTS_MAX} elements together")
     if p.threads % 32 or not 32 <= p.threads <= _THREADS_MAX:
         return Refusal(f"threads is {p.threads}, expected a multiple of 32 up to {_THREADS_MAX}")
-    if p.dependent and not has_dependent_launch(target):
-        return Refusal(f"{target.arch} has no dependent launch, expected sm_90 or later")
     return None
 
 

@@ -27,11 +27,11 @@ from collections.abc import Iterator, Sequence
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
-from relaxtune.schedules.templates.base import Parameters, TemplateError
+from relaxtune.schedules.targets import Feature, ResolvedTarget
+from relaxtune.schedules.templates.base import KernelTemplate, cuda_limits, refuse_dependent, refuse_target
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Accesses, element_bytes
-from relaxtune.schedules.templates.emit.kernel_frame import has_dependent_launch, tensor_bytes
-from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us, sm_count_of
+from relaxtune.schedules.templates.emit.kernel_frame import tensor_bytes
+from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
 from relaxtune.schedules.templates.emit.registers import refuse_dtypes
 from relaxtune.schedules.templates.rows.kernel import build_rows_kernel
 from relaxtune.schedules.templates.rows.plan import LANES_MAX, RowsParameters, RowsPlan, make_plan
@@ -43,60 +43,47 @@ _CANDIDATES_MAX = 24
 _LONG, _LONG_THREADS = 16, 256
 
 
-class Rows:
-    """The template; see `schedules.templates.base.Template`."""
+class Rows(KernelTemplate[Dataflow, RowsParameters]):
+    """The template; see `schedules.templates.base.KernelTemplate`."""
 
-    name = RowsParameters.template
+    parameters = RowsParameters
 
-    def candidates(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Sequence[RowsParameters] | Refusal:
+    def propose(
+        self, func: tirx.PrimFunc, found: Dataflow, target: ResolvedTarget
+    ) -> Sequence[RowsParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
-        flow = _recognise(func, target)
-        if isinstance(flow, Refusal):
-            return flow
-        limits, sm_count, moved = _limits(target), sm_count_of(target), tensor_bytes(func)
+        flow, limits, moved = found, cuda_limits(target), tensor_bytes(func)
+        dependent = Feature.DEPENDENT_LAUNCH in target.features
         plans: list[tuple[float, RowsParameters]] = []
         for lanes in _lanes(flow, func):
             accesses = Accesses(flow, lanes)
             for threads, rows in _shares():
                 for held in (True, False):
-                    p = RowsParameters(lanes, threads, rows, held, has_dependent_launch(target))
+                    p = RowsParameters(lanes, threads, rows, held, dependent)
                     plan = make_plan(flow, accesses, p, limits)
                     if isinstance(plan, RowsPlan) and _is_sensible(plan):
-                        plans.append((_predicted(plan, moved, accesses, sm_count), p))
+                        plans.append((_predicted(plan, moved, accesses, limits.likely_sm_count), p))
         plans.sort(key=lambda pair: pair[0])
         return [p for _, p in plans[:_CANDIDATES_MAX]] or Refusal(
             f"rows of {flow.columns.size} do not fit the registers of a block"
         )
 
-    def apply(self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters) -> tirx.PrimFunc | Refusal:
+    def make(
+        self, func: tirx.PrimFunc, found: Dataflow, target: ResolvedTarget, parameters: RowsParameters
+    ) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
-        if not isinstance(parameters, RowsParameters):
-            raise TemplateError(f"template {self.name} got {parameters!r}; expected RowsParameters.")
-        flow = _recognise(func, target)
-        if isinstance(flow, Refusal):
-            return flow
-        if not 1 <= parameters.lanes <= LANES_MAX or flow.columns.size % parameters.lanes:
+        if not 1 <= parameters.lanes <= LANES_MAX or found.columns.size % parameters.lanes:
             return Refusal(f"lanes is {parameters.lanes}, expected 1 to {LANES_MAX} and a divisor of the row")
-        if parameters.dependent and not has_dependent_launch(target):
-            return Refusal(f"{target.arch} has no dependent launch, expected sm_90 or later")
-        accesses = Accesses(flow, parameters.lanes)
-        plan = make_plan(flow, accesses, parameters, _limits(target))
-        return plan if isinstance(plan, Refusal) else build_rows_kernel(func, flow, accesses, plan)
+        accesses, refusal = Accesses(found, parameters.lanes), refuse_dependent(parameters.dependent, target)
+        plan = refusal or make_plan(found, accesses, parameters, cuda_limits(target))
+        return plan if isinstance(plan, Refusal) else build_rows_kernel(func, found, accesses, plan)
 
-    def parse(self, decision: str) -> RowsParameters:
-        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
-        return RowsParameters.from_json(decision)
+    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Dataflow | Refusal:
+        """Return the function's rows when this template can make them with some parameters."""
+        return refuse_target(target) or _recognise(func)
 
 
-def _limits(target: ResolvedTarget) -> CudaLimits:
-    if not isinstance(target.limits, CudaLimits):
-        raise TemplateError(f"template {RowsParameters.template} needs a CUDA target, got {target.kind}.")
-    return target.limits
-
-
-def _recognise(func: tirx.PrimFunc, target: ResolvedTarget) -> Dataflow | Refusal:
-    if target.kind != "cuda":
-        return Refusal(f"the target is {target.kind} {target.arch}, expected cuda")
+def _recognise(func: tirx.PrimFunc) -> Dataflow | Refusal:
     flow = recognise_dataflow(func)
     if isinstance(flow, Refusal):
         return flow

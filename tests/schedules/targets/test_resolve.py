@@ -140,7 +140,7 @@ def test_hidden_feature_is_taken_away_when_the_kernel_does_not_report_it(monkeyp
     full = tvm.target.codegen.llvm_get_cpu_features(resolve_target("llvm").target)
     if "fma" not in full:
         pytest.skip("this processor has no fma to hide")
-    monkeypatch.setattr("relaxtune.schedules.targets.cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr("relaxtune.schedules.targets.resolve.cpu_flags", lambda: frozenset({"avx2"}))
     resolved = resolve_target("llvm")
     assert "-fma" in list(resolved.target.attrs["mattr"])
     assert "without" in resolved.source

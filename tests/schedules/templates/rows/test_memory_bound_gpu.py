@@ -11,9 +11,8 @@ import tvm
 from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
-from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.schedules.targets import Feature, ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.base import Parameters, Template
-from relaxtune.schedules.templates.emit.kernel_frame import has_dependent_launch
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from relaxtune.schedules.templates.rows.elementwise import Elementwise, ElementwiseParameters
 from relaxtune.schedules.templates.rows.plan import RowsParameters
@@ -88,7 +87,7 @@ def compiled(
     template: Template, case: MemoryCase, parameters: Parameters
 ) -> tuple[tvm.tirx.PrimFunc, tvm.runtime.Module]:
     target = resolve_target("cuda")
-    if not has_dependent_launch(target):
+    if Feature.DEPENDENT_LAUNCH not in target.features:
         parameters = replace(parameters, dependent=False)
     func = case.func()
     kernel = template.apply(func.with_attr(CONSTANT_PARAMS_ATTR, [len(func.params) - 2]), target, parameters)
@@ -160,4 +159,4 @@ def test_a_kernel_for_an_older_gpu_is_never_dependent() -> None:
         assert not isinstance(found, Refusal)
         assert not any(parameters.dependent for parameters in found)
         refused = template.apply(case.func(), target, replace(found[0], dependent=True))
-        assert refused == Refusal("sm_80 has no dependent launch, expected sm_90 or later")
+        assert refused == Refusal("the target is cuda sm_80, expected cuda sm_90 or later (dependent launch)")

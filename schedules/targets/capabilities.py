@@ -1,0 +1,127 @@
+"""What each CUDA architecture offers: one table, which templates, passes, the search and code generation ask.
+
+A new architecture is a row of `_ROWS`. Nothing outside this folder compares or takes apart the name of an architecture.
+
+Sources: shared memory from CUDA C++ Programming Guide 13.0, "Technical Specifications per Compute Capability", row
+"Maximum amount of shared memory per thread block"; instructions from PTX ISA 9.0, "Target ISA Notes" of each. CUDA 13
+compiles for nothing older than sm_75.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from relaxtune.schedules.errors import TargetError
+
+
+class Feature(Enum):
+    """Something that a GPU can do; the value is its name in messages."""
+
+    LDMATRIX = "ldmatrix"
+    #: Of halves as m16n8k16, of float32 in tf32 as m16n8k8.
+    MMA = "mma.m16n8k16"
+    CP_ASYNC = "cp.async"
+    MMA_FLOAT8 = "mma of float8"
+    #: Kernels that start before the one before them has ended.
+    DEPENDENT_LAUNCH = "dependent launch"
+    CLUSTERS = "clusters"
+    TMA = "TMA"
+    #: Multiplications by a warpgroup; code with them runs on one compute capability alone (suffix `a`).
+    WGMMA = "wgmma"
+
+
+_TURING = frozenset({Feature.LDMATRIX})
+_AMPERE = _TURING | {Feature.MMA, Feature.CP_ASYNC}
+_ADA = _AMPERE | {Feature.MMA_FLOAT8}
+_HOPPER = _ADA | {Feature.DEPENDENT_LAUNCH, Feature.CLUSTERS, Feature.TMA}
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Shared memory that a block may opt in to, in KiB; features of `sm_N`, and what `sm_Na` has besides."""
+
+    optin_kib: int
+    features: frozenset[Feature]
+    exact: frozenset[Feature] = frozenset()
+
+
+_ROWS = {
+    75: _Row(64, _TURING),
+    80: _Row(163, _AMPERE),
+    86: _Row(99, _AMPERE),
+    87: _Row(163, _AMPERE),
+    88: _Row(99, _AMPERE),
+    89: _Row(99, _ADA),
+    90: _Row(227, _HOPPER, frozenset({Feature.WGMMA})),
+    100: _Row(227, _HOPPER),
+    103: _Row(227, _HOPPER),
+    110: _Row(227, _HOPPER),
+    120: _Row(99, _HOPPER),
+    121: _Row(99, _HOPPER),
+}
+# From here on the native code of a device is that of the suffix `a`.
+_EXACT_FROM = 90
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an architecture offers: features, and the bytes of shared memory that a block may opt in to."""
+
+    features: frozenset[Feature]
+    shared_bytes_optin: int
+
+
+def capabilities_of(arch: str) -> Capabilities:
+    """Return what an architecture such as `sm_90a` offers.
+
+    Raises
+    ------
+    TargetError
+        The architecture is not in the table.
+    """
+    number, suffix = _parts(arch)
+    row = _ROWS.get(number)
+    if row is None:
+        known = ", ".join(f"sm_{known}" for known in _ROWS)
+        raise TargetError(f"CUDA architecture {arch!r} is not known; expected one of {known} (a suffix `a` is kept).")
+    features = row.features | (row.exact if suffix == "a" else frozenset())
+    return Capabilities(features, row.optin_kib * 1024)
+
+
+def lowest_with(*features: Feature) -> str:
+    """Return the lowest architecture with some features, as messages name it: `sm_80 or later`, `sm_90a`."""
+    for number, row in _ROWS.items():
+        if row.features.issuperset(features):
+            return f"sm_{number} or later"
+        if (row.features | row.exact).issuperset(features):
+            return f"sm_{number}a"
+    raise ValueError(f"no architecture has {features}")
+
+
+def native_arch(compute_version: str) -> str:
+    """Return the architecture of a device by its compute capability, such as 9.0; the suffix `a` unlocks wgmma."""
+    number = int(compute_version.replace(".", ""))
+    return f"sm_{number}{'a' if number >= _EXACT_FROM else ''}"
+
+
+def is_of(arch: str, compute_version: str) -> bool:
+    """Whether an architecture is that of devices of a compute capability, whatever its suffix."""
+    return _parts(arch)[0] == int(compute_version.replace(".", ""))
+
+
+def runs_on(arch: str, compute_version: str) -> bool:
+    """Whether machine code for an architecture runs on a device of a compute capability.
+
+    It does on that one and on later minor versions of the same major one, with the suffix `a` on exactly that one
+    (CUDA C++ Programming Guide 13.0, "Binary Compatibility").
+    """
+    (number, suffix), device = _parts(arch), int(compute_version.replace(".", ""))
+    return device == number if suffix == "a" else device // 10 == number // 10 and device >= number
+
+
+def _parts(arch: str) -> tuple[int, str]:
+    """Return the number and the suffix of an architecture's name; 0 where it is none."""
+    match = re.fullmatch(r"sm_(\d{2,3})([af]?)", arch)
+    return (int(match.group(1)), match.group(2)) if match else (0, "")

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+
+from relaxtune.schedules.errors import TargetError
+from relaxtune.schedules.targets import Feature, resolve_target
+from relaxtune.schedules.targets.capabilities import capabilities_of, is_of, lowest_with, native_arch, runs_on
+
+
+@pytest.mark.parametrize(
+    ("arch", "newest"),
+    [
+        ("sm_75", Feature.LDMATRIX),
+        ("sm_80", Feature.CP_ASYNC),
+        ("sm_89", Feature.MMA_FLOAT8),
+        ("sm_90", Feature.TMA),
+        ("sm_90a", Feature.WGMMA),
+        ("sm_120", Feature.TMA),
+        ("sm_100a", Feature.TMA),
+    ],
+)
+def test_features_are_those_up_to_the_newest_when_arch_is_known(arch: str, newest: Feature) -> None:
+    order = list(Feature)
+    assert capabilities_of(arch).features == set(order[: order.index(newest) + 1])
+
+
+def test_a_cpu_has_no_features() -> None:
+    assert resolve_target("llvm").features == frozenset()
+
+
+def test_lowest_with_names_the_first_architecture_that_has_all() -> None:
+    assert lowest_with(Feature.MMA, Feature.CP_ASYNC) == "sm_80 or later"
+    assert lowest_with(Feature.TMA, Feature.WGMMA) == "sm_90a"
+
+
+def test_capabilities_name_the_known_ones_when_arch_is_not() -> None:
+    with pytest.raises(TargetError, match="'sm_70' is not known; expected one of sm_75"):
+        capabilities_of("sm_70")
+
+
+@pytest.mark.parametrize(
+    ("arch", "version", "runs"),
+    [
+        ("sm_80", "8.6", True),
+        ("sm_86", "8.0", False),
+        ("sm_80", "9.0", False),
+        ("sm_90a", "9.0", True),
+        ("sm_100", "10.3", True),
+        ("sm_100a", "10.3", False),
+        ("sm_100", "11.0", False),
+    ],
+)
+def test_code_runs_on_later_minor_versions_but_with_a_suffix(arch: str, version: str, runs: bool) -> None:
+    assert runs_on(arch, version) is runs
+
+
+def test_the_native_architecture_of_a_device_has_the_suffix_from_hopper_on() -> None:
+    assert [native_arch(version) for version in ("8.9", "9.0", "12.0")] == ["sm_89", "sm_90a", "sm_120a"]
+    assert is_of("sm_90a", "9.0")
+    assert not is_of("sm_90a", "10.0")
