@@ -25,7 +25,6 @@ import tvm
 from relaxtune.models import load_model
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.artifact.threads import configure_threads
 from relaxtune.pipeline.bench.measure import ORT_ARM, OWN_ARM, measure_module
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.codegen.finish import finish_kernels
@@ -33,6 +32,7 @@ from relaxtune.pipeline.environment import cpu_name
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
+from relaxtune.pipeline.threads import configure_threads
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.marks import SCHEDULED_ATTR
 from relaxtune.tuning_db.store import TuningDatabase

@@ -17,6 +17,7 @@ from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.directory import check_destination, record_validation
 from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.bench.measure import (
@@ -30,7 +31,7 @@ from relaxtune.pipeline.bench.measure import (
 )
 from relaxtune.pipeline.choose.norm_forms import NormFormsReport
 from relaxtune.pipeline.choose.rerank import RerankReport
-from relaxtune.pipeline.choose.selection import KernelChoice, select_kernels, tasks_without_record
+from relaxtune.pipeline.choose.selection import select_kernels, tasks_without_record
 from relaxtune.pipeline.errors import PipelineError, UsageError
 from relaxtune.pipeline.job_outcomes import artifact_of, note_benchmark, note_validation
 from relaxtune.pipeline.prepare import ModelRequest, PreparedBucket, PreparedModel, prepare_model, stage

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.choose.model_records import MeasuredModel, ModelDecision, measured_model
 from relaxtune.pipeline.choose.norm_forms import (
     NormFormsReport,
@@ -22,7 +23,7 @@ from relaxtune.pipeline.choose.norm_forms import (
     with_common_tasks,
 )
 from relaxtune.pipeline.choose.rerank import RerankReport, rerank
-from relaxtune.pipeline.choose.selection import KernelChoice, select_kernels
+from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import NothingMeasuredError
 from relaxtune.pipeline.passes.module import LoweredModule

@@ -17,7 +17,7 @@ from tvm.runtime import Tensor
 
 from relaxtune.models import TensorSpec
 from relaxtune.models.buckets import choose_bucket, cut_outputs, pad_inputs, read_sizes
-from relaxtune.pipeline.artifact.manifest_buckets import BucketsEntry
+from relaxtune.pipeline.artifact.entries import BucketsEntry
 
 
 class Runnable(Protocol):

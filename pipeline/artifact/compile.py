@@ -12,14 +12,15 @@ from tvm import relax
 from tvm.target import codegen
 
 from relaxtune.pipeline.artifact.determinism import describe_determinism
-from relaxtune.pipeline.artifact.manifest import DeterminismEntry
-from relaxtune.pipeline.choose.selection import TVM_ERRORS, KernelChoice
-from relaxtune.pipeline.choose.variants import with_variants
+from relaxtune.pipeline.artifact.entries import DeterminismEntry
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
+from relaxtune.pipeline.artifact.variants import with_variants
 from relaxtune.pipeline.codegen.cuda_graph import capture_whole_function, fix_output_memory
 from relaxtune.pipeline.codegen.dependent_launch import without_dependent_launch
 from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
 from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
 from relaxtune.pipeline.codegen.planned_memory import planned_bytes
+from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes import plan_memory_passes
 from relaxtune.pipeline.passes.module import LoweredModule

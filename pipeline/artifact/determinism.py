@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 
 from tvm import tirx
 
-from relaxtune.pipeline.artifact.manifest import DeterminismEntry
-from relaxtune.pipeline.choose.selection import KernelChoice
+from relaxtune.pipeline.artifact.entries import DeterminismEntry
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.records import Route
 

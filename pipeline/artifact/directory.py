@@ -21,8 +21,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, FileEntry, Manifest, parse_manifest
-from relaxtune.pipeline.artifact.manifest_buckets import PaddingEntry
+from relaxtune.pipeline.artifact.entries import FileEntry, PaddingEntry
+from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, Manifest, parse_manifest
 from relaxtune.pipeline.errors import ArtifactError
 
 logger = logging.getLogger(__name__)

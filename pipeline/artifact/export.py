@@ -24,23 +24,22 @@ from relaxtune.models.buckets import Bucket, fill_values
 from relaxtune.pipeline.artifact.compile import CompiledModule
 from relaxtune.pipeline.artifact.device_choice import vector_features
 from relaxtune.pipeline.artifact.directory import write_directory
-from relaxtune.pipeline.artifact.kernel_facts import kernel_work
-from relaxtune.pipeline.artifact.manifest import (
-    MODULE_FILE,
-    PARAMS_FILE,
+from relaxtune.pipeline.artifact.entries import (
+    BucketEntry,
+    BucketsEntry,
     KernelEntry,
-    Manifest,
     MemoryEntry,
     PassEntry,
     TargetEntry,
 )
-from relaxtune.pipeline.artifact.manifest_buckets import BucketEntry, BucketsEntry
-from relaxtune.pipeline.choose.selection import KernelChoice
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
+from relaxtune.pipeline.artifact.kernel_facts import kernel_work
+from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from relaxtune.pipeline.codegen.cuda_libraries import CUDART, DRIVER
 from relaxtune.pipeline.codegen.library_objects import compile_library_objects, list_library_sources
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
 from relaxtune.pipeline.precision.recorded import policy_entry
-from relaxtune.pipeline.validate.reference import compute_dtype
 from relaxtune.schedules.libraries.vendors import libraries_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm import s_tir, tirx
 
-from relaxtune.pipeline.artifact.manifest import ArgumentEntry, WorkEntry
+from relaxtune.pipeline.artifact.entries import ArgumentEntry, WorkEntry
 from relaxtune.pipeline.tasks.extract import as_workload, untunable_reason
 from relaxtune.pipeline.tuning.measure.dependent_arguments import (
     column_sums_of_weights,

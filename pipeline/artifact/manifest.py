@@ -6,10 +6,23 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from relaxtune.models import TensorSpec
-from relaxtune.pipeline.artifact.manifest_buckets import BucketEntry, BucketsEntry, PaddingEntry, parse_padding
+from relaxtune.pipeline.artifact.entries import (
+    BucketEntry,
+    BucketsEntry,
+    DeterminismEntry,
+    FileEntry,
+    KernelEntry,
+    MemoryEntry,
+    PaddingEntry,
+    PassEntry,
+    TargetEntry,
+)
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.precision.recorded import PolicyEntry
 
@@ -20,179 +33,6 @@ FORMAT_NAME = "relaxtune-artifact"
 MANIFEST_FILE = "manifest.json"
 MODULE_FILE = "model.so"
 PARAMS_FILE = "params.safetensors"
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """Size and content hash of one file of the artifact."""
-
-    sha256: str
-    bytes: int
-
-
-@dataclass(frozen=True)
-class TargetEntry:
-    """What the code was made for.
-
-    Attributes
-    ----------
-    kind, arch
-        `llvm` or `cuda`; the processor as LLVM calls it, or `sm_90a`.
-    config
-        The whole target, TVM's JSON text.
-    cpu_features
-        Instruction sets the host code may use; the loading machine must have them all.
-    libraries
-        Shared libraries besides TVM's runtime that must be there when it is loaded.
-    cuda_graph
-        Whether kernels run as a captured CUDA graph.
-    """
-
-    kind: str
-    arch: str
-    config: str
-    cpu_features: tuple[str, ...] = ()
-    libraries: tuple[str, ...] = ()
-    cuda_graph: bool = False
-
-
-@dataclass(frozen=True)
-class PassEntry:
-    """One pass of the lowering, in order."""
-
-    phase: str
-    name: str
-    enabled: bool
-    seconds: float
-    bindings_removed: int
-    constants_folded: int
-
-
-@dataclass(frozen=True)
-class ArgumentEntry:
-    """A kernel's parameter.
-
-    Attributes
-    ----------
-    limit
-        The exclusive upper bound of an index it holds.
-    hides_nothing
-        The number that a mask of padding is full of when it hides nothing; None for anything else.
-    partial_sums_of
-        Position of the parameter whose rows it holds partial sums of.
-    column_sums_of
-        Position of the matrix whose columns it holds the sums of, and the axis that is summed over.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    limit: int | None = None
-    hides_nothing: int | None = None
-    partial_sums_of: int | None = None
-    column_sums_of: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class WorkEntry:
-    """What one run of a kernel does.
-
-    Attributes
-    ----------
-    family
-        Operator family: `matmul`, `attention`, `norm`, ...
-    flops, bytes
-        Arithmetic operations, and bytes read plus written with every buffer counted once.
-    arguments
-        Its parameters, outputs included.
-    """
-
-    family: str
-    flops: float
-    bytes: float
-    arguments: tuple[ArgumentEntry, ...]
-
-
-@dataclass(frozen=True)
-class MeasuredEntry:
-    """Where the record behind a kernel was measured, and what the kernel takes there; None where it was not read."""
-
-    device: str
-    registers: int | None = None
-    smem_bytes: int | None = None
-    spill_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class MemoryEntry:
-    """Device memory of the loaded module: storage of the static plan (None with symbolic shapes), and weights."""
-
-    planned_bytes: int | None
-    weights_bytes: int
-
-
-@dataclass(frozen=True)
-class DeterminismEntry:
-    """Whether the artifact promises the same bits for the same inputs, on one machine, run after run.
-
-    Attributes
-    ----------
-    bitwise
-        The promise.
-    any_threads
-        Whether it holds for any number of CPU threads too; None for a GPU.
-    rests_on
-        What the promise rests on, or why there is none.
-    """
-
-    bitwise: bool
-    any_threads: bool | None
-    rests_on: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class KernelEntry:
-    """One kernel: which ONNX nodes it computes and where it came from.
-
-    Attributes
-    ----------
-    function
-        Name of the PrimFunc.
-    calls
-        How often one inference runs it.
-    onnx_nodes
-        The ONNX nodes of all its calls.
-    route, record_id, latency_us
-        How it was made, the database record behind it, and that record's median latency.
-    decision_sha256
-        Hash of the record's decision, which stays checkable when the database is gone.
-    note
-        Why it has no record, or why a better one was passed over.
-    database
-        The database of the record, when several lay over each other.
-    work
-        What one run does; None where shapes are known only at run time.
-    measured
-        Device and resources of the record; None without one.
-    launches
-        GPU kernels that one call launches; None for a CPU.
-    kernel_hash
-        The scheduled kernel's own hash (`pipeline.codegen.kernel_hash`): equal in two artifacts, they hold the same
-        kernel.
-    """
-
-    function: str
-    calls: int
-    onnx_nodes: tuple[str, ...]
-    route: str
-    record_id: int | None
-    latency_us: float | None
-    decision_sha256: str | None
-    note: str = ""
-    database: str | None = None
-    work: WorkEntry | None = None
-    measured: MeasuredEntry | None = None
-    launches: int | None = None
-    kernel_hash: str | None = None
 
 
 @dataclass(frozen=True)
@@ -307,84 +147,18 @@ def parse_manifest(text: str, where: str) -> Manifest:
             "compile the model again"
         )
     try:
-        return _from_data(data)
-    except (KeyError, TypeError) as e:
-        raise ArtifactError(f"{where} lacks what a manifest must hold ({e}); compile the model again") from e
+        return _reader().validate_python(data)
+    except ValidationError as e:
+        first = e.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ArtifactError(f"{where}: {place}: {first['msg']}. The artifact is damaged; compile the model again") from e
+
+
+@cache
+def _reader() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
 
 
 def _digest(body: Mapping[str, object]) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _from_data(data: dict[str, Any]) -> Manifest:
-    target = dict(data["target"])
-    for name in ("cpu_features", "libraries"):
-        target[name] = tuple(target[name])
-    return Manifest(
-        model=data["model"],
-        source=data["source"],
-        seed=data["seed"],
-        model_sha256=data["model_sha256"],
-        inputs=_specs(data["inputs"]),
-        outputs=_specs(data["outputs"]),
-        target=TargetEntry(**target),
-        precision=data["precision"],
-        passes=tuple(PassEntry(**entry) for entry in data["passes"]),
-        kernels=tuple(_kernel(entry) for entry in data["kernels"]),
-        weights=tuple(data["weights"]),
-        versions=data["versions"],
-        compile_seconds=data["compile_seconds"],
-        files={name: FileEntry(**entry) for name, entry in data["files"].items()},
-        validation=data["validation"],
-        memory=MemoryEntry(**data["memory"]) if data.get("memory") else None,
-        policy=_policy(data["policy"]) if data.get("policy") else None,
-        deterministic=_determinism(data["deterministic"]) if data.get("deterministic") else None,
-        buckets=_buckets(data["buckets"]) if data.get("buckets") else None,
-        norm_rows_max=data.get("norm_rows_max"),
-    )
-
-
-def _buckets(data: dict[str, Any]) -> BucketsEntry:
-    entries = tuple(
-        BucketEntry(
-            **{
-                **entry,
-                "inputs": _specs(entry["inputs"]),
-                "outputs": _specs(entry["outputs"]),
-                "weights": tuple(entry["weights"]),
-                "kernels": tuple(_kernel(kernel) for kernel in entry["kernels"]),
-            }
-        )
-        for entry in data["entries"]
-    )
-    return BucketsEntry(entries, data["fills"], parse_padding(data["padding"]))
-
-
-def _determinism(entry: dict[str, Any]) -> DeterminismEntry:
-    return DeterminismEntry(**{**entry, "rests_on": tuple(entry["rests_on"])})
-
-
-def _policy(entry: dict[str, Any]) -> PolicyEntry:
-    nodes = {name: tuple(entry.get(name, ())) for name in ("quantised_nodes", "float_nodes")}
-    return PolicyEntry(**{**entry, **nodes})
-
-
-def _kernel(entry: dict[str, Any]) -> KernelEntry:
-    work = entry.get("work")
-    if work is not None:
-        work = WorkEntry(**{**work, "arguments": tuple(_argument(one) for one in work["arguments"])})
-    measured = MeasuredEntry(**entry["measured"]) if entry.get("measured") else None
-    return KernelEntry(**{**entry, "onnx_nodes": tuple(entry["onnx_nodes"]), "work": work, "measured": measured})
-
-
-def _argument(entry: dict[str, Any]) -> ArgumentEntry:
-    # Versions before said no more than the limit.
-    columns = entry.get("column_sums_of")
-    return ArgumentEntry(
-        **{**entry, "shape": tuple(entry["shape"]), "column_sums_of": None if columns is None else tuple(columns)}
-    )
-
-
-def _specs(entries: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(entry["name"], entry["dtype"], tuple(entry["shape"])) for entry in entries)

@@ -20,12 +20,12 @@ from relaxtune.models import TensorSpec
 from relaxtune.pipeline.artifact.bucket_routing import Router, RouteStatistics
 from relaxtune.pipeline.artifact.device_choice import device_for
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
+from relaxtune.pipeline.artifact.entries import BucketEntry
 from relaxtune.pipeline.artifact.input_check import check_inputs
 from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
-from relaxtune.pipeline.artifact.manifest_buckets import BucketEntry
-from relaxtune.pipeline.artifact.threads import configure_threads, default_threads
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
+from relaxtune.pipeline.threads import configure_threads, default_threads
 from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
 
 _MAIN = "main"

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.artifact.threads import configure_threads
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.threads import configure_threads
 from relaxtune.pipeline.validate.reference import peer_session
 
 Arm = Callable[[], None]

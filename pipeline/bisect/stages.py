@@ -15,7 +15,7 @@ from tvm.runtime.vm import VirtualMachine
 
 from relaxtune.pipeline.bisect.plain_kernels import UNOPTIMISED_FLOPS_MAX, load_code, ready_for_host
 from relaxtune.pipeline.bisect.trace import KernelWatch, TracedCall, kernel_calls
-from relaxtune.pipeline.choose.selection import TVM_ERRORS
+from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.passes.kit.state import LoweringState

@@ -13,8 +13,9 @@ import tvm
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.entries import KernelEntry
 from relaxtune.pipeline.artifact.export import write_artifact
-from relaxtune.pipeline.artifact.manifest import KernelEntry, Manifest
+from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.bisect.trace import CallSite, KernelWatch, Replacement, TracedCall, kernel_calls
 from relaxtune.pipeline.choose.selection import select_kernels

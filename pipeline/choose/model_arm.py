@@ -8,10 +8,10 @@ from pathlib import Path
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.variants import entry_of
 from relaxtune.pipeline.bench.measure import Arm, module_arm
-from relaxtune.pipeline.choose.selection import KernelChoice
-from relaxtune.pipeline.choose.variants import entry_of
 from relaxtune.pipeline.prepare import PreparedModel
 from relaxtune.pipeline.validate.validation import default_dims
 

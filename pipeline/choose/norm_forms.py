@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.bench.measure import BenchmarkReport, measure
 from relaxtune.pipeline.bench.paired_gain import is_gain, paired_gain
 from relaxtune.pipeline.choose.model_arm import compiled_arm
 from relaxtune.pipeline.choose.model_records import MeasuredModel, ModelDecision, kernels_key
-from relaxtune.pipeline.choose.selection import KernelChoice
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.prepare import PreparedModel

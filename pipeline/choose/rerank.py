@@ -25,11 +25,12 @@ from pathlib import Path
 
 import tvm
 
-from relaxtune.pipeline.artifact.manifest import MeasuredEntry
+from relaxtune.pipeline.artifact.entries import MeasuredEntry
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.bench.measure import DEFAULT_WARMUP, Arm, measure
 from relaxtune.pipeline.bench.paired_gain import LEAST_GAIN, PairedGain, is_gain, paired_gain
 from relaxtune.pipeline.choose.model_arm import compiled_arms
-from relaxtune.pipeline.choose.selection import KernelChoice, replay_record, template_default
+from relaxtune.pipeline.choose.selection import replay_record, template_default
 from relaxtune.pipeline.choose.standing import standing_records
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import LoweringError

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import tvm
 from tvm import tirx
 
-from relaxtune.pipeline.artifact.manifest import MeasuredEntry
+from relaxtune.pipeline.artifact.entries import MeasuredEntry
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.choose.model_records import ModelDecision
 from relaxtune.pipeline.choose.standing import standing_records
 from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
+from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.module import LoweredModule
@@ -37,69 +39,10 @@ from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 
-# TVM's own errors share no base class; those raised through its C++ side arrive as Python's built-in ones.
-TVM_ERRORS = (
-    tvm.error.InternalError,
-    tvm.s_tir.ScheduleError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-)
-
 # Records tried for one kernel, the best first, before the fallback is taken.
 RECORDS_TRIED = 8
 # Records looked at, the best first: enough to find the fallback's among them, and those of the routes asked for.
 RECORDS_LISTED = 1000
-
-
-@dataclass(frozen=True)
-class KernelChoice:
-    """How one PrimFunc gets its schedule.
-
-    Attributes
-    ----------
-    function
-        Name of the PrimFunc in the lowered module.
-    task
-        Name of its tuning task, None when it has none.
-    route
-        Who makes the kernel.
-    record_id, latency_us, decision
-        The database record behind it, its median latency, and its decision (JSON); None for the fallback. A
-        template's default has a decision alone.
-    note
-        Why there is no record and what stands in, or which better records could not be used.
-    unusable
-        Ids of the records that were passed over because their decision cannot be replayed.
-    database
-        The database the record is in, when several lie over each other; else None.
-    measured
-        The record's device and what the kernel takes there; None without a record.
-    within_model
-        Whether it is taken since the whole model is faster with it, though another kernel is faster alone.
-    scheduled
-        The scheduled PrimFunc, None when the fallback is to make it.
-    """
-
-    function: str
-    task: str | None
-    route: Route
-    record_id: int | None = None
-    latency_us: float | None = None
-    decision: str | None = None
-    note: str = ""
-    unusable: tuple[int, ...] = ()
-    database: str | None = None
-    measured: MeasuredEntry | None = None
-    within_model: bool = False
-    scheduled: tirx.PrimFunc | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def has_record(self) -> bool:
-        """Whether a measured record stands behind the kernel."""
-        return self.record_id is not None
 
 
 def select_kernels(

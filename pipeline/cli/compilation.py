@@ -43,8 +43,8 @@ from relaxtune.pipeline.errors import UsageError
 from relaxtune.tuning_db.records import Mode
 
 if TYPE_CHECKING:
-    from relaxtune.pipeline.artifact.manifest import KernelEntry, Manifest
-    from relaxtune.pipeline.artifact.manifest_buckets import BucketsEntry
+    from relaxtune.pipeline.artifact.entries import BucketsEntry, KernelEntry
+    from relaxtune.pipeline.artifact.manifest import Manifest
     from relaxtune.pipeline.choose.norm_forms import NormFormsReport
     from relaxtune.pipeline.choose.rerank import RerankReport
     from relaxtune.pipeline.jobs import CompileResult, TuneResult

@@ -16,7 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from relaxtune.pipeline.artifact.directory import load_manifest
-from relaxtune.pipeline.artifact.manifest import KernelEntry, Manifest, MeasuredEntry
+from relaxtune.pipeline.artifact.entries import KernelEntry, MeasuredEntry
+from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
 from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, judged
 from relaxtune.pipeline.report.profile import Profile

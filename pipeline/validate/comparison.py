@@ -14,7 +14,8 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from relaxtune.pipeline.artifact.manifest import KernelEntry, Manifest
+from relaxtune.pipeline.artifact.entries import KernelEntry
+from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.errors import PipelineError, ValidationFailedError
 from relaxtune.pipeline.validate.array_comparison import compare_arrays, differing_bits
 from relaxtune.pipeline.validate.tolerances import Tolerance

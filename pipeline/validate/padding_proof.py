@@ -17,7 +17,7 @@ from relaxtune.models import OnnxModel
 from relaxtune.models.buckets import Side, cut_outputs, list_sides, list_symbols, pad_inputs, unknown_axes
 from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.artifact.directory import record_padding
-from relaxtune.pipeline.artifact.manifest_buckets import BucketEntry, BucketsEntry, PaddingEntry
+from relaxtune.pipeline.artifact.entries import BucketEntry, BucketsEntry, PaddingEntry
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.validate.array_comparison import compare_arrays
 from relaxtune.pipeline.validate.reference import Reference

@@ -27,6 +27,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 from relaxtune.models import OnnxModel
 from relaxtune.models.spec import PROTOBUF_LIMIT_BYTES, numpy_dtype
 from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.precision.graph_dtypes import HALF_TYPES, computes_in_half
 from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
 from relaxtune.pipeline.precision.recorded import PolicyEntry
 
@@ -42,8 +43,6 @@ _ORT_ERRORS = (
     state.RuntimeException,
 )
 
-HALF_TYPES = frozenset({onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
-HALF_NAMES = frozenset({"float16", "bfloat16"})
 # Attributes that hold an element type.
 _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype"})
 _CAST_SUFFIX = "__as_float32"
@@ -105,24 +104,6 @@ def peer_session(model: OnnxModel, threads: int) -> onnxruntime.InferenceSession
     # Workers that spin between runs would take the cores from whatever is measured next.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return _session(model.inline_proto(), model.name, options, threads)
-
-
-def computes_in_half(model: OnnxModel) -> bool:
-    """Whether any weight, input or output of the model is float16 or bfloat16."""
-    signature = {spec.dtype for spec in (*model.inputs, *model.outputs)}
-    return bool(signature & HALF_NAMES) or any(t.data_type in HALF_TYPES for t in model.proto.graph.initializer)
-
-
-def compute_dtype(model: OnnxModel) -> str:
-    """Return the float dtype in which the graph computes: that of most of its weights' bytes, else of its outputs."""
-    sizes: dict[str, int] = {}
-    for tensor in model.proto.graph.initializer:
-        name = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}.get(tensor.data_type)
-        if name:
-            sizes[name] = sizes.get(name, 0) + int(np.prod(tensor.dims, dtype=np.int64))
-    if sizes:
-        return max(sizes, key=lambda name: sizes[name])
-    return next((spec.dtype for spec in model.outputs if "float" in spec.dtype), "float32")
 
 
 def longest_reduction(model: OnnxModel) -> int:

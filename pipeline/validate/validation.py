@@ -18,6 +18,7 @@ from relaxtune.models import OnnxModel, TensorSpec
 from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import ValidationFailedError
+from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
 from relaxtune.pipeline.validate.array_comparison import SampleComparison, compare_arrays, differing_bits
 from relaxtune.pipeline.validate.drift import (
     DataSource,
@@ -28,7 +29,7 @@ from relaxtune.pipeline.validate.drift import (
     measure_perplexity,
 )
 from relaxtune.pipeline.validate.poison import poisoned_kernels
-from relaxtune.pipeline.validate.reference import Reference, compute_dtype, longest_reduction
+from relaxtune.pipeline.validate.reference import Reference, longest_reduction
 from relaxtune.pipeline.validate.report import OutputReport, RepeatReport, ValidationReport
 from relaxtune.pipeline.validate.tolerances import Tolerance, model_tolerance
 

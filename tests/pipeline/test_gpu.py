@@ -18,8 +18,8 @@ from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.variants import entry_of
 from relaxtune.pipeline.choose.selection import select_kernels
-from relaxtune.pipeline.choose.variants import entry_of
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import LoweringOptions

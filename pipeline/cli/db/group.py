@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 # Each of these files attaches its commands to `app`.
+from relaxtune.pipeline.cli.db import artifacts, exchange, questions, records  # noqa: F401
 from relaxtune.pipeline.cli.db.common import DataFormatOption, app, open_for_reading
 from relaxtune.pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption
 from relaxtune.pipeline.cli.output import DataFormat, TableView, emit

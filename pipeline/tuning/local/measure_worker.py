@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import tvm
 
-from relaxtune.pipeline.artifact.threads import configure_threads
+from relaxtune.pipeline.threads import configure_threads
 from relaxtune.pipeline.tuning.measure.arguments import (
     ArgumentSpec,
     hiding_nothing,

@@ -9,8 +9,9 @@ import numpy as np
 from relaxtune.models import load_model
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.directory import load_manifest
+from relaxtune.pipeline.artifact.entries import KernelEntry, WorkEntry
 from relaxtune.pipeline.artifact.export import build_manifest
-from relaxtune.pipeline.artifact.manifest import KernelEntry, WorkEntry, parse_manifest
+from relaxtune.pipeline.artifact.manifest import parse_manifest
 from relaxtune.pipeline.codegen.planned_memory import planned_bytes
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower

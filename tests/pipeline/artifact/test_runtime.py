@@ -21,11 +21,11 @@ from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
 from relaxtune.pipeline.artifact.input_check import check_inputs
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.artifact.threads import default_threads
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.threads import default_threads
 from tests.pipeline.importer.onnx_cases import make_model
 
 ROOT = Path(__file__).parents[3]
@@ -215,7 +215,7 @@ def test_threads_default_to_the_physical_cores_and_nobody_is_pinned() -> None:
     code = (
         "import os\n"
         "before = os.sched_getaffinity(0)\n"
-        "from relaxtune.pipeline.artifact.threads import configure_threads, default_threads\n"
+        "from relaxtune.pipeline.threads import configure_threads, default_threads\n"
         "assert configure_threads() == default_threads()\n"
         "assert os.sched_getaffinity(0) == before\n"
         "print(configure_threads(1))\n"
@@ -229,7 +229,7 @@ def test_threads_default_to_the_physical_cores_and_nobody_is_pinned() -> None:
 def test_threads_warn_when_the_pool_was_started_before() -> None:
     code = (
         "import logging, tvm\n"
-        "from relaxtune.pipeline.artifact.threads import configure_threads\n"
+        "from relaxtune.pipeline.threads import configure_threads\n"
         "tvm.runtime.num_threads()\n"
         "logging.basicConfig(level=logging.WARNING)\n"
         "print(configure_threads(1000))\n"

@@ -13,9 +13,10 @@ from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.choose.selection import KernelChoice, select_kernels
+from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment, target_key
 from relaxtune.pipeline.importer import import_model

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import relaxtune.pipeline.choose.norm_forms as module
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.bench.measure import ArmResult, BenchmarkReport
 from relaxtune.pipeline.choose.model_records import measured_model
 from relaxtune.pipeline.choose.norm_forms import (
@@ -19,7 +20,7 @@ from relaxtune.pipeline.choose.norm_forms import (
     other_forms,
     with_common_tasks,
 )
-from relaxtune.pipeline.choose.selection import KernelChoice, select_kernels
+from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model

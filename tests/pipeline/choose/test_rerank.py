@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import relaxtune.pipeline.choose.rerank as rerank_module
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.bench.measure import Arm, ArmResult, BenchmarkReport
 from relaxtune.pipeline.choose.model_records import ModelDecision, measured_model
 from relaxtune.pipeline.choose.rerank import rerank
-from relaxtune.pipeline.choose.selection import KernelChoice, select_kernels
+from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model

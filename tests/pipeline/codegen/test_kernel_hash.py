@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from tests.pipeline.test_template_route import lowered, target, tasks, template_record  # noqa: F401
+from tests.pipeline.choose.test_template_route import lowered, target, tasks, template_record  # noqa: F401
 
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact

@@ -16,8 +16,9 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.choose.selection import KernelChoice, select_kernels
+from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions, lower, lowering_steps

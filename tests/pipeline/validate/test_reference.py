@@ -11,14 +11,9 @@ from onnx import helper
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.precision.graph_dtypes import compute_dtype, computes_in_half
 from relaxtune.pipeline.validate import reference as reference_module
-from relaxtune.pipeline.validate.reference import (
-    Reference,
-    compute_dtype,
-    computes_in_half,
-    peer_session,
-    upcast_to_float32,
-)
+from relaxtune.pipeline.validate.reference import Reference, peer_session, upcast_to_float32
 
 
 def save(tmp_path: Path, nodes: list[onnx.NodeProto], **signature: object) -> OnnxModel:

@@ -13,7 +13,7 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.relax.utils import copy_with_new_vars
 
-from relaxtune.pipeline.choose.selection import KernelChoice
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 
 _MAIN = "main"
 

@@ -1,0 +1,16 @@
+"""The exceptions that TVM raises where it cannot schedule, build or replay something."""
+
+from __future__ import annotations
+
+import tvm
+
+# TVM's own errors share no base class; those raised through its C++ side arrive as Python's built-in ones.
+TVM_ERRORS = (
+    tvm.error.InternalError,
+    tvm.s_tir.ScheduleError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+)

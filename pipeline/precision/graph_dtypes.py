@@ -1,0 +1,29 @@
+"""Which float dtypes an ONNX graph holds and computes in."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+
+from relaxtune.models import OnnxModel
+
+HALF_TYPES = frozenset({onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
+HALF_NAMES = frozenset({"float16", "bfloat16"})
+
+
+def computes_in_half(model: OnnxModel) -> bool:
+    """Whether any weight, input or output of the model is float16 or bfloat16."""
+    signature = {spec.dtype for spec in (*model.inputs, *model.outputs)}
+    return bool(signature & HALF_NAMES) or any(t.data_type in HALF_TYPES for t in model.proto.graph.initializer)
+
+
+def compute_dtype(model: OnnxModel) -> str:
+    """Return the float dtype in which the graph computes: that of most of its weights' bytes, else of its outputs."""
+    sizes: dict[str, int] = {}
+    for tensor in model.proto.graph.initializer:
+        name = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}.get(tensor.data_type)
+        if name:
+            sizes[name] = sizes.get(name, 0) + int(np.prod(tensor.dims, dtype=np.int64))
+    if sizes:
+        return max(sizes, key=lambda name: sizes[name])
+    return next((spec.dtype for spec in model.outputs if "float" in spec.dtype), "float32")
