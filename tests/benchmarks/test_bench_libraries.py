@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 
-from tests.pipeline.test_library_route import bert, lowered_for_libraries
-
 from benchmarks.bench_libraries import compare_routes
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.records import Route, Status, TuningRecord
+from tests.pipeline.choose.test_library_route import bert, lowered_for_libraries
 
 
 def test_the_newest_valid_record_of_each_route_counts() -> None:

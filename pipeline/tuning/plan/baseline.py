@@ -13,11 +13,6 @@ from tvm.s_tir import meta_schedule as ms
 from relaxtune.pipeline.codegen.finish import finish_kernels
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.tuning.local.evaluate import Evaluator, Job, Outcome
-from relaxtune.pipeline.tuning.measure.dependent_arguments import (
-    column_sums_of_weights,
-    padding_masks,
-    partial_sums_of_rows,
-)
 from relaxtune.pipeline.tuning.measure.failure import read_failure
 from relaxtune.pipeline.tuning.measure.notes import CandidateNote
 from relaxtune.pipeline.tuning.plan.state import FallbackSchedule, TaskState
@@ -25,6 +20,11 @@ from relaxtune.pipeline.validate.tolerances import KernelTolerance, kernel_toler
 from relaxtune.schedules.errors import Refusal, ScheduleError
 from relaxtune.schedules.fallback import apply_fallback, fallback_rule_names
 from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.tir.dependent_arguments import (
+    column_sums_of_weights,
+    padding_masks,
+    partial_sums_of_rows,
+)
 from relaxtune.schedules.tir.epilogue import recognise_matmul
 from relaxtune.schedules.tir.functions import written_params
 from relaxtune.schedules.tir.row_norm import COUNT

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.pipeline.test_compile import elementwise, parallel_trace, record_of, workload_of
 
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.tuning_db.records import Route
 from relaxtune.tuning_db.store import TuningDatabase
+from tests.pipeline.artifact.test_compile import elementwise, parallel_trace, record_of, workload_of
 
 
 @pytest.fixture

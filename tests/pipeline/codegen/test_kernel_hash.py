@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from tests.pipeline.choose.test_template_route import lowered, target, tasks, template_record  # noqa: F401
 
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
@@ -24,6 +23,7 @@ from relaxtune.pipeline.tuning.plan.recorder import describe_workload
 from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
 from relaxtune.tuning_db.records import Route, Status, utc_now
 from relaxtune.tuning_db.store import TuningDatabase
+from tests.pipeline.choose.test_template_route import lowered, target, tasks, template_record  # noqa: F401
 
 ANOTHER = "0" * 16
 

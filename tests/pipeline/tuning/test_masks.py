@@ -9,9 +9,9 @@ import pytest
 import tvm
 
 from relaxtune.pipeline.tuning.measure.arguments import hiding_nothing
-from relaxtune.pipeline.tuning.measure.dependent_arguments import padding_masks
 from relaxtune.pipeline.tuning.measure.notes import CandidateNote, attach_note, take_note
 from relaxtune.schedules.functions.plain_attention import attention_function
+from relaxtune.schedules.tir.dependent_arguments import padding_masks
 from tests.schedules.attention_cases import PLAIN, AttentionCase
 
 

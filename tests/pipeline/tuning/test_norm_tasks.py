@@ -17,7 +17,6 @@ from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.local.builder import PoolBuilder
 from relaxtune.pipeline.tuning.local.runner import ProcessRunner
 from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec, make_arrays, with_column_sums, with_partial_sums
-from relaxtune.pipeline.tuning.measure.dependent_arguments import column_sums_of_weights, partial_sums_of_rows
 from relaxtune.pipeline.tuning.measure.failure import read_failure
 from relaxtune.pipeline.tuning.measure.mismatch import find_mismatch
 from relaxtune.pipeline.tuning.measure.notes import CandidateNote, attach_note
@@ -27,6 +26,7 @@ from relaxtune.pipeline.tuning.plan.baseline import own_tolerances, reference_mo
 from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.tir.dependent_arguments import column_sums_of_weights, partial_sums_of_rows
 from relaxtune.tuning_db.records import Route, Status
 from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import Place, args_info, task_of

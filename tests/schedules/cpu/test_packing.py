@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedules.test_space import candidates
 from tvm.s_tir import Schedule
 
 from relaxtune.schedules.cpu.analysis import list_blocks
@@ -15,6 +14,7 @@ from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.search.space import list_designs
 from relaxtune.schedules.targets import CpuLimits
 from tests.schedules.kernel_cases import check, host, loop_kinds, packed_matmul_case, run
+from tests.schedules.search.test_space import candidates
 
 ODD_SHAPES = [(1, 1, 1), (7, 13, 5), (17, 33, 65), (31, 48, 7), (64, 101, 16), (1, 200, 37), (2, 3001, 11), (13, 64, 3)]
 

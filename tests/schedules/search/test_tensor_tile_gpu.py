@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from tests.schedules.test_tensor_tile import compiled, drawn, matmul
 
 from relaxtune.pipeline.codegen.finish import device_toolchain
 from relaxtune.pipeline.passes.precision.round_to_tf32 import tf32_array
 from relaxtune.schedules.targets import resolve_target
+from tests.schedules.search.test_tensor_tile import compiled, drawn, matmul
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tvm.cuda(0).exist, reason="there is no GPU")]
 

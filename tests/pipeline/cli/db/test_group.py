@@ -249,7 +249,7 @@ def test_prune_says_what_would_go_and_removes_it(call, filled):
 
 
 def test_metaschedule_files_go_out_and_come_back(call, tmp_path):
-    from tests.tuning_db.test_stock_json import RECORD_FILE, WORKLOAD_FILE, matmul, open_stock, tvm
+    from tests.tuning_db.exchange.test_stock_json import RECORD_FILE, WORKLOAD_FILE, matmul, open_stock, tvm
 
     stock = tmp_path / "stock"
     stock.mkdir()

@@ -86,7 +86,7 @@ from relaxtune.pipeline.tuned_model import _plain
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets import resolve_target
-from tests.pipeline.tuning.test_resume import OPTIONS, TASKS
+from tests.pipeline.tuning.plan.test_resume import OPTIONS, TASKS
 from relaxtune.tuning_db.store import TuningDatabase
 target = resolve_target("llvm")
 options = dataclasses.replace(OPTIONS, trials=5000)
