@@ -151,9 +151,7 @@ def parse_manifest(text: str, where: str) -> Manifest:
     except ValidationError as e:
         first = e.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ArtifactError(
-            f"{where}: {place}: {first['msg']}. The artifact is damaged; compile the model again"
-        ) from e
+        raise ArtifactError(f"{where}: {place}: {first['msg']}. The artifact is damaged; compile it again") from e
 
 
 @cache
