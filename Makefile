@@ -8,17 +8,21 @@ GPU_PYTHON ?= python3
 ARGS ?=
 # Processes of `make test`; 0 is none but pytest's own. A few tests compare times, which fails where cores are busy.
 JOBS ?= 0
+# How `make lock` solves: setuptools, given on stdin, builds this project without a download of its own.
+LOCK := .venv-lock/bin/uv pip compile pyproject.toml - --universal --python-version 3.11 --generate-hashes --upgrade \
+	--no-annotate --custom-compile-command 'make lock' --quiet
 
-.PHONY: demo test test-all nightly check bench tune-gpu bench-gpu clean
+.PHONY: demo test test-all nightly lock latest check bench tune-gpu bench-gpu clean
 
-# What the main job needs; the tests need more.
-$(VENV)/.installed: pyproject.toml
+# What the main job needs; the tests need more. Both are locked sets: `make lock` renews them.
+$(VENV)/.installed: pyproject.toml requirements/runtime.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --require-hashes -r requirements/runtime.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev,cuda]'
+$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --require-hashes -r requirements/dev.txt
 	touch $@
 
 demo: $(VENV)/.installed  ## the main job on the embedded default: this CPU, SQLite, a zoo model
@@ -34,6 +38,20 @@ test-all: $(VENV)/.installed-dev  ## every test that needs no GPU; the exports n
 
 nightly: $(VENV)/.installed-dev  ## two thousand fuzzed calls of five artifacts against ONNX Runtime
 	$(BIN)/python -m pytest -m nightly
+
+lock:  ## the newest versions that pyproject.toml allows, with hashes, for Python 3.11 and 3.12
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet --upgrade uv
+	echo 'setuptools>=77' | $(LOCK) --output-file requirements/runtime.txt
+	echo 'setuptools>=77' | $(LOCK) --output-file requirements/dev.txt --extra dev --extra cuda \
+		--constraint requirements/runtime.txt
+
+latest:  ## the tests on the newest of everything, upper bounds aside; their warnings are no errors
+	$(PYTHON) -m venv --clear .venv-latest
+	.venv-latest/bin/python requirements/newest.py > .venv-latest/newest.txt
+	.venv-latest/bin/python -m pip install --quiet --upgrade -r .venv-latest/newest.txt
+	.venv-latest/bin/python -m pip install --quiet --no-deps --editable .
+	.venv-latest/bin/python -m pytest -W default -m "not gpu and not slow and not export and not nightly"
 
 check: $(VENV)/.installed-dev  ## lint, format, strict types
 	$(BIN)/ruff check .

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 
 import onnx
 from google.protobuf.message import Message  # type: ignore[import-untyped]
@@ -11,9 +12,11 @@ from onnx import defs
 from relaxtune.models.errors import InvalidModelError, ModelShapeError, UnsupportedModelError
 from relaxtune.models.spec import dtype_name
 
-# The newest opset and IR version ONNX Runtime 1.31 takes; a test asks the installed one.
-MAX_OPSET = 26
-MAX_IR_VERSION = 13
+logger = logging.getLogger(__name__)
+
+# The newest opset whose operators are compared with ONNX Runtime here. Newer ones that the installed onnx knows are
+# taken, with a warning that names the operators that changed since.
+TESTED_OPSET = 26
 # IR 3 came with ONNX 1.0; older files are not valid today.
 _MIN_IR_VERSION = 3
 _STANDARD_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml"})
@@ -42,27 +45,27 @@ def check_text(message: Message, where: str = "the model") -> None:
 
 
 def check_versions(model: onnx.ModelProto) -> None:
-    """Check IR version and opsets against what onnx and ONNX Runtime can read.
+    """Check IR version and opsets against what the installed onnx knows; warn of operators newer than `TESTED_OPSET`.
 
     Raises
     ------
     UnsupportedModelError
-        Newer than the installed stack.
+        Newer than the installed onnx.
     InvalidModelError
         No version at all.
     """
-    newest_ir = min(int(onnx.IR_VERSION), MAX_IR_VERSION)
+    newest_ir = int(onnx.IR_VERSION)
     if model.ir_version < _MIN_IR_VERSION:
         msg = f"the model has IR version {model.ir_version}, expected {_MIN_IR_VERSION} to {newest_ir}; export it again"
         raise InvalidModelError(msg)
     if model.ir_version > newest_ir:
         msg = (
-            f"the model has IR version {model.ir_version}, the installed onnx {onnx.__version__} and ONNX Runtime read "
-            f"up to {newest_ir}; export it with an older onnx, or set model.ir_version = {newest_ir}"
+            f"the model has IR version {model.ir_version}, the installed onnx {onnx.__version__} reads up to "
+            f"{newest_ir}; install a newer onnx, export it with an older one, or set model.ir_version = {newest_ir}"
         )
         raise UnsupportedModelError(msg)
     opsets = [(_canonical(entry.domain), entry.version) for entry in model.opset_import]
-    newest = min(int(defs.onnx_opset_version()), MAX_OPSET)
+    newest = int(defs.onnx_opset_version())
     declared = [version for domain, version in opsets if domain == ""]
     if not declared and _uses_standard_domain(model):
         msg = "the model declares no opset for the standard domain; add opset_import {domain: '', version: 18}"
@@ -72,10 +75,35 @@ def check_versions(model: onnx.ModelProto) -> None:
         raise InvalidModelError(msg)
     if any(version < 1 or version > newest for version in declared):
         msg = (
-            f"the model declares opset {declared[0]}, the installed onnx {onnx.__version__} and ONNX Runtime support "
-            f"1 to {newest}; export it with opset_version={newest} or lower"
+            f"the model declares opset {declared[0]}, the installed onnx {onnx.__version__} supports 1 to {newest}; "
+            f"export it with opset_version={newest} or lower, or install a newer onnx"
         )
         raise UnsupportedModelError(msg)
+    if declared and declared[0] > TESTED_OPSET:
+        changed = sorted(
+            {
+                node.op_type
+                for node in _all_nodes(model.graph.node)
+                if _canonical(node.domain) == "" and _since(node.op_type, declared[0]) > TESTED_OPSET
+            }
+        )
+        logger.log(
+            logging.WARNING if changed else logging.INFO,
+            "the model declares opset %d, relaxtune is tested up to %d; operators that changed since: %s",
+            declared[0], TESTED_OPSET, ", ".join(changed) or "none",
+        )  # fmt: skip
+
+
+def _all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    for node in nodes:
+        yield node
+        for graph in _subgraphs(node):
+            yield from _all_nodes(graph.node)
+
+
+def _since(operator: str, opset: int) -> int:
+    """Return the opset that brought the form of a standard operator which `opset` has; 0 of an unknown operator."""
+    return int(defs.get_schema(operator, opset).since_version) if defs.has(operator, opset) else 0
 
 
 def check_signature(model: onnx.ModelProto) -> None:
