@@ -1,1 +1,122 @@
-"""From an ONNX transformer to a tuned, validated shared library, on Apache TVM Relax."""
+"""From an ONNX transformer to a tuned, validated shared library, on Apache TVM Relax.
+
+The words of the command line, for Python:
+
+`tune`, `compile`
+    A model to an artifact: with measuring, or from records alone.
+`load`
+    An artifact to a `Module`, whose `run` takes and returns NumPy arrays by name. Loading runs the artifact's code.
+`validate`, `bench`, `compare`, `report`
+    What is known of an artifact: is it right, how fast, how far from another build, where its time goes.
+`inspect`
+    What a model needs and would become.
+`open_database`
+    The tuning database: records, jobs, artifacts.
+`load_model`, `list_models`, `random_inputs`
+    ONNX models by path or zoo name, the zoo, and inputs to try them with.
+
+Everything is imported at its first use: `import relaxtune` loads neither TVM nor ONNX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from relaxtune.api import (
+        ArtifactError,
+        BenchmarkReport,
+        Comparison,
+        CompileResult,
+        Effort,
+        ImportFailedError,
+        Inspection,
+        LoweringError,
+        Mode,
+        ModelError,
+        ModelOptions,
+        Module,
+        NothingMeasuredError,
+        OnnxModel,
+        PipelineError,
+        RecordFilter,
+        Report,
+        Route,
+        ScheduleError,
+        TuneResult,
+        TuningDatabase,
+        TuningDatabaseError,
+        UsageError,
+        ValidationFailedError,
+        ValidationReport,
+        bench,
+        compare,
+        compile,
+        inspect,
+        list_models,
+        load,
+        load_model,
+        open_database,
+        random_inputs,
+        report,
+        tune,
+        validate,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArtifactError",
+    "BenchmarkReport",
+    "Comparison",
+    "CompileResult",
+    "Effort",
+    "ImportFailedError",
+    "Inspection",
+    "LoweringError",
+    "Mode",
+    "ModelError",
+    "ModelOptions",
+    "Module",
+    "NothingMeasuredError",
+    "OnnxModel",
+    "PipelineError",
+    "RecordFilter",
+    "Report",
+    "Route",
+    "ScheduleError",
+    "TuneResult",
+    "TuningDatabase",
+    "TuningDatabaseError",
+    "UsageError",
+    "ValidationFailedError",
+    "ValidationReport",
+    "__version__",
+    "bench",
+    "compare",
+    "compile",
+    "inspect",
+    "list_models",
+    "load",
+    "load_model",
+    "open_database",
+    "random_inputs",
+    "report",
+    "tune",
+    "validate",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Return a public name, whose import loads the rest."""
+    if name not in __all__:
+        raise AttributeError(f"module 'relaxtune' has no attribute {name!r}; its names are in relaxtune.__all__")
+    value: object = getattr(importlib.import_module("relaxtune.api"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)

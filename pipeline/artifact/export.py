@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import platform
 import tempfile
 import time
@@ -19,6 +18,7 @@ import safetensors.numpy
 import tvm
 import tvm_ffi
 
+from relaxtune import __version__
 from relaxtune.models import describe_inputs
 from relaxtune.models.buckets import Bucket, fill_values
 from relaxtune.pipeline.artifact.compile import CompiledModule
@@ -179,12 +179,8 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
 
 def versions() -> dict[str, str]:
     """Return the versions that shape an artifact, and the kind of machine that made it."""
-    try:
-        own = importlib.metadata.version("relaxtune")
-    except importlib.metadata.PackageNotFoundError:
-        own = "unknown (not installed)"
     return {
-        "relaxtune": own,
+        "relaxtune": __version__,
         "tvm": tvm.__version__,
         "tvm_ffi": tvm_ffi.__version__,
         "onnx": onnx.__version__,

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+import relaxtune
 from relaxtune.pipeline.cli import artifacts, compilation, diagnosis, inspection, report
 from relaxtune.pipeline.cli.db import group as database
 from relaxtune.pipeline.cli.output import configure_logging, stderr_console
@@ -29,8 +30,17 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"relaxtune {relaxtune.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log details to stderr.")] = False,
 ) -> None:

@@ -261,7 +261,11 @@ def missing_attribute() -> onnx.ModelProto:
         (ml_without_opset, InvalidModelError, r"node scale \(Scaler\) is of the domain 'ai.onnx.ml', but .* no opset"),
         (lambda: graph_model([relu()], ir_version=2), InvalidModelError, r"IR version 2, expected 3 to \d+"),
         (lambda: graph_model([relu()], ir_version=99), UnsupportedModelError, r"IR version 99, .*up to \d+"),
-        (lambda: graph_model([relu()], opset=999), UnsupportedModelError, r"opset 999, .*1 to \d+; export it with opset_v"),
+        (
+            lambda: graph_model([relu()], opset=999),
+            UnsupportedModelError,
+            r"opset 999, .*1 to \d+; export it with opset_v",
+        ),
         (lambda: graph_model([relu()], opset=-1), UnsupportedModelError, "declares opset -1"),
         (
             lambda: graph_model([helper.make_node("Rleu", ["x"], ["y"], name="typo")]),

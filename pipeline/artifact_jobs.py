@@ -1,0 +1,217 @@
+"""What is asked of a written artifact: is it right, how fast is it, how far is it from another build."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.models.inputs import unpadded_inputs
+from relaxtune.pipeline.artifact.directory import record_validation
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.bench.measure import (
+    DEFAULT_RUNS,
+    DEFAULT_WARMUP,
+    ORT_ARM,
+    BenchmarkReport,
+    measure_module,
+)
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.job_outcomes import artifact_of, environment_of, note_benchmark, note_validation
+from relaxtune.pipeline.validate.comparison import Comparison, compare_manifests, compare_outputs
+from relaxtune.pipeline.validate.drift import DriftOptions
+from relaxtune.pipeline.validate.padding_proof import prove_and_record, route_inputs, route_sizes
+from relaxtune.pipeline.validate.report import ValidationReport
+from relaxtune.pipeline.validate.tolerances import Tolerance
+from relaxtune.pipeline.validate.validation import (
+    DEFAULT_REPEATS,
+    DEFAULT_SAMPLES,
+    default_dims,
+    sample_inputs,
+    validate,
+)
+from relaxtune.tuning_db.store import TuningDatabase
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class ValidationRequest:
+    """How an artifact is validated.
+
+    Attributes
+    ----------
+    rtol, atol
+        What may differ; None takes the table of tolerances.
+    samples, seed, repeats
+        Random inputs, their seed, and how often each is run.
+    drift
+        What the drift report holds beside its defaults.
+    database
+        Where the result is noted, by file or URL; None for nowhere.
+    """
+
+    rtol: float | None = None
+    atol: float | None = None
+    samples: int = DEFAULT_SAMPLES
+    seed: int = 0
+    repeats: int = DEFAULT_REPEATS
+    drift: DriftOptions = field(default_factory=DriftOptions)
+    database: str | Path | None = None
+
+
+@dataclass(frozen=True)
+class ValidatedArtifact:
+    """A validation with what it was made of: the module, the ONNX model, and the inputs that both were given."""
+
+    module: Module
+    model: OnnxModel
+    inputs: Sequence[Arrays]
+    report: ValidationReport
+
+
+def reference_model(module: Module, source: str | Path | None = None) -> OnnxModel:
+    """Return the ONNX model that an artifact was compiled from, at the artifact's shapes.
+
+    Parameters
+    ----------
+    module : Module
+        The artifact.
+    source : str, Path or None
+        Where the model is now; None looks where it was.
+
+    Raises
+    ------
+    UsageError
+        This is another model.
+    """
+    manifest = module.manifest
+    shapes = {spec.name: spec.shape for spec in module.inputs}
+    model = load_model(source or manifest.source, shapes=shapes, seed=manifest.seed or 0)
+    if model.sha256 != manifest.model_sha256:
+        raise UsageError(
+            f"{source or manifest.source} is not the model this artifact was compiled from: expected sha256 "
+            f"{manifest.model_sha256}, got {model.sha256}. Name that model with --model, or compile this one"
+        )
+    return model
+
+
+def validate_artifact(
+    directory: Path, source: str | Path | None = None, request: ValidationRequest | None = None
+) -> ValidatedArtifact:
+    """Compare an artifact with ONNX Runtime, by every route if it has shape buckets, and note that in its manifest.
+
+    Raises
+    ------
+    ArtifactError, ModelError, TuningDatabaseError, UsageError
+        The artifact, its model or the database cannot be had. A comparison that fails is a report.
+    """
+    asked = request or ValidationRequest()
+    module = Module.load(directory)
+    model = reference_model(module, source)
+    # Opened first: a database that cannot be had is told before the work.
+    with nullcontext() if asked.database is None else TuningDatabase.open(asked.database) as database:
+        if module.manifest.buckets is not None:
+            module = prove_and_record(directory, module, model)
+        inputs: Sequence[Arrays] = route_inputs(module, model, samples=asked.samples, seed=asked.seed)
+        report = validate(
+            module, model, rtol=asked.rtol, atol=asked.atol, samples=asked.samples, seed=asked.seed, drift=asked.drift,
+            inputs=inputs or None, repeats=asked.repeats,
+        )  # fmt: skip
+        record_validation(directory, report.to_json())
+        if database is not None:
+            manifest = module.manifest
+            note_validation(database, artifact_of(manifest, directory), environment_of(manifest), report)
+    return ValidatedArtifact(
+        module, model, inputs or sample_inputs(model, samples=asked.samples, seed=asked.seed), report
+    )
+
+
+def bench_artifact(
+    directory: Path,
+    source: str | Path | None = None,
+    *,
+    against: frozenset[str] = frozenset({ORT_ARM}),
+    runs: int = DEFAULT_RUNS,
+    warmup: int = DEFAULT_WARMUP,
+    seed: int = 0,
+    database: str | Path | None = None,
+) -> tuple[Module, dict[str, BenchmarkReport]]:
+    """Return an artifact's module and its latencies beside those of peers, taking turns.
+
+    The latencies are by bucket and `symbolic`; of an artifact without buckets there is one, named "".
+    Inputs are random, with masks that hide nothing.
+    """
+    module = Module.load(directory)
+    model = reference_model(module, source)
+    reports: dict[str, BenchmarkReport] = {}
+    with nullcontext() if database is None else TuningDatabase.open(database) as opened:
+        for name, dims in (route_sizes(module, model) or {"": {}}).items():
+            inputs = unpadded_inputs(model, seed=seed, dims=default_dims(model) | dims)
+            report = measure_module(module, model, inputs, against=against, runs=runs, warmup=warmup)
+            reports[name] = replace(report, conditions={**report.conditions, "shape": name}) if name else report
+            if opened is not None:
+                manifest = module.manifest
+                note_benchmark(opened, artifact_of(manifest, directory), environment_of(manifest), reports[name])
+    return module, reports
+
+
+def compare_builds(
+    first: Path | Arrays,
+    second: Path | Arrays,
+    *,
+    names: tuple[str, str] | None = None,
+    inputs: Arrays | None = None,
+    source: str | Path | None = None,
+    samples: int = DEFAULT_SAMPLES,
+    seed: int = 0,
+    exact: bool = False,
+    tolerance: Tolerance | None = None,
+) -> Comparison:
+    """Return how two builds of a model differ.
+
+    Parameters
+    ----------
+    first, second : Path or mapping
+        An artifact's directory, or the outputs that a build gave elsewhere.
+    names : tuple or None
+        What the report calls them.
+    inputs : mapping or None
+        What artifacts are run on; None draws `samples` random inputs, for two artifacts.
+    source : str, Path or None
+        The ONNX model, where it is not where the first artifact says.
+    exact, tolerance : bool, Tolerance or None
+        What is asked for; without either every difference passes.
+
+    Raises
+    ------
+    UsageError
+        One side are outputs, and nothing says of which inputs.
+    """
+    modules = [Module.load(side) if isinstance(side, Path) else None for side in (first, second)]
+    a, b = modules
+    shown = names or (str(first) if a else "outputs", str(second) if b else "outputs")
+    given: Sequence[Arrays] = []
+    if inputs is not None:
+        given = [inputs]
+    elif a is not None and b is not None:
+        given = sample_inputs(reference_model(a, source), samples=samples, seed=seed)
+    elif a is not None or b is not None:
+        raise UsageError(
+            f"{shown[0] if a is None else shown[1]} holds outputs, and nothing says of which inputs; give those that "
+            "it was run on with --inputs X.npz"
+        )
+    outputs = [
+        [module.run(sample) for sample in given] if module is not None else [side]
+        for side, module in zip((first, second), modules, strict=True)
+    ]
+    asked = "no bit" if exact else ""
+    if tolerance is not None and not exact:
+        asked = f"rtol {tolerance.rtol:g} and atol {tolerance.atol:g} x max(1, RMS)"
+    drift = compare_outputs(outputs[0], outputs[1], exact=exact, tolerance=None if exact else tolerance)  # type: ignore[arg-type]
+    kernels, builds = compare_manifests(a.manifest, b.manifest) if a is not None and b is not None else ((), ())
+    return Comparison(*shown, drift, kernels, builds, asked)

@@ -1,0 +1,251 @@
+"""The public API, one function for each word of the command line; `import relaxtune` has all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+import numpy as np
+
+from relaxtune.models import ModelError, OnnxModel, list_models, load_model, random_inputs
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact_jobs import ValidationRequest, bench_artifact, compare_builds, validate_artifact
+from relaxtune.pipeline.bench.measure import BenchmarkReport
+from relaxtune.pipeline.efforts import Effort
+from relaxtune.pipeline.errors import (
+    ArtifactError,
+    ImportFailedError,
+    LoweringError,
+    NothingMeasuredError,
+    PipelineError,
+    UsageError,
+    ValidationFailedError,
+)
+from relaxtune.pipeline.inspect import Inspection, inspect_model
+from relaxtune.pipeline.jobs import CompileResult, TuneRequest, TuneResult, compile_model, tune_model
+from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.report.report import Report, report_artifact
+from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
+from relaxtune.pipeline.tuning.effort import options_for
+from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES
+from relaxtune.pipeline.validate.comparison import Comparison
+from relaxtune.pipeline.validate.report import ValidationReport
+from relaxtune.schedules.errors import ScheduleError
+from relaxtune.tuning_db.errors import TuningDatabaseError
+from relaxtune.tuning_db.records import Mode, RecordFilter, Route
+from relaxtune.tuning_db.store import TuningDatabase
+
+__all__ = [
+    "ArtifactError",
+    "BenchmarkReport",
+    "Comparison",
+    "CompileResult",
+    "Effort",
+    "ImportFailedError",
+    "Inspection",
+    "LoweringError",
+    "Mode",
+    "ModelError",
+    "ModelOptions",
+    "Module",
+    "NothingMeasuredError",
+    "OnnxModel",
+    "PipelineError",
+    "RecordFilter",
+    "Report",
+    "Route",
+    "ScheduleError",
+    "TuneResult",
+    "TuningDatabase",
+    "TuningDatabaseError",
+    "UsageError",
+    "ValidationFailedError",
+    "ValidationReport",
+    "bench",
+    "compare",
+    "compile",
+    "inspect",
+    "list_models",
+    "load",
+    "load_model",
+    "open_database",
+    "random_inputs",
+    "report",
+    "tune",
+    "validate",
+]
+
+
+class ModelOptions(TypedDict, total=False):
+    """What `tune`, `compile` and `inspect` are told of a model; each has the option's name on the command line.
+
+    Attributes
+    ----------
+    target
+        `auto` (a GPU if there is one, else this CPU), `llvm`, `cuda`, `cuda:sm_90a`, a TVM tag, or JSON.
+    shapes
+        Input name -> shape; a name instead of a size stays symbolic.
+    buckets
+        Symbolic axis -> sizes that get code of their own.
+    precision, group_size
+        `fp32`, `tf32`, `fp16`, `bf16`, `w8a16`, `w4a16` or `int8`; weights that share a scale. Default: the graph's.
+    disabled_passes, dump_ir, embed_weights
+        Passes to switch off, a folder for the IR of each phase, whether model.so holds the weights.
+    routes
+        Who may make kernels.
+    seed
+        Of the search, the zoo's weights and the inputs.
+    """
+
+    target: str
+    shapes: Mapping[str, Sequence[int | str]]
+    buckets: Mapping[str, Sequence[int]]
+    precision: str | None
+    group_size: int | None
+    disabled_passes: Sequence[str]
+    dump_ir: Path | None
+    embed_weights: bool
+    routes: Sequence[Route]
+    seed: int
+
+
+def tune(
+    source: str | Path,
+    out: str | Path,
+    *,
+    database: str | Path = "relaxtune.db",
+    shared: Sequence[str | Path] = (),
+    effort: Effort | str = Effort.NORMAL,
+    trials: int | None = None,
+    time_budget_s: float | None = None,
+    mode: Mode | str = Mode.TUNE,
+    benchmark: bool = True,
+    samples: int = 3,
+    **options: Unpack[ModelOptions],
+) -> TuneResult:
+    """Tune, compile, validate and export a model: an `.onnx` file or a zoo name.
+
+    Parameters
+    ----------
+    source, out : str or Path
+        The model, and the artifact's directory.
+    database, shared : str or Path
+        Where measurements are kept, by file or URL, and databases that are read under it.
+    effort, trials, time_budget_s
+        How much to try; the last two replace the effort's limits.
+    mode : Mode or str
+        `force` measures again what the database knows.
+    benchmark, samples : bool, int
+        Whether the artifact is timed at the end; random inputs to validate it with.
+
+    Raises
+    ------
+    PipelineError, ModelError, ScheduleError, TuningDatabaseError
+        See `relaxtune.pipeline.errors`. A validation that failed is in the result: `compiled.validation`.
+    """
+    request = _request(source, options)
+    tuning = replace(
+        options_for(Effort(effort), trials, time_budget_s),
+        routes=request.routes & SEARCHED_ROUTES,
+        seed=request.seed,
+        mode=Mode(mode),
+    )
+    return tune_model(request, TuneRequest(database, tuning, benchmark, samples, tuple(shared)), Path(out))
+
+
+def compile(
+    source: str | Path,
+    out: str | Path,
+    *,
+    database: str | Path | None = None,
+    shared: Sequence[str | Path] = (),
+    record: bool = False,
+    samples: int = 3,
+    **options: Unpack[ModelOptions],
+) -> CompileResult:
+    """Compile, validate and export a model from the database's records; nothing is measured.
+
+    Parameters are those of `tune`. `record` notes the artifact and its validation in `database`.
+    """
+    asked = _request(source, options)
+    return compile_model(asked, Path(out), database=database, shared=shared, record=record, samples=samples)
+
+
+def inspect(source: str | Path, **options: Unpack[ModelOptions]) -> Inspection:
+    """Return what a model needs and would become, or every node that stops its import."""
+    return inspect_model(_request(source, options))
+
+
+def load(directory: str | Path, *, device: str | None = None, threads: int | None = None) -> Module:
+    """Return an artifact as a module; `run` takes and returns NumPy arrays by name.
+
+    Loading runs the artifact's code: load only what you trust. See `Module.load` for `device` and `threads`.
+    """
+    return Module.load(directory, device=device, threads=threads)
+
+
+def validate(
+    directory: str | Path,
+    model: str | Path | None = None,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    samples: int = 3,
+    seed: int = 0,
+    database: str | Path | None = None,
+) -> ValidationReport:
+    """Compare an artifact with ONNX Runtime on random inputs; `raise_if_failed()` of the report raises.
+
+    `model` is where the ONNX model is, if not where it was; `database` is where the result is noted.
+    """
+    asked = ValidationRequest(rtol, atol, samples, seed, database=database)
+    return validate_artifact(Path(directory), model, asked).report
+
+
+def bench(
+    directory: str | Path, model: str | Path | None = None, *, runs: int = 50, database: str | Path | None = None
+) -> dict[str, BenchmarkReport]:
+    """Return the latency of an artifact beside ONNX Runtime, by shape bucket; without buckets the one key is ""."""
+    return bench_artifact(Path(directory), model, runs=runs, database=database)[1]
+
+
+def compare(
+    first: str | Path, second: str | Path, *, inputs: Mapping[str, np.ndarray] | None = None, exact: bool = False
+) -> Comparison:
+    """Return how two artifacts differ: outputs on the same inputs (random if not given), kernels, versions."""
+    return compare_builds(Path(first), Path(second), inputs=inputs, exact=exact)
+
+
+def report(directory: str | Path, *, database: str | Path | None = None) -> Report:
+    """Return where an artifact's time goes, kernel by kernel, by the records behind its kernels."""
+    if database is None:
+        return report_artifact(Path(directory))
+    with open_database(database) as opened:
+        return report_artifact(Path(directory), database=opened)
+
+
+def open_database(url: str | Path, *, mode: Mode | str = Mode.READ_ONLY, create: bool = False) -> TuningDatabase:
+    """Return the tuning database at a file or URL, to read unless `mode` says `tune`; a context manager."""
+    return TuningDatabase.open(url, mode=Mode(mode), create=create)
+
+
+def _request(source: str | Path, options: ModelOptions) -> ModelRequest:
+    lowering = LoweringOptions(
+        precision=options.get("precision"),
+        group_size=options.get("group_size"),
+        disabled_passes=frozenset(options.get("disabled_passes", ())),
+        dump_dir=options.get("dump_ir"),
+        embed_weights=options.get("embed_weights", False),
+    )
+    return ModelRequest(
+        source=source,
+        shapes=options.get("shapes", {}),
+        target=options.get("target", "auto"),
+        lowering=lowering,
+        seed=options.get("seed", 0),
+        routes=frozenset(options.get("routes", DEFAULT_ROUTES)),
+        buckets=options.get("buckets", {}),
+    )
