@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -82,7 +83,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    outcome = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, check=False)
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    outcome = subprocess.run(list(map(str, command)), cwd=cwd, env=clean, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     return outcome.stdout
 
