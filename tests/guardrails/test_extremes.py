@@ -12,9 +12,8 @@ from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.validate.array_comparison import compare_arrays
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.tolerances import Tolerance
-from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.importer.onnx_cases import make_model
-from tests.pipeline.passes.pass_cases import run_lowered
+from tests.pipeline.passes.pass_cases import LLVM, run_lowered
 
 WIDTH = 24
 NODE = helper.make_node
@@ -92,7 +91,7 @@ def test_extreme_values_give_what_onnx_runtime_gives(kind: str, dtype: str) -> N
         want = Reference(model).run({"x": x})["y"]
         # The reference computes in float32; what is beyond float16 is infinite in the output.
         want = want.astype(dtype).astype("float32")
-    (got,) = run_lowered(lower(import_model(model), resolve_target("llvm").target), {"x": x})
+    (got,) = run_lowered(lower(import_model(model), LLVM), {"x": x}, LLVM)
     tolerance = Tolerance(1e-2, 1e-2) if dtype == "float16" else Tolerance(1e-4, 1e-4)
     for number, (wanted, found) in enumerate(zip(want, got.astype("float32"), strict=True)):
         compared = compare_arrays(wanted, found, tolerance)

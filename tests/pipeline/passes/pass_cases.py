@@ -10,6 +10,7 @@ import onnxruntime as ort
 import tvm
 from onnx import TensorProto, helper, numpy_helper
 from tvm import relax
+from tvm.target import Target
 
 from relaxtune.models import OnnxModel, TensorSpec, load_model
 from relaxtune.models.inputs import random_inputs
@@ -18,9 +19,7 @@ from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, plan_memory_passes
 from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.schedules.targets import resolve_target
-
-LLVM = resolve_target("llvm").target
+from tests.unoptimised import LLVM, UNOPTIMISED
 
 
 def small_model(name: str, precision: str | None = None) -> OnnxModel:
@@ -69,18 +68,20 @@ def operators_of(mod: tvm.ir.IRModule) -> list[str]:
     return [v.op.name.removeprefix("relax.") for v in values if isinstance(v, relax.Call) and hasattr(v.op, "name")]
 
 
-def run_module(mod: tvm.ir.IRModule, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
+def run_module(mod: tvm.ir.IRModule, arguments: Sequence[np.ndarray], target: Target = UNOPTIMISED) -> list[np.ndarray]:
     """Return the outputs of `main`, compiled with the stock pipeline."""
-    with LLVM:
-        machine = relax.VirtualMachine(tvm.compile(mod, target=LLVM), tvm.cpu())
+    with target:
+        machine = relax.VirtualMachine(tvm.compile(mod, target=target), tvm.cpu())
     return _arrays(machine["main"](*map(tvm.runtime.tensor, arguments)))
 
 
-def run_lowered(lowered: LoweredModule, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+def run_lowered(
+    lowered: LoweredModule, feeds: Mapping[str, np.ndarray], target: Target = UNOPTIMISED
+) -> list[np.ndarray]:
     """Return the outputs of a lowered module, its kernels compiled without a schedule."""
-    with LLVM, tvm.transform.PassContext(opt_level=3):
-        mod = tvm.transform.Sequential(plan_memory_passes(LLVM, cuda_graph=False))(lowered.mod)
-        machine = relax.VirtualMachine(tvm.compile(mod, LLVM, relax_pipeline=None), tvm.cpu())
+    with target, tvm.transform.PassContext(opt_level=3):
+        mod = tvm.transform.Sequential(plan_memory_passes(target, cuda_graph=False))(lowered.mod)
+        machine = relax.VirtualMachine(tvm.compile(mod, target, relax_pipeline=None), tvm.cpu())
     arguments = [*(feeds[spec.name] for spec in lowered.graph.inputs), *lowered.weights.values()]
     return _arrays(machine["main"](*[tvm.runtime.tensor(np.ascontiguousarray(a)) for a in arguments]))
 

@@ -8,7 +8,7 @@ from tvm import relax
 
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.passes.attention.nan_guard import remove_nan_guards
-from tests.pipeline.passes.pass_cases import assert_agrees, graph_of, operators_of, run_module, state_of
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, graph_of, operators_of, run_module, state_of
 
 MIN32 = float(np.finfo(np.float32).min)
 MIN16 = float(np.finfo(np.float16).min)
@@ -85,7 +85,7 @@ def test_guard_is_removed_when_each_row_has_a_finite_score(masked: Masked) -> No
     assert state.notes == ["1 guards removed"]
     rng = np.random.default_rng(0)
     arguments = [*rng.standard_normal((2, 4, 4)).astype("float32"), np.array([[True, True, False, False]])]
-    assert_agrees(run_module(removed, arguments), run_module(graph.mod, arguments), 1e-6)
+    assert_agrees(run_module(removed, arguments, LLVM), run_module(graph.mod, arguments, LLVM), 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -134,4 +134,4 @@ def test_guard_is_removed_when_it_is_the_result_of_main() -> None:
     removed = remove_nan_guards(graph.mod, state_of(graph))
     assert operators_of(removed) == ["matmul", "nn.softmax", "astype"]
     x = np.eye(4, dtype="float32")
-    assert_agrees(run_module(removed, [x]), run_module(graph.mod, [x]), 1e-6)
+    assert_agrees(run_module(removed, [x], LLVM), run_module(graph.mod, [x], LLVM), 1e-6)
