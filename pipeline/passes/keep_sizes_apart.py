@@ -5,11 +5,10 @@ from __future__ import annotations
 import tvm
 from tvm import tirx
 
+from relaxtune.pipeline.passes.kit.ir import with_functions
+from relaxtune.pipeline.passes.kit.rewrite import OPAQUE
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.tir.functions import is_buffer
-
-# `OpPatternKind::kOpaque` of TVM: fuses with nothing.
-_OPAQUE = 8
 
 
 def keep_sizes_apart(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -19,11 +18,12 @@ def keep_sizes_apart(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     becomes a parameter of the fused function beside an output of that size, which defines it a second time, and
     TVM refuses the function.
     """
-    result = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
-    for name, func in mod.functions_items():
-        if isinstance(func, tirx.PrimFunc) and _made_of_sizes(func):
-            result[name] = func.with_attr("op_pattern", _OPAQUE)
-    return result
+    made_of_sizes = {
+        name: func.with_attr("op_pattern", OPAQUE)
+        for name, func in mod.functions_items()
+        if isinstance(func, tirx.PrimFunc) and _made_of_sizes(func)
+    }
+    return with_functions(mod, made_of_sizes)
 
 
 def _made_of_sizes(func: tirx.PrimFunc) -> bool:

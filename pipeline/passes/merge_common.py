@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm_ffi import structural_equal
 
-from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of, rewrite_main
+from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
 from relaxtune.pipeline.passes.kit.keys import Key, key_of
+from relaxtune.pipeline.passes.kit.rewrite import rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 
@@ -36,17 +36,4 @@ def merge_common_subexpressions(mod: tvm.ir.IRModule, state: LoweringState) -> t
         return mod
     for duplicate, kept in merged.items():
         state.sources[kept.name] = state.nodes_of([kept.name, duplicate.name])
-    return rewrite_main(mod, _Merge(merged))
-
-
-@mutator
-class _Merge(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, merged: dict[relax.Var, relax.Var]) -> None:
-        super().__init__()
-        self._merged = merged
-
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        if binding.var in self._merged:
-            self.set_var_remap(binding.var, self.visit_expr(self._merged[binding.var]))
-        else:
-            super().visit_var_binding_(binding)
+    return rewrite(mod, state, lambda new, binding: new.of(merged[binding.var]) if binding.var in merged else None)

@@ -6,39 +6,13 @@ import re
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
+from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of, with_functions
+from relaxtune.pipeline.passes.kit.rewrite import rename_bindings
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 # What `BlockBuilder` calls the variables it makes: an imported binding called so would be mixed up with them.
 _GENERATED = re.compile(r"(lv|gv|cse)\d*(_\d+)?")
-
-
-@mutator
-class _Rename(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, names: dict[relax.Var, str]) -> None:
-        super().__init__()
-        self._names = names
-
-    def _renamed(self, var: relax.Var, kind: type[relax.Var]) -> relax.Var:
-        if var not in self._names:
-            return var
-        new = kind(self._names[var], var.ty)
-        self.set_var_remap(var, new)
-        return new
-
-    def visit_dataflow_var_def_(self, var: relax.Var) -> relax.Var:
-        return self._renamed(var, relax.DataflowVar)
-
-    def visit_var_def_(self, var: relax.Var) -> relax.Var:
-        return self._renamed(var, relax.Var)
-
-
-def rename_bindings(function: relax.Function, names: dict[relax.Var, str]) -> relax.Function:
-    """Return `function` with the given variables renamed."""
-    renamed: relax.Function = _Rename(names).visit_expr(function)
-    return renamed
 
 
 def name_bindings(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -66,7 +40,4 @@ def name_bindings(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule
         if name != var.name:
             names[var] = name
         state.sources[name] = nodes[var]
-    if names:
-        mod = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
-        mod[mod.get_global_var("main")] = rename_bindings(main, names)
-    return mod
+    return with_functions(mod, {mod.get_global_var("main"): rename_bindings(main, names)}) if names else mod

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import tvm
 from tvm import relax, te, tirx
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from relaxtune.pipeline.passes.attention.layout import readings_of
-from relaxtune.pipeline.passes.kit.ir import (
-    bindings_of,
-    called_function,
-    dtype_of,
-    emit_extra,
-    emit_named,
-    is_op,
-    main_of,
-    rewrite_main,
-    static_shape,
-    users_of,
-    values_of,
-)
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import called_function, dtype_of, is_op, static_shape
+from relaxtune.pipeline.passes.kit.rewrite import DONE, OPAQUE, Done, Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.functions.attention import spec_of
-
-Values = Mapping[relax.Var, tvm.ir.Expr]
-
-# TVM's OpPatternKind.kOpaque: fused with nothing.
-_OPAQUE = 8
 
 
 @dataclass(frozen=True)
@@ -59,24 +43,26 @@ def append_caches(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule
     """
     if not state.launches_cost:
         return mod
-    main = main_of(mod)
-    values, users = values_of(main), users_of(main)
-    order = {binding.var: index for index, binding in enumerate(bindings_of(main))}
-    groups: list[tuple[Grown, Grown]] = []
-    for binding in bindings_of(main):
-        pair = caches_of(binding.value, mod, values)
-        if pair is not None and _can_wait(pair, order, users):
-            groups.append(pair)
-    if not groups:
+    graph = Graph(mod)
+    pairs = [pair for binding in graph.bindings if (pair := caches_of(binding.value, graph)) and _can_wait(pair, graph)]
+    if not pairs:
         return mod
-    state.note(f"{len(groups)} pairs of caches grow in one kernel each")
-    return rewrite_main(mod, _Replace(mod, groups, order, state))
+    state.note(f"{len(pairs)} pairs of caches grow in one kernel each")
+    # Each pair is made where the last of its results was.
+    pair_of = {max(results_of(pair), key=graph.order.__getitem__): pair for pair in pairs}
+    gone = {var: None for pair in pairs for var in results_of(pair)}
+    return replace_found(mod, state, {**gone, **pair_of}, _emit)
 
 
-def caches_of(call: tvm.ir.Expr, mod: tvm.ir.IRModule, values: Values) -> tuple[Grown, Grown] | None:
+def results_of(pair: tuple[Grown, Grown]) -> list[relax.Var]:
+    """Return the results of keys, then those of values."""
+    return [var for grown in pair for var in grown.results]
+
+
+def caches_of(call: tvm.ir.Expr, graph: Graph) -> tuple[Grown, Grown] | None:
     """Return the caches of an attention that both grow in this graph, to one shape."""
     callee = called_function(call)
-    spec = spec_of(mod[callee]) if callee is not None and isinstance(mod[callee], tirx.PrimFunc) else None
+    spec = spec_of(graph.mod[callee]) if callee is not None and isinstance(graph.mod[callee], tirx.PrimFunc) else None
     if (
         spec is None
         or not isinstance(call, relax.Call)
@@ -85,24 +71,21 @@ def caches_of(call: tvm.ir.Expr, mod: tvm.ir.IRModule, values: Values) -> tuple[
     ):
         return None
     operands = call.args[1].fields
-    key, value = (_grown(operands[layout.param], values) for layout in (spec.key, spec.value))
+    key, value = (_grown(operands[layout.param], graph) for layout in (spec.key, spec.value))
     if key is None or value is None or (key.shape, key.axis) != (value.shape, value.axis):
         return None
     return (key, value) if key.results[0] != value.results[0] else None
 
 
-def _grown(operand: tvm.ir.Expr, values: Values) -> Grown | None:
-    results = [operand] if isinstance(operand, relax.Var) else []
-    value = values.get(operand) if results else None
-    if is_op(value, "astype") and isinstance(value.args[0], relax.Var):
-        results.insert(0, value.args[0])
-        value = values.get(results[0])
+def _grown(operand: tvm.ir.Expr, graph: Graph) -> Grown | None:
+    results = graph.behind(operand, "astype")[1::-1]
+    value = graph.value(results[0]) if results else None
     if not is_op(value, "concat") or not isinstance(value.args[0], relax.Tuple):
         return None
     fields, shape = list(value.args[0].fields), static_shape(results[0])
     if len(fields) != 2 or shape is None or not isinstance(fields[0], relax.Var) or static_shape(fields[0]) is None:
         return None
-    for reading in readings_of(fields[1], values, scaled=False):
+    for reading in readings_of(fields[1], graph, scaled=False):
         axes = reading.view.axes
         same = dtype_of(reading.base) == dtype_of(results[0])
         if isinstance(reading.base, relax.Var) and same and all(len(axis) < 2 for axis in axes):
@@ -112,51 +95,27 @@ def _grown(operand: tvm.ir.Expr, values: Values) -> Grown | None:
     return None
 
 
-def _can_wait(
-    pair: tuple[Grown, Grown], order: Mapping[relax.Var, int], users: Mapping[relax.Var, list[relax.Var]]
-) -> bool:
+def _can_wait(pair: tuple[Grown, Grown], graph: Graph) -> bool:
     """Return whether nothing else reads any of the results before the last of them is made."""
-    results = [var for grown in pair for var in grown.results]
+    results, order = results_of(pair), graph.order
     last = max(order[var] for var in results)
-    return all(reader in results or order[reader] > last for var in results for reader in users.get(var, []))
+    return all(reader in results or order[reader] > last for var in results for reader in graph.readers(var))
 
 
-@mutator
-class _Replace(PyExprMutator):  # type: ignore[misc]
-    def __init__(
-        self,
-        mod: tvm.ir.IRModule,
-        groups: Sequence[tuple[Grown, Grown]],
-        order: Mapping[relax.Var, int],
-        state: LoweringState,
-    ) -> None:
-        super().__init__(mod)
-        self._state = state
-        self._group_of: dict[relax.Var, tuple[Grown, Grown]] = {}
-        self._last: set[relax.Var] = set()
-        for pair in groups:
-            results = [var for grown in pair for var in grown.results]
-            self._group_of |= dict.fromkeys(results, pair)
-            self._last.add(max(results, key=lambda var: order[var]))
-
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        if binding.var not in self._group_of:
-            super().visit_var_binding_(binding)
-        elif binding.var in self._last:
-            self._emit(self._group_of[binding.var])
-
-    def _emit(self, pair: tuple[Grown, Grown]) -> None:
-        results = [var for grown in pair for var in grown.results]
-        name = f"{results[0].name}__appended"
-        self._state.sources[name] = self._state.nodes_of(var.name for var in results)
-        args = [self.visit_expr(arg) for grown in pair for arg in (grown.past, grown.base)]
-        call = self.builder_.call_te(
-            _append(pair), *args, primfunc_name_hint="append", primfunc_attrs={"op_pattern": _OPAQUE}
-        )
-        made = emit_extra(self, name, call)
-        for index, var in enumerate(results):
-            emit_named(self, var, relax.TupleGetItem(made, index))
-            self._state.sources[var.name] = ()
+def _emit(new: Rewriter, _binding: relax.VarBinding, pair: tuple[Grown, Grown] | None) -> Done:
+    if pair is None:
+        return DONE
+    results = results_of(pair)
+    args = [new.of(arg) for grown in pair for arg in (grown.past, grown.base)]
+    made = new.extra(
+        f"{results[0].name}__appended",
+        new.kernel(_append(pair), *args, name="append", op_pattern=OPAQUE),
+        results,
+    )
+    for index, var in enumerate(results):
+        new.name(var, relax.TupleGetItem(made, index))
+        new.state.sources[var.name] = ()
+    return DONE
 
 
 def _append(pair: tuple[Grown, Grown]) -> Callable[..., list[te.Tensor]]:

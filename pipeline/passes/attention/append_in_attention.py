@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import tvm
 from tvm import relax, tirx
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from relaxtune.pipeline.passes.attention.append_caches import Grown, caches_of
+from relaxtune.pipeline.passes.attention.append_caches import Grown, caches_of, results_of
 from relaxtune.pipeline.passes.attention.kernel import Param, template_refusal
-from relaxtune.pipeline.passes.kit.ir import (
-    bindings_of,
-    called_function,
-    dtype_of,
-    emit_extra,
-    emit_named,
-    main_of,
-    rewrite_main,
-    static_shape,
-    users_of,
-    values_of,
-)
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import called_function, dtype_of, static_shape
+from relaxtune.pipeline.passes.kit.rewrite import DONE, Done, Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.functions.attention import AttentionSpec, CacheGrowth, HeadLayout, spec_of
 from relaxtune.schedules.functions.plain_attention import attention_function
@@ -50,15 +39,14 @@ def append_in_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IR
     """
     if not state.launches_cost:
         return mod
-    main = main_of(mod)
-    values, users = values_of(main), users_of(main)
-    order = {binding.var: index for index, binding in enumerate(bindings_of(main))}
+    graph = Graph(mod)
+    order = graph.order
     found: dict[relax.Var, _Attention] = {}
-    for binding in bindings_of(main):
-        pair = caches_of(binding.value, mod, values)
+    for binding in graph.bindings:
+        pair = caches_of(binding.value, graph)
         if pair is None or any(len(grown.results) > 1 for grown in pair):
             continue
-        readers = [reader for grown in pair for reader in users.get(grown.results[0], [])]
+        readers = [reader for var in results_of(pair) for reader in graph.readers(var)]
         if any(order.get(reader, len(order)) < order[binding.var] for reader in readers):
             continue
         made = _attention(mod, binding.var, binding.value, pair)
@@ -72,7 +60,8 @@ def append_in_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IR
     if not found:
         return mod
     state.note(f"{len(found)} attentions append to their caches")
-    return rewrite_main(mod, _Replace(mod, found, state))
+    gone = {cache: None for attention in found.values() for cache in attention.results[1:]}
+    return replace_found(mod, state, {**gone, **found}, _emit)
 
 
 def _attention(
@@ -158,28 +147,15 @@ def _lies(layout: HeadLayout, expected: HeadLayout, sizes: tuple[int, int, int, 
     return layout.offset == 0 and all(got == wanted or size == 1 for got, wanted, size in pairs)
 
 
-@mutator
-class _Replace(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.ir.IRModule, found: Mapping[relax.Var, _Attention], state: LoweringState) -> None:
-        super().__init__(mod)
-        self._found = found
-        self._state = state
-        self._caches = {var for attention in found.values() for var in attention.results[1:]}
-
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        attention = self._found.get(binding.var)
-        if attention is not None:
-            self._emit(attention)
-        elif binding.var not in self._caches:
-            super().visit_var_binding_(binding)
-
-    def _emit(self, attention: _Attention) -> None:
-        name = f"{attention.results[0].name}__appended"
-        self._state.sources[name] = self._state.nodes_of(var.name for var in attention.results)
-        operands = relax.Tuple([self.visit_expr(operand) for operand in attention.operands])
-        types = [relax.TensorType(static_shape(var), dtype_of(var)) for var in attention.results]
-        function = self.builder_.add_func(attention.func.without_attr("global_symbol"), "attention")
-        made = emit_extra(self, name, relax.call_tir(function, operands, types))
-        for index, var in enumerate(attention.results):
-            emit_named(self, var, relax.TupleGetItem(made, index))
-            self._state.sources[var.name] = ()
+def _emit(new: Rewriter, _binding: relax.VarBinding, attention: _Attention | None) -> Done:
+    if attention is None:
+        return DONE
+    operands = relax.Tuple([new.of(operand) for operand in attention.operands])
+    types = [relax.TensorType(static_shape(var), dtype_of(var)) for var in attention.results]
+    function = new.function(attention.func.without_attr("global_symbol"), "attention")
+    name = f"{attention.results[0].name}__appended"
+    made = new.extra(name, relax.call_tir(function, operands, types), attention.results)
+    for index, var in enumerate(attention.results):
+        new.name(var, relax.TupleGetItem(made, index))
+        new.state.sources[var.name] = ()
+    return DONE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tvm
@@ -20,9 +20,8 @@ from relaxtune.pipeline.passes.attention.strided_view import (
     view_through,
     whole,
 )
-from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, is_op, scalar_of, static_shape
-
-Values = Mapping[relax.Var, tvm.ir.Expr]
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, is_op, numbers_beside, static_shape
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Reading:
     scale: float = 1.0
 
 
-def readings_of(expr: tvm.ir.Expr, values: Values, *, scaled: bool) -> list[Reading]:
+def readings_of(expr: tvm.ir.Expr, graph: Graph, *, scaled: bool) -> list[Reading]:
     """Return a tensor as views of what it is made of, the furthest back first, itself last.
 
     Casts between half precision and float32 are seen through: rounding commutes with moving. With `scaled`, so are
@@ -50,8 +49,8 @@ def readings_of(expr: tvm.ir.Expr, values: Values, *, scaled: bool) -> list[Read
         reading = _apply(chain, Reading(current, whole(shape)))
         if reading is not None:
             readings.append(reading)
-        value = values.get(current) if isinstance(current, relax.Var) else current
-        step = _operand_of(value, values, scaled=scaled)
+        value = graph.value(current) if isinstance(current, relax.Var) else current
+        step = _operand_of(value, graph, scaled=scaled)
         if step is None or not isinstance(value, relax.Call):
             break
         chain.append(value)
@@ -59,23 +58,22 @@ def readings_of(expr: tvm.ir.Expr, values: Values, *, scaled: bool) -> list[Read
     return readings[::-1]
 
 
-def _operand_of(value: tvm.ir.Expr | None, values: Values, *, scaled: bool) -> tvm.ir.Expr | None:
+def _operand_of(value: tvm.ir.Expr | None, graph: Graph, *, scaled: bool) -> tvm.ir.Expr | None:
     """Return the operand that a value is a view, a cast or a multiple of."""
     if is_op(value, "astype"):
         inner = value.args[0]
         floats = (*HALVES, "float32")
         if dtype_of(value) not in floats or dtype_of(inner) not in floats:
             return None
-        behind = values.get(inner) if isinstance(inner, relax.Var) else None
+        behind = graph.value(inner)
         rounds = dtype_of(value) in HALVES and dtype_of(inner) == "float32"
         # What is rounded as a whole is stored rounded.
-        return None if rounds and _operand_of(behind, values, scaled=scaled) is None else inner
+        return None if rounds and _operand_of(behind, graph, scaled=scaled) is None else inner
     if is_view(value):
         return value.args[0]  # type: ignore[union-attr]
     if scaled and is_op(value, "multiply", "divide"):
-        forms = [tuple(value.args)] if is_op(value, "divide") else [tuple(value.args), tuple(value.args)[::-1]]
-        for data, factor in forms:
-            if scalar_of(factor) and isinstance(data, relax.Var) and static_shape(data) == static_shape(value):
+        for data, factor in numbers_beside(value):
+            if factor and isinstance(data, relax.Var):
                 return data
     return None
 
@@ -84,7 +82,7 @@ def _apply(chain: Sequence[relax.Call], reading: Reading) -> Reading | None:
     view, scale = reading.view, reading.scale
     for call in reversed(chain):
         if is_op(call, "multiply", "divide"):
-            factor = next(number for arg in reversed(call.args) if (number := scalar_of(arg)) is not None)
+            factor = numbers_beside(call)[0][1]
             scale = scale * factor if is_op(call, "multiply") else scale / factor
         elif not is_op(call, "astype"):
             seen = view_through(call, view)

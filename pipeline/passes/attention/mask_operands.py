@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,9 +15,9 @@ from relaxtune.pipeline.passes.attention.mask_parts import Condition, Mask, Mask
 from relaxtune.pipeline.passes.attention.match import Attention
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError, ScoreStep
 from relaxtune.pipeline.passes.attention.strided_view import StridedView, merged, regrouped, whole
+from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import array_of, is_constant, static_shape
 
-Values = Mapping[relax.Var, tvm.ir.Expr]
 # Of batch, head, query and key.
 BiasStrides = tuple[int, int, int, int]
 
@@ -64,7 +63,7 @@ class Masking:
         return tuple((hash(expr), factor) for expr, factor in self.addends), conditions, self.fill
 
 
-def masking_of(attention: Attention, values: Values) -> Masking:
+def masking_of(attention: Attention, graph: Graph) -> Masking:
     """Return the mask of an attention.
 
     Raises
@@ -76,7 +75,7 @@ def masking_of(attention: Attention, values: Values) -> Masking:
         return Masking()
     shape = max((step.shape for step in attention.steps), key=len)
     attention = replace(attention, steps=tuple(_of_shape(step, shape) for step in attention.steps))
-    reader = MaskReader(values, attention.queries, attention.keys)
+    reader = MaskReader(graph, attention.queries, attention.keys)
     masks = [_mask_of(step, reader) for step in attention.steps]
     whole_mask = Mask()
     for mask in masks:
@@ -90,10 +89,10 @@ def masking_of(attention: Attention, values: Values) -> Masking:
     addends = tuple(
         (expr, step.factor) for step, mask in zip(attention.steps, masks, strict=True) for expr in mask.addends
     )
-    apart = _taken_apart(attention, shape, values, whole_mask, addends, fill)
+    apart = _taken_apart(attention, shape, graph, whole_mask, addends, fill)
     if whole_mask.causal or whole_mask.window or (attention.guarded and infinite):
         return apart
-    as_it_is = _as_it_is(attention, shape, values)
+    as_it_is = _as_it_is(attention, shape, graph)
     return apart if apart.elements < as_it_is.elements else as_it_is
 
 
@@ -118,13 +117,13 @@ def _mask_of(step: ScoreStep, reader: MaskReader) -> Mask:
     return mask if known else Mask(addends=(step.expr,))
 
 
-def _as_it_is(attention: Attention, shape: tuple[int, ...], values: Values) -> Masking:
+def _as_it_is(attention: Attention, shape: tuple[int, ...], graph: Graph) -> Masking:
     """Return the mask with its tensors read, or added up, as they stand in the graph."""
     steps = attention.steps
     if len(steps) == 1 and steps[0].kind == "where" and np.isneginf(steps[0].fill):
-        return _read(attention, shape, values, steps[0].expr, "keep", Masking())
+        return _read(attention, shape, graph, steps[0].expr, "keep", Masking())
     if len(steps) == 1 and steps[0].kind == "add" and steps[0].factor == 1.0:
-        return _read(attention, shape, values, steps[0].expr, "add", Masking())
+        return _read(attention, shape, graph, steps[0].expr, "add", Masking())
     masked = [step for step in steps if step.kind != "add"]
     return _made(
         attention,
@@ -140,7 +139,7 @@ def _as_it_is(attention: Attention, shape: tuple[int, ...], values: Values) -> M
 def _taken_apart(
     attention: Attention,
     shape: tuple[int, ...],
-    values: Values,
+    graph: Graph,
     mask: Mask,
     addends: tuple[tuple[tvm.ir.Expr, float], ...],
     fill: float,
@@ -150,9 +149,9 @@ def _taken_apart(
     if not addends and not conditions:
         return plain
     if not addends and len(conditions) == 1 and not conditions[0].negated and np.isneginf(fill):
-        return _read(attention, shape, values, conditions[0].expr, "keep", plain)
+        return _read(attention, shape, graph, conditions[0].expr, "keep", plain)
     if not conditions and len(addends) == 1 and addends[0][1] == 1.0:
-        return _read(attention, shape, values, addends[0][0], "add", plain)
+        return _read(attention, shape, graph, addends[0][0], "add", plain)
     made = Masking(mask.causal, mask.window, addends=addends, conditions=conditions, fill=fill)
     return _made(attention, shape, made)
 
@@ -160,13 +159,13 @@ def _taken_apart(
 def _read(
     attention: Attention,
     shape: tuple[int, ...],
-    values: Values,
+    graph: Graph,
     expr: tvm.ir.Expr,
     kind: Literal["add", "keep"],
     masking: Masking,
 ) -> Masking:
     """Return a masking that reads a tensor of the graph, as far back as the kernel can."""
-    for reading in readings_of(expr, values, scaled=False):
+    for reading in readings_of(expr, graph, scaled=False):
         strides = _strides(attention, reading.view, shape)
         if strides is not None:
             lies_in = static_shape(reading.base) or ()

@@ -7,19 +7,26 @@ causal or sliding-window form become two numbers, from which a kernel knows what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op, scalar_of, static_shape
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import (
+    array_of,
+    dtype_of,
+    is_constant,
+    is_op,
+    number_of,
+    numbers_beside,
+    static_shape,
+)
 
 # A score this low leaves its key out: the weight is exp(-10000) of a visible key's, 0 in float32.
 MASKED = -1e4
-
-Values = Mapping[relax.Var, tvm.ir.Expr]
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class Mask:
 class MaskReader:
     """Takes the masks of scores [..., queries, keys] apart."""
 
-    values: Values
+    graph: Graph
     queries: int
     keys: int
 
@@ -100,22 +107,21 @@ class MaskReader:
         value = self._seen_through(term)
         if is_op(value, "where"):
             condition, chosen, other = value.args
-            left, right = scalar_of(chosen), scalar_of(other)
+            left, right = number_of(chosen, value), number_of(other, value)
             if right is not None and right <= MASKED:
                 return self.condition(condition, negated=False, fill=right).joined(self._kept(chosen))
             if left is not None and left <= MASKED:
                 return self.condition(condition, negated=True, fill=left).joined(self._kept(other))
         if is_op(value, "multiply"):
-            for arg, factor in (tuple(value.args), tuple(value.args)[::-1]):
-                fill = scalar_of(factor)
+            for arg, fill in numbers_beside(value):
                 hidden = self._zero_or_one(arg)
-                if hidden is not None and fill is not None and fill <= MASKED:
+                if hidden is not None and fill <= MASKED:
                     return self.condition(hidden.expr, negated=not hidden.negated, fill=fill)
         return Mask(addends=(term,))
 
     def _kept(self, expr: tvm.ir.Expr) -> Mask:
         """Return what is added where a key is seen."""
-        return Mask() if scalar_of(expr) == 0.0 else self.addend(expr)
+        return Mask() if number_of(expr, expr) == 0.0 else self.addend(expr)
 
     def _zero_or_one(self, expr: tvm.ir.Expr) -> Condition | None:
         """Return the condition that a number is 1 where it holds and 0 where it does not."""
@@ -124,7 +130,7 @@ class MaskReader:
             return Condition(value.args[0])
         if is_op(value, "astype"):
             return self._zero_or_one(value.args[0])
-        if is_op(value, "subtract") and scalar_of(value.args[0]) == 1.0:
+        if is_op(value, "subtract") and number_of(value.args[0], value) == 1.0:
             inner = self._zero_or_one(value.args[1])
             return None if inner is None else Condition(inner.expr, not inner.negated)
         return None
@@ -182,7 +188,7 @@ class MaskReader:
         return np.broadcast_to(planes[0], (self.queries, self.keys))
 
     def _value(self, expr: tvm.ir.Expr) -> tvm.ir.Expr | None:
-        return self.values.get(expr, expr) if isinstance(expr, relax.Var) else expr
+        return self.graph.values.get(expr, expr) if isinstance(expr, relax.Var) else expr
 
     def _seen_through(self, expr: tvm.ir.Expr) -> tvm.ir.Expr | None:
         """Return what binds `expr`, seen through casts between floats and through axes put in front."""

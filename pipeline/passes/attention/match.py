@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tvm
@@ -20,12 +20,11 @@ from relaxtune.pipeline.passes.attention.layout import (
     readings_of,
     strides_of,
 )
+from relaxtune.pipeline.passes.attention.nan_guard import guarded_by
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError, Scores, ScoreStep, scores_of
 from relaxtune.pipeline.passes.attention.strided_view import is_view
-from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, is_op, scalar_of, static_shape
-
-Values = Mapping[relax.Var, tvm.ir.Expr]
-Users = Mapping[relax.Var, list[relax.Var]]
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, is_op, static_shape
 
 # Ways tried of reading three operands, the furthest back first.
 _READINGS_MAX = 64
@@ -78,18 +77,18 @@ class Attention:
     guarded: bool
 
 
-def is_weighting(softmax: relax.Var, values: Values, users: Users) -> bool:
+def is_weighting(softmax: relax.Var, graph: Graph) -> bool:
     """Return whether a softmax's result is, cast and moved at most, an operand of a matmul."""
     waiting = [softmax]
     for _ in range(8):
-        waiting = [reader for var in waiting for reader in users.get(var, []) if reader != var]
-        if any(is_op(values.get(var), "matmul") for var in waiting):
+        waiting = [reader for var in waiting for reader in graph.readers(var) if reader != var]
+        if any(is_op(graph.value(var), "matmul") for var in waiting):
             return True
-        waiting = [var for var in waiting if is_op(values.get(var), "astype", "where", "reshape", "permute_dims")]
+        waiting = [var for var in waiting if is_op(graph.value(var), "astype", "where", "reshape", "permute_dims")]
     return False
 
 
-def match_attention(softmax: relax.Var, values: Values, users: Users) -> Attention:
+def match_attention(softmax: relax.Var, graph: Graph) -> Attention:
     """Return the attention around a softmax.
 
     Raises
@@ -97,41 +96,41 @@ def match_attention(softmax: relax.Var, values: Values, users: Users) -> Attenti
     NotAttentionError
         It is not one that a kernel can make, and why.
     """
-    call = values[softmax]
+    call = graph.values[softmax]
     rank = len(static_shape(softmax) or ())
     if not rank:
         raise NotAttentionError("its scores have a symbolic shape")
     if int(call.attrs.axis) not in (-1, rank - 1):
         raise NotAttentionError(f"its softmax is over axis {int(call.attrs.axis)} of {rank}, expected the last")
-    scores = scores_of(call.args[0], values)
-    weights, guarded = _weights(softmax, values, users)
-    weighted = values[weights[-1]]
-    query, key_transposed = values[scores.product].args
+    scores = scores_of(call.args[0], graph)
+    weights, guarded = _weights(softmax, graph)
+    weighted = graph.values[weights[-1]]
+    query, key_transposed = graph.values[scores.product].args
     value = weighted.args[1]
     if len({dtype_of(arg) for arg in (query, key_transposed, value, weighted.args[0])}) != 1:
         raise NotAttentionError("its operands have different dtypes")
     dtype = dtype_of(query)
     if dtype not in HALVES:
         raise NotAttentionError(f"its operands are {dtype or 'of unknown dtype'}, expected {' or '.join(HALVES)}")
-    chain = _moves(weights[-1], dtype, values, users)
+    chain = _moves(weights[-1], dtype, graph)
     result = chain[-1] if chain else weights[-1]
-    return _laid_out(scores, weights, (query, key_transposed, value), chain, result, guarded, values)
+    return _laid_out(scores, weights, (query, key_transposed, value), chain, result, guarded, graph)
 
 
-def _weights(softmax: relax.Var, values: Values, users: Users) -> tuple[list[relax.Var], bool]:
+def _weights(softmax: relax.Var, graph: Graph) -> tuple[list[relax.Var], bool]:
     """Return the variables from the softmax to its product with the values, and whether a guard stands between."""
     path, guarded = [softmax], False
     while True:
         last = path[-1]
-        readers = list(dict.fromkeys(users.get(last, [])))
-        guard = next((reader for reader in readers if _guards(values.get(reader), last, values)), None)
-        if guard is not None and all(reader == guard or is_op(values.get(reader), "isnan") for reader in readers):
+        readers = list(dict.fromkeys(graph.readers(last)))
+        guard = next((reader for reader in readers if guarded_by(graph.value(reader), graph) == last), None)
+        if guard is not None and all(reader == guard or is_op(graph.value(reader), "isnan") for reader in readers):
             path.append(guard)
             guarded = True
             continue
         if len(readers) != 1 or readers[0] == last:
             raise NotAttentionError(f"its weights have {len(readers)} readers, expected one")
-        value = values.get(readers[0])
+        value = graph.value(readers[0])
         if is_op(value, "matmul") and value.args[0] == last:
             return [*path, readers[0]], guarded
         regrouped = is_op(value, "reshape", "expand_dims", "squeeze") and (
@@ -142,31 +141,22 @@ def _weights(softmax: relax.Var, values: Values, users: Users) -> tuple[list[rel
         path.append(readers[0])
 
 
-def _guards(value: tvm.ir.Expr | None, weights: relax.Var, values: Values) -> bool:
-    """Return whether a value is `where(isnan(weights), 0, weights)`."""
-    if not is_op(value, "where"):
-        return False
-    condition, zero, kept = value.args
-    test = values.get(condition) if isinstance(condition, relax.Var) else None
-    return scalar_of(zero) == 0.0 and kept == weights and is_op(test, "isnan") and test.args[0] == weights
-
-
-def _moves(product: relax.Var, dtype: str, values: Values, users: Users) -> list[relax.Var]:
+def _moves(product: relax.Var, dtype: str, graph: Graph) -> list[relax.Var]:
     """Return the casts and moves after the product with the values, as far as they have no other readers."""
     chain: list[relax.Var] = []
     current = product
     while True:
-        readers = users.get(current, [])
-        if len(readers) != 1 or readers[0] == current:
+        reader = graph.only_reader(current)
+        if reader is None:
             break
-        value = values.get(readers[0])
-        narrows = is_op(value, "astype") and dtype_of(readers[0]) == dtype
+        value = graph.value(reader)
+        narrows = is_op(value, "astype") and dtype_of(reader) == dtype
         # What leaves elements out is no move of the whole.
-        moves = is_view(value) and math.prod(static_shape(readers[0]) or (0,)) == math.prod(static_shape(current) or ())
+        moves = is_view(value) and math.prod(static_shape(reader) or (0,)) == math.prod(static_shape(current) or ())
         if not narrows and not moves:
             break
-        chain.append(readers[0])
-        current = readers[0]
+        chain.append(reader)
+        current = reader
     # The result is of the operands' dtype: moves after the last cast or before it, none without a cast.
     while chain and dtype_of(chain[-1]) != dtype:
         chain.pop()
@@ -182,7 +172,7 @@ def _laid_out(
     chain: Sequence[relax.Var],
     result: relax.Var,
     guarded: bool,
-    values: Values,
+    graph: Graph,
 ) -> Attention:
     first, second, shape = (static_shape(var) for var in (scores.product, weights[-1], result))
     if first is None or second is None or shape is None:
@@ -190,7 +180,7 @@ def _laid_out(
     (*leading, queries, keys), (*outer, _, head_dim) = first, second
     if len(first) < 3 or math.prod(leading) != math.prod(outer):
         raise NotAttentionError(f"its products have the shapes {first} and {second}, expected leading axes")
-    back = inverse([values[var] for var in chain], second, shape)
+    back = inverse([graph.values[var] for var in chain], second, shape)
     if back is None:
         raise NotAttentionError("its result is moved in a way that no strides describe")
     output = planes_of(back, outer)
@@ -200,7 +190,7 @@ def _laid_out(
         own = outer if role == "value" else leading
         found = [
             (reading, plane)
-            for reading in readings_of(operand, values, scaled=role != "value")
+            for reading in readings_of(operand, graph, scaled=role != "value")
             if isinstance(reading.base, relax.Var)
             and (plane := planes_of(reading.view, own, transposed=role == "key")) is not None
         ]

@@ -7,20 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from relaxtune.pipeline.passes.kit.ir import (
-    array_of,
-    bindings_of,
-    dtype_of,
-    is_constant,
-    is_op,
-    main_of,
-    rewrite_main,
-    scalar_of,
-    static_shape,
-    values_of,
-)
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op, number_of, static_shape
+from relaxtune.pipeline.passes.kit.rewrite import rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 # What an activation (a result of a matmul, norm, ...) is assumed to stay under, in absolute value. Far beyond what
@@ -60,14 +50,13 @@ def remove_nan_guards(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
     that breaks this computes NaN or infinity of its own, which the guard would have hidden as zeros.
     Nothing is assumed of the model's inputs. Guards without a proof stay, with a note.
     """
-    main = main_of(mod)
-    values = values_of(main)
+    graph = Graph(mod)
     dead: dict[relax.Var, relax.Var] = {}
-    for binding in bindings_of(main):
-        softmax = _find_guarded(binding.value, values)
+    for binding in graph.bindings:
+        softmax = _find_guarded(binding.value, graph)
         if softmax is None:
             continue
-        reason = _unproved(_softmax_of(softmax, values), values)
+        reason = _unproved(_softmax_of(softmax, graph), graph)
         if reason:
             state.note(f"{binding.var.name}: guard kept, {reason}")
         else:
@@ -75,51 +64,35 @@ def remove_nan_guards(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
     if not dead:
         return mod
     state.note(f"{len(dead)} guards removed")
-    return rewrite_main(mod, _Bypass(dead))
+    return rewrite(mod, state, lambda new, binding: new.of(dead[binding.var]) if binding.var in dead else None)
 
 
-@mutator
-class _Bypass(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, replaced: dict[relax.Var, relax.Var]) -> None:
-        super().__init__()
-        self._replaced = replaced
-
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        if binding.var not in self._replaced:
-            super().visit_var_binding_(binding)
-        elif isinstance(binding.var, relax.DataflowVar):
-            self.set_var_remap(binding.var, self.visit_expr(self._replaced[binding.var]))
-        else:
-            self.builder_.emit_normalized(relax.VarBinding(binding.var, self.visit_expr(self._replaced[binding.var])))
-
-
-def _find_guarded(value: tvm.ir.Expr, values: dict[relax.Var, tvm.ir.Expr]) -> relax.Var | None:
-    """Return `s` when `value` is `where(isnan(s), 0, s)` over a softmax, None otherwise."""
+def guarded_by(value: tvm.ir.Expr | None, graph: Graph) -> relax.Var | None:
+    """Return `s` when `value` is `where(isnan(s), 0, s)`, None otherwise."""
     if not is_op(value, "where"):
         return None
     condition, zero, guarded = value.args
-    test = values.get(condition)
-    if scalar_of(zero) != 0.0 or not isinstance(guarded, relax.Var) or not is_op(test, "isnan"):
-        return None
-    tested = test.args[0]
-    if not isinstance(tested, relax.Var) or tested != guarded:
-        return None
-    return guarded if _softmax_of(guarded, values) is not None else None
+    test = graph.value(condition)
+    same = isinstance(guarded, relax.Var) and is_op(test, "isnan") and test.args[0] == guarded
+    return guarded if same and number_of(zero, guarded) == 0.0 else None
 
 
-def _softmax_of(var: relax.Var, values: dict[relax.Var, tvm.ir.Expr]) -> relax.Call | None:
-    value = values.get(var)
-    if is_op(value, "astype"):
-        value = values.get(value.args[0])
+def _find_guarded(value: tvm.ir.Expr, graph: Graph) -> relax.Var | None:
+    guarded = guarded_by(value, graph)
+    return guarded if guarded is not None and _softmax_of(guarded, graph) is not None else None
+
+
+def _softmax_of(var: relax.Var, graph: Graph) -> relax.Call | None:
+    value = graph.value(graph.behind(var, "astype")[:2][-1])
     return value if is_op(value, "nn.softmax") else None
 
 
-def _unproved(softmax: relax.Call | None, values: dict[relax.Var, tvm.ir.Expr]) -> str:
+def _unproved(softmax: relax.Call | None, graph: Graph) -> str:
     """Return why a row of the softmax might be NaN, "" when none can be."""
     if softmax is None:
         return "it is not a softmax"
     scores = softmax.args[0]
-    found = _range_of(scores, values, 0)
+    found = _range_of(scores, graph, 0)
     if found is None:
         return "its scores could not be bounded"
     if found.is_finite:
@@ -131,12 +104,12 @@ def _unproved(softmax: relax.Call | None, values: dict[relax.Var, tvm.ir.Expr]) 
     return "" if rows.all() else "a row of its scores may be -inf all over"
 
 
-def _range_of(expr: tvm.ir.Expr, values: dict[relax.Var, tvm.ir.Expr], depth: int) -> Range | None:
+def _range_of(expr: tvm.ir.Expr, graph: Graph, depth: int) -> Range | None:
     """Return what is known of `expr`, None when nothing is."""
     dtype = dtype_of(expr)
     if is_constant(expr):
         return _range_of_array(array_of(expr))
-    value = values.get(expr) if isinstance(expr, relax.Var) else None
+    value = graph.value(expr)
     if value is None or depth > 64:
         return None
     if is_op(value, *_ACTIVATIONS) and dtype in ACTIVATION_BOUND:
@@ -147,14 +120,14 @@ def _range_of(expr: tvm.ir.Expr, values: dict[relax.Var, tvm.ir.Expr], depth: in
     if is_op(value, "astype") and dtype_of(value.args[0]) == "bool":
         return Range(np.array(True), 0.0, 1.0)
     if is_op(value, *_VIEWS, "astype", "take"):
-        inner = _range_of(value.args[0], values, depth + 1)
+        inner = _range_of(value.args[0], graph, depth + 1)
         if inner is None or not inner.is_finite:
             return None
         return _rounded(np.array(True), inner.low, inner.high, dtype)
     if is_op(value, "where"):
-        return _range_of_where(value, values, depth)
+        return _range_of_where(value, graph, depth)
     if is_op(value, "add", "subtract", "multiply", "divide"):
-        left, right = (_range_of(arg, values, depth + 1) for arg in value.args)
+        left, right = (_range_of(arg, graph, depth + 1) for arg in value.args)
         return None if left is None or right is None else _combined(value, left, right, dtype)
     return None
 
@@ -167,9 +140,9 @@ def _range_of_array(array: np.ndarray) -> Range | None:
     return Range(finite, float(data[finite].min()), float(data[finite].max()))
 
 
-def _range_of_where(value: relax.Call, values: dict[relax.Var, tvm.ir.Expr], depth: int) -> Range | None:
+def _range_of_where(value: relax.Call, graph: Graph, depth: int) -> Range | None:
     chosen = array_of(value.args[0]) if is_constant(value.args[0]) else None
-    left, right = (_range_of(arg, values, depth + 1) or _minus_infinity(arg) for arg in value.args[1:])
+    left, right = (_range_of(arg, graph, depth + 1) or _minus_infinity(arg) for arg in value.args[1:])
     if left is None or right is None:
         return None
     low, high = min(left.low, right.low), max(left.high, right.high)
@@ -180,7 +153,7 @@ def _range_of_where(value: relax.Call, values: dict[relax.Var, tvm.ir.Expr], dep
 
 def _minus_infinity(expr: tvm.ir.Expr) -> Range | None:
     """Return the range of a constant that is -inf everywhere."""
-    return Range(np.array(False), np.inf, -np.inf) if scalar_of(expr) == -np.inf else None
+    return Range(np.array(False), np.inf, -np.inf) if is_constant(expr) and (array_of(expr) == -np.inf).all() else None
 
 
 def _combined(value: relax.Call, left: Range, right: Range, dtype: str) -> Range | None:

@@ -7,23 +7,15 @@ from collections.abc import Mapping
 
 import tvm
 from tvm import relax, tirx
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from relaxtune.pipeline.passes.attention.kernel import AttentionFunctions, AttentionKernel, kernel_of
 from relaxtune.pipeline.passes.attention.mask_operands import Masking, masking_of
 from relaxtune.pipeline.passes.attention.match import is_weighting, match_attention
 from relaxtune.pipeline.passes.attention.rounding import Roundings
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError
-from relaxtune.pipeline.passes.kit.ir import (
-    bindings_of,
-    dtype_of,
-    emit_named,
-    is_op,
-    main_of,
-    rewrite_main,
-    users_of,
-    values_of,
-)
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import dtype_of, is_op
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.targets import Feature, target_features
 
@@ -60,17 +52,16 @@ def has_template(target: tvm.target.Target) -> bool:
 
 def attention_as_kernels(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with each attention that a template makes as one PrimFunc."""
-    main = main_of(mod)
-    values, users = values_of(main), users_of(main)
+    graph = Graph(mod)
     functions = AttentionFunctions(state.target)
     found: dict[relax.Var, AttentionKernel] = {}
-    for binding in bindings_of(main):
+    for binding in graph.bindings:
         var = binding.var
-        if not is_op(binding.value, "nn.softmax") or not is_weighting(var, values, users):
+        if not is_op(binding.value, "nn.softmax") or not is_weighting(var, graph):
             continue
         try:
-            attention = match_attention(var, values, users)
-            kernel = kernel_of(attention, masking_of(attention, values))
+            attention = match_attention(var, graph)
+            kernel = kernel_of(attention, masking_of(attention, graph))
             functions.get(kernel)
         except NotAttentionError as e:
             state.note(f"attention not recognised at {var.name}: {e}")
@@ -82,70 +73,62 @@ def attention_as_kernels(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.I
     if not found:
         return mod
     state.note(f"{len(found)} attentions recognised")
-    return rewrite_main(mod, _Replace(mod, found, functions, state))
+    return rewrite(mod, state, _Emit(found, functions))
 
 
-@mutator
-class _Replace(PyExprMutator):  # type: ignore[misc]
-    def __init__(
-        self,
-        mod: tvm.ir.IRModule,
-        found: Mapping[relax.Var, AttentionKernel],
-        functions: AttentionFunctions,
-        state: LoweringState,
-    ) -> None:
-        super().__init__(mod)
+class _Emit:
+    def __init__(self, found: Mapping[relax.Var, AttentionKernel], functions: AttentionFunctions) -> None:
         self._found = found
         self._functions = functions
-        self._roundings = Roundings(self, state)
+        self._roundings = Roundings()
         self._masks: dict[tuple[object, ...], tvm.ir.Expr] = {}
         self._added: dict[tirx.PrimFunc, tvm.ir.GlobalVar] = {}
 
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
         kernel = self._found.get(binding.var)
         if kernel is None:
-            super().visit_var_binding_(binding)
             self._roundings.note(binding)
-            return
-        operands = [self._roundings.get(base, kernel.attention.dtype) for base in kernel.bases]
+            return None
+        operands = [self._roundings.get(new, base, kernel.attention.dtype) for base in kernel.bases]
         if kernel.spec.bias is not None:
-            operands.append(self._mask(kernel.masking))
+            operands.append(self._mask(new, kernel.masking))
         func = self._functions.get(kernel)
         if func not in self._added:
-            self._added[func] = self.builder_.add_func(func.without_attr("global_symbol"), "attention")
-        output = relax.TensorType(*kernel.params[-1])
-        emit_named(self, binding.var, relax.call_tir(self._added[func], relax.Tuple(operands), output))
+            self._added[func] = new.function(func.without_attr("global_symbol"), "attention")
+        return relax.call_tir(self._added[func], relax.Tuple(operands), relax.TensorType(*kernel.params[-1]))
 
-    def _bound(self, expr: tvm.ir.Expr) -> tvm.ir.Expr:
-        """Return an expression of the old function as an operand of the new one."""
-        new = self.visit_expr(expr)
-        return self.builder_.emit(new) if isinstance(new, relax.Call) else new
-
-    def _mask(self, masking: Masking) -> tvm.ir.Expr:
+    def _mask(self, new: Rewriter, masking: Masking) -> tvm.ir.Expr:
         if masking.source is not None:
-            return self._bound(masking.source)
+            return _bound(new, masking.source)
         key = masking.key()
         if key not in self._masks:
-            self._masks[key] = self._composed(masking)
+            self._masks[key] = _composed(new, masking)
         return self._masks[key]
 
-    def _composed(self, masking: Masking) -> tvm.ir.Expr:
-        """Emit the sum of a mask's addends, and of its fill where its conditions do not hold."""
-        emit = self.builder_.emit
-        total: tvm.ir.Expr | None = None
-        for expr, factor in masking.addends:
-            term = self._bound(expr)
-            term = term if dtype_of(term) == "float32" else emit(relax.op.astype(term, "float32"))
-            term = term if factor == 1.0 else emit(relax.op.multiply(term, relax.const(factor, "float32")))
-            total = term if total is None else emit(relax.op.add(total, term))
-        seen: tvm.ir.Expr | None = None
-        for condition in masking.conditions:
-            term = self._bound(condition.expr)
-            term = emit(relax.op.logical_not(term)) if condition.negated else term
-            seen = term if seen is None else emit(relax.op.logical_and(seen, term))
-        if seen is not None:
-            fill, zero = (relax.const(number, "float32") for number in (masking.fill, 0.0))
-            hidden = emit(relax.op.where(seen, zero, fill))
-            total = hidden if total is None else emit(relax.op.add(total, hidden))
-        assert total is not None
-        return total
+
+def _bound(new: Rewriter, expr: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return an expression of the old function as an operand of the new one."""
+    made = new.of(expr)
+    return new.emit(made) if isinstance(made, relax.Call) else made
+
+
+def _composed(new: Rewriter, masking: Masking) -> tvm.ir.Expr:
+    """Emit the sum of a mask's addends, and of its fill where its conditions do not hold."""
+    emit = new.emit
+    total: tvm.ir.Expr | None = None
+    for expr, factor in masking.addends:
+        term = _bound(new, expr)
+        term = term if dtype_of(term) == "float32" else emit(relax.op.astype(term, "float32"))
+        term = term if factor == 1.0 else emit(relax.op.multiply(term, relax.const(factor, "float32")))
+        total = term if total is None else emit(relax.op.add(total, term))
+    seen: tvm.ir.Expr | None = None
+    for condition in masking.conditions:
+        term = _bound(new, condition.expr)
+        term = emit(relax.op.logical_not(term)) if condition.negated else term
+        seen = term if seen is None else emit(relax.op.logical_and(seen, term))
+    if seen is not None:
+        fill, zero = (relax.const(number, "float32") for number in (masking.fill, 0.0))
+        hidden = emit(relax.op.where(seen, zero, fill))
+        total = hidden if total is None else emit(relax.op.add(total, hidden))
+    assert total is not None
+    return total

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import tvm
 from tvm import relax, te, tirx
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from relaxtune.pipeline.passes.attention.layout import readings_of
 from relaxtune.pipeline.passes.attention.rounding import Roundings
 from relaxtune.pipeline.passes.attention.strided_view import StridedView, is_view
-from relaxtune.pipeline.passes.kit.ir import (
-    HALVES,
-    bindings_of,
-    dtype_of,
-    emit_extra,
-    emit_named,
-    is_op,
-    main_of,
-    rewrite_main,
-    scalar_of,
-    static_shape,
-    users_of,
-    values_of,
-)
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, either_way, is_op, numbers_beside, static_shape
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 # A PrimFunc's attribute: first column that is rotated, how many are, and columns of a head.
 ROTARY_ATTR = "relaxtune.rotary"
-
-Values = Mapping[relax.Var, tvm.ir.Expr]
-Users = Mapping[relax.Var, list[relax.Var]]
 
 
 @dataclass(frozen=True)
@@ -68,11 +53,10 @@ def recognise_rotary(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     """
     if not state.launches_cost:
         return mod
-    main = main_of(mod)
-    values, users = values_of(main), users_of(main)
+    graph = Graph(mod)
     found: dict[tuple[object, ...], list[_Rotation]] = {}
-    for binding in bindings_of(main):
-        rotation = _rotation(binding.var, values, users)
+    for binding in graph.bindings:
+        rotation = _rotation(binding.var, graph)
         if rotation is not None:
             key = (rotation.base, rotation.cos, rotation.sin, rotation.dtype, rotation.shape[3])
             found.setdefault(key, []).append(rotation)
@@ -80,7 +64,7 @@ def recognise_rotary(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     if not groups:
         return mod
     state.note(f"{len(groups)} pairs of rotations as one kernel each")
-    return rewrite_main(mod, _Replace(mod, groups, state))
+    return rewrite(mod, state, _Emit(groups))
 
 
 def _side_by_side(rotations: Sequence[_Rotation]) -> list[_Rotation]:
@@ -91,49 +75,46 @@ def _side_by_side(rotations: Sequence[_Rotation]) -> list[_Rotation]:
     return ordered if len(ordered) > 1 and neighbours else []
 
 
-def _rotation(var: relax.Var, values: Values, users: Users) -> _Rotation | None:
-    value, shape = values.get(var), static_shape(var)
+def _rotation(var: relax.Var, graph: Graph) -> _Rotation | None:
+    value, shape = graph.value(var), static_shape(var)
     if not is_op(value, "add") or shape is None or len(shape) != 4 or shape[-1] % 2:
         return None
-    for plain, turned in (tuple(value.args), tuple(value.args)[::-1]):
-        for data, cos in _products(plain, values):
-            for half, sin in _products(turned, values):
-                steps = _turned_steps(half, data, values)
+    for plain, turned in either_way(value):
+        for data, cos in _products(plain, graph):
+            for half, sin in _products(turned, graph):
+                steps = _turned_steps(half, data, graph)
                 if steps is not None and _is_table(cos, shape) and _is_table(sin, shape):
-                    return _placed(var, data, shape, cos, sin, (plain, turned, half, *steps), values, users)
+                    return _placed(var, data, shape, cos, sin, (plain, turned, half, *steps), graph)
     return None
 
 
-def _products(expr: tvm.ir.Expr, values: Values) -> list[tuple[relax.Var, tvm.ir.Expr]]:
+def _products(expr: tvm.ir.Expr, graph: Graph) -> list[tuple[relax.Var, tvm.ir.Expr]]:
     """Return the ways to read a product as (variable, other factor)."""
-    value = values.get(expr) if isinstance(expr, relax.Var) else None
-    if not is_op(value, "multiply"):
-        return []
-    pairs = (tuple(value.args), tuple(value.args)[::-1])
-    return [(left, right) for left, right in pairs if isinstance(left, relax.Var)]
+    value = graph.value(expr)
+    return [pair for pair in either_way(value) if isinstance(pair[0], relax.Var)] if is_op(value, "multiply") else []
 
 
-def _turned_steps(expr: relax.Var, data: relax.Var, values: Values) -> tuple[relax.Var, ...] | None:
+def _turned_steps(expr: relax.Var, data: relax.Var, graph: Graph) -> tuple[relax.Var, ...] | None:
     """Return the steps of `concat(-data[D/2:], data[:D/2])`, None when `expr` is something else."""
-    value, shape = values.get(expr), static_shape(data)
+    value, shape = graph.value(expr), static_shape(data)
     if not is_op(value, "concat") or not isinstance(value.args[0], relax.Tuple) or shape is None:
         return None
     parts = list(value.args[0].fields)
     if len(parts) != 2 or int(value.attrs.axis) not in (-1, len(shape) - 1):
         return None
-    negative = values.get(parts[0]) if isinstance(parts[0], relax.Var) else None
+    negative = graph.value(parts[0])
     if not is_op(negative, "negative"):
         return None
     half = shape[-1] // 2
     high, low = negative.args[0], parts[1]
-    if _last_axis_slice(high, data, values) == (half, shape) and _last_axis_slice(low, data, values) == (0, shape):
+    if _last_axis_slice(high, data, graph) == (half, shape) and _last_axis_slice(low, data, graph) == (0, shape):
         return parts[0], high, low
     return None
 
 
-def _last_axis_slice(expr: tvm.ir.Expr, data: relax.Var, values: Values) -> tuple[int, tuple[int, ...]] | None:
+def _last_axis_slice(expr: tvm.ir.Expr, data: relax.Var, graph: Graph) -> tuple[int, tuple[int, ...]] | None:
     """Return where the half of the last axis of `data` that `expr` is starts, and the shape of `data`."""
-    value, shape = values.get(expr) if isinstance(expr, relax.Var) else None, static_shape(data)
+    value, shape = graph.value(expr), static_shape(data)
     if not is_op(value, "strided_slice") or value.args[0] != data or shape is None:
         return None
     if static_shape(expr) != (*shape[:-1], shape[-1] // 2):
@@ -156,14 +137,13 @@ def _placed(
     cos: tvm.ir.Expr,
     sin: tvm.ir.Expr,
     steps: tuple[tvm.ir.Expr, ...],
-    values: Values,
-    users: Users,
+    graph: Graph,
 ) -> _Rotation | None:
     batch, heads, positions, size = shape
-    dtype = rounded_dtype(var, values, users)
+    dtype = rounded_dtype(var, graph)
     if dtype is None:
         return None
-    for reading in readings_of(data, values, scaled=False):
+    for reading in readings_of(data, graph, scaled=False):
         base = static_shape(reading.base)
         if not isinstance(reading.base, relax.Var) or base is None or len(base) != 3 or base[:2] != (batch, positions):
             continue
@@ -177,85 +157,74 @@ def _placed(
     return None
 
 
-def rounded_dtype(var: relax.Var, values: Values, users: Users) -> str | None:
+def rounded_dtype(var: relax.Var, graph: Graph) -> str | None:
     """Return the half precision that a tensor is of, or that all its readers round it to, moved or scaled."""
     if dtype_of(var) in HALVES:
         return dtype_of(var)
     found: set[str | None] = set()
-    for reader in users.get(var, []):
-        value = values.get(reader)
+    for reader in graph.readers(var):
+        value = graph.value(reader)
         if reader == var:
             return None
         if is_op(value, "astype"):
             found.add(dtype_of(reader) if dtype_of(reader) in HALVES else None)
-        elif is_view(value) or (is_op(value, "multiply", "divide") and any(map(_is_number, value.args))):
-            found.add(rounded_dtype(reader, values, users))
+        elif is_view(value) or (is_op(value, "multiply", "divide") and numbers_beside(value)):
+            found.add(rounded_dtype(reader, graph))
         else:
             return None
     return found.pop() if len(found) == 1 else None
 
 
-def _is_number(expr: tvm.ir.Expr) -> bool:
-    """Return whether an expression is a constant of equal elements."""
-    return scalar_of(expr) is not None
-
-
-@mutator
-class _Replace(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.ir.IRModule, groups: Sequence[Sequence[_Rotation]], state: LoweringState) -> None:
-        super().__init__(mod)
-        self._groups = {rotation.result: group for group in groups for rotation in group}
-        self._state = state
-        self._roundings = Roundings(self, state)
+class _Emit:
+    def __init__(self, groups: Sequence[Sequence[_Rotation]]) -> None:
+        self._found = {rotation.result: (rotation, group) for group in groups for rotation in group}
+        self._roundings = Roundings()
         self._tables: dict[tvm.ir.Expr, tvm.ir.Expr] = {}
         self._rotated: dict[relax.Var, relax.Var] = {}
 
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        group = self._groups.get(binding.var)
-        if group is None:
-            super().visit_var_binding_(binding)
-            return
+    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
+        if binding.var not in self._found:
+            self._roundings.note(binding)
+            return None
+        rotation, group = self._found[binding.var]
         first = group[0]
         if first.result not in self._rotated:
-            self._rotated[first.result] = self._emit(group)
-        rotation = next(one for one in group if one.result == binding.var)
+            self._rotated[first.result] = self._emit(new, group)
         batch, heads, positions, size = rotation.shape
         start = rotation.start - first.start
         part = relax.op.strided_slice(
             self._rotated[first.result], [2], [start], [start + rotation.columns], assume_inbound=True
         )
-        split = relax.op.reshape(self.builder_.emit(part), (batch, positions, heads, size))
-        moved = relax.op.permute_dims(self.builder_.emit(split), [0, 2, 1, 3])
-        if rotation.dtype != dtype_of(binding.var):
-            moved = relax.op.astype(self.builder_.emit(moved), dtype_of(binding.var))
-        emit_named(self, binding.var, moved)
-        self._state.sources[binding.var.name] = ()
+        split = relax.op.reshape(new.emit(part), (batch, positions, heads, size))
+        moved = relax.op.permute_dims(new.emit(split), [0, 2, 1, 3])
+        new.state.sources[binding.var.name] = ()
+        if rotation.dtype == dtype_of(binding.var):
+            return moved
+        return relax.op.astype(new.emit(moved), dtype_of(binding.var))
 
-    def _emit(self, group: Sequence[_Rotation]) -> relax.Var:
+    def _emit(self, new: Rewriter, group: Sequence[_Rotation]) -> relax.Var:
         first = group[0]
         columns = sum(rotation.columns for rotation in group)
-        name = f"{first.result.name}__rotary"
-        steps = [step.name for rotation in group for step in (*rotation.path, rotation.result)]
-        self._state.sources[name] = self._state.nodes_of(steps)
-        call = self.builder_.call_te(
+        call = new.kernel(
             rotary(first.start, columns, first.shape[3]),
-            self._roundings.get(first.base, first.dtype),
-            self._table(first.cos),
-            self._table(first.sin),
-            primfunc_name_hint="rotary",
-            primfunc_attrs={ROTARY_ATTR: [first.start, columns, first.shape[3]]},
+            self._roundings.get(new, first.base, first.dtype),
+            self._table(new, first.cos),
+            self._table(new, first.sin),
+            name="rotary",
+            **{ROTARY_ATTR: [first.start, columns, first.shape[3]]},
         )
-        return emit_extra(self, name, call)
+        steps = [step for rotation in group for step in (*rotation.path, rotation.result)]
+        return new.extra(f"{first.result.name}__rotary", call, steps)
 
-    def _table(self, expr: tvm.ir.Expr) -> tvm.ir.Expr:
+    def _table(self, new: Rewriter, expr: tvm.ir.Expr) -> tvm.ir.Expr:
         """Return cos or sin as [1 or batch, positions, size]."""
         if expr not in self._tables:
             batch, _, positions, size = static_shape(expr) or ()
-            self._tables[expr] = self.builder_.emit(relax.op.reshape(self.visit_expr(expr), (batch, positions, size)))
+            self._tables[expr] = new.emit(relax.op.reshape(new.of(expr), (batch, positions, size)))
         return self._tables[expr]
 
 
-def rotary(start: int, columns: int, size: int) -> object:
+def rotary(start: int, columns: int, size: int) -> Callable[[te.Tensor, te.Tensor, te.Tensor], te.Tensor]:
     """Return the tensor expression `x * cos + rotate_half(x) * sin` over heads of `size` side by side.
 
     x is [batch, positions, width], of which `columns` columns from `start` on are rotated; cos and sin are

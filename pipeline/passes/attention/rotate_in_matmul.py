@@ -7,33 +7,23 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax, te, tirx
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from relaxtune.pipeline.passes.attention.kernel import template_refusal
 from relaxtune.pipeline.passes.attention.recognise_rotary import ROTARY_ATTR, rounded_dtype
+from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import (
     HALVES,
     array_of,
-    bindings_of,
     called_function,
     dtype_of,
-    emit_extra,
-    emit_named,
     is_constant,
     is_op,
-    main_of,
-    rewrite_main,
     static_shape,
-    users_of,
-    values_of,
 )
+from relaxtune.pipeline.passes.kit.rewrite import DONE, OPAQUE, Done, Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.tir.rotated_matmul import HEAD_UNIT, interleaved_heads, rotated_matmul
 
-Values = Mapping[relax.Var, tvm.ir.Expr]
-
-# TVM's OpPatternKind.kOpaque: fused with nothing.
-_OPAQUE = 8
 # With more, tables that are read element by element in the epilogue cost what the kernel they save does.
 _ROWS_MAX = 512
 
@@ -72,36 +62,27 @@ def rotate_in_matmul(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     policy = state.options.policy
     if not state.launches_cost or (policy is not None and policy.weight_bits is not None):
         return mod
-    main = main_of(mod)
-    values, users = values_of(main), users_of(main)
-    order = {binding.var: number for number, binding in enumerate(bindings_of(main))}
+    graph = Graph(mod)
     found: dict[relax.Var, _Projection] = {}
-    for binding in bindings_of(main):
+    for binding in graph.bindings:
         callee = called_function(binding.value)
         attrs = mod[callee].attrs if callee is not None else None
         if attrs and ROTARY_ATTR in attrs:
             start, columns, head = (int(number) for number in attrs[ROTARY_ATTR])
-            one = _projection(binding, values, users, order, columns, head) if start == 0 else None
+            one = _projection(binding, graph, columns, head) if start == 0 else None
             if one is not None and template_refusal(_function(one), state.target) is None:
                 found[one.product] = one
     if not found:
         return mod
     state.note(f"{len(found)} rotations in the epilogues of the matmuls before them")
-    return rewrite_main(mod, _Replace(mod, found, state))
+    return rewrite(mod, state, _Emit(found))
 
 
-def _projection(
-    binding: relax.VarBinding,
-    values: Values,
-    users: Mapping[relax.Var, list[relax.Var]],
-    order: Mapping[relax.Var, int],
-    columns: int,
-    head: int,
-) -> _Projection | None:
+def _projection(binding: relax.VarBinding, graph: Graph, columns: int, head: int) -> _Projection | None:
     rounded, cos, sin = binding.value.args[1].fields
-    cast = values.get(rounded)
+    cast = graph.value(rounded)
     product = cast.args[0] if is_op(cast, "astype") and dtype_of(rounded) in HALVES else None
-    matmul = values.get(product) if isinstance(product, relax.Var) else None
+    matmul = graph.value(product)
     if not is_op(matmul, "matmul") or dtype_of(product) != "float32":
         return None
     data, weight = matmul.args
@@ -113,16 +94,16 @@ def _projection(
     if head % HEAD_UNIT or width % head or columns % head or shape[0] * shape[1] > _ROWS_MAX:
         return None
     readers = [
-        user for user in (*users.get(product, []), *users.get(rounded, [])) if user not in (rounded, binding.var)
+        user for user in (*graph.readers(product), *graph.readers(rounded)) if user not in (rounded, binding.var)
     ]
-    if not all(_reads_from(values.get(user), columns) for user in readers):
+    if not all(_reads_from(graph.value(user), columns) for user in readers):
         return None
     # What reads the sums before they are rounded is to round them, too.
-    if any(rounded_dtype(user, values, users) != dtype_of(rounded) for user in readers):
+    if any(rounded_dtype(user, graph) != dtype_of(rounded) for user in readers):
         return None
-    if not all(is_op(values.get(user), "strided_slice") for user in users.get(binding.var, [])):
+    if not all(is_op(graph.value(user), "strided_slice") for user in graph.readers(binding.var)):
         return None
-    tables = [_known_before(table, values, order, order[product]) for table in (cos, sin)]
+    tables = [_known_before(table, graph, product) for table in (cos, sin)]
     if tables[0] is None or tables[1] is None:
         return None
     table = static_shape(cos) or ()
@@ -137,11 +118,14 @@ def _reads_from(value: tvm.ir.Expr | None, columns: int) -> bool:
     return axes in ([2], [-1]) and starts[0] >= columns
 
 
-def _known_before(table: tvm.ir.Expr, values: Values, order: Mapping[relax.Var, int], place: int) -> tvm.ir.Expr | None:
-    """Return what a table is a reshape of, if that is known before a place in the order of bindings."""
-    while isinstance(table, relax.Var) and is_op(values.get(table), "reshape"):
-        table = values[table].args[0]
-    return None if isinstance(table, relax.Var) and order.get(table, -1) > place else table
+def _known_before(table: tvm.ir.Expr, graph: Graph, product: relax.Var) -> tvm.ir.Expr | None:
+    """Return what a table is a reshape of, if that is known before the product is computed."""
+    if isinstance(table, relax.Var):
+        table = graph.behind(table, "reshape")[-1]
+        value = graph.value(table)
+        table = value.args[0] if is_op(value, "reshape") else table
+    late = isinstance(table, relax.Var) and graph.order.get(table, -1) > graph.order[product]
+    return None if late else table
 
 
 def _function(one: _Projection) -> tirx.PrimFunc:
@@ -153,43 +137,39 @@ def _function(one: _Projection) -> tirx.PrimFunc:
     return te.create_prim_func([x, w, cos, sin, rotated_matmul(one.columns, one.head, dtype)(x, w, cos, sin)])
 
 
-@mutator
-class _Replace(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.ir.IRModule, found: Mapping[relax.Var, _Projection], state: LoweringState) -> None:
-        super().__init__(mod)
+class _Emit:
+    def __init__(self, found: Mapping[relax.Var, _Projection]) -> None:
         self._found = found
-        self._state = state
         self._gone = {var: one for one in found.values() for var in (one.rounded, one.rotated)}
         self._made: dict[relax.Var, relax.Var] = {}
         self._tables: dict[tuple[tvm.ir.Expr, tuple[int, ...]], tvm.ir.Expr] = {}
 
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | Done | None:
         value = binding.value
         if binding.var in self._found:
-            self._emit(self._found[binding.var])
-        elif is_op(value, "strided_slice") and value.args[0] in self._gone:
+            return self._emit(new, self._found[binding.var])
+        if is_op(value, "strided_slice") and value.args[0] in self._gone:
             whole = self._made[self._gone[value.args[0]].product]
-            emit_named(self, binding.var, relax.Call(value.op, [whole, *value.args[1:]], value.attrs))
-        elif binding.var not in self._gone:
-            super().visit_var_binding_(binding)
+            return relax.Call(value.op, [whole, *value.args[1:]], value.attrs)
+        return DONE if binding.var in self._gone else None
 
-    def _emit(self, one: _Projection) -> None:
-        dtype, name = dtype_of(one.rounded), f"{one.product.name}__rotated"
-        self._state.sources[name] = self._state.nodes_of(var.name for var in (one.product, one.rounded, one.rotated))
-        call = self.builder_.call_te(
+    def _emit(self, new: Rewriter, one: _Projection) -> tvm.ir.Expr:
+        dtype = dtype_of(one.rounded)
+        call = new.kernel(
             rotated_matmul(one.columns, one.head, dtype),
-            self.visit_expr(one.data),
+            new.of(one.data),
             relax.const(interleaved_heads(array_of(one.weight), one.head), dtype),
-            self._table(one.cos, one.table),
-            self._table(one.sin, one.table),
-            primfunc_name_hint="matmul_rotated",
-            primfunc_attrs={"op_pattern": _OPAQUE},
+            self._table(new, one.cos, one.table),
+            self._table(new, one.sin, one.table),
+            name="matmul_rotated",
+            op_pattern=OPAQUE,
         )
-        self._made[one.product] = emit_extra(self, name, call)
-        self._state.sources[one.product.name] = ()
-        emit_named(self, one.product, relax.op.astype(self._made[one.product], "float32"))
+        nodes_of = (one.product, one.rounded, one.rotated)
+        self._made[one.product] = new.extra(f"{one.product.name}__rotated", call, nodes_of)
+        new.state.sources[one.product.name] = ()
+        return relax.op.astype(self._made[one.product], "float32")
 
-    def _table(self, source: tvm.ir.Expr, shape: tuple[int, ...]) -> tvm.ir.Expr:
+    def _table(self, new: Rewriter, source: tvm.ir.Expr, shape: tuple[int, ...]) -> tvm.ir.Expr:
         if (source, shape) not in self._tables:
-            self._tables[source, shape] = self.builder_.emit(relax.op.reshape(self.visit_expr(source), shape))
+            self._tables[source, shape] = new.emit(relax.op.reshape(new.of(source), shape))
         return self._tables[source, shape]

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator
 
-from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, emit_extra, is_op
-from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, is_op
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter
 
 
 class Roundings:
-    """The half-precision copies of tensors of the function that a mutator rewrites."""
+    """The half-precision copies of tensors of the function that is rewritten."""
 
-    def __init__(self, mutator: PyExprMutator, state: LoweringState) -> None:
-        self._mutator = mutator
-        self._state = state
+    def __init__(self) -> None:
         self._known: dict[tuple[tvm.ir.Expr, str], relax.Var] = {}
 
     def note(self, binding: relax.VarBinding) -> None:
-        """Remember a tensor that the graph has rounded itself; after the binding was visited."""
+        """Remember a tensor that the graph rounds itself."""
         if is_op(binding.value, "astype") and dtype_of(binding.var) in HALVES:
-            new = self._mutator.visit_expr(binding.var)
-            if isinstance(new, relax.Var):
-                self._known.setdefault((binding.value.args[0], dtype_of(binding.var)), new)
+            self._known.setdefault((binding.value.args[0], dtype_of(binding.var)), binding.var)
 
-    def get(self, base: tvm.ir.Expr, dtype: str) -> tvm.ir.Expr:
+    def get(self, new: Rewriter, base: tvm.ir.Expr, dtype: str) -> tvm.ir.Expr:
         """Return a tensor of the old function in a dtype, as a tensor of the new one; it is rounded as a whole."""
         if dtype_of(base) == dtype:
-            return self._mutator.visit_expr(base)
+            return new.of(base)
         if (base, dtype) not in self._known:
-            name = f"{base.name}__{dtype}"
-            self._state.sources[name] = self._state.nodes_of([base.name])
-            rounded = relax.op.astype(self._mutator.visit_expr(base), dtype)
-            self._known[base, dtype] = emit_extra(self._mutator, name, rounded)
-        return self._known[base, dtype]
+            rounded = relax.op.astype(new.of(base), dtype)
+            self._known[base, dtype] = new.extra(f"{base.name}__{dtype}", rounded, [base])
+        return new.of(self._known[base, dtype])

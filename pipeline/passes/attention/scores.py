@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,9 +9,8 @@ import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.attention.mask_parts import MASKED
-from relaxtune.pipeline.passes.kit.ir import is_op, scalar_of, static_shape
-
-Values = Mapping[relax.Var, tvm.ir.Expr]
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import either_way, is_op, number_of, numbers_beside, static_shape
 
 _DEPTH_MAX = 32
 
@@ -54,7 +52,7 @@ class Scores:
     path: tuple[relax.Var, ...] = ()
 
 
-def scores_of(expr: tvm.ir.Expr, values: Values) -> Scores:
+def scores_of(expr: tvm.ir.Expr, graph: Graph) -> Scores:
     """Return how the argument of a softmax is made of a product of two activations.
 
     Raises
@@ -62,16 +60,16 @@ def scores_of(expr: tvm.ir.Expr, values: Values) -> Scores:
     NotAttentionError
         It is not, or not in a form that is known.
     """
-    return _Trace(values).scores(expr, 1.0, 0)
+    return _Trace(graph).scores(expr, 1.0, 0)
 
 
 class _Trace:
-    def __init__(self, values: Values) -> None:
-        self._values = values
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
 
     def scores(self, expr: tvm.ir.Expr, factor: float, depth: int) -> Scores:
         """Return the scores `expr`, which are multiplied by `factor` later on."""
-        value = self._values.get(expr) if isinstance(expr, relax.Var) else None
+        value = self._graph.value(expr)
         if not isinstance(value, relax.Call) or depth == _DEPTH_MAX:
             raise NotAttentionError("its scores are made of no matmul")
         if is_op(value, "matmul"):
@@ -91,31 +89,27 @@ class _Trace:
         if is_op(value, "add", "subtract"):
             return self._biased(value, factor, depth)
         if is_op(value, "maximum"):
-            for scores, floor in (tuple(value.args), tuple(value.args)[::-1]):
-                if (scalar_of(floor) or 0.0) * factor <= MASKED:
+            for scores, floor in numbers_beside(value):
+                if floor * factor <= MASKED:
                     return self.scores(scores, factor, depth)
         operator = value.op.name if isinstance(value.op, tvm.ir.Op) else "a call"
         raise NotAttentionError(f"its scores go through {operator}")
 
     def _scaled(self, value: relax.Call, factor: float, depth: int) -> Scores:
-        left, right = value.args
-        by = scalar_of(right)
-        if is_op(value, "divide"):
-            if not by:
-                raise NotAttentionError("its scores are divided by a tensor")
-            return self.scores(left, factor / by, depth)
-        if by is not None:
-            return self.scores(left, factor * by, depth)
-        if (by := scalar_of(left)) is not None:
-            return self.scores(right, factor * by, depth)
-        raise NotAttentionError("its scores are multiplied by a tensor")
+        for scores, by in numbers_beside(value):
+            if is_op(value, "multiply"):
+                return self.scores(scores, factor * by, depth)
+            if by:
+                return self.scores(scores, factor / by, depth)
+        how = "divided" if is_op(value, "divide") else "multiplied"
+        raise NotAttentionError(f"its scores are {how} by a tensor")
 
     def _masked(self, value: relax.Call, factor: float, depth: int) -> Scores:
         condition, chosen, other = value.args
-        if (fill := scalar_of(other)) is not None:
+        if (fill := number_of(other, value)) is not None:
             step = ScoreStep("where", condition, _shape(value), fill=fill * factor)
             scores = chosen
-        elif (fill := scalar_of(chosen)) is not None:
+        elif (fill := number_of(chosen, value)) is not None:
             step = ScoreStep("where_not", condition, _shape(value), fill=fill * factor)
             scores = other
         else:
@@ -125,12 +119,10 @@ class _Trace:
         return self._with(step, scores, factor, depth)
 
     def _biased(self, value: relax.Call, factor: float, depth: int) -> Scores:
-        left, right = value.args
-        forms = [(left, right, -factor if is_op(value, "subtract") else factor)]
-        if is_op(value, "add"):
-            forms.append((right, left, factor))
+        forms = either_way(value) if is_op(value, "add") else either_way(value)[:1]
+        by = -factor if is_op(value, "subtract") else factor
         reasons = []
-        for scores, bias, by in forms:
+        for scores, bias in forms:
             try:
                 return self._with(ScoreStep("add", bias, _shape(value), factor=by), scores, factor, depth)
             except NotAttentionError as e:

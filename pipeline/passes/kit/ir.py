@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 import numpy as np
 import tvm
-from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator
+from tvm import relax, tirx
+from tvm_ffi import structural_equal
 
 MAIN = "main"
 HALVES = ("float16", "bfloat16")
@@ -20,21 +20,16 @@ def main_of(mod: tvm.ir.IRModule) -> relax.Function:
     return function
 
 
+def with_functions(
+    mod: tvm.ir.IRModule, functions: Mapping[tvm.ir.GlobalVar, tirx.PrimFunc | relax.Function]
+) -> tvm.ir.IRModule:
+    """Return `mod` with some functions replaced."""
+    return tvm.ir.IRModule({**dict(mod.functions_items()), **functions}, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
 def with_main(mod: tvm.ir.IRModule, function: relax.Function) -> tvm.ir.IRModule:
-    """Return `mod` with another `main`; bindings nobody reads are dropped."""
-    result = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
-    result[result.get_global_var(MAIN)] = relax.analysis.remove_all_unused(function)
-    return result
-
-
-def rewrite_main(mod: tvm.ir.IRModule, mutator: PyExprMutator) -> tvm.ir.IRModule:
-    """Return `mod` with `main` rewritten by `mutator` and bindings nobody reads dropped.
-
-    A mutator that makes PrimFuncs is constructed over `mod`, so that its builder holds both.
-    """
-    function: relax.Function = mutator.visit_expr(main_of(mod))
-    made = mutator.builder_.get()
-    return with_main(made if len(made.functions) else mod, function)
+    """Return `mod` with another `main`; bindings without a reader are dropped."""
+    return with_functions(mod, {mod.get_global_var(MAIN): relax.analysis.remove_all_unused(function)})
 
 
 def bindings_of(function: relax.Function) -> Iterator[relax.Binding]:
@@ -91,14 +86,37 @@ def array_of(constant: tvm.ir.Expr) -> np.ndarray:
     return array
 
 
-def scalar_of(expr: tvm.ir.Expr) -> float | None:
-    """Return the value of a constant all of whose elements are equal, or None."""
-    if not is_constant(expr):
+def number_of(expr: tvm.ir.Expr, beside: tvm.ir.Expr) -> float | None:
+    """Return the number that a constant is to each element of the other operand of an elementwise operation.
+
+    None where its elements differ, and where it would broadcast `beside` to another shape: the operation is then not
+    one of `beside` and a number.
+    """
+    own, shape = (static_shape(expr), shape_of(beside)) if is_constant(expr) else (None, None)
+    if own is None or (own and (shape is None or len(own) > len(shape))):
         return None
-    array = array_of(expr).astype("float64")
+    if any(size not in (1, _size(axis)) for size, axis in zip(own[::-1], (shape or [])[::-1], strict=False)):
+        return None
+    array = array_of(expr)
     if array.size == 0 or not (array == array.flat[0]).all():
         return None
     return float(array.flat[0])
+
+
+def _size(axis: tirx.Expr) -> int | None:
+    return int(axis) if isinstance(axis, tirx.IntImm) else None
+
+
+def either_way(call: relax.Call) -> tuple[tuple[tvm.ir.Expr, tvm.ir.Expr], tuple[tvm.ir.Expr, tvm.ir.Expr]]:
+    """Return the operands of a commutative operation in both orders."""
+    left, right = call.args
+    return (left, right), (right, left)
+
+
+def numbers_beside(call: relax.Call) -> list[tuple[tvm.ir.Expr, float]]:
+    """Return the readings of a call of two operands as (tensor, number); a quotient or difference has one at most."""
+    orders = either_way(call) if is_op(call, "add", "multiply", "maximum") else either_way(call)[:1]
+    return [(data, number) for data, other in orders if (number := number_of(other, data)) is not None]
 
 
 def multiplies_by_matrix(expr: tvm.ir.Expr | None) -> TypeGuard[relax.Call]:
@@ -112,17 +130,36 @@ def multiplies_by_matrix(expr: tvm.ir.Expr | None) -> TypeGuard[relax.Call]:
 def static_shape(expr: tvm.ir.Expr) -> tuple[int, ...] | None:
     """Return the shape of a tensor when every axis is a number, or None."""
     shape = shape_of(expr)
-    if shape is None or not all(isinstance(axis, tvm.tirx.IntImm) for axis in shape):
+    if shape is None or not all(isinstance(axis, tirx.IntImm) for axis in shape):
         return None
     return tuple(int(axis) for axis in shape)
 
 
-def shape_of(expr: tvm.ir.Expr) -> list[tvm.tirx.Expr] | None:
+def shape_of(expr: tvm.ir.Expr) -> list[tirx.Expr] | None:
     """Return the axes of a tensor of known rank and shape, symbolic ones included, or None."""
     ty = expr.ty
     if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
         return None
     return list(ty.shape.values)
+
+
+def same_shape(left: tvm.ir.Expr, right: tvm.ir.Expr) -> bool:
+    """Return whether two tensors are known to have one shape, symbolic axes included."""
+    return equal_axes(shape_of(left), shape_of(right))
+
+
+def equal_axes(left: Sequence[tirx.Expr] | None, right: Sequence[tirx.Expr] | None) -> bool:
+    """Return whether two shapes are known and equal."""
+    if left is None or right is None or len(left) != len(right):
+        return False
+    return all(structural_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def longest_row_axis(expr: tvm.ir.Expr) -> int | None:
+    """Return the longest of the axes before the last, None when one is symbolic."""
+    rows = (shape_of(expr) or [])[:-1]
+    known = [int(axis) for axis in rows if isinstance(axis, tirx.IntImm)]
+    return max(known) if known and len(known) == len(rows) else None
 
 
 def dtype_of(expr: tvm.ir.Expr) -> str:
@@ -138,24 +175,6 @@ def constants_in(expr: tvm.ir.Expr) -> list[tvm.ir.Expr]:
     found: list[tvm.ir.Expr] = []
     relax.analysis.post_order_visit(expr, lambda e: found.append(e) if is_constant(e) else None)
     return found
-
-
-def emit_named(mutator: PyExprMutator, var: relax.Var, value: tvm.ir.Expr) -> relax.Var:
-    """Bind `value` under the name and kind of `var` (whose type may differ), let uses of `var` follow, return it."""
-    value = mutator.builder_.normalize(value)
-    kind = relax.DataflowVar if isinstance(var, relax.DataflowVar) else relax.Var
-    new = kind(var.name, value.ty)
-    mutator.builder_.emit_normalized(relax.VarBinding(new, value))
-    mutator.set_var_remap(var, new)
-    return new
-
-
-def emit_extra(mutator: PyExprMutator, name: str, value: tvm.ir.Expr) -> relax.Var:
-    """Bind `value` to a new variable of a dataflow block under the given, unused name."""
-    value = mutator.builder_.normalize(value)
-    new = relax.DataflowVar(name, value.ty)
-    mutator.builder_.emit_normalized(relax.VarBinding(new, value))
-    return new
 
 
 def constant_dtypes(mod: tvm.ir.IRModule) -> set[str]:

@@ -8,23 +8,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import (
     array_of,
-    bindings_of,
     dtype_of,
-    emit_extra,
-    emit_named,
+    either_way,
     is_constant,
     is_op,
-    main_of,
-    rewrite_main,
-    scalar_of,
+    numbers_beside,
     static_shape,
-    users_of,
-    values_of,
 )
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 # Operations that the slice out of the combined result disappears into: it changes what they read, not what they cost.
@@ -68,25 +63,23 @@ def combine_matmuls(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
     kernel and a round trip through memory; such groups are left alone. The stock `CombineParallelMatmul` asks for
     weights that are variables, not constants, so it finds nothing in an imported graph.
     """
-    main = main_of(mod)
-    groups = _find_groups(main)
+    groups = _find_groups(Graph(mod))
     if not groups:
         return mod
     for group in groups.values():
         state.note(f"combined {', '.join(branch.matmul.name for branch in group)}")
-    return rewrite_main(mod, _Combine(groups, state))
+    return rewrite(mod, state, _Combine(groups, state))
 
 
-def _find_groups(main: relax.Function) -> dict[relax.Var, list[_Branch]]:
+def _find_groups(graph: Graph) -> dict[relax.Var, list[_Branch]]:
     """Return the first matmul of each group -> the group."""
-    values, users = values_of(main), users_of(main)
     groups: dict[tuple[object, ...], list[_Branch]] = {}
-    for binding in bindings_of(main):
+    for binding in graph.bindings:
         value = binding.value
         if not is_op(value, "matmul") or not isinstance(value.args[0], relax.Var) or not is_constant(value.args[1]):
             continue
-        branch = _branch(binding.var, value.args[1], values, users)
-        if branch is None or not _read_by_views_only(branch.end, values, users):
+        branch = _branch(binding.var, value.args[1], graph)
+        if branch is None or not _read_by_views_only(branch.end, graph):
             continue
         dtypes = (dtype_of(branch.weight), dtype_of(branch.matmul), branch.first_cast)
         key = (value.args[0], _shape_of_constant(branch.weight)[0], *dtypes)
@@ -104,26 +97,20 @@ def _aligned(group: list[_Branch]) -> list[_Branch]:
     ]
 
 
-def _branch(
-    var: relax.Var,
-    weight: tvm.ir.Expr,
-    values: Mapping[relax.Var, tvm.ir.Expr],
-    users: Mapping[relax.Var, list[relax.Var]],
-) -> _Branch | None:
+def _branch(var: relax.Var, weight: tvm.ir.Expr, graph: Graph) -> _Branch | None:
     if len(_shape_of_constant(weight)) != 2:
         return None
     steps, casts, bias = [var], ["", ""], None
-    while True:
-        readers = users.get(steps[-1], [])
-        value = values.get(readers[0]) if len(readers) == 1 and readers[0] != steps[-1] else None
+    while (reader := graph.only_reader(steps[-1])) is not None:
+        value = graph.value(reader)
         stage = 0 if bias is None else 1
         if is_op(value, "astype") and not casts[stage]:
-            casts[stage] = dtype_of(readers[0])
+            casts[stage] = dtype_of(reader)
         elif is_op(value, "add") and bias is None and (found := _bias_of(value, steps[-1], weight)) is not None:
             bias = found
         else:
             break
-        steps.append(readers[0])
+        steps.append(reader)
     if bias is None:
         casts = ["", casts[0]]
     return _Branch(var, weight, steps[-1], casts[0], bias, casts[1], tuple(steps))
@@ -131,41 +118,34 @@ def _branch(
 
 def _bias_of(add: relax.Call, data: relax.Var, weight: tvm.ir.Expr) -> tvm.ir.Expr | None:
     """Return the constant vector that is added to `data`, None when it is something else."""
-    for operand, other in (tuple(add.args), tuple(add.args)[::-1]):
+    for operand, other in either_way(add):
         fits = is_constant(operand) and _shape_of_constant(operand) == _shape_of_constant(weight)[1:]
         if fits and isinstance(other, relax.Var) and other == data:
             return operand
     return None
 
 
-def _read_by_views_only(
-    var: relax.Var, values: Mapping[relax.Var, tvm.ir.Expr], users: Mapping[relax.Var, list[relax.Var]]
-) -> bool:
-    readers = users.get(var, [])
-    return bool(readers) and all(reader != var and _is_view(reader, values, users) for reader in readers)
+def _read_by_views_only(var: relax.Var, graph: Graph) -> bool:
+    readers = graph.readers(var)
+    return bool(readers) and all(reader != var and _is_view(reader, graph) for reader in readers)
 
 
-def _is_view(
-    var: relax.Var, values: Mapping[relax.Var, tvm.ir.Expr], users: Mapping[relax.Var, list[relax.Var]]
-) -> bool:
+def _is_view(var: relax.Var, graph: Graph) -> bool:
     """Return whether a variable is a view, or a scale (that of queries, say) or a cast behind it before views."""
-    value = values.get(var)
+    value = graph.value(var)
     if is_op(value, *_VIEWS):
         return True
-    behind = is_op(value, "astype") and _is_scaled(values.get(value.args[0]))
-    return (_is_scaled(value) or behind) and _read_by_views_only(var, values, users)
+    behind = is_op(value, "astype") and _is_scaled(graph.value(value.args[0]))
+    return (_is_scaled(value) or behind) and _read_by_views_only(var, graph)
 
 
 def _is_scaled(value: tvm.ir.Expr | None) -> bool:
-    return is_op(value, "multiply", "divide") and any(scalar_of(arg) is not None for arg in value.args)
+    return is_op(value, "multiply", "divide") and bool(numbers_beside(value))
 
 
-@mutator
-class _Combine(PyExprMutator):  # type: ignore[misc]
+class _Combine:
     def __init__(self, groups: Mapping[relax.Var, list[_Branch]], state: LoweringState) -> None:
-        super().__init__()
         self._groups = groups
-        self._state = state
         self._slices: dict[relax.Var, tvm.ir.Expr] = {}
         self._nodes = {
             first: state.nodes_of(step.name for branch in group for step in branch.steps)
@@ -173,39 +153,35 @@ class _Combine(PyExprMutator):  # type: ignore[misc]
         }
         self._count = 0
 
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
         if binding.var in self._groups:
-            self._emit(self._groups[binding.var], binding.value)
-        if binding.var in self._slices:
-            emit_named(self, binding.var, self._slices[binding.var])
-        else:
-            super().visit_var_binding_(binding)
+            self._emit(new, self._groups[binding.var], binding.value)
+        return self._slices.get(binding.var)
 
-    def _emit(self, group: list[_Branch], matmul: relax.Call) -> None:
+    def _emit(self, new: Rewriter, group: list[_Branch], matmul: relax.Call) -> None:
+        def bind(value: tvm.ir.Expr) -> relax.Var:
+            self._count += 1
+            var = new.extra(f"{group[0].matmul.name}__combined_{self._count}", value)
+            new.state.sources[var.name] = self._nodes[group[0].matmul]
+            return var
+
         first = group[0]
-        left = self.visit_expr(matmul.args[0])
         weight = np.concatenate([array_of(branch.weight) for branch in group], axis=1)
-        product = relax.op.matmul(left, relax.const(weight, dtype_of(first.weight)), matmul.attrs.out_dtype)
-        result = self._bind(group, product)
+        wide = relax.const(weight, dtype_of(first.weight))
+        result = bind(relax.op.matmul(new.of(matmul.args[0]), wide, matmul.attrs.out_dtype))
         if first.first_cast:
-            result = self._bind(group, relax.op.astype(result, first.first_cast))
+            result = bind(relax.op.astype(result, first.first_cast))
         if any(branch.bias is not None for branch in group):
             dtype = dtype_of(result)
             biases = [np.zeros(b.width, dtype) if b.bias is None else array_of(b.bias) for b in group]
-            result = self._bind(group, relax.op.add(result, relax.const(np.concatenate(biases), dtype)))
+            result = bind(relax.op.add(result, relax.const(np.concatenate(biases), dtype)))
         if first.last_cast:
-            result = self._bind(group, relax.op.astype(result, first.last_cast))
+            result = bind(relax.op.astype(result, first.last_cast))
         axis = int(result.ty.ndim) - 1
         start = 0
         for branch in group:
             part = relax.op.strided_slice(result, [axis], [start], [start + branch.width], assume_inbound=True)
             self._slices[branch.end] = part
             # The slice computes no node: the combined bindings already stand for the branch.
-            self._state.sources[branch.end.name] = ()
+            new.state.sources[branch.end.name] = ()
             start += branch.width
-
-    def _bind(self, group: list[_Branch], value: tvm.ir.Expr) -> relax.Var:
-        self._count += 1
-        name = f"{group[0].matmul.name}__combined_{self._count}"
-        self._state.sources[name] = self._nodes[group[0].matmul]
-        return emit_extra(self, name, value)

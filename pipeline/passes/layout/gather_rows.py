@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import tvm
 from tvm import relax, te, tirx
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from relaxtune.pipeline.passes.kit.ir import (
-    bindings_of,
-    emit_named,
-    is_op,
-    main_of,
-    rewrite_main,
-    scalar_of,
-    static_shape,
-    values_of,
-)
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import is_op, number_of, static_shape
+from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
-
-# TVM's OpPatternKind.kInjective.
-_INJECTIVE = 2
 
 
 def gather_rows(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -37,58 +26,41 @@ def gather_rows(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """
     if not state.launches_cost:
         return mod
-    main = main_of(mod)
-    values = values_of(main)
+    graph = Graph(mod)
     found: dict[relax.Var, tuple[relax.Var, bool]] = {}
-    for binding in bindings_of(main):
+    for binding in graph.bindings:
         value = binding.value
         if not is_op(value, "take") or not isinstance(value.args[1], relax.Var) or value.attrs.axis is None:
             continue
         table, ids = static_shape(value.args[0]), static_shape(value.args[1])
         if table is None or len(table) != 2 or not ids or int(value.attrs.axis) != 0:
             continue
-        plain = _unwrapped(value.args[1], table[0], values)
+        plain = _unwrapped(value.args[1], table[0], graph)
         found[binding.var] = (value.args[1] if plain is None else plain, plain is not None)
         if plain is not None:
             state.sources[binding.var.name] = state.nodes_of([value.args[1].name, binding.var.name])
     if not found:
         return mod
-    return rewrite_main(mod, _Replace(mod, found))
+    return replace_found(mod, state, found, _gather)
 
 
-def _unwrapped(ids: relax.Var, rows: int, values: Mapping[relax.Var, tvm.ir.Expr]) -> relax.Var | None:
+def _unwrapped(ids: relax.Var, rows: int, graph: Graph) -> relax.Var | None:
     """Return x when `ids` is `where(x < 0, x + rows, x)`."""
-    value = values.get(ids)
+    value = graph.value(ids)
     if not is_op(value, "where"):
         return None
     condition, wrapped, plain = value.args
-    test = values.get(condition) if isinstance(condition, relax.Var) else None
-    total = values.get(wrapped) if isinstance(wrapped, relax.Var) else None
+    test, total = graph.value(condition), graph.value(wrapped)
     if not isinstance(plain, relax.Var) or not is_op(test, "less") or not is_op(total, "add"):
         return None
     same = test.args[0] == plain and total.args[0] == plain
-    return plain if same and scalar_of(test.args[1]) == 0.0 and scalar_of(total.args[1]) == rows else None
+    return plain if same and number_of(test.args[1], plain) == 0.0 and number_of(total.args[1], plain) == rows else None
 
 
-@mutator
-class _Replace(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.ir.IRModule, found: Mapping[relax.Var, tuple[relax.Var, bool]]) -> None:
-        super().__init__(mod)
-        self._found = found
-
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        if binding.var not in self._found:
-            super().visit_var_binding_(binding)
-            return
-        ids, wrap = self._found[binding.var]
-        call = self.builder_.call_te(
-            _rows(wrap),
-            self.visit_expr(binding.value.args[0]),
-            self.visit_expr(ids),
-            primfunc_name_hint="gather",
-            primfunc_attrs={"op_pattern": _INJECTIVE},
-        )
-        emit_named(self, binding.var, call)
+def _gather(new: Rewriter, binding: relax.VarBinding, found: tuple[relax.Var, bool]) -> tvm.ir.Expr:
+    ids, wrap = found
+    operands = (new.of(binding.value.args[0]), new.of(ids))
+    return new.kernel(_rows(wrap), *operands, name="gather", op_pattern=INJECTIVE)
 
 
 def _rows(wrap: bool) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:

@@ -9,31 +9,22 @@ from dataclasses import dataclass
 import numpy as np
 import tvm
 from tvm import relax, te, tirx
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from relaxtune.pipeline.passes.attention.kernel import template_refusal
+from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import (
     HALVES,
     array_of,
-    bindings_of,
     called_function,
     dtype_of,
-    emit_named,
     is_constant,
     is_op,
-    main_of,
-    rewrite_main,
     static_shape,
-    users_of,
-    values_of,
 )
+from relaxtune.pipeline.passes.kit.rewrite import OPAQUE, Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.tir.epilogue import gate_column, value_column
 
-Values = Mapping[relax.Var, tvm.ir.Expr]
-
-# TVM's OpPatternKind.kOpaque: fused with nothing.
-_OPAQUE = 8
 _GROUP = 8
 
 
@@ -75,24 +66,21 @@ def interleave_gates(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     policy = state.options.policy
     if not state.launches_cost or (policy is not None and policy.weight_bits is not None):
         return mod
-    main = main_of(mod)
-    values, users = values_of(main), users_of(main)
+    graph = Graph(mod)
     found: dict[relax.Var, _Gate] = {}
-    for binding in bindings_of(main):
-        gate = _gate(binding.var, values, users, state)
+    for binding in graph.bindings:
+        gate = _gate(binding.var, graph, state)
         if gate is not None and template_refusal(_function(gate), state.target) is None:
             found[gate.result] = gate
-            state.sources[gate.result.name] = state.nodes_of([*(var.name for var in gate.path), gate.result.name])
+            state.sources[gate.result.name] = state.nodes_of(var.name for var in (*gate.path, gate.result))
     if not found:
         return mod
     state.note(f"{len(found)} gates in the epilogues of their matmuls")
-    return rewrite_main(mod, _Replace(mod, found))
+    return replace_found(mod, state, found, _as_kernel)
 
 
-def _gate(
-    var: relax.Var, values: Values, users: Mapping[relax.Var, list[relax.Var]], state: LoweringState
-) -> _Gate | None:
-    value = values.get(var)
+def _gate(var: relax.Var, graph: Graph, state: LoweringState) -> _Gate | None:
+    value = graph.value(var)
     if is_op(value, "multiply"):
         factors = tuple(value.args)
     elif var.name in state.gate_products and value is not None and called_function(value) is not None:
@@ -101,36 +89,24 @@ def _gate(
         return None
     result = var
     if dtype_of(var) == "float32":
-        readers = users.get(var, [])
-        if len(readers) != 1 or not is_op(values.get(readers[0]), "astype"):
+        reader = graph.only_reader(var)
+        if reader is None or not is_op(graph.value(reader), "astype"):
             return None
-        result = readers[0]
+        result = reader
     if dtype_of(result) not in HALVES:
         return None
     for first, second in (factors, factors[::-1]):
-        activated, product = _stripped(first, values), _stripped(second, values)
-        inner = values.get(activated[-1]) if activated else None
+        activated, product = graph.behind(first, "astype"), graph.behind(second, "astype")
+        inner = graph.value(activated[-1]) if activated else None
         if not product or not is_op(inner, *_ACTIVATIONS):
             continue
         name = inner.op.name.removeprefix("relax.")
-        gated = _stripped(inner.args[0], values)
-        gate, other = (values.get(path[-1]) if path else None for path in (gated, product))
+        gated = graph.behind(inner.args[0], "astype")
+        gate, other = (graph.value(path[-1]) if path else None for path in (gated, product))
         if is_op(gate, "matmul") and is_op(other, "matmul") and _pair(gate, other):
             path = (*gated, *activated, *product, var)
             return _Gate(result, gate.args[0], gate.args[1], other.args[1], name, dtype_of(result), path)
     return None
-
-
-def _stripped(expr: tvm.ir.Expr, values: Values) -> list[relax.Var]:
-    """Return the variables from an expression back through casts."""
-    path: list[relax.Var] = []
-    while isinstance(expr, relax.Var):
-        path.append(expr)
-        value = values.get(expr)
-        if not is_op(value, "astype"):
-            break
-        expr = value.args[0]
-    return path
 
 
 def _pair(gate: relax.Call, value: relax.Call) -> bool:
@@ -177,25 +153,9 @@ def _gated_matmul(gate: _Gate) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
     return compute
 
 
-@mutator
-class _Replace(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.ir.IRModule, found: Mapping[relax.Var, _Gate]) -> None:
-        super().__init__(mod)
-        self._found = found
-
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        gate = self._found.get(binding.var)
-        if gate is None:
-            super().visit_var_binding_(binding)
-            return
-        call = self.builder_.call_te(
-            _gated_matmul(gate),
-            self.visit_expr(gate.data),
-            relax.const(_interleaved(array_of(gate.gate), array_of(gate.value)), dtype_of(gate.gate)),
-            primfunc_name_hint="matmul_gated",
-            primfunc_attrs={"op_pattern": _OPAQUE},
-        )
-        emit_named(self, binding.var, call)
+def _as_kernel(new: Rewriter, _binding: relax.VarBinding, gate: _Gate) -> tvm.ir.Expr:
+    weight = relax.const(_interleaved(array_of(gate.gate), array_of(gate.value)), dtype_of(gate.gate))
+    return new.kernel(_gated_matmul(gate), new.of(gate.data), weight, name="matmul_gated", op_pattern=OPAQUE)
 
 
 def _interleaved(gates: np.ndarray, values: np.ndarray) -> np.ndarray:

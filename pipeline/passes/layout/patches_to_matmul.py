@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from relaxtune.pipeline.passes.kit.ir import (
-    array_of,
-    bindings_of,
-    emit_extra,
-    emit_named,
-    is_constant,
-    is_op,
-    main_of,
-    rewrite_main,
-    static_shape,
-    users_of,
-    values_of,
-)
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import array_of, either_way, is_constant, is_op, static_shape
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
-
-Values = Mapping[relax.Var, tvm.ir.Expr]
 
 
 @dataclass(frozen=True)
@@ -49,72 +35,55 @@ def patches_to_matmul(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
     The matmul has templates, half precision and packed weights, the convolution has a generic schedule. One that pads,
     overlaps, is grouped, or is read in another layout is left alone.
     """
-    main = main_of(mod)
-    values, users = values_of(main), users_of(main)
+    graph = Graph(mod)
     found: dict[relax.Var, _Patches] = {}
-    for binding in bindings_of(main):
-        patches = _match(binding.var, values)
-        if patches is not None and all(len(users.get(step, [])) == 1 for step in patches.steps):
+    for binding in graph.bindings:
+        patches = _match(binding.var, graph)
+        if patches is not None and all(len(graph.readers(step)) == 1 for step in patches.steps):
             found[binding.var] = patches
+            state.sources[binding.var.name] = state.nodes_of(var.name for var in (*patches.steps, binding.var))
     if not found:
         return mod
-    for var, patches in found.items():
-        state.sources[var.name] = state.nodes_of([*(step.name for step in patches.steps), var.name])
     state.note(f"{len(found)} convolutions over patches became matmuls")
-    return rewrite_main(mod, _Replace(found, state))
+    return replace_found(mod, state, found, _as_matmul)
 
 
-@mutator
-class _Replace(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, found: Mapping[relax.Var, _Patches], state: LoweringState) -> None:
-        super().__init__()
-        self._found = found
-        self._state = state
+def _as_matmul(new: Rewriter, binding: relax.VarBinding, patches: _Patches) -> tvm.ir.Expr:
+    def step(what: str, value: tvm.ir.Expr) -> relax.Var:
+        return new.extra(f"{binding.var.name}__{what}", value, [binding.var])
 
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        patches = self._found.get(binding.var)
-        if patches is None:
-            super().visit_var_binding_(binding)
-            return
-        features, channels, high, wide = patches.weight.shape
-        batch, _, height, width = static_shape(patches.data) or ()
-        rows, columns = height // high, width // wide
-        data = self.visit_expr(patches.data)
-        data = self._step(binding, "apart", relax.op.reshape(data, (batch, channels, rows, high, columns, wide)))
-        data = self._step(binding, "rows", relax.op.permute_dims(data, [0, 2, 4, 1, 3, 5]))
-        data = self._step(binding, "flat", relax.op.reshape(data, (batch, rows * columns, channels * high * wide)))
-        weight = np.ascontiguousarray(patches.weight.reshape(features, -1).T)
-        result = relax.op.matmul(data, relax.const(weight, str(weight.dtype)))
-        if patches.bias is not None:
-            result = self._step(binding, "matmul", result)
-            result = relax.op.add(result, relax.const(patches.bias, str(patches.bias.dtype)))
-        emit_named(self, binding.var, result)
-
-    def _step(self, binding: relax.VarBinding, what: str, value: tvm.ir.Expr) -> relax.Var:
-        name = f"{binding.var.name}__{what}"
-        self._state.sources[name] = self._state.sources[binding.var.name]
-        return emit_extra(self, name, value)
+    features, channels, high, wide = patches.weight.shape
+    batch, _, height, width = static_shape(patches.data) or ()
+    rows, columns = height // high, width // wide
+    data = new.of(patches.data)
+    data = step("apart", relax.op.reshape(data, (batch, channels, rows, high, columns, wide)))
+    data = step("rows", relax.op.permute_dims(data, [0, 2, 4, 1, 3, 5]))
+    data = step("flat", relax.op.reshape(data, (batch, rows * columns, channels * high * wide)))
+    weight = np.ascontiguousarray(patches.weight.reshape(features, -1).T)
+    result = relax.op.matmul(data, relax.const(weight, str(weight.dtype)))
+    if patches.bias is None:
+        return result
+    return relax.op.add(step("matmul", result), relax.const(patches.bias, str(patches.bias.dtype)))
 
 
-def _match(var: relax.Var, values: Values) -> _Patches | None:
+def _match(var: relax.Var, graph: Graph) -> _Patches | None:
     """Return the patches that `var` transposes."""
-    turned = values.get(var)
+    turned = graph.value(var)
     if not is_op(turned, "permute_dims") or turned.attrs.axes is None:
         return None
-    flat = values.get(turned.args[0])
+    flat = graph.value(turned.args[0])
     if [int(axis) for axis in turned.attrs.axes] != [0, 2, 1] or not is_op(flat, "reshape"):
         return None
     steps = [turned.args[0], flat.args[0]]
-    value, bias = values.get(flat.args[0]), None
+    value, bias = graph.value(flat.args[0]), None
     if is_op(value, "add"):
-        terms = list(value.args)
-        constants = [term for term in terms if is_constant(term)]
-        inner = [term for term in terms if isinstance(term, relax.Var)]
-        if len(constants) != 1 or len(inner) != 1:
+        for inner, bias in either_way(value):
+            if is_constant(bias) and isinstance(inner, relax.Var):
+                break
+        else:
             return None
-        bias = constants[0]
-        steps.append(inner[0])
-        value = values.get(inner[0])
+        steps.append(inner)
+        value = graph.value(inner)
     if not is_op(value, "nn.conv2d") or not is_constant(value.args[1]):
         return None
     shape, out = static_shape(value.args[0]), static_shape(flat)

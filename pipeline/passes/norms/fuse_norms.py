@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 import tvm
 from tvm import relax, tirx
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from relaxtune.pipeline.arrays import CHUNK, map_chunks
 from relaxtune.pipeline.passes.attention.kernel import template_refusal
+from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import (
     HALVES,
     array_of,
-    bindings_of,
     called_function,
     constants_in,
     dtype_of,
-    emit_extra,
-    emit_named,
     is_constant,
-    main_of,
-    rewrite_main,
     static_shape,
-    users_of,
 )
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.norms.norm_kernels import NormKernel, find_norm
 from relaxtune.schedules.errors import Refusal
@@ -119,8 +114,9 @@ def fuse_norms(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """
     if not state.launches_cost:
         return mod
-    fuser = _Fuser(mod, state)
-    norms = [norm for binding in bindings_of(main_of(mod)) if (norm := fuser.norm_of(binding)) and fuser.fuse(norm)]
+    graph = Graph(mod)
+    fuser = _Fuser(graph, state)
+    norms = [norm for binding in graph.bindings if (norm := fuser.norm_of(binding)) and fuser.fuse(norm)]
     if not norms:
         return mod
     for norm in norms:
@@ -128,33 +124,31 @@ def fuse_norms(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         state.sources[reader] = state.nodes_of([norm.var.name, reader])
     state.note(f"{len(norms)} norms in the matmuls around them")
     changed = {var: call for var, call in fuser.calls.items() if call.changed}
-    return rewrite_main(mod, _Replace(mod, changed, [norm.var for norm in norms], state))
+    # The norms themselves have no reader any more.
+    return replace_found(mod, state, changed, _Emit())
 
 
 class _Fuser:
     """Changes the calls of fused matmuls, norm by norm."""
 
-    def __init__(self, mod: tvm.ir.IRModule, state: LoweringState) -> None:
-        self._mod = mod
+    def __init__(self, graph: Graph, state: LoweringState) -> None:
+        self._graph = graph
         self._state = state
-        self._users = users_of(main_of(mod))
-        self._order: dict[relax.Var, int] = {}
         self._uses: dict[tvm.ir.Expr, int] = {}
         # By function and change, so that equal layers share functions.
         self._made: dict[tuple[tirx.PrimFunc, object], _Function | None] = {}
         self._norms: dict[tvm.ir.GlobalVar, NormKernel | None] = {}
         self.calls: dict[relax.Var, _Call] = {}
         functions: dict[tvm.ir.GlobalVar, _Function | None] = {}
-        for index, binding in enumerate(bindings_of(main_of(mod))):
-            self._order[binding.var] = index
+        for binding in graph.bindings:
             for constant in constants_in(binding.value):
                 self._uses[constant] = self._uses.get(constant, 0) + 1
             callee = called_function(binding.value)
-            if callee is None or not isinstance(mod[callee], tirx.PrimFunc):
+            if callee is None or not isinstance(graph.mod[callee], tirx.PrimFunc):
                 continue
             if callee not in functions:
-                functions[callee] = _described(str(callee.name_hint), mod[callee])
-                self._norms[callee] = find_norm(mod[callee]) if functions[callee] is None else None
+                functions[callee] = _described(str(callee.name_hint), graph.mod[callee])
+                self._norms[callee] = find_norm(graph.mod[callee]) if functions[callee] is None else None
             function = functions[callee]
             if function is not None:
                 self.calls[binding.var] = _Call(binding.var, function, tuple(binding.value.args[1].fields))
@@ -176,10 +170,10 @@ class _Fuser:
 
     def readers_of(self, norm: _Norm) -> list[_Call]:
         """Return the matmuls that read a norm, in their order; none where something else reads it."""
-        readers = self._users.get(norm.var, [])
+        readers = self._graph.readers(norm.var)
         if not all(reader in self.calls for reader in readers):
             return []
-        return [self.calls[reader] for reader in sorted(readers, key=self._order.__getitem__)]
+        return [self.calls[reader] for reader in sorted(readers, key=self._graph.order.__getitem__)]
 
     def fuse(self, norm: _Norm) -> bool:
         """Change the matmuls around a norm; return whether they could be, else none is changed."""
@@ -339,48 +333,23 @@ def _group(matmul: MatmulFunction, rows_max: int) -> int | None:
     return next((size for size in fitting if matmul.columns // size <= _GROUPS_MAX), fitting[-1] if fitting else None)
 
 
-@mutator
-class _Replace(PyExprMutator):  # type: ignore[misc]
-    def __init__(
-        self,
-        mod: tvm.ir.IRModule,
-        calls: Mapping[relax.Var, _Call],
-        gone: Sequence[relax.Var],
-        state: LoweringState,
-    ) -> None:
-        super().__init__(mod)
-        self._calls = calls
-        self._gone = set(gone)
-        self._state = state
+class _Emit:
+    def __init__(self) -> None:
         self._extras: dict[_Extra, relax.Var] = {}
 
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        if binding.var in self._gone:
-            return
-        call = self._calls.get(binding.var)
-        if call is None:
-            super().visit_var_binding_(binding)
-        else:
-            self._emit(call)
-
-    def _emit(self, call: _Call) -> None:
+    def __call__(self, new: Rewriter, _binding: relax.VarBinding, call: _Call) -> tvm.ir.Expr:
         func, matmul = call.function.func, call.function.matmul
-        args = [self._extras[arg] if isinstance(arg, _Extra) else self.visit_expr(arg) for arg in call.args]
-        callee = self.builder_.add_func(func, f"{call.function.name}_norms")
+        args = [self._extras[arg] if isinstance(arg, _Extra) else new.of(arg) for arg in call.args]
+        callee = new.function(func, f"{call.function.name}_norms")
         types = [_type_of(param) for param in func.params[len(args) :]]
         made = relax.call_tir(callee, args, types if len(types) > 1 else types[0])
         if len(types) == 1:
-            emit_named(self, call.var, made)
-            return
-        name = f"{call.var.name}__with_sums"
-        self._state.sources[name] = self._state.sources.get(call.var.name, ())
-        self._state.sources[call.var.name] = ()
-        whole = emit_extra(self, name, made)
+            return made
+        whole = new.extra(f"{call.var.name}__with_sums", made, [call.var])
+        new.state.sources[call.var.name] = ()
         outputs = {_Extra(call.var, False): matmul.partials, _Extra(call.var, True): matmul.norm}
         for extra, output in outputs.items():
             if output is not None and output.output is not None:
                 label = f"{call.var.name}__{'statistics' if extra.is_statistics else 'partial_sums'}"
-                element = relax.TupleGetItem(whole, output.output - len(args))
-                self._state.sources[label] = ()
-                self._extras[extra] = emit_extra(self, label, element)
-        emit_named(self, call.var, relax.TupleGetItem(whole, matmul.output - len(args)))
+                self._extras[extra] = new.extra(label, relax.TupleGetItem(whole, output.output - len(args)))
+        return relax.TupleGetItem(whole, matmul.output - len(args))

@@ -6,18 +6,10 @@ from collections.abc import Callable
 
 import tvm
 from tvm import relax, te, topi
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from relaxtune.pipeline.passes.kit.ir import (
-    HALVES,
-    bindings_of,
-    dtype_of,
-    emit_named,
-    is_op,
-    main_of,
-    rewrite_main,
-    values_of,
-)
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, is_op
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 
@@ -29,39 +21,26 @@ def norms_of_half(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule
     """
     if not state.launches_cost:
         return mod
-    main = main_of(mod)
-    values = values_of(main)
+    graph = Graph(mod)
     found: dict[relax.Var, relax.Var] = {}
-    for binding in bindings_of(main):
+    for binding in graph.bindings:
         if not is_op(binding.value, "nn.layer_norm", "nn.rms_norm"):
             continue
         data = binding.value.args[0]
-        cast = values.get(data) if isinstance(data, relax.Var) else None
+        cast = graph.value(data)
         if is_op(cast, "astype") and dtype_of(data) == "float32" and dtype_of(cast.args[0]) in HALVES:
             found[binding.var] = cast.args[0]
             state.sources[binding.var.name] = state.nodes_of([data.name, binding.var.name])
     if not found:
         return mod
     state.note(f"{len(found)} norms widen inside")
-    return rewrite_main(mod, _Replace(mod, found))
+    return replace_found(mod, state, found, _wide_inside)
 
 
-@mutator
-class _Replace(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.ir.IRModule, found: dict[relax.Var, relax.Var]) -> None:
-        super().__init__(mod)
-        self._found = found
-
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        if binding.var not in self._found:
-            super().visit_var_binding_(binding)
-            return
-        value = binding.value
-        compute, name = (
-            (_layer_norm(value), "layer_norm") if is_op(value, "nn.layer_norm") else (_rms_norm(value), "rms_norm")
-        )
-        args = [self.visit_expr(arg) for arg in (self._found[binding.var], *value.args[1:])]
-        emit_named(self, binding.var, self.builder_.call_te(compute, *args, primfunc_name_hint=name))
+def _wide_inside(new: Rewriter, binding: relax.VarBinding, data: relax.Var) -> tvm.ir.Expr:
+    value = binding.value
+    args = [new.of(arg) for arg in (data, *value.args[1:])]
+    return new.kernel(_float32_norm(value), *args, name=value.op.name.split(".")[-1])
 
 
 def norm_of_half(value: relax.Call) -> Callable[..., te.Tensor]:
@@ -69,7 +48,7 @@ def norm_of_half(value: relax.Call) -> Callable[..., te.Tensor]:
 
     It computes in float32.
     """
-    norm = _layer_norm(value) if is_op(value, "nn.layer_norm") else _rms_norm(value)
+    norm = _float32_norm(value)
 
     def compute(x: te.Tensor, *parameters: te.Tensor) -> te.Tensor:
         result = norm(x, *map(_wide, parameters))
@@ -78,22 +57,14 @@ def norm_of_half(value: relax.Call) -> Callable[..., te.Tensor]:
     return compute
 
 
-def _layer_norm(value: relax.Call) -> Callable[..., te.Tensor]:
+def _float32_norm(value: relax.Call) -> Callable[..., te.Tensor]:
+    make = topi.nn.layer_norm if is_op(value, "nn.layer_norm") else topi.nn.rms_norm
     axes, epsilon = [int(axis) for axis in value.attrs.axes], float(value.attrs.epsilon)
 
-    def layer_norm(x: te.Tensor, gamma: te.Tensor, beta: te.Tensor) -> te.Tensor:
-        return topi.nn.layer_norm(_wide(x), gamma, beta, [axis % len(x.shape) for axis in axes], epsilon)
+    def compute(x: te.Tensor, *parameters: te.Tensor) -> te.Tensor:
+        return make(_wide(x), *parameters, [axis % len(x.shape) for axis in axes], epsilon)
 
-    return layer_norm
-
-
-def _rms_norm(value: relax.Call) -> Callable[..., te.Tensor]:
-    axes, epsilon = [int(axis) for axis in value.attrs.axes], float(value.attrs.epsilon)
-
-    def rms_norm(x: te.Tensor, gamma: te.Tensor) -> te.Tensor:
-        return topi.nn.rms_norm(_wide(x), gamma, [axis % len(x.shape) for axis in axes], epsilon)
-
-    return rms_norm
+    return compute
 
 
 def _wide(x: te.Tensor) -> te.Tensor:

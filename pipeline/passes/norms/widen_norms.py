@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from relaxtune.pipeline.passes.kit.ir import bindings_of, dtype_of, emit_named, is_op, main_of, rewrite_main
+from relaxtune.pipeline.passes.kit.ir import bindings_of, dtype_of, is_op, main_of
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 _DTYPE = "bfloat16"
@@ -21,21 +21,17 @@ def widen_norms(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     if not count:
         return mod
     state.note(f"{count} norms over {_DTYPE} compute in float32")
-    return rewrite_main(mod, _Widen())
+    return rewrite(mod, state, _widened)
 
 
 def _is_narrow(value: tvm.ir.Expr) -> bool:
     return is_op(value, "nn.layer_norm", "nn.rms_norm") and dtype_of(value.args[0]) == _DTYPE
 
 
-@mutator
-class _Widen(PyExprMutator):  # type: ignore[misc]
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        value = binding.value
-        if not _is_narrow(value):
-            super().visit_var_binding_(binding)
-            return
-        args = [self.builder_.emit(relax.op.astype(self.visit_expr(arg), "float32")) for arg in value.args]
-        make = relax.op.nn.layer_norm if is_op(value, "nn.layer_norm") else relax.op.nn.rms_norm
-        wide = self.builder_.emit(make(*args, value.attrs.axes, value.attrs.epsilon))
-        emit_named(self, binding.var, relax.op.astype(wide, _DTYPE))
+def _widened(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
+    value = binding.value
+    if not _is_narrow(value):
+        return None
+    args = [new.emit(relax.op.astype(new.of(arg), "float32")) for arg in value.args]
+    make = relax.op.nn.layer_norm if is_op(value, "nn.layer_norm") else relax.op.nn.rms_norm
+    return relax.op.astype(new.emit(make(*args, value.attrs.axes, value.attrs.epsilon)), _DTYPE)

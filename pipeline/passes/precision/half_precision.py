@@ -8,24 +8,12 @@ import ml_dtypes
 import numpy as np
 import tvm
 from tvm import relax, te
-from tvm.relax.expr_functor import PyExprMutator, mutator
-from tvm_ffi import structural_equal
+from tvm.relax.expr_functor import mutator
 
 from relaxtune.models.spec import numpy_dtype
-from relaxtune.pipeline.passes.kit.ir import (
-    array_of,
-    bindings_of,
-    dtype_of,
-    emit_extra,
-    emit_named,
-    is_constant,
-    is_op,
-    main_of,
-    rewrite_main,
-    shape_of,
-    users_of,
-    values_of,
-)
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op, same_shape
+from relaxtune.pipeline.passes.kit.rewrite import DONE, Done, Rewriter, written_by
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.norms.norms_of_half import norm_of_half
 from relaxtune.pipeline.passes.precision.accumulate import contraction_in_float32
@@ -59,7 +47,7 @@ def compute_in_half_precision(mod: tvm.ir.IRModule, state: LoweringState) -> tvm
     if policy is None or policy.half is None:
         return mod
     rewriter = _Half(mod, state, policy.half)
-    result = rewrite_main(mod, rewriter)
+    result = written_by(mod, rewriter)
     state.note(
         f"{rewriter.count} matmuls and convolutions in {policy.half}" if rewriter.count else "no float32 matmul found"
     )
@@ -67,37 +55,34 @@ def compute_in_half_precision(mod: tvm.ir.IRModule, state: LoweringState) -> tvm
 
 
 @mutator
-class _Half(PyExprMutator):  # type: ignore[misc]
+class _Half(Rewriter):
     def __init__(self, mod: tvm.ir.IRModule, state: LoweringState, dtype: str) -> None:
-        super().__init__(mod)
-        main = main_of(mod)
+        super().__init__(mod, state)
         self._dtype = dtype
-        self._state = state
-        self._values = values_of(main)
-        self._users = users_of(main)
-        self._gates = self._find_gates(main)
+        self._graph = Graph(mod)
+        self._gates = self._find_gates()
         self._halves: dict[tvm.ir.Expr, tvm.ir.Expr] = {}
         self._stored: dict[relax.Var, tvm.ir.Expr] = {}
         self.count = 0
 
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+    def rule(self, binding: relax.VarBinding) -> tvm.ir.Expr | Done | None:
         var, value = binding.var, binding.value
         if self._is_float32_contraction(value):
-            args = [self._half(arg) for arg in value.args]
-            emit_named(self, var, contraction_in_float32(value, args))
             self.count += 1
-        elif var in self._gates:
+            return contraction_in_float32(value, [self._half(arg) for arg in value.args])
+        if var in self._gates:
             # One operator on rounded factors: a widening apart would join the kernel that makes a factor.
-            factors = [self._half(arg) for arg in value.args]
-            emit_named(self, var, self.builder_.call_te(_wide_product, *factors, primfunc_name_hint="multiply"))
-            self._state.gate_products.add(var.name)
-        elif self._is_half_norm(var):
+            self.state.gate_products.add(var.name)
+            return self.kernel(_wide_product, *map(self._half, value.args), name="multiply")
+        if self._is_half_norm(var):
             half = self._norm(value, [self._half(arg) for arg in value.args])
-            self._stored[var] = self._halves[var] = self._bind(var, half)
-        else:
-            super().visit_var_binding_(binding)
+            self._stored[var] = self._halves[var] = self._bind_half(var, half)
+            return DONE
         if self._is_residual_stream(var, value):
+            self.keep(binding)
             self._stored[var] = self._half(var)
+            return DONE
+        return None
 
     def visit_var_(self, op: relax.Var) -> tvm.ir.Expr:
         return self._widened(op, super().visit_var_(op))
@@ -111,35 +96,32 @@ class _Half(PyExprMutator):  # type: ignore[misc]
         One widening for each reader fuses into the reader; a shared one would be a kernel of its own.
         """
         half = self._stored.get(op)
-        return new if half is None else self.builder_.emit(relax.op.astype(half, "float32"))
+        return new if half is None else self.emit(relax.op.astype(half, "float32"))
 
     def _half(self, expr: tvm.ir.Expr) -> tvm.ir.Expr:
         """Return `expr`, of the old function, rounded to half precision."""
         if expr in self._halves:
             return self._halves[expr]
-        value = self._values.get(expr) if isinstance(expr, relax.Var) else None
+        value = self._graph.value(expr)
         if is_constant(expr):
             half: tvm.ir.Expr = relax.const(array_of(expr).astype(numpy_dtype(self._dtype)), self._dtype)
         elif is_op(value, *_VIEWS):
-            half = self._bind(expr, _VIEWS[value.op.name.removeprefix("relax.")](value, self._half(value.args[0])))
+            half = self._bind_half(expr, _VIEWS[value.op.name.removeprefix("relax.")](value, self._half(value.args[0])))
         elif is_op(value, "astype") and dtype_of(value.args[0]) == self._dtype:
-            half = self.visit_expr(value.args[0])
+            half = self.of(value.args[0])
         else:
-            half = self.builder_.emit(relax.op.astype(self.visit_expr(expr), self._dtype))
+            half = self.emit(relax.op.astype(self.of(expr), self._dtype))
         self._halves[expr] = half
         return half
 
-    def _bind(self, var: relax.Var, half: tvm.ir.Expr) -> relax.Var:
-        """Bind the half-precision form of a view, which stands for the same ONNX nodes."""
-        name = f"{var.name}__half"
-        self._state.sources[name] = self._state.nodes_of([var.name])
-        return emit_extra(self, name, half)
+    def _bind_half(self, var: relax.Var, half: tvm.ir.Expr) -> relax.Var:
+        return self.extra(f"{var.name}__half", half, [var])
 
     def _norm(self, value: relax.Call, args: list[tvm.ir.Expr]) -> tvm.ir.Expr:
         """Return a norm of rounded operands as one kernel that widens inside, and reads and writes half precision."""
         if self._dtype == "bfloat16":
             # TVM's norms refuse bfloat16.
-            return self.builder_.call_te(norm_of_half(value), *args, primfunc_name_hint=value.op.name.split(".")[-1])
+            return self.kernel(norm_of_half(value), *args, name=value.op.name.split(".")[-1])
         make = relax.op.nn.layer_norm if is_op(value, "nn.layer_norm") else relax.op.nn.rms_norm
         return make(*args, value.attrs.axes, value.attrs.epsilon)
 
@@ -148,14 +130,14 @@ class _Half(PyExprMutator):  # type: ignore[misc]
             return False
         for arg in value.args:
             if is_constant(arg) and np.abs(array_of(arg)).max(initial=0.0) > float(ml_dtypes.finfo(self._dtype).max):
-                self._state.note(f"a matmul stays in float32: its weight {arg.ty} exceeds the range of {self._dtype}")
+                self.state.note(f"a matmul stays in float32: its weight {arg.ty} exceeds the range of {self._dtype}")
                 return False
         return True
 
     def _is_half_norm(self, var: relax.Var) -> bool:
         """Return whether `var` is a float32 norm that a matmul reads and that is not a result of `main` itself."""
-        readers = self._users.get(var, [])
-        if not is_op(self._values.get(var), "nn.layer_norm", "nn.rms_norm") or dtype_of(var) != "float32":
+        readers = self._graph.readers(var)
+        if not is_op(self._graph.value(var), "nn.layer_norm", "nn.rms_norm") or dtype_of(var) != "float32":
             return False
         return all(reader != var for reader in readers) and any(map(self._leads_to_contraction, readers))
 
@@ -164,26 +146,25 @@ class _Half(PyExprMutator):  # type: ignore[misc]
 
         Other readers are to read the same rounded tensor, so that it is written once.
         """
-        readers = self._users.get(var, [])
+        readers = self._graph.readers(var)
         if not is_op(value, "add", "take") or dtype_of(var) != "float32" or any(reader == var for reader in readers):
             return False
         return any(map(self._is_half_norm, readers))
 
-    def _find_gates(self, main: relax.Function) -> set[relax.Var]:
+    def _find_gates(self) -> set[relax.Var]:
         """Return the float32 products of two matmuls' results that a matmul reads (SwiGLU: silu(a) * b).
 
         One of the factors is written by its matmul and read by the other's.
         """
         found: set[relax.Var] = set()
-        for binding in bindings_of(main):
+        for binding in self._graph.bindings:
             value = binding.value
             if not is_op(value, "multiply") or dtype_of(binding.var) != "float32":
                 continue
-            shape = shape_of(binding.var)
-            if not all(isinstance(arg, relax.Var) and structural_equal(shape_of(arg), shape) for arg in value.args):
+            if not all(isinstance(arg, relax.Var) and same_shape(arg, binding.var) for arg in value.args):
                 continue
             roots = {self._contraction_behind(arg) for arg in value.args}
-            read = any(self._leads_to_contraction(reader) for reader in self._users.get(binding.var, []))
+            read = any(self._leads_to_contraction(reader) for reader in self._graph.readers(binding.var))
             if len(roots) == 2 and None not in roots and read:
                 found.add(binding.var)
         return found
@@ -191,7 +172,7 @@ class _Half(PyExprMutator):  # type: ignore[misc]
     def _contraction_behind(self, expr: tvm.ir.Expr) -> relax.Var | None:
         """Return the contraction that an expression is made of elementwise, with constants at most."""
         for _ in range(8):
-            value = self._values.get(expr) if isinstance(expr, relax.Var) else None
+            value = self._graph.value(expr)
             if is_op(value, *_CONTRACTIONS):
                 return expr
             if not is_op(value, *_ACTIVATIONS, *_VIEWS) and not is_op(value, "add", "multiply"):
@@ -203,9 +184,9 @@ class _Half(PyExprMutator):  # type: ignore[misc]
         return None
 
     def _leads_to_contraction(self, var: relax.Var) -> bool:
-        value = self._values.get(var)
+        value = self._graph.value(var)
         if is_op(value, *_VIEWS):
-            return any(self._leads_to_contraction(reader) for reader in self._users.get(var, []) if reader != var)
+            return any(self._leads_to_contraction(reader) for reader in self._graph.readers(var) if reader != var)
         return is_op(value, *_CONTRACTIONS)
 
 

@@ -22,22 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from relaxtune.pipeline.passes.kit.ir import (
-    array_of,
-    bindings_of,
-    dtype_of,
-    emit_extra,
-    emit_named,
-    is_constant,
-    is_op,
-    main_of,
-    rewrite_main,
-    shape_of,
-    static_shape,
-    values_of,
-)
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op, shape_of, static_shape, values_of
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 _BYTES = ("int8", "uint8")
@@ -82,15 +70,14 @@ def integer_matmuls(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
     policy = state.options.policy
     if policy is None or not policy.integer:
         return mod
-    main = main_of(mod)
-    found = find_integer_matmuls(main)
-    for binding in bindings_of(main):
+    graph = Graph(mod)
+    found = find_integer_matmuls(graph.main)
+    for binding in graph.bindings:
         if is_op(binding.value, "matmul"):
             nodes = state.quantised_nodes if binding.var in found else state.float_nodes
             nodes.update(state.nodes_of([binding.var.name]))
-    result = rewrite_main(mod, _Rewrite(mod, state, found))
     state.note(f"{len(found)} matmuls in integers, {len(state.float_nodes)} not")
-    return result
+    return replace_found(mod, state, found, _in_integers)
 
 
 def find_integer_matmuls(main: relax.Function) -> dict[relax.Var, IntegerMatmul]:
@@ -206,47 +193,36 @@ def _is_one(axis: tvm.tirx.Expr) -> bool:
     return isinstance(axis, tvm.tirx.IntImm) and int(axis) == 1
 
 
-@mutator
-class _Rewrite(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.ir.IRModule, state: LoweringState, found: Mapping[relax.Var, IntegerMatmul]) -> None:
-        super().__init__(mod)
-        self._state, self._found = state, found
+def _in_integers(new: Rewriter, binding: relax.VarBinding, match: IntegerMatmul) -> tvm.ir.Expr:
+    def extra(what: str, value: tvm.ir.Expr) -> relax.Var:
+        return new.extra(f"{binding.var.name}__{what}", value, [binding.var])
 
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        match = self._found.get(binding.var)
-        if match is None:
-            super().visit_var_binding_(binding)
-            return
-        activations, weights = match.activations, match.weights
-        narrow = relax.const(narrowed(weights.centred))
-        result = relax.op.matmul(self.visit_expr(activations.integers), narrow, out_dtype="int32")
-        if activations.zero is not None:
-            sums = self._extra(binding.var, "products", result)
-            result = relax.op.add(sums, self._correction(activations.zero, weights.centred))
-        if activations.scale is not None and weights.scales is not None:
-            sums = self._extra(binding.var, "sums", result)
-            numbers = self._extra(binding.var, "float32", relax.op.astype(sums, "float32"))
-            result = relax.op.multiply(numbers, self._scale(activations.scale, weights.scales))
-        emit_named(self, binding.var, result)
+    activations, weights = match.activations, match.weights
+    narrow = relax.const(narrowed(weights.centred))
+    result = relax.op.matmul(new.of(activations.integers), narrow, out_dtype="int32")
+    if activations.zero is not None:
+        products = extra("products", result)
+        result = relax.op.add(products, _correction(new, activations.zero, weights.centred))
+    if activations.scale is not None and weights.scales is not None:
+        numbers = extra("float32", relax.op.astype(extra("sums", result), "float32"))
+        result = relax.op.multiply(numbers, _scale(new, activations.scale, weights.scales))
+    return result
 
-    def _extra(self, var: relax.Var, what: str, value: tvm.ir.Expr) -> relax.Var:
-        name = f"{var.name}__{what}"
-        self._state.sources[name] = self._state.nodes_of([var.name])
-        return emit_extra(self, name, value)
 
-    def _correction(self, zero: tvm.ir.Expr, centred: np.ndarray) -> tvm.ir.Expr:
-        """Return what the zero point of the activations takes away from each column's sum: one row, where it is one."""
-        columns = -centred.sum(axis=0, dtype=np.int32)
-        if is_constant(zero) and array_of(zero).size == 1:
-            return relax.const(array_of(zero).reshape(1) * columns)
-        return self.builder_.emit(relax.op.multiply(self.visit_expr(zero), relax.const(columns)))
+def _correction(new: Rewriter, zero: tvm.ir.Expr, centred: np.ndarray) -> tvm.ir.Expr:
+    """Return what the zero point of the activations takes away from each column's sum: one row, where it is one."""
+    columns = -centred.sum(axis=0, dtype=np.int32)
+    if is_constant(zero) and array_of(zero).size == 1:
+        return relax.const(array_of(zero).reshape(1) * columns)
+    return new.emit(relax.op.multiply(new.of(zero), relax.const(columns)))
 
-    def _scale(self, activations: tvm.ir.Expr, weights: np.ndarray) -> tvm.ir.Expr:
-        """Return the product of both scales, one number where the columns share theirs."""
-        shared = weights[:1].reshape(()) if (weights == weights[0]).all() else weights
-        if is_constant(activations):
-            return relax.const(array_of(activations).reshape(()) * shared)
-        return self.builder_.emit(relax.op.multiply(self.visit_expr(activations), relax.const(shared)))
+
+def _scale(new: Rewriter, activations: tvm.ir.Expr, weights: np.ndarray) -> tvm.ir.Expr:
+    """Return the product of both scales, one number where the columns share theirs."""
+    shared = weights[:1].reshape(()) if (weights == weights[0]).all() else weights
+    if is_constant(activations):
+        return relax.const(array_of(activations).reshape(()) * shared)
+    return new.emit(relax.op.multiply(new.of(activations), relax.const(shared)))
 
 
 def narrowed(centred: np.ndarray) -> np.ndarray:

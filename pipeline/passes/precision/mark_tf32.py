@@ -5,6 +5,7 @@ from __future__ import annotations
 import tvm
 from tvm import tirx
 
+from relaxtune.pipeline.passes.kit.ir import with_functions
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.marks import TF32_ATTR
 from relaxtune.schedules.search.tensor_tile import has_tensor_tiles, multiplies_float32
@@ -19,11 +20,10 @@ def mark_tf32(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """
     if not state.tf32 or not has_tensor_tiles(state.target):
         return mod
-    result = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
-    marked = 0
-    for var, func in mod.functions_items():
-        if isinstance(func, tirx.PrimFunc) and multiplies_float32(func):
-            result[var] = func.with_attr(TF32_ATTR, True)
-            marked += 1
-    state.note(f"{marked} kernels may multiply in tf32")
-    return result
+    marked = {
+        var: func.with_attr(TF32_ATTR, True)
+        for var, func in mod.functions_items()
+        if isinstance(func, tirx.PrimFunc) and multiplies_float32(func)
+    }
+    state.note(f"{len(marked)} kernels may multiply in tf32")
+    return with_functions(mod, marked)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import tvm
 from tvm import relax, te, tirx
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, emit_named, is_constant, is_op, rewrite_main
+from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 _CONTRACTIONS = ("matmul", "nn.conv1d", "nn.conv2d")
@@ -27,11 +27,11 @@ def round_to_tf32(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule
     policy = state.options.policy
     if policy is None or policy.activations != "tf32":
         return mod
-    rewriter = _Round(mod)
-    result = rewrite_main(mod, rewriter)
+    rule = _Round()
+    result = rewrite(mod, state, rule)
     state.tf32 = True
-    state.note(f"operands of {rewriter.count} matmuls and convolutions rounded to tf32")
-    return result if rewriter.count else mod
+    state.note(f"operands of {rule.count} matmuls and convolutions rounded to tf32")
+    return result if rule.count else mod
 
 
 def tf32_array(array: np.ndarray) -> np.ndarray:
@@ -41,29 +41,25 @@ def tf32_array(array: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(array), array, rounded.view(np.float32))
 
 
-@mutator
-class _Round(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.ir.IRModule) -> None:
-        super().__init__(mod)
+class _Round:
+    def __init__(self) -> None:
         self._rounded: dict[tvm.ir.Expr, tvm.ir.Expr] = {}
         self.count = 0
 
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
         value = binding.value
         if not is_op(value, *_CONTRACTIONS) or any(dtype_of(arg) != "float32" for arg in value.args):
-            super().visit_var_binding_(binding)
-            return
-        args = [self._round(arg) for arg in value.args]
-        emit_named(self, binding.var, relax.Call(value.op, args, value.attrs, value.ty_args))
+            return None
         self.count += 1
+        return relax.Call(value.op, [self._round(new, arg) for arg in value.args], value.attrs, value.ty_args)
 
-    def _round(self, expr: tvm.ir.Expr) -> tvm.ir.Expr:
+    def _round(self, new: Rewriter, expr: tvm.ir.Expr) -> tvm.ir.Expr:
         if expr not in self._rounded:
-            if is_constant(expr):
-                self._rounded[expr] = relax.const(tf32_array(array_of(expr)), "float32")
-            else:
-                call = self.builder_.call_te(_tf32, self.visit_expr(expr), primfunc_name_hint="round_to_tf32")
-                self._rounded[expr] = self.builder_.emit(call)
+            self._rounded[expr] = (
+                relax.const(tf32_array(array_of(expr)), "float32")
+                if is_constant(expr)
+                else new.emit(new.kernel(_tf32, new.of(expr), name="round_to_tf32"))
+            )
         return self._rounded[expr]
 
 

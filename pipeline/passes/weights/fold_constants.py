@@ -6,7 +6,6 @@ import math
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from relaxtune.pipeline.passes.kit.ir import (
     binding_count,
@@ -17,6 +16,7 @@ from relaxtune.pipeline.passes.kit.ir import (
     static_shape,
     with_main,
 )
+from relaxtune.pipeline.passes.kit.rewrite import replace_constants
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 # A fold may make a constant this large out of nothing (the causal mask of 2048 tokens in float32 is 16 MiB) ...
@@ -36,51 +36,21 @@ def fold_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     if not large:
         return _fold(mod, state)
     main = main_of(mod)
-    hidden = _Hide(large)
-    body = hidden.visit_expr(main)
-    params = [*main.params, *hidden.params]
-    opaque = relax.Function(params, body.body, body.ret_ty, body.is_pure, body.attrs)
+    hidden: dict[relax.Var, tvm.ir.Expr] = {}
+
+    def hide(constant: tvm.ir.Expr, reader: relax.Var | None) -> tvm.ir.Expr:
+        if reader not in large:
+            return constant
+        param = relax.Var(f"hidden_constant_{len(hidden)}", constant.ty)
+        hidden[param] = constant
+        return param
+
+    body = replace_constants(main, hide)
+    opaque = relax.Function([*main.params, *hidden], body.body, body.ret_ty, body.is_pure, body.attrs)
     folded = _fold(with_main(mod, opaque), state)
-    names = dict(zip((param.name for param in hidden.params), hidden.constants, strict=True))
-    body = _Show(names).visit_expr(main_of(folded))
-    shown = relax.Function(body.params[: len(main.params)], body.body, body.ret_ty, body.is_pure, body.attrs)
+    params = main_of(folded).params[len(main.params) :]
+    shown = main_of(folded).bind_params(dict(zip(params, hidden.values(), strict=True)))
     return with_main(folded, shown)
-
-
-@mutator
-class _Hide(PyExprMutator):  # type: ignore[misc]
-    """Replace the constants in the bindings of some variables by new parameters."""
-
-    def __init__(self, large: set[relax.Var]) -> None:
-        super().__init__()
-        self._large = large
-        self._hiding = False
-        self.params: list[relax.Var] = []
-        self.constants: list[tvm.ir.Expr] = []
-
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        self._hiding = binding.var in self._large
-        super().visit_var_binding_(binding)
-        self._hiding = False
-
-    def visit_generic_const_(self, op: tvm.ir.Expr) -> tvm.ir.Expr:
-        if not self._hiding:
-            return op
-        self.params.append(relax.Var(f"hidden_constant_{len(self.params)}", op.ty))
-        self.constants.append(op)
-        return self.params[-1]
-
-
-@mutator
-class _Show(PyExprMutator):  # type: ignore[misc]
-    """Put the hidden constants back."""
-
-    def __init__(self, constants: dict[str, tvm.ir.Expr]) -> None:
-        super().__init__()
-        self._constants = constants
-
-    def visit_var_(self, op: relax.Var) -> tvm.ir.Expr:
-        return self._constants.get(op.name) or super().visit_var_(op)
 
 
 def _fold(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, constants_in, main_of
+from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, constants_in, main_of, with_functions
+from relaxtune.pipeline.passes.kit.rewrite import replace_constants
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 Fingerprint = tuple[str, tuple[int, ...], bytes]
@@ -30,16 +30,6 @@ def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
     """Return whether two arrays of one dtype and shape hold the same bits (NaN equals itself, -0 is not 0)."""
     left, right = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
     return bool(np.array_equal(left, right))
-
-
-@mutator
-class _Replace(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, params: dict[tvm.ir.Expr, relax.Var]) -> None:
-        super().__init__()
-        self._params = params
-
-    def visit_generic_const_(self, op: tvm.ir.Expr) -> tvm.ir.Expr:
-        return self._params.get(op, op)
 
 
 def lift_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -73,11 +63,9 @@ def lift_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
             alike.append(param)
             lifted.append(param)
         params[constant] = param
-    body: relax.Function = _Replace(params).visit_expr(main)
+    body = replace_constants(main, lambda constant, _reader: params.get(constant, constant))
     function = relax.Function([*body.params, *lifted], body.body, body.ret_ty, body.is_pure, body.attrs)
-    mod = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
-    mod[mod.get_global_var("main")] = function.with_attr("num_input", inputs)
-    return mod
+    return with_functions(mod, {mod.get_global_var("main"): function.with_attr("num_input", inputs)})
 
 
 class _Names:

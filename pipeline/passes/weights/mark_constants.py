@@ -5,15 +5,8 @@ from __future__ import annotations
 import tvm
 from tvm import relax, tirx
 
-from relaxtune.pipeline.passes.kit.ir import (
-    bindings_of,
-    called_function,
-    is_constant,
-    main_of,
-    static_shape,
-    users_of,
-    values_of,
-)
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import called_function, is_constant, static_shape, with_functions
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.functions.attention import spec_of
 from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR, INPUT_PARAMS_ATTR, OWN_OUTPUTS_ATTR
@@ -51,15 +44,16 @@ def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     """
     if state.target.kind.name != "cuda":
         return mod
-    main = main_of(mod)
+    graph = Graph(mod)
+    main = graph.main
     count = len(state.graph.inputs)
     weights, inputs = set(main.params[count:]), set(main.params[:count])
     if not all(static_shape(param) is not None for param in inputs):
         inputs = set()
-    results = _results(main) if inputs else {}
+    results = _results(graph) if inputs else {}
     attributes = (CONSTANT_PARAMS_ATTR, INPUT_PARAMS_ATTR, OWN_OUTPUTS_ATTR)
     marked: dict[str, dict[tvm.ir.GlobalVar, set[int]]] = {attribute: {} for attribute in attributes}
-    for binding in bindings_of(main):
+    for binding in graph.bindings:
         callee = called_function(binding.value)
         if callee is None:
             continue
@@ -71,12 +65,13 @@ def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
         for attribute, found in zip(attributes, (constant, given, own), strict=True):
             known = marked[attribute]
             known[callee] = known[callee] & found if callee in known else found
-    result = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
+    changed: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
     for attribute, functions in marked.items():
         for callee, positions in functions.items():
-            if positions and isinstance(mod[callee], tirx.PrimFunc) and _is_read(attribute, mod[callee]):
-                result[callee] = result[callee].with_attr(attribute, sorted(positions))
-    return result
+            func = changed.get(callee, mod[callee])
+            if positions and isinstance(func, tirx.PrimFunc) and _is_read(attribute, func):
+                changed[callee] = func.with_attr(attribute, sorted(positions))
+    return with_functions(mod, changed)
 
 
 def _is_read(attribute: str, func: tirx.PrimFunc) -> bool:
@@ -84,19 +79,15 @@ def _is_read(attribute: str, func: tirx.PrimFunc) -> bool:
     return attribute == CONSTANT_PARAMS_ATTR or spec_of(func) is not None
 
 
-def _results(main: relax.Function) -> dict[relax.Var, set[int]]:
+def _results(graph: Graph) -> dict[relax.Var, set[int]]:
     """Return the outputs of each call that are results of `main` and that nothing else reads."""
-    values, users = values_of(main), users_of(main)
-    whole = values.get(main.body.body, main.body.body)
-    returned = list(whole.fields) if isinstance(whole, relax.Tuple) else []
+    result = graph.main.body.body
+    whole = graph.values.get(result, result)
     found: dict[relax.Var, set[int]] = {}
-    for field in returned:
-        value = values.get(field) if isinstance(field, relax.Var) else None
-        if not isinstance(value, relax.TupleGetItem) or any(
-            user not in (main.body.body, field) for user in users.get(field, [])
-        ):
-            continue
-        found.setdefault(value.tuple_value, set()).add(int(value.index))
+    for field in whole.fields if isinstance(whole, relax.Tuple) else []:
+        value = graph.value(field)
+        if isinstance(value, relax.TupleGetItem) and all(user in (result, field) for user in graph.readers(field)):
+            found.setdefault(value.tuple_value, set()).add(int(value.index))
     return found
 
 

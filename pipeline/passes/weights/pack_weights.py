@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from relaxtune.pipeline.passes.kit.ir import (
     array_of,
     bindings_of,
     dtype_of,
-    emit_named,
+    longest_row_axis,
     main_of,
     multiplies_by_matrix,
-    rewrite_main,
-    shape_of,
     static_shape,
 )
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.cpu.packing import pack_weight, packed_matmul, panel_width
 from relaxtune.schedules.targets import CpuLimits, target_limits
@@ -41,9 +39,9 @@ def pack_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     main = main_of(mod)
     if not isinstance(limits, CpuLimits) or not any(_can_pack(binding.value) for binding in bindings_of(main)):
         return mod
-    packer = _Pack(mod, limits)
-    result = rewrite_main(mod, packer)
-    state.note(f"packed {packer.count} weights of {packer.bytes} bytes")
+    rule = _Pack(limits)
+    result = rewrite(mod, state, rule)
+    state.note(f"packed {len(rule.packed)} weights of {rule.bytes} bytes")
     return result
 
 
@@ -53,42 +51,22 @@ def _can_pack(value: tvm.ir.Expr) -> bool:
     )
 
 
-@mutator
-class _Pack(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.ir.IRModule, limits: CpuLimits) -> None:
-        super().__init__(mod)
+class _Pack:
+    def __init__(self, limits: CpuLimits) -> None:
         self._limits = limits
-        self._packed: dict[tuple[tvm.ir.Expr, int], tvm.ir.Expr] = {}
+        self.packed: dict[tuple[tvm.ir.Expr, int], tvm.ir.Expr] = {}
         self.bytes = 0
 
-    @property
-    def count(self) -> int:
-        """Weights packed so far."""
-        return len(self._packed)
-
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
         if not _can_pack(binding.value):
-            super().visit_var_binding_(binding)
-            return
+            return None
         left, weight = binding.value.args
         columns = (static_shape(weight) or ())[1]
         dtype = dtype_of(binding.var)
-        width = panel_width(_longest_row_axis(left), columns, dtype, self._limits)
+        width = panel_width(longest_row_axis(left), columns, dtype, self._limits)
         key = (weight, width)
-        if key not in self._packed:
+        if key not in self.packed:
             packed = pack_weight(array_of(weight), width)
-            self._packed[key] = relax.const(packed)
+            self.packed[key] = relax.const(packed)
             self.bytes += packed.nbytes
-        operands = (self.visit_expr(left), self._packed[key])
-        emit_named(
-            self,
-            binding.var,
-            self.builder_.call_te(packed_matmul(columns, dtype), *operands, primfunc_name_hint="packed_matmul"),
-        )
-
-
-def _longest_row_axis(left: tvm.ir.Expr) -> int | None:
-    """Return the longest of the axes before the last, None when one is symbolic."""
-    rows = (shape_of(left) or [])[:-1]
-    known = [int(axis) for axis in rows if isinstance(axis, tvm.tirx.IntImm)]
-    return max(known) if len(known) == len(rows) else None
+        return new.kernel(packed_matmul(columns, dtype), new.of(left), self.packed[key], name="packed_matmul")

@@ -5,20 +5,18 @@ from __future__ import annotations
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from relaxtune.pipeline.passes.kit.ir import (
     array_of,
     bindings_of,
     dtype_of,
-    emit_extra,
-    emit_named,
+    longest_row_axis,
     main_of,
     multiplies_by_matrix,
-    rewrite_main,
     shape_of,
     static_shape,
 )
+from relaxtune.pipeline.passes.kit.rewrite import OPAQUE, Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.weights.turn_weights import turned_matmul
 from relaxtune.pipeline.precision.onnx_weights import MatmulWeights
@@ -30,8 +28,6 @@ from relaxtune.schedules.targets import CpuLimits, target_limits
 
 # Rows that a kernel for few of them takes: it reads the packed weight once and multiplies all rows by it.
 FEW_ROWS = 16
-# TVM's OpPatternKind.kOpaque: fused with nothing, so that the matrix is written once and the matmul is a matmul.
-_OPAQUE = 8
 _HALF = "float16"
 
 
@@ -57,11 +53,11 @@ def quantise_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     if not found:
         state.note("no matmul by a constant matrix found")
         return mod
-    rewriter = _Quantise(mod, state, policy, found)
-    result = rewrite_main(mod, rewriter)
+    rule = _Quantise(state, policy, found)
+    result = rewrite(mod, state, rule)
     for var in found:
         state.quantised_nodes.update(name for name in state.nodes_of([var.name]) if weights.is_matmul(name))
-    state.note(f"{len(found)} weights of {rewriter.bytes_before} bytes quantised to {rewriter.bytes_after}")
+    state.note(f"{len(found)} weights of {rule.bytes_before} bytes quantised to {rule.bytes_after}")
     return result
 
 
@@ -81,41 +77,35 @@ def _is_known(binding: relax.VarBinding, weights: MatmulWeights, state: Lowering
     return fits
 
 
-@mutator
-class _Quantise(PyExprMutator):  # type: ignore[misc]
-    def __init__(
-        self, mod: tvm.ir.IRModule, state: LoweringState, policy: PrecisionPolicy, found: set[relax.Var]
-    ) -> None:
-        super().__init__(mod)
-        self._state, self._policy, self._found = state, policy, found
+class _Quantise:
+    def __init__(self, state: LoweringState, policy: PrecisionPolicy, found: set[relax.Var]) -> None:
+        self._policy, self._found = policy, found
         limits = target_limits(state.target) if state.target.kind.name == "llvm" else None
         self._cpu = limits if isinstance(limits, CpuLimits) else None
         self._known: dict[tvm.ir.Expr, QuantisedMatrix] = {}
         self.bytes_before = self.bytes_after = 0
 
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
         if binding.var not in self._found:
-            super().visit_var_binding_(binding)
-            return
+            return None
         left, weight = binding.value.args
         matrix = self._quantised(weight)
-        x = self.visit_expr(left)
-        rows = _rows(left)
+        x, rows = new.of(left), _rows(left)
         k, columns = array_of(weight).shape
         shape, dtype = (k, matrix.bits, matrix.group), dtype_of(binding.var)
         if self._cpu is not None:
-            width = panel_width(_longest(left), columns, "float32", self._cpu)
+            width = panel_width(longest_row_axis(left), columns, "float32", self._cpu)
             packed, scales = (relax.const(array) for array in packed_panels(matrix, width))
             compute = matmul_of_panels(k, columns, matrix.bits, matrix.group, dtype)
-            made = self.builder_.call_te(compute, x, packed, scales, primfunc_name_hint="quantised_matmul")
-        elif rows is not None and rows <= FEW_ROWS:
-            packed, scales = _stored_rows(matrix)
-            compute = matmul_of_rows(*shape, dtype)
-            made = self.builder_.call_te(compute, x, packed, scales, primfunc_name_hint="quantised_matmul")
-        else:
-            whole = self._dequantised(binding.var, matrix, k)
-            made = self.builder_.call_te(turned_matmul(dtype), x, whole, primfunc_name_hint="matmul")
-        emit_named(self, binding.var, made)
+            return new.kernel(compute, x, packed, scales, name="quantised_matmul")
+        if rows is not None and rows <= FEW_ROWS:
+            return new.kernel(matmul_of_rows(*shape, dtype), x, *_stored_rows(matrix), name="quantised_matmul")
+        # A kernel of its own writes the matrix in float16, once; constants are not folded through it.
+        name = f"{binding.var.name}__weight"
+        new.state.unfolded.add(name)
+        compute = dequantise_rows(*shape, _HALF)
+        made = new.kernel(compute, *_stored_rows(matrix), name="dequantise", op_pattern=OPAQUE)
+        return new.kernel(turned_matmul(dtype), x, new.extra(name, made, [binding.var]), name="matmul")
 
     def _quantised(self, weight: tvm.ir.Expr) -> QuantisedMatrix:
         if weight not in self._known:
@@ -127,22 +117,6 @@ class _Quantise(PyExprMutator):  # type: ignore[misc]
             self.bytes_before += array_of(weight).nbytes
             self.bytes_after += matrix.levels.size * bits // 8 + matrix.scales.nbytes
         return self._known[weight]
-
-    def _dequantised(self, var: relax.Var, matrix: QuantisedMatrix, k: int) -> relax.Var:
-        """Emit the kernel that writes the matrix in float16; constants are not folded through it."""
-        name = f"{var.name}__weight"
-        self._state.sources[name] = self._state.nodes_of([var.name])
-        self._state.unfolded.add(name)
-        return emit_extra(
-            self,
-            name,
-            self.builder_.call_te(
-                dequantise_rows(k, matrix.bits, matrix.group, _HALF),
-                *_stored_rows(matrix),
-                primfunc_name_hint="dequantise",
-                primfunc_attrs={"op_pattern": _OPAQUE},
-            ),
-        )
 
 
 def _stored_rows(matrix: QuantisedMatrix) -> tuple[tvm.ir.Expr, tvm.ir.Expr]:
@@ -157,9 +131,3 @@ def _rows(left: tvm.ir.Expr) -> int | None:
             return None
         rows *= int(axis)
     return rows
-
-
-def _longest(left: tvm.ir.Expr) -> int | None:
-    axes = (shape_of(left) or [])[:-1]
-    known = [int(axis) for axis in axes if isinstance(axis, tvm.tirx.IntImm)]
-    return max(known) if len(known) == len(axes) else None

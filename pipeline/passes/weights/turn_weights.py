@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 
 import numpy as np
 import tvm
 from tvm import relax, te
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from relaxtune.pipeline.passes.kit.ir import (
     array_of,
     bindings_of,
     dtype_of,
-    emit_named,
     is_constant,
     is_op,
     main_of,
-    rewrite_main,
     shape_of,
     static_shape,
 )
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.targets import Feature, target_features
 
@@ -44,17 +42,20 @@ def turn_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     (1.00), 1.03 (1.00) and 1.01 (1.00) times as long with 128, 512, 1024 and 4096 rows, Llama-1B's with 128 rows 1.01
     (1.01). Only tiles of 96 columns are faster so, and they are seldom the fastest.
     """
-    main = main_of(mod)
     if state.target.kind.name != "cuda":
         return mod
     wgmma = Feature.WGMMA in target_features(state.target)
-    found = {binding.var for binding in bindings_of(main) if _turns(binding.value, wgmma)}
+    found = {binding.var: binding.value for binding in bindings_of(main_of(mod)) if _turns(binding.value, wgmma)}
     if not found:
         return mod
-    turner = _Turn(mod, found)
-    result = rewrite_main(mod, turner)
-    state.note(f"{turner.count} weights turned")
-    return result
+    state.note(f"{len(found)} weights turned")
+    return replace_found(mod, state, found, _turned)
+
+
+def _turned(new: Rewriter, binding: relax.VarBinding, matmul: relax.Call) -> tvm.ir.Expr:
+    data, weight = matmul.args
+    turned = relax.const(np.ascontiguousarray(array_of(weight).T), dtype_of(weight))
+    return new.kernel(turned_matmul(dtype_of(binding.var)), new.of(data), turned, name="matmul")
 
 
 def _turns(value: tvm.ir.Expr, wgmma: bool) -> bool:
@@ -68,26 +69,6 @@ def _turns(value: tvm.ir.Expr, wgmma: bool) -> bool:
         return wgmma and dtype_of(value.args[0]) in _INTEGERS and rows % _ALIGNMENT == 0
     size = _BYTES.get(dtype)
     return size is not None and columns * size % _ALIGNMENT != 0 and rows * size % _ALIGNMENT == 0
-
-
-@mutator
-class _Turn(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.ir.IRModule, found: Set[relax.Var]) -> None:
-        super().__init__(mod)
-        self._found = found
-        self.count = 0
-
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        value = binding.value
-        if binding.var not in self._found:
-            super().visit_var_binding_(binding)
-            return
-        weight = np.ascontiguousarray(array_of(value.args[1]).T)
-        turned = relax.const(weight, dtype_of(value.args[1]))
-        compute = turned_matmul(dtype_of(binding.var))
-        self.count += 1
-        made = self.builder_.call_te(compute, self.visit_expr(value.args[0]), turned, primfunc_name_hint="matmul")
-        emit_named(self, binding.var, made)
 
 
 def turned_matmul(dtype: str) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:

@@ -1,0 +1,54 @@
+"""`Graph`: what binds, and what reads, each variable of `main`."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import tvm
+from tvm import relax
+
+from relaxtune.pipeline.passes.kit.ir import bindings_of, is_op, main_of, users_of, values_of
+
+
+class Graph:
+    """The bindings of `main`, in execution order."""
+
+    def __init__(self, mod: tvm.ir.IRModule) -> None:
+        self.mod = mod
+        self.main = main_of(mod)
+        self.bindings = tuple(bindings_of(self.main))
+        self.values = values_of(self.main)
+
+    @cached_property
+    def order(self) -> dict[relax.Var, int]:
+        """Variable -> place of its binding."""
+        return {binding.var: place for place, binding in enumerate(self.bindings)}
+
+    @cached_property
+    def users(self) -> dict[relax.Var, list[relax.Var]]:
+        """Variable -> variables whose bindings read it; a result of `main` reads itself, see `users_of`."""
+        return users_of(self.main)
+
+    def value(self, expr: tvm.ir.Expr | None) -> tvm.ir.Expr | None:
+        """Return what a variable is bound to; None for anything else, inputs included."""
+        return self.values.get(expr) if isinstance(expr, relax.Var) else None
+
+    def readers(self, var: relax.Var) -> list[relax.Var]:
+        """Return the variables whose bindings read `var`, itself where it is a result."""
+        return self.users.get(var, [])
+
+    def only_reader(self, var: relax.Var) -> relax.Var | None:
+        """Return the variable whose binding alone reads `var`, once; None where there are more, or it is a result."""
+        readers = self.readers(var)
+        return readers[0] if len(readers) == 1 and readers[0] != var else None
+
+    def behind(self, expr: tvm.ir.Expr, *names: str) -> list[relax.Var]:
+        """Return the variables from `expr` back through calls of the named operators, by their first operands."""
+        path: list[relax.Var] = []
+        while isinstance(expr, relax.Var):
+            path.append(expr)
+            value = self.value(expr)
+            if not is_op(value, *names):
+                break
+            expr = value.args[0]
+        return path
