@@ -33,6 +33,8 @@ sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
 
+from relaxtune.tuning_db.contract import TuningDatabase  # noqa: E402
+from relaxtune.tuning_db.lookup import Question  # noqa: E402
 from relaxtune.tuning_db.questions import insights  # noqa: E402
 from relaxtune.tuning_db.records import (  # noqa: E402
     Environment,
@@ -44,7 +46,7 @@ from relaxtune.tuning_db.records import (  # noqa: E402
     TuningRecord,
     Workload,
 )
-from relaxtune.tuning_db.store import TuningDatabase  # noqa: E402
+from relaxtune.tuning_db.store import SqlDatabase  # noqa: E402
 
 WORKLOADS = 500
 MODELS = 20
@@ -137,24 +139,23 @@ def fill(database: TuningDatabase, total: int, before_last: Callable[[], None] |
 
 
 def measure_ours(url: str, total: int, repeats: int, realtime: bool) -> dict[str, object]:
-    with TuningDatabase.open(url) as database:
+    with SqlDatabase.open(url) as database:
         jobs, batches = fill(database, total, (lambda: take_processor(url)) if realtime else None)
         size = database.info().size_bytes
     opens = []
     for _ in range(10):
         began = time.perf_counter()
-        TuningDatabase.open(url).close()
+        SqlDatabase.open(url).close()
         opens.append((time.perf_counter() - began) * 1e3)
-    with TuningDatabase.open(url) as database:
+    with SqlDatabase.open(url) as database:
 
-        def question(number: int) -> dict[str, object]:
+        def question(number: int) -> Question:
             workload = make_workload(number * 37 % WORKLOADS)
-            keys = {"workload_hash": workload.workload_hash, "signature_key": workload.signature_key}
-            return {**keys, "target": TARGET, "environment": HERE}
+            return Question(workload.workload_hash, workload.signature_key, TARGET, HERE)
 
-        first = timed(lambda: database.find_best(**question(0)))
-        best = [timed(lambda n=n: database.find_best(**question(n))) for n in range(1, repeats)]
-        top = [timed(lambda n=n: database.list_top(**question(n), k=10)) for n in range(1, repeats)]
+        first = timed(lambda: database.find_best(question(0)))
+        best = [timed(lambda n=n: database.find_best(question(n))) for n in range(1, repeats)]
+        top = [timed(lambda n=n: database.list_top(question(n), k=10)) for n in range(1, repeats)]
         single = [
             timed(lambda r=r: database.record_measurement(r))
             for r in make_records(total, repeats, total + repeats, jobs)

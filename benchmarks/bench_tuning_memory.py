@@ -37,7 +37,7 @@ from relaxtune.pipeline.tuning.options import TuningOptions  # noqa: E402
 from relaxtune.pipeline.tuning.progress import ProgressEvent  # noqa: E402
 from relaxtune.pipeline.tuning.session import tune  # noqa: E402
 from relaxtune.schedules.targets import resolve_target  # noqa: E402
-from relaxtune.tuning_db.store import TuningDatabase  # noqa: E402
+from relaxtune.tuning_db.store import SqlDatabase  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tuning-memory.json"
 EVERY = 50
@@ -124,7 +124,7 @@ def main() -> None:
     target = resolve_target("llvm")
     samples = Samples()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as work, TuningDatabase.open(Path(work) / "tuning.db") as database:
+    with tempfile.TemporaryDirectory() as work, SqlDatabase.open(Path(work) / "tuning.db") as database:
         summary = tune(
             [make_matmul(64 * (number + 1)) for number in range(arguments.tasks)],
             target=target,

@@ -35,7 +35,7 @@ from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.progress import ProgressEvent
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.tuning_db.records import Route
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 
 WITHIN = 0.95
 
@@ -69,7 +69,7 @@ def tuned(prepared: PreparedModel, url: str, options: TuningOptions) -> dict[str
     """Tune and return the trajectory and the figures of one arm."""
     trajectory = Trajectory()
     began = time.perf_counter()
-    with TuningDatabase.open(url) as database:
+    with SqlDatabase.open(url) as database:
         summary = tune(
             prepared.tasks,
             target=prepared.target,

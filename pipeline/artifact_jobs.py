@@ -34,7 +34,7 @@ from relaxtune.pipeline.validate.validation import (
     sample_inputs,
     validate,
 )
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -114,7 +114,7 @@ def validate_artifact(
     module = Module.load(directory)
     model = reference_model(module, source)
     # Opened first: a database that cannot be had is told before the work.
-    with nullcontext() if asked.database is None else TuningDatabase.open(asked.database) as database:
+    with nullcontext() if asked.database is None else SqlDatabase.open(asked.database) as database:
         if module.manifest.buckets is not None:
             module = prove_and_record(directory, module, model)
         inputs: Sequence[Arrays] = route_inputs(module, model, samples=asked.samples, seed=asked.seed)
@@ -149,7 +149,7 @@ def bench_artifact(
     module = Module.load(directory)
     model = reference_model(module, source)
     reports: dict[str, BenchmarkReport] = {}
-    with nullcontext() if database is None else TuningDatabase.open(database) as opened:
+    with nullcontext() if database is None else SqlDatabase.open(database) as opened:
         for name, dims in (route_sizes(module, model) or {"": {}}).items():
             inputs = unpadded_inputs(model, seed=seed, dims=default_dims(model) | dims)
             report = measure_module(module, model, inputs, against=against, runs=runs, warmup=warmup)

@@ -14,9 +14,9 @@ from relaxtune.pipeline.bench.measure import BenchmarkReport
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.schedules.targets import resolve_target
+from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Environment, canonical_json, utc_now
-from relaxtune.tuning_db.sql.outcomes import Artifact, Benchmark, Validation
-from relaxtune.tuning_db.store import TuningDatabase
 
 _US_PER_MS = 1e3
 

@@ -32,8 +32,8 @@ from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.progress import ProgressListener
 from relaxtune.pipeline.tuning.session import require_valid, tune
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route
-from relaxtune.tuning_db.store import TuningDatabase
 
 
 @dataclass(frozen=True)

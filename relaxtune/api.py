@@ -34,9 +34,10 @@ from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES
 from relaxtune.pipeline.validate.comparison import Comparison
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.schedules.errors import ScheduleError
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import TuningDatabaseError
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 
 __all__ = [
     "ArtifactError",
@@ -229,7 +230,7 @@ def report(directory: str | Path, *, database: str | Path | None = None) -> Repo
 
 def open_database(url: str | Path, *, mode: Mode | str = Mode.READ_ONLY, create: bool = False) -> TuningDatabase:
     """Return the tuning database at a file or URL, to read unless `mode` says `tune`; a context manager."""
-    return TuningDatabase.open(url, mode=Mode(mode), create=create)
+    return SqlDatabase.open(url, mode=Mode(mode), create=create)
 
 
 def _request(source: str | Path, options: ModelOptions) -> ModelRequest:

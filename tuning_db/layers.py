@@ -1,26 +1,41 @@
 """A user's database over shared ones: one door, several layers.
 
-Writes go to the first layer alone; the others are opened read-only. A look-up asks every layer and ranks the answers
-by the rules of `tuning_db.lookup`, as if they were one database; of equals, the upper layer wins. Every record found
-says in `layer` which database it comes from. A record of a workload that only a lower layer has takes the workload
-along. Jobs, queries and exchange concern the first layer.
+The first layer alone is written; the others are opened read-only. A question about records or workloads goes to every
+layer, and the answers are put together as if they were one database: a record that several layers hold is one record,
+that of the upper layer. Every record found names in `layer` the database it comes from. A record of a workload that
+only a lower layer has takes the workload along.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
-from sqlalchemy import Engine
-
+from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
+from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase
 from relaxtune.tuning_db.errors import DatabaseUrlError
-from relaxtune.tuning_db.lookup import DeviceRank, rank_record
-from relaxtune.tuning_db.records import Environment, Mode, RecordFilter, Route, TargetKey, TuningRecord, Workload
-from relaxtune.tuning_db.sql.engine import Location, parse_location
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.lookup import Question, rank_record
+from relaxtune.tuning_db.records import (
+    DatabaseInfo,
+    Job,
+    JobTask,
+    Mode,
+    RecordFilter,
+    Status,
+    TargetKey,
+    TuningRecord,
+    Workload,
+)
+from relaxtune.tuning_db.sql.engine import parse_location
+from relaxtune.tuning_db.store import SqlDatabase
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+T = TypeVar("T")
 
 
 def open_databases(urls: Sequence[str | Path], *, mode: Mode = Mode.TUNE, create: bool = True) -> TuningDatabase:
@@ -32,17 +47,17 @@ def open_databases(urls: Sequence[str | Path], *, mode: Mode = Mode.TUNE, create
         See `LayeredDatabase.open_layers`.
     """
     if len(urls) == 1:
-        return TuningDatabase.open(urls[0], mode=mode, create=create)
+        return SqlDatabase.open(urls[0], mode=mode, create=create)
     return LayeredDatabase.open_layers(urls, mode=mode, create=create)
 
 
 class LayeredDatabase(TuningDatabase):
-    """A `TuningDatabase` that also finds what shared databases know."""
+    """Several databases as one: the first is written, and what the others know is found too."""
 
-    def __init__(self, location: Location, engine: Engine, mode: Mode) -> None:
-        """Hold the first layer; use `LayeredDatabase.open_layers`."""
-        super().__init__(location, engine, mode)
-        self._below: tuple[TuningDatabase, ...] = ()
+    def __init__(self, first: TuningDatabase, below: Sequence[TuningDatabase]) -> None:
+        """Hold open databases, which are closed with this one."""
+        self._first = first
+        self._all = (first, *below)
         # Workloads, by hash and TVM version, that the first layer is known to have.
         self._own: set[tuple[str, str]] = set()
 
@@ -55,96 +70,141 @@ class LayeredDatabase(TuningDatabase):
         DatabaseUrlError
             No URL is given, or one twice.
         TuningDatabaseError
-            See `TuningDatabase.open`; a shared database has to be there.
+            See `SqlDatabase.open`; a shared database has to be there.
         """
         places = [parse_location(url).shown for url in urls]
         if not places or len(set(places)) != len(places):
             raise DatabaseUrlError(f"Layers need one database or more, each once: got {places}.")
         with ExitStack() as opened:
-            below = [opened.enter_context(TuningDatabase.open(url, mode=Mode.READ_ONLY)) for url in urls[1:]]
-            database = cls.open(urls[0], mode=mode, create=create)
-            database._below = tuple(below)
+            below = [opened.enter_context(SqlDatabase.open(url, mode=Mode.READ_ONLY)) for url in urls[1:]]
+            database = cls(SqlDatabase.open(urls[0], mode=mode, create=create), below)
             opened.pop_all()
         return database
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The databases, the upper one first."""
-        return (self.url, *(layer.url for layer in self._below))
+        return tuple(layer.url for layer in self._all)
+
+    @property
+    def url(self) -> str:
+        return self._first.url
+
+    @property
+    def mode(self) -> Mode:
+        return self._first.mode
+
+    @property
+    def writes(self) -> int:
+        return self._first.writes
 
     def close(self) -> None:
-        """Close all layers."""
-        super().close()
-        for layer in self._below:
+        for layer in self._all:
             layer.close()
 
-    def list_top(
-        self,
-        *,
-        workload_hash: str | None,
-        signature_key: str | None,
-        target: TargetKey,
-        environment: Environment,
-        route: Route | None = None,
-        k: int = 10,
-    ) -> list[TuningRecord]:
-        """Return up to `k` records that are true here from all layers, the best first."""
+    def read(self, work: Callable[[Session], T], *, single: bool = False) -> T:
+        return self._first.read(work, single=single)
 
-        def ask(layer: TuningDatabase) -> list[TuningRecord]:
-            find = super(LayeredDatabase, self).list_top if layer is self else layer.list_top
-            return find(
-                workload_hash=workload_hash,
-                signature_key=signature_key,
-                target=target,
-                environment=environment,
-                route=route,
-                k=k,
-            )
+    def write(self, work: Callable[[Session], T]) -> T:
+        return self._first.write(work)
 
-        found: list[tuple[DeviceRank, float, int, TuningRecord]] = []
-        seen: set[str] = set()
-        for depth, layer in enumerate((self, *self._below)):
-            for record in ask(layer):
-                rank = rank_record(target, environment, record)
-                # A record merged from one layer into another is one record.
-                if rank is not None and record.latency_us is not None and record.key not in seen:
-                    seen.add(record.key)
-                    named = dataclasses.replace(record, layer=layer.url)
-                    found.append((rank, record.latency_us, depth, named))
-        # Stable: inside a layer the order is that of the answer.
-        found.sort(key=lambda item: item[:3])
-        return [record for *_, record in found[:k]]
-
-    def list_known(self, filters: RecordFilter, *, workload_hashes: Sequence[str]) -> list[TuningRecord]:
-        """Return the records of some workloads that a filter selects, of all layers, each once."""
-        found: dict[str, TuningRecord] = {}
-        for layer in (self, *self._below):
-            find = super().list_known if layer is self else layer.list_known
-            for record in find(filters, workload_hashes=workload_hashes):
-                found.setdefault(record.key, dataclasses.replace(record, layer=layer.url))
-        return list(found.values())
+    # -- writing -----------------------------------------------------------------------------------------------------
 
     def record_all(self, *, workloads: Sequence[Workload], records: Sequence[TuningRecord]) -> list[int]:
-        """Keep workloads and records in one transaction, with those workloads that only a lower layer has."""
         given = {(workload.workload_hash, workload.tvm_version) for workload in workloads}
         wanted = {(record.workload_hash, record.environment.tvm_version) for record in records} - given
         carried = [workload for key in sorted(wanted - self._own) if (workload := self._only_below(*key)) is not None]
-        ids = super().record_all(workloads=[*carried, *workloads], records=records)
+        ids = self._first.record_all(workloads=[*carried, *workloads], records=records)
         self._own |= given | wanted
         return ids
 
-    def record_measurements(self, records: Sequence[TuningRecord]) -> list[int]:
-        """Keep records, all or none, with the workloads of theirs that only a lower layer has."""
-        batch = list(records)
-        return self.record_all(workloads=[], records=batch) if batch else []
-
     def _only_below(self, workload_hash: str, tvm_version: str) -> Workload | None:
-        own = super().find_workload(workload_hash, tvm_version)
+        own = self._first.find_workload(workload_hash, tvm_version)
         return None if own is not None else self.find_workload(workload_hash, tvm_version)
 
+    def start_job(self, *, model: str, model_sha256: str, target: TargetKey, options: str = "{}") -> Job:
+        return self._first.start_job(model=model, model_sha256=model_sha256, target=target, options=options)
+
+    def finish_job(self, job_id: str, outcome: str) -> Job:
+        return self._first.finish_job(job_id, outcome)
+
+    def record_job_tasks(self, job_id: str, tasks: Sequence[JobTask]) -> None:
+        self._first.record_job_tasks(job_id, tasks)
+
+    def record_artifact(self, artifact: Artifact) -> None:
+        self._first.record_artifact(artifact)
+
+    def record_validation(self, validation: Validation) -> None:
+        self._first.record_validation(validation)
+
+    def record_benchmark(self, benchmark: Benchmark) -> None:
+        self._first.record_benchmark(benchmark)
+
+    # -- records and workloads, of all layers ------------------------------------------------------------------------
+
+    def _each_once(self, ask: Callable[[TuningDatabase], Iterable[TuningRecord]]) -> list[TuningRecord]:
+        """Return what the layers answer, the upper layer's first; a record of two layers is the upper one's."""
+        found: dict[str, TuningRecord] = {}
+        for layer in self._all:
+            for record in ask(layer):
+                found.setdefault(record.key, dataclasses.replace(record, layer=layer.url))
+        return list(found.values())
+
+    def list_top(self, question: Question, *, k: int = 10) -> list[TuningRecord]:
+        found = self._each_once(lambda layer: layer.list_top(question, k=k))
+        ranks = [(rank_record(question.target, question.environment, record), record.latency_us) for record in found]
+        # Of equal records the upper layer's comes first; inside a layer its own order holds.
+        ranked = [(*rank, number) for number, rank in enumerate(ranks)]
+        return [found[number] for *_, number in sorted(ranked)][: max(k, 0)]
+
+    def list_failed(self, question: Question, *, status: Status | None = None) -> list[TuningRecord]:
+        return self._each_once(lambda layer: layer.list_failed(question, status=status))
+
+    def list_records(
+        self, filters: RecordFilter = NO_FILTER, *, limit: int | None = None, offset: int = 0
+    ) -> list[TuningRecord]:
+        end = None if limit is None else offset + limit
+        return self._each_once(lambda layer: layer.list_records(filters))[offset:end]
+
+    def list_known(self, filters: RecordFilter, *, workload_hashes: Sequence[str]) -> list[TuningRecord]:
+        return self._each_once(lambda layer: layer.list_known(filters, workload_hashes=workload_hashes))
+
+    def count_records(self, filters: RecordFilter = NO_FILTER) -> int:
+        return len(self.list_records(filters))
+
     def find_workload(self, workload_hash: str, tvm_version: str | None = None) -> Workload | None:
-        """Return a workload of the uppermost layer that has it, or None."""
-        found = super().find_workload(workload_hash, tvm_version)
-        for layer in self._below:
-            found = found or layer.find_workload(workload_hash, tvm_version)
-        return found
+        found = (layer.find_workload(workload_hash, tvm_version) for layer in self._all)
+        return next((workload for workload in found if workload is not None), None)
+
+    def list_workloads(self, *, family: str | None = None, signature_key: str | None = None) -> list[Workload]:
+        found: dict[tuple[str, str], Workload] = {}
+        for layer in self._all:
+            for workload in layer.list_workloads(family=family, signature_key=signature_key):
+                found.setdefault((workload.workload_hash, workload.tvm_version), workload)
+        return list(found.values())
+
+    # -- the first layer ---------------------------------------------------------------------------------------------
+
+    def get_record(self, record_id: int) -> TuningRecord:
+        return self._first.get_record(record_id)
+
+    def get_job(self, job_id: str) -> Job:
+        return self._first.get_job(job_id)
+
+    def list_jobs(self, *, model: str | None = None, limit: int | None = None) -> list[Job]:
+        return self._first.list_jobs(model=model, limit=limit)
+
+    def list_job_tasks(self, job_id: str) -> list[JobTask]:
+        return self._first.list_job_tasks(job_id)
+
+    def list_artifacts(self, *, model: str | None = None) -> list[Artifact]:
+        return self._first.list_artifacts(model=model)
+
+    def list_validations(self, *, artifact_key: str | None = None) -> list[Validation]:
+        return self._first.list_validations(artifact_key=artifact_key)
+
+    def list_benchmarks(self, *, artifact_key: str | None = None) -> list[Benchmark]:
+        return self._first.list_benchmarks(artifact_key=artifact_key)
+
+    def info(self) -> DatabaseInfo:
+        return self._first.info()

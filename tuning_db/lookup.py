@@ -32,12 +32,14 @@ Inside a rank the lower median latency wins; equal latencies are decided by the 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from enum import IntEnum
 
 from relaxtune.tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord
 
 #: Routes whose decision is bound to one workload hash; the others are found by signature.
 WORKLOAD_ROUTES = frozenset({Route.METASCHEDULE, Route.FALLBACK})
+SIGNATURE_ROUTES = frozenset(Route) - WORKLOAD_ROUTES
 #: Routes whose decision is bound to the TVM that made it.
 TVM_BOUND_ROUTES = frozenset({Route.METASCHEDULE, Route.FALLBACK})
 #: Routes without a decision, whose kernel is what the code of the default schedules makes.
@@ -53,6 +55,34 @@ _FAMILIES = (
     ("llvm", re.compile(r"(znver)(\d+)")),
     ("llvm", re.compile(r"(x86-64-v)(\d+)")),
 )
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a look-up asks.
+
+    Attributes
+    ----------
+    workload_hash, signature_key
+        The kernel to make. A look-up without one of them does not find the routes that go by it.
+    target, environment
+        What is compiled for, and where it is to run.
+    route
+        The only route wanted; None for all.
+    """
+
+    workload_hash: str | None
+    signature_key: str | None
+    target: TargetKey
+    environment: Environment
+    route: Route | None = None
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """The routes that can be found, in a fixed order."""
+        wanted = tuple(Route) if self.route is None else (self.route,)
+        known = {True: self.workload_hash is not None, False: self.signature_key is not None}
+        return tuple(route for route in wanted if known[route in WORKLOAD_ROUTES])
 
 
 class DeviceRank(IntEnum):
@@ -113,17 +143,3 @@ def device_of(environment: Environment) -> tuple[object, ...]:
     # On a GPU the cores are those of the host, which do not run the kernel.
     cores = environment.cores if environment.device_kind == "cpu" else None
     return environment.device_kind, environment.device_name, cores
-
-
-def routes_to_search(route: Route | None, *, by_workload: bool, by_signature: bool) -> tuple[Route, ...]:
-    """Return the routes that a lookup can answer, in a fixed order.
-
-    Parameters
-    ----------
-    route : Route or None
-        The only route wanted, or None for all.
-    by_workload, by_signature : bool
-        Which keys the lookup has.
-    """
-    wanted = tuple(Route) if route is None else (route,)
-    return tuple(r for r in wanted if (by_workload if r in WORKLOAD_ROUTES else by_signature))

@@ -1,4 +1,4 @@
-"""`TuningDatabase`: the only door to the tuning database."""
+"""`SqlDatabase`: the tuning database in one SQL database, of SQLite or PostgreSQL."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Self
 from sqlalchemy import Engine, func, select
 from sqlalchemy.orm import Session, undefer
 
+from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
+from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase
 from relaxtune.tuning_db.errors import DatabaseOpenError, NotFoundError
+from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import (
     DatabaseInfo,
-    Environment,
     Job,
     JobTask,
     Mode,
@@ -25,10 +27,9 @@ from relaxtune.tuning_db.records import (
     Workload,
     utc_now,
 )
-from relaxtune.tuning_db.sql import outcomes, ranking, writing
+from relaxtune.tuning_db.sql import artifact_rows, ranking, writing
 from relaxtune.tuning_db.sql.engine import Location, database_size, make_engine, parse_location
 from relaxtune.tuning_db.sql.migrate import check_revision, current_revision, migrate
-from relaxtune.tuning_db.sql.outcomes import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.sql.rows import to_job, to_job_task, to_workload
 from relaxtune.tuning_db.sql.schema import (
     HEAD_REVISION,
@@ -46,45 +47,12 @@ from relaxtune.tuning_db.sql.schema import (
 from relaxtune.tuning_db.sql.statements import conditions, read_records, select_records
 from relaxtune.tuning_db.sql.transactions import Transactions
 
-NO_FILTER = RecordFilter()
 
-
-class TuningDatabase(Transactions):
-    """The tuning database behind a URL. This docstring is the contract; every dialect keeps it.
-
-    **Values.** All that goes in and comes out is a frozen value of `tuning_db.records`; no row, session or connection
-    leaves. A value read stays as it was read.
-
-    **Atomicity.** Each `record_*`, `start_job` and `finish_job` call is one transaction: when it returns, all of it is
-    kept, also if the process is killed in the next moment; when it raises, none of it is. `record_measurements` writes
-    its whole sequence or nothing.
-
-    **Idempotence.** Everything is stored under a natural key (sha256 of its content, or workload hash and TVM version).
-    Writing an equal value again changes nothing and returns the id of the first, so a write whose answer was lost may
-    simply be repeated. Records are never updated.
-
-    **Readers** see the last committed state at the moment of their call, never a part of a write, and do not wait for
-    writers. A call that asks more than once (an export, a query) sees one state all along. A record just written by
-    this process is seen by its next call.
-
-    **Threads** may share one instance. **Processes** open their own; an instance carried through `fork` drops the
-    connections of its parent and opens new ones, but a memory database belongs to the process that opened it and
-    refuses others.
-
-    **Locks.** A write that meets another writer waits, with a bounded number of retries and jitter, and only then
-    raises `DatabaseBusyError`. First creation by many processes at once is safe.
-
-    **Truth.** `find_best` and `list_top` return records with status `ok` only, for a target of the same kind and
-    architecture, by the rules of `tuning_db.lookup`. A failed candidate is kept with its error text.
-
-    **Modes.** `read-only` refuses every write, and opens a SQLite file so that it cannot change; `tune` and `force` are
-    alike here: what `force` means is for the tuning code.
-
-    **Errors.** Nothing but `TuningDatabaseError` and its leaves is raised for what can go wrong outside the caller.
-    """
+class SqlDatabase(Transactions, TuningDatabase):
+    """One SQL database behind a URL: a file, the memory, or a server."""
 
     def __init__(self, location: Location, engine: Engine, mode: Mode) -> None:
-        """Hold an engine; use `TuningDatabase.open`."""
+        """Hold an engine; use `SqlDatabase.open`."""
         super().__init__(location, engine, mode)
         self._places = ranking.PlaceCache()
 
@@ -137,111 +105,53 @@ class TuningDatabase(Transactions):
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def record_workload(self, workload: Workload) -> None:
-        """Keep a workload. One already known gets the signature, name and IR given now."""
-        self.write(lambda session: writing.put_workload(session, workload))
-
-    def record_measurements(self, records: Sequence[TuningRecord]) -> list[int]:
-        """Keep records, all or none, and return their ids in the same order.
-
-        Raises
-        ------
-        NotFoundError
-            The workload, the signature or the job of one is not in the database.
-        """
-        batch = list(records)
-        return self.write(lambda session: writing.put_records(session, batch)) if batch else []
-
-    def record_measurement(self, record: TuningRecord) -> int:
-        """Keep one record and return its id."""
-        return self.record_measurements([record])[0]
-
     def record_all(self, *, workloads: Sequence[Workload], records: Sequence[TuningRecord]) -> list[int]:
-        """Keep workloads and records in one transaction, all or none, and return the ids of the records."""
-        batch = list(records)
+        if not workloads and not records:
+            return []
 
         def work(session: Session) -> list[int]:
             writing.put_workloads(session, workloads)
-            return writing.put_records(session, batch) if batch else []
+            return writing.put_records(session, records) if records else []
 
         return self.write(work)
 
     def start_job(self, *, model: str, model_sha256: str, target: TargetKey, options: str = "{}") -> Job:
-        """Keep and return a new job that starts now; `options` is JSON."""
         job = Job(str(uuid.uuid4()), model, model_sha256, target, options, utc_now())
         self.write(lambda session: writing.put_job(session, job))
         return job
 
     def finish_job(self, job_id: str, outcome: str) -> Job:
-        """Note that a job ended now, and how; return it."""
         moment = utc_now()
         return self.write(lambda session: writing.finish_job(session, job_id, outcome, moment))
 
     def record_job_tasks(self, job_id: str, tasks: Sequence[JobTask]) -> None:
-        """Keep the tasks of a job, all or none; a task already there gets the weight, nodes and seconds given now."""
         self.write(lambda session: writing.put_job_tasks(session, job_id, tasks))
 
     def record_artifact(self, artifact: Artifact) -> None:
-        """Keep a compiled module; the same one written again, wherever, is kept once."""
-        self.write(lambda session: outcomes.put_artifact(session, artifact))
+        self.write(lambda session: artifact_rows.put_artifact(session, artifact))
 
     def record_validation(self, validation: Validation) -> None:
-        """Keep a validation of an artifact that was recorded."""
-        self.write(lambda session: outcomes.put_validation(session, validation))
+        self.write(lambda session: artifact_rows.put_validation(session, validation))
 
     def record_benchmark(self, benchmark: Benchmark) -> None:
-        """Keep a benchmark of an artifact that was recorded."""
-        self.write(lambda session: outcomes.put_benchmark(session, benchmark))
+        self.write(lambda session: artifact_rows.put_benchmark(session, benchmark))
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def find_best(
-        self,
-        *,
-        workload_hash: str | None,
-        signature_key: str | None,
-        target: TargetKey,
-        environment: Environment,
-        route: Route | None = None,
-    ) -> TuningRecord | None:
-        """Return the best record that is true here, or None; see `tuning_db.lookup` for what that means."""
-        best = self.list_top(
-            workload_hash=workload_hash,
-            signature_key=signature_key,
-            target=target,
-            environment=environment,
-            route=route,
-            k=1,
-        )
-        return best[0] if best else None
-
-    def list_top(
-        self,
-        *,
-        workload_hash: str | None,
-        signature_key: str | None,
-        target: TargetKey,
-        environment: Environment,
-        route: Route | None = None,
-        k: int = 10,
-    ) -> list[TuningRecord]:
-        """Return up to `k` records that are true here, the best first."""
-        question = ranking.Question(workload_hash, signature_key, target, environment, route)
+    def list_top(self, question: Question, *, k: int = 10) -> list[TuningRecord]:
         # Targets and environments that others add meanwhile are not asked for: none of them is ever removed.
         return self.read(lambda session: ranking.top_records(session, question, k, self._places), single=True)
+
+    def list_failed(self, question: Question, *, status: Status | None = None) -> list[TuningRecord]:
+        return self.read(lambda session: ranking.failed_records(session, question, status, self._places), single=True)
 
     def list_records(
         self, filters: RecordFilter = NO_FILTER, *, limit: int | None = None, offset: int = 0
     ) -> list[TuningRecord]:
-        """Return the records a filter selects, in the order they were written."""
         statement = select_records().where(*conditions(filters)).order_by(RecordRow.id).limit(limit).offset(offset)
         return self.read(lambda session: read_records(session, statement, self._places.get(session.connection())))
 
     def list_known(self, filters: RecordFilter, *, workload_hashes: Sequence[str]) -> list[TuningRecord]:
-        """Return the records of some workloads that a filter selects, by workload, in the order they were written.
-
-        Of every layer, where there are several (`tuning_db.layers`).
-        """
 
         def work(session: Session) -> list[TuningRecord]:
             found: list[TuningRecord] = []
@@ -259,13 +169,6 @@ class TuningDatabase(Transactions):
         return self.read(work)
 
     def get_record(self, record_id: int) -> TuningRecord:
-        """Return one record.
-
-        Raises
-        ------
-        NotFoundError
-            There is none with this id.
-        """
         statement = select_records().where(RecordRow.id == record_id)
         found = self.read(lambda session: read_records(session, statement))
         if not found:
@@ -273,33 +176,10 @@ class TuningDatabase(Transactions):
         return found[0]
 
     def count_records(self, filters: RecordFilter = NO_FILTER) -> int:
-        """Return how many records a filter selects."""
         statement = select(func.count()).select_from(RecordRow).where(*conditions(filters))
         return self.read(lambda session: session.execute(statement).scalar_one())
 
-    def has_workload(self, workload_hash: str, tvm_version: str | None = None) -> bool:
-        """Return whether a workload is known, by this TVM version or, with None, by any."""
-        return self.find_workload(workload_hash, tvm_version) is not None
-
-    def get_workload(self, workload_hash: str, tvm_version: str | None = None) -> Workload:
-        """Return a workload; with no TVM version, the one recorded last.
-
-        Raises
-        ------
-        NotFoundError
-            It is not known.
-        """
-        workload = self.find_workload(workload_hash, tvm_version)
-        if workload is None:
-            version = "any TVM version" if tvm_version is None else f"TVM {tvm_version}"
-            raise NotFoundError(
-                f"No workload {workload_hash} of {version} in {self._location.shown}. "
-                "`relaxtune db workloads` lists them."
-            )
-        return workload
-
     def find_workload(self, workload_hash: str, tvm_version: str | None = None) -> Workload | None:
-        """Return a workload as `get_workload` does, or None."""
         statement = (
             select(WorkloadRow, SignatureRow)
             .join(SignatureRow, SignatureRow.id == WorkloadRow.signature_id)
@@ -318,7 +198,6 @@ class TuningDatabase(Transactions):
         return self.read(work)
 
     def list_workloads(self, *, family: str | None = None, signature_key: str | None = None) -> list[Workload]:
-        """Return the workloads known, in the order they were recorded."""
         statement = (
             select(WorkloadRow, SignatureRow)
             .join(SignatureRow, SignatureRow.id == WorkloadRow.signature_id)
@@ -332,17 +211,9 @@ class TuningDatabase(Transactions):
         return self.read(lambda session: [to_workload(*row) for row in session.execute(statement)])
 
     def get_job(self, job_id: str) -> Job:
-        """Return a job.
-
-        Raises
-        ------
-        NotFoundError
-            It is not known.
-        """
         return self.read(lambda session: writing.get_job(session, job_id))
 
     def list_jobs(self, *, model: str | None = None, limit: int | None = None) -> list[Job]:
-        """Return the jobs, the newest first."""
         statement = select(JobRow, TargetRow).join(TargetRow, TargetRow.id == JobRow.target_id)
         statement = statement.order_by(JobRow.started_at.desc(), JobRow.id).limit(limit)
         if model is not None:
@@ -350,7 +221,6 @@ class TuningDatabase(Transactions):
         return self.read(lambda session: [to_job(*row) for row in session.execute(statement)])
 
     def list_job_tasks(self, job_id: str) -> list[JobTask]:
-        """Return the tasks of a job, in the order they were recorded."""
         statement = (
             select(JobTaskRow, WorkloadRow)
             .join(WorkloadRow, WorkloadRow.id == JobTaskRow.workload_id)
@@ -360,19 +230,15 @@ class TuningDatabase(Transactions):
         return self.read(lambda session: [to_job_task(*row) for row in session.execute(statement)])
 
     def list_artifacts(self, *, model: str | None = None) -> list[Artifact]:
-        """Return the artifacts, in the order they were recorded."""
-        return self.read(lambda session: outcomes.list_artifacts(session, model))
+        return self.read(lambda session: artifact_rows.list_artifacts(session, model))
 
     def list_validations(self, *, artifact_key: str | None = None) -> list[Validation]:
-        """Return the validations, in the order they were recorded."""
-        return self.read(lambda session: outcomes.list_validations(session, artifact_key))
+        return self.read(lambda session: artifact_rows.list_validations(session, artifact_key))
 
     def list_benchmarks(self, *, artifact_key: str | None = None) -> list[Benchmark]:
-        """Return the benchmarks, in the order they were recorded."""
-        return self.read(lambda session: outcomes.list_benchmarks(session, artifact_key))
+        return self.read(lambda session: artifact_rows.list_benchmarks(session, artifact_key))
 
     def info(self) -> DatabaseInfo:
-        """Return what the database holds, of one moment."""
         return self.read(self._info)
 
     def _info(self, session: Session) -> DatabaseInfo:
@@ -410,6 +276,6 @@ def upgrade(url: str | Path) -> str | None:
         The database is newer than this package.
     """
     location = parse_location(url)
-    database = TuningDatabase(location, make_engine(location, read_only=False, create=False), Mode.TUNE)
+    database = SqlDatabase(location, make_engine(location, read_only=False, create=False), Mode.TUNE)
     with database:
         return database.write(lambda session: migrate(session.connection(), location))

@@ -17,6 +17,8 @@ import tvm
 
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.prepare import PreparedModel
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import (
     Environment,
     Route,
@@ -27,7 +29,6 @@ from relaxtune.tuning_db.records import (
     canonical_json,
     content_key,
 )
-from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +67,12 @@ class MeasuredModel:
     def find(self, database: TuningDatabase) -> ModelDecision | None:
         """Return the newest decision that is true here, None without one."""
         records = database.list_top(
-            workload_hash=self.workload.workload_hash,
-            signature_key=self.workload.signature_key,
-            target=self.target,
-            environment=self.environment,
+            Question(
+                workload_hash=self.workload.workload_hash,
+                signature_key=self.workload.signature_key,
+                target=self.target,
+                environment=self.environment,
+            ),
             k=_LISTED,
         )
         newest = max(records, key=lambda record: (record.created_at, record.id or 0), default=None)

@@ -25,7 +25,7 @@ from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.prepare import PreparedModel
 from relaxtune.pipeline.tasks.extract import extract_tasks, list_untunable
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.contract import TuningDatabase
 
 logger = logging.getLogger(__name__)
 

@@ -37,8 +37,9 @@ from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.prepare import PreparedModel
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.plan.recorder import describe_workload
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import Route, TuningRecord
-from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 
@@ -272,10 +273,12 @@ def _rivals(
         return []
     records = standing_records(
         database.list_top(
-            workload_hash=task.workload_hash,
-            signature_key=describe_workload(task).signature_key,
-            target=target_key(prepared.target),
-            environment=prepared.environment,
+            Question(
+                workload_hash=task.workload_hash,
+                signature_key=describe_workload(task).signature_key,
+                target=target_key(prepared.target),
+                environment=prepared.environment,
+            ),
             k=_LISTED,
         ),
         prepared.environment,

@@ -31,11 +31,12 @@ from relaxtune.schedules.search.tensor_intrinsics import register_intrinsics
 from relaxtune.schedules.search.tensor_tile import has_tensor_tiles
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Parameters, TemplateError
-from relaxtune.tuning_db.cache import LookupCache
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import TuningDatabaseError
+from relaxtune.tuning_db.lookup import Question
+from relaxtune.tuning_db.lookup_cache import LookupCache
 from relaxtune.tuning_db.metaschedule import replay_decision
 from relaxtune.tuning_db.records import Environment, RecordFilter, Route, Status, TuningRecord, Workload
-from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 
@@ -161,10 +162,12 @@ def _choose(
         task.workload_hash, task.family, task.signature, task.name, task.flops, task.bytes, None, tvm.__version__
     )
     records: Sequence[TuningRecord] = lookups.list_top(
-        workload_hash=task.workload_hash,
-        signature_key=workload.signature_key,
-        target=target_key(target),
-        environment=environment,
+        Question(
+            workload_hash=task.workload_hash,
+            signature_key=workload.signature_key,
+            target=target_key(target),
+            environment=environment,
+        ),
         k=RECORDS_LISTED,
     )
     wrong = [record for record in refuted if record.workload_hash == task.workload_hash]

@@ -26,7 +26,7 @@ def standing_records(
     Parameters
     ----------
     records : sequence of TuningRecord
-        Valid ones, ranked as `TuningDatabase.list_top` ranks them.
+        Valid ones, ranked as `SqlDatabase.list_top` ranks them.
     environment : Environment
         Where the kernel is to run.
     refuted : sequence of TuningRecord

@@ -74,12 +74,12 @@ def validate_command(
     from relaxtune.pipeline.validate.padding_proof import prove_and_record, route_inputs
     from relaxtune.pipeline.validate.report import render
     from relaxtune.pipeline.validate.validation import sample_inputs, validate
-    from relaxtune.tuning_db.store import TuningDatabase
+    from relaxtune.tuning_db.store import SqlDatabase
 
     module = Module.load(directory)
     reference = _reference_model(module, model)
     # Opened first: a database that cannot be had is told before the work.
-    with nullcontext() if db is None else TuningDatabase.open(db) as database:
+    with nullcontext() if db is None else SqlDatabase.open(db) as database:
         wanted = DriftOptions(tuple(logits or ()), tokens)
         if module.manifest.buckets is not None:
             module = prove_and_record(directory, module, reference)
@@ -206,14 +206,14 @@ def bench(
     from relaxtune.pipeline.job_outcomes import artifact_of, environment_of, note_benchmark
     from relaxtune.pipeline.validate.padding_proof import route_sizes
     from relaxtune.pipeline.validate.validation import default_dims
-    from relaxtune.tuning_db.store import TuningDatabase
+    from relaxtune.tuning_db.store import SqlDatabase
 
     module = Module.load(directory)
     reference = _reference_model(module, model)
     peers = frozenset(name.strip() for name in against.split(",") if name.strip())
     sizes = route_sizes(module, reference) or {"": {}}
     reports: dict[str, BenchmarkReport] = {}
-    with nullcontext() if db is None else TuningDatabase.open(db) as database:
+    with nullcontext() if db is None else SqlDatabase.open(db) as database:
         for name, dims in sizes.items():
             inputs = unpadded_inputs(reference, seed=seed, dims=default_dims(reference) | dims)
             report = measure_module(module, reference, inputs, against=peers, runs=runs, warmup=warmup)

@@ -21,10 +21,10 @@ from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
 from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, judged
 from relaxtune.pipeline.report.profile import Profile
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.questions.queries import TaskBest, top
 from relaxtune.tuning_db.records import Job, JobTask, RecordFilter, TuningRecord, Workload
-from relaxtune.tuning_db.store import TuningDatabase
 
 _NAMES_LISTED = 4
 # A kernel above its arithmetic ceiling by more than a measurement can err.

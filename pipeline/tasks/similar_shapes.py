@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import Environment, Route, TargetKey, Workload
-from relaxtune.tuning_db.store import TuningDatabase
 
 # Whole numbers that are sizes: not part of a name (`float16`, `i0`) nor of a fraction.
 _SIZE = re.compile(r"(?<![\w.\-+])\d+(?![\w.])")
@@ -77,11 +78,13 @@ def near_records(
         best: dict[Route, float | None] = {}
         for route, found in ((Route.METASCHEDULE, traces), (Route.TEMPLATE, parameters), (Route.FALLBACK, None)):
             records = database.list_top(
-                workload_hash=workload.workload_hash,
-                signature_key=workload.signature_key,
-                target=target,
-                environment=environment,
-                route=route,
+                Question(
+                    workload_hash=workload.workload_hash,
+                    signature_key=workload.signature_key,
+                    target=target,
+                    environment=environment,
+                    route=route,
+                ),
                 k=1 if found is None else _RECORDS_MAX,
             )
             best[route] = records[0].latency_us if records else None

@@ -48,9 +48,9 @@ from relaxtune.schedules.search.tensor_intrinsics import register_intrinsics
 from relaxtune.schedules.search.tensor_tile import has_tensor_tiles
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.targets.host import physical_cores
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.metaschedule import MetaScheduleAdapter
 from relaxtune.tuning_db.records import Environment, Mode, Route, Status, TuningRecord
-from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 

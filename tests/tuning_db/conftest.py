@@ -9,9 +9,10 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord, Workload
 from relaxtune.tuning_db.sql.schema import Base
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 from tests.tuning_db.postgres_server import running_server
 
 TVM_VERSION = "0.27.0.post1"
@@ -95,7 +96,7 @@ def postgres_server() -> Iterator[str]:
 def migrated_postgres(postgres_server: str) -> str:
     """Return the URL of a database with our tables, which tests share one after another."""
     url = new_database(postgres_server, "shared")
-    TuningDatabase.open(url).close()
+    SqlDatabase.open(url).close()
     return url
 
 
@@ -130,7 +131,7 @@ def database_url(request: pytest.FixtureRequest, path: Path) -> str:
 
 @pytest.fixture
 def database(database_url: str) -> Iterator[TuningDatabase]:
-    with TuningDatabase.open(database_url) as opened:
+    with SqlDatabase.open(database_url) as opened:
         yield opened
 
 

@@ -4,10 +4,10 @@ import pytest
 
 from relaxtune.tuning_db.lookup import (
     DeviceRank,
+    Question,
     decision_is_portable,
     device_rank,
     rank_record,
-    routes_to_search,
     target_is_lower,
     target_matches,
     versions_match,
@@ -78,8 +78,9 @@ def test_device_rank_ignores_host_cores_on_a_gpu(samples):
         (None, False, False, ()),
     ],
 )
-def test_routes_to_search_are_those_whose_key_is_known(route, by_workload, by_signature, expected):
-    assert routes_to_search(route, by_workload=by_workload, by_signature=by_signature) == expected
+def test_routes_of_a_question_are_those_whose_key_is_known(samples, route, by_workload, by_signature, expected):
+    keys = ("w" if by_workload else None, "s" if by_signature else None)
+    assert Question(*keys, samples.target(), samples.environment(), route).routes == expected
 
 
 @pytest.mark.parametrize(
@@ -161,21 +162,7 @@ def test_sql_finds_what_the_rules_say(database, samples):
     for target, environment in places(samples):
         ranked = [(rank_record(target, environment, record), record.latency_us, record.id) for record in stored]
         expected = [id_ for rank, _, id_ in sorted(item for item in ranked if item[0] is not None)]
-        found = database.list_top(
-            workload_hash="hash1",
-            signature_key=workload.signature_key,
-            target=target,
-            environment=environment,
-            k=1000,
-        )
+        question = Question("hash1", workload.signature_key, target, environment)
+        found = database.list_top(question, k=1000)
         assert [record.id for record in found] == expected
-        assert [r.id for r in found[:3]] == [
-            r.id
-            for r in database.list_top(
-                workload_hash="hash1",
-                signature_key=workload.signature_key,
-                target=target,
-                environment=environment,
-                k=3,
-            )
-        ]
+        assert [record.id for record in database.list_top(question, k=3)] == [record.id for record in found[:3]]

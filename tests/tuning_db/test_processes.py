@@ -11,17 +11,17 @@ import pytest
 
 from relaxtune.tuning_db.records import RecordFilter, Status
 from relaxtune.tuning_db.sql.statements import select_records
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 
 WRITER = """
 import os, sys
 from relaxtune.tuning_db.records import *
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 url, log, writer, count, batch = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
 workload = Workload("w", "matmul", "{}", "w", 1.0, 1.0, None, "0.27")
 environment = Environment("cpu", "EPYC", "znver4", None, None, "0.27", "0.1", 2)
 journal = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-with TuningDatabase.open(url) as database:
+with SqlDatabase.open(url) as database:
     database.record_workload(workload)
     print("ready", flush=True)
     sys.stdin.readline()
@@ -40,11 +40,11 @@ print("done", flush=True)
 READER = """
 import sys
 from relaxtune.tuning_db.records import *
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 url = sys.argv[1]
 environment = Environment("cpu", "EPYC", "znver4", None, None, "0.27", "0.1", 2)
 target = TargetKey("llvm", "znver4")
-with TuningDatabase.open(url, mode=Mode.READ_ONLY) as database:
+with SqlDatabase.open(url, mode=Mode.READ_ONLY) as database:
     print("ready", flush=True)
     sys.stdin.readline()
     seen = reads = 0
@@ -53,7 +53,7 @@ with TuningDatabase.open(url, mode=Mode.READ_ONLY) as database:
         assert count >= seen, (count, seen)
         assert count % int(sys.argv[2]) == 0, f"part of a batch: {count}"
         seen = count
-        best = database.find_best(workload_hash="w", signature_key=None, target=target, environment=environment)
+        best = database.find_best(Question("w", None, target, environment))
         assert best is not None or count == 0
         reads += 1
         if count >= int(sys.argv[3]):
@@ -66,7 +66,7 @@ print(f"done {reads}", flush=True)
 def shared_url(request, path):
     if request.param == "postgresql":
         return request.getfixturevalue("postgres_url")
-    TuningDatabase.open(path).close()
+    SqlDatabase.open(path).close()
     return f"sqlite:///{path}"
 
 
@@ -84,7 +84,7 @@ def run_together(python, url, folder: Path, *, writers: int, records: int, batch
         assert process.stdout.readline().startswith("done"), process.wait()
         assert process.wait() == 0
     expected = sorted(n * 10**6 + seed for n in range(writers) for seed in range(records))
-    with TuningDatabase.open(url) as database:
+    with SqlDatabase.open(url) as database:
         assert sorted(record.seed for record in database.list_records()) == expected
         assert database.count_records(RecordFilter(status=Status.OK)) == len(expected)
         assert len(database.list_workloads()) == 1
@@ -111,7 +111,7 @@ def test_first_creation_by_many_processes_at_once_is_safe(empty_url, tmp_path, p
 
 
 def test_reader_that_asks_twice_sees_one_state(shared_url, samples):
-    with TuningDatabase.open(shared_url) as writer, TuningDatabase.open(shared_url) as reader:
+    with SqlDatabase.open(shared_url) as writer, SqlDatabase.open(shared_url) as reader:
         writer.record_workload(samples.workload())
 
         def ask_twice(session):
@@ -142,12 +142,12 @@ def kill_writers(python, url, folder: Path, *, kills: int, seed: int) -> tuple[s
         writer.wait()
         number += 1
         # Opens clean, at once, each time.
-        with TuningDatabase.open(url) as database:
+        with SqlDatabase.open(url) as database:
             database.count_records()
     # A log line may be cut by the kill itself; it was acknowledged whole or its number is not yet written.
     text = log.read_text() if log.exists() else ""
     acknowledged = {int(line) for line in text.splitlines()}
-    with TuningDatabase.open(url) as database:
+    with SqlDatabase.open(url) as database:
         return acknowledged, {record.seed for record in database.list_records()}, number
 
 

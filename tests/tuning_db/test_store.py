@@ -10,9 +10,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from relaxtune.tuning_db.errors import NotFoundError, TuningDatabaseError
+from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import JobTask, RecordFilter, Route, Status
 from relaxtune.tuning_db.sql.schema import HEAD_REVISION
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -25,7 +26,7 @@ def find(database, samples, workload=None, **changes):
         "target": samples.target(),
         "environment": samples.environment(),
     }
-    return database.find_best(**{**question, **changes})
+    return database.find_best(Question(**{**question, **changes}))
 
 
 class TestWorkloads:
@@ -217,10 +218,9 @@ class TestLookup:
         database.record_measurement(here)
         assert find(database, samples) == here
         everything = database.list_top(
-            workload_hash="hash1",
-            signature_key=None,
-            target=samples.target(),
-            environment=samples.environment(),
+            Question(
+                workload_hash="hash1", signature_key=None, target=samples.target(), environment=samples.environment()
+            ),
             k=5,
         )
         assert everything == [here, other]
@@ -253,15 +253,10 @@ class TestLookup:
         routes = [Route.METASCHEDULE, Route.TEMPLATE, Route.LIBRARY, Route.FALLBACK]
         given = [samples.record(route=routes[n % 4], latencies_us=(float(n + 1),)) for n in range(12)]
         database.record_measurements(given[::-1])
-        question = {
-            "workload_hash": "hash1",
-            "signature_key": samples.workload().signature_key,
-            "target": samples.target(),
-            "environment": samples.environment(),
-        }
-        assert database.list_top(**question, k=7) == given[:7]
-        assert database.list_top(**question, k=50) == given
-        assert database.list_top(**question, k=0) == []
+        question = Question("hash1", samples.workload().signature_key, samples.target(), samples.environment())
+        assert database.list_top(question, k=7) == given[:7]
+        assert database.list_top(question, k=50) == given
+        assert database.list_top(question, k=0) == []
 
 
 class TestJobs:
@@ -322,7 +317,7 @@ def test_get_record_raises_when_unknown(database):
 
 
 def test_values_live_on_when_the_database_is_closed(path, samples):
-    with TuningDatabase.open(path) as database:
+    with SqlDatabase.open(path) as database:
         database.record_workload(samples.workload())
         database.record_measurement(samples.record(seed=3))
         (record,) = database.list_records()
@@ -350,7 +345,7 @@ def in_child(work) -> str:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_fork_gets_connections_of_its_own_when_the_database_is_a_file(path, samples):
-    with TuningDatabase.open(path) as database:
+    with SqlDatabase.open(path) as database:
         database.record_workload(samples.workload())
         assert in_child(lambda: str(database.record_measurement(samples.record()))) == "1"
         assert database.record_measurement(samples.record()) == 2
@@ -358,7 +353,7 @@ def test_fork_gets_connections_of_its_own_when_the_database_is_a_file(path, samp
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_fork_is_refused_when_the_database_is_in_memory():
-    with TuningDatabase.open("sqlite://") as database:
+    with SqlDatabase.open("sqlite://") as database:
         answer = in_child(lambda: str(database.count_records()))
         assert answer.startswith(
             f"{TuningDatabaseError.__name__}: The memory database was opened by process {os.getpid()}"

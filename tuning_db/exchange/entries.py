@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session, undefer
 
+from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.records import (
     Job,
     JobTask,
@@ -31,8 +32,7 @@ from relaxtune.tuning_db.records import (
     canonical_text,
     content_key,
 )
-from relaxtune.tuning_db.sql import outcomes
-from relaxtune.tuning_db.sql.outcomes import Artifact, Benchmark, Validation
+from relaxtune.tuning_db.sql import artifact_rows
 from relaxtune.tuning_db.sql.rows import target_columns, to_job, to_job_task, to_workload
 from relaxtune.tuning_db.sql.schema import (
     ArtifactRow,
@@ -127,9 +127,9 @@ def list_entries(session: Session, filters: RecordFilter) -> Iterator[Entry]:
     ordered = select_records().where(*conditions(filters)).order_by(RecordRow.created_at, RecordRow.key)
     yield from iterate_records(session, ordered)
     if everything:
-        yield from sorted(outcomes.list_artifacts(session, None), key=lambda value: value.key)
-        yield from sorted(outcomes.list_validations(session, None), key=lambda value: value.key)
-        yield from sorted(outcomes.list_benchmarks(session, None), key=lambda value: value.key)
+        yield from sorted(artifact_rows.list_artifacts(session, None), key=lambda value: value.key)
+        yield from sorted(artifact_rows.list_validations(session, None), key=lambda value: value.key)
+        yield from sorted(artifact_rows.list_benchmarks(session, None), key=lambda value: value.key)
 
 
 def merge_entries(session: Session, entries: Iterable[Entry]) -> Transfer:
@@ -177,9 +177,9 @@ def _merge(session: Session, entry: Signature | Workload | Job | TaskOfJob | Art
         case Artifact():
             _merge_artifact(session, entry)
         case Validation():
-            outcomes.put_validation(session, entry)
+            artifact_rows.put_validation(session, entry)
         case Benchmark():
-            outcomes.put_benchmark(session, entry)
+            artifact_rows.put_benchmark(session, entry)
     session.flush()
 
 
@@ -264,7 +264,7 @@ def _merge_task(session: Session, entry: TaskOfJob) -> None:
 
 
 def _merge_artifact(session: Session, entry: Artifact) -> None:
-    outcomes.put_artifact(session, entry)
+    artifact_rows.put_artifact(session, entry)
     row = session.scalars(select(ArtifactRow).where(ArtifactRow.key == entry.key)).one()
     known = (row.created_at, row.location, row.job_id or "")
     row.created_at, row.location, job_id = min(known, (entry.created_at, entry.location, entry.job_id or ""))

@@ -13,8 +13,10 @@ from tvm.s_tir import meta_schedule as ms
 from tvm.target import Target
 
 from relaxtune.tuning_db import errors
-from relaxtune.tuning_db.cache import LookupCache
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import InvalidRecordError
+from relaxtune.tuning_db.lookup import Question
+from relaxtune.tuning_db.lookup_cache import LookupCache
 from relaxtune.tuning_db.metaschedule.stock_forms import US_PER_S, is_failure
 from relaxtune.tuning_db.metaschedule.texts import describe_unknown, ir_from_json, ir_to_json, workload_hash
 from relaxtune.tuning_db.metaschedule.traces import rebuild_record
@@ -29,7 +31,6 @@ from relaxtune.tuning_db.records import (
     Workload,
     canonical_json,
 )
-from relaxtune.tuning_db.store import TuningDatabase
 
 _LOG = logging.getLogger(__name__)
 
@@ -175,11 +176,13 @@ class MetaScheduleAdapter(ms.database.PyDatabase):  # type: ignore[misc]
         asked = wanted
         while True:
             found = self._lookups.list_top(
-                workload_hash=key,
-                signature_key=None,
-                target=self._target,
-                environment=self._environment,
-                route=Route.METASCHEDULE,
+                Question(
+                    workload_hash=key,
+                    signature_key=None,
+                    target=self._target,
+                    environment=self._environment,
+                    route=Route.METASCHEDULE,
+                ),
                 k=asked,
             )
             # A module is compared with the stored one only where something is known of its hash.

@@ -14,6 +14,7 @@ from datetime import UTC, date, datetime
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase
 from relaxtune.tuning_db.records import Job, RecordFilter, Route, Status, utc_now
 from relaxtune.tuning_db.sql import writing
 from relaxtune.tuning_db.sql.rows import latencies_from_text
@@ -27,7 +28,6 @@ from relaxtune.tuning_db.sql.schema import (
     WorkloadRow,
 )
 from relaxtune.tuning_db.sql.statements import conditions, read_places
-from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase
 
 #: A kernel counts as slower from this on: repeated measurements of one binary differ by about as much.
 REGRESSION_RATIO = 1.05

@@ -9,6 +9,7 @@ from datetime import datetime
 from sqlalchemy import ColumnElement, Subquery, case, func, or_, select
 from sqlalchemy.orm import Session
 
+from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase
 from relaxtune.tuning_db.records import DatabaseInfo, RecordFilter, Status, TuningRecord
 from relaxtune.tuning_db.sql.schema import (
     JobRow,
@@ -24,7 +25,6 @@ from relaxtune.tuning_db.sql.statements import (
     select_records,
     signature_conditions,
 )
-from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase
 
 DEFAULT_LIMIT = 50
 

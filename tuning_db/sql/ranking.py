@@ -6,7 +6,7 @@ more), and the best records, found by an index that holds all that decides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cache
 
 from sqlalchemy import Connection, Integer, Select, bindparam, func, select, union_all
@@ -17,13 +17,13 @@ from relaxtune.tuning_db.lookup import (
     PORTABLE_SMEM_BYTES,
     WORKLOAD_ROUTES,
     DeviceRank,
+    Question,
     device_rank,
-    routes_to_search,
     target_is_lower,
     target_matches,
     versions_match,
 )
-from relaxtune.tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord
+from relaxtune.tuning_db.records import Route, Status, TuningRecord
 from relaxtune.tuning_db.sql.schema import BY_SIGNATURE, EnvironmentRow, RecordRow, SignatureRow, TargetRow, WorkloadRow
 from relaxtune.tuning_db.sql.statements import Places, RecordSelect, read_places, read_records, select_records
 
@@ -31,17 +31,6 @@ _PLACES = select(
     select(func.count()).select_from(TargetRow).scalar_subquery(),
     select(func.count()).select_from(EnvironmentRow).scalar_subquery(),
 )
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a lookup asks: a workload, a signature, or both; where it is to run; and the route, or None for any."""
-
-    workload_hash: str | None
-    signature_key: str | None
-    target: TargetKey
-    environment: Environment
-    route: Route | None
 
 
 class PlaceCache:
@@ -71,16 +60,10 @@ def top_records(session: Session, question: Question, k: int, cache: PlaceCache)
     """
     if k < 1:
         return []
-    connection = session.connection()
-    places = cache.get(connection)
-    routes = routes_to_search(
-        question.route,
-        by_workload=question.workload_hash is not None,
-        by_signature=question.signature_key is not None,
-    )
+    places = cache.get(session.connection())
     best: list[TuningRecord] = []
     for rank in DeviceRank:
-        search = _search(question, rank, routes, places)
+        search = _search(question, rank, places)
         if search is None:
             continue
         statement, parameters = search
@@ -91,63 +74,103 @@ def top_records(session: Session, question: Question, k: int, cache: PlaceCache)
     return best
 
 
-def _search(
-    question: Question, rank: DeviceRank, routes: tuple[Route, ...], places: Places
-) -> tuple[RecordSelect, dict[str, object]] | None:
+def failed_records(
+    session: Session, question: Question, status: Status | None, cache: PlaceCache
+) -> list[TuningRecord]:
+    """Return the failed records that are true here, in the order they were written."""
+    places = cache.get(session.connection())
+    wanted = question.target
+    targets = [
+        id_ for id_, one in places.targets.items() if target_matches(wanted, one) or target_is_lower(wanted, one)
+    ]
+    groups = _groups(question, places, question.routes, None)
+    if not targets or not groups:
+        return []
+    statuses = tuple(one for one in Status if one is not Status.OK) if status is None else (status,)
+    statement = _failed(_routes_of(groups), statuses)
+    return read_records(session, statement, places, _parameters(question, targets, groups))
+
+
+# Routes that the same environments answer share a part of the statement: whether they go by workload, environments.
+_Groups = dict[tuple[bool, tuple[int, ...]], list[Route]]
+_RoutesOfGroups = tuple[tuple[bool, tuple[Route, ...]], ...]
+
+
+def _groups(question: Question, places: Places, routes: Iterable[Route], rank: DeviceRank | None) -> _Groups:
+    """Return routes by the environments whose records they can use; of one rank, or with None of every device."""
+    any_device = rank in (None, DeviceRank.LOWER_ARCH)
+    groups: _Groups = {}
+    for route in routes:
+        environments = tuple(
+            id_
+            for id_, found in places.environments.items()
+            if (any_device or device_rank(question.environment, found) is rank)
+            and versions_match(question.environment, found, route)
+        )
+        if environments:
+            groups.setdefault((route in WORKLOAD_ROUTES, environments), []).append(route)
+    return groups
+
+
+def _routes_of(groups: _Groups) -> _RoutesOfGroups:
+    return tuple((by_workload, tuple(routes)) for (by_workload, _), routes in groups.items())
+
+
+def _parameters(question: Question, targets: list[int], groups: _Groups) -> dict[str, object]:
+    parameters: dict[str, object] = {f"environments{n}": ids for n, (_, ids) in enumerate(groups)}
+    parameters |= {"targets": targets, "tvm_version": question.environment.tvm_version}
+    return parameters | {"workload_hash": question.workload_hash, "signature_key": question.signature_key}
+
+
+def _search(question: Question, rank: DeviceRank, places: Places) -> tuple[RecordSelect, dict[str, object]] | None:
     """Return the statement that finds the best records of one rank, and its parameters; None when there can be none."""
     lower = rank is DeviceRank.LOWER_ARCH
     fits = target_is_lower if lower else target_matches
     targets = [id_ for id_, target in places.targets.items() if fits(question.target, target)]
-    if not targets:
-        return None
-    # Routes that the same environments answer share a part: most often one by workload and one by signature.
-    groups: dict[tuple[bool, tuple[int, ...]], list[Route]] = {}
-    for route in routes:
-        environments = _environments(question.environment, rank, route, places)
-        if environments and (not lower or route in PORTABLE_ROUTES):
-            groups.setdefault((route in WORKLOAD_ROUTES, environments), []).append(route)
+    routes = [route for route in question.routes if not lower or route in PORTABLE_ROUTES]
+    groups = _groups(question, places, routes, rank) if targets else {}
     if not groups:
         return None
-    statement = _statement(
-        tuple((by_workload, tuple(group)) for (by_workload, _), group in groups.items()),
-        portable_only=lower and question.target.kind == "cuda",
-    )
-    parameters: dict[str, object] = {f"environments{n}": ids for n, (_, ids) in enumerate(groups)}
-    parameters |= {"targets": targets, "tvm_version": question.environment.tvm_version}
-    parameters |= {"workload_hash": question.workload_hash, "signature_key": question.signature_key}
-    return statement, parameters
-
-
-def _environments(wanted: Environment, rank: DeviceRank, route: Route, places: Places) -> tuple[int, ...]:
-    return tuple(
-        id_
-        for id_, found in places.environments.items()
-        if (rank is DeviceRank.LOWER_ARCH or device_rank(wanted, found) is rank)
-        and versions_match(wanted, found, route)
-    )
+    statement = _best(_routes_of(groups), portable_only=lower and question.target.kind == "cuda")
+    return statement, _parameters(question, targets, groups)
 
 
 @cache
-def _statement(groups: tuple[tuple[bool, tuple[Route, ...]], ...], *, portable_only: bool) -> RecordSelect:
+def _best(groups: _RoutesOfGroups, *, portable_only: bool) -> RecordSelect:
     """Return the statement for groups of routes, each found by workload or else by signature.
 
     Made once for each form of question: putting it together takes as long as the database takes to answer it.
     """
     parts = []
-    for number, (by_workload, group) in enumerate(groups):
-        part = select(RecordRow.id).where(
-            RecordRow.status == Status.OK,
-            RecordRow.target_id.in_(bindparam("targets", expanding=True)),
-            RecordRow.route.in_(group),
-            RecordRow.environment_id.in_(bindparam(f"environments{number}", expanding=True)),
-        )
-        part = _by_workload(part) if by_workload else _by_signature(part)
+    for number, (by_workload, routes) in enumerate(groups):
+        part = _part(number, (Status.OK,), routes, by_workload=by_workload)
         if portable_only:
             part = part.where(RecordRow.smem_bytes <= PORTABLE_SMEM_BYTES)
         best = part.order_by(RecordRow.latency_us, RecordRow.id).limit(bindparam("k", type_=Integer()))
         parts.append(select(best.subquery().c.id))
     ids = union_all(*parts).subquery()
     return select_records().join(ids, ids.c.id == RecordRow.id)
+
+
+@cache
+def _failed(groups: _RoutesOfGroups, statuses: tuple[Status, ...]) -> RecordSelect:
+    """Return the statement that finds failed records of groups of routes."""
+    parts = [
+        _part(number, statuses, routes, by_workload=by_workload) for number, (by_workload, routes) in enumerate(groups)
+    ]
+    ids = union_all(*parts).subquery()
+    return select_records().join(ids, ids.c.id == RecordRow.id).order_by(RecordRow.id)
+
+
+def _part(number: int, statuses: tuple[Status, ...], routes: tuple[Route, ...], *, by_workload: bool) -> Select[int]:
+    status = RecordRow.status == statuses[0] if len(statuses) == 1 else RecordRow.status.in_(statuses)
+    part = select(RecordRow.id).where(
+        status,
+        RecordRow.target_id.in_(bindparam("targets", expanding=True)),
+        RecordRow.route.in_(routes),
+        RecordRow.environment_id.in_(bindparam(f"environments{number}", expanding=True)),
+    )
+    return _by_workload(part) if by_workload else _by_signature(part)
 
 
 def _by_workload(statement: Select[int]) -> Select[int]:

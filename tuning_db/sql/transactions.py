@@ -9,8 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import DBAPIError
@@ -31,10 +30,10 @@ LOCK_PAUSE_S = 0.02
 
 
 class Transactions:
-    """What `TuningDatabase` stands on: an engine, and the one place that commits."""
+    """What `SqlDatabase` stands on: an engine, and the one place that commits."""
 
     def __init__(self, location: Location, engine: Engine, mode: Mode) -> None:
-        """Hold an engine; use `TuningDatabase.open`."""
+        """Hold an engine; use `SqlDatabase.open`."""
         self._location = location
         self._engine = engine
         self._mode = mode
@@ -46,16 +45,6 @@ class Transactions:
     def close(self) -> None:
         """Close all connections; a memory database is gone."""
         self._engine.dispose(close=self._pid == os.getpid())
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Close."""
-        self.close()
 
     @property
     def mode(self) -> Mode:
@@ -100,7 +89,7 @@ class Transactions:
     def read(self, work: Callable[[Session], T], *, single: bool = False) -> T:
         """Return `work(session)` on one consistent state. For modules of `tuning_db` only: rows must not leave it.
 
-        `single` says that no statement of `work` but one reads what others write, so that it needs no transaction.
+        `single` promises that one statement of `work` at most reads what others write. It then needs no transaction.
         """
         return self._retrying(work, write=False, single=single)
 

@@ -10,7 +10,7 @@ from relaxtune.pipeline.cli.output import DataFormat, TableView, emit
 from relaxtune.tuning_db.records import Mode
 
 if TYPE_CHECKING:
-    from relaxtune.tuning_db.store import TuningDatabase
+    from relaxtune.tuning_db.contract import TuningDatabase
 
 app = typer.Typer(help="Create, inspect and query the tuning database.", no_args_is_help=True)
 
@@ -22,9 +22,9 @@ DEFAULT_LIMIT = 50
 
 def open_for_reading(url: str) -> TuningDatabase:
     """Return the database at `url`, which is not created nor changed."""
-    from relaxtune.tuning_db.store import TuningDatabase
+    from relaxtune.tuning_db.store import SqlDatabase
 
-    return TuningDatabase.open(url, mode=Mode.READ_ONLY, create=False)
+    return SqlDatabase.open(url, mode=Mode.READ_ONLY, create=False)
 
 
 def microseconds(value: float | None) -> str:

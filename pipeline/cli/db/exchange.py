@@ -68,9 +68,9 @@ def import_database(
     output_format: DataFormatOption = DataFormat.TABLE,
 ) -> None:
     """Read an archive, or what stock MetaSchedule wrote, all or nothing; nothing in it is executed."""
-    from relaxtune.tuning_db.store import TuningDatabase
+    from relaxtune.tuning_db.store import SqlDatabase
 
-    with TuningDatabase.open(db) as database:
+    with SqlDatabase.open(db) as database:
         if source.is_dir():
             counts = _import_stock(database, source, measured_for, measured_on)
         else:
@@ -85,8 +85,8 @@ def _import_stock(database: object, source: Path, measured_for: str, measured_on
 
     from relaxtune.pipeline.environment import detect_environment, target_key
     from relaxtune.schedules.targets import resolve_target
+    from relaxtune.tuning_db.contract import TuningDatabase
     from relaxtune.tuning_db.exchange.stock_json import import_stock
-    from relaxtune.tuning_db.store import TuningDatabase
 
     assert isinstance(database, TuningDatabase)
     target = resolve_target(measured_for)
@@ -104,9 +104,9 @@ def merge(
 ) -> None:
     """Take everything of another database into this one, all or nothing; again changes nothing."""
     from relaxtune.tuning_db.exchange.archive import merge as merge_databases
-    from relaxtune.tuning_db.store import TuningDatabase
+    from relaxtune.tuning_db.store import SqlDatabase
 
-    with open_for_reading(source) as other, TuningDatabase.open(db) as database:
+    with open_for_reading(source) as other, SqlDatabase.open(db) as database:
         counts = asdict(merge_databases(database, other))
     emit_counts(output_format, f"merged {source} into {db}", counts)
 
@@ -133,10 +133,10 @@ def prune(
     """Forget records by age, count or because better ones are newer; the best of each task and route always stays."""
     from relaxtune.tuning_db.exchange.pruning import PruneRules
     from relaxtune.tuning_db.exchange.pruning import prune as prune_records
-    from relaxtune.tuning_db.store import TuningDatabase
+    from relaxtune.tuning_db.store import SqlDatabase
 
     before = None if older_than_days is None else datetime.now(UTC) - timedelta(days=older_than_days)
     rules = PruneRules(before=before, keep=keep, dominated=dominated)
-    with TuningDatabase.open(db, create=False) as database:
+    with SqlDatabase.open(db, create=False) as database:
         done = prune_records(database, rules, filters, dry_run=dry_run)
     emit_counts(output_format, "would remove" if dry_run else "removed", asdict(done))

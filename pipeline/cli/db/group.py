@@ -12,7 +12,7 @@ from relaxtune.pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption
 from relaxtune.pipeline.cli.output import DataFormat, TableView, emit
 
 if TYPE_CHECKING:
-    from relaxtune.tuning_db.store import TuningDatabase
+    from relaxtune.tuning_db.contract import TuningDatabase
 
 __all__ = ["app"]
 
@@ -20,9 +20,9 @@ __all__ = ["app"]
 @app.command()
 def init(db: DatabaseOption = DEFAULT_DATABASE, output_format: DataFormatOption = DataFormat.TABLE) -> None:
     """Create the database if it is not there, and say what it holds."""
-    from relaxtune.tuning_db.store import TuningDatabase
+    from relaxtune.tuning_db.store import SqlDatabase
 
-    with TuningDatabase.open(db) as database:
+    with SqlDatabase.open(db) as database:
         _print_info(database, output_format)
 
 

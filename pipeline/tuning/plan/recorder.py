@@ -11,6 +11,7 @@ import tvm
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.local.evaluate import Outcome
 from relaxtune.pipeline.tuning.options import TaskSummary
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseWriteError
 from relaxtune.tuning_db.lookup import DeviceRank, device_rank, versions_match
 from relaxtune.tuning_db.metaschedule import ir_to_json
@@ -24,7 +25,6 @@ from relaxtune.tuning_db.records import (
     TuningRecord,
     Workload,
 )
-from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 

@@ -23,14 +23,15 @@ from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.validate.validation import validate
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.tir.functions import list_blocks
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.metaschedule import trace_to_json
 from relaxtune.tuning_db.records import Route, Status, TuningRecord, Workload
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 
 
 @pytest.fixture
 def database() -> Iterator[TuningDatabase]:
-    with TuningDatabase.open("sqlite://") as opened:
+    with SqlDatabase.open("sqlite://") as opened:
         yield opened
 
 

@@ -10,13 +10,13 @@ from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.tuning_db.records import Route
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 from tests.pipeline.artifact.test_compile import elementwise, parallel_trace, record_of, workload_of
 
 
 @pytest.fixture
 def database():
-    with TuningDatabase.open("sqlite://") as opened:
+    with SqlDatabase.open("sqlite://") as opened:
         yield opened
 
 

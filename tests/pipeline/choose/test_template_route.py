@@ -22,8 +22,9 @@ from relaxtune.pipeline.tuning.plan.recorder import describe_workload
 from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.base import TemplateError
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route, Status, TuningRecord
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def template_record(task: TuningTask, decision: str, target: ResolvedTarget) -> 
 @pytest.fixture(scope="module")
 def database(tasks, target, tmp_path_factory) -> TuningDatabase:
     """A database with the first template candidate of every task that has one."""
-    opened = TuningDatabase.open(tmp_path_factory.mktemp("template") / "tuning.db")
+    opened = SqlDatabase.open(tmp_path_factory.mktemp("template") / "tuning.db")
     for task in tasks:
         opened.record_workload(describe_workload(task))
         for candidate in template_candidates(task, target)[:1]:
@@ -134,7 +135,7 @@ def test_kernels_without_a_record_are_defaults_of_templates(lowered, tasks, targ
 
 def test_default_stands_in_when_the_only_record_cannot_be_replayed(lowered, tasks, target, tmp_path) -> None:
     task = next(task for task in tasks if task.family == "matmul" and template_candidates(task, target))
-    with TuningDatabase.open(tmp_path / "tuning.db") as opened:
+    with SqlDatabase.open(tmp_path / "tuning.db") as opened:
         opened.record_workload(describe_workload(task))
         number = opened.record_measurement(template_record(task, '{"template": "gemm_sm999", "tile": 1}', target))
         environment = detect_environment(target)
@@ -152,7 +153,7 @@ def record_with(task: TuningTask, target: ResolvedTarget, **changes: object) -> 
 def test_a_fallback_measured_alone_does_not_stand_against_a_template(lowered, tasks, target, tmp_path) -> None:
     task = next(task for task in tasks if task.family == "matmul" and template_candidates(task, target))
     environment = replace(detect_environment(target), device_name="some GPU")
-    with TuningDatabase.open(tmp_path / "tuning.db") as opened:
+    with SqlDatabase.open(tmp_path / "tuning.db") as opened:
         opened.record_workload(describe_workload(task))
         opened.record_measurement(record_with(task, target, route=Route.FALLBACK, decision='{"rule": "matmul"}'))
         choices = select_kernels(lowered, tasks, database=opened, target=target, environment=environment)

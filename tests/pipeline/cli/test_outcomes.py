@@ -17,7 +17,7 @@ from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.records import Mode
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 from tests.pipeline.cli.test_commands import classifier
 
 MODEL_OPTIONS = ("--target", "llvm", "--shape", "x=16x32")
@@ -56,7 +56,7 @@ def relaxtune(capsys) -> Callable[..., object]:
 
 
 def counts(path: Path) -> tuple[int, int, int]:
-    with TuningDatabase.open(path, mode=Mode.READ_ONLY) as database:
+    with SqlDatabase.open(path, mode=Mode.READ_ONLY) as database:
         info = database.info()
         return info.artifacts, info.validations, info.benchmarks
 
@@ -69,7 +69,7 @@ def test_tune_notes_artifact_validation_and_latencies_of_its_job(tuned, relaxtun
     assert found["validation"]["samples"] == 3
     assert 0 < found["validation"]["max_abs"] < 1e-4
     assert [arm["arm"] for arm in found["benchmarks"]] == ["relaxtune", "untuned", "ort"]
-    with TuningDatabase.open(tuned.database, mode=Mode.READ_ONLY) as database:
+    with SqlDatabase.open(tuned.database, mode=Mode.READ_ONLY) as database:
         assert all(len(benchmark.latencies_us) == 30 for benchmark in database.list_benchmarks())
 
 
@@ -80,7 +80,7 @@ def test_validate_and_bench_note_the_same_artifact(tuned, relaxtune, tmp_path):
     relaxtune("bench", tuned.artifact, "--runs", 3, "--db", copy)
     (found,) = relaxtune("db", "artifacts", "--db", copy, "--format", "json")
     assert (found["validations"], found["validation"]["samples"]) == (2, 1)
-    with TuningDatabase.open(copy, mode=Mode.READ_ONLY) as database:
+    with SqlDatabase.open(copy, mode=Mode.READ_ONLY) as database:
         last = database.list_benchmarks()[-1]
         assert (last.arm, len(last.latencies_us), json.loads(last.conditions)["runs"]) == ("ort", 3, 3)
 
@@ -131,7 +131,7 @@ def test_shared_database_is_read_named_and_never_written(tuned, relaxtune, tmp_p
     result = relaxtune("tune", tuned.model, *MODEL_OPTIONS, *options, "--format", "json")
     # What the shared one knows counts as known: no fallback is measured again.
     assert all(task["before_us"] is not None for task in result["tuning"]["tasks"])
-    with TuningDatabase.open(mine, mode=Mode.READ_ONLY) as database:
+    with SqlDatabase.open(mine, mode=Mode.READ_ONLY) as database:
         assert {record.route.value for record in database.list_records()} <= {"metaschedule", "template"}
         assert database.info().artifacts == 0
     recorded = [kernel for kernel in result["kernels"] if kernel["record_id"] is not None]

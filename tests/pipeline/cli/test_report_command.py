@@ -10,7 +10,7 @@ import pytest
 from relaxtune.pipeline.artifact.compile import CompiledModule
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.cli.app import main
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -57,7 +57,7 @@ def test_a_table_goes_to_stdout(directory: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_database_gives_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tuning.db"
-    TuningDatabase.open(path).close()
+    SqlDatabase.open(path).close()
     code, out, _ = run(capsys, "--db", str(path), "--format", "json")
     assert (code, json.loads(out)) == (0, [])
     code, out, _ = run(capsys, "--db", str(path), "--out", str(tmp_path / "page.html"))

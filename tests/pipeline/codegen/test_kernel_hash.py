@@ -22,7 +22,7 @@ from relaxtune.pipeline.tuning.measure.resources import read_resources
 from relaxtune.pipeline.tuning.plan.recorder import describe_workload
 from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
 from relaxtune.tuning_db.records import Route, Status, utc_now
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 from tests.pipeline.choose.test_template_route import lowered, target, tasks, template_record  # noqa: F401
 
 ANOTHER = "0" * 16
@@ -55,7 +55,7 @@ def test_the_build_process_tells_the_hash_that_an_artifact_of_the_record_has(
     start()(BuildRequest(pickle.dumps(candidate.make(target)), pickle.dumps(target.target), stem))
     told = read_resources(stem + ".so").kernel_hash
     record = replace(template_record(task, candidate.decision, target), kernel_hash=told)
-    with TuningDatabase.open(tmp_path / "tuning.db") as database:
+    with SqlDatabase.open(tmp_path / "tuning.db") as database:
         database.record_workload(describe_workload(task))
         number = database.record_measurement(record)
         choices = select_kernels(
@@ -78,7 +78,7 @@ def test_a_record_of_another_kernel_than_its_decision_makes_is_passed_over(lower
     changed = replace(measured[0], kernel_hash=ANOTHER)
     with pytest.raises(LoweringError, match=rf"is of kernel {ANOTHER}, .* has changed\. Measure the task again"):
         replay_record(task, changed, target)
-    with TuningDatabase.open("sqlite://") as database:
+    with SqlDatabase.open("sqlite://") as database:
         database.record_workload(describe_workload(task))
         passed_over = database.record_measurement(changed)
         taken = database.record_measurement(measured[1])
@@ -93,7 +93,7 @@ def test_a_slow_fallback_does_not_stand_in_for_candidates_made_in_another_way_by
     lowered, task, target, measured
 ) -> None:
     fallback = replace(measured[0], route=Route.FALLBACK, decision="{}", latencies_us=(9.0,), kernel_hash=None)
-    with TuningDatabase.open("sqlite://") as database:
+    with SqlDatabase.open("sqlite://") as database:
         database.record_workload(describe_workload(task))
         slow = database.record_measurement(fallback)
 

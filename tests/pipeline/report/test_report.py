@@ -31,8 +31,9 @@ from relaxtune.pipeline.report.profile import Profile, profile_artifact
 from relaxtune.pipeline.report.report import report_artifact, report_database
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import JobTask, Route, Status, TuningRecord, Workload
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 
 CEILINGS = Ceilings("test", {"float32": 1e12}, 10e9, 1.0, "made up")
 
@@ -42,7 +43,7 @@ def database(
     tasks: list[TuningTask], llvm_target: ResolvedTarget, bert_tiny: OnnxModel, tmp_path_factory: pytest.TempPathFactory
 ) -> TuningDatabase:
     """A database with one fallback record a task, 10 us for the first and 1 us more for each that follows."""
-    opened = TuningDatabase.open(tmp_path_factory.mktemp("report") / "tuning.db")
+    opened = SqlDatabase.open(tmp_path_factory.mktemp("report") / "tuning.db")
     target, environment = target_key(llvm_target), detect_environment(llvm_target)
     job = opened.start_job(model=bert_tiny.name, model_sha256=bert_tiny.sha256, target=target)
     records, workloads = [], []
@@ -120,7 +121,7 @@ def test_resources_and_device_are_the_records(tuned: Path, database: TuningDatab
 
 
 def test_records_of_another_database_are_not_believed(tuned: Path, tmp_path: Path) -> None:
-    with TuningDatabase.open(tmp_path / "other.db") as empty:
+    with SqlDatabase.open(tmp_path / "other.db") as empty:
         report = report_artifact(tuned, database=empty)
     assert any("lacks the records of" in note and "compiled from?" in note for note in report.notes)
     assert all(row.time_us for row in report.kernels)
@@ -170,7 +171,7 @@ def test_a_database_alone_gives_one_report_for_a_model_and_device(database: Tuni
 
 
 def test_an_empty_database_has_nothing_to_report(tmp_path: Path) -> None:
-    with TuningDatabase.open(tmp_path / "empty.db") as empty:
+    with SqlDatabase.open(tmp_path / "empty.db") as empty:
         assert report_database(empty) == ()
     assert "No job of this database has a valid record" in render_page([])
 

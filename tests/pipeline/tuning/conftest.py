@@ -7,7 +7,8 @@ import pytest
 
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 from tests.pipeline.tuning.tuning_cases import Place
 
 
@@ -19,5 +20,5 @@ def place() -> Place:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[TuningDatabase]:
-    with TuningDatabase.open(f"sqlite:///{tmp_path}/tuning.db") as opened:
+    with SqlDatabase.open(f"sqlite:///{tmp_path}/tuning.db") as opened:
         yield opened

@@ -27,8 +27,8 @@ from relaxtune.pipeline.tuning.plan.baseline import device_reference_mod
 from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets import resolve_target
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route, Status
-from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.test_gpu import Told, half_matmul
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, args_info, extern_mod, matmul_task, task_of
 

@@ -25,9 +25,10 @@ from relaxtune.pipeline.tuning.session import require_valid, tune
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import TemplateError
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import DatabaseWriteError
+from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status, TuningRecord
-from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, extern_mod, matmul_task, task_of, unbuildable_mod
 
 OPTIONS = TuningOptions(
@@ -79,7 +80,7 @@ def test_tune_records_every_candidate_and_leaves_no_process(place: Place, databa
     records = database.list_records(RecordFilter(workload_hash=task.workload_hash, job_id=job.id))
     assert Counter(record.route for record in records) == {Route.METASCHEDULE: OPTIONS.trials, Route.FALLBACK: 1}
     best = database.find_best(
-        workload_hash=task.workload_hash, signature_key=None, target=place.key, environment=place.environment
+        Question(workload_hash=task.workload_hash, signature_key=None, target=place.key, environment=place.environment)
     )
     assert best is not None
     assert best.latency_us == result.after_us
@@ -200,7 +201,7 @@ def test_tune_goes_on_and_records_the_status_when_candidates_fail(
     assert len(failed) == 1
     assert text in str(failed[0].error)
     best = database.find_best(
-        workload_hash=task.workload_hash, signature_key=None, target=place.key, environment=place.environment
+        Question(workload_hash=task.workload_hash, signature_key=None, target=place.key, environment=place.environment)
     )
     assert best is not None
     assert best.decision != failed[0].decision

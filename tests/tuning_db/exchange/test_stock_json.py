@@ -14,9 +14,10 @@ from tvm.s_tir import meta_schedule as ms
 
 from relaxtune.tuning_db.errors import ExchangeError
 from relaxtune.tuning_db.exchange.stock_json import RECORD_FILE, WORKLOAD_FILE, StockImport, export_stock, import_stock
+from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.metaschedule import describe_unknown, replay_decision, workload_hash
 from relaxtune.tuning_db.records import RecordFilter, Route, Status
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 
 TARGET = tvm.target.Target({"kind": "llvm", "mcpu": "znver4", "num-cores": 2})
 
@@ -55,7 +56,7 @@ def environment(samples):
 
 @pytest.fixture
 def memory():
-    with TuningDatabase.open("sqlite://") as database:
+    with SqlDatabase.open("sqlite://") as database:
         yield database
 
 
@@ -70,7 +71,12 @@ def test_files_of_stock_are_read_whole(database, stock, environment):
     scheduled = replay_decision(matmul(8), records[0].decision)
     assert len(scheduled.get_loops(scheduled.get_sblock("C"))) == 4
     best = database.find_best(
-        workload_hash=workload_hash(matmul(8)), signature_key=None, target=records[0].target, environment=environment
+        Question(
+            workload_hash=workload_hash(matmul(8)),
+            signature_key=None,
+            target=records[0].target,
+            environment=environment,
+        )
     )
     assert best.latency_us == pytest.approx(0.9)
 

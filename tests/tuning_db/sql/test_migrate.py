@@ -12,14 +12,15 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
+from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.errors import DatabaseOpenError, SchemaVersionError
 from relaxtune.tuning_db.features import list_features, record_features
+from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import JobTask, Mode, Route, Status
 from relaxtune.tuning_db.sql.engine import make_engine, parse_location
 from relaxtune.tuning_db.sql.migrate import alembic_config, known_revisions
-from relaxtune.tuning_db.sql.outcomes import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.sql.schema import HEAD_REVISION, VERSION_TABLE, Base
-from relaxtune.tuning_db.store import TuningDatabase, upgrade
+from relaxtune.tuning_db.store import SqlDatabase, upgrade
 
 MADE = datetime(2026, 11, 20, 13, tzinfo=UTC)
 ASSETS = Path(__file__).parent / "assets"
@@ -60,11 +61,13 @@ def test_stored_database_is_upgraded_and_used(path, samples, revision):
     restore(revision, path)
     assert upgrade(path) == revision
     assert upgrade(path) == HEAD_REVISION
-    with TuningDatabase.open(path) as database:
+    with SqlDatabase.open(path) as database:
         workload = database.get_workload("hash1")
         assert workload == samples.workload()
         best = database.find_best(
-            workload_hash="hash1", signature_key=None, target=samples.target(), environment=samples.environment()
+            Question(
+                workload_hash="hash1", signature_key=None, target=samples.target(), environment=samples.environment()
+            )
         )
         assert best.latencies_us == (12.5, 11.5, 13.5)
         assert best.created_at.isoformat() == "2026-11-20T12:00:00.000001+00:00"
@@ -102,9 +105,9 @@ def test_older_schema_is_upgraded_in_postgresql_too(empty_postgres, samples, mon
         command.upgrade(config, revision)
     engine.dispose()
     with pytest.raises(SchemaVersionError, match=rf"has schema revision {revision}, .*relaxtune db upgrade --db"):
-        TuningDatabase.open(empty_postgres)
+        SqlDatabase.open(empty_postgres)
     assert upgrade(empty_postgres) == revision
-    with TuningDatabase.open(empty_postgres) as database:
+    with SqlDatabase.open(empty_postgres) as database:
         database.record_workload(samples.workload())
         assert database.record_measurement(samples.record()) == 1
         with database._engine.connect() as connection:
@@ -116,7 +119,7 @@ def test_older_schema_is_refused_with_the_command_that_upgrades_it(path):
     restore("0001", path)
     command = rf"Run: relaxtune db upgrade --db sqlite:///{path}$"
     with pytest.raises(SchemaVersionError, match=r"has schema revision 0001, this relaxtune needs 0004\. " + command):
-        TuningDatabase.open(path)
+        SqlDatabase.open(path)
 
 
 @pytest.mark.parametrize("mode", Mode)
@@ -125,7 +128,7 @@ def test_newer_schema_is_refused_with_the_command_that_upgrades_relaxtune(path, 
     set_revision(path, "9999")
     message = rf"has schema revision 9999, newer than {HEAD_REVISION}, .*pip install --upgrade relaxtune"
     with pytest.raises(SchemaVersionError, match=message):
-        TuningDatabase.open(path, mode=mode)
+        SqlDatabase.open(path, mode=mode)
     with pytest.raises(SchemaVersionError, match=message):
         upgrade(path)
 
@@ -135,19 +138,19 @@ def test_upgrade_makes_the_tables_of_an_empty_file_and_refuses_a_missing_one(pat
         upgrade(path)
     path.touch()
     assert upgrade(path) is None
-    with TuningDatabase.open(path, create=False) as database:
+    with SqlDatabase.open(path, create=False) as database:
         assert database.info().schema_revision == HEAD_REVISION
 
 
 def test_nothing_is_left_when_a_migration_fails_midway(path, monkeypatch):
     monkeypatch.setattr("sqlalchemy.Double", None)
     with pytest.raises(TypeError):
-        TuningDatabase.open(path)
+        SqlDatabase.open(path)
     connection = sqlite3.connect(path)
     assert connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
     connection.close()
     monkeypatch.undo()
-    with TuningDatabase.open(path) as database:
+    with SqlDatabase.open(path) as database:
         assert database.count_records() == 0
 
 

@@ -10,8 +10,8 @@ from relaxtune.pipeline.tuning.measure.failure import StopSignal
 from relaxtune.pipeline.tuning.plan.finals import hold_finals, list_finalists
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.plan.state import Contender, TaskState
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import RecordFilter, Route, Status, TuningRecord, utc_now
-from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import Place, matmul_task
 
 NOW = utc_now()

@@ -16,9 +16,11 @@ from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastC
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.search.space import make_space
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.metaschedule import replay_decision
 from relaxtune.tuning_db.records import RecordFilter, Route
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import SqlDatabase
 from tests.pipeline.tuning.tuning_cases import Place, matmul_task
 
 OPTIONS = TuningOptions(
@@ -35,7 +37,7 @@ SHORT, LONG = matmul_task(32, 64, 32, "short"), matmul_task(96, 64, 32, "long")
 @pytest.fixture(scope="module")
 def tuned(place: Place, tmp_path_factory: pytest.TempPathFactory) -> TuningDatabase:
     """A database with 40 candidates of the short task."""
-    database = TuningDatabase.open(tmp_path_factory.mktemp("warm") / "tuning.db")
+    database = SqlDatabase.open(tmp_path_factory.mktemp("warm") / "tuning.db")
     tune([SHORT], target=place.target, database=database, environment=place.environment, options=OPTIONS)
     database.record_workload(describe_workload(LONG))
     return database
@@ -121,11 +123,13 @@ def test_a_near_shape_tells_what_the_first_round_may_save(place: Place, tuned: T
     near = near_records(LONG, tuned.list_workloads(), tuned, place.key, place.environment)
     best, default = (
         tuned.list_top(
-            workload_hash=SHORT.workload_hash,
-            signature_key=None,
-            target=place.key,
-            environment=place.environment,
-            route=route,
+            Question(
+                workload_hash=SHORT.workload_hash,
+                signature_key=None,
+                target=place.key,
+                environment=place.environment,
+                route=route,
+            ),
             k=1,
         )[0].latency_us
         or 0.0
