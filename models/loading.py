@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import onnx
 
+from relaxtune.models.axis_relations import bindings_of, find_relations
 from relaxtune.models.checks import check_graph, check_signature, check_text, check_versions
 from relaxtune.models.dims import Dim, evaluate_dim
 from relaxtune.models.errors import ModelShapeError, UnsupportedModelError
@@ -14,9 +16,11 @@ from relaxtune.models.files import read_proto
 from relaxtune.models.hashing import content_sha256
 from relaxtune.models.inference import check_and_infer
 from relaxtune.models.shapes import Shapes, bind_shapes, pin_shapes, signature_of
-from relaxtune.models.spec import OnnxModel
+from relaxtune.models.spec import AxisRelation, OnnxModel
 from relaxtune.models.zoo.graph import Precision
 from relaxtune.models.zoo.presets import DEFAULT_DIMS, Preset, get_preset, list_models
+
+log = logging.getLogger(__name__)
 
 
 def load_model(
@@ -76,7 +80,14 @@ def _load_file(path: Path, shapes: Shapes, *, any_operator: bool) -> OnnxModel:
     inputs = signature_of([value for value in proto.graph.input if value.name not in weights], "input")
     pin_shapes(proto, bind_shapes(inputs, shapes, path.name))
     check_and_infer(proto)
-    return make_model(path.stem, proto, path=path, data_dir=None if all_inline else folder)
+    relations = find_relations(proto)
+    bindings = bindings_of(relations)
+    if bindings:
+        log.info("%s: %s", path.name, "; ".join(map(str, relations)))
+        pin_shapes(proto, bindings)
+        check_and_infer(proto)
+    data_dir = None if all_inline else folder
+    return make_model(path.stem, proto, path=path, data_dir=data_dir, relations=relations)
 
 
 def _load_zoo(name: str, preset: Preset, shapes: Shapes, precision: Precision, seed: int) -> OnnxModel:
@@ -98,7 +109,13 @@ def _load_zoo(name: str, preset: Preset, shapes: Shapes, precision: Precision, s
 
 
 def make_model(
-    name: str, proto: onnx.ModelProto, *, path: Path | None, data_dir: Path | None, seed: int | None = None
+    name: str,
+    proto: onnx.ModelProto,
+    *,
+    path: Path | None,
+    data_dir: Path | None,
+    seed: int | None = None,
+    relations: tuple[AxisRelation, ...] = (),
 ) -> OnnxModel:
     """Return the model's value from a checked proto: its hash and its signature."""
     weights = {tensor.name for tensor in proto.graph.initializer}
@@ -111,6 +128,7 @@ def make_model(
         outputs=signature_of(proto.graph.output, "output"),
         data_dir=data_dir,
         seed=seed,
+        relations=relations,
     )
 
 

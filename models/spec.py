@@ -92,6 +92,33 @@ class TensorSpec:
         return f"{self.name}: {self.dtype}[{'x'.join(str(axis) for axis in self.shape)}]"
 
 
+@dataclass(frozen=True)
+class AxisRelation:
+    """What a graph demands of an axis.
+
+    Attributes
+    ----------
+    axis
+        Name of the axis, as the file has it; a sum of names where only the sum is bounded.
+    sign
+        "=", ">=" or "<=".
+    size
+        A number, or a sum of products of other axes' names.
+    where
+        The axes of inputs with that name, such as `attention_mask[1]`.
+    """
+
+    axis: str
+    sign: str
+    size: str
+    where: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return `total (attention_mask[1]) = past + sequence`."""
+        where = f" ({', '.join(self.where)})" if self.where else ""
+        return f"{self.axis}{where} {self.sign} {self.size}"
+
+
 @dataclass(frozen=True, eq=False)
 class OnnxModel:
     """A checked ONNX model and the signature it has after its shapes were pinned.
@@ -103,6 +130,7 @@ class OnnxModel:
 
     `sha256` covers what is in `proto` (pinned shapes included) and every weight's bytes, inline or external, so the
     same model has one hash in either form. `seed` is that of a zoo model's weights, None for a file.
+    `relations` are those of the symbolic axes of a file, as the file names them.
     """
 
     name: str
@@ -113,6 +141,7 @@ class OnnxModel:
     outputs: tuple[TensorSpec, ...]
     data_dir: Path | None = None
     seed: int | None = None
+    relations: tuple[AxisRelation, ...] = ()
 
     @cached_property
     def _initializers(self) -> dict[str, onnx.TensorProto]:

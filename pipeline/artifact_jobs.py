@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relaxtune.models import OnnxModel, load_model
+from relaxtune.models import OnnxModel, axis_sizes, load_model
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.directory import record_validation
 from relaxtune.pipeline.artifact.runtime import Module
@@ -30,7 +30,6 @@ from relaxtune.pipeline.validate.tolerances import Tolerance
 from relaxtune.pipeline.validate.validation import (
     DEFAULT_REPEATS,
     DEFAULT_SAMPLES,
-    default_dims,
     sample_inputs,
     validate,
 )
@@ -151,7 +150,7 @@ def bench_artifact(
     reports: dict[str, BenchmarkReport] = {}
     with nullcontext() if database is None else SqlDatabase.open(database) as opened:
         for name, dims in (route_sizes(module, model) or {"": {}}).items():
-            inputs = unpadded_inputs(model, seed=seed, dims=default_dims(model) | dims)
+            inputs = unpadded_inputs(model, seed=seed, dims=axis_sizes(model, dims))
             report = measure_module(module, model, inputs, against=against, runs=runs, warmup=warmup)
             reports[name] = replace(report, conditions={**report.conditions, "shape": name}) if name else report
             if opened is not None:

@@ -72,6 +72,8 @@ class Inspection:
         Name, content hash, version by domain, nodes of the main graph.
     inputs, outputs, parameters
         The signature, and the weights by dtype.
+    relations
+        What the graph demands of the symbolic axes of the inputs, as text.
     cache
         The KV cache among the inputs, None where there is none.
     survey
@@ -91,6 +93,7 @@ class Inspection:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     parameters: tuple[ParameterCount, ...]
+    relations: tuple[str, ...]
     cache: CacheSize | None
     survey: ImportSurvey
     target: str | None = None
@@ -130,6 +133,7 @@ def inspect_model(request: ModelRequest) -> Inspection:
         inputs=model.inputs,
         outputs=model.outputs,
         parameters=count_parameters(model.proto.graph.initializer),
+        relations=tuple(map(str, model.relations)),
         cache=measure_cache(model),
         survey=survey,
     )

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relaxtune.models import OnnxModel
-from relaxtune.models.inputs import unpadded_inputs
+from relaxtune.models import OnnxModel, axis_sizes, unpadded_inputs
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.directory import check_destination, record_validation
 from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
@@ -40,7 +39,7 @@ from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
 from relaxtune.pipeline.validate.padding_proof import prove_and_record, route_inputs
 from relaxtune.pipeline.validate.report import ValidationReport
-from relaxtune.pipeline.validate.validation import default_dims, validate
+from relaxtune.pipeline.validate.validation import validate
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.records import Mode
@@ -245,7 +244,7 @@ def _validate(out: Path, model: OnnxModel, samples: int) -> ValidationReport:
 
 def _benchmark(prepared: PreparedModel, directory: Path) -> BenchmarkReport:
     """Return the latencies of the tuned artifact, of the same model without records, and of ONNX Runtime, by turns."""
-    inputs = unpadded_inputs(prepared.model, seed=0, dims=default_dims(prepared.model))
+    inputs = unpadded_inputs(prepared.model, seed=0, dims=axis_sizes(prepared.model))
     untuned = select_kernels(
         prepared.lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
     )

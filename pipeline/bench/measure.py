@@ -21,7 +21,7 @@ from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.threads import configure_threads
-from relaxtune.pipeline.validate.reference import peer_session
+from relaxtune.pipeline.validate.reference import peer_session, run_session
 
 Arm = Callable[[], None]
 
@@ -219,7 +219,7 @@ def onnxruntime_arm(model: OnnxModel, inputs: Mapping[str, np.ndarray], *, threa
     feed = dict(inputs)
 
     def run() -> None:
-        session.run(names, feed)
+        run_session(session, names, feed, model.name)
 
     return run
 

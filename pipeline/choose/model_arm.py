@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from relaxtune.models.inputs import unpadded_inputs
+from relaxtune.models import axis_sizes, unpadded_inputs
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
@@ -13,7 +13,6 @@ from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact.variants import entry_of
 from relaxtune.pipeline.bench.measure import Arm, module_arm
 from relaxtune.pipeline.prepare import PreparedModel
-from relaxtune.pipeline.validate.validation import default_dims
 
 
 def compiled_arm(prepared: PreparedModel, choices: Sequence[KernelChoice], directory: Path) -> Arm:
@@ -39,7 +38,7 @@ def compiled_arms(
     """
     compiled = compile_module(prepared.lowered, choices, prepared.target, variants=variants)
     write_artifact(compiled, directory)
-    inputs = unpadded_inputs(prepared.model, seed=0, dims=default_dims(prepared.model))
+    inputs = unpadded_inputs(prepared.model, seed=0, dims=axis_sizes(prepared.model))
     module = Module.load(directory)
     modules = [module, *(module.variant(entry_of(number)) for number in range(len(variants)))]
     return [module_arm(one, inputs) for one in modules]

@@ -199,13 +199,12 @@ def bench(
 
     Inputs are random, with masks that hide nothing.
     """
-    from relaxtune.models.inputs import unpadded_inputs
+    from relaxtune.models import axis_sizes, unpadded_inputs
     from relaxtune.pipeline.artifact.bucket_routing import render_statistics
     from relaxtune.pipeline.artifact.runtime import Module
     from relaxtune.pipeline.bench.measure import BenchmarkReport, measure_module, render
     from relaxtune.pipeline.job_outcomes import artifact_of, environment_of, note_benchmark
     from relaxtune.pipeline.validate.padding_proof import route_sizes
-    from relaxtune.pipeline.validate.validation import default_dims
     from relaxtune.tuning_db.store import SqlDatabase
 
     module = Module.load(directory)
@@ -215,7 +214,7 @@ def bench(
     reports: dict[str, BenchmarkReport] = {}
     with nullcontext() if db is None else SqlDatabase.open(db) as database:
         for name, dims in sizes.items():
-            inputs = unpadded_inputs(reference, seed=seed, dims=default_dims(reference) | dims)
+            inputs = unpadded_inputs(reference, seed=seed, dims=axis_sizes(reference, dims))
             report = measure_module(module, reference, inputs, against=peers, runs=runs, warmup=warmup)
             reports[name] = replace(report, conditions={**report.conditions, "shape": name}) if name else report
             if database is not None:

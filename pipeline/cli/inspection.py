@@ -66,6 +66,7 @@ def register(app: typer.Typer) -> None:
 def _print_facts(inspection: Inspection) -> None:
     rows = [("input", str(spec)) for spec in inspection.inputs]
     rows += [("output", str(spec)) for spec in inspection.outputs]
+    rows += [("axes", relation) for relation in inspection.relations]
     rows += [
         ("weights", f"{item.count:,} {item.dtype} in {item.tensors} tensors, {item.bytes:,} bytes")
         for item in inspection.parameters

@@ -13,16 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
-from relaxtune.models import OnnxModel
+from relaxtune.models import OnnxModel, axis_sizes, random_inputs
 from relaxtune.models.buckets import Side, cut_outputs, list_sides, list_symbols, pad_inputs, unknown_axes
-from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.artifact.directory import record_padding
 from relaxtune.pipeline.artifact.entries import BucketEntry, BucketsEntry, PaddingEntry
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.validate.array_comparison import compare_arrays
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.tolerances import Tolerance
-from relaxtune.pipeline.validate.validation import default_dims, default_tolerance
+from relaxtune.pipeline.validate.validation import default_tolerance
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ def route_sizes(module: Module, model: OnnxModel) -> dict[str, dict[str, int]]:
         return {}
     sizes = {entry.bucket.name: dict(entry.sizes) for entry in buckets.entries}
     beyond = {axis: size + 1 for axis, size in buckets.entries[-1].sizes.items()}
-    tried = random_inputs(model, seed=0, dims=default_dims(model) | beyond)
+    tried = random_inputs(model, seed=0, dims=axis_sizes(model, beyond))
     if Reference(model, policy=module.manifest.policy).accepts(tried):
         sizes["symbolic"] = beyond
     return sizes
@@ -108,7 +107,7 @@ def route_inputs(module: Module, model: OnnxModel, *, samples: int, seed: int) -
     for sizes in route_sizes(module, model).values():
         between = {axis: max(1, size - max(1, size // 5)) for axis, size in sizes.items()}
         for chosen in (sizes, between):
-            dims = default_dims(model) | chosen
+            dims = axis_sizes(model, chosen)
             inputs += [random_inputs(model, seed=seed, sample=sample, dims=dims) for sample in range(samples)]
     return inputs
 
@@ -150,7 +149,7 @@ def _try(
     for place in ends:
         entry, target = buckets.entries[place], module.bucket_module(place)
         for sizes in _smaller(entry, list(sides)):
-            dims = default_dims(model) | sizes
+            dims = axis_sizes(model, sizes)
             for sample in range(_SAMPLES):
                 inputs = random_inputs(model, seed=seed, sample=sample, dims=dims)
                 wider = {**dims, **entry.sizes}

@@ -15,7 +15,7 @@ The two uses want different sessions:
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,6 +68,7 @@ class Reference:
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
         self._session = _session(proto, model.name, options, threads)
+        self._model = model.name
         self._names = [spec.name for spec in model.outputs]
 
     @property
@@ -78,17 +79,50 @@ class Reference:
         return f"onnxruntime {onnxruntime.__version__}, CPU, basic graph optimisations{how}{weights}"
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the outputs by name; those of a half-precision graph are float32."""
+        """Return the outputs by name; those of a half-precision graph are float32.
+
+        Raises
+        ------
+        PipelineError
+            ONNX Runtime does not compute the model on these inputs.
+        """
         feeds = {name: _without_bfloat16(array) for name, array in inputs.items()}
-        return dict(zip(self._names, self._session.run(self._names, feeds), strict=True))
+        return dict(zip(self._names, run_session(self._session, self._names, feeds, self._model), strict=True))
 
     def accepts(self, inputs: Mapping[str, np.ndarray]) -> bool:
         """Whether ONNX Runtime computes the model on inputs at all; it refuses sizes that the graph is not made for."""
         try:
             self.run(inputs)
-        except _ORT_ERRORS:
+        except PipelineError:
             return False
         return True
+
+
+def run_session(
+    session: onnxruntime.InferenceSession, names: Sequence[str], feeds: Mapping[str, np.ndarray], model: str
+) -> list[np.ndarray]:
+    """Return what ONNX Runtime computes for a model; its errors, which have no common base, as ours.
+
+    Raises
+    ------
+    PipelineError
+        ONNX Runtime does not compute the model on these inputs.
+    """
+    try:
+        return list(session.run(names, feeds))
+    except _ORT_ERRORS as e:
+        shapes = ", ".join(f"{name} {'x'.join(map(str, array.shape)) or 'scalar'}" for name, array in feeds.items())
+        raise PipelineError(
+            f"ONNX Runtime {onnxruntime.__version__} does not compute the model {model!r} on inputs of these sizes: "
+            f"{shapes}. It says: {_last_line(e)} Sizes that do not fit together are the usual cause: "
+            "`relaxtune inspect` lists what the axes must be, --shape fixes them"
+        ) from e
+
+
+def _last_line(error: Exception) -> str:
+    """Return what ONNX Runtime says last, as a sentence and without its codes."""
+    line = str(error).strip().splitlines()[-1]
+    return line.rpartition("Status Message: ")[2].rpartition(" : ")[2].rstrip(".") + "."
 
 
 def peer_session(model: OnnxModel, threads: int) -> onnxruntime.InferenceSession:
@@ -205,10 +239,9 @@ def _session(
         with _loadable(proto) as model:
             return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except (*_ORT_ERRORS, RuntimeError, ValueError) as e:
-        last = str(e).strip().splitlines()[-1]
         raise PipelineError(
-            f"ONNX Runtime {onnxruntime.__version__} does not load the model {name!r}: {last}. It is the reference for "
-            "results; check the graph with `python -m onnx.checker`"
+            f"ONNX Runtime {onnxruntime.__version__} does not load the model {name!r}: {_last_line(e)} It is the "
+            "reference for results; check the graph with `python -m onnx.checker`"
         ) from e
 
 

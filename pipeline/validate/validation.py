@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relaxtune.models import OnnxModel, TensorSpec
-from relaxtune.models.inputs import random_inputs
+from relaxtune.models import OnnxModel, TensorSpec, axis_sizes, random_inputs
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import ValidationFailedError
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
@@ -139,7 +138,7 @@ def sample_inputs(
     model: OnnxModel, *, samples: int, seed: int, dims: Mapping[str, int] | None = None
 ) -> list[dict[str, np.ndarray]]:
     """Return the random inputs that a model is validated with."""
-    sizes = default_dims(model) | dict(dims or {})
+    sizes = axis_sizes(model, dims)
     return [random_inputs(model, seed=seed, sample=sample, dims=sizes) for sample in range(samples)]
 
 
@@ -167,7 +166,7 @@ def _drift_of(
     options: DriftOptions,
 ) -> DriftReport:
     """Return the distance from the model as given; its outputs are computed where the reference has other weights."""
-    sizes = default_dims(model) | dict(dims)
+    sizes = axis_sizes(model, dims)
     inputs = [seen.inputs for seen in observations]
     original = Reference(model) if reference.quantised else reference
     expected = [seen.expected for seen in observations] if original is reference else [*map(original.run, inputs)]
@@ -178,12 +177,6 @@ def _drift_of(
         perplexity = measure_perplexity(model, original.run, module.run, options, sizes)
         data.append(perplexity.data)
     return DriftReport(module.manifest.precision, original.description, tuple(data), outputs, perplexity)
-
-
-def default_dims(model: OnnxModel) -> dict[str, int]:
-    """Return a small size for every symbolic axis of the inputs: 2 for a batch, 16 for any other."""
-    names = {axis for spec in model.inputs for axis in spec.shape if isinstance(axis, str) and axis.isidentifier()}
-    return {name: 2 if "batch" in name.lower() else 16 for name in sorted(names)}
 
 
 def compare(

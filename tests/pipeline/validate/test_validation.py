@@ -18,7 +18,7 @@ from relaxtune.pipeline.validate.array_comparison import compare_arrays
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.report import ValidationReport, render
 from relaxtune.pipeline.validate.tolerances import Tolerance
-from relaxtune.pipeline.validate.validation import Observation, compare, default_dims, observe, validate
+from relaxtune.pipeline.validate.validation import Observation, compare, observe, validate
 
 TIGHT = Tolerance(1e-3, 1e-3)
 
@@ -167,9 +167,3 @@ def test_report_is_json_and_a_table(artifact: Path, bert_tiny: OnnxModel) -> Non
     text = console.export_text()
     assert "validation of bert-tiny: passed" in text
     assert "last_hidden_state" in text
-
-
-def test_symbolic_axes_get_small_sizes(bert_tiny: OnnxModel) -> None:
-    assert default_dims(bert_tiny) == {}
-    symbolic = load_model("bert-tiny", shapes=dict.fromkeys((s.name for s in bert_tiny.inputs), ("batch", "sequence")))
-    assert default_dims(symbolic) == {"batch": 2, "sequence": 16}

@@ -1,0 +1,153 @@
+"""The relations between the symbolic axes of a graph: `attention_mask` has `past + sequence` columns.
+
+Exporters give each axis a name of its own and do not say which belong together. `find_relations` reads it from the
+graph (`models.axis_flow`); the loader then writes the names that are free into the graph, so that everything behind it
+sees one name for one size. `axis_sizes` chooses sizes that keep the relations.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import onnx
+
+from relaxtune.models.axis_flow import ONE, ZERO, AxisFlow, dims_of, input_symbols
+from relaxtune.models.dims import evaluate_dim
+from relaxtune.models.input_roles import GraphUses
+from relaxtune.models.polynomials import Polynomial
+from relaxtune.models.spec import AxisRelation, OnnxModel
+
+_BATCH, _LENGTH = 2, 16
+
+
+def find_relations(model: onnx.ModelProto) -> tuple[AxisRelation, ...]:
+    """Return what a graph demands of the symbolic axes of its inputs; none where fewer than two names are there."""
+    names = input_symbols(model)
+    if not names:
+        return ()
+    flow = AxisFlow(model)
+    masks = _mask_symbols(model)
+    bounds = [gap for size, least in flow.at_least if (gap := _bound_masks(flow, size - least, masks)) is not None]
+    places = _places(model)
+    relations = [
+        AxisRelation(name, "=", str(size), tuple(places[name]))
+        for name in names
+        if name in flow.solved and _is_known(size := flow.resolve(flow.solved[name]))
+    ]
+    for gap in dict.fromkeys(flow.resolve(gap) for gap in bounds):
+        relations += _inequality(gap, places)
+    return tuple(dict.fromkeys(relations))
+
+
+def bindings_of(relations: tuple[AxisRelation, ...]) -> dict[str, int | str]:
+    """Return what replaces the names of axes in the graph: numbers, names, and sums of them."""
+    exact = {relation.axis: relation.size for relation in relations if relation.sign == "="}
+    return {
+        axis: int(size) if size.isdecimal() else size
+        for axis, size in exact.items()
+        # TVM reads a dimension from left to right, without the precedence of products.
+        if re.fullmatch(r"\w+( \+ \w+)*", size)
+    }
+
+
+def axis_sizes(model: OnnxModel, given: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Return a size for every symbolic axis of the inputs that keeps the graph's relations.
+
+    Parameters
+    ----------
+    model
+        Its axes without a given size get 2 where they are a batch and 16 elsewhere, then what the relations ask for.
+    given
+        Sizes that stay as they are.
+    """
+    fixed = dict(given or {})
+    names = [name for name in input_symbols(model.proto) if name not in fixed]
+    batches = {
+        axis for spec in model.inputs for axis in spec.shape[:1] if len(spec.shape) > 1 and isinstance(axis, str)
+    }
+    later = {axis for spec in model.inputs for axis in spec.shape[1:]}
+    sizes = {n: _BATCH if "batch" in n.lower() or n in batches - later else _LENGTH for n in sorted(names)} | fixed
+    for relation in model.relations:
+        if relation.sign == "<=":
+            _shrink(sizes, relation, [name for name in names if name in relation.axis.split(" + ")])
+    for relation in model.relations:
+        size = evaluate_dim(relation.size, sizes)
+        if relation.axis in names and relation.sign != "<=" and isinstance(size, int):
+            sizes[relation.axis] = size if relation.sign == "=" else max(sizes[relation.axis], size)
+    return sizes
+
+
+def _shrink(sizes: dict[str, int], relation: AxisRelation, free: list[str]) -> None:
+    """Halve the largest axis that is not given until the sum keeps its bound."""
+    while free:
+        total = evaluate_dim(relation.axis, sizes)
+        largest = max(free, key=lambda name: sizes[name])
+        if not isinstance(total, int) or total <= int(relation.size) or sizes[largest] == 1:
+            return
+        sizes[largest] = -(-sizes[largest] // 2)
+
+
+def _bound_masks(flow: AxisFlow, gap: Polynomial, masks: set[str]) -> Polynomial | None:
+    """Take a mask that must reach a size to have it; return a bound, 0 or more, that is left.
+
+    A longer mask would do as well. A shorter one is read beyond its end, and the graph computes with what is there.
+    """
+    gap = flow.resolve(gap)
+    for longer, shorter in _pairs(gap):
+        if longer in masks:
+            flow.equate(Polynomial.symbol(longer), Polynomial.symbol(shorter))
+            gap = flow.resolve(gap)
+    for name in (name for name in gap.names if name in masks):
+        size = gap.solved_for(name)
+        if size is not None and size.names and size.is_positive and gap + size == Polynomial.symbol(name):
+            flow.equate(Polynomial.symbol(name), size)
+            return None
+    return gap if gap.names else None
+
+
+def _pairs(gap: Polynomial) -> Iterator[tuple[str, str]]:
+    """Yield (a, b) for each a * c - b * c: a flattened table is indexed by rows of another one."""
+    for above, plus in gap.terms:
+        for below, minus in gap.terms:
+            left, right = set(above) - set(below), set(below) - set(above)
+            if plus == -minus and plus > 0 and len(above) == len(below) > 1 and len(left) == len(right) == 1:
+                yield left.pop(), right.pop()
+
+
+def _inequality(gap: Polynomial, places: Mapping[str, list[str]]) -> list[AxisRelation]:
+    """Return `gap >= 0` as a bound of one axis, or of a sum of axes by a number; nothing for another form."""
+    number = Polynomial.number(dict(gap.terms).get((), 0))
+    total = number - gap
+    if not _is_known(gap):
+        return []
+    if number.value and total.terms and total.is_positive:
+        axis = str(total)
+        return [AxisRelation(axis, "<=", str(number), tuple(places.get(axis, ())))] if "*" not in axis else []
+    for name in gap.names:
+        size = gap.solved_for(name)
+        if size is not None and size not in (ZERO, ONE) and size.is_positive and gap + size == Polynomial.symbol(name):
+            return [AxisRelation(name, ">=", str(size), tuple(places.get(name, ())))]
+    return []
+
+
+def _is_known(size: Polynomial) -> bool:
+    return not any(name.startswith("?") for name in size.names)
+
+
+def _mask_symbols(model: onnx.ModelProto) -> set[str]:
+    """Return the names that stand in the sizes of masks alone."""
+    uses = GraphUses(model)
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for value in model.graph.input:
+        is_mask = "mask" in value.name.lower() or bool(uses.mask_use(value.name))
+        names[is_mask].update(dim for dim in dims_of(value) if isinstance(dim, str))
+    return names[True] - names[False]
+
+
+def _places(model: onnx.ModelProto) -> dict[str, list[str]]:
+    places: dict[str, list[str]] = {}
+    for value in model.graph.input:
+        for axis, dim in enumerate(dims_of(value)):
+            places.setdefault(str(dim), []).append(f"{value.name}[{axis}]")
+    return places

@@ -1,0 +1,108 @@
+"""Sizes of axes as polynomials with whole coefficients over names: `past + sequence`, `2 * heads * width`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+Monomial = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """A sum of products; `terms` holds (sorted names, coefficient) without zeros, sorted."""
+
+    terms: tuple[tuple[Monomial, int], ...] = ()
+
+    @classmethod
+    def number(cls, value: int) -> Self:
+        """Return a constant."""
+        return cls((((), value),) if value else ())
+
+    @classmethod
+    def symbol(cls, name: str) -> Self:
+        """Return the polynomial of one name."""
+        return cls((((name,), 1),))
+
+    @classmethod
+    def _of(cls, terms: Iterable[tuple[Monomial, int]]) -> Self:
+        total: dict[Monomial, int] = {}
+        for names, factor in terms:
+            total[names] = total.get(names, 0) + factor
+        return cls(tuple(sorted((names, factor) for names, factor in total.items() if factor)))
+
+    def __add__(self, other: Self) -> Self:
+        """Return the sum."""
+        return self._of((*self.terms, *other.terms))
+
+    def __sub__(self, other: Self) -> Self:
+        """Return the difference."""
+        return self._of((*self.terms, *((names, -factor) for names, factor in other.terms)))
+
+    def __mul__(self, other: Self) -> Self:
+        """Return the product."""
+        return self._of((tuple(sorted((*a, *b))), x * y) for a, x in self.terms for b, y in other.terms)
+
+    @property
+    def value(self) -> int | None:
+        """The number it is, None where a name is left."""
+        if not self.terms:
+            return 0
+        return self.terms[0][1] if len(self.terms) == 1 and not self.terms[0][0] else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in it."""
+        return tuple(dict.fromkeys(name for names, _ in self.terms for name in names))
+
+    @property
+    def is_positive(self) -> bool:
+        """Whether no coefficient is negative: sizes in, a size out."""
+        return all(factor > 0 for _, factor in self.terms)
+
+    def substitute(self, values: Mapping[str, Self]) -> Self:
+        """Return the polynomial with names replaced."""
+        if not any(name in values for name in self.names):
+            return self
+        result = type(self)()
+        for names, factor in self.terms:
+            product = self.number(factor)
+            for name in names:
+                product *= values.get(name) or self.symbol(name)
+            result += product
+        return result
+
+    def divided(self, divisor: Self) -> Self | None:
+        """Return the quotient by a single product such as `32 * batch`, None where it is none of whole coefficients."""
+        if len(divisor.terms) != 1:
+            return None
+        ((below, number),) = divisor.terms
+        result = []
+        for names, factor in self.terms:
+            left = list(names)
+            for name in below:
+                if name not in left:
+                    return None
+                left.remove(name)
+            if factor % number:
+                return None
+            result.append((tuple(left), factor // number))
+        return self._of(result)
+
+    def solved_for(self, name: str) -> Self | None:
+        """Return what a name is where this is zero; None where it stands in a product, or with a factor."""
+        own = [(names, factor) for names, factor in self.terms if name in names]
+        if len(own) != 1 or own[0][0] != (name,) or abs(own[0][1]) != 1:
+            return None
+        rest = self._of((names, -factor) for names, factor in self.terms if names != (name,))
+        return rest if own[0][1] == 1 else self._of((names, -factor) for names, factor in rest.terms)
+
+    def __str__(self) -> str:
+        """Return it as a dimension: names first, the number last."""
+        parts = []
+        for names, factor in (*(term for term in self.terms if term[0]), *(term for term in self.terms if not term[0])):
+            sign = "-" if factor < 0 else "+"
+            size = [str(abs(factor))] if abs(factor) != 1 or not names else []
+            parts.append(f"{sign} {' * '.join([*size, *names])}")
+        return " ".join(parts).removeprefix("+ ") or "0"

@@ -1,0 +1,126 @@
+"""Relations between symbolic axes, read from the graph; ONNX Runtime runs on the sizes that keep them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from relaxtune.models import OnnxModel, axis_sizes, get_preset, load_model, random_inputs
+
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+
+
+def run(model: OnnxModel, dims: dict[str, int]) -> list[np.ndarray]:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    return list(ort.InferenceSession(model.serialize(), options).run(None, random_inputs(model, seed=0, dims=dims)))
+
+
+def with_own_names(zoo: str, folder: Path) -> Path:
+    """Save a zoo model whose input axes have a name each, as exporters write them."""
+    model = load_model(zoo, shapes={spec.name: spec.shape for spec in get_preset(zoo).inputs})
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    del proto.graph.value_info[:]
+    for value in (*proto.graph.input, *proto.graph.output):
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.dim_param:
+                dim.dim_param = f"{value.name}_{axis}".replace(".", "_")
+    onnx.save(proto, folder / "decoder.onnx")
+    return folder / "decoder.onnx"
+
+
+def save(
+    folder: Path,
+    nodes: list[onnx.NodeProto],
+    inputs: dict[str, tuple[int, list[int | str]]],
+    *,
+    rank: int = 2,
+    **constants: np.ndarray,
+) -> Path:
+    graph = helper.make_graph(
+        nodes,
+        "case",
+        [helper.make_tensor_value_info(name, *spec) for name, spec in inputs.items()],
+        [helper.make_tensor_value_info("y", FLOAT, ["y0", "y1", "y2"][:rank])],
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), folder / "case.onnx")
+    return folder / "case.onnx"
+
+
+@pytest.mark.parametrize("zoo", ["gpt2-tiny-decode", "llama-tiny-decode"])
+def test_decoder_with_a_name_for_every_axis_gets_one_name_for_each_size(zoo: str, tmp_path: Path) -> None:
+    model = load_model(with_own_names(zoo, tmp_path))
+    shapes = {spec.name: spec.shape for spec in model.inputs}
+    caches = {shape for name, shape in shapes.items() if name.startswith("past")}
+    assert len(caches) == 1
+    (batch, _, past, _) = next(iter(caches))
+    assert shapes["attention_mask"] == (batch, f"{past} + 1")
+    assert shapes["input_ids"][0] == batch
+    dims = axis_sizes(model)
+    assert set(dims) == {batch, past}
+    assert all(np.isfinite(output).all() for output in run(model, dims))
+
+
+def test_mask_indexed_up_to_a_sum_has_that_length(tmp_path: Path) -> None:
+    """transformers indexes the flattened mask by row and key, up to the keys in the cache and the new ones."""
+    node = helper.make_node
+    nodes = [
+        node("Shape", ["ids"], ["new"], start=1), node("Shape", ["past"], ["old"], start=1),
+        node("Add", ["new", "old"], ["total"]), node("Squeeze", ["total"], ["limit"]),
+        node("Range", ["zero", "limit", "one"], ["keys"]),
+        node("Shape", ["ids"], ["rows"], end=1), node("Squeeze", ["rows"], ["row_count"]),
+        node("Range", ["zero", "row_count", "one"], ["batch"]), node("Unsqueeze", ["batch", "last"], ["column"]),
+        node("Shape", ["mask"], ["width"], start=1), node("Mul", ["column", "width"], ["begin"]),
+        node("Add", ["begin", "keys"], ["places"]), node("Reshape", ["mask", "flat"], ["row"]),
+        node("Gather", ["row", "places"], ["seen"]),
+        node("Cast", ["seen"], ["y"], to=FLOAT),
+    ]  # fmt: skip
+    path = save(
+        tmp_path,
+        nodes,
+        {"ids": (INT64, ["b", "s"]), "past": (FLOAT, ["b", "p"]), "mask": (INT64, ["rows", "columns"])},
+        zero=np.array(0), one=np.array(1), last=np.array([1]), flat=np.array([-1]),
+    )  # fmt: skip
+    model = load_model(path)
+    assert model.inputs[2].shape == ("b", "p + s")
+    assert run(model, axis_sizes(model))[0].shape == (2, 32)
+    assert "columns (mask[1]) = p + s" in map(str, model.relations)
+
+
+def test_table_bounds_a_sum_of_lengths(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Concat", ["old", "new"], ["both"], axis=0),
+        helper.make_node("Shape", ["both"], ["count"]),
+        helper.make_node("Squeeze", ["count"], ["limit"]),
+        helper.make_node("Range", ["zero", "limit", "one"], ["places"]),
+        helper.make_node("Gather", ["table", "places"], ["y"]),
+    ]
+    inputs: dict[str, tuple[int, list[int | str]]] = {"old": (FLOAT, ["p"]), "new": (FLOAT, ["s"])}
+    path = save(tmp_path, nodes, inputs, zero=np.array(0), one=np.array(1), table=np.ones((20, 4), "float32"))
+    model = load_model(path)
+    assert [str(relation) for relation in model.relations] == ["p + s <= 20"]
+    dims = axis_sizes(model)
+    assert dims["p"] + dims["s"] <= 20
+    assert axis_sizes(model, {"p": 14})["s"] <= 6
+    run(model, dims)
+
+
+def test_sizes_are_small_and_keep_what_is_given() -> None:
+    assert axis_sizes(load_model("bert-tiny")) == {}
+    shapes = {spec.name: ("batch", "sequence") for spec in get_preset("bert-tiny").inputs}
+    model = load_model("bert-tiny", shapes=shapes)
+    assert axis_sizes(model) == {"batch": 2, "sequence": 16}
+    assert axis_sizes(model, {"sequence": 5}) == {"batch": 2, "sequence": 5}
+
+
+def test_axes_without_relation_keep_their_names(tmp_path: Path) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    model = load_model(save(tmp_path, nodes, {"x": (FLOAT, ["a", "b", 4])}, w=np.ones((4, 3), "float32"), rank=3))
+    assert (model.inputs[0].shape, model.relations) == (("a", "b", 4), ())
