@@ -7,12 +7,8 @@ from tvm import s_tir, tirx
 from relaxtune.pipeline.artifact.entries import ArgumentEntry, WorkEntry
 from relaxtune.pipeline.tasks.extract import as_workload, untunable_reason
 from relaxtune.schedules.functions.attention import spec_of
-from relaxtune.schedules.tir.dependent_arguments import (
-    column_sums_of_weights,
-    padding_masks,
-    partial_sums_of_rows,
-)
-from relaxtune.schedules.tir.functions import buffer_bytes, static_shape, written_params
+from relaxtune.schedules.tir.blocks import buffer_bytes, static_shape, written_params
+from relaxtune.schedules.tir.dependent_arguments import column_sums_of_weights, padding_masks, partial_sums_of_rows
 from relaxtune.schedules.tir.index_ranges import index_ranges
 from relaxtune.schedules.tir.signature import describe_kernel
 

@@ -8,7 +8,7 @@ from tvm import tirx
 from relaxtune.pipeline.passes.kit.ir import with_functions
 from relaxtune.pipeline.passes.kit.rewrite import OPAQUE
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.schedules.tir.functions import is_buffer
+from relaxtune.schedules.tir.blocks import is_buffer
 
 
 def keep_sizes_apart(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:

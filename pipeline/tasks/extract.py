@@ -11,14 +11,8 @@ from tvm import s_tir, tirx
 
 from relaxtune.pipeline.passes.module import KernelCall, LoweredModule
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.schedules.tir.functions import (
-    buffer_bytes,
-    is_buffer,
-    list_blocks,
-    list_expressions,
-    list_statements,
-    static_shape,
-)
+from relaxtune.schedules.tir.blocks import buffer_bytes, is_buffer, list_blocks, list_statements, static_shape
+from relaxtune.schedules.tir.expressions import call_names
 from relaxtune.schedules.tir.index_ranges import index_ranges
 from relaxtune.schedules.tir.signature import describe_kernel
 from relaxtune.tuning_db.metaschedule import workload_hash
@@ -172,9 +166,4 @@ def _unique_name(name: str, taken: set[str]) -> str:
 
 
 def _calls_extern(call: tvm.ir.Call) -> bool:
-    names = [
-        str(inner.op.name)
-        for inner in list_expressions(call)
-        if isinstance(inner, tvm.ir.Call) and isinstance(inner.op, tvm.ir.Op)
-    ]
-    return any("extern" in name or "packed" in name for name in names)
+    return any("extern" in name or "packed" in name for name in call_names(call))

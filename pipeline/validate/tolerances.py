@@ -50,12 +50,12 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 import tvm
-import tvm_ffi
 from tvm import tirx
 
 from relaxtune.pipeline.arrays import numpy_dtype
+from relaxtune.schedules.tir.blocks import Block, list_blocks
 from relaxtune.schedules.tir.contraction import find_contraction
-from relaxtune.schedules.tir.functions import BlockView, list_blocks, list_loads
+from relaxtune.schedules.tir.expressions import find_all, list_loads
 
 
 @dataclass(frozen=True)
@@ -196,9 +196,9 @@ def kernel_tolerance(func: tirx.PrimFunc, output: int | None = None) -> KernelTo
     if coarsest == 0.0:
         return replace(EXACT_KERNEL, steps=steps)
     sums = [
-        _eps(str(store.buffer.dtype)) * math.sqrt(math.prod(extent for _, extent in block.reduction))
+        _eps(str(store.buffer.dtype)) * math.sqrt(math.prod(block.reduced_sizes))
         for block in blocks
-        if block.reduction
+        if block.reduced
         for store in block.stores
     ]
     products = [
@@ -216,12 +216,11 @@ def _rounds_to_bytes(store: tirx.BufferStore) -> bool:
     """Whether what is stored are integers of 8 bits that floats are rounded to, directly or as wider integers first."""
     if str(store.buffer.dtype) not in ("int8", "uint8"):
         return False
-    casts: list[tirx.Cast] = []
-    tvm_ffi.structural_walk(store.value, (tirx.Cast, casts.append))
+    casts = find_all(store.value, tirx.Cast)
     return any(_eps(str(cast.ty.dtype)) == 0 < _eps(str(cast.value.ty.dtype)) for cast in casts)
 
 
-def _blocks_behind(blocks: Sequence[BlockView], output: tvm.ir.Var) -> list[BlockView]:
+def _blocks_behind(blocks: Sequence[Block], output: tvm.ir.Var) -> list[Block]:
     """Return the blocks that a buffer depends on."""
     needed, read = [], [output]
     for block in reversed(blocks):

@@ -6,44 +6,31 @@ from dataclasses import dataclass
 
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
-from tvm.s_tir import SBlock, Schedule
+from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import SBlockRV
+
+from relaxtune.schedules.tir.blocks import Block, static_extent
+from relaxtune.schedules.tir.expressions import call_names, find_all, is_zero
 
 # Calls that cost tens of instructions a lane; computing them twice costs more than storing them once.
 _COSTLY_CALLS = ("tirx.exp", "tirx.erf", "tirx.tanh", "tirx.pow", "tirx.log", "tirx.sigmoid", "tirx.sin", "tirx.cos")
 
 
 @dataclass(frozen=True)
-class BlockFacts:
-    """A block of a schedule, and what follows from its statement.
+class ScheduledBlock(Block):
+    """A block of a schedule.
 
     Attributes
     ----------
     rv : SBlockRV
         The handle for schedule primitives; valid until the block is inlined.
-    kinds : str
-        One letter an iterator: S (data parallel), R (reduction), O (anything else).
     """
 
     rv: SBlockRV
-    name: str
-    kinds: str
-    stmt: SBlock
-
-    @property
-    def is_spatial(self) -> bool:
-        """Whether every iterator is data parallel."""
-        return set(self.kinds) <= {"S"}
-
-    @property
-    def is_reduction(self) -> bool:
-        """Whether there is a reduction iterator and an initial value, and nothing opaque."""
-        return "R" in self.kinds and "O" not in self.kinds and self.stmt.init is not None
 
 
-def list_blocks(sch: Schedule) -> list[BlockFacts]:
+def list_blocks(sch: Schedule) -> list[ScheduledBlock]:
     """Return the facts of every block under the root, in program order; empty for a function without blocks."""
     root = find_root(sch)
     return [] if root is None else [block_facts(sch, rv) for rv in sch.get_child_blocks(root)]
@@ -57,15 +44,12 @@ def find_root(sch: Schedule) -> SBlockRV | None:
     return sch.get_sblock(body.block.name_hint)
 
 
-def block_facts(sch: Schedule, rv: SBlockRV) -> BlockFacts:
+def block_facts(sch: Schedule, rv: SBlockRV) -> ScheduledBlock:
     """Return the facts of one block."""
-    stmt = sch.get(rv)
-    letters = {tirx.IterVar.DataPar: "S", tirx.IterVar.CommReduce: "R"}
-    kinds = "".join(letters.get(iter_var.iter_type, "O") for iter_var in stmt.iter_vars)
-    return BlockFacts(rv, str(stmt.name_hint), kinds, stmt)
+    return ScheduledBlock(tvm_ffi.get_global_func("s_tir.schedule.GetSBlockRealize")(sch, rv), rv)
 
 
-def is_canonical(sch: Schedule, block: BlockFacts) -> bool:
+def is_canonical(sch: Schedule, block: ScheduledBlock) -> bool:
     """Whether each iterator of the block is bound to one loop of its own, all of them serial and nested.
 
     Blocks with inner blocks (scans, sorts) and blocks under `if` or `while` are not: the rules leave them alone.
@@ -75,14 +59,13 @@ def is_canonical(sch: Schedule, block: BlockFacts) -> bool:
     loops = [sch.get(loop) for loop in sch.get_loops(block.rv)]
     if len(loops) != len(block.kinds):
         return False
-    realize = _get_realize(sch, block.rv)
-    bound = zip(realize.iter_values, loops, strict=True)
+    bound = zip(block_facts(sch, block.rv).realize.iter_values, loops, strict=True)
     return all(value.same_as(loop.loop_var) for value, loop in bound) and all(
         loop.kind == tirx.ForKind.SERIAL and is_zero(loop.min) for loop in loops
     )
 
 
-def can_inline(sch: Schedule, block: BlockFacts) -> bool:
+def can_inline(sch: Schedule, block: ScheduledBlock) -> bool:
     """Whether `compute_inline` is legal: spatial, writes one intermediate element an iteration, read by others."""
     if not block.is_spatial or not is_canonical(sch, block) or len(block.stmt.writes) != 1:
         return False
@@ -95,20 +78,20 @@ def can_inline(sch: Schedule, block: BlockFacts) -> bool:
     return not is_output(sch, block) and bool(sch.get_consumers(block.rv))
 
 
-def is_output(sch: Schedule, block: BlockFacts) -> bool:
+def is_output(sch: Schedule, block: ScheduledBlock) -> bool:
     """Whether the block writes a parameter of the function."""
     params = list(sch.mod["main"].params)
     return any(write.source.same_as(param) for write in block.stmt.writes for param in params)
 
 
-def is_costly(block: BlockFacts) -> bool:
+def is_costly(block: ScheduledBlock) -> bool:
     """Whether computing an element takes a transcendental function."""
     return any(name in _COSTLY_CALLS for name in call_names(block.stmt.body))
 
 
-def has_bound_check(sch: Schedule, block: BlockFacts) -> bool:
+def has_bound_check(sch: Schedule, block: ScheduledBlock) -> bool:
     """Whether the block runs only for a part of its loops' iterations (a split that does not divide)."""
-    predicate = _get_realize(sch, block.rv).predicate
+    predicate = block_facts(sch, block.rv).realize.predicate
     return not (isinstance(predicate, tirx.IntImm) and int(predicate) == 1)
 
 
@@ -118,21 +101,12 @@ def can_partition_loops(sch: Schedule) -> bool:
     LoopPartition mixes 32-bit zeros into 64-bit indices, which the next pass refuses. Only where every index can be
     narrowed to 32 bits before (no symbolic extent, no 64-bit index read from a tensor) does it go well.
     """
-    blockers: list[object] = []
-
-    def note_loop(loop: tirx.For) -> None:
-        if static_extent(loop.extent) is None:
-            blockers.append(loop)
-
-    def note_load(load: TensorLoad) -> None:
-        if str(load.ty.dtype) == "int64":
-            blockers.append(load)
-
-    tvm_ffi.structural_walk(sch.mod["main"].body, [(tirx.For, note_loop), (TensorLoad, note_load)])
-    return not blockers
+    body = sch.mod["main"].body
+    symbolic = any(static_extent(loop.extent) is None for loop in find_all(body, tirx.For))
+    return not symbolic and all(str(load.ty.dtype) != "int64" for load in find_all(body, TensorLoad))
 
 
-def find_path_to(sch: Schedule, block: BlockFacts) -> list[str]:
+def find_path_to(sch: Schedule, block: ScheduledBlock) -> list[str]:
     """Return the names of the blocks that the given one depends on, directly or not."""
     names: list[str] = []
     pending = list(sch.get_producers(block.rv))
@@ -145,38 +119,6 @@ def find_path_to(sch: Schedule, block: BlockFacts) -> list[str]:
     return names
 
 
-def call_names(node: tirx.Stmt | tirx.Expr) -> set[str]:
-    """Return the names of the operators called in a statement or expression."""
-    names: set[str] = set()
-
-    def note(call: Call) -> None:
-        names.add(str(getattr(call.op, "name", "")))
-
-    tvm_ffi.structural_walk(node, (Call, note))
-    return names
-
-
-def used_vars(node: tirx.Expr) -> set[tirx.Var]:
-    """Return the variables of an expression."""
-    found: set[tirx.Var] = set()
-    tvm_ffi.structural_walk(node, (tirx.Var, found.add))
-    return found
-
-
-def static_extent(extent: tirx.Expr) -> int | None:
-    """Return the value of a constant extent, None for a symbolic one."""
-    return int(extent) if isinstance(extent, tirx.IntImm) else None
-
-
-def is_zero(expr: tirx.Expr) -> bool:
-    """Whether an expression is the constant 0."""
-    return isinstance(expr, tirx.IntImm) and int(expr) == 0
-
-
 def loop_extents(sch: Schedule, rv: SBlockRV) -> list[int | None]:
     """Return the extents of the loops around a block, None where symbolic."""
     return [static_extent(sch.get(loop).extent) for loop in sch.get_loops(rv)]
-
-
-def _get_realize(sch: Schedule, rv: SBlockRV) -> tirx.Stmt:
-    return tvm_ffi.get_global_func("s_tir.schedule.GetSBlockRealize")(sch, rv)

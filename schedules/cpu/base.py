@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import tvm
 from tvm.s_tir import Schedule
 from tvm.s_tir.dlight.base import ScheduleRule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.target import Target
 
 from relaxtune.schedules.cpu.analysis import (
-    BlockFacts,
+    ScheduledBlock,
     can_inline,
     can_partition_loops,
     is_canonical,
     is_costly,
     list_blocks,
     loop_extents,
-    static_extent,
 )
 from relaxtune.schedules.cpu.transposition import find_crossed_axis
 from relaxtune.schedules.cpu.wrapping import wraps_by_lane
 from relaxtune.schedules.targets import CpuLimits, TargetLimits, target_limits
+from relaxtune.schedules.tir.blocks import element_bytes, static_extent
 
 # Below this many element operations, waking the thread pool (about 5 us) costs more than it saves.
 PARALLEL_MIN_WORK = 16 * 1024
@@ -48,12 +47,6 @@ def cpu_limits(target: Target) -> CpuLimits:
     if not isinstance(limits, CpuLimits):
         raise TypeError(f"expected an llvm target, got {target.kind.name}")
     return limits
-
-
-def dtype_bytes(dtype: str) -> int:
-    """Return the size of one element in bytes."""
-    bits: int = tvm.DataType(dtype).bits
-    return max(1, bits // 8)
 
 
 def inline_spatial(sch: Schedule, keep: Sequence[str] = ()) -> None:
@@ -81,7 +74,7 @@ def worth_parallel(work: int | None) -> bool:
     return work is None or work >= PARALLEL_MIN_WORK
 
 
-def schedule_elementwise(sch: Schedule, block: BlockFacts, limits: CpuLimits) -> None:
+def schedule_elementwise(sch: Schedule, block: ScheduledBlock, limits: CpuLimits) -> None:
     """Run one data-parallel block on all cores with a vector loop over its innermost elements.
 
     The innermost loops are fused until they hold at least a vector; the rest is fused into one parallel loop. A block
@@ -92,7 +85,7 @@ def schedule_elementwise(sch: Schedule, block: BlockFacts, limits: CpuLimits) ->
     if not loops or not is_canonical(sch, block):
         return
     parallel = worth_parallel(work_of(sch, block.rv))
-    lanes = limits.vector_bytes // dtype_bytes(str(block.stmt.writes[0].source.dtype))
+    lanes = limits.vector_bytes // element_bytes(str(block.stmt.writes[0].source.dtype))
     wraps = wraps_by_lane(sch, block, lanes)
     crossed = None if wraps else find_crossed_axis(sch, block, lanes)
     if crossed is not None and _schedule_crossed(sch, block, crossed, lanes, limits):
@@ -113,7 +106,7 @@ def schedule_elementwise(sch: Schedule, block: BlockFacts, limits: CpuLimits) ->
         sch.parallel(outer)
 
 
-def _schedule_crossed(sch: Schedule, block: BlockFacts, crossed: int, lanes: int, limits: CpuLimits) -> bool:
+def _schedule_crossed(sch: Schedule, block: ScheduledBlock, crossed: int, lanes: int, limits: CpuLimits) -> bool:
     """Walk a block as `transposition` says; return False, and change nothing, where a remainder stands in the way.
 
     A last vector that is not full needs a loop of its own, which takes blocks of y that no thread loop has taken in.

@@ -26,13 +26,11 @@ from tvm import tirx
 from tvm.ir import Var
 from tvm.ir.expr import TensorLoad
 
-from relaxtune.schedules.cpu.analysis import (
-    BlockFacts,
-    static_extent,
-    used_vars,
-)
-from relaxtune.schedules.cpu.base import dtype_bytes
+from relaxtune.schedules.cpu.analysis import ScheduledBlock
 from relaxtune.schedules.targets import CpuLimits
+from relaxtune.schedules.tir.blocks import element_bytes, static_extent
+from relaxtune.schedules.tir.contraction import are_axes, index_vars
+from relaxtune.schedules.tir.expressions import used_vars
 
 # At most this many rows: past it the unrolled body outgrows the micro-op cache and no reuse is gained.
 MAX_ROWS = 14
@@ -43,12 +41,12 @@ FEW_ROWS = 2
 
 
 @dataclass(frozen=True)
-class Contraction:
+class TiledContraction:
     """A block that multiplies two tensors and sums, with the role of each loop.
 
     Attributes
     ----------
-    block : BlockFacts
+    block : ScheduledBlock
         The reduction block.
     left, right : TensorLoad
         The operand that is broadcast along n, and the one read in vectors.
@@ -62,7 +60,7 @@ class Contraction:
         Columns of one panel when `right` is a weight packed at compile time (see `packing`), else None.
     """
 
-    block: BlockFacts
+    block: ScheduledBlock
     left: TensorLoad
     right: TensorLoad
     batch: tuple[int, ...]
@@ -88,34 +86,16 @@ class Tile:
         return self.vectors * self.lanes
 
 
-def find_operands(block: BlockFacts) -> tuple[TensorLoad, TensorLoad] | None:
-    """Return the two loads of `C += x * y` (casts around them allowed), None for any other statement."""
-    store = block.stmt.body
-    value = store.value
-    if not isinstance(value, tirx.Add) or not isinstance(value.b, tirx.Mul) or not isinstance(value.a, TensorLoad):
-        return None
-    if not value.a.source.same_as(store.buffer):
-        return None
-    left, right = _strip_casts(value.b.a), _strip_casts(value.b.b)
-    if not isinstance(left, TensorLoad) or not isinstance(right, TensorLoad) or left.source.same_as(right.source):
-        return None
-    return left, right
-
-
-def classify(block: BlockFacts, left: TensorLoad, right: TensorLoad, column: int) -> Contraction | None:
+def classify(block: ScheduledBlock, left: TensorLoad, right: TensorLoad, column: int) -> TiledContraction | None:
     """Return the roles of the loops with the given loop as the vector axis.
 
     None when that axis is not one of the right operand alone, an axis belongs to neither operand, or the output is not
     indexed by the data-parallel iterators themselves.
     """
-    iters = [iter_var.var for iter_var in block.stmt.iter_vars]
-    spatial = [index for index, kind in enumerate(block.kinds) if kind == "S"]
-    written = list(block.stmt.body.indices)
-    if len(written) != len(spatial) or not all(
-        index.same_as(iters[position]) for index, position in zip(written, spatial, strict=True)
-    ):
+    iters, spatial = block.axes, [index for index, kind in enumerate(block.kinds) if kind == "S"]
+    if not are_axes(block.store.indices, block.spatial):
         return None
-    in_left, in_right = _index_vars(left), _index_vars(right)
+    in_left, in_right = index_vars(left), index_vars(right)
     if iters[column] in in_left or iters[column] not in in_right:
         return None
     batch, rows = [], []
@@ -133,14 +113,14 @@ def classify(block: BlockFacts, left: TensorLoad, right: TensorLoad, column: int
     reduce = tuple(index for index, kind in enumerate(block.kinds) if kind == "R")
     panel = find_panel(right, iters[column])
     contiguous = panel is not None or _stride_is_one(right, iters[column])
-    return Contraction(block, left, right, tuple(batch), tuple(rows), column, reduce, row, contiguous, panel)
+    return TiledContraction(block, left, right, tuple(batch), tuple(rows), column, reduce, row, contiguous, panel)
 
 
-def choose_tile(con: Contraction, limits: CpuLimits, exact: bool = False) -> Tile:
+def choose_tile(con: TiledContraction, limits: CpuLimits, exact: bool = False) -> Tile:
     """Return the best tile for a contraction, by `best_tile`; a packed operand's panel is the tile's width."""
     lanes = lanes_of(str(con.block.stmt.writes[0].source.dtype), limits)
-    rows = 1 if con.row is None else static_extent(con.block.stmt.iter_vars[con.row].dom.extent)
-    columns = static_extent(con.block.stmt.iter_vars[con.column].dom.extent)
+    rows = 1 if con.row is None else con.block.extents[con.row]
+    columns = con.block.extents[con.column]
     return best_tile(rows, columns, lanes, limits.vector_registers, exact=exact, width=con.panel)
 
 
@@ -191,7 +171,7 @@ def best_tile(
 
 def lanes_of(dtype: str, limits: CpuLimits) -> int:
     """Return how many elements of a type a vector register holds."""
-    return max(1, limits.vector_bytes // dtype_bytes(dtype))
+    return max(1, limits.vector_bytes // element_bytes(dtype))
 
 
 def find_panel(load: TensorLoad, column: Var) -> int | None:
@@ -206,32 +186,19 @@ def find_panel(load: TensorLoad, column: Var) -> int | None:
     return width if plain and width is not None and static_extent(first.b) == width else None
 
 
-def needs_padding(con: Contraction, tile: Tile) -> bool:
+def needs_padding(con: TiledContraction, tile: Tile) -> bool:
     """Whether the vector axis is symbolic or no multiple of the tile's columns."""
-    columns = static_extent(con.block.stmt.iter_vars[con.column].dom.extent)
+    columns = con.block.extents[con.column]
     return columns is None or columns % tile.columns != 0
 
 
-def _strip_casts(expr: tirx.Expr) -> tirx.Expr:
-    while isinstance(expr, tirx.Cast):
-        expr = expr.value
-    return expr
-
-
-def _index_vars(load: TensorLoad) -> set[Var]:
-    found: set[Var] = set()
-    for index in load.indices:
-        found |= used_vars(index)
-    return found
-
-
-def axis_extent(block: BlockFacts, position: int) -> float:
+def axis_extent(block: ScheduledBlock, position: int) -> float:
     """Return the extent of a block's iterator, infinity when symbolic."""
-    extent = static_extent(block.stmt.iter_vars[position].dom.extent)
+    extent = block.extents[position]
     return math.inf if extent is None else extent
 
 
-def _is_one(block: BlockFacts, position: int) -> bool:
+def _is_one(block: ScheduledBlock, position: int) -> bool:
     return axis_extent(block, position) == 1
 
 

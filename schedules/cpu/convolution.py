@@ -14,11 +14,12 @@ from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.analysis import BlockFacts, find_path_to, is_canonical, list_blocks
+from relaxtune.schedules.cpu.analysis import ScheduledBlock, find_path_to, is_canonical, list_blocks
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise
-from relaxtune.schedules.cpu.contraction import Contraction, Tile, choose_tile, classify, find_operands, needs_padding
+from relaxtune.schedules.cpu.contraction import Tile, TiledContraction, choose_tile, classify, needs_padding
 from relaxtune.schedules.cpu.tiling import schedule_contraction
 from relaxtune.schedules.targets import CpuLimits
+from relaxtune.schedules.tir.contraction import find_operands
 
 
 class Convolution(CpuRule):
@@ -48,12 +49,12 @@ class Convolution(CpuRule):
         return sch
 
 
-def find_convolution(block: BlockFacts, limits: CpuLimits) -> tuple[Contraction, Tile] | None:
+def find_convolution(block: ScheduledBlock, limits: CpuLimits) -> tuple[TiledContraction, Tile] | None:
     """Return the roles of a convolution's loops and its tile, None where no axis fills whole vectors.
 
     A tile that does not divide its axis would have to be padded, which TVM does only for indices without sums.
     """
-    operands = find_operands(block) if block.is_reduction else None
+    operands = find_operands(block.store) if block.is_reduction else None
     if operands is None:
         return None
     spatial = [index for index, kind in enumerate(block.kinds) if kind == "S"]

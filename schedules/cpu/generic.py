@@ -11,7 +11,7 @@ from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.analysis import BlockFacts, is_canonical, list_blocks
+from relaxtune.schedules.cpu.analysis import ScheduledBlock, is_canonical, list_blocks
 from relaxtune.schedules.cpu.base import (
     CpuRule,
     cpu_limits,
@@ -44,7 +44,7 @@ class Generic(CpuRule):
         return sch
 
 
-def schedule_reduction_plainly(sch: Schedule, block: BlockFacts) -> None:
+def schedule_reduction_plainly(sch: Schedule, block: ScheduledBlock) -> None:
     """Run the data-parallel loops of one reduction on all cores, the reduction loops serially inside."""
     loops = sch.get_loops(block.rv)
     spatial = [loop for loop, kind in zip(loops, block.kinds, strict=True) if kind == "S"]

@@ -13,10 +13,12 @@ from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc, Var
 
-from relaxtune.schedules.cpu.analysis import BlockFacts, find_path_to, is_canonical, list_blocks, used_vars
+from relaxtune.schedules.cpu.analysis import ScheduledBlock, find_path_to, is_canonical, list_blocks
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise
-from relaxtune.schedules.cpu.contraction import Contraction, choose_tile, classify, find_operands, find_panel
+from relaxtune.schedules.cpu.contraction import TiledContraction, choose_tile, classify, find_panel
 from relaxtune.schedules.cpu.tiling import schedule_contraction
+from relaxtune.schedules.tir.contraction import find_operands
+from relaxtune.schedules.tir.expressions import used_vars
 
 
 class Matmul(CpuRule):
@@ -46,17 +48,17 @@ class Matmul(CpuRule):
         return sch
 
 
-def find_matmul(block: BlockFacts) -> Contraction | None:
+def find_matmul(block: ScheduledBlock) -> TiledContraction | None:
     """Return the roles of a matmul's loops, None when the block is not one.
 
     Every index of both operands has to be an iterator or a constant (a convolution's are sums), except those of a
     packed weight, and the vector axis is the last one of the output, whichever operand it belongs to.
     """
-    operands = find_operands(block) if block.is_reduction else None
+    operands = find_operands(block.store) if block.is_reduction else None
     spatial = [index for index, kind in enumerate(block.kinds) if kind == "S"]
     if operands is None or not spatial:
         return None
-    column = block.stmt.iter_vars[spatial[-1]].var
+    column = block.axes[spatial[-1]]
     if not all(_has_plain_indices(load) or find_panel(load, column) for load in operands):
         return None
     left, right = operands

@@ -35,7 +35,7 @@ class NormedMatmul(CpuRule):
         products = [block for block in blocks if find_matmul(block) is not None]
         if len(products) != 1 or not all(is_canonical(sch, block) for block in blocks):
             return None
-        statistics = [str(block.name_hint) for block in found.norm.blocks] if found.norm is not None else []
+        statistics = [block.name for block in found.norm.blocks] if found.norm is not None else []
         inline_spatial(sch, keep=[*statistics, *find_path_to(sch, products[0])])
         if found.norm is not None:
             # What reads statistics cannot be moved under the product's loops; a copy of the sums is, in its place.

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 
 import tvm
-import tvm_ffi
 from tvm import tirx
 from tvm.ir import IRModule
 from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.cpu.base import PARTITION_HINT
+from relaxtune.schedules.tir.blocks import static_shape
+from relaxtune.schedules.tir.expressions import find_all
 
 _ELEMENTS_MAX = 2**31 - 1
 
@@ -44,16 +45,12 @@ def _narrow(func: PrimFunc) -> PrimFunc:
 
 
 def _asks_for_partition(func: PrimFunc) -> bool:
-    found: list[bool] = []
-    tvm_ffi.structural_walk(func.body, (tirx.For, lambda loop: found.append(PARTITION_HINT in loop.annotations)))
-    return any(found)
+    return any(PARTITION_HINT in loop.annotations for loop in find_all(func.body, tirx.For))
 
 
 def _fits(func: PrimFunc) -> bool:
     for param in func.params:
-        shape = getattr(param.ty, "shape", None)
-        if shape is None or not all(isinstance(axis, tirx.IntImm) for axis in shape):
-            return False
-        if str(param.dtype) in ("int64", "uint64") or math.prod(int(axis) for axis in shape) > _ELEMENTS_MAX:
+        shape = static_shape(param)
+        if shape is None or str(param.dtype) in ("int64", "uint64") or math.prod(shape) > _ELEMENTS_MAX:
             return False
     return True

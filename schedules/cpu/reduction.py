@@ -22,24 +22,23 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.cpu.analysis import (
-    BlockFacts,
+    ScheduledBlock,
     can_partition_loops,
     has_bound_check,
     is_canonical,
     list_blocks,
-    static_extent,
 )
 from relaxtune.schedules.cpu.base import (
     PARTITION_HINT,
     CpuRule,
     cpu_limits,
-    dtype_bytes,
     inline_spatial,
     vectorize_loop,
     work_of,
     worth_parallel,
 )
 from relaxtune.schedules.targets import CpuLimits
+from relaxtune.schedules.tir.blocks import element_bytes, static_extent
 
 
 class RowReduction(CpuRule):
@@ -67,7 +66,7 @@ class RowReduction(CpuRule):
         return sch
 
 
-def count_shared_rows(sch: Schedule, blocks: list[BlockFacts]) -> int:
+def count_shared_rows(sch: Schedule, blocks: list[ScheduledBlock]) -> int:
     """Return how many leading data-parallel loops have the same extents in every block; 0 for no blocks."""
     if not blocks:
         return 0
@@ -79,7 +78,7 @@ def count_shared_rows(sch: Schedule, blocks: list[BlockFacts]) -> int:
     return shared
 
 
-def split_lanes(sch: Schedule, block: BlockFacts, limits: CpuLimits) -> None:
+def split_lanes(sch: Schedule, block: ScheduledBlock, limits: CpuLimits) -> None:
     """Give a reduction along a contiguous axis one partial result a lane; leave any other as it is.
 
     A symbolic axis stays serial: it may be shorter than a vector, and then `rfactor` leaves the partial results of the
@@ -89,7 +88,7 @@ def split_lanes(sch: Schedule, block: BlockFacts, limits: CpuLimits) -> None:
         return
     reduced = block.stmt.iter_vars[-1]
     extent = static_extent(reduced.dom.extent)
-    lanes = limits.vector_bytes // dtype_bytes(str(block.stmt.writes[0].source.dtype))
+    lanes = limits.vector_bytes // element_bytes(str(block.stmt.writes[0].source.dtype))
     contiguous = any(read.region and read.region[-1].min.same_as(reduced.var) for read in block.stmt.reads)
     if not contiguous or extent is None or extent < 2 * lanes:
         return
@@ -99,7 +98,7 @@ def split_lanes(sch: Schedule, block: BlockFacts, limits: CpuLimits) -> None:
     sch.rfactor(lane, len(block.stmt.writes[0].region))
 
 
-def _sinks(sch: Schedule, blocks: list[BlockFacts]) -> list[BlockFacts]:
+def _sinks(sch: Schedule, blocks: list[ScheduledBlock]) -> list[ScheduledBlock]:
     return [block for block in blocks if not sch.get_consumers(block.rv)]
 
 
@@ -115,7 +114,7 @@ def _merge_rows(sch: Schedule, rows: int, limits: CpuLimits) -> None:
         sch.parallel(row)
     partial: list[tuple[SBlockRV, LoopRV]] = []
     for block, loops in zip(blocks, inner, strict=True):
-        lanes = limits.vector_bytes // dtype_bytes(str(block.stmt.writes[0].source.dtype))
+        lanes = limits.vector_bytes // element_bytes(str(block.stmt.writes[0].source.dtype))
         if block.is_spatial and loops:
             vectorize_loop(sch, loops[-1], lanes)
         elif block.is_reduction and block.name.endswith("_rf"):

@@ -12,22 +12,15 @@ from tvm.ir.expr import TensorLoad
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from relaxtune.schedules.cpu.analysis import (
-    block_facts,
-    can_partition_loops,
-    is_canonical,
-    is_costly,
-    is_zero,
-    loop_extents,
-    static_extent,
-    used_vars,
-)
+from relaxtune.schedules.cpu.analysis import block_facts, can_partition_loops, is_canonical, is_costly, loop_extents
 from relaxtune.schedules.cpu.base import PARTITION_HINT, vectorize_loop, worth_parallel
-from relaxtune.schedules.cpu.contraction import FEW_ROWS, Contraction, Tile, axis_extent, needs_padding
+from relaxtune.schedules.cpu.contraction import FEW_ROWS, Tile, TiledContraction, axis_extent, needs_padding
 from relaxtune.schedules.targets import CpuLimits
+from relaxtune.schedules.tir.blocks import static_extent
+from relaxtune.schedules.tir.expressions import is_zero, used_vars
 
 
-def schedule_contraction(sch: Schedule, con: Contraction, tile: Tile, limits: CpuLimits) -> list[str]:
+def schedule_contraction(sch: Schedule, con: TiledContraction, tile: Tile, limits: CpuLimits) -> list[str]:
     """Tile, pack, vectorise, unroll and parallelise a contraction with its epilogue; return the names of its blocks.
 
     Blocks that are not returned (producers of the operands, unrelated ones) are left for the caller.
@@ -58,7 +51,7 @@ def schedule_contraction(sch: Schedule, con: Contraction, tile: Tile, limits: Cp
     return names
 
 
-def _find_dequantisation(sch: Schedule, con: Contraction) -> SBlockRV | None:
+def _find_dequantisation(sch: Schedule, con: TiledContraction) -> SBlockRV | None:
     """Return the block that makes panels of the right operand out of bytes, None where there is none.
 
     It is placed like a block that packs: each panel is made once, by the core that reads it.
@@ -73,21 +66,21 @@ def _find_dequantisation(sch: Schedule, con: Contraction) -> SBlockRV | None:
     return None
 
 
-def _can_partition(con: Contraction, tile: Tile) -> bool:
+def _can_partition(con: TiledContraction, tile: Tile) -> bool:
     """Whether the last, partial panel can run in a loop of its own instead of padding the right operand.
 
     Padding copies the whole operand, which pays off only when many rows use the copy. A partial panel is scalar code,
     which pays off when few rows run through it. The panel loop has to be
     the only parallel one: a fused loop cannot be cut.
     """
-    columns = static_extent(con.block.stmt.iter_vars[con.column].dom.extent)
+    columns = con.block.extents[con.column]
     rows = math.prod(axis_extent(con.block, position) for position in con.rows)
     batch = math.prod(axis_extent(con.block, position) for position in con.batch)
     wide = columns is not None and columns % tile.columns != 0 and columns > 8 * tile.columns
     return wide and con.contiguous and rows <= FEW_ROWS and batch == 1
 
 
-def _has_many_batches(con: Contraction, limits: CpuLimits) -> bool:
+def _has_many_batches(con: TiledContraction, limits: CpuLimits) -> bool:
     batch = math.prod(axis_extent(con.block, position) for position in con.batch)
     return 4 * limits.cores <= batch < math.inf
 
@@ -105,7 +98,7 @@ class _Loops:
 
 
 def isolate(
-    sch: Schedule, con: Contraction, pad_to: int | None, force_pack: bool = False
+    sch: Schedule, con: TiledContraction, pad_to: int | None, force_pack: bool = False
 ) -> tuple[SBlockRV, SBlockRV | None]:
     """Return the epilogue block (a plain copy where there is none) and the block that packs the right operand.
 
@@ -134,7 +127,7 @@ def isolate(
     return epilogue, pack
 
 
-def stage_accumulators(sch: Schedule, con: Contraction, epilogue: SBlockRV, padded: bool) -> SBlockRV | None:
+def stage_accumulators(sch: Schedule, con: TiledContraction, epilogue: SBlockRV, padded: bool) -> SBlockRV | None:
     """Put the accumulators in registers; return the block that copies them to a tile on the stack, None without one.
 
     The epilogue addresses registers only if it is unrolled. It stays a loop, and reads the stack, where unrolling would
@@ -154,7 +147,7 @@ def stage_accumulators(sch: Schedule, con: Contraction, epilogue: SBlockRV, padd
 
 
 def finish_tile(
-    sch: Schedule, con: Contraction, tile_loop: LoopRV, readers: tuple[SBlockRV, SBlockRV | None], lanes: int
+    sch: Schedule, con: TiledContraction, tile_loop: LoopRV, readers: tuple[SBlockRV, SBlockRV | None], lanes: int
 ) -> None:
     """Move the epilogue and the stage, if any, under the loop over tiles, and vectorise them."""
     epilogue, stage = readers
@@ -179,7 +172,7 @@ def place_pack(sch: Schedule, pack: SBlockRV, loop: LoopRV, lanes: int) -> None:
     vectorize_loop(sch, inner[at], lanes)
 
 
-def _find_epilogue(sch: Schedule, con: Contraction) -> SBlockRV | None:
+def _find_epilogue(sch: Schedule, con: TiledContraction) -> SBlockRV | None:
     """Return the only reader of C when it walks C element by element in C's own order, else None."""
     readers = sch.get_consumers(con.block.rv)
     if len(readers) != 1:
@@ -200,7 +193,7 @@ def _find_epilogue(sch: Schedule, con: Contraction) -> SBlockRV | None:
     return None
 
 
-def _tile_loops(sch: Schedule, con: Contraction, tile: Tile) -> _Loops:
+def _tile_loops(sch: Schedule, con: TiledContraction, tile: Tile) -> _Loops:
     loops = sch.get_loops(con.block.rv)
     panel, inner_column = sch.split(loops[con.column], [None, tile.columns])
     vector, lane = sch.split(inner_column, [None, tile.lanes])
@@ -224,7 +217,7 @@ def _tile_loops(sch: Schedule, con: Contraction, tile: Tile) -> _Loops:
     return _Loops(outer, panel, rest, row_tile, reduce[0], row_exact)
 
 
-def _unroll_tile(sch: Schedule, con: Contraction, rv: SBlockRV, lanes: int) -> None:
+def _unroll_tile(sch: Schedule, con: TiledContraction, rv: SBlockRV, lanes: int) -> None:
     """Unroll rows and vectors of a block that reads the accumulators, so that each is addressed by a constant."""
     spatial = sorted((*con.batch, *con.rows, con.column))
     inner = sch.get_loops(rv)[-len(spatial) :]
@@ -237,7 +230,7 @@ def _unroll_tile(sch: Schedule, con: Contraction, rv: SBlockRV, lanes: int) -> N
     sch.vectorize(lane)
 
 
-def _put_column_last(sch: Schedule, con: Contraction, pack: SBlockRV) -> None:
+def _put_column_last(sch: Schedule, con: TiledContraction, pack: SBlockRV) -> None:
     """Lay the packed operand out with the vector axis innermost."""
     column = con.block.stmt.iter_vars[con.column].var
     at = next(dim for dim, index in enumerate(con.right.indices) if column in used_vars(index))
@@ -253,7 +246,7 @@ def _moved_last(at: int) -> Callable[..., list[Var]]:
     return moved
 
 
-def _parallelize(sch: Schedule, con: Contraction, loops: _Loops, limits: CpuLimits, packs: bool) -> None:
+def _parallelize(sch: Schedule, con: TiledContraction, loops: _Loops, limits: CpuLimits, packs: bool) -> None:
     """Share panels among the cores; where they are few, row tiles too (not under a packed panel, which all share)."""
     extents = [static_extent(iter_var.dom.extent) for iter_var in con.block.stmt.iter_vars]
     known = [extent for extent in extents if extent is not None]

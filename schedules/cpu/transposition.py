@@ -18,13 +18,14 @@ from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.s_tir import Schedule
 
-from relaxtune.schedules.cpu.analysis import BlockFacts, loop_extents, used_vars
+from relaxtune.schedules.cpu.analysis import ScheduledBlock, loop_extents
+from relaxtune.schedules.tir.expressions import find_all, list_loads, used_vars
 
 # Fewer steps along a cache line do not repay the loop.
 STEPS_MIN = 4
 
 
-def find_crossed_axis(sch: Schedule, block: BlockFacts, lanes: int) -> int | None:
+def find_crossed_axis(sch: Schedule, block: ScheduledBlock, lanes: int) -> int | None:
     """Return the position of the axis x above among the block's iterators, None for a block that reads no such way.
 
     Loops of symbolic size, and of less than a vector, are left to the plain schedule.
@@ -44,17 +45,10 @@ def find_crossed_axis(sch: Schedule, block: BlockFacts, lanes: int) -> int | Non
     return None
 
 
-def _plain_loads(block: BlockFacts) -> list[TensorLoad]:
+def _plain_loads(block: ScheduledBlock) -> list[TensorLoad]:
     """Return the loads of a block whose indices depend on no other load."""
-    loads: list[TensorLoad] = []
-    tvm_ffi.structural_walk(block.stmt.body, (TensorLoad, loads.append))
-    return [load for load in loads if not any(_reads_tensor(index) for index in load.indices)]
-
-
-def _reads_tensor(expr: tirx.Expr) -> bool:
-    found: list[TensorLoad] = []
-    tvm_ffi.structural_walk(expr, (TensorLoad, found.append))
-    return bool(found)
+    loads = find_all(block.stmt.body, TensorLoad)
+    return [load for load in loads if not any(list_loads(index) for index in load.indices)]
 
 
 def _stride(load: TensorLoad, var: tirx.Var) -> int | None:

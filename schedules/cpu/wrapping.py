@@ -18,25 +18,20 @@ from tvm import tirx
 from tvm.ir import Call, Range
 from tvm.s_tir import Schedule
 
-from relaxtune.schedules.cpu.analysis import BlockFacts, loop_extents, used_vars
+from relaxtune.schedules.cpu.analysis import ScheduledBlock, loop_extents
+from relaxtune.schedules.tir.expressions import find_all, is_branch, used_vars
 
 # LLVM takes the step of a remainder by 2 for a negative one, and so does not draw the wrong conclusion.
 _HARMLESS_DIVISOR = 2
 
 
-def wraps_by_lane(sch: Schedule, block: BlockFacts, lanes: int) -> bool:
+def wraps_by_lane(sch: Schedule, block: ScheduledBlock, lanes: int) -> bool:
     """Whether, over a vector of so many lanes, a branch changes its course and a remainder starts anew.
 
     The vector runs along the last axis of a canonical block, and on over the axes before where that is shorter.
     """
-    branches: list[tirx.Expr] = []
-    remainders: list[tirx.FloorMod] = []
-
-    def note(call: Call) -> None:
-        if str(getattr(call.op, "name", "")) == "prim.if_then_else":
-            branches.append(call.args[0])
-
-    tvm_ffi.structural_walk(block.stmt.body, [(Call, note), (tirx.FloorMod, remainders.append)])
+    branches = [call.args[0] for call in find_all(block.stmt.body, Call) if is_branch(call)]
+    remainders = find_all(block.stmt.body, tirx.FloorMod)
     if not branches:
         return False
     along = _Vector(sch, block, lanes)
@@ -49,7 +44,7 @@ def wraps_by_lane(sch: Schedule, block: BlockFacts, lanes: int) -> bool:
 class _Vector:
     """A vector of a block: `place` writes an expression of the block's iterators as one of the vector's lane."""
 
-    def __init__(self, sch: Schedule, block: BlockFacts, lanes: int) -> None:
+    def __init__(self, sch: Schedule, block: ScheduledBlock, lanes: int) -> None:
         extents = loop_extents(sch, block.rv)
         self.extent = extents[-1]
         self._last = block.stmt.iter_vars[-1].var
@@ -81,13 +76,11 @@ class _Vector:
 
 def _takes_remainder(expr: tirx.Expr, lane: tirx.Var) -> bool:
     """Whether an expression takes the remainder of the lane; of a quotient of it is harmless."""
-    found: list[tirx.FloorMod] = []
-    tvm_ffi.structural_walk(expr, (tirx.FloorMod, found.append))
     return any(
         isinstance(remainder.b, tirx.IntImm)
         and _can_mislead(int(remainder.b))
         and lane in used_vars(_without_quotients(remainder.a))
-        for remainder in found
+        for remainder in find_all(expr, tirx.FloorMod)
     )
 
 

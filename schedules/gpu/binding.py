@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from tvm import s_tir, tirx
 
 from relaxtune.schedules.marks import SOURCES_ATTR
+from relaxtune.schedules.tir.blocks import child_statements, list_statements
 
 # Code made without loops to bind (sorts, scans, templates) names its threads in statements of these kinds.
 _LAUNCHES = ("thread_extent", "virtual_thread")
@@ -33,9 +34,7 @@ def count_launches(func: tirx.PrimFunc) -> int:
 def _launches(stmt: tirx.Stmt) -> int:
     if _is_launch(stmt):
         return 1
-    if isinstance(stmt, s_tir.SBlockRealize):
-        return _launches(stmt.block.body)
-    return sum(_launches(part) for part in _parts(stmt))
+    return sum(_launches(part) for part in child_statements(stmt))
 
 
 def _unbound(stmt: tirx.Stmt, *, bound: bool) -> Iterator[str]:
@@ -47,29 +46,19 @@ def _unbound(stmt: tirx.Stmt, *, bound: bool) -> Iterator[str]:
             yield str(stmt.block.name_hint)
         return
     bound = bound or _is_launch(stmt)
-    for part in _parts(stmt):
+    for part in child_statements(stmt):
         yield from _unbound(part, bound=bound)
 
 
 def _holds_block(stmt: tirx.Stmt) -> bool:
-    return isinstance(stmt, s_tir.SBlockRealize) or any(_holds_block(part) for part in _parts(stmt))
+    return any(isinstance(inner, s_tir.SBlockRealize) for inner in list_statements(stmt))
 
 
 def _launches_threads(stmt: tirx.Stmt) -> bool:
-    return _is_launch(stmt) or any(_launches_threads(part) for part in _parts(stmt))
+    return any(_is_launch(inner) for inner in list_statements(stmt))
 
 
 def _is_launch(stmt: tirx.Stmt) -> bool:
     if isinstance(stmt, tirx.For):
         return int(stmt.kind) == int(tirx.ForKind.THREAD_BINDING)
     return isinstance(stmt, tirx.AttrStmt) and str(stmt.attr_key) in _LAUNCHES
-
-
-def _parts(stmt: tirx.Stmt) -> list[tirx.Stmt]:
-    """Return the statements directly inside one; none for a block, whose body is another matter."""
-    if isinstance(stmt, tirx.SeqStmt):
-        return list(stmt.seq)
-    if isinstance(stmt, tirx.IfThenElse):
-        return [branch for branch in (stmt.then_case, stmt.else_case) if branch is not None]
-    body = getattr(stmt, "body", None)
-    return [body] if isinstance(body, tirx.Stmt) else []

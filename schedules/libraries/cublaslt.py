@@ -34,8 +34,9 @@ from relaxtune.schedules.libraries.vendors import CUBLASLT
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import KernelTemplate, Parameters, refuse_target
 from relaxtune.schedules.templates.emit.fast_gelu import find_gelu
-from relaxtune.schedules.tir.blocks import constant_value, list_blocks, static_shape
+from relaxtune.schedules.tir.blocks import plain_blocks, static_shape
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.expressions import constant_value, without_casts
 
 _FUNCTION = "relaxtune_cublaslt_matmul"
 _INPUTS = {"float16": 0, "bfloat16": 1}
@@ -135,7 +136,7 @@ def _fused(func: tirx.PrimFunc, matmul: MatmulFunction) -> _Fused | Refusal:
     """Return what the library's own epilogue does, if that is all that the function's does."""
     if matmul.output_dtype not in (matmul.input_dtype, "float32"):
         return Refusal(f"cuBLASLt does not make {matmul.output_dtype} of {matmul.input_dtype}")
-    value = _uncast(matmul.epilogue.value)
+    value = without_casts(matmul.epilogue.value)
     if isinstance(value, tirx.Mul):
         found = find_gelu(value)
         if found is None or found[0] != "tanh":
@@ -175,14 +176,10 @@ def _sum_of(func: tirx.PrimFunc, matmul: MatmulFunction, total: tirx.Expr) -> _F
 
 def _terms(value: tirx.Expr) -> list[tirx.Expr]:
     """Return what is added up, casts removed."""
-    value = _uncast(value)
+    value = without_casts(value)
     if isinstance(value, tirx.Add):
         return [*_terms(value.a), *_terms(value.b)]
     return [] if constant_value(value) == 0 else [value]
-
-
-def _uncast(value: tirx.Expr) -> tirx.Expr:
-    return _uncast(value.value) if isinstance(value, tirx.Cast) else value
 
 
 def _call_fused(func: tirx.PrimFunc, matmul: MatmulFunction, fused: _Fused, algorithm: int) -> tirx.PrimFunc:
@@ -204,10 +201,10 @@ def _call_fused(func: tirx.PrimFunc, matmul: MatmulFunction, fused: _Fused, algo
 
 
 def _call_and_finish(func: tirx.PrimFunc, matmul: MatmulFunction, algorithm: int) -> tirx.PrimFunc | Refusal:
-    blocks = list_blocks(func)
+    blocks = plain_blocks(func)
     if isinstance(blocks, Refusal):
         return blocks
-    product = next(block.name_hint for block in blocks if block.init is not None)
+    product = next(block.name for block in blocks if block.init is not None)
 
     def call(sums: tirx.Var) -> LibraryCall:
         return _call(func, matmul, (no_pointer(), no_pointer(), sums.data), "float32", False, algorithm)

@@ -21,13 +21,14 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import ExprRV, LoopRV
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.analysis import can_partition_loops, find_path_to, is_canonical, list_blocks, static_extent
-from relaxtune.schedules.cpu.base import PARTITION_HINT, dtype_bytes, inline_spatial, schedule_elementwise
-from relaxtune.schedules.cpu.contraction import MAX_ROWS, Contraction, axis_extent
+from relaxtune.schedules.cpu.analysis import can_partition_loops, find_path_to, is_canonical, list_blocks
+from relaxtune.schedules.cpu.base import PARTITION_HINT, inline_spatial, schedule_elementwise
+from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, axis_extent
 from relaxtune.schedules.cpu.convolution import find_convolution
 from relaxtune.schedules.cpu.matmul import find_matmul
 from relaxtune.schedules.cpu.tiling import finish_tile, isolate, place_pack, stage_accumulators
 from relaxtune.schedules.targets import CpuLimits
+from relaxtune.schedules.tir.blocks import element_bytes, static_extent
 
 MAX_VECTORS = 6
 MAX_REDUCE_UNROLL = 8
@@ -54,7 +55,7 @@ def contraction_designs(func: PrimFunc, limits: CpuLimits) -> list[Schedule]:
     return [sch for sch in schedules if sch is not None]
 
 
-def find_contraction(sch: Schedule, limits: CpuLimits) -> Contraction | None:
+def find_contraction(sch: Schedule, limits: CpuLimits) -> TiledContraction | None:
     """Return the only reduction of a function as a contraction, None when it is none or not the only one."""
     blocks = list_blocks(sch)
     reductions = [block for block in blocks if not block.is_spatial]
@@ -76,8 +77,8 @@ def _schedule(func: PrimFunc, design: Design, limits: CpuLimits) -> Schedule | N
     con = find_contraction(sch, limits)
     if con is None:
         return None
-    lanes = max(1, limits.vector_bytes // dtype_bytes(str(con.block.stmt.writes[0].source.dtype)))
-    columns = static_extent(con.block.stmt.iter_vars[con.column].dom.extent)
+    lanes = max(1, limits.vector_bytes // element_bytes(str(con.block.stmt.writes[0].source.dtype)))
+    columns = con.block.extents[con.column]
     padded = columns is None or columns % lanes != 0
     if design.pack and (padded or not con.contiguous or con.panel is not None):
         return None  # packed in any case: the same design as without
@@ -97,7 +98,7 @@ def _schedule(func: PrimFunc, design: Design, limits: CpuLimits) -> Schedule | N
 
 
 def _tile(
-    sch: Schedule, con: Contraction, design: Design, lanes: int, registers: int
+    sch: Schedule, con: TiledContraction, design: Design, lanes: int, registers: int
 ) -> tuple[list[LoopRV], LoopRV, LoopRV]:
     """Cut the loops of the contraction; return the parallel ones, the innermost over tiles, and the first reduction."""
     loops = sch.get_loops(con.block.rv)
@@ -139,7 +140,9 @@ def _split_perfect(sch: Schedule, loop: LoopRV, parts: int, innermost: int) -> l
     return list(sch.split(loop, factors))
 
 
-def _split_rows(sch: Schedule, con: Contraction, loop: LoopRV, rows_max: int) -> tuple[LoopRV | None, LoopRV, LoopRV]:
+def _split_rows(
+    sch: Schedule, con: TiledContraction, loop: LoopRV, rows_max: int
+) -> tuple[LoopRV | None, LoopRV, LoopRV]:
     extent = axis_extent(con.block, con.row) if con.row is not None else 1
     if any(extent % tile == 0 for tile in range(4, rows_max + 1)):
         m0, m1, row = _split_perfect(sch, loop, 3, rows_max)

@@ -34,9 +34,7 @@ from tvm.s_tir.schedule import ExprRV, LoopRV, SBlockRV
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.analysis import BlockFacts, static_extent
-from relaxtune.schedules.cpu.base import dtype_bytes
-from relaxtune.schedules.cpu.contraction import find_operands
+from relaxtune.schedules.cpu.analysis import ScheduledBlock
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import ASYNC_COPIES, TF32_ATTR
 from relaxtune.schedules.search.tensor_intrinsics import (
@@ -49,6 +47,8 @@ from relaxtune.schedules.search.tensor_intrinsics import (
 )
 from relaxtune.schedules.search.thread_tile import LOAD_BYTES, isolate_contraction, sample
 from relaxtune.schedules.targets import CudaLimits, Feature, target_features, target_limits
+from relaxtune.schedules.tir.blocks import element_bytes, static_extent
+from relaxtune.schedules.tir.contraction import find_operands
 from relaxtune.schedules.tir.epilogue import recognise_matmul
 
 # Tiles along an axis of a block at most, and how much longer padding may make an axis.
@@ -169,12 +169,12 @@ def _recognise(func: PrimFunc, *, tf32: bool) -> _Matmul | None:
 
 def _has_template(func: PrimFunc, matmul: _Matmul) -> bool:
     """Whether `schedules.templates.gemm_sm90.template` takes a function: halves in rows of multiples of 16 bytes."""
-    aligned = matmul.left_lanes == matmul.right_lanes == LOAD_BYTES // dtype_bytes(matmul.dtype)
+    aligned = matmul.left_lanes == matmul.right_lanes == LOAD_BYTES // element_bytes(matmul.dtype)
     return matmul.dtype in HALVES and aligned and not isinstance(recognise_matmul(func), Refusal)
 
 
-def _find_matmul(contraction: BlockFacts, *, tf32: bool) -> _Matmul | None:
-    operands = find_operands(contraction)
+def _find_matmul(contraction: ScheduledBlock, *, tf32: bool) -> _Matmul | None:
+    operands = find_operands(contraction.store)
     extents = [static_extent(one.dom.extent) for one in contraction.stmt.iter_vars]
     sums = str(contraction.stmt.writes[0].source.dtype)
     if operands is None or len(extents) < 3 or sums != "float32":
@@ -207,12 +207,12 @@ def _is_read_by(load: TensorLoad, batch: Sequence[tirx.Var], row: tirx.Var, colu
 def _copy_lanes(load: TensorLoad, dtype: str) -> int:
     """Return how many elements of each row's start on are aligned together; 0 where rows have no static length."""
     length = static_extent(load.source.shape[-1])
-    return 0 if length is None else math.gcd(length, LOAD_BYTES // dtype_bytes(dtype))
+    return 0 if length is None else math.gcd(length, LOAD_BYTES // element_bytes(dtype))
 
 
 def _list_designs(matmul: _Matmul, limits: CudaLimits) -> list[_Design]:
     rows, columns = _padding(matmul.rows), _padding(matmul.columns)
-    size, steps = dtype_bytes(matmul.dtype), math.ceil(matmul.depth / TILE)
+    size, steps = element_bytes(matmul.dtype), math.ceil(matmul.depth / TILE)
     blocks = matmul.batches * math.ceil(matmul.rows / TILE) * math.ceil(matmul.columns / TILE)
     each = blocks / (limits.sm_count or _SM_COUNT)
     tiles = _TILES_OF_FEW if each < _FEW else _TILES_OF_MANY if each >= _MANY else _TILES
@@ -302,7 +302,7 @@ def _tile(sch: Schedule, block: SBlockRV, epilogue: SBlockRV, matmul: _Matmul, d
             sch.compute_inline(padded)
         own = len(sch.get(copy).iter_vars)
         _spread(sch, copy, sch.get_loops(copy)[-own:], lanes, warps)
-        padding = _PADDING if kind == "load_b" else LOAD_BYTES // dtype_bytes(matmul.dtype)
+        padding = _PADDING if kind == "load_b" else LOAD_BYTES // element_bytes(matmul.dtype)
         sch.storage_align(copy, 0, -2, _BANKS, padding)
         *_, x, y = sch.get_loops(fragments)
         x_tile, x_lane = sch.split(x, [None, TILE])

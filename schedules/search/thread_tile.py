@@ -22,17 +22,10 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import ExprRV, SBlockRV
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.analysis import (
-    BlockFacts,
-    block_facts,
-    can_inline,
-    is_canonical,
-    list_blocks,
-    static_extent,
-)
-from relaxtune.schedules.cpu.base import dtype_bytes
-from relaxtune.schedules.cpu.contraction import find_operands
+from relaxtune.schedules.cpu.analysis import ScheduledBlock, block_facts, can_inline, is_canonical, list_blocks
 from relaxtune.schedules.targets import CudaLimits
+from relaxtune.schedules.tir.blocks import element_bytes, static_extent
+from relaxtune.schedules.tir.contraction import find_operands
 
 THREADS_DOWN = (2, 4, 8, 16)
 THREADS_ACROSS = (8, 16, 32)
@@ -51,7 +44,7 @@ def thread_tile_designs(func: PrimFunc, limits: CudaLimits) -> list[Schedule]:
     if isolated is None:
         return []
     contraction, epilogue = isolated
-    operands = find_operands(contraction)
+    operands = find_operands(contraction.store)
     if operands is None:
         return []
     sch.set_scope(contraction.rv, 0, "local")
@@ -59,7 +52,7 @@ def thread_tile_designs(func: PrimFunc, limits: CudaLimits) -> list[Schedule]:
     return [sch]
 
 
-def isolate_contraction(sch: Schedule) -> tuple[BlockFacts, SBlockRV] | None:
+def isolate_contraction(sch: Schedule) -> tuple[ScheduledBlock, SBlockRV] | None:
     """Return the only contraction of a function, and the only block after it: a copy where there was none.
 
     What is elementwise is inlined first. None for a function with other blocks, or whose last block reads the sums in
@@ -93,7 +86,7 @@ def isolate_contraction(sch: Schedule) -> tuple[BlockFacts, SBlockRV] | None:
 
 def _tile(
     sch: Schedule,
-    contraction: BlockFacts,
+    contraction: ScheduledBlock,
     epilogue: SBlockRV,
     operands: tuple[TensorLoad, TensorLoad],
     limits: CudaLimits,
@@ -132,7 +125,7 @@ def _tile(
     sch.annotate(root, "meta_schedule.unroll_explicit", sample(sch, UNROLL_STEPS))
 
 
-def _position(sch: Schedule, contraction: BlockFacts, load: TensorLoad) -> int:
+def _position(sch: Schedule, contraction: ScheduledBlock, load: TensorLoad) -> int:
     reads = [read.source for read in sch.get(contraction.rv).reads]
     return next(position for position, source in enumerate(reads) if source.same_as(load.source))
 
@@ -144,7 +137,7 @@ def sample(sch: Schedule, choices: Sequence[int]) -> ExprRV:
 
 def copy_lanes(dtype: str) -> list[int]:
     """Return how many elements a thread may copy at once."""
-    return [1 << bit for bit in range((LOAD_BYTES // dtype_bytes(dtype)).bit_length())]
+    return [1 << bit for bit in range((LOAD_BYTES // element_bytes(dtype)).bit_length())]
 
 
 def _up_to(choices: Sequence[int], extent: int) -> Sequence[int]:

@@ -1,37 +1,166 @@
-"""Read the blocks of a PrimFunc as FuseTIR leaves it: one assignment a block, plain loops, static shapes."""
+"""Read the blocks of a PrimFunc: the one reader of TIR that recognisers, rules, signatures and tolerances share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import tvm
-import tvm_ffi
 from tvm import tirx
 from tvm.s_tir import SBlock, SBlockRealize
-from tvm.sym import Analyzer
 
 from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.tir.expressions import constant_value
+
+_LETTERS = {tirx.IterVar.DataPar: "S", tirx.IterVar.CommReduce: "R"}
 
 
-def list_blocks(func: tirx.PrimFunc) -> list[SBlock] | Refusal:
-    """Return the blocks of an unscheduled function in their order, each one assignment over plain loops."""
+@dataclass(frozen=True)
+class Block:
+    """One compute block, and what follows from its statement.
+
+    Attributes
+    ----------
+    realize
+        The block with the loops' values that its axes are bound to.
+    """
+
+    realize: SBlockRealize
+
+    @property
+    def stmt(self) -> SBlock:
+        """The block's statement."""
+        return self.realize.block
+
+    @property
+    def name(self) -> str:
+        """The name hint."""
+        return str(self.stmt.name_hint)
+
+    @property
+    def init(self) -> tirx.BufferStore | None:
+        """What a reduction starts with; None for other blocks."""
+        return self.stmt.init
+
+    @property
+    def kinds(self) -> str:
+        """One letter an axis: S (data parallel), R (reduction), O (anything else)."""
+        return "".join(_LETTERS.get(axis.iter_type, "O") for axis in self.stmt.iter_vars)
+
+    @property
+    def axes(self) -> tuple[tirx.Var, ...]:
+        """The variables of all axes."""
+        return tuple(axis.var for axis in self.stmt.iter_vars)
+
+    @property
+    def spatial(self) -> tuple[tirx.Var, ...]:
+        """The variables of the data-parallel axes."""
+        return tuple(var for var, kind in zip(self.axes, self.kinds, strict=True) if kind == "S")
+
+    @property
+    def reduced(self) -> tuple[tirx.Var, ...]:
+        """The variables of the reduction axes."""
+        return tuple(var for var, kind in zip(self.axes, self.kinds, strict=True) if kind == "R")
+
+    @property
+    def extents(self) -> tuple[int | None, ...]:
+        """The sizes of all axes, None where symbolic."""
+        return tuple(static_extent(axis.dom.extent) for axis in self.stmt.iter_vars)
+
+    @property
+    def spatial_sizes(self) -> tuple[int, ...]:
+        """The sizes of the data-parallel axes, which must be static."""
+        return self._sizes("S")
+
+    @property
+    def reduced_sizes(self) -> tuple[int, ...]:
+        """The sizes of the reduction axes, which must be static."""
+        return self._sizes("R")
+
+    @property
+    def stores(self) -> tuple[tirx.BufferStore, ...]:
+        """What the body writes, in order; the start of a reduction is not among them."""
+        return tuple(stmt for stmt in list_statements(self.stmt.body) if isinstance(stmt, tirx.BufferStore))
+
+    @property
+    def store(self) -> tirx.BufferStore:
+        """The body of a block that is one assignment (as those of `plain_blocks` are)."""
+        return self.stmt.body
+
+    @property
+    def is_spatial(self) -> bool:
+        """Whether every axis is data parallel."""
+        return set(self.kinds) <= {"S"}
+
+    @property
+    def is_reduction(self) -> bool:
+        """Whether there is a reduction axis and a start, and nothing opaque."""
+        return "R" in self.kinds and "O" not in self.kinds and self.init is not None
+
+    def same_as(self, other: Block) -> bool:
+        """Whether both are the same block of one function."""
+        return bool(self.stmt.same_as(other.stmt))
+
+    def _sizes(self, wanted: str) -> tuple[int, ...]:
+        axes = zip(self.stmt.iter_vars, self.kinds, strict=True)
+        return tuple(int(axis.dom.extent) for axis, kind in axes if kind == wanted)
+
+
+def list_blocks(func: tirx.PrimFunc) -> list[Block]:
+    """Return the compute blocks of a PrimFunc in execution order; the root block and empty blocks are left out."""
+    blocks = [block for block in _all_blocks(func) if block.axes or not _holds_block(block.stmt)]
+    return [block for block in blocks if block.stores]
+
+
+def plain_blocks(func: tirx.PrimFunc) -> list[Block] | Refusal:
+    """Return the blocks of a function as FuseTIR leaves it: one assignment a block, plain loops, static shapes."""
     if any(static_shape(param) is None for param in func.params):
         return Refusal("a parameter is no tensor of static shape")
-    found: list[SBlockRealize] = []
-    tvm_ffi.structural_walk(func.body, (SBlockRealize, found.append))
-    root = [realize for realize in found if not realize.block.iter_vars]
-    inner = [realize for realize in found if realize.block.iter_vars]
-    if len(root) != 1 or not inner:
-        return Refusal(f"expected blocks under one root, found {len(inner)} under {len(root)}")
-    for realize in inner:
-        block = realize.block
-        if constant_value(realize.predicate) != 1 or not isinstance(block.body, tirx.BufferStore):
-            return Refusal(f"block {block.name_hint} is guarded, or more than one assignment")
-        if not all(isinstance(value, tirx.Var) for value in realize.iter_values if constant_value(value) != 0):
-            return Refusal(f"block {block.name_hint} is scheduled already: its axes are not plain loops")
-        if axis_extents(block) is None:
-            return Refusal(f"block {block.name_hint} has an axis of symbolic size")
-    return [realize.block for realize in inner]
+    found = _all_blocks(func)
+    inner = [block for block in found if block.axes]
+    if len(found) - len(inner) != 1 or not inner:
+        return Refusal(f"expected blocks under one root, found {len(inner)} under {len(found) - len(inner)}")
+    for block in inner:
+        values = block.realize.iter_values
+        if constant_value(block.realize.predicate) != 1 or not isinstance(block.stmt.body, tirx.BufferStore):
+            return Refusal(f"block {block.name} is guarded, or more than one assignment")
+        if not all(isinstance(value, tirx.Var) for value in values if constant_value(value) != 0):
+            return Refusal(f"block {block.name} is scheduled already: its axes are not plain loops")
+        if None in block.extents:
+            return Refusal(f"block {block.name} has an axis of symbolic size")
+    return inner
+
+
+def list_statements(stmt: tirx.Stmt) -> Iterator[tirx.Stmt]:
+    """Yield a statement and all statements inside it, in execution order; the starts of reductions are left out."""
+    yield stmt
+    for inner in child_statements(stmt):
+        yield from list_statements(inner)
+
+
+def child_statements(stmt: tirx.Stmt) -> list[tirx.Stmt]:
+    """Return the statements directly inside one."""
+    if isinstance(stmt, tirx.SeqStmt):
+        return list(stmt.seq)
+    if isinstance(stmt, SBlockRealize):
+        return [stmt.block]
+    if isinstance(stmt, tirx.IfThenElse):
+        return [branch for branch in (stmt.then_case, stmt.else_case) if branch is not None]
+    body = getattr(stmt, "body", None)
+    return [body] if isinstance(body, tirx.Stmt) else []
+
+
+def is_buffer(param: tirx.Var) -> bool:
+    """Return whether a PrimFunc parameter is a buffer, and not a scalar."""
+    return isinstance(param.ty, tirx.BufferType)
+
+
+def written_params(func: tirx.PrimFunc) -> tuple[int, ...]:
+    """Return the positions of the parameters that the PrimFunc writes: its outputs."""
+    stored = [stmt.buffer for stmt in list_statements(func.body) if isinstance(stmt, tirx.BufferStore)]
+    return tuple(
+        position for position, param in enumerate(func.params) if any(buffer.same_as(param) for buffer in stored)
+    )
 
 
 def position_of(func: tirx.PrimFunc, buffer: tirx.Var) -> int | None:
@@ -47,32 +176,28 @@ def static_shape(buffer: tirx.Var) -> tuple[int, ...] | None:
     return tuple(int(size) for size in shape)
 
 
-def axis_extents(block: SBlock) -> tuple[int, ...] | None:
-    """Return the sizes of a block's axes when all are numbers."""
-    extents = [axis.dom.extent for axis in block.iter_vars]
-    if not all(isinstance(extent, tirx.IntImm) for extent in extents):
-        return None
-    return tuple(int(extent) for extent in extents)
+def static_extent(extent: tirx.Expr) -> int | None:
+    """Return the value of a constant extent, None for a symbolic one."""
+    return int(extent) if isinstance(extent, tirx.IntImm) else None
 
 
-def constant_value(value: tirx.Expr) -> int | float | None:
-    """Return the number that an expression is, None when it is none."""
-    simple = Analyzer().simplify(value)
-    return simple.value if isinstance(simple, (tirx.IntImm, tirx.FloatImm)) else None
+def element_bytes(dtype: str) -> int:
+    """Return the bytes of an element in memory."""
+    return max(1, int(tvm.DataType(dtype).bits) // 8)
 
 
-def substitute(expr: tirx.Expr, values: Mapping[tirx.Var, tirx.Expr]) -> tirx.Expr:
-    """Return the expression with variables replaced."""
-    return tvm_ffi.structural_map(expr, (tirx.Var, lambda var: values.get(var, var)))
+def buffer_bytes(buffer: tirx.Var) -> int:
+    """Return the size in bytes of a buffer of static shape."""
+    count = 1
+    for dim in buffer.shape:
+        count *= int(dim)
+    dtype = tvm.DataType(str(buffer.dtype))
+    return count * ((int(dtype.bits) * int(dtype.lanes) + 7) // 8)
 
 
-def tree_size(expr: tirx.Expr) -> int:
-    """Return the nodes of an expression's tree."""
-    count = 0
+def _all_blocks(func: tirx.PrimFunc) -> list[Block]:
+    return [Block(stmt) for stmt in list_statements(func.body) if isinstance(stmt, SBlockRealize)]
 
-    def note(_node: object) -> None:
-        nonlocal count
-        count += 1
 
-    tvm_ffi.structural_walk(expr, (tvm.ir.Expr, note))
-    return count
+def _holds_block(stmt: tirx.Stmt) -> bool:
+    return any(isinstance(inner, SBlockRealize) for inner in list_statements(stmt))

@@ -21,33 +21,27 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import tvm_ffi
 from tvm import tirx
 from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
-from tvm.s_tir import SBlock
 from tvm.sym import Analyzer, detect_linear_equation
 from tvm_ffi import StructuralKey
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.tir.blocks import (
-    axis_extents,
-    constant_value,
-    list_blocks,
-    position_of,
-    static_shape,
-    substitute,
-    tree_size,
-)
+from relaxtune.schedules.tir.blocks import Block, plain_blocks, position_of, static_shape
 from relaxtune.schedules.tir.expressions import (
     UnsupportedExpressionError,
+    constant_value,
     depends_on,
     dtype_of,
+    find_all,
     is_branch,
-    loads_in,
+    list_loads,
     ranged_analyzer,
     rebuild,
     rebuild_branch,
+    substitute,
+    tree_size,
 )
 
 # Inlining repeats what is used twice; a compiler finds the repetitions of small trees.
@@ -124,7 +118,7 @@ class Dataflow:
 
 def recognise_dataflow(func: tirx.PrimFunc) -> Dataflow | Refusal:
     """Return what a function computes, or why it is not made of rows and elements."""
-    blocks = list_blocks(func)
+    blocks = plain_blocks(func)
     if isinstance(blocks, Refusal):
         return blocks
     if any(math.prod(static_shape(param) or ()) > _ELEMENTS_MAX for param in func.params):
@@ -141,9 +135,9 @@ def recognise_dataflow(func: tirx.PrimFunc) -> Dataflow | Refusal:
 class _Reader:
     """Inlines the blocks of one function."""
 
-    def __init__(self, func: tirx.PrimFunc, blocks: Sequence[SBlock]) -> None:
+    def __init__(self, func: tirx.PrimFunc, blocks: Sequence[Block]) -> None:
         self._func = func
-        self._blocks = {block.body.buffer: block for block in blocks}
+        self._blocks = {block.store.buffer: block for block in blocks}
         self._flat: dict[tirx.Var, tuple[int, tirx.Var]] = {}
         self._found: dict[tuple[str, float, StructuralKey], Reduction] = {}
         self._columns: Axis | None = None
@@ -155,14 +149,14 @@ class _Reader:
         written = [position for buffer in self._blocks if (position := position_of(func, buffer)) is not None]
         shapes = {static_shape(func.params[position]) or () for position in written}
         largest = max(shapes, key=math.prod)
-        reduced = {extent for block in self._blocks.values() for extent in _reduced_sizes(block)}
+        reduced = {extent for block in self._blocks.values() for extent in block.reduced_sizes}
         if len(reduced) > 1:
             raise UnsupportedExpressionError(f"its reductions are over rows of different sizes: {sorted(reduced)}")
         axes = [Axis(tirx.Var(f"a{index}", "int64"), size) for index, size in enumerate(largest)]
         per_row = False
         if reduced:
             (length,) = reduced
-            rows = {math.prod(_spatial_sizes(block)) for block in self._blocks.values() if block.init is not None}
+            rows = {math.prod(block.spatial_sizes) for block in self._blocks.values() if block.init is not None}
             if len(rows) != 1:
                 raise UnsupportedExpressionError(f"its reductions have different numbers of rows: {sorted(rows)}")
             per_row = math.prod(largest) == rows.pop() and length > 1
@@ -196,18 +190,18 @@ class _Reader:
         block = self._blocks.get(buffer)
         if block is None:
             return self._load(buffer, indices)
-        store, at = block.body, dict[tirx.Var, tirx.Expr]()
+        store, at = block.store, dict[tirx.Var, tirx.Expr]()
         for written, wanted in zip(store.indices, indices, strict=True):
             if isinstance(written, tirx.Var):
                 at[written] = wanted
             elif constant_value(written) != 0:
-                raise UnsupportedExpressionError(f"block {block.name_hint} writes a rearranged output")
+                raise UnsupportedExpressionError(f"block {block.name} writes a rearranged output")
         if block.init is not None:
             return self._reduction(block, at)
-        if any(axis.iter_type != tirx.IterVar.DataPar for axis in block.iter_vars):
-            raise UnsupportedExpressionError(f"block {block.name_hint} is neither elementwise nor a reduction")
-        if _spatial_sizes(block) != static_shape(buffer):
-            raise UnsupportedExpressionError(f"block {block.name_hint} writes a part of its output")
+        if not block.is_spatial:
+            raise UnsupportedExpressionError(f"block {block.name} is neither elementwise nor a reduction")
+        if block.spatial_sizes != static_shape(buffer):
+            raise UnsupportedExpressionError(f"block {block.name} writes a part of its output")
         return self._expand(store.value, at)
 
     def _expand(self, expr: tirx.Expr, at: Mapping[tirx.Var, tirx.Expr]) -> tirx.Expr:
@@ -234,20 +228,19 @@ class _Reader:
             index = index * size + (one if dtype_of(one) == "int64" else tirx.Cast("int64", one))
         return self._flat[buffer][1][self._analyzer.simplify(index)]
 
-    def _reduction(self, block: SBlock, at: Mapping[tirx.Var, tirx.Expr]) -> tirx.Expr:
+    def _reduction(self, block: Block, at: Mapping[tirx.Var, tirx.Expr]) -> tirx.Expr:
         """Return the variable of a reduction at some row, which is noted when it is new."""
-        columns, name, store = self._columns, block.name_hint, block.body
+        columns, name, store = self._columns, block.name, block.store
         if columns is None or any(depends_on(index, [columns.var]) for index in at.values()):
             raise UnsupportedExpressionError(f"the reduction {name} is read at another row than is written")
         combine, start, element = _combined(block)
         dtype = dtype_of(store.buffer)
         if dtype not in _FLOATS:
             raise UnsupportedExpressionError(f"the reduction {name} is of {dtype}, expected {', '.join(_FLOATS)}")
-        reduced = [axis for axis in block.iter_vars if axis.iter_type == tirx.IterVar.CommReduce]
-        if len(reduced) != 1:
-            raise UnsupportedExpressionError(f"the reduction {name} is over {len(reduced)} axes, expected one")
-        first: dict[tirx.Var, tirx.Expr] = {axis.var: tirx.IntImm("int64", 0) for axis in block.iter_vars}
-        expanded = self._expand(element, {**first, **at, reduced[0].var: columns.var})
+        if len(block.reduced) != 1:
+            raise UnsupportedExpressionError(f"the reduction {name} is over {len(block.reduced)} axes, expected one")
+        first: dict[tirx.Var, tirx.Expr] = {axis: tirx.IntImm("int64", 0) for axis in block.axes}
+        expanded = self._expand(element, {**first, **at, block.reduced[0]: columns.var})
         key = combine, start, StructuralKey(expanded)
         if key not in self._found:
             result = tirx.Var(f"result_{len(self._found)}", "float32")
@@ -256,28 +249,16 @@ class _Reader:
         return result if dtype == "float32" else tirx.Cast(dtype, result)
 
 
-def _combined(block: SBlock) -> tuple[str, float, tirx.Expr]:
+def _combined(block: Block) -> tuple[str, float, tirx.Expr]:
     """Return how a reduction combines its elements, what it starts from, and the element."""
-    store, start = block.body, constant_value(block.init.value)
+    store, start = block.store, None if block.init is None else constant_value(block.init.value)
     for combine, node in (("sum", tirx.Add), ("max", tirx.Max), ("min", tirx.Min)):
         if not isinstance(store.value, node) or start is None or (combine == "sum" and start != 0):
             continue
         left, right = store.value.a, store.value.b
         if isinstance(left, TensorLoad) and left.source.same_as(store.buffer):
             return combine, float(start), right
-    raise UnsupportedExpressionError(f"block {block.name_hint} is no sum from 0, maximum or minimum")
-
-
-def _reduced_sizes(block: SBlock) -> list[int]:
-    sizes = axis_extents(block) or ()
-    pairs = zip(block.iter_vars, sizes, strict=True)
-    return [size for axis, size in pairs if axis.iter_type == tirx.IterVar.CommReduce]
-
-
-def _spatial_sizes(block: SBlock) -> tuple[int, ...]:
-    sizes = axis_extents(block) or ()
-    pairs = zip(block.iter_vars, sizes, strict=True)
-    return tuple(size for axis, size in pairs if axis.iter_type == tirx.IterVar.DataPar)
+    raise UnsupportedExpressionError(f"block {block.name} is no sum from 0, maximum or minimum")
 
 
 def _merge_axes(flow: Dataflow) -> Dataflow:
@@ -302,12 +283,9 @@ def _merge_axes(flow: Dataflow) -> Dataflow:
 
 def _refuse_wide_places(expr: tirx.Expr) -> None:
     """Raise where an index, or the condition of a branch, has a constant of more than 32 bits."""
-    places: list[tirx.Expr] = [load.indices[0] for load in loads_in(expr)]
-    tvm_ffi.structural_walk(expr, (Call, lambda call: places.extend(call.args[:1] if is_branch(call) else ())))
-    constants: list[tirx.IntImm] = []
-    for place in places:
-        tvm_ffi.structural_walk(place, (tirx.IntImm, constants.append))
-    for constant in constants:
+    places: list[tirx.Expr] = [load.indices[0] for load in list_loads(expr)]
+    places += [call.args[0] for call in find_all(expr, Call) if is_branch(call)]
+    for constant in (one for place in places for one in find_all(place, tirx.IntImm)):
         if abs(int(constant.value)) > _ELEMENTS_MAX:
             raise UnsupportedExpressionError(
                 f"an index has the constant {constant.value}, the kernel counts in 32 bits"
@@ -319,7 +297,7 @@ def _are_one(flow: Dataflow, outer: Axis, inner: Axis) -> bool:
     for expr in flow.expressions():
         if depends_on(without_loads(expr)[0], [outer.var, inner.var]):
             return False
-        for load in loads_in(expr):
+        for load in list_loads(expr):
             index, _ = without_loads(load.indices[0])
             found = detect_linear_equation(index, [outer.var, inner.var])
             if not found:

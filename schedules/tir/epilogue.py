@@ -25,19 +25,12 @@ from dataclasses import dataclass, replace
 import tvm_ffi
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
-from tvm.s_tir import SBlock
 from tvm.sym import Analyzer
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.tir.blocks import (
-    axis_extents,
-    constant_value,
-    list_blocks,
-    position_of,
-    static_shape,
-    substitute,
-    tree_size,
-)
+from relaxtune.schedules.tir.blocks import Block, plain_blocks, position_of, static_shape
+from relaxtune.schedules.tir.contraction import are_axes, find_factors
+from relaxtune.schedules.tir.expressions import constant_value, depends_on, substitute, tree_size
 from relaxtune.schedules.tir.rotated_matmul import partner_column, possible_heads, product_column
 from relaxtune.schedules.tir.row_norm import PartialSums, RowNorm, find_partial_sums, find_row_norm
 
@@ -97,6 +90,7 @@ class Epilogue:
             if not any(tvm_ffi.structural_equal(load, other) for other in found):
                 found.append(load)
 
+        # Loads inside the indices of others come first: a kernel makes them in this order.
         tvm_ffi.structural_walk(self.value, (TensorLoad, note))
         return tuple(found)
 
@@ -168,7 +162,7 @@ def value_column(column: tirx.Expr) -> tirx.Expr:
 
 def recognise_matmul(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     """Return the matmul that a function is, or why it is none with an elementwise epilogue."""
-    blocks = list_blocks(func)
+    blocks = plain_blocks(func)
     if isinstance(blocks, Refusal):
         return blocks
     norm, partials = find_row_norm(func, blocks), find_partial_sums(func, blocks)
@@ -211,22 +205,19 @@ def recognise_matmul(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
 Core = tuple[int, int, bool, tuple[int, int, int]]
 
 
-def _core(func: tirx.PrimFunc, block: SBlock) -> Core | Refusal:
+def _core(func: tirx.PrimFunc, block: Block) -> Core | Refusal:
     """Return the positions of A and B, whether B is transposed, and M, N and K."""
-    store, name = block.body, block.name_hint
+    store, name = block.store, block.name
     sums = str(store.buffer.ty.dtype)
     if sums not in ("float32", "int32"):
         return Refusal(f"the accumulator is {sums}, expected float32 or int32")
-    if constant_value(block.init.value) != 0:
+    if block.init is None or constant_value(block.init.value) != 0:
         return Refusal(f"the sum of block {name} does not start at 0")
-    reduced = [axis.var for axis in block.iter_vars if axis.iter_type == tirx.IterVar.CommReduce]
-    spatial = [axis.var for axis in block.iter_vars if axis.iter_type == tirx.IterVar.DataPar]
+    reduced, spatial = block.reduced, block.spatial
     operands = _operands(store)
-    if operands is None or len(reduced) != 1 or len(reduced) + len(spatial) != len(block.iter_vars):
+    if operands is None or len(reduced) != 1 or "O" in block.kinds:
         return Refusal(f"block {name} is not a sum of products of two operands over one axis")
-    if len(store.indices) != len(spatial) or not all(
-        index.same_as(axis) for index, axis in zip(store.indices, spatial, strict=True)
-    ):
+    if not are_axes(store.indices, spatial):
         return Refusal(f"block {name} does not write its axes in their order")
     a, b = operands
     positions = [position_of(func, load.source) for load in operands]
@@ -239,11 +230,11 @@ def _core(func: tirx.PrimFunc, block: SBlock) -> Core | Refusal:
     if (sums == "int32") != (families[:1] == [_INTEGERS]):
         return Refusal(f"the accumulator is {sums}, the operands are {' and '.join(sorted(dtypes))}")
     *rows, column = spatial
-    if len(a.indices) != len(rows) + 1 or not _are(a.indices, [*rows, reduced[0]]):
+    if not are_axes(a.indices, [*rows, reduced[0]]):
         return Refusal("the left operand is not indexed as [rows..., k]")
-    if _are(b.indices, [reduced[0], column]):
+    if are_axes(b.indices, [reduced[0], column]):
         transposed = False
-    elif _are(b.indices, [column, reduced[0]]):
+    elif are_axes(b.indices, [column, reduced[0]]):
         transposed = True
     else:
         return Refusal("the right operand is neither [k, n] nor [n, k] (a batched matmul has its own template)")
@@ -251,60 +242,56 @@ def _core(func: tirx.PrimFunc, block: SBlock) -> Core | Refusal:
     if shape_a is None or shape_b is None or static_shape(store.buffer) is None:
         return Refusal("an operand has a symbolic shape")
     n, k = shape_b if transposed else reversed(shape_b)
-    if axis_extents(block) != (*shape_a[:-1], n, k) or k != shape_a[-1]:
+    if block.extents != (*shape_a[:-1], n, k) or k != shape_a[-1]:
         return Refusal(f"block {name} sums over a part of an operand")
     return positions[0], positions[1], transposed, (math.prod(shape_a[:-1]), n, shape_a[-1])
 
 
 def _operands(store: tirx.BufferStore) -> tuple[TensorLoad, TensorLoad] | None:
-    """Return the loads of x and y in `C[...] = C[...] + x * y`, casts to float32 removed."""
-    total = store.value
-    if not isinstance(total, tirx.Add) or not isinstance(total.b, tirx.Mul):
+    """Return the loads of x and y in `C[...] = C[...] + x * y`, a cast to float32 around each removed."""
+    factors = find_factors(store)
+    if factors is None:
         return None
-    accumulated = total.a
-    if not isinstance(accumulated, TensorLoad) or not accumulated.source.same_as(store.buffer):
-        return None
-    loads = [factor.value if isinstance(factor, tirx.Cast) else factor for factor in (total.b.a, total.b.b)]
-    x, y = loads
+    # Not casts of casts: the inner one may round.
+    x, y = (factor.value if isinstance(factor, tirx.Cast) else factor for factor in factors)
     return (x, y) if isinstance(x, TensorLoad) and isinstance(y, TensorLoad) else None
 
 
-def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock], norm: RowNorm | None) -> tuple[int, Epilogue] | Refusal:
+def _inline(func: tirx.PrimFunc, blocks: Sequence[Block], norm: RowNorm | None) -> tuple[int, Epilogue] | Refusal:
     """Return the position of the output, and its value with every block inlined into it."""
     (matmul,) = (block for block in blocks if block.init is not None)
     last = blocks[-1]
-    dtype = str(matmul.body.buffer.ty.dtype)
-    written = [position_of(func, block.body.buffer) for block in blocks]
+    dtype = str(matmul.store.buffer.ty.dtype)
+    written = [position_of(func, block.store.buffer) for block in blocks]
     output = written[-1]
     if output is None or any(position is not None for position in written[:-1]):
         return Refusal("expected the last block alone to write a parameter (one output)")
-    shape = static_shape(last.body.buffer)
-    product = static_shape(matmul.body.buffer)
+    shape = static_shape(last.store.buffer)
+    product = static_shape(matmul.store.buffer)
     gated = shape is not None and product == (*shape[:-1], 2 * shape[-1])
     if shape is None or (shape != product and not gated):
-        return Refusal(f"the output's shape {shape} is not the matmul's {static_shape(matmul.body.buffer)}")
+        return Refusal(f"the output's shape {shape} is not the matmul's {static_shape(matmul.store.buffer)}")
     if last is matmul:
-        axes = tuple(axis.var for axis in matmul.iter_vars if axis.iter_type == tirx.IterVar.DataPar)
         accumulator = tirx.Var("accumulator", dtype)
-        return output, Epilogue(accumulator, accumulator, axes, shape)
+        return output, Epilogue(accumulator, accumulator, matmul.spatial, shape)
     producers = {}
     for block in blocks:
         if block.same_as(matmul):
             continue
-        if not all(isinstance(index, tirx.Var) for index in block.body.indices):
-            return Refusal(f"block {block.name_hint} writes a rearranged output")
-        if any(axis.iter_type != tirx.IterVar.DataPar for axis in block.iter_vars):
-            return Refusal(f"block {block.name_hint} is not elementwise")
+        if not all(isinstance(index, tirx.Var) for index in block.store.indices):
+            return Refusal(f"block {block.name} writes a rearranged output")
+        if not block.is_spatial:
+            return Refusal(f"block {block.name} is not elementwise")
         # A scalar's block has an axis of one element.
-        if axis_extents(block) != (static_shape(block.body.buffer) or (1,)):
-            return Refusal(f"block {block.name_hint} writes a part of its output")
-        producers[block.body.buffer] = block.body
-    axes = tuple(last.body.indices)
+        if block.extents != (static_shape(block.store.buffer) or (1,)):
+            return Refusal(f"block {block.name} writes a part of its output")
+        producers[block.store.buffer] = block.store
+    axes = tuple(last.store.indices)
     accumulator, second = tirx.Var("accumulator", dtype), tirx.Var("second", dtype)
     given = [*func.params] if norm is None else [*func.params, norm.buffer]
 
     def inlined(form: Epilogue) -> Epilogue | Refusal:
-        value = _Inliner(given, matmul.body.buffer, producers, form).value()
+        value = _Inliner(given, matmul.store.buffer, producers, form).value()
         return value if isinstance(value, Refusal) else replace(form, value=value)
 
     found = inlined(Epilogue(accumulator, accumulator, axes, shape, second if gated else None))
@@ -315,7 +302,7 @@ def _inline(func: tirx.PrimFunc, blocks: Sequence[SBlock], norm: RowNorm | None)
         found = found if isinstance(rotated, Refusal) else rotated
     if isinstance(found, Refusal):
         return found
-    if found.second is not None and not (_uses(found.value, accumulator) and _uses(found.value, second)):
+    if found.second is not None and not (depends_on(found.value, [accumulator]) and depends_on(found.value, [second])):
         return Refusal("the epilogue reads half of the matmul's columns")
     if found.head and not all(_is_of_heads(found, load, norm) for load in found.loads()):
         return Refusal("the epilogue rotates heads and reads more than tables of their columns")
@@ -331,7 +318,8 @@ def _is_of_heads(epilogue: Epilogue, load: TensorLoad, norm: RowNorm | None) -> 
         return True
     *others, last = load.indices
     place = tirx.floormod(epilogue.axes[-1], epilogue.head)
-    return Analyzer().can_prove_equal(last, place) and not any(_uses(index, epilogue.axes[-1]) for index in others)
+    alone = not any(depends_on(index, [epilogue.axes[-1]]) for index in others)
+    return alone and Analyzer().can_prove_equal(last, place)
 
 
 class _Inliner:
@@ -381,19 +369,9 @@ class _Inliner:
         return form.accumulator
 
 
-def _uses(value: tirx.Expr, variable: tirx.Var) -> bool:
-    found: list[tirx.Var] = []
-    tvm_ffi.structural_walk(value, (tirx.Var, found.append))
-    return any(one.same_as(variable) for one in found)
-
-
 def _same_position(indices: Sequence[tirx.Expr], axes: Sequence[tirx.Var], shape: Sequence[int]) -> bool:
     """Whether the indices are the axes; an axis of size 1 may be written as 0."""
     return len(indices) == len(axes) and all(
         index.same_as(axis) or (size == 1 and constant_value(index) == 0)
         for index, axis, size in zip(indices, axes, shape, strict=True)
     )
-
-
-def _are(indices: Sequence[tirx.Expr], axes: Sequence[tirx.Var]) -> bool:
-    return len(indices) == len(axes) and all(index.same_as(axis) for index, axis in zip(indices, axes, strict=True))

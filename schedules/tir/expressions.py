@@ -1,12 +1,13 @@
-"""Rebuild expressions node by node, for rewrites that change dtypes or depend on where a node stands."""
+"""Look into expressions, and rebuild them node by node where a rewrite changes dtypes or depends on a node's place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Call, Range
+from tvm.ir import Call, Expr, Range
 from tvm.ir.expr import TensorLoad
 from tvm.sym import Analyzer
 
@@ -31,6 +32,8 @@ BINARY = (
     tirx.BitwiseAnd,
     tirx.RShift,
 )
+Node = TypeVar("Node")
+
 IF_THEN_ELSE = "prim.if_then_else"
 # Calls without side effects that CUDA has for float32.
 MATH_CALLS = frozenset(
@@ -109,19 +112,60 @@ def call_name(call: Call) -> str:
     return str(getattr(call.op, "name", "a call of a function"))
 
 
-def loads_in(expr: tirx.Expr) -> list[TensorLoad]:
-    """Return the loads in an expression, those in the indices of others too."""
-    found: list[TensorLoad] = []
-    tvm_ffi.structural_walk(expr, (TensorLoad, found.append))
+def find_all(node: tirx.Expr | tirx.Stmt, kind: type[Node]) -> list[Node]:
+    """Return the nodes of a kind in an expression or statement, outer ones before those inside them."""
+    found: list[Node] = []
+    tvm_ffi.structural_walk(node, (kind, found.append), order="pre")
     return found
+
+
+def list_loads(expr: tirx.Expr) -> list[TensorLoad]:
+    """Return the loads in an expression, loads inside the indices of other loads included."""
+    return find_all(expr, TensorLoad)
+
+
+def call_names(node: tirx.Expr | tirx.Stmt) -> set[str]:
+    """Return the names of the operators called in an expression or statement: `tirx.exp`."""
+    return {call_name(call) for call in find_all(node, Call)}
+
+
+def used_vars(expr: tirx.Expr) -> set[tirx.Var]:
+    """Return the variables of an expression."""
+    return set(find_all(expr, tirx.Var))
 
 
 def depends_on(expr: tirx.Expr, variables: Iterable[tirx.Var]) -> bool:
     """Whether any of some variables stands in an expression."""
     wanted = list(variables)
-    found: list[tirx.Var] = []
-    tvm_ffi.structural_walk(expr, (tirx.Var, found.append))
-    return any(var.same_as(other) for var in found for other in wanted)
+    return any(var.same_as(other) for var in find_all(expr, tirx.Var) for other in wanted)
+
+
+def without_casts(expr: tirx.Expr) -> tirx.Expr:
+    """Return what an expression casts, casts of casts included."""
+    while isinstance(expr, tirx.Cast):
+        expr = expr.value
+    return expr
+
+
+def constant_value(value: tirx.Expr) -> int | float | None:
+    """Return the number that an expression is, None when it is none."""
+    simple = Analyzer().simplify(value)
+    return simple.value if isinstance(simple, (tirx.IntImm, tirx.FloatImm)) else None
+
+
+def is_zero(expr: tirx.Expr) -> bool:
+    """Whether an expression is the constant 0."""
+    return isinstance(expr, tirx.IntImm) and int(expr) == 0
+
+
+def substitute(expr: tirx.Expr, values: Mapping[tirx.Var, tirx.Expr]) -> tirx.Expr:
+    """Return the expression with variables replaced."""
+    return tvm_ffi.structural_map(expr, (tirx.Var, lambda var: values.get(var, var)))
+
+
+def tree_size(expr: tirx.Expr) -> int:
+    """Return the nodes of an expression's tree."""
+    return len(find_all(expr, Expr))
 
 
 def ranged_analyzer(sizes: Iterable[tuple[tirx.Var, int]]) -> Analyzer:

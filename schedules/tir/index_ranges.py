@@ -10,14 +10,9 @@ from __future__ import annotations
 import tvm
 from tvm import tirx
 
-from relaxtune.schedules.tir.functions import (
-    is_buffer,
-    list_expressions,
-    list_loads,
-    list_statements,
-    static_shape,
-    written_params,
-)
+from relaxtune.schedules.tir.blocks import is_buffer, list_statements, static_shape, written_params
+from relaxtune.schedules.tir.contraction import find_factors
+from relaxtune.schedules.tir.expressions import list_loads
 
 # In the place of a bound: all integers of 8 bits, negative ones too.
 ALL_BYTES = 0
@@ -62,14 +57,9 @@ def index_ranges(func: tirx.PrimFunc) -> dict[int, int]:
 
 def _is_factor(param: tvm.ir.Var, store: tirx.BufferStore) -> bool:
     """Whether a statement multiplies integers of 8 bits into a sum in int32."""
-    value = store.value
-    return (
-        str(param.dtype) in _BYTES
-        and str(store.buffer.dtype) == "int32"
-        and isinstance(value, tirx.Add)
-        and isinstance(value.b, tirx.Mul)
-        and any(load.source.same_as(param) for load in list_loads(value.b))
-    )
+    if str(param.dtype) not in _BYTES or str(store.buffer.dtype) != "int32":
+        return False
+    return any(load.source.same_as(param) for factor in find_factors(store) or () for load in list_loads(factor))
 
 
 def _integer_sources(stores: list[tirx.BufferStore], params: set[tvm.ir.Var]) -> dict[tvm.ir.Var, set[tvm.ir.Var]]:
@@ -117,9 +107,7 @@ def _branches(expr: tvm.ir.Expr) -> tuple[tvm.ir.Expr, tvm.ir.Expr] | None:
 
 
 def _contains(expr: tvm.ir.Expr, load: tvm.ir.TensorLoad) -> bool:
-    return any(
-        isinstance(inner, tvm.ir.TensorLoad) and inner.source.same_as(load.source) for inner in list_expressions(expr)
-    )
+    return any(inner.source.same_as(load.source) for inner in list_loads(expr))
 
 
 def _is_integer(dtype: str) -> bool:

@@ -30,10 +30,10 @@ from dataclasses import dataclass
 import tvm_ffi
 from tvm import te, tirx
 from tvm.ir import Call
-from tvm.ir.expr import TensorLoad
-from tvm.s_tir import SBlock
 
-from relaxtune.schedules.tir.blocks import axis_extents, constant_value, position_of, static_shape
+from relaxtune.schedules.tir.blocks import Block, position_of, static_shape
+from relaxtune.schedules.tir.contraction import are_axes
+from relaxtune.schedules.tir.expressions import call_name, constant_value, find_all, list_loads
 
 SUM, SQUARES = 0, 1
 SCALE, SHIFT = 0, 1
@@ -59,7 +59,7 @@ class PartialSums:
     source: int
     output: int
     group: int
-    block: SBlock
+    block: Block
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class RowNorm:
     epsilon: float
     buffer: tirx.Var
     output: int | None
-    blocks: tuple[SBlock, ...]
+    blocks: tuple[Block, ...]
 
 
 def partial_sums(data: te.Tensor, group: int) -> te.Tensor:
@@ -124,27 +124,27 @@ def row_statistics(partials: te.Tensor, size: int, *, centred: bool, epsilon: fl
     return te.compute((*rows, _index(COUNT)), statistic, name="row_statistics")
 
 
-def find_partial_sums(func: tirx.PrimFunc, blocks: Sequence[SBlock]) -> PartialSums | None:
+def find_partial_sums(func: tirx.PrimFunc, blocks: Sequence[Block]) -> PartialSums | None:
     """Return the partial sums that one of a function's blocks computes of a parameter, None when there are none."""
     for block in blocks:
-        store, shape = block.body, static_shape(block.body.buffer)
-        output, loads = position_of(func, store.buffer), _loads(store.value)
+        store, shape = block.store, static_shape(block.store.buffer)
+        output, loads = position_of(func, store.buffer), list_loads(store.value)
         if block.init is None or output is None or shape is None or not _sums(block) or len(loads) < COUNT:
             continue
         source = position_of(func, loads[-1].source)
         whole = None if source is None else static_shape(func.params[source])
         if source is None or whole is None or len(shape) != len(whole) + 1 or whole[:-1] != shape[1:-1]:
             continue
-        group = (axis_extents(block) or (0,))[-1]
+        group = block.reduced_sizes[-1]
         number, *row, which = store.indices
-        data = func.params[source][(*row, number * group + block.iter_vars[-1].var)]
+        data = func.params[source][(*row, number * group + block.axes[-1])]
         expected = tirx.Add(store.buffer[tuple(store.indices)], _power(which, data))
         if (shape[0], shape[-1]) == (whole[-1] // group, COUNT) and tvm_ffi.structural_equal(store.value, expected):
             return PartialSums(source, output, group, block)
     return None
 
 
-def find_row_norm(func: tirx.PrimFunc, blocks: Sequence[SBlock]) -> RowNorm | None:
+def find_row_norm(func: tirx.PrimFunc, blocks: Sequence[Block]) -> RowNorm | None:
     """Return the statistics that some of a function's blocks compute, None when there are none."""
     for block in blocks:
         found = _statistics_of(func, blocks, block)
@@ -153,37 +153,37 @@ def find_row_norm(func: tirx.PrimFunc, blocks: Sequence[SBlock]) -> RowNorm | No
     return None
 
 
-def _statistics_of(func: tirx.PrimFunc, blocks: Sequence[SBlock], block: SBlock) -> RowNorm | None:
+def _statistics_of(func: tirx.PrimFunc, blocks: Sequence[Block], block: Block) -> RowNorm | None:
     """Return the statistics that a block completes."""
-    store, shape = block.body, static_shape(block.body.buffer)
+    store, shape = block.store, static_shape(block.store.buffer)
     constants = _constants(store.value)
-    if block.init is not None or not shape or shape[-1] != COUNT or axis_extents(block) != shape or not constants:
+    if block.init is not None or not shape or shape[-1] != COUNT or block.extents != shape or not constants:
         return None
     size, epsilon = constants
-    read = [load.source for load in _loads(store.value)]
-    sums = [one for one in blocks if one.init is not None and any(one.body.buffer.same_as(source) for source in read)]
+    read = [load.source for load in list_loads(store.value)]
+    sums = [one for one in blocks if one.init is not None and any(one.store.buffer.same_as(source) for source in read)]
     if not 1 <= len(sums) <= COUNT or not all(_sums(one) for one in sums):
         return None
     # Sums first, squares last.
     sums.sort(key=_kind)
     *row, which = store.indices
-    total, squares = (sums[0].body.buffer if len(sums) == COUNT else None), sums[-1].body.buffer
+    total, squares = (sums[0].store.buffer if len(sums) == COUNT else None), sums[-1].store.buffer
     row_total = None if total is None else total[tuple(row)]
     if not tvm_ffi.structural_equal(store.value, _statistic(which, row_total, squares[tuple(row)], size, epsilon)):
         return None
     partials = next(
-        (p for load in _loads(sums[-1].body.value) if (p := position_of(func, load.source)) is not None), None
+        (p for load in list_loads(sums[-1].store.value) if (p := position_of(func, load.source)) is not None), None
     )
     if partials is None:
         return None
     given = func.params[partials]
     for one, kind in zip(sums, (SUM, SQUARES) if total is not None else (SQUARES,), strict=True):
-        body, over = one.body, one.iter_vars[-1].var
+        body, over = one.store, one.axes[-1]
         element = given[(over, *body.indices, _index(kind))]
         if not tvm_ffi.structural_equal(body.value, tirx.Add(body.buffer[tuple(body.indices)], element)):
             return None
     groups, *rows, count = static_shape(given) or (0, 0)
-    if (*rows, count) != shape or any(axis_extents(one) != (*rows, groups) for one in sums):
+    if (*rows, count) != shape or any(one.extents != (*rows, groups) for one in sums):
         return None
     output = position_of(func, store.buffer)
     return RowNorm(partials, groups, size, total is not None, epsilon, store.buffer, output, (*sums, block))
@@ -208,11 +208,8 @@ def _statistic(which: tirx.Expr, total: tirx.Expr | None, squares: tirx.Expr, si
 
 def _constants(value: tirx.Expr) -> tuple[int, float] | None:
     """Return the size of a row and what is added under the inverse roots of an expression."""
-    roots: list[Call] = []
-    divisions: list[tirx.Div] = []
-    tvm_ffi.structural_walk(value, (Call, roots.append))
-    tvm_ffi.structural_walk(value, (tirx.Div, divisions.append))
-    if not roots or any(getattr(root.op, "name", "") != "tirx.rsqrt" for root in roots) or not divisions:
+    roots, divisions = find_all(value, Call), find_all(value, tirx.Div)
+    if not roots or any(call_name(root) != "tirx.rsqrt" for root in roots) or not divisions:
         return None
     total = roots[0].args[0]
     epsilon = constant_value(total.b) if isinstance(total, tirx.Add) else None
@@ -220,27 +217,19 @@ def _constants(value: tirx.Expr) -> tuple[int, float] | None:
     return None if epsilon is None or size is None else (int(size), float(epsilon))
 
 
-def _loads(value: tirx.Expr) -> list[TensorLoad]:
-    loads: list[TensorLoad] = []
-    tvm_ffi.structural_walk(value, (TensorLoad, loads.append))
-    return loads
-
-
-def _sums(block: SBlock) -> bool:
+def _sums(block: Block) -> bool:
     """Whether a block is a sum from 0 over one axis, its last, that writes its other axes in their order."""
-    *others, last = block.iter_vars
     return (
-        last.iter_type == tirx.IterVar.CommReduce
-        and all(axis.iter_type == tirx.IterVar.DataPar for axis in others)
+        block.init is not None
+        and block.kinds == "S" * (len(block.axes) - 1) + "R"
         and constant_value(block.init.value) == 0
-        and len(others) == len(block.body.indices)
-        and all(index.same_as(axis.var) for index, axis in zip(block.body.indices, others, strict=True))
+        and are_axes(block.store.indices, block.spatial)
     )
 
 
-def _kind(block: SBlock) -> int:
+def _kind(block: Block) -> int:
     """Return which partial sums a block adds up; any number where it adds up something else."""
-    load = _loads(block.body.value)[-1]
+    load = list_loads(block.store.value)[-1]
     return int(constant_value(load.indices[-1]) or 0) if load.indices else 0
 
 

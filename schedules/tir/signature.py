@@ -16,16 +16,9 @@ from tvm import tirx
 
 from relaxtune.schedules.functions.attention import spec_of
 from relaxtune.schedules.marks import TF32_ATTR
+from relaxtune.schedules.tir.blocks import Block, list_blocks, static_shape, written_params
 from relaxtune.schedules.tir.contraction import Contraction, find_contraction
-from relaxtune.schedules.tir.functions import (
-    BlockView,
-    list_blocks,
-    list_calls,
-    list_expressions,
-    list_loads,
-    static_shape,
-    written_params,
-)
+from relaxtune.schedules.tir.expressions import call_names, list_loads
 
 _OPERATORS = {
     "Add": "add", "Sub": "subtract", "Mul": "multiply", "Div": "divide", "Max": "maximum", "Min": "minimum",
@@ -74,17 +67,17 @@ def _described(func: tirx.PrimFunc, family: str, fields: Mapping[str, object]) -
     return KernelMeaning(family, signature)
 
 
-def _family(func: tirx.PrimFunc, blocks: list[BlockView], contractions: list[tuple[int, Contraction]]) -> str:
+def _family(func: tirx.PrimFunc, blocks: list[Block], contractions: list[tuple[int, Contraction]]) -> str:
     if contractions:
         return "multi_matmul"
     if _is_softmax(blocks):
         return "softmax"
-    reduces = any(block.reduction for block in blocks)
-    if reduces and {"rsqrt", "sqrt"} & {name for b in blocks for s in b.stores for name in list_calls(s.value)}:
+    reduces = any(block.reduced for block in blocks)
+    stores = [store for block in blocks for store in block.stores]
+    if reduces and any({"tirx.rsqrt", "tirx.sqrt"} & call_names(store.value) for store in stores):
         return "norm"
     if reduces:
         return "reduction"
-    stores = [store for block in blocks for store in block.stores]
     if any(list_loads(index) for store in stores for load in list_loads(store.value) for index in load.indices):
         return "gather"
     if any(list_loads(index) for store in stores for index in store.indices):
@@ -94,15 +87,15 @@ def _family(func: tirx.PrimFunc, blocks: list[BlockView], contractions: list[tup
     return "elementwise"
 
 
-def _is_softmax(blocks: list[BlockView]) -> bool:
+def _is_softmax(blocks: list[Block]) -> bool:
     values = [(block, store.value) for block in blocks for store in block.stores]
-    has_max = any(block.reduction and isinstance(value, tirx.Max) for block, value in values)
-    has_sum = any(block.reduction and isinstance(value, tirx.Add) for block, value in values)
-    return has_max and has_sum and any({"exp", "exp2"} & set(list_calls(value)) for _, value in values)
+    has_max = any(block.reduced and isinstance(value, tirx.Max) for block, value in values)
+    has_sum = any(block.reduced and isinstance(value, tirx.Add) for block, value in values)
+    return has_max and has_sum and any({"tirx.exp", "tirx.exp2"} & call_names(value) for _, value in values)
 
 
 def _contraction_fields(
-    blocks: list[BlockView],
+    blocks: list[Block],
     position: int,
     contraction: Contraction,
     func: tirx.PrimFunc,
@@ -127,7 +120,7 @@ def _contraction_fields(
     }
 
 
-def _epilogue_fields(block: BlockView, names: dict[tvm.ir.Var, str]) -> dict[str, object]:
+def _epilogue_fields(block: Block, names: dict[tvm.ir.Var, str]) -> dict[str, object]:
     """Return one step of an epilogue: its operator, its operands beside intermediates, and the exact expression."""
     store = block.stores[-1]
     size = math.prod(static_shape(store.buffer) or ())
@@ -154,13 +147,13 @@ def _operator(value: tvm.ir.Expr) -> str:
     return _OPERATORS.get(type(value).__name__, type(value).__name__.lower())
 
 
-def _block_fields(block: BlockView, names: dict[tvm.ir.Var, str]) -> dict[str, object]:
-    axes = {var: f"i{n}" for n, (var, _) in enumerate(block.spatial)}
-    axes |= {var: f"r{n}" for n, (var, _) in enumerate(block.reduction)}
+def _block_fields(block: Block, names: dict[tvm.ir.Var, str]) -> dict[str, object]:
+    others = [var for var, kind in zip(block.axes, block.kinds, strict=True) if kind != "R"]
+    axes = {var: f"i{n}" for n, var in enumerate(others)} | {var: f"r{n}" for n, var in enumerate(block.reduced)}
     known = {**names, **axes}
     return {
-        "axes": [extent for _, extent in block.spatial],
-        "reduce": [extent for _, extent in block.reduction],
+        "axes": [size for size, kind in zip(block.extents, block.kinds, strict=True) if kind != "R"],
+        "reduce": list(block.reduced_sizes),
         "expr": [
             f"{names[s.buffer]}[{','.join(_text(i, known) for i in s.indices)}]={_text(s.value, known)}"
             for s in block.stores
@@ -194,12 +187,12 @@ def _children(expr: tvm.ir.Expr) -> list[tvm.ir.Expr]:
     return [child for child in fields if isinstance(child, tvm.ir.Expr)]
 
 
-def _canonical_names(func: tirx.PrimFunc, blocks: list[BlockView]) -> dict[tvm.ir.Var, str]:
+def _canonical_names(func: tirx.PrimFunc, blocks: list[Block]) -> dict[tvm.ir.Var, str]:
     """Return names of buffers and scalars by position: `p0`, `p1` for parameters, `t0`, `t1` for intermediates."""
     names: dict[tvm.ir.Var, str] = {param: f"p{position}" for position, param in enumerate(func.params)}
     for block in blocks:
         for store in block.stores:
-            for load in (e for e in list_expressions(store.value) if isinstance(e, tvm.ir.TensorLoad)):
+            for load in list_loads(store.value):
                 names.setdefault(load.source, f"t{len(names) - len(func.params)}")
             names.setdefault(store.buffer, f"t{len(names) - len(func.params)}")
     return names

@@ -12,8 +12,9 @@ from tvm import tirx
 from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
 
-from relaxtune.schedules.tir.blocks import constant_value, static_shape
+from relaxtune.schedules.tir.blocks import static_shape
 from relaxtune.schedules.tir.dataflow import Dataflow, Reduction, recognise_dataflow
+from relaxtune.schedules.tir.expressions import constant_value
 
 # A float64 array by position of a parameter.
 Vector = Callable[[int], np.ndarray]

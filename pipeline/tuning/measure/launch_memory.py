@@ -6,7 +6,8 @@ import tvm
 from tvm import tirx
 
 from relaxtune.schedules.marks import LAUNCH_ATTR
-from relaxtune.schedules.tir.functions import list_expressions, list_statements
+from relaxtune.schedules.tir.blocks import list_statements
+from relaxtune.schedules.tir.expressions import find_all
 
 _DYNAMIC = "tirx.use_dyn_shared_memory"
 # Kernels are functions of their own by then, and the host still calls them by name with all arguments in sight.
@@ -44,5 +45,5 @@ def _list_calls(func: tvm.ir.BaseFunc) -> list[tvm.ir.Call]:
     if not isinstance(func, tirx.PrimFunc):
         return []
     values = [getattr(stmt, "value", None) for stmt in list_statements(func.body)]
-    found = [inner for value in values if isinstance(value, tvm.ir.Expr) for inner in list_expressions(value)]
-    return [call for call in found if isinstance(call, tvm.ir.Call) and len(call.args) > 1]
+    found = [call for value in values if isinstance(value, tvm.ir.Expr) for call in find_all(value, tvm.ir.Call)]
+    return [call for call in found if len(call.args) > 1]

@@ -20,13 +20,9 @@ from relaxtune.pipeline.validate.tolerances import KernelTolerance, kernel_toler
 from relaxtune.schedules.errors import Refusal, ScheduleError
 from relaxtune.schedules.fallback import apply_fallback, fallback_rule_names
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.tir.dependent_arguments import (
-    column_sums_of_weights,
-    padding_masks,
-    partial_sums_of_rows,
-)
+from relaxtune.schedules.tir.blocks import written_params
+from relaxtune.schedules.tir.dependent_arguments import column_sums_of_weights, padding_masks, partial_sums_of_rows
 from relaxtune.schedules.tir.epilogue import recognise_matmul
-from relaxtune.schedules.tir.functions import written_params
 from relaxtune.schedules.tir.row_norm import COUNT
 from relaxtune.tuning_db.records import Status, canonical_json
 

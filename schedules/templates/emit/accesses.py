@@ -12,14 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import tvm
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm_ffi import StructuralKey
 
-from relaxtune.schedules.tir.blocks import constant_value, substitute
+from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.dataflow import Dataflow, without_loads
-from relaxtune.schedules.tir.expressions import depends_on, dtype_of, is_branch, ranged_analyzer, rebuild
+from relaxtune.schedules.tir.expressions import (
+    constant_value,
+    depends_on,
+    dtype_of,
+    is_branch,
+    ranged_analyzer,
+    rebuild,
+    substitute,
+)
 
 VECTOR_BYTES = 16
 
@@ -217,11 +224,6 @@ def guarded_loads(expr: tirx.Expr, guards: tuple[Guard, ...] = ()) -> Iterator[t
     rebuild(expr, note)
     for operand in operands:
         yield from guarded_loads(operand, guards)
-
-
-def element_bytes(dtype: str) -> int:
-    """Return the bytes of an element in memory."""
-    return max(1, int(tvm.DataType(dtype).bits) // 8)
 
 
 def _wanted(condition: tirx.Expr, holds: bool) -> tirx.Expr:

@@ -18,8 +18,8 @@ from relaxtune.schedules.marks import (
     SCHEDULED_ATTR,
     constant_params,
 )
-from relaxtune.schedules.templates.emit.accesses import Access, element_bytes
-from relaxtune.schedules.tir.blocks import static_shape
+from relaxtune.schedules.templates.emit.accesses import Access
+from relaxtune.schedules.tir.blocks import element_bytes, static_shape
 from relaxtune.schedules.tir.dataflow import Axis, Dataflow
 from relaxtune.schedules.tir.expressions import dtype_of
 

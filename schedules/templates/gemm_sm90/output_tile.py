@@ -54,8 +54,8 @@ from relaxtune.schedules.templates.gemm_sm90.output_shares import (
     scalar_loads,
 )
 from relaxtune.schedules.templates.gemm_sm90.row_statistics import share_of_four_sums
-from relaxtune.schedules.tir.blocks import constant_value, substitute
 from relaxtune.schedules.tir.epilogue import Epilogue, MatmulFunction
+from relaxtune.schedules.tir.expressions import constant_value, substitute
 from relaxtune.schedules.tir.rotated_matmul import output_column
 from relaxtune.schedules.tir.row_norm import COUNT, SQUARES, SUM, PartialSums
 

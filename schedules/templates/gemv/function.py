@@ -25,8 +25,9 @@ from tvm.s_tir import SBlock
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.quantised_matmul import dequantise_rows
-from relaxtune.schedules.tir.blocks import list_blocks, position_of, static_shape
+from relaxtune.schedules.tir.blocks import Block, list_statements, plain_blocks, position_of, static_shape
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.expressions import list_loads
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class GemvFunction:
 
 def recognise_gemv(func: tirx.PrimFunc) -> GemvFunction | Refusal:
     """Return the matmul by rows that a function is, or why it is none."""
-    blocks = list_blocks(func)
+    blocks = plain_blocks(func)
     if isinstance(blocks, Refusal):
         return blocks
     if not all(static_shape(param) for param in func.params):
@@ -79,13 +80,12 @@ def _by_rows(matmul: MatmulFunction, quantisation: Quantisation | None) -> GemvF
     return GemvFunction(matmul, quantisation)
 
 
-def _quantisation(func: tirx.PrimFunc, block: SBlock) -> Quantisation | Refusal:
+def _quantisation(func: tirx.PrimFunc, block: Block) -> Quantisation | Refusal:
     """Return how the matrix that a block makes is stored."""
-    refusal = Refusal(f"block {block.name_hint} before the matmul is no dequantisation of its weight")
-    store = block.body
+    refusal = Refusal(f"block {block.name} before the matmul is no dequantisation of its weight")
+    store = block.store
     weight = static_shape(store.buffer)
-    loads: list[TensorLoad] = []
-    tvm_ffi.structural_walk(store.value, (TensorLoad, loads.append))
+    loads = list_loads(store.value)
     by_dtype = {str(load.source.ty.dtype): load for load in loads}
     if len(loads) != 2 or set(by_dtype) != {"uint8", "float16"} or weight is None or len(weight) != 2:
         return refusal
@@ -106,8 +106,8 @@ def _quantisation(func: tirx.PrimFunc, block: SBlock) -> Quantisation | Refusal:
         [*operands, dequantise_rows(k, bits, group, written)(*operands)],
         index_dtype_override=str(packed.indices[0].ty.dtype),
     )
-    expected = list_blocks(made)
-    if isinstance(expected, Refusal) or not tvm_ffi.structural_equal(store, expected[0].body, map_free_vars=True):
+    expected = plain_blocks(made)
+    if isinstance(expected, Refusal) or not tvm_ffi.structural_equal(store, expected[0].store, map_free_vars=True):
         return refusal
     return Quantisation(positions[0], positions[1], bits, group)
 
@@ -120,9 +120,9 @@ def _group(scales: TensorLoad, k: int) -> int | None:
     return int(index.b) if isinstance(index, tirx.FloorDiv) and isinstance(index.b, tirx.IntImm) else None
 
 
-def _with_weight_as_parameter(func: tirx.PrimFunc, dequantise: SBlock) -> tirx.PrimFunc:
+def _with_weight_as_parameter(func: tirx.PrimFunc, dequantise: Block) -> tirx.PrimFunc:
     """Return the function without its first block; the matrix that it made is a parameter, the last one."""
-    weight = dequantise.body.buffer
+    weight = dequantise.store.buffer
     root = func.body
     block = root.block
     parts = [part for part in block.body.seq if not _holds(part, dequantise)]
@@ -133,7 +133,5 @@ def _with_weight_as_parameter(func: tirx.PrimFunc, dequantise: SBlock) -> tirx.P
     return tirx.PrimFunc([*func.params, weight], realize, func.ret_type)
 
 
-def _holds(stmt: tirx.Stmt, block: SBlock) -> bool:
-    found: list[SBlock] = []
-    tvm_ffi.structural_walk(stmt, (SBlock, found.append))
-    return any(one.same_as(block) for one in found)
+def _holds(stmt: tirx.Stmt, block: Block) -> bool:
+    return any(inner.same_as(block.stmt) for inner in list_statements(stmt))

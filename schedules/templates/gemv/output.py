@@ -15,15 +15,14 @@ from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.emit.accesses import element_bytes
 from relaxtune.schedules.templates.emit.fast_gelu import fast_gelu
 from relaxtune.schedules.templates.emit.fast_math import fast_call
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, SHARED_PAD, TILE, WARP
-from relaxtune.schedules.tir.blocks import substitute
+from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction, gate_column, value_column
-from relaxtune.schedules.tir.expressions import dtype_of
+from relaxtune.schedules.tir.expressions import dtype_of, substitute
 
 
 @dataclass(frozen=True)

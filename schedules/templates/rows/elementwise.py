@@ -35,7 +35,7 @@ from relaxtune.schedules.templates.base import (
     refuse_dependent,
     refuse_target,
 )
-from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Access, Accesses, element_bytes
+from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Access, Accesses
 from relaxtune.schedules.templates.emit.kernel_frame import (
     Frame,
     build_kernel,
@@ -45,9 +45,9 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
 )
 from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
 from relaxtune.schedules.templates.emit.registers import Lanes, refuse_dtypes, when
-from relaxtune.schedules.tir.blocks import constant_value, substitute
+from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.dataflow import Axis, Dataflow, recognise_dataflow
-from relaxtune.schedules.tir.expressions import UnsupportedExpressionError
+from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, constant_value, substitute
 
 _LANES_MAX = 16
 _THREADS_MAX = 1024

@@ -9,7 +9,8 @@ from typing import ClassVar
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.base import Parameters
-from relaxtune.schedules.templates.emit.accesses import Access, Accesses, element_bytes
+from relaxtune.schedules.templates.emit.accesses import Access, Accesses
+from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.dataflow import Dataflow
 
 LANES_MAX = 16

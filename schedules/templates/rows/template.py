@@ -29,14 +29,15 @@ from tvm import tirx
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import Feature, ResolvedTarget
 from relaxtune.schedules.templates.base import KernelTemplate, cuda_limits, refuse_dependent, refuse_target
-from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Accesses, element_bytes
+from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Accesses
 from relaxtune.schedules.templates.emit.kernel_frame import tensor_bytes
 from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
 from relaxtune.schedules.templates.emit.registers import refuse_dtypes
 from relaxtune.schedules.templates.rows.kernel import build_rows_kernel
 from relaxtune.schedules.templates.rows.plan import LANES_MAX, RowsParameters, RowsPlan, make_plan
+from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.dataflow import Dataflow, Reduction, recognise_dataflow
-from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, loads_in
+from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, list_loads
 
 _CANDIDATES_MAX = 24
 # Of a row that need not be held: chunks at least, and threads.
@@ -106,7 +107,7 @@ def _is_contraction(reduction: Reduction) -> bool:
     element = reduction.element
     if reduction.combine != "sum" or not isinstance(element, tirx.Mul):
         return False
-    left, right = ({load.source for load in loads_in(side)} for side in (element.a, element.b))
+    left, right = ({load.source for load in list_loads(side)} for side in (element.a, element.b))
     return bool(left) and bool(right) and left.isdisjoint(right)
 
 

@@ -22,7 +22,7 @@ from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.validate.validation import validate
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
-from relaxtune.schedules.tir.functions import list_blocks
+from relaxtune.schedules.tir.blocks import list_blocks
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.metaschedule import trace_to_json
 from relaxtune.tuning_db.records import Route, Status, TuningRecord, Workload

@@ -10,8 +10,8 @@ from tvm import te, tirx
 from tvm.ir.expr import TensorLoad
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.tir.blocks import substitute
 from relaxtune.schedules.tir.epilogue import MatmulFunction, gate_column, recognise_matmul
+from relaxtune.schedules.tir.expressions import substitute
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 PLAIN = MatmulCase((4, 6), 24, 16)

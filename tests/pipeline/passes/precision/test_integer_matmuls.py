@@ -21,7 +21,7 @@ from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.passes.precision.integer_matmuls import narrowed
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.tir.functions import list_blocks
+from relaxtune.schedules.tir.blocks import list_blocks
 from tests.pipeline.passes.pass_cases import LLVM, small_model
 
 K, N = 96, 40
@@ -92,7 +92,7 @@ def assert_right(model: OnnxModel, module: LoweredModule) -> None:
 def products(module: LoweredModule) -> list[str]:
     """Return the dtypes that sums of products are kept in."""
     functions = [func for _, func in module.mod.functions_items() if isinstance(func, tvm.tirx.PrimFunc)]
-    blocks = [block for func in functions for block in list_blocks(func) if block.reduction]
+    blocks = [block for func in functions for block in list_blocks(func) if block.reduced]
     return [str(store.buffer.dtype) for block in blocks for store in block.stores]
 
 

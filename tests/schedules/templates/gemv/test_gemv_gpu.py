@@ -13,7 +13,7 @@ from relaxtune.schedules.templates.base import Template
 from relaxtune.schedules.templates.gemv.stream import GemvStream
 from relaxtune.schedules.templates.gemv.template import Gemv
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
-from relaxtune.schedules.tir.functions import static_shape
+from relaxtune.schedules.tir.blocks import static_shape
 from tests.schedules.templates.gemv_cases import CASES, GemvCase
 
 pytestmark = pytest.mark.gpu
