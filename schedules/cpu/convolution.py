@@ -10,43 +10,21 @@ Grouped and depthwise convolutions have no axis of the filters alone and are lef
 
 from __future__ import annotations
 
-from tvm.s_tir import Schedule
-from tvm.target import Target
-from tvm.tirx import PrimFunc
-
-from relaxtune.schedules.cpu.analysis import ScheduledBlock, find_path_to, is_canonical, list_blocks
-from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise
+from relaxtune.schedules.cpu.analysis import ScheduledBlock
 from relaxtune.schedules.cpu.contraction import Tile, TiledContraction, choose_tile, classify, needs_padding
-from relaxtune.schedules.cpu.tiling import schedule_contraction
+from relaxtune.schedules.cpu.tiling import ContractionRule
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.contraction import find_operands
 
 
-class Convolution(CpuRule):
-    """Functions with one reduction, which is a contraction over sums of iterators."""
+class Convolution(ContractionRule):
+    """Functions with one reduction, which is a contraction over sums of iterators: dense convolutions."""
 
     name = "cpu-convolution"
 
-    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
-        """Return the schedule, None when the only reduction is no dense convolution or there is not exactly one."""
-        sch = Schedule(func)
-        limits = cpu_limits(target)
-        blocks = list_blocks(sch)
-        reductions = [block for block in blocks if not block.is_spatial]
-        if len(reductions) != 1 or not all(is_canonical(sch, block) for block in blocks):
-            return None
-        if find_convolution(reductions[0], limits) is None:
-            return None
-        inline_spatial(sch, keep=find_path_to(sch, reductions[0]))
-        block = next(block for block in list_blocks(sch) if block.name == reductions[0].name)
-        found = find_convolution(block, limits)
-        if found is None:
-            return None
-        done = schedule_contraction(sch, *found, limits)
-        for other in list_blocks(sch):
-            if other.name not in done and other.is_spatial:
-                schedule_elementwise(sch, other, limits)
-        return sch
+    def find(self, block: ScheduledBlock, limits: CpuLimits) -> tuple[TiledContraction, Tile] | None:
+        """Return the roles of a convolution's loops and its tile, None where no axis fills whole vectors."""
+        return find_convolution(block, limits)
 
 
 def find_convolution(block: ScheduledBlock, limits: CpuLimits) -> tuple[TiledContraction, Tile] | None:

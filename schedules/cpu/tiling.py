@@ -11,13 +11,59 @@ from tvm.ir import Var
 from tvm.ir.expr import TensorLoad
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
+from tvm.target import Target
+from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.analysis import block_facts, can_partition_loops, is_canonical, is_costly, loop_extents
-from relaxtune.schedules.cpu.base import PARTITION_HINT, vectorize_loop, worth_parallel
+from relaxtune.schedules.cpu.analysis import (
+    ScheduledBlock,
+    block_facts,
+    can_partition_loops,
+    find_path_to,
+    is_canonical,
+    is_costly,
+    list_blocks,
+    loop_extents,
+)
+from relaxtune.schedules.cpu.base import (
+    PARTITION_HINT,
+    CpuRule,
+    cpu_limits,
+    inline_spatial,
+    schedule_elementwise,
+    vectorize_loop,
+    worth_parallel,
+)
 from relaxtune.schedules.cpu.contraction import FEW_ROWS, Tile, TiledContraction, axis_extent, needs_padding
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.blocks import static_extent
 from relaxtune.schedules.tir.expressions import is_zero, used_vars
+
+
+class ContractionRule(CpuRule):
+    """A rule for functions with one reduction, which is a contraction; rules differ in how they find its roles."""
+
+    def find(self, block: ScheduledBlock, limits: CpuLimits) -> tuple[TiledContraction, Tile] | None:
+        """Return the roles of a contraction's loops and its tile, None when the block is not one for this rule."""
+        raise NotImplementedError
+
+    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
+        """Return the schedule, None when the only reduction is none for this rule or there is not exactly one."""
+        sch, limits = Schedule(func), cpu_limits(target)
+        blocks = list_blocks(sch)
+        reductions = [block for block in blocks if not block.is_spatial]
+        if len(reductions) != 1 or not all(is_canonical(sch, block) for block in blocks):
+            return None
+        if self.find(reductions[0], limits) is None:
+            return None
+        inline_spatial(sch, keep=find_path_to(sch, reductions[0]))
+        found = self.find(next(block for block in list_blocks(sch) if block.name == reductions[0].name), limits)
+        if found is None:
+            return None
+        done = schedule_contraction(sch, *found, limits)
+        for other in list_blocks(sch):
+            if other.name not in done and other.is_spatial:
+                schedule_elementwise(sch, other, limits)
+        return sch
 
 
 def schedule_contraction(sch: Schedule, con: TiledContraction, tile: Tile, limits: CpuLimits) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tvm_ffi
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
 
@@ -10,7 +9,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import spec_of
 from relaxtune.schedules.tir.blocks import position_of
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
-from relaxtune.schedules.tir.expressions import constant_value
+from relaxtune.schedules.tir.expressions import constant_value, find_all
 from relaxtune.schedules.tir.row_norm import SHIFT
 
 
@@ -40,14 +39,12 @@ def column_sums_of_weights(func: tirx.PrimFunc) -> dict[str, tuple[int, int]]:
         return {}
     found: dict[str, tuple[int, int]] = {}
 
-    def note(product: tirx.Mul) -> None:
+    for product in find_all(matmul.epilogue.value, tirx.Mul):
         for shift, sums in ((product.a, product.b), (product.b, product.a)):
             if _is_shift(shift, matmul) and isinstance(sums, TensorLoad):
                 position = position_of(func, sums.source)
                 if position is not None:
                     found[str(position)] = (matmul.b, 1 if matmul.b_transposed else 0)
-
-    tvm_ffi.structural_walk(matmul.epilogue.value, (tirx.Mul, note))
     return found
 
 

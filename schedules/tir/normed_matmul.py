@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import tvm_ffi
 from tvm import te, tirx
 from tvm.ir.expr import TensorLoad
 
 from relaxtune.schedules.tir.blocks import position_of, static_shape
 from relaxtune.schedules.tir.epilogue import MatmulFunction
-from relaxtune.schedules.tir.expressions import rebuild
+from relaxtune.schedules.tir.expressions import find_all, list_loads, rebuild
 from relaxtune.schedules.tir.row_norm import COUNT, SCALE, SHIFT, partial_sums, row_statistics
 
 Visit = Callable[[tirx.Expr], tirx.Expr]
@@ -111,13 +110,9 @@ def find_bias(func: tirx.PrimFunc, matmul: MatmulFunction) -> int | None:
     epilogue = matmul.epilogue
     if epilogue.second is not None:
         return None
-    sums: list[tirx.Add] = []
-    uses: list[tirx.Var] = []
-    tvm_ffi.structural_walk(epilogue.value, (tirx.Add, sums.append))
-    tvm_ffi.structural_walk(epilogue.value, (tirx.Var, uses.append))
     added = [
         other
-        for total in sums
+        for total in find_all(epilogue.value, tirx.Add)
         for inner, other in ((total.a, total.b), (total.b, total.a))
         if inner.same_as(epilogue.accumulator)
     ]
@@ -125,10 +120,8 @@ def find_bias(func: tirx.PrimFunc, matmul: MatmulFunction) -> int | None:
         return None
     bias = added[0].source
     alone = all(isinstance(other, TensorLoad) and other.source.same_as(bias) for other in added)
-    count = sum(use.same_as(epilogue.accumulator) for use in uses)
-    loads: list[TensorLoad] = []
-    tvm_ffi.structural_walk(epilogue.value, (TensorLoad, loads.append))
-    read = sum(load.source.same_as(bias) for load in loads)
+    count = sum(use.same_as(epilogue.accumulator) for use in find_all(epilogue.value, tirx.Var))
+    read = sum(load.source.same_as(bias) for load in list_loads(epilogue.value))
     if not alone or count != len(added) or read != len(added) or str(bias.ty.dtype) != "float32":
         return None
     return position_of(func, bias)

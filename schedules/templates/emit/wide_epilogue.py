@@ -9,12 +9,11 @@ roundings before decide to which side.
 
 from __future__ import annotations
 
-import tvm_ffi
 from tvm import tirx
 from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
 
-from relaxtune.schedules.tir.expressions import IF_THEN_ELSE, MATH_CALLS, call_name, dtype_of, rebuild
+from relaxtune.schedules.tir.expressions import IF_THEN_ELSE, MATH_CALLS, call_names, dtype_of, find_all, rebuild
 
 _HALVES = ("float16", "bfloat16")
 _WIDE = "float32"
@@ -35,14 +34,10 @@ def in_float32(value: tirx.Expr) -> tirx.Expr:
 
 def _calls_functions(value: tirx.Expr) -> bool:
     """Whether a value calls functions, and none that jumps."""
-    calls: list[Call] = []
-    tvm_ffi.structural_walk(value, (Call, calls.append))
-    casts: list[tirx.Cast] = []
-    tvm_ffi.structural_walk(value, (tirx.Cast, casts.append))
+    casts = find_all(value, tirx.Cast)
     if any("float" in dtype_of(cast.value) and "float" not in dtype_of(cast) for cast in casts):
         return False
-    names = {call_name(call) for call in calls}
-    smooth = MATH_CALLS - _JUMPS
+    names, smooth = call_names(value), MATH_CALLS - _JUMPS
     return bool(names & smooth) and names <= smooth | {IF_THEN_ELSE}
 
 
