@@ -11,7 +11,6 @@ from tvm.target import codegen
 
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.targets.capabilities import is_of
-from relaxtune.schedules.version import fallback_version
 from relaxtune.tuning_db.records import Environment, TargetKey, canonical_json
 
 # The device of a compile-only environment: a lookup with it accepts records of every device of the same architecture.
@@ -42,7 +41,6 @@ def detect_environment(target: ResolvedTarget) -> Environment:
         tvm_version=tvm.__version__,
         tvm_ffi_version=tvm_ffi.__version__,
         cores=target_cores(target),
-        schedules_version=fallback_version(target.kind),
     )
 
 
@@ -90,7 +88,6 @@ def _cuda_environment(target: ResolvedTarget) -> Environment:
         tvm_version=tvm.__version__,
         tvm_ffi_version=tvm_ffi.__version__,
         cores=None,
-        schedules_version=fallback_version(target.kind),
     )
 
 

@@ -43,7 +43,7 @@ def apply_fallback(mod: IRModule, target: Target) -> IRModule:
     UnscheduledError
         No rule took a function (on CUDA: a function without blocks, which cannot be bound to threads).
     """
-    return _schedule_module(mod, target)[0]
+    return fallback_with_rules(mod, target)[0]
 
 
 def fallback_rule_names(mod: IRModule, target: Target) -> dict[str, str]:
@@ -54,7 +54,7 @@ def fallback_rule_names(mod: IRModule, target: Target) -> dict[str, str]:
     TargetError, UnscheduledError
         As `apply_fallback`.
     """
-    return _schedule_module(mod, target)[1]
+    return fallback_with_rules(mod, target)[1]
 
 
 def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
@@ -74,7 +74,14 @@ def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
     raise TargetError(f"no default schedules for target kind {target.kind.name!r}; expected llvm or cuda.")
 
 
-def _schedule_module(mod: IRModule, target: Target) -> tuple[IRModule, dict[str, str]]:
+def fallback_with_rules(mod: IRModule, target: Target) -> tuple[IRModule, dict[str, str]]:
+    """Return what `apply_fallback` returns, and the name of the rule that took each function, by function name.
+
+    Raises
+    ------
+    TargetError, UnscheduledError
+        As `apply_fallback`.
+    """
     names: dict[str, str] = {}
     scheduled: dict[GlobalVar, PrimFunc] = {}
     for var, func in mod.functions_items():

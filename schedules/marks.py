@@ -25,6 +25,8 @@ ASYNC_COPIES = "relaxtune.async_copies"
 # --- TVM's ------------------------------------------------------------------------------------------------------------
 #: The function carries a schedule.
 SCHEDULED_ATTR = "tirx.is_scheduled"
+#: Its name, and what kind of operator it is for fusion: no code depends on them, and two models may differ in them.
+INCIDENTAL_ATTRS = ("op_pattern", "global_symbol")
 #: The function is made of blocks, which a kernel is not.
 BLOCKS_ATTR = "s_tir"
 #: Launch attributes of a kernel, such as `DEPENDENT_LAUNCH` (the spelling is TVM's).

@@ -6,11 +6,13 @@ A record answers a lookup when it is `ok`, its target matches, and the rule of i
 route          found by                            also needs
 =============  ==================================  ====================================================
 metaschedule   workload hash                       the same TVM version: traces and hashes belong to one
-fallback       workload hash                       the same TVM version, and the same version of the schedules:
-                                                   it has no decision, its code alone says what was measured
+fallback       workload hash                       the same TVM version
 template       signature                           nothing: parameters of a kernel of ours
 library        signature                           nothing: parameters of a vendor primitive
 =============  ==================================  ====================================================
+
+A decision may make another kernel than the one measured, once the code that makes it has changed. A fallback has
+nothing but that code. Who makes kernels compares their hash with the record's (`TuningRecord.kernel_hash`).
 
 Target: the same kind and the same architecture, in canonical spelling; other attributes are free. A record of a lower
 architecture of the same family answers too, where its decision is portable, and ranks last. Records never cross kinds
@@ -42,8 +44,6 @@ WORKLOAD_ROUTES = frozenset({Route.METASCHEDULE, Route.FALLBACK})
 SIGNATURE_ROUTES = frozenset(Route) - WORKLOAD_ROUTES
 #: Routes whose decision is bound to the TVM that made it.
 TVM_BOUND_ROUTES = frozenset({Route.METASCHEDULE, Route.FALLBACK})
-#: Routes without a decision, whose kernel is what the code of the default schedules makes.
-SCHEDULES_BOUND_ROUTES = frozenset({Route.FALLBACK})
 #: Routes whose decision may be carried to a higher architecture.
 PORTABLE_ROUTES = frozenset({Route.METASCHEDULE, Route.TEMPLATE})
 #: Shared memory that a kernel may take on every GPU, without asking for more.
@@ -127,9 +127,7 @@ def rank_record(target: TargetKey, environment: Environment, record: TuningRecor
 
 
 def versions_match(wanted: Environment, found: Environment, route: Route) -> bool:
-    """Return whether the versions of TVM and of the default schedules allow the use of a record of `route`."""
-    if route in SCHEDULES_BOUND_ROUTES and wanted.schedules_version != found.schedules_version:
-        return False
+    """Return whether the versions of TVM allow the use of a record of `route`."""
     return route not in TVM_BOUND_ROUTES or wanted.tvm_version == found.tvm_version
 
 

@@ -127,7 +127,7 @@ class Environment:
     cores : int or None
         CPU cores the measurement could use.
     schedules_version : str or None
-        The version of the default schedules' code, for which a fallback's record is true; None when it is not known.
+        Of earlier records, the version of the default schedules' code. It decides nothing: `kernel_hash` does.
     """
 
     device_kind: str
@@ -237,8 +237,8 @@ class TuningRecord:
     registers, smem_bytes, spill_bytes : int or None
         Resources of the kernel where they are known.
     kernel_hash : str or None
-        What was measured, the scheduled kernel's own hash: a decision that makes another one by now is measured again.
-        None where it is not known, as in databases made before it was kept and in MetaSchedule's own files.
+        What was measured (`pipeline.codegen.kernel_hash`): a decision that makes another kernel by now is measured
+        again. None where it is not known, as in databases made before it was kept and in MetaSchedule's own files.
     seed : int or None
         The seed of the search.
     duration_s : float

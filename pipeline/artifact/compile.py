@@ -49,7 +49,7 @@ class CompiledModule:
     launches
         PrimFunc -> kernels that one call of it launches on a GPU; empty for a CPU.
     kernel_hashes
-        PrimFunc -> what it was scheduled to (`pipeline.codegen.kernel_hash`).
+        PrimFunc -> the hash of its code (`pipeline.codegen.kernel_hash`).
     determinism
         What it promises about equal bits.
     variants
@@ -106,11 +106,11 @@ def compile_module(
         if graph:
             mod = capture_whole_function(mod, len(lowered.graph.inputs))
         mod = apply_fallback(mod, target.target)
-        hashes = {name: kernel_hash(mod[name]) for name in lowered.kernels}
-        if not graph:
-            mod = without_dependent_launch(mod)
         determinism = describe_determinism({name: mod[name] for name in lowered.kernels}, choices, target)
         mod = finish_kernels(mod, target.target)
+        hashes = {name: kernel_hash(mod[name], target.kind) for name in lowered.kernels}
+        if not graph:
+            mod = without_dependent_launch(mod)
         on_gpu = lowered.kernels if target.kind == "cuda" else ()
         launches = {name: count_launches(mod[name]) for name in on_gpu}
     with _timed(seconds, "plan_memory"), _pass_context(graph), target.target:

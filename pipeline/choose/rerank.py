@@ -30,7 +30,7 @@ from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.bench.measure import DEFAULT_WARMUP, Arm, measure
 from relaxtune.pipeline.bench.paired_gain import LEAST_GAIN, PairedGain, is_gain, paired_gain
 from relaxtune.pipeline.choose.model_arm import compiled_arms
-from relaxtune.pipeline.choose.selection import replay_record, template_default
+from relaxtune.pipeline.choose.selection import replay_record, template_default, without_stale_fallbacks
 from relaxtune.pipeline.choose.standing import standing_records
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import LoweringError
@@ -271,18 +271,16 @@ def _rivals(
     mine = [choice for choice in choices if choice.task == task.name]
     if not mine or mine[0].latency_us is None:
         return []
-    records = standing_records(
-        database.list_top(
-            Question(
-                workload_hash=task.workload_hash,
-                signature_key=describe_workload(task).signature_key,
-                target=target_key(prepared.target),
-                environment=prepared.environment,
-            ),
-            k=_LISTED,
+    listed = database.list_top(
+        Question(
+            workload_hash=task.workload_hash,
+            signature_key=describe_workload(task).signature_key,
+            target=target_key(prepared.target),
+            environment=prepared.environment,
         ),
-        prepared.environment,
+        k=_LISTED,
     )
+    records = standing_records(without_stale_fallbacks(task, listed, prepared.target), prepared.environment)
     others = [
         record
         for record in records

@@ -18,13 +18,15 @@ from relaxtune.pipeline.artifact.entries import MeasuredEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.choose.model_records import ModelDecision
 from relaxtune.pipeline.choose.standing import standing_records
-from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
+from relaxtune.pipeline.codegen.kernel_hash import is_kernel, made_hash
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.schedules.errors import ScheduleError
+from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.marks import SCHEDULED_ATTR
 from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.schedules.search.tensor_intrinsics import register_intrinsics
@@ -101,25 +103,44 @@ def replay_record(task: TuningTask, record: TuningRecord, target: ResolvedTarget
     Raises
     ------
     LoweringError
-        The route cannot be replayed by this version, its decision does not fit the task, or the decision makes another
-        kernel by now than the one that was measured.
+        The decision does not fit the task, or makes another kernel by now than the one that was measured.
     """
-    replay = _REPLAY.get(record.route)
     if has_tensor_tiles(target.target):
         register_intrinsics()
-    if replay is None:
-        raise LoweringError(f"record {record.id} of task {task.name}: route {record.route.value} is not known here")
     try:
-        scheduled = replay(task, record, target)
-    except (TuningDatabaseError, TemplateError, *TVM_ERRORS) as e:
+        scheduled = _REPLAY[record.route](task, record, target)
+    except (TuningDatabaseError, ScheduleError, *TVM_ERRORS) as e:
         raise LoweringError(f"record {record.id} of task {task.name} cannot be replayed: {_reason(e)}") from e
-    now = kernel_hash(scheduled)
-    if record.kernel_hash is not None and record.kernel_hash != now:
+    if record.kernel_hash is None and record.route is Route.FALLBACK:
+        # Its decision names a rule alone.
+        raise LoweringError(f"record {record.id} of task {task.name} does not say which kernel was measured")
+    if record.kernel_hash is not None and not is_kernel(record.kernel_hash, scheduled, target.target):
         raise LoweringError(
-            f"record {record.id} of task {task.name} is of kernel {record.kernel_hash}, its decision makes {now} by "
-            "now: the code that makes it has changed. Measure the task again (`relaxtune tune`)"
+            f"record {record.id} of task {task.name} is of kernel {record.kernel_hash}, its decision makes "
+            f"{made_hash(scheduled, target.target)} by now: the code that makes it has changed. Measure the task again "
+            "(`relaxtune tune`)"
         )
     return _as_scheduled(scheduled)
+
+
+def without_stale_fallbacks(
+    task: TuningTask, records: Sequence[TuningRecord], target: ResolvedTarget
+) -> list[TuningRecord]:
+    """Return a task's records less valid ones of fallbacks that the default schedules make in another way by now."""
+    fallbacks = [one for one in records if one.route is Route.FALLBACK and one.status is Status.OK]
+    # Measured again and again, it is scheduled once for each kernel it was.
+    holds = {hash_: _holds(task, one, target) for hash_, one in {one.kernel_hash: one for one in fallbacks}.items()}
+    stale = {id(one) for one in fallbacks if not holds[one.kernel_hash]}
+    return [one for one in records if id(one) not in stale]
+
+
+def _holds(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> bool:
+    try:
+        replay_record(task, record, target)
+    except LoweringError as e:
+        logger.info("%s", e)
+        return False
+    return True
 
 
 def _as_scheduled(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -140,10 +161,15 @@ def _replay_template(task: TuningTask, record: TuningRecord, target: ResolvedTar
     return apply_decision(task.mod["main"], target, record.decision)
 
 
+def _replay_fallback(task: TuningTask, _record: TuningRecord, target: ResolvedTarget) -> tirx.PrimFunc:
+    return apply_fallback(task.mod, target.target)["main"]
+
+
 _REPLAY: Mapping[Route, Callable[[TuningTask, TuningRecord, ResolvedTarget], tirx.PrimFunc]] = {
     Route.METASCHEDULE: _replay_metaschedule,
     Route.TEMPLATE: _replay_template,
     Route.LIBRARY: _replay_template,
+    Route.FALLBACK: _replay_fallback,
 }
 
 
@@ -171,6 +197,7 @@ def _choose(
         k=RECORDS_LISTED,
     )
     wrong = [record for record in refuted if record.workload_hash == task.workload_hash]
+    records = without_stale_fallbacks(task, records, target)
     records = [record for record in standing_records(records, environment, wrong) if record.route in routes]
     if all(record.route is Route.FALLBACK for record in records):
         # A run that ended early measured the fallback alone: that says nothing against a template.

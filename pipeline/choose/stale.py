@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from relaxtune.pipeline.choose.selection import RECORDS_TRIED, replay_record
+from relaxtune.pipeline.choose.selection import RECORDS_TRIED, replay_record, without_stale_fallbacks
 from relaxtune.pipeline.choose.standing import standing_records
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.tasks.task import TuningTask
@@ -19,16 +19,17 @@ logger = logging.getLogger(__name__)
 def without_stale(
     task: TuningTask, known: Sequence[TuningRecord], target: ResolvedTarget, environment: Environment
 ) -> list[TuningRecord]:
-    """Return a task's records less those of templates and libraries that selection would pass over.
+    """Return a task's records less those of fallbacks, templates and libraries that selection would pass over.
 
-    Records are tried as selection tries them, the fastest first, until one holds; when none of those holds, all of
-    their routes are stale.
+    Those of templates and libraries are tried as selection tries them, the fastest first, until one holds; when none
+    of those holds, all of their routes are stale.
 
     Parameters
     ----------
     known : sequence of TuningRecord
         Of this device, failed ones included.
     """
+    known = without_stale_fallbacks(task, known, target)
     offered = [record for record in known if record.route in OFFERED_ROUTES]
     ranked = sorted(
         (record for record in offered if record.status is Status.OK), key=lambda record: record.latency_us or 0.0

@@ -1,28 +1,88 @@
-"""What a scheduled kernel is, as a short text: equal texts are equal kernels.
+"""The identity of a kernel: a hash of the code that an artifact holds, as a short text.
 
-A record keeps that of the kernel that was measured, and an artifact those of the kernels it holds. So a record whose
-decision makes another kernel by now, since a template or a schedule rule changed, is told from one that still holds.
+A record keeps the hash of the kernel that was measured, and an artifact those of the kernels it holds. A decision makes
+a kernel through templates, schedule rules and default schedules; when one of them changes, the same decision may make
+another kernel. Its hash then differs from the record's, and the record is measured again. Fallbacks go the same way.
+
+The hash is taken after `finish_kernels`. What a module without a CUDA graph changes after that (how kernels are
+launched, `pipeline.codegen.dependent_launch`) takes no part.
 """
 
 from __future__ import annotations
 
+import hashlib
+
+import tvm
 import tvm_ffi
 from tvm import tirx
 
-from relaxtune.schedules.marks import SCHEDULED_ATTR
+from relaxtune.pipeline.codegen.finish import finish_kernels
+from relaxtune.schedules.marks import INCIDENTAL_ATTRS, SCHEDULED_ATTR
 
-# What says how a function is called and how far it has come, not what it computes and how.
-_NOT_THE_KERNEL = ("global_symbol", SCHEDULED_ATTR)
-_BITS = 64
+# No code depends on them. The function of a tuning task does not have them all.
+_NOT_THE_KERNEL = (*INCIDENTAL_ATTRS, SCHEDULED_ATTR)
+# A hash of finished code: this letter, no hexadecimal digit, and 60 bits. Earlier hashes are 64 bits and no letter.
+_CODE = "k"
+_BITS = 60
+#: Target kind -> version of what happens to kernels from `finish_kernels` on, which no hash of TIR sees: raise it with
+#: every change there that changes code. `tests/pipeline/codegen/test_code_generation.py` says when.
+CODE_GENERATION = {"llvm": 1, "cuda": 1}
+_FIRST = 1
 
 
-def kernel_hash(scheduled: tirx.PrimFunc) -> str:
-    """Return the structural hash of a scheduled PrimFunc as 16 hexadecimal digits; its name takes no part.
+def kernel_hash(finished: tirx.PrimFunc, kind: str) -> str:
+    """Return the hash of a kernel that `finish_kernels` made ready for code generation, as 16 characters.
 
-    It holds for one version of TVM, as workload hashes do. Code generation is a function of the kernel, the target and
-    the versions of the environment.
+    The function's name takes no part. It holds for one version of TVM, as workload hashes do.
+
+    Parameters
+    ----------
+    finished : tirx.PrimFunc
+        One kernel.
+    kind : str
+        Kind of the target, `llvm` or `cuda`.
     """
+    number, version = _structure(finished), CODE_GENERATION.get(kind, _FIRST)
+    if version != _FIRST:
+        number = int(hashlib.sha256(f"{number} {version}".encode()).hexdigest(), 16)
+    return f"{_CODE}{number % 2**_BITS:015x}"
+
+
+def made_hash(scheduled: tirx.PrimFunc, target: tvm.target.Target) -> str:
+    """Return the hash of the kernel that a scheduled function becomes.
+
+    Raises
+    ------
+    LoweringError
+        See `finish_kernels`.
+    """
+    return kernel_hash(_finish(scheduled, target), target.kind.name)
+
+
+def is_kernel(recorded: str, scheduled: tirx.PrimFunc, target: tvm.target.Target) -> bool:
+    """Return whether a scheduled function becomes the kernel whose hash a record keeps.
+
+    Earlier records keep the hash of the scheduled function; those of fallbacks, of the finished one. They hold as long
+    as code generation is what it was then.
+
+    Raises
+    ------
+    LoweringError
+        See `finish_kernels`.
+    """
+    finished = _finish(scheduled, target)
+    if recorded.startswith(_CODE):
+        return recorded == kernel_hash(finished, target.kind.name)
+    before = {f"{_structure(func) % 2**64:016x}" for func in (scheduled, finished)}
+    return recorded in before and CODE_GENERATION.get(target.kind.name, _FIRST) == _FIRST
+
+
+def _finish(scheduled: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc:
+    return finish_kernels(tvm.IRModule({"main": scheduled}), target)["main"]
+
+
+def _structure(func: tirx.PrimFunc) -> int:
     for name in _NOT_THE_KERNEL:
-        if scheduled.attrs is not None and name in scheduled.attrs:
-            scheduled = scheduled.without_attr(name)
-    return f"{tvm_ffi.structural_hash(scheduled, map_free_vars=True) % 2**_BITS:016x}"
+        if func.attrs is not None and name in func.attrs:
+            func = func.without_attr(name)
+    return int(tvm_ffi.structural_hash(func, map_free_vars=True))

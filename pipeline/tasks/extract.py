@@ -11,6 +11,7 @@ from tvm import s_tir, tirx
 
 from relaxtune.pipeline.passes.module import KernelCall, LoweredModule
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.schedules.marks import INCIDENTAL_ATTRS
 from relaxtune.schedules.tir.blocks import buffer_bytes, is_buffer, list_blocks, list_statements, static_shape
 from relaxtune.schedules.tir.expressions import call_names
 from relaxtune.schedules.tir.index_ranges import index_ranges
@@ -18,9 +19,6 @@ from relaxtune.schedules.tir.signature import describe_kernel
 from relaxtune.tuning_db.metaschedule import workload_hash
 
 logger = logging.getLogger(__name__)
-
-# What the pipeline adds to a PrimFunc that does not change what it computes; two models may differ in them.
-_INCIDENTAL_ATTRS = ("op_pattern", "global_symbol")
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def untunable_reason(func: tirx.PrimFunc) -> str | None:
 
 def as_workload(func: tirx.PrimFunc) -> tvm.ir.IRModule:
     """Return the module that a task is about: the PrimFunc alone, as `main`, without incidental attributes."""
-    for attr in _INCIDENTAL_ATTRS:
+    for attr in INCIDENTAL_ATTRS:
         if func.attrs and attr in func.attrs:
             func = func.without_attr(attr)
     func = func.with_attr("global_symbol", "main").with_attr("tirx.noalias", True)

@@ -40,7 +40,6 @@ class BuildReply:
 def start() -> Callable[[object], object]:
     """Import TVM and return the function that builds."""
     import tvm
-    from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
 
     from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
     from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
@@ -50,15 +49,13 @@ def start() -> Callable[[object], object]:
     from relaxtune.pipeline.tuning.measure.resources import parse_compiler_log, write_resources
     from relaxtune.schedules.templates.lowering import tir_pipeline_for
 
-    without_layout_blocks = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)
-
     def build(request: object) -> object:
         if not isinstance(request, BuildRequest):
             raise TypeError(f"expected a BuildRequest, got {type(request).__name__}")
         mod, note = take_note(pickle.loads(request.mod))
-        built = kernel_hash(mod["main"])
         target = pickle.loads(request.target)
-        finished = finish_kernels(without_layout_blocks(mod), target)
+        finished = finish_kernels(mod, target)
+        built = kernel_hash(finished["main"], target.kind.name)
         log: list[str] = []
         dynamic = DynamicSharedMemory()
         instruments = [dynamic] if target.kind.name == "cuda" else []

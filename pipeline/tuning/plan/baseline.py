@@ -10,15 +10,13 @@ import tvm
 from tvm import tirx
 from tvm.s_tir import meta_schedule as ms
 
-from relaxtune.pipeline.codegen.finish import finish_kernels
-from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.tuning.local.evaluate import Evaluator, Job, Outcome
 from relaxtune.pipeline.tuning.measure.failure import read_failure
 from relaxtune.pipeline.tuning.measure.notes import CandidateNote
 from relaxtune.pipeline.tuning.plan.state import FallbackSchedule, TaskState
 from relaxtune.pipeline.validate.tolerances import KernelTolerance, kernel_tolerance
 from relaxtune.schedules.errors import Refusal, ScheduleError
-from relaxtune.schedules.fallback import apply_fallback, fallback_rule_names
+from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.tir.blocks import written_params
 from relaxtune.schedules.tir.dependent_arguments import column_sums_of_weights, padding_masks, partial_sums_of_rows
@@ -168,13 +166,10 @@ def _fallback(state: TaskState, target: ResolvedTarget) -> FallbackSchedule | No
     if state.fallback is not None:
         return state.fallback
     try:
-        names = fallback_rule_names(state.task.mod, target.target)
-        scheduled = apply_fallback(state.task.mod, target.target)
-        # As `compile_module` does it: what is measured is what an artifact gets.
-        finished = finish_kernels(scheduled, target.target)
-    except (ScheduleError, LoweringError) as e:
+        scheduled, rules = fallback_with_rules(state.task.mod, target.target)
+    except ScheduleError as e:
         logger.warning("task %s has no fallback schedule: %s", state.task.name, e)
         state.last_error = str(e)
         return None
-    state.fallback = FallbackSchedule(finished, canonical_json({"rule": names["main"]}))
+    state.fallback = FallbackSchedule(scheduled, canonical_json({"rule": rules["main"]}))
     return state.fallback

@@ -32,7 +32,7 @@ _CONTENDERS_MAX = 6
 
 @dataclass(frozen=True)
 class FallbackSchedule:
-    """A task's default schedule, finished for code generation, and its decision."""
+    """A task's default schedule, and its decision."""
 
     mod: tvm.ir.IRModule
     decision: str

@@ -16,11 +16,13 @@ from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.export import versions, write_artifact
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.choose.selection import replay_record, select_kernels, tasks_without_record
+from relaxtune.pipeline.codegen.kernel_hash import made_hash
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.validate.validation import validate
+from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.tir.blocks import list_blocks
 from relaxtune.tuning_db.contract import TuningDatabase
@@ -53,6 +55,12 @@ def record_of(task: TuningTask, target: ResolvedTarget, **changes: object) -> Tu
         latencies_us=(3.0, 1.0, 2.0),
     )
     return replace(record, **changes)  # type: ignore[arg-type]
+
+
+def fallback_record(task: TuningTask, target: ResolvedTarget, **changes: object) -> TuningRecord:
+    scheduled = apply_fallback(task.mod, target.target)["main"]
+    made: dict[str, object] = {"route": Route.FALLBACK, "kernel_hash": made_hash(scheduled, target.target)}
+    return record_of(task, target, **{**made, "decision": '{"rule": "x"}', **changes})
 
 
 def keep(database: TuningDatabase, task: TuningTask, record: TuningRecord) -> int:
@@ -152,17 +160,11 @@ def test_select_passes_over_a_record_that_cannot_be_replayed(
     assert (choice.record_id, choice.unusable) == (good, (bad,))
 
 
-def test_replay_refuses_a_route_it_does_not_know(tasks: list[TuningTask], llvm_target: ResolvedTarget) -> None:
-    record = record_of(tasks[0], llvm_target, route=Route.FALLBACK, decision="{}")
-    with pytest.raises(LoweringError, match="route fallback is not known"):
-        replay_record(tasks[0], record, llvm_target)
-
-
 def test_select_takes_a_measured_fallback_when_it_is_the_best_record(
     lowered: LoweredModule, tasks: list[TuningTask], llvm_target: ResolvedTarget, database: TuningDatabase
 ) -> None:
     task = matmul(tasks)
-    number = keep(database, task, record_of(task, llvm_target, route=Route.FALLBACK, decision="{}"))
+    number = keep(database, task, fallback_record(task, llvm_target))
     environment = detect_environment(llvm_target)
     choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)
     choice = next(choice for choice in choices if choice.task == task.name)
@@ -179,10 +181,7 @@ def test_select_gives_ties_to_the_fallback(
     route: Route,
 ) -> None:
     task = elementwise(tasks)
-    fallback = record_of(
-        task, llvm_target, route=Route.FALLBACK, decision='{"rule": "x"}', latencies_us=(95.0, 100.0, 105.0)
-    )
-    keep(database, task, fallback)
+    keep(database, task, fallback_record(task, llvm_target, latencies_us=(95.0, 100.0, 105.0)))
     keep(database, task, record_of(task, llvm_target, decision=parallel_trace(task), latencies_us=(latency_us,)))
     environment = detect_environment(llvm_target)
     choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)

@@ -25,6 +25,7 @@ from relaxtune.schedules.templates.base import TemplateError
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route, Status, TuningRecord
 from relaxtune.tuning_db.store import SqlDatabase
+from tests.pipeline.artifact.test_compile import fallback_record
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +156,7 @@ def test_a_fallback_measured_alone_does_not_stand_against_a_template(lowered, ta
     environment = replace(detect_environment(target), device_name="some GPU")
     with SqlDatabase.open(tmp_path / "tuning.db") as opened:
         opened.record_workload(describe_workload(task))
-        opened.record_measurement(record_with(task, target, route=Route.FALLBACK, decision='{"rule": "matmul"}'))
+        opened.record_measurement(fallback_record(task, target, environment=environment))
         choices = select_kernels(lowered, tasks, database=opened, target=target, environment=environment)
         alone = next(choice for choice in choices if choice.task == task.name)
         assert (alone.route, alone.has_record) == (Route.TEMPLATE, False)

@@ -9,20 +9,30 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import tvm
+import tvm_ffi
 
 from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.entries import KernelEntry
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.choose.selection import replay_record, select_kernels
 from relaxtune.pipeline.choose.stale import measured_since, without_stale
-from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
+from relaxtune.pipeline.codegen.finish import finish_kernels
+from relaxtune.pipeline.codegen.kernel_hash import CODE_GENERATION, is_kernel, kernel_hash, made_hash
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.prepare import ModelRequest, prepare_model
+from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.pipeline.tuning.local.build_worker import BuildRequest, start
 from relaxtune.pipeline.tuning.measure.resources import read_resources
 from relaxtune.pipeline.tuning.plan.recorder import describe_workload
 from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
-from relaxtune.tuning_db.records import Route, Status, utc_now
+from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.tuning_db.metaschedule import replay_decision
+from relaxtune.tuning_db.records import Environment, Route, Status, utc_now
 from relaxtune.tuning_db.store import SqlDatabase
+from tests.pipeline.artifact.test_compile import fallback_record, parallel_trace
 from tests.pipeline.choose.test_template_route import lowered, target, tasks, template_record  # noqa: F401
 
 ANOTHER = "0" * 16
@@ -41,37 +51,94 @@ def measured(task, target):
         replace(
             template_record(task, one.decision, target),
             latencies_us=(float(number),),
-            kernel_hash=kernel_hash(one.make(target)["main"]),
+            kernel_hash=made_hash(one.make(target)["main"], target.target),
         )
         for number, one in enumerate(candidates, 1)
     ]
 
 
-def test_the_build_process_tells_the_hash_that_an_artifact_of_the_record_has(
-    lowered, task, target, tmp_path: Path
-) -> None:
-    candidate = template_candidates(task, target)[0]
-    stem = str(tmp_path / "candidate")
-    start()(BuildRequest(pickle.dumps(candidate.make(target)), pickle.dumps(target.target), stem))
-    told = read_resources(stem + ".so").kernel_hash
-    record = replace(template_record(task, candidate.decision, target), kernel_hash=told)
-    with SqlDatabase.open(tmp_path / "tuning.db") as database:
+def built_hash(mod, target, directory: Path) -> str | None:
+    """Return the hash that the tuner's build process tells of a candidate."""
+    stem = str(directory / "candidate")
+    start()(BuildRequest(pickle.dumps(mod), pickle.dumps(target.target), stem))
+    return read_resources(stem + ".so").kernel_hash
+
+
+def entries_of(lowered, task, record, target, directory: Path, routes=DEFAULT_ROUTES) -> list[KernelEntry]:
+    """Return the kernels of an artifact that was made of a record."""
+    with SqlDatabase.open("sqlite://") as database:
         database.record_workload(describe_workload(task))
         number = database.record_measurement(record)
+        environment = detect_environment(target)
         choices = select_kernels(
-            lowered, [task], database=database, target=target, environment=detect_environment(target)
+            lowered, [task], database=database, target=target, environment=environment, routes=routes
         )
-    manifest = write_artifact(compile_module(lowered, choices, target), tmp_path / "artifact")
-    entries = [entry for entry in manifest.kernels if entry.record_id == number]
-    assert entries
-    assert {entry.kernel_hash for entry in entries} == {told}
+    manifest = write_artifact(compile_module(lowered, choices, target), directory / "artifact")
     assert all(entry.kernel_hash for entry in manifest.kernels)
+    return [entry for entry in manifest.kernels if entry.record_id == number]
+
+
+def test_a_template_has_one_hash_in_the_build_process_and_in_an_artifact(lowered, task, target, tmp_path: Path) -> None:
+    candidate = template_candidates(task, target)[0]
+    told = built_hash(candidate.make(target), target, tmp_path)
+    record = replace(template_record(task, candidate.decision, target), kernel_hash=told)
+    assert {entry.kernel_hash for entry in entries_of(lowered, task, record, target, tmp_path)} == {told}
+
+
+def test_a_fallback_has_one_hash_on_the_gpu(lowered, tasks, target, tmp_path: Path) -> None:
+    task = tasks[0]
+    told = built_hash(apply_fallback(task.mod, target.target), target, tmp_path)
+    record = fallback_record(task, target, kernel_hash=told, environment=other_gpu(target))
+    fallbacks = entries_of(lowered, task, record, target, tmp_path, frozenset({Route.FALLBACK}))
+    assert {entry.kernel_hash for entry in fallbacks} == {told}
+
+
+def test_fallbacks_and_traces_have_one_hash_on_the_cpu(tmp_path: Path) -> None:
+    prepared = prepare_model(ModelRequest("bert-tiny", {"input_ids": (1, 16)}, "llvm"))
+    lowered, target = prepared.lowered, prepared.target
+    environment = detect_environment(target)
+    told = {}
+    with SqlDatabase.open("sqlite://") as database:
+        for number, task in enumerate(prepared.tasks):
+            record = fallback_record(task, target, latencies_us=(1.0,))
+            scheduled = apply_fallback(task.mod, target.target)
+            if number % 2:
+                record = replace(record, route=Route.METASCHEDULE, decision=parallel_trace(task))
+                scheduled = replay_decision(task.mod, record.decision).mod
+            told[task.name] = built_hash(scheduled, target, tmp_path)
+            database.record_workload(describe_workload(task))
+            database.record_measurement(replace(record, kernel_hash=told[task.name]))
+        choices = select_kernels(lowered, prepared.tasks, database=database, target=target, environment=environment)
+    hashes = compile_module(lowered, choices, target).kernel_hashes
+    tuned = {choice.function: choice for choice in choices if choice.task is not None}
+    assert {choice.route for choice in tuned.values()} == {Route.FALLBACK, Route.METASCHEDULE}
+    assert all(choice.has_record for choice in tuned.values())
+    assert {name: hashes[name] for name in tuned} == {name: told[one.task] for name, one in tuned.items()}
+
+
+def other_gpu(target: ResolvedTarget) -> Environment:
+    return replace(detect_environment(target), device_name="some GPU")
+
+
+def test_earlier_hashes_hold_while_code_generation_is_what_it_was(task, target, measured, monkeypatch) -> None:
+    """Earlier records keep 64 bits: of the scheduled function, or of a fallback's finished one."""
+    scheduled = template_candidates(task, target)[0].make(target)["main"]
+    finished = finish_kernels(tvm.IRModule({"main": scheduled}), target.target)["main"]
+    for func in (scheduled, finished):
+        bare = func.without_attr("global_symbol").without_attr("tirx.is_scheduled")
+        earlier = f"{tvm_ffi.structural_hash(bare, map_free_vars=True) % 2**64:016x}"
+        assert is_kernel(earlier, scheduled, target.target)
+        replay_record(task, replace(measured[0], kernel_hash=earlier), target)
+    monkeypatch.setitem(CODE_GENERATION, "cuda", 2)
+    assert not is_kernel(earlier, scheduled, target.target)
+    assert not is_kernel(measured[0].kernel_hash, scheduled, target.target)
+    assert is_kernel(made_hash(scheduled, target.target), scheduled, target.target)
 
 
 def test_the_name_of_a_kernel_takes_no_part_and_its_code_does(task, target) -> None:
     first, second = (one.make(target)["main"] for one in template_candidates(task, target)[:2])
-    assert kernel_hash(first) == kernel_hash(first.with_attr("global_symbol", "another"))
-    assert kernel_hash(first) != kernel_hash(second)
+    assert kernel_hash(first, "cuda") == kernel_hash(first.with_attr("global_symbol", "another"), "cuda")
+    assert kernel_hash(first, "cuda") != kernel_hash(second, "cuda")
 
 
 def test_a_record_of_another_kernel_than_its_decision_makes_is_passed_over(lowered, task, target, measured) -> None:
@@ -92,7 +159,7 @@ def test_a_record_of_another_kernel_than_its_decision_makes_is_passed_over(lower
 def test_a_slow_fallback_does_not_stand_in_for_candidates_made_in_another_way_by_now(
     lowered, task, target, measured
 ) -> None:
-    fallback = replace(measured[0], route=Route.FALLBACK, decision="{}", latencies_us=(9.0,), kernel_hash=None)
+    fallback = fallback_record(task, target, latencies_us=(9.0,), environment=measured[0].environment)
     with SqlDatabase.open("sqlite://") as database:
         database.record_workload(describe_workload(task))
         slow = database.record_measurement(fallback)
