@@ -7,34 +7,33 @@ its result; a validation that failed is in there too (`raise_if_failed`), and in
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relaxtune.models import OnnxModel, axis_sizes, unpadded_inputs
-from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.directory import check_destination, record_validation
 from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.bench.measure import (
-    ORT_ARM,
-    OWN_ARM,
-    BenchmarkReport,
-    measure,
-    module_arm,
-    onnxruntime_arm,
-    run_conditions,
-)
+from relaxtune.pipeline.bench.measure import OWN_ARM
 from relaxtune.pipeline.choose.norm_forms import NormFormsReport
 from relaxtune.pipeline.choose.rerank import RerankReport
-from relaxtune.pipeline.choose.selection import select_kernels, tasks_without_record
+from relaxtune.pipeline.choose.selection import tasks_without_record
+from relaxtune.pipeline.choose.shipping import Shipping, decide
 from relaxtune.pipeline.errors import PipelineError, UsageError
 from relaxtune.pipeline.job_outcomes import artifact_of, note_benchmark, note_validation
 from relaxtune.pipeline.prepare import ModelRequest, PreparedBucket, PreparedModel, prepare_model, stage
-from relaxtune.pipeline.tuned_model import choose_kernels, select_as_measured, tune_prepared
+from relaxtune.pipeline.tuned_model import (
+    TunedModel,
+    choose_kernels,
+    record_shipped,
+    select_as_measured,
+    tune_prepared,
+    untuned_kernels,
+)
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
 from relaxtune.pipeline.validate.padding_proof import prove_and_record, route_inputs
@@ -45,9 +44,6 @@ from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.records import Mode
 
 logger = logging.getLogger(__name__)
-
-UNTUNED_ARM = "untuned"
-BENCHMARK_RUNS = 30
 
 
 @dataclass(frozen=True)
@@ -77,13 +73,13 @@ class CompileResult:
 class TuneResult:
     """A tuning run and the artifact made of its records.
 
-    `benchmark` is None when it was not asked for, as is `rerank`; `norm_forms` also where there is one form only.
+    `shipping` is None when it was not asked for, as is `rerank`; `norm_forms` also where there is one form only.
     """
 
     job_id: str
     summary: TuningSummary
     compiled: CompileResult
-    benchmark: BenchmarkReport | None
+    shipping: Shipping | None
     rerank: RerankReport | None = None
     norm_forms: NormFormsReport | None = None
 
@@ -99,7 +95,8 @@ class TuneRequest:
     tuning
         Budgets, seed and mode.
     benchmark
-        Whether the tuned artifact is timed beside the untuned one and ONNX Runtime.
+        Whether the model is timed tuned and untuned, and a tuned one that is not surely faster does not ship. Without
+        it the tuned one ships, whatever it takes.
     samples
         Random inputs that the artifact is validated with.
     shared
@@ -184,18 +181,45 @@ def tune_model(
                 "it is, or make the artifact from records alone with `relaxtune compile`"
             )
         tuned = tune_prepared(prepared, tune_request.tuning, database, progress or SilentProgress())
-        prepared, job_id = tuned.prepared, tuned.job_id
-        compiled = _compile(
-            prepared, database, out, tune_request.samples, tuned.choices, record=tune_request.record, job_id=job_id
-        )
-        benchmark = None
+        job_id, asked = tuned.job_id, prepared
+        prepared, choices, shipping = tuned.prepared, tuned.choices, None
         if tune_request.benchmark:
-            with stage("benchmark"):
-                benchmark = _benchmark(prepared, compiled.directory)
-            if tune_request.record:
-                artifact = artifact_of(compiled.manifest, out, job_id)
-                note_benchmark(database, artifact, prepared.environment, benchmark)
-    return TuneResult(job_id, tuned.summary, compiled, benchmark, tuned.rerank, tuned.norm_forms)
+            shipping = _decide_shipping(asked, tuned)
+            if not shipping.tuned:
+                prepared, choices = asked, shipping.compiled.choices
+            record_shipped(
+                asked,
+                prepared,
+                choices,
+                database,
+                untuned=not shipping.tuned,
+                latencies_ms=shipping.report.arm(OWN_ARM).latencies_ms,
+                tuning=tune_request.tuning,
+                job_id=job_id,
+            )
+        compiled = _compile(
+            prepared,
+            database,
+            out,
+            tune_request.samples,
+            choices,
+            record=tune_request.record,
+            job_id=job_id,
+            module=shipping.compiled if shipping is not None else None,
+        )
+        if shipping is not None and tune_request.record:
+            artifact = artifact_of(compiled.manifest, out, job_id)
+            note_benchmark(database, artifact, prepared.environment, shipping.report)
+    return TuneResult(job_id, tuned.summary, compiled, shipping, tuned.rerank, tuned.norm_forms)
+
+
+def _decide_shipping(asked: PreparedModel, tuned: TunedModel) -> Shipping:
+    """Compile a model tuned and untuned, and return which of them ships."""
+    with stage("compile"):
+        made = compile_module(tuned.prepared.lowered, tuned.choices, asked.target)
+        untuned = compile_module(asked.lowered, untuned_kernels(asked), asked.target)
+    with stage("compare"):
+        return decide(asked, made, untuned)
 
 
 def _compile(
@@ -207,9 +231,10 @@ def _compile(
     *,
     record: bool,
     job_id: str | None = None,
+    module: CompiledModule | None = None,
 ) -> CompileResult:
     with stage("compile"):
-        compiled = compile_module(prepared.lowered, choices, prepared.target)
+        compiled = module or compile_module(prepared.lowered, choices, prepared.target)
         buckets = [_compile_bucket(prepared, bucket, database) for bucket in prepared.buckets]
     with stage("export"):
         manifest = write_artifact(compiled, out, buckets)
@@ -240,21 +265,3 @@ def _validate(out: Path, model: OnnxModel, samples: int) -> ValidationReport:
         return validate(module, model, samples=samples)
     module = prove_and_record(out, module, model)
     return validate(module, model, samples=samples, inputs=route_inputs(module, model, samples=samples, seed=0))
-
-
-def _benchmark(prepared: PreparedModel, directory: Path) -> BenchmarkReport:
-    """Return the latencies of the tuned artifact, of the same model without records, and of ONNX Runtime, by turns."""
-    inputs = unpadded_inputs(prepared.model, seed=0, dims=axis_sizes(prepared.model))
-    untuned = select_kernels(
-        prepared.lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
-    )
-    with tempfile.TemporaryDirectory(prefix="relaxtune-untuned-") as folder:
-        path = Path(folder) / "untuned"
-        write_artifact(compile_module(prepared.lowered, untuned, prepared.target), path)
-        module = Module.load(directory)
-        arms = {
-            OWN_ARM: module_arm(module, inputs),
-            UNTUNED_ARM: module_arm(Module.load(path), inputs),
-            ORT_ARM: onnxruntime_arm(prepared.model, inputs),
-        }
-        return measure(arms, runs=BENCHMARK_RUNS, conditions=run_conditions(module))

@@ -96,12 +96,36 @@ def rerank_prepared(
     return choices, report
 
 
+def record_shipped(
+    asked: PreparedModel,
+    prepared: PreparedModel,
+    choices: Sequence[KernelChoice],
+    database: TuningDatabase,
+    *,
+    untuned: bool,
+    latencies_ms: Sequence[float],
+    tuning: TuningOptions,
+    job_id: str | None,
+) -> None:
+    """Record whether a model, as its request says, ships untuned, where its newest record does not say so already."""
+    model = measured_model(asked)
+    before = model.find(database)
+    if untuned == (before is not None and before.untuned):
+        return
+    decision = (
+        ModelDecision(asked.lowered.options.norm_rows_max, untuned=True) if untuned else _decision(prepared, choices)
+    )
+    model.record(database, decision, seed=tuning.seed, job_id=job_id, latencies_ms=latencies_ms)
+
+
 def select_as_measured(
     prepared: PreparedModel, database: TuningDatabase
 ) -> tuple[PreparedModel, tuple[KernelChoice, ...]]:
     """Return the model in the form that its newest record says, and its kernels, of records alone."""
     decision = measured_model(prepared).find(database)
     prepared = _as_decided(prepared, decision)
+    if decision is not None and decision.untuned:
+        return prepared, untuned_kernels(prepared)
     return prepared, choose_kernels(prepared, database, decision=decision)
 
 
@@ -196,6 +220,19 @@ def choose_kernels(
         environment=prepared.environment,
         routes=prepared.request.routes | {Route.FALLBACK},
         decision=decision,
+    )
+
+
+def untuned_kernels(prepared: PreparedModel) -> tuple[KernelChoice, ...]:
+    """Return the kernels that a model ships with where tuned ones are no faster in it."""
+    return select_kernels(
+        prepared.lowered,
+        prepared.tasks,
+        database=None,
+        target=prepared.target,
+        environment=prepared.environment,
+        routes=prepared.request.routes | {Route.FALLBACK},
+        why="untuned: the model is no faster with tuned kernels",
     )
 
 

@@ -30,6 +30,7 @@ DEFAULT_WARMUP = 10
 
 OWN_ARM = "relaxtune"
 ORT_ARM = "ort"
+UNTUNED_ARM = "untuned"
 
 
 @dataclass(frozen=True)

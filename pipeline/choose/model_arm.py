@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from relaxtune.models import axis_sizes, unpadded_inputs
-from relaxtune.pipeline.artifact.compile import compile_module
+import numpy as np
+
+from relaxtune.models import OnnxModel, axis_sizes, unpadded_inputs
+from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.runtime import Module
@@ -37,8 +39,18 @@ def compiled_arms(
     All are one compilation and one copy of the weights; otherwise as `compiled_arm`.
     """
     compiled = compile_module(prepared.lowered, choices, prepared.target, variants=variants)
+    module, arm = load_arm(compiled, prepared.model, directory)
+    others = [module.variant(entry_of(number)) for number in range(len(variants))]
+    return [arm, *(module_arm(one, timed_inputs(prepared.model)) for one in others)]
+
+
+def load_arm(compiled: CompiledModule, model: OnnxModel, directory: Path) -> tuple[Module, Arm]:
+    """Return a compiled model, written to a directory and loaded, and the arm that runs it on `timed_inputs`."""
     write_artifact(compiled, directory)
-    inputs = unpadded_inputs(prepared.model, seed=0, dims=axis_sizes(prepared.model))
     module = Module.load(directory)
-    modules = [module, *(module.variant(entry_of(number)) for number in range(len(variants)))]
-    return [module_arm(one, inputs) for one in modules]
+    return module, module_arm(module, timed_inputs(model))
+
+
+def timed_inputs(model: OnnxModel) -> dict[str, np.ndarray]:
+    """Return the inputs that models are timed on: random, without padding, symbolic axes at their default sizes."""
+    return unpadded_inputs(model, seed=0, dims=axis_sizes(model))

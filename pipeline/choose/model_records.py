@@ -47,12 +47,15 @@ class ModelDecision:
         As of `LoweringOptions`.
     kernels
         Workload hash -> route and decision of the kernel that is faster inside the model than the fastest one alone.
+    untuned
+        Whether the whole model is no faster with kernels from records: it is compiled without any.
     made_at
         When; a kernel whose fastest record is newer goes by that record. None for a decision that is being made.
     """
 
     norm_rows_max: int
     kernels: Mapping[str, tuple[Route, str]] = field(default_factory=dict)
+    untuned: bool = False
     made_at: datetime | None = None
 
 
@@ -81,10 +84,12 @@ class MeasuredModel:
         decision = json.loads(newest.decision)
         kernels = {key: (Route(route), text) for key, (route, text) in decision["kernels"].items()}
         logger.info(
-            "model as record %s of %s says: norms in matmuls of up to %d rows, %d kernels for their time inside it",
+            "model as record %s of %s says: norms in matmuls of up to %d rows, %d kernels for their time inside it%s",
             newest.id, newest.environment.device_name, decision["norm_rows_max"], len(kernels),
+            ", untuned since tuned kernels were no faster in the model" * decision.get("untuned", False),
         )  # fmt: skip
-        return ModelDecision(decision["norm_rows_max"], kernels, newest.created_at)
+        untuned = decision.get("untuned", False)
+        return ModelDecision(decision["norm_rows_max"], kernels, untuned, newest.created_at)
 
     def record(
         self,
@@ -98,7 +103,8 @@ class MeasuredModel:
     ) -> None:
         """Record what a model takes that is compiled by a decision, or why it does not compile."""
         kernels = {key: [str(route), text] for key, (route, text) in decision.kernels.items()}
-        text = canonical_json({"template": FAMILY, "norm_rows_max": decision.norm_rows_max, "kernels": kernels})
+        plain = {"template": FAMILY, "norm_rows_max": decision.norm_rows_max, "kernels": kernels}
+        text = canonical_json({**plain, "untuned": True} if decision.untuned else plain)
         record = TuningRecord(
             workload_hash=self.workload.workload_hash,
             signature_key=self.workload.signature_key,

@@ -57,6 +57,7 @@ def select_kernels(
     environment: Environment,
     routes: frozenset[Route] = DEFAULT_ROUTES,
     decision: ModelDecision | None = None,
+    why: str = "no database was given",
 ) -> tuple[KernelChoice, ...]:
     """Return how each PrimFunc of the module gets its schedule, in execution order.
 
@@ -72,6 +73,8 @@ def select_kernels(
         Where the code is to run.
     routes : frozenset of Route
         Records of other routes are left aside, as are defaults of templates without their route.
+    why : str
+        What the choices say where there is no database.
     decision : ModelDecision or None
         Kernels that are faster inside the model than those that are the fastest alone.
     """
@@ -84,7 +87,7 @@ def select_kernels(
         if task is None:
             choice = KernelChoice(function, None, Route.FALLBACK, note="not tunable: it has no tuning task")
         elif database is None or lookups is None:
-            choice = _unmeasured(function, task, target, routes, "no database was given")
+            choice = _unmeasured(function, task, target, routes, why)
         else:
             choice = _choose(function, task, database, lookups, refuted, target, environment, routes, decision)
         choices.append(choice)

@@ -254,12 +254,13 @@ def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
     from relaxtune.pipeline.tuning.result_table import summary_table, to_data
 
     if output_format is OutputFormat.JSON:
-        benchmark = result.benchmark.to_json() if result.benchmark else None
+        benchmark = result.shipping.report.to_json() if result.shipping else None
+        shipping = result.shipping.to_json() if result.shipping else None
         tuned = {"job": result.job_id, "tuning": to_data(result.summary)}
         reranked = result.rerank.to_json() if result.rerank else None
         forms = result.norm_forms.to_json() if result.norm_forms else None
         made = {**tuned, **_compile_data(result.compiled)}
-        print_json({**made, "benchmark": benchmark, "rerank": reranked, "norm_forms": forms})
+        print_json({**made, "benchmark": benchmark, "shipping": shipping, "rerank": reranked, "norm_forms": forms})
         return
     stdout_console().print(summary_table(result.summary))
     if result.norm_forms is not None:
@@ -267,8 +268,13 @@ def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
     if result.rerank is not None:
         _print_reranked(result.rerank)
     _print_compiled(result.compiled)
-    if result.benchmark is not None:
-        stdout_console().print(render_benchmark(result.benchmark))
+    if result.shipping is not None:
+        stdout_console().print(render_benchmark(result.shipping.report))
+        stdout_console().print(result.shipping.verdict, markup=False)
+    directory = result.compiled.directory
+    stdout_console().print(
+        f"artifact: {directory}\nnext: relaxtune report {directory}; relaxtune bench {directory}", markup=False
+    )
 
 
 def _print_norm_forms(report: NormFormsReport) -> None:

@@ -127,8 +127,8 @@ def test_tune_reports_tasks_artifact_validation_and_latencies(workspace) -> None
     assert {node for task in tasks for node in task["onnx_nodes"]} >= {"first/MatMul", "second/MatMul", "scores"}
     assert all(task["before_us"] > 0 and task["after_us"] <= task["before_us"] for task in tasks)
     assert data["validation"]["passed"]
-    assert {arm["name"] for arm in data["benchmark"]["arms"]} == {"relaxtune", "untuned", "ort"}
-    assert data["without_record"] == []
+    assert {arm["name"] for arm in data["benchmark"]["arms"]} >= {"relaxtune", "untuned", "ort"}
+    assert bool(data["without_record"]) != data["shipping"]["tuned"]
 
 
 def test_tune_shows_progress_and_stages_on_stderr(workspace) -> None:

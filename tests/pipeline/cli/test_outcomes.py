@@ -68,9 +68,11 @@ def test_tune_notes_artifact_validation_and_latencies_of_its_job(tuned, relaxtun
     assert found["validation"]["passed"]
     assert found["validation"]["samples"] == 3
     assert 0 < found["validation"]["max_abs"] < 1e-4
-    assert [arm["arm"] for arm in found["benchmarks"]] == ["relaxtune", "untuned", "ort"]
+    # Where the tuned kernels are no faster in the model, their arm is kept too.
+    arms = [arm["arm"] for arm in found["benchmarks"]]
+    assert [arm for arm in arms if arm != "tuned, not shipped"] == ["relaxtune", "untuned", "ort"]
     with SqlDatabase.open(tuned.database, mode=Mode.READ_ONLY) as database:
-        assert all(len(benchmark.latencies_us) == 30 for benchmark in database.list_benchmarks())
+        assert all(8 <= len(benchmark.latencies_us) <= 30 for benchmark in database.list_benchmarks())
 
 
 def test_validate_and_bench_note_the_same_artifact(tuned, relaxtune, tmp_path):

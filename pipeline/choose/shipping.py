@@ -1,0 +1,132 @@
+"""What ships: tuned kernels where the whole model is surely faster with them, else the untuned ones.
+
+Kernels timed alone may mislead: the fastest alone need not be the fastest beside others. So both forms of the model
+are compiled and timed whole, alternately, in one run. The numbers are those that every reader sees: "untuned" is the
+artifact that compiling without records makes, "relaxtune" is the artifact that is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from relaxtune.pipeline.artifact.compile import CompiledModule
+from relaxtune.pipeline.bench.measure import (
+    ORT_ARM,
+    OWN_ARM,
+    UNTUNED_ARM,
+    Arm,
+    ArmResult,
+    BenchmarkReport,
+    measure,
+    onnxruntime_arm,
+    run_conditions,
+)
+from relaxtune.pipeline.bench.paired_gain import PairedGain, is_gain, paired_gain
+from relaxtune.pipeline.choose.model_arm import load_arm, timed_inputs
+from relaxtune.pipeline.prepare import PreparedModel
+
+logger = logging.getLogger(__name__)
+
+_TUNED, _AFTER = "tuned, not shipped", "untuned, after"
+_RUNS, _LEAST_RUNS, _WARMUP = 30, 8, 5
+# What the runs may take, all arms together; a slow model gets fewer of them.
+_SECONDS = 8.0
+# The probability with which a tuned model that ships may be no faster.
+_DOUBT = 0.02
+
+
+@dataclass(frozen=True)
+class Shipping:
+    """Which of two compiled models ships.
+
+    Attributes
+    ----------
+    compiled
+        It.
+    tuned
+        Whether it is the tuned one; so where both have the same kernels, since its records say how fast they are.
+    report
+        The latencies of what ships, of the untuned model, of a tuned one that does not ship, and of a peer on the same
+        device.
+    gain
+        What the tuned model gains over the untuned one; None where both have the same kernels.
+    """
+
+    compiled: CompiledModule
+    tuned: bool
+    report: BenchmarkReport
+    gain: PairedGain | None
+
+    @property
+    def verdict(self) -> str:
+        """One sentence on what ships, and why."""
+        if self.gain is None:
+            return "The tuned kernels are the untuned ones: the search found nothing faster."
+        found = f"{self.gain.median:+.1%} (at least {self.gain.least:+.1%})"
+        if self.tuned:
+            return f"The tuned kernels ship: they shorten the untuned model's latency by {found}."
+        return f"The untuned kernels ship: what the tuned ones gain in the model, {found}, is within noise or a loss."
+
+    def to_json(self) -> dict[str, object]:
+        """Return the decision as plain JSON data."""
+        gain = None if self.gain is None else {"median": self.gain.median, "least": self.gain.least}
+        return {"tuned": self.tuned, "gain": gain, "verdict": self.verdict}
+
+
+def decide(prepared: PreparedModel, tuned: CompiledModule, untuned: CompiledModule) -> Shipping:
+    """Return which of two compiled models ships, after timing both whole.
+
+    Parameters
+    ----------
+    prepared : PreparedModel
+        The model, for its inputs and for ONNX Runtime; it runs on this machine.
+    tuned, untuned : CompiledModule
+        The model with kernels from records, and as it is without any.
+
+    Raises
+    ------
+    ArtifactError
+        One of them does not load here.
+    """
+    with tempfile.TemporaryDirectory(prefix="relaxtune-shipping-") as folder:
+        same = tuned.kernel_hashes == untuned.kernel_hashes
+        module, arm = load_arm(tuned, prepared.model, Path(folder) / "tuned")
+        other = arm if same else load_arm(untuned, prepared.model, Path(folder) / "untuned")[1]
+        arms = {UNTUNED_ARM: other, OWN_ARM: arm, _AFTER: other, **_peer(prepared)}
+        report = measure(arms, runs=_affordable_runs(arms), warmup=_WARMUP, conditions=run_conditions(module))
+    before, after, timed = (report.arm(name) for name in (UNTUNED_ARM, _AFTER, OWN_ARM))
+    gain = None if same else paired_gain(timed.latencies_ms, before.latencies_ms, after.latencies_ms, doubt=_DOUBT)
+    taken = gain is not None and is_gain(gain)
+    shipped = [timed, before] if taken or same else [replace(after, name=OWN_ARM), before, replace(timed, name=_TUNED)]
+    peers = [arm for arm in report.arms if arm.name == ORT_ARM]
+    result = Shipping(tuned if taken or same else untuned, taken or same, _with_arms(report, [*shipped, *peers]), gain)
+    logger.info("%s", result.verdict)
+    return result
+
+
+def _peer(prepared: PreparedModel) -> Mapping[str, Arm]:
+    """Return ONNX Runtime where it runs on the same device: a ratio over another device means nothing."""
+    if prepared.target.kind != "llvm":
+        logger.info("no peer is timed: the ONNX Runtime that is installed runs on the CPU, the model on a GPU")
+        return {}
+    return {ORT_ARM: onnxruntime_arm(prepared.model, timed_inputs(prepared.model))}
+
+
+def _affordable_runs(arms: Mapping[str, Arm]) -> int:
+    """Return how many runs of all arms fit the seconds they may take, each run with its untimed one before."""
+    for arm in arms.values():
+        arm()
+    started = time.perf_counter()
+    for arm in arms.values():
+        arm()
+    round_s = 2 * (time.perf_counter() - started)
+    return max(_LEAST_RUNS, min(_RUNS, int(_SECONDS / round_s) - _WARMUP))
+
+
+def _with_arms(report: BenchmarkReport, arms: list[ArmResult]) -> BenchmarkReport:
+    return replace(report, arms=tuple(arms))

@@ -1,0 +1,94 @@
+"""What ships is what the whole model says: real kernels, one form of them made slow on purpose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import onnx
+import pytest
+
+from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
+from relaxtune.pipeline.choose.shipping import decide
+from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
+from relaxtune.pipeline.tuned_model import record_shipped, select_as_measured, untuned_kernels
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.schedules.marks import SCHEDULED_ATTR
+from relaxtune.tuning_db.store import SqlDatabase
+
+NODES = """
+    <ir_version: 10, opset_import: ["" : 20]>
+    two (float[384,384] a, float[384,384] b) => (float[384,384] y) { c = MatMul(a, b)  y = Softmax(c) }
+"""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> PreparedModel:
+    path = tmp_path_factory.mktemp("shipping") / "two.onnx"
+    onnx.save(onnx.parser.parse_model(NODES), path)
+    return prepare_model(ModelRequest(path, target="llvm"))
+
+
+@pytest.fixture(scope="module")
+def fast(prepared: PreparedModel) -> CompiledModule:
+    return compile_module(prepared.lowered, untuned_kernels(prepared), prepared.target)
+
+
+@pytest.fixture(scope="module")
+def slow(prepared: PreparedModel) -> CompiledModule:
+    """The same model with a matmul of plain loops, which takes many times as long."""
+    mod = prepared.lowered.mod
+    choices = [
+        replace(choice, record_id=7, scheduled=mod[choice.function].with_attr(SCHEDULED_ATTR, True))
+        if "matmul" in choice.function
+        else choice
+        for choice in untuned_kernels(prepared)
+    ]
+    return compile_module(prepared.lowered, choices, prepared.target)
+
+
+def test_tuned_kernels_ship_when_the_model_is_faster_with_them(prepared, fast, slow) -> None:
+    shipping = decide(prepared, tuned=fast, untuned=slow)
+    assert shipping.tuned
+    assert shipping.compiled is fast
+    assert shipping.report.ratio("untuned") > 1.5
+    assert [arm.name for arm in shipping.report.arms] == ["relaxtune", "untuned", "ort"]
+    assert "tuned kernels ship" in shipping.verdict
+
+
+def test_untuned_kernels_ship_when_the_model_is_slower_with_tuned_ones(prepared, fast, slow) -> None:
+    shipping = decide(prepared, tuned=slow, untuned=fast)
+    assert not shipping.tuned
+    assert shipping.compiled is fast
+    assert shipping.report.ratio("tuned, not shipped") > 1.5
+    assert "untuned kernels ship" in shipping.verdict
+
+
+def test_equal_kernels_are_not_compared_and_keep_their_records(prepared, fast) -> None:
+    shipping = decide(prepared, tuned=fast, untuned=fast)
+    assert shipping.tuned
+    assert shipping.gain is None
+    assert "found nothing faster" in shipping.verdict
+
+
+def test_compiling_from_records_ships_what_the_tuning_run_shipped(prepared, fast, tmp_path) -> None:
+    with SqlDatabase.open(tmp_path / "tuning.db") as database:
+
+        def ship(*, untuned: bool) -> tuple[str, ...]:
+            record_shipped(
+                prepared,
+                prepared,
+                fast.choices,
+                database,
+                untuned=untuned,
+                latencies_ms=(1.0,),
+                tuning=TuningOptions(),
+                job_id=None,
+            )
+            return tuple(choice.note for choice in select_as_measured(prepared, database)[1])
+
+        assert all("untuned: the model is no faster" in note for note in ship(untuned=True))
+        again = ship(untuned=True)
+        assert database.count_records() == 1
+        assert again == ship(untuned=True)
+        assert not any("untuned" in note for note in ship(untuned=False))
+        assert database.count_records() == 2
