@@ -33,6 +33,7 @@ from relaxtune.pipeline.environment import detect_environment  # noqa: E402
 from relaxtune.pipeline.tasks.extract import as_workload, make_task  # noqa: E402
 from relaxtune.pipeline.tasks.task import TuningTask  # noqa: E402
 from relaxtune.pipeline.tuning.local.child import resident_bytes  # noqa: E402
+from relaxtune.pipeline.tuning.metaschedule import MetaScheduleBackend, MetaScheduleBuilder  # noqa: E402
 from relaxtune.pipeline.tuning.options import TuningOptions  # noqa: E402
 from relaxtune.pipeline.tuning.progress import ProgressEvent  # noqa: E402
 from relaxtune.pipeline.tuning.session import tune  # noqa: E402
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     target = resolve_target("llvm")
+    environment = detect_environment(target)
     samples = Samples()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as work, SqlDatabase.open(Path(work) / "tuning.db") as database:
@@ -129,11 +131,11 @@ def main() -> None:
             [make_matmul(64 * (number + 1)) for number in range(arguments.tasks)],
             target=target,
             database=database,
-            environment=detect_environment(target),
+            environment=environment,
             options=TuningOptions(trials=arguments.candidates, workers=2, finals=0, population=32),
             progress=samples,
-            builder=NoBuilder(Path(work)),
-            runner=NoRunner(),
+            builder=MetaScheduleBuilder(NoBuilder(Path(work)), 2),
+            backend=MetaScheduleBackend(NoRunner(), environment, target.kind),
         )
     mib = [size / 2**20 for _, size in samples.taken]
     tenth = max(1, len(mib) // 10)

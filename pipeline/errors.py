@@ -8,6 +8,7 @@
     ├── LoweringError                 exit 1   a pass or the code generator refuses the module
     ├── ArtifactError                 exit 1   an artifact is missing, damaged, or built for another target
     ├── ValidationFailedError         exit 3   outputs differ from ONNX Runtime beyond tolerance
+    ├── MeasuringBrokenError          exit 1   candidates cannot be built or measured any more
     └── NothingMeasuredError          exit 4   a tuning run ended without one valid measurement
 
     relaxtune.models.errors.ModelError          exit 1   the model file or zoo name
@@ -50,6 +51,10 @@ class ValidationFailedError(PipelineError):
     """A compiled module disagrees with ONNX Runtime by more than the tolerance."""
 
     exit_code = 3
+
+
+class MeasuringBrokenError(PipelineError):
+    """The machine cannot build or measure candidates any more; what was measured before is recorded."""
 
 
 class NothingMeasuredError(PipelineError):

@@ -24,6 +24,7 @@ from relaxtune.pipeline.choose.norm_forms import (
 )
 from relaxtune.pipeline.choose.rerank import RerankReport, rerank
 from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.choose.stale import without_stale
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import NothingMeasuredError
 from relaxtune.pipeline.passes.module import LoweredModule
@@ -192,6 +193,7 @@ def _tune(
             options=tuning,
             job_id=job.id,
             progress=progress,
+            still_true=lambda task, known: without_stale(task, known, prepared.target, prepared.environment),
         )
         if not summary.interrupted:
             require_valid(summary)

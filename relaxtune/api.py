@@ -13,7 +13,6 @@ from relaxtune.models import ModelError, OnnxModel, list_models, load_model, ran
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact_jobs import ValidationRequest, bench_artifact, compare_builds, validate_artifact
 from relaxtune.pipeline.bench.measure import BenchmarkReport
-from relaxtune.pipeline.efforts import Effort
 from relaxtune.pipeline.errors import (
     ArtifactError,
     ImportFailedError,
@@ -29,8 +28,7 @@ from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.report.report import Report, report_artifact
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
-from relaxtune.pipeline.tuning.effort import options_for
-from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES
+from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, Effort, options_for
 from relaxtune.pipeline.validate.comparison import Comparison
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.schedules.errors import ScheduleError
@@ -123,6 +121,7 @@ def tune(
     trials: int | None = None,
     time_budget_s: float | None = None,
     mode: Mode | str = Mode.TUNE,
+    devices: Sequence[str] | None = None,
     benchmark: bool = True,
     samples: int = 3,
     **options: Unpack[ModelOptions],
@@ -139,6 +138,8 @@ def tune(
         How much to try; the last two replace the effort's limits.
     mode : Mode or str
         `force` measures again what the database knows.
+    devices : sequence of str or None
+        GPUs to measure on side by side, such as `cuda:0`; None takes all of the target's model.
     benchmark, samples : bool, int
         Whether the artifact is timed at the end; random inputs to validate it with.
 
@@ -153,6 +154,7 @@ def tune(
         routes=request.routes & SEARCHED_ROUTES,
         seed=request.seed,
         mode=Mode(mode),
+        devices=None if devices is None else tuple(devices),
     )
     return tune_model(request, TuneRequest(database, tuning, benchmark, samples, tuple(shared)), Path(out))
 

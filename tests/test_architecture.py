@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -73,20 +72,6 @@ def circles(edges: dict[str, set[str]]) -> list[set[str]]:
     return [set(group) for group in groups if len(group) > 1]
 
 
-# Circles that are being taken apart; this list only gets shorter.
-CIRCLES = {
-    "pipeline": "artifact, choose, tasks, tuning, validate",
-    "pipeline/tuning": "plan and search",
-}
-
-
-def with_known(names: Iterable[str]) -> list[object]:
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=CIRCLES[name])) if name in CIRCLES else name
-        for name in names
-    ]
-
-
 @pytest.mark.parametrize(
     "package",
     [
@@ -130,7 +115,7 @@ def test_files_form_no_circle() -> None:
     assert circles({name: own_imports(path) - {name} for name, path in MODULES.items()}) == []
 
 
-@pytest.mark.parametrize("folder", with_known(sorted({str(path.parent.relative_to(ROOT)) for path in SOURCES})))
+@pytest.mark.parametrize("folder", sorted({str(path.parent.relative_to(ROOT)) for path in SOURCES}))
 def test_rooms_form_no_circle_and_are_not_crowded(folder: str) -> None:
     under = module_name(ROOT / folder / "__init__.py")
     edges: dict[str, set[str]] = {}

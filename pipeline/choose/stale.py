@@ -47,16 +47,3 @@ def without_stale(
         if tried:
             stale = {record.decision for record in offered}
     return [record for record in known if record.route not in OFFERED_ROUTES or record.decision not in stale]
-
-
-def measured_since(known: Sequence[TuningRecord], recorded: Sequence[TuningRecord]) -> bool:
-    """Whether no record is stale, or one that holds is newer than all that are: else the task is not done yet.
-
-    Parameters
-    ----------
-    known, recorded : sequence of TuningRecord
-        What `without_stale` returned and what it was given.
-    """
-    held = {id(record) for record in known}
-    stale = [record.created_at for record in recorded if id(record) not in held]
-    return not stale or any(record.created_at > max(stale) for record in known)

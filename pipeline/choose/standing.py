@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from itertools import groupby
 
+from relaxtune.pipeline.tuning.measure.drift import drift
 from relaxtune.tuning_db.lookup import device_of
 from relaxtune.tuning_db.records import Environment, TuningRecord
-
-# One decision measured again may have been lucky before; what several have in common is the device's.
-_DRIFTED_MIN = 2
 
 
 def standing_records(
@@ -50,22 +48,6 @@ def standing_records(
     for _, group in groupby(others, key=lambda record: record.target):
         ranked += _in_order(list(group), records)
     return ranked
-
-
-def drift(again: Iterable[tuple[float, float]]) -> float:
-    """Return how many times slower a device has become, at least 1, by latencies before and after.
-
-    The first candidates of a tune run on a cool device; when those near the best are measured again, a card at its
-    power limit takes up to a tenth longer. A candidate measured only before was 8 % slower than the best then, and
-    passed for 4 % faster (attention of Llama-1B 1x2048 on an H200: 47.6 us beside 44.2, which took 49.6 again).
-
-    Parameters
-    ----------
-    again : iterable of (float, float)
-        Latencies of several kernels, each before and after. The least change is what all of them share.
-    """
-    changes = [after / before for before, after in again]
-    return max(1.0, min(changes)) if len(changes) >= _DRIFTED_MIN else 1.0
 
 
 def _in_order(standing: Sequence[TuningRecord], records: Sequence[TuningRecord]) -> list[TuningRecord]:

@@ -38,8 +38,8 @@ from relaxtune.pipeline.cli.output import (
     stderr_console,
     stdout_console,
 )
-from relaxtune.pipeline.efforts import Effort
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, Effort, options_for
 from relaxtune.tuning_db.records import Mode
 
 if TYPE_CHECKING:
@@ -93,6 +93,14 @@ def tune(
     workers: Annotated[
         int | None, typer.Option("--workers", min=1, help="Build processes. Default: the cores.")
     ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            metavar="LIST",
+            help="GPUs to measure on side by side, such as cuda:0,cuda:1. Default: all of the target's model.",
+        ),
+    ] = None,
     build_timeout: Annotated[
         float, typer.Option("--build-timeout", min=0.0, metavar="S", help="Seconds to build one candidate.")
     ] = 30.0,
@@ -124,8 +132,6 @@ def tune(
 ) -> None:
     """Import, tune, compile, validate and export a model: the main job."""
     from relaxtune.pipeline.jobs import TuneRequest, tune_model
-    from relaxtune.pipeline.tuning.effort import options_for
-    from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES
     from relaxtune.pipeline.tuning.progress import ConsoleProgress
 
     lowering = _lowering_options(precision, group_size, disable_pass, dump_ir, embed_weights)
@@ -137,6 +143,7 @@ def tune(
         seed=seed,
         mode=Mode(mode.value),
         workers=workers,
+        devices=tuple(one.strip() for one in devices.split(",")) if devices else None,
         build_timeout_s=build_timeout,
         run_timeout_s=run_timeout,
         rerank=level.rerank if rerank is None else rerank,

@@ -1,14 +1,18 @@
-"""What a tuning run is asked for, and what it returns."""
+"""What a tuning run is asked for, by itself or by a level of effort, and what it returns. Imports nothing of TVM."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
-from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.tuning_db.records import Mode, Route, Status
+
+if TYPE_CHECKING:
+    from relaxtune.pipeline.tasks.task import TuningTask
 
 # The routes that offer candidates; fallbacks are measured in any case, as what the others are compared with.
 SEARCHED_ROUTES = frozenset({Route.METASCHEDULE, Route.TEMPLATE, Route.LIBRARY})
@@ -49,6 +53,8 @@ class TuningOptions:
         Seconds for building and for measuring one candidate.
     workers
         Build processes; None takes the cores this process may use.
+    devices
+        Devices to measure on side by side, such as `cuda:0`; None takes all visible GPUs of the target's model.
     mode
         `tune` takes what the database knows for granted: a candidate recorded here is not measured again, and a task
         with `enough_records` valid ones is skipped. `force` measures everything again.
@@ -83,6 +89,7 @@ class TuningOptions:
     build_timeout_s: float = 30.0
     run_timeout_s: float = 10.0
     workers: int | None = None
+    devices: tuple[str, ...] | None = None
     mode: Mode = Mode.TUNE
     enough_records: int = 512
     fork: bool = True
@@ -90,6 +97,46 @@ class TuningOptions:
     device_references: bool = True
     routes: frozenset[Route] = SEARCHED_ROUTES & DEFAULT_ROUTES
     measure: MeasureOptions = field(default_factory=MeasureOptions)
+
+
+class Effort(StrEnum):
+    """How much a tuning run tries; the README tells what each level costs."""
+
+    QUICK = "quick"
+    NORMAL = "normal"
+    THOROUGH = "thorough"
+
+
+#: What each level is made of; everything else is the default of `TuningOptions`.
+LEVELS: Mapping[Effort, TuningOptions] = {
+    # A first look: the kernels that take most of the time, one or two rounds each.
+    Effort.QUICK: TuningOptions(trials=64, population=32, min_gain=0.005, finals=5, warm_start_s=2.0),
+    Effort.NORMAL: TuningOptions(trials=256, population=64, min_gain=0.001),
+    # All that templates offer, a search until a round saves a ten-thousandth, and a look at the whole model.
+    Effort.THOROUGH: TuningOptions(
+        trials=2048,
+        population=128,
+        min_gain=0.0001,
+        finals=11,
+        warm_start_s=15.0,
+        all_templates=True,
+        rerank=6,
+        norm_forms=True,
+    ),
+}
+
+
+def options_for(effort: Effort, trials: int | None, time_budget_s: float | None) -> TuningOptions:
+    """Return the options of a level with the limits asked for.
+
+    Parameters
+    ----------
+    trials, time_budget_s : number or None
+        A time budget alone leaves the candidates unlimited; neither leaves the level's own.
+    """
+    level = LEVELS[effort]
+    wanted = trials if trials is not None or time_budget_s is not None else level.trials
+    return replace(level, trials=wanted, time_budget_s=time_budget_s)
 
 
 @dataclass(frozen=True)
@@ -154,7 +201,7 @@ class TuningSummary:
         process), `queue` (a built candidate waited for the device), `measure`, `database`. They overlap, so that their
         sum may be more than the whole.
     interrupted
-        Somebody stopped the run; what was finished is recorded and in here.
+        The user stopped the run; what was finished is recorded and in here.
     restarts
         Build and measuring processes of this machine that were replaced: killed, crashed, or worn.
     """

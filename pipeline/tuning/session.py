@@ -11,35 +11,42 @@ import contextlib
 import logging
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tvm.s_tir import meta_schedule as ms
 
-from relaxtune.pipeline.choose.stale import measured_since, without_stale
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import NothingMeasuredError, UsageError
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuning.local.backend import LocalBackend
 from relaxtune.pipeline.tuning.local.build_pool import BUILD_MODULE, BuilderLimits, BuildPool
-from relaxtune.pipeline.tuning.local.builder import AsyncBuilder, BatchingBuilder
-from relaxtune.pipeline.tuning.local.evaluate import Evaluator
+from relaxtune.pipeline.tuning.local.devices import choose_devices
+from relaxtune.pipeline.tuning.local.measuring_process import MEASURE_MODULE
 from relaxtune.pipeline.tuning.local.process import ForkServer
-from relaxtune.pipeline.tuning.local.runner import MEASURE_MODULE, ProcessRunner
-from relaxtune.pipeline.tuning.measure.failure import StopSignal, ctrl_c_requests
+from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend
+from relaxtune.pipeline.tuning.measure.evaluate import Evaluator
+from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.plan.finals import hold_finals
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
-from relaxtune.pipeline.tuning.plan.resume import EarlierRuns, end_what_was_done, find_earlier_runs, take_known
+from relaxtune.pipeline.tuning.plan.resume import (
+    EarlierRuns,
+    end_what_was_done,
+    find_earlier_runs,
+    measured_since,
+    take_known,
+)
 from relaxtune.pipeline.tuning.plan.rounds import Rounds
+from relaxtune.pipeline.tuning.plan.search_pool import SearchPool
 from relaxtune.pipeline.tuning.plan.state import TaskState, summarise
 from relaxtune.pipeline.tuning.plan.warm_start import begin_with_records
 from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
-from relaxtune.pipeline.tuning.search.search_pool import SearchPool
 from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES, template_candidates
 from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
 from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
@@ -59,6 +66,9 @@ _SEEDS = 64
 # Tasks searched at the same time, where that disturbs no measurement.
 _SEARCHES_MAX = 4
 
+# Returns those of a task's records that are still true of the kernels that this version makes.
+StillTrue = Callable[[TuningTask, Sequence[TuningRecord]], Sequence[TuningRecord]]
+
 
 def tune(
     tasks: Sequence[TuningTask],
@@ -69,8 +79,9 @@ def tune(
     options: TuningOptions,
     job_id: str | None = None,
     progress: ProgressListener | None = None,
-    builder: ms.builder.Builder | None = None,
-    runner: ms.runner.Runner | None = None,
+    still_true: StillTrue | None = None,
+    builder: Builder | None = None,
+    backend: MeasureBackend | None = None,
 ) -> TuningSummary:
     """Return what came of tuning some tasks; every candidate is in the database by then.
 
@@ -79,7 +90,7 @@ def tune(
     tasks : sequence of TuningTask
         What to tune.
     target, environment : ResolvedTarget, Environment
-        What is compiled for, and the machine that measures; records are stamped with both.
+        What is compiled for, and the machine that measures.
     database : TuningDatabase
         Where records are read and written.
     options : TuningOptions
@@ -88,7 +99,9 @@ def tune(
         A job of the database, to which the records belong.
     progress : ProgressListener or None
         Told of every finished candidate.
-    builder, runner : optional
+    still_true : callable or None
+        Leaves out stale records (`pipeline.choose.stale.without_stale`); None takes all records of earlier runs.
+    builder, backend : optional
         Others than the processes of this machine, for example of a cluster; they are not closed here.
 
     Notes
@@ -111,11 +124,13 @@ def tune(
         register_intrinsics()
     began = time.monotonic()
     stop = StopSignal(began + options.time_budget_s if options.time_budget_s is not None else None)
-    session = _Session(tasks, target, database, environment, options, job_id, progress or SilentProgress(), stop)
+    session = _Session(
+        tasks, target, database, environment, options, job_id, progress or SilentProgress(), stop, still_true
+    )
     with contextlib.ExitStack() as stack:
         stack.enter_context(ctrl_c_requests(stop))
         if session.prepare():
-            evaluator, workers = _start_processes(stack, target, options, stop, builder, runner)
+            evaluator, workers = _start_processes(stack, target, environment, options, stop, builder, backend)
             session.run(evaluator, workers, began)
         return session.summary(began)
 
@@ -123,39 +138,31 @@ def tune(
 def _start_processes(
     stack: contextlib.ExitStack,
     target: ResolvedTarget,
+    environment: Environment,
     options: TuningOptions,
     stop: StopSignal,
-    builder: ms.builder.Builder | None,
-    runner: ms.runner.Runner | None,
+    builder: Builder | None,
+    backend: MeasureBackend | None,
 ) -> tuple[Evaluator, int]:
     """Return what builds and measures, and how many build processes there are; the stack ends what is started."""
     workers = options.workers or physical_cores()
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="relaxtune-")))
     overlap = options.overlap if options.overlap is not None else target.kind == "cuda"
-    with contextlib.ExitStack() as started:
-        server = None
-        if options.fork and ForkServer.available() and (runner is None or builder is None):
-            server = started.enter_context(contextlib.closing(ForkServer([BUILD_MODULE, MEASURE_MODULE])))
-        if runner is None:
-            device = "cuda:0" if target.kind == "cuda" else "cpu:0"
-            measure = _measure_options(options, target)
-            # CUDA, which TVM initialises in the server, works in no process forked from it.
-            forks = server if target.kind != "cuda" else None
-            own = ProcessRunner(device, measure, options.run_timeout_s, stop, options.seed, forks)
-            runner = started.enter_context(contextlib.closing(own))
-        # Started last and so ended first: what it builds goes to the runner.
-        asynchronous: AsyncBuilder
-        if builder is None:
-            limits = BuilderLimits(timeout_s=options.build_timeout_s)
-            pool = BuildPool(workers, directory, limits, stop, server)
-            asynchronous = started.enter_context(contextlib.closing(pool))
-        else:
-            asynchronous = started.enter_context(contextlib.closing(BatchingBuilder(builder, workers)))
-        evaluator = Evaluator(asynchronous, runner, target.target, exclusive=not overlap)
-        # Ended last: it waits for measurements that the runner gives up when it ends.
-        stack.callback(evaluator.close)
-        stack.push(started.pop_all())
-    return evaluator, workers
+    devices = choose_devices(target, options.devices) if backend is None else ()
+    server = None
+    if options.fork and ForkServer.available() and (backend is None or builder is None):
+        server = stack.enter_context(contextlib.closing(ForkServer([BUILD_MODULE, MEASURE_MODULE])))
+    if backend is None:
+        measure = _measure_options(options, target)
+        # CUDA, which TVM initialises in the server, works in no process forked from it.
+        forks = server if target.kind != "cuda" else None
+        own = LocalBackend(devices, environment, measure, options.run_timeout_s, stop, options.seed, forks)
+        backend = stack.enter_context(contextlib.closing(own))
+    if builder is None:
+        # Started last and so ended first: what it builds goes to the backend.
+        limits = BuilderLimits(timeout_s=options.build_timeout_s)
+        builder = stack.enter_context(contextlib.closing(BuildPool(workers, directory, limits, stop, server)))
+    return Evaluator(builder, backend, target.target, exclusive=not overlap), workers
 
 
 def require_valid(summary: TuningSummary) -> None:
@@ -194,6 +201,7 @@ class _Session:
         job_id: str | None,
         progress: ProgressListener,
         stop: StopSignal,
+        still_true: StillTrue | None,
     ) -> None:
         self.seconds = dict.fromkeys(("start", "search", "build", "queue", "measure", "database"), 0.0)
         self._database = database
@@ -202,6 +210,7 @@ class _Session:
         self._options = options
         self._progress = progress
         self._stop = stop
+        self._still_true = still_true
         self._tasks = list(tasks)
         self._states: list[TaskState] = []
         self._known: list[Sequence[TuningRecord]] = []
@@ -220,7 +229,9 @@ class _Session:
     def prepare(self) -> bool:
         """Record the workloads and take in what is known of each; return whether there is anything to measure."""
         self._recorder.start(self._tasks)
-        options, records, holding = self._options, [], []
+        options = self._options
+        records: list[TuningRecord] = []
+        holding: list[TaskState] = []
         forced = options.mode is Mode.FORCE
         hashes = [task.workload_hash for task in self._tasks]
         runs = EarlierRuns() if forced else find_earlier_runs(self._database, self._job_id, hashes, options)
@@ -228,7 +239,7 @@ class _Session:
             state = TaskState(task)
             self._states.append(state)
             recorded = [] if forced else self._recorder.known(task)
-            known = without_stale(task, recorded, self._target, self._environment)
+            known = recorded if self._still_true is None else self._still_true(task, recorded)
             records += known
             if measured_since(known, recorded):
                 holding.append(state)
@@ -302,11 +313,8 @@ class _Session:
         )
 
     def _hold_finals(self, evaluator: Evaluator) -> None:
-        compare = getattr(evaluator.runner, "compare", None)
-        if self._options.finals and compare is not None:
-            hold_finals(
-                self._states, compare, self._recorder, self._stop, kind=self._target.kind, rounds=self._options.finals
-            )
+        if self._options.finals and evaluator.backend.capabilities.compares:
+            hold_finals(self._states, evaluator.backend, self._recorder, self._stop, rounds=self._options.finals)
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

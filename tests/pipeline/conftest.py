@@ -14,18 +14,24 @@ from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.choose.selection import select_kernels
-from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from tests.pipeline.tuning.tuning_cases import Place
 
 
 @pytest.fixture(scope="session")
 def llvm_target() -> ResolvedTarget:
     return resolve_target("llvm")
+
+
+@pytest.fixture(scope="session")
+def place(llvm_target: ResolvedTarget) -> Place:
+    return Place(llvm_target, detect_environment(llvm_target), target_key(llvm_target))
 
 
 @pytest.fixture(scope="session")

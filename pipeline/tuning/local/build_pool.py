@@ -1,27 +1,30 @@
 """A persistent pool of warm build processes, fed by a thread of its own.
 
-Jobs are handed in at any time and answered one by one as they are built, so that a slow one holds up nobody else.
+Jobs are submitted at any time and answered one by one as they are built: a slow build delays no other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import multiprocessing
+import os
 import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from tvm.s_tir import meta_schedule as ms
+import tvm
 
 from relaxtune.pipeline.tuning.local.build_worker import BuildReply, BuildRequest
-from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer
-from relaxtune.pipeline.tuning.measure.clock import BusyClock
-from relaxtune.pipeline.tuning.measure.failure import CANCELLED, StopSignal, failure_text
+from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer, Reply
+from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt, Unmeasured
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.tuning_db.records import Status
 
 logger = logging.getLogger(__name__)
@@ -55,27 +58,18 @@ class BuilderLimits:
     build_rss_max_bytes: int = 4 << 30
 
 
-@dataclass(frozen=True)
-class Built:
-    """What came of a build: MetaSchedule's result, and the seconds it took a process; `broken` ends the run."""
-
-    result: ms.builder.BuilderResult
-    seconds: float = 0.0
-    broken: Exception | None = None
-
-
-OnBuilt = Callable[[Built], None]
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Job:
+    """A build that was asked for; `lost` is set once its process was killed from outside."""
+
     request: BuildRequest
     on_built: OnBuilt
+    lost: bool = False
 
 
 @dataclass
 class _Slot:
-    """One place in the pool: its process, and the candidate it works on since when."""
+    """One place in the pool: its process, and the candidate that it works on since then."""
 
     process: ChildProcess
     since: float
@@ -83,7 +77,7 @@ class _Slot:
     failed_starts: int = 0
 
 
-class BuildPool:
+class BuildPool(Builder):
     """Build processes, and the thread that feeds them.
 
     Parameters
@@ -95,7 +89,7 @@ class BuildPool:
     limits : BuilderLimits
         Time and memory of a build.
     stop : StopSignal
-        When it is set, builds in flight are given up and reported as cancelled, as is every later one.
+        When it is due, all builds are reported as stopped, those in flight too.
     server : ForkServer or None
         What forks the processes, which is not closed here; without one each is started afresh.
     """
@@ -104,21 +98,20 @@ class BuildPool:
         self,
         workers: int,
         directory: Path,
-        limits: BuilderLimits,
-        stop: StopSignal,
+        limits: BuilderLimits | None = None,
+        stop: StopSignal | None = None,
         server: ForkServer | None = None,
     ) -> None:
+        super().__init__()
         self._server = server
         self._directory = directory
-        self._limits = limits
-        self._stop = stop
+        self._limits = limits or BuilderLimits()
+        self._stop = stop or StopSignal()
         self._serial = 0
-        self.clock = BusyClock()
-        self.restarts = 0
         self._waiting: deque[_Job] = deque()
         self._lock = threading.Lock()
         self._closed = False
-        self._broken: Exception | None = None
+        self._ended = Built(Unmeasured.STOPPED, error="the run was stopped")
         self._wake, self._waker = multiprocessing.Pipe(duplex=False)
         self._slots = [_Slot(self._start(), time.monotonic()) for _ in range(workers)]
         self._thread = threading.Thread(target=self._work, name="relaxtune-build", daemon=True)
@@ -134,15 +127,22 @@ class BuildPool:
         """Jobs that no process has yet."""
         return len(self._waiting)
 
-    def submit(self, item: ms.builder.BuilderInput, on_built: OnBuilt) -> None:
-        """Build a candidate; `on_built` is told in the pool's thread, with a text by `failure_text` if it failed."""
-        job = _Job(self._request(item), on_built)
+    def submit(self, mod: tvm.ir.IRModule, target: tvm.target.Target, on_built: OnBuilt) -> None:
+        """Build a candidate; `on_built` is called in the pool's thread."""
+        self._serial += 1
+        stem = str(self._directory / f"candidate-{self._serial:06d}")
+        job = _Job(BuildRequest(pickle.dumps(mod), pickle.dumps(target), stem), on_built)
         with self._lock:
             self._waiting.append(job)
         self._waker.send(None)
 
+    def discard(self, artifact: BuiltArtifact) -> None:
+        """Remove an artifact's file."""
+        with contextlib.suppress(OSError):
+            Path(str(artifact.content)).unlink()
+
     def close(self) -> None:
-        """End all processes and the thread; what is not built is reported as cancelled."""
+        """End all processes and the thread; what is not built is reported as stopped."""
         if not self._closed:
             self._closed = True
             self._waker.send(None)
@@ -152,16 +152,11 @@ class BuildPool:
         # A worker is one thread of the pool; what it calls must not start more.
         return ChildProcess(BUILD_MODULE, {"OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": "1"}, self._server)
 
-    def _request(self, item: ms.builder.BuilderInput) -> BuildRequest:
-        self._serial += 1
-        stem = str(self._directory / f"candidate-{self._serial:06d}")
-        return BuildRequest(pickle.dumps(item.mod), pickle.dumps(item.target), stem)
-
     def _work(self) -> None:
-        # The border of the thread: whatever ends it must reach those who wait for a build.
+        # The border of the thread: its error must reach those who wait for a build.
         try:
             while not self._closed:
-                if self._stop.due or self._broken is not None:
+                if self._stop.due or self._ended.status is Unmeasured.BROKEN:
                     self._give_up()
                     self._wake.recv()
                     continue
@@ -171,7 +166,7 @@ class BuildPool:
                 self._end_large()
         except Exception as e:
             logger.exception("the build processes cannot be used")
-            self._broken = e
+            self._ended = Built(Unmeasured.BROKEN, error=str(e))
         finally:
             self._give_up()
             for slot in self._slots:
@@ -217,19 +212,26 @@ class BuildPool:
             except ChildDiedError as e:
                 if starting:
                     self._failed_start(slot, str(e))
-                self._replace(slot, _failed(Status.BUILD_ERROR, str(e)))
+                self._take_death(slot, e)
                 continue
             slot.failed_starts = 0
             if slot.job is None:
                 continue
-            if isinstance(reply.value, BuildReply):
-                result = ms.builder.BuilderResult(reply.value.path, None)
-            else:
-                result = _failed(Status.BUILD_ERROR, reply.error or "the build returned nothing")
+            result = _built(reply)
             if slot.process.answered >= self._limits.builds_max or reply.rss_bytes > self._limits.rss_max_bytes:
                 self._replace(slot, result)
             else:
                 self._finish(slot, result)
+
+    def _take_death(self, slot: _Slot, death: ChildDiedError) -> None:
+        """Replace a process that died; a build that was killed from outside is tried once more."""
+        job = slot.job
+        if job is not None and death.from_outside and not job.lost:
+            job.lost, slot.job = True, None
+            self.clock.leave()
+            with self._lock:
+                self._waiting.appendleft(job)
+        self._replace(slot, _failed(str(death), from_outside=death.from_outside))
 
     def _end_late(self) -> None:
         """Kill processes that work too long on a candidate, or do not start."""
@@ -237,7 +239,7 @@ class BuildPool:
         for slot in self._slots:
             if slot.job is not None and now - slot.since > self._limits.timeout_s:
                 told = f"the build was killed after {self._limits.timeout_s:g} s (build_timeout_s)"
-                self._replace(slot, _failed(Status.TIMEOUT, told))
+                self._replace(slot, Built(Status.TIMEOUT, error=told))
             elif not slot.process.ready and now - slot.since > self._limits.start_timeout_s:
                 self._failed_start(slot, f"not ready after {self._limits.start_timeout_s:g} s")
                 self._replace(slot)
@@ -253,14 +255,14 @@ class BuildPool:
                     f"the build was killed at {rss_bytes / 2**20:.0f} MiB of memory, "
                     f"{self._limits.build_rss_max_bytes / 2**20:.0f} are allowed (build_rss_max_bytes)"
                 )
-                self._replace(slot, _failed(Status.BUILD_ERROR, told))
+                self._replace(slot, Built(Status.BUILD_ERROR, error=told))
 
     def _failed_start(self, slot: _Slot, reason: str) -> None:
         slot.failed_starts += 1
         if slot.failed_starts >= _STARTS_MAX:
             raise ChildDiedError(f"a build process ({BUILD_MODULE}) failed to start {_STARTS_MAX} times: {reason}")
 
-    def _replace(self, slot: _Slot, result: ms.builder.BuilderResult | None = None) -> None:
+    def _replace(self, slot: _Slot, result: Built | None = None) -> None:
         """Start another process in a slot, and tell what came of the job of the one before."""
         slot.process.kill()
         began, slot.process = slot.since, self._start()
@@ -269,27 +271,34 @@ class BuildPool:
             self._finish(slot, result, began)
         slot.since = time.monotonic()
 
-    def _finish(self, slot: _Slot, result: ms.builder.BuilderResult, began: float | None = None) -> None:
+    def _finish(self, slot: _Slot, result: Built, began: float | None = None) -> None:
         job, slot.job = slot.job, None
         if job is None:
             return
         self.clock.leave()
-        job.on_built(Built(result, time.monotonic() - (slot.since if began is None else began)))
+        job.on_built(replace(result, seconds=time.monotonic() - (slot.since if began is None else began)))
 
     def _give_up(self) -> None:
-        """Report everything unfinished as cancelled; no process is needed any more."""
-        cancelled = ms.builder.BuilderResult(None, f"{CANCELLED}: the run was stopped")
+        """Report everything unfinished as stopped, or broken; no process is needed any more."""
         for slot in self._slots:
             if slot.job is not None:
                 slot.process.kill()
                 job, slot.job = slot.job, None
                 self.clock.leave()
-                job.on_built(Built(cancelled, broken=self._broken))
+                job.on_built(self._ended)
         with self._lock:
             left, self._waiting = self._waiting, deque()
         for job in left:
-            job.on_built(Built(cancelled, broken=self._broken))
+            job.on_built(self._ended)
 
 
-def _failed(status: Status, error: str) -> ms.builder.BuilderResult:
-    return ms.builder.BuilderResult(None, failure_text(status, error))
+def _built(reply: Reply) -> Built:
+    if isinstance(reply.value, BuildReply):
+        return Built(Status.OK, reply.value.artifact)
+    return _failed(reply.error or "the build returned nothing")
+
+
+def _failed(error: str, *, from_outside: bool = False) -> Built:
+    """Return a failed build; a process killed from outside and a full disk are no fault of the candidate."""
+    lost = from_outside or os.strerror(errno.ENOSPC) in error
+    return Built(Unmeasured.LOST if lost else Status.BUILD_ERROR, error=error)

@@ -7,8 +7,8 @@ Between scheduling and code generation, it goes through the same steps as an art
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-import json
 import pickle
 import subprocess
 import sys
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
+
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 
 T = TypeVar("T")
 
@@ -34,7 +36,7 @@ class BuildRequest:
 class BuildReply:
     """The shared object written."""
 
-    path: str
+    artifact: BuiltArtifact
 
 
 def start() -> Callable[[object], object]:
@@ -45,14 +47,13 @@ def start() -> Callable[[object], object]:
     from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
     from relaxtune.pipeline.codegen.library_objects import compile_library_objects, list_library_sources
     from relaxtune.pipeline.tuning.measure.launch_memory import DynamicSharedMemory
-    from relaxtune.pipeline.tuning.measure.notes import take_note
-    from relaxtune.pipeline.tuning.measure.resources import parse_compiler_log, write_resources
+    from relaxtune.pipeline.tuning.measure.resources import parse_compiler_log
     from relaxtune.schedules.templates.lowering import tir_pipeline_for
 
     def build(request: object) -> object:
         if not isinstance(request, BuildRequest):
             raise TypeError(f"expected a BuildRequest, got {type(request).__name__}")
-        mod, note = take_note(pickle.loads(request.mod))
+        mod = pickle.loads(request.mod)
         target = pickle.loads(request.target)
         finished = finish_kernels(mod, target)
         built = kernel_hash(finished["main"], target.kind.name)
@@ -67,11 +68,8 @@ def start() -> Callable[[object], object]:
         sources = list_library_sources(finished.functions.values())
         with tempfile.TemporaryDirectory(prefix="relaxtune-") as directory:
             path = _link(executable.mod, request.stem, compile_library_objects(sources, Path(directory)))
-        taken = parse_compiler_log("\n".join(log), dynamic.bytes)
-        write_resources(request.stem, replace(taken, kernel_hash=built))
-        if note is not None:
-            Path(request.stem + ".json").write_text(json.dumps(note))
-        return BuildReply(path)
+        resources = replace(parse_compiler_log("\n".join(log), dynamic.bytes), kernel_hash=built)
+        return BuildReply(BuiltArtifact(path, hashlib.sha256(Path(path).read_bytes()).hexdigest(), resources))
 
     return build
 

@@ -10,9 +10,10 @@ reference outputs are kept in a file, for the process that replaces this one. On
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,17 @@ import numpy as np
 import tvm
 
 from relaxtune.pipeline.threads import configure_threads
+from relaxtune.pipeline.tuning.local.requests import (
+    CompareReply,
+    CompareRequest,
+    MeasureReply,
+    MeasureRequest,
+    ReferenceRequest,
+    WarmRequest,
+    check_seeds,
+    outputs_file,
+    reference_file,
+)
 from relaxtune.pipeline.tuning.measure.arguments import (
     ArgumentSpec,
     hiding_nothing,
@@ -29,18 +41,6 @@ from relaxtune.pipeline.tuning.measure.arguments import (
 )
 from relaxtune.pipeline.tuning.measure.device_check import SMALLEST, DeviceCheck
 from relaxtune.pipeline.tuning.measure.mismatch import absolute_bound, find_mismatch
-from relaxtune.pipeline.tuning.measure.notes import CandidateNote
-from relaxtune.pipeline.tuning.measure.requests import (
-    CompareReply,
-    CompareRequest,
-    MeasureReply,
-    MeasureRequest,
-    ReferenceRequest,
-    WarmRequest,
-    check_seeds,
-    made_reference_file,
-    reference_file,
-)
 from relaxtune.pipeline.tuning.measure.rotation import RotatedTimer, can_rotate, launches, sets_needed
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions, Timer, is_hopeless, runs_for, time_adaptively
 
@@ -130,21 +130,21 @@ class _Measurer:
     def make_references(self, request: MeasureRequest, *, on_host: bool = False) -> bool:
         """Compute the reference outputs for both seeds and keep them in files."""
         _use_threads(request)
-        note = request.note
-        artifact = None if note is None else note.host_reference if on_host else note.reference
-        if note is None or artifact is None:
+        spec = request.spec
+        reference = spec.host_reference if on_host else spec.reference
+        if reference is None:
             return False
-        device = tvm.device(request.device if note.reference_on_device and not on_host else "cpu:0")
-        function = tvm.runtime.load_module(artifact)[_ENTRY]
+        device = tvm.device(request.device if spec.reference_on_device and not on_host else "cpu:0")
+        function = tvm.runtime.load_module(reference.content)[_ENTRY]
         for seed in check_seeds(request):
             workload = self._workload(request, seed, tvm.device(request.device))
-            tensors = _tensors(workload.arrays, request.arguments, device)
+            tensors = _tensors(workload.arrays, spec.arguments, device)
             function(*tensors)
             device.sync()
-            path = made_reference_file(artifact, seed)
-            workload.expect([tensors[position].numpy() for position in note.outputs], path)
-            # Written whole: a process killed here must not leave half a reference.
-            partial = path.with_suffix(".partial")
+            path = outputs_file(reference, seed)
+            workload.expect([tensors[position].numpy() for position in spec.outputs], path)
+            # Written whole: a process killed here must not leave half a reference, and others may write the same one.
+            partial = path.with_suffix(f".{os.getpid()}.partial")
             partial.write_bytes(pickle.dumps(workload.expected))
             partial.rename(path)
         return True
@@ -159,7 +159,7 @@ class _Measurer:
         elapsed, mismatch = self._run_and_compare(module, workload, request, timed_seed, device)
         if mismatch is not None:
             return MeasureReply((), mismatch)
-        best_s = min(workload.best_s, (request.note.best_s if request.note else None) or math.inf)
+        best_s = min(workload.best_s, request.spec.best_s or math.inf)
         if is_hopeless(elapsed, best_s, request.options):
             return MeasureReply((elapsed,), None)
         loaded = self._load(module, workload, request, device)
@@ -205,10 +205,9 @@ class _Measurer:
         # On a GPU, on arguments that are not in the L2 cache.
         self._timer = rotated = self._timer or RotatedTimer(device)
         if not workload.copies:
-            masks = request.note.masks if request.note else {}
             own = workload.tensors
-            if masks:
-                own = _tensors(hiding_nothing(workload.arrays, masks), request.arguments, device)
+            if request.spec.masks:
+                own = _tensors(hiding_nothing(workload.arrays, request.spec.masks), request.spec.arguments, device)
             more = range(sets_needed(workload.bytes, rotated.l2_bytes) - 1)
             workload.copies = [own, *([_duplicate(tensor) for tensor in own] for _ in more)]
         function, sets, size = module[_ENTRY], workload.copies, workload.bytes
@@ -218,15 +217,13 @@ class _Measurer:
         )
 
     def _workload(self, request: MeasureRequest, seed: int, device: tvm.runtime.Device) -> _Workload:
-        key = (request.note.workload if request.note else None, request.arguments, seed, request.device)
+        spec = request.spec
+        key = (spec.workload, spec.arguments, seed, request.device)
         workload = self._workloads.pop(key, None)
         if workload is None:
-            outputs = request.note.outputs if request.note is not None else ()
-            arrays = make_arrays(request.arguments, _ranges(request.note), seed, outputs)
-            if request.note is not None:
-                arrays = with_partial_sums(arrays, request.note.partial_sums)
-                arrays = with_column_sums(arrays, request.note.column_sums)
-            workload = _Workload(arrays, _tensors(arrays, request.arguments, device))
+            arrays = make_arrays(spec.arguments, spec.index_ranges, seed, spec.outputs)
+            arrays = with_column_sums(with_partial_sums(arrays, spec.partial_sums), spec.column_sums)
+            workload = _Workload(arrays, _tensors(arrays, spec.arguments, device))
             while self._workloads and sum(one.bytes for one in self._workloads.values()) + workload.bytes > _KEPT_BYTES:
                 self._workloads.pop(next(iter(self._workloads)))
         self._workloads[key] = workload
@@ -248,8 +245,7 @@ class _Measurer:
         device: tvm.runtime.Device,
     ) -> tuple[float, str | None]:
         """Run once; return the seconds it took and how the outputs differ from the reference, if they do."""
-        outputs = request.note.outputs if request.note else ()
-        for position in outputs:
+        for position in request.spec.outputs:
             # Random values again, so that a kernel that writes nothing is found.
             if _is_cpu(device):
                 workload.tensors[position].copyfrom(workload.arrays[position])
@@ -264,15 +260,15 @@ class _Measurer:
         device.sync()
         elapsed = time.perf_counter() - began
         path = reference_file(request, seed)
-        if path is None or request.note is None:
+        if path is None:
             return elapsed, None
         if workload.expected is None or workload.expected_from != path:
             workload.expect(pickle.loads(path.read_bytes()), path)
-        for position, expected in zip(outputs, workload.expected or (), strict=True):
+        for position, expected in zip(request.spec.outputs, workload.expected or (), strict=True):
             if self._is_right_there(workload, position, expected, request, device):
                 continue
             got = workload.tensors[position].numpy()
-            mismatch = find_mismatch(got, expected, request.note.tolerance_of(position))
+            mismatch = find_mismatch(got, expected, request.spec.tolerance_of(position))
             if mismatch is not None:
                 return elapsed, f"output parameter {position}: {mismatch}"
             # A reference that was overwritten on the device is put there anew.
@@ -288,12 +284,12 @@ class _Measurer:
         device: tvm.runtime.Device,
     ) -> bool:
         """Whether a large output is right as the device itself compares it; False leaves that to the host."""
-        accepted = request.note.tolerance_of(position) if request.note is not None else None
+        accepted = request.spec.tolerance_of(position)
         wanted = request.options.compare_on_device and not _is_cpu(device) and expected.size >= SMALLEST
-        if not wanted or accepted is None or accepted.quantities > 1:
+        if not wanted or accepted.quantities > 1:
             return False
         if position not in workload.held:
-            (there,) = _tensors([expected], [request.arguments[position]], device)
+            (there,) = _tensors([expected], [request.spec.arguments[position]], device)
             workload.held[position] = _Held(there, absolute_bound(expected, accepted))
         self._check = self._check or DeviceCheck(device)
         held = workload.held[position]
@@ -337,7 +333,3 @@ def _tensors(
 def _duplicate(tensor: tvm.runtime.Tensor) -> tvm.runtime.Tensor:
     """Return a copy on the same device."""
     return tensor.copyto(tvm.runtime.empty(tensor.shape, tensor.dtype, tensor.device))
-
-
-def _ranges(note: CandidateNote | None) -> Mapping[int, int]:
-    return {int(position): bound for position, bound in note.index_ranges.items()} if note else {}

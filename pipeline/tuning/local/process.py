@@ -28,6 +28,8 @@ from relaxtune.pipeline.tuning.local.fork_requests import Fork, Reap
 
 _STDERR_TAIL_BYTES = 2000
 _END_S = 5.0
+# Signals that end a process from outside.
+_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,14 @@ class Reply:
 
 
 class ChildDiedError(Exception):
-    """The child ended without an answer; the message says how, with the end of what it wrote to stderr."""
+    """The child ended without an answer; the message says how, with the end of what it wrote to stderr.
+
+    `from_outside` tells that a signal ended it which no crash sends: the user, the system or its memory killer did so.
+    """
+
+    def __init__(self, message: str, *, from_outside: bool = False) -> None:
+        super().__init__(message)
+        self.from_outside = from_outside
 
 
 class _Process(Protocol):
@@ -191,8 +200,11 @@ class _Forked:
 
     def wait(self, timeout_s: float) -> int | None:
         pid = self.pid
-        if self._code is None and pid and self._parent.poll() is None:
-            code = self._server.ask(Reap(pid, timeout_s))
+        if self._code is None and pid:
+            code = self._server.ask(Reap(pid, timeout_s)) if self._parent.poll() is None else None
+            if code is None and self._parent.poll() is not None:
+                # The system kills the children of a server that died.
+                code = -signal.SIGKILL
             self._code = code if isinstance(code, int) else None
         return self._code
 
@@ -289,7 +301,7 @@ class ChildProcess:
         try:
             self._connection.send(request)
         except (BrokenPipeError, ConnectionResetError) as e:
-            raise ChildDiedError(self._obituary()) from e
+            raise self._obituary() from e
 
     def receive(self) -> Reply:
         """Return the next message; call it when the connection is readable.
@@ -302,7 +314,7 @@ class ChildProcess:
         try:
             message = self._connection.recv()
         except (EOFError, ConnectionResetError) as e:
-            raise ChildDiedError(self._obituary()) from e
+            raise self._obituary() from e
         reply = Reply(*message)
         if self.ready:
             self.answered += 1
@@ -326,14 +338,15 @@ class ChildProcess:
             self._process.wait(2.0)
         self.kill()
 
-    def _obituary(self) -> str:
+    def _obituary(self) -> ChildDiedError:
         code = self._process.wait(_END_S)
         if code is None:
             how = "closed its connection without an answer"
         else:
             how = f"died of signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         tail = _tail(self._log) or self._process.told()
-        return f"the process {how}" + (f"; it wrote last:\n{tail}" if tail else "")
+        message = f"the process {how}" + (f"; it wrote last:\n{tail}" if tail else "")
+        return ChildDiedError(message, from_outside=code is not None and -code in _OUTSIDE)
 
 
 def _popen(

@@ -7,8 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from tvm import tirx
 
 from relaxtune.pipeline.arrays import CHUNK, map_chunks, numpy_dtype
+from relaxtune.schedules.tir.blocks import static_shape
 from relaxtune.schedules.tir.index_ranges import ALL_BYTES
 
 _UNKNOWN_BOUND = 2
@@ -22,6 +24,11 @@ class ArgumentSpec:
 
     shape: tuple[int, ...]
     dtype: str
+
+
+def argument_specs(func: tirx.PrimFunc) -> tuple[ArgumentSpec, ...]:
+    """Return the parameters of a PrimFunc of static shapes."""
+    return tuple(ArgumentSpec(static_shape(param) or (), str(param.dtype)) for param in func.params)
 
 
 def make_arrays(
@@ -63,7 +70,7 @@ def make_arrays(
 
 
 def hiding_nothing(arrays: Sequence[np.ndarray], masks: Mapping[str, int]) -> list[np.ndarray]:
-    """Return the arrays, each mask full of the number that hides nothing (`pipeline.tuning.measure.notes`)."""
+    """Return the arrays, each mask full of the number that hides nothing (`pipeline.tuning.measure.workload_spec`)."""
     numbers = {int(position): number for position, number in masks.items()}
     return [
         np.full_like(array, numbers[position]) if position in numbers else array
@@ -72,7 +79,7 @@ def hiding_nothing(arrays: Sequence[np.ndarray], masks: Mapping[str, int]) -> li
 
 
 def with_partial_sums(arrays: Sequence[np.ndarray], partial_sums: Mapping[str, int]) -> list[np.ndarray]:
-    """Return the arrays, the partial sums among them those of the rows they belong to (see `notes`).
+    """Return the arrays, the partial sums among them those of the rows they belong to (see `workload_spec`).
 
     Rows [rows..., K] have partial sums [groups, rows..., 2]: of K / groups elements each, and of their squares.
     """
@@ -86,7 +93,7 @@ def with_partial_sums(arrays: Sequence[np.ndarray], partial_sums: Mapping[str, i
 
 
 def with_column_sums(arrays: Sequence[np.ndarray], column_sums: Mapping[str, Sequence[int]]) -> list[np.ndarray]:
-    """Return the arrays, the sums of columns among them those of their matrices (`pipeline.tuning.measure.notes`)."""
+    """Return the arrays, the sums of columns among them those of their matrices (see `workload_spec`)."""
     made = list(arrays)
     for position, (matrix, axis) in column_sums.items():
         sums = made[int(position)]

@@ -32,6 +32,13 @@ class BusyClock:
             if self._running == 0:
                 self._seconds += time.monotonic() - self._since
 
+    def run_while(self, busy: bool) -> None:
+        """Run from the first call with True to the next with False."""
+        if busy and not self._running:
+            self.enter()
+        elif self._running and not busy:
+            self.leave()
+
     @property
     def seconds(self) -> float:
         """Busy seconds so far."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
-_SUFFIX = ".resources.json"
 
 
 @dataclass(frozen=True)
@@ -54,14 +51,3 @@ def parse_compiler_log(log: str, dynamic_bytes: int = 0) -> Resources:
     static = max((int(size) for size in _SHARED.findall(log)), default=0)
     spills = sum(int(stored) + int(loaded) for stored, loaded in _SPILLS.findall(log))
     return Resources(max(registers), static + dynamic_bytes, spills)
-
-
-def write_resources(stem: str, resources: Resources) -> None:
-    """Write them beside the artifact `stem`.so."""
-    Path(stem + _SUFFIX).write_text(json.dumps(asdict(resources)))
-
-
-def read_resources(artifact: str) -> Resources:
-    """Return what lies beside an artifact; unknowns when nothing does."""
-    path = Path(artifact).with_suffix(_SUFFIX)
-    return Resources(**json.loads(path.read_text())) if path.exists() else NO_RESOURCES

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import tvm
 from tvm import tirx
-from tvm.s_tir import meta_schedule as ms
 
-from relaxtune.pipeline.tuning.local.evaluate import Evaluator, Job, Outcome
-from relaxtune.pipeline.tuning.measure.failure import read_failure
-from relaxtune.pipeline.tuning.measure.notes import CandidateNote
+from relaxtune.pipeline.tuning.measure.arguments import argument_specs
+from relaxtune.pipeline.tuning.measure.backend import Outcome, build_all
+from relaxtune.pipeline.tuning.measure.evaluate import Evaluator, Job
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.plan.state import FallbackSchedule, TaskState
 from relaxtune.pipeline.validate.tolerances import KernelTolerance, kernel_tolerance
 from relaxtune.schedules.errors import Refusal, ScheduleError
@@ -22,7 +22,7 @@ from relaxtune.schedules.tir.blocks import written_params
 from relaxtune.schedules.tir.dependent_arguments import column_sums_of_weights, padding_masks, partial_sums_of_rows
 from relaxtune.schedules.tir.epilogue import recognise_matmul
 from relaxtune.schedules.tir.row_norm import COUNT
-from relaxtune.tuning_db.records import Status, canonical_json
+from relaxtune.tuning_db.records import canonical_json
 
 logger = logging.getLogger(__name__)
 
@@ -61,38 +61,38 @@ def device_reference_mod(state: TaskState, target: ResolvedTarget) -> tvm.ir.IRM
 
 
 def take_reference(
-    state: TaskState, artifact: str | None, failure: Outcome | None, on_device: str | None = None
+    state: TaskState, artifact: BuiltArtifact | None, outcome: Outcome, on_device: BuiltArtifact | None = None
 ) -> None:
-    """Give a task its reference, or a note without one when it did not build for the host.
+    """Give a task its reference, or a spec without one when it did not build for the host.
 
     Parameters
     ----------
-    artifact : str or None
+    artifact : BuiltArtifact or None
         The host's.
-    on_device : str or None
-        The device's, where it makes it; the host's is for appeals then.
+    outcome : Outcome
+        What came of building the host's.
+    on_device : BuiltArtifact or None
+        The device's, where the device computes the reference; the host's is for appeals then.
     """
-    state.note = _note(state, artifact)
+    state.spec = _spec(state, artifact)
     if on_device is not None:
-        state.note = _note(state, on_device, on_device=True, host_reference=artifact)
-    if failure is not None:
-        told = f"{failure.status.value}: {failure.error}"
-        logger.warning("task %s has no reference on the CPU: %s", state.task.name, told)
+        state.spec = replace(state.spec, reference=on_device, reference_on_device=True, host_reference=artifact)
+    if artifact is None:
+        logger.warning("task %s has no reference on the CPU: %s: %s", state.task.name, outcome.status, outcome.error)
 
 
 def make_fallback(state: TaskState, target: ResolvedTarget) -> Fallback | None:
     """Return a task's fallback, to be measured; None when its latency is known or there is no such schedule."""
-    if state.before_us is not None or state.note is None or state.note.reference is None:
+    if state.before_us is not None or state.spec is None or state.spec.reference is None:
         return None
     scheduled = _fallback(state, target)
     if scheduled is None:
         return None
-    args_info = ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False)
-    return Fallback(scheduled.decision, Job(scheduled.mod, args_info, state.note))
+    return Fallback(scheduled.decision, Job(scheduled.mod, state.spec))
 
 
 def reference_on_device(state: TaskState, evaluator: Evaluator, target: ResolvedTarget) -> tuple[str, Outcome] | None:
-    """Take the device's fallback as the reference of a task that the host cannot compute, such as some 8-bit floats.
+    """Take the device's fallback as the reference where the host cannot compute a task, such as some 8-bit floats.
 
     Returns
     -------
@@ -102,12 +102,11 @@ def reference_on_device(state: TaskState, evaluator: Evaluator, target: Resolved
     scheduled = _fallback(state, target)
     failed = None
     if scheduled is not None:
-        (result,) = evaluator.build([scheduled.mod], target.target)
-        if result.error_msg is None:
-            state.note = _note(state, str(result.artifact_path), on_device=True)
+        (built,) = build_all(evaluator.builder, [scheduled.mod], target.target)
+        if built.artifact is not None:
+            state.spec = replace(_spec(state, built.artifact), reference_on_device=True)
             return None
-        status, reason = read_failure(str(result.error_msg), Status.BUILD_ERROR)
-        failed = (scheduled.decision, Outcome(status, error=reason))
+        failed = (scheduled.decision, Outcome(built.status, error=built.error))
     state.skipped = "no reference could be built to check its candidates with"
     return failed
 
@@ -122,22 +121,15 @@ def _reference_mod(state: TaskState, host: tvm.target.Target) -> tvm.ir.IRModule
         return state.task.mod
 
 
-def _note(
-    state: TaskState, reference: str | None, *, on_device: bool = False, host_reference: str | None = None
-) -> CandidateNote:
+def _spec(state: TaskState, reference: BuiltArtifact | None) -> WorkloadSpec:
     func = state.task.mod["main"]
-    accepted = kernel_tolerance(func)
-    return CandidateNote(
+    return WorkloadSpec(
         workload=state.task.workload_hash,
-        index_ranges={str(position): bound for position, bound in state.task.index_ranges.items()},
+        arguments=argument_specs(func),
         outputs=written_params(func),
+        index_ranges=state.task.index_ranges,
         reference=reference,
-        reference_on_device=on_device,
-        host_reference=host_reference,
-        rtol=accepted.rtol,
-        atol=accepted.atol,
-        accumulated=accepted.accumulated,
-        steps=accepted.steps,
+        tolerance=kernel_tolerance(func),
         masks=padding_masks(func),
         partial_sums=partial_sums_of_rows(func),
         column_sums=column_sums_of_weights(func),
@@ -145,11 +137,11 @@ def _note(
     )
 
 
-def own_tolerances(func: tirx.PrimFunc) -> dict[str, dict[str, float]]:
+def own_tolerances(func: tirx.PrimFunc) -> dict[int, KernelTolerance]:
     """Return the tolerances of statistics and partial sums of rows, by the positions of those outputs.
 
-    Statistics are made in float32 of parameters alone, whatever the product is rounded to; of partial sums, the sums of
-    squares are much larger than the sums.
+    Statistics are computed in float32 from parameters alone, whatever the product is rounded to. The sums of squares
+    among the partial sums are much larger than the sums.
     """
     matmul = recognise_matmul(func)
     if isinstance(matmul, Refusal):
@@ -159,7 +151,7 @@ def own_tolerances(func: tirx.PrimFunc) -> dict[str, dict[str, float]]:
         own[matmul.norm.output] = kernel_tolerance(func, matmul.norm.output)
     if matmul.partials is not None:
         own[matmul.partials.output] = replace(kernel_tolerance(func, matmul.partials.output), quantities=COUNT)
-    return {str(position): asdict(accepted) for position, accepted in own.items()}
+    return own
 
 
 def _fallback(state: TaskState, target: ResolvedTarget) -> FallbackSchedule | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from relaxtune.pipeline.tuning.plan.search_pool import Lesson
 from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.pipeline.tuning.search.evolution import Candidate
-from relaxtune.pipeline.tuning.search.search_pool import Lesson
 from relaxtune.tuning_db.records import Route
 
 

@@ -1,70 +1,64 @@
-"""The end of a task: its best candidates are timed once more, in turns, before the winner is named.
+"""The final of a task: its best candidates are timed once more, alternately, before the winner is named.
 
 The best of many candidates is in part the luckiest, and clocks drift between the first and the last. So those that are
-near the best are timed alternately in one process, on the same arguments, after they were checked on both sets of
-values again. What is measured is recorded; the newest measurement of a decision is the one that counts, and what was
-measured before alone counts as if it had drifted as they did (`pipeline.choose.standing`).
+near the best are checked again on both sets of values, then timed alternately in one process on the same arguments.
+These measurements are recorded. The newest measurement of a decision counts; earlier ones of other decisions count as
+if they had drifted as much (`drift`).
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from queue import SimpleQueue
 
-from tvm.s_tir import meta_schedule as ms
-
-from relaxtune.pipeline.choose.standing import drift
-from relaxtune.pipeline.tuning.local.evaluate import Outcome
-from relaxtune.pipeline.tuning.measure.failure import CANCELLED, StopSignal, read_failure
-from relaxtune.pipeline.tuning.measure.resources import read_resources
+from relaxtune.pipeline.tuning.measure.backend import MeasureBackend, Outcome, Unmeasured
+from relaxtune.pipeline.tuning.measure.drift import drift
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.plan.state import Contender, TaskState, median_latency_us, spread
-from relaxtune.tuning_db.records import Route, Status
+from relaxtune.tuning_db.records import Route
 
 logger = logging.getLogger(__name__)
 
 # Candidates at most so far behind the best are in the final, or within half the spread of the best's latencies.
 _MARGIN = 0.05
 
-Compare = Callable[[Sequence[ms.runner.RunnerInput], int], list[ms.runner.RunnerResult] | None]
-
 
 def hold_finals(
-    states: Sequence[TaskState],
-    compare: Compare,
-    recorder: Recorder,
-    stop: StopSignal,
-    *,
-    kind: str,
-    rounds: int,
+    states: Sequence[TaskState], backend: MeasureBackend, recorder: Recorder, stop: StopSignal, *, rounds: int
 ) -> None:
-    """Time the contenders of every task in turns and name the winners anew; ends early when somebody asks for it.
+    """Time the contenders of every task alternately and name the winners anew; ends early when the run is stopped.
 
     Parameters
     ----------
-    compare : callable
-        Times some artifacts in turns; see `pipeline.tuning.local.runner.ProcessRunner.compare`.
-    kind : str
-        The target's kind.
+    backend : MeasureBackend
+        Holds the final of one task on one device, those of several tasks side by side.
     rounds : int
         Latencies of each.
     """
+    done: SimpleQueue[tuple[TaskState, list[Contender], Sequence[Outcome] | None]] = SimpleQueue()
+    asked = 0
     for state in states:
         finalists = list_finalists(state)
-        if len(finalists) < 2 or stop.asked:
+        artifacts = [one.artifact for one in finalists if one.artifact is not None]
+        if len(finalists) < 2 or stop.asked or state.spec is None:
             continue
-        args_info = ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False)
-        items = [ms.runner.RunnerInput(one.artifact, kind, args_info) for one in finalists]
-        began = time.monotonic()
-        results = compare(items, rounds)
-        share = (time.monotonic() - began) / len(items)
-        if results is not None and not any(str(result.error_msg or "").startswith(CANCELLED) for result in results):
-            outcomes = [_outcome(result, share, one) for result, one in zip(results, finalists, strict=True)]
-            _name_winner(state, finalists, outcomes)
-            for one, outcome in zip(finalists, outcomes, strict=True):
-                recorder.add(state.task, one.route, one.decision, outcome)
-        state.seconds += time.monotonic() - began
+        asked += 1
+        backend.compare(
+            artifacts,
+            state.spec,
+            rounds,
+            lambda outcomes, state=state, finalists=finalists: done.put((state, finalists, outcomes)),  # type: ignore[misc]
+        )
+    for _ in range(asked):
+        state, finalists, outcomes = done.get()
+        if outcomes is None or any(isinstance(one.status, Unmeasured) for one in outcomes):
+            continue
+        _name_winner(state, finalists, outcomes)
+        for one, outcome in zip(finalists, outcomes, strict=True):
+            recorder.add(state.task, one.route, one.decision, outcome)
+            state.seconds += outcome.duration_s
 
 
 def list_finalists(state: TaskState) -> list[Contender]:
@@ -74,15 +68,6 @@ def list_finalists(state: TaskState) -> list[Contender]:
         return []
     margin = max(_MARGIN, (state.best_spread or 0.0) / 2)
     return [one for one in kept if one.latency_us <= state.best_us * (1 + margin)]
-
-
-def _outcome(result: ms.runner.RunnerResult, duration_s: float, finalist: Contender) -> Outcome:
-    assert finalist.artifact is not None
-    resources = read_resources(finalist.artifact)
-    if result.error_msg is None:
-        return Outcome(Status.OK, tuple(float(value) for value in result.run_secs), None, duration_s, resources)
-    status, error = read_failure(str(result.error_msg), Status.RUN_ERROR)
-    return Outcome(status, (), error, duration_s, resources)
 
 
 def _name_winner(state: TaskState, finalists: Sequence[Contender], outcomes: Sequence[Outcome]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import tvm
 
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.pipeline.tuning.local.evaluate import Outcome
+from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.options import TaskSummary
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseWriteError
@@ -55,7 +55,7 @@ class Recorder:
     Parameters
     ----------
     database, target, environment, job_id, seed
-        Where records go, and what each is stamped with.
+        Where records go, and what each is stamped with; a measurement has the environment of its backend.
     seconds : dict
         Where the time of the phase `database` is added.
     """
@@ -126,14 +126,16 @@ class Recorder:
         return known
 
     def add(self, task: TuningTask, route: Route, decision: str, outcome: Outcome) -> None:
-        """Keep a finished candidate for the next `flush`."""
+        """Keep a finished candidate for the next `flush`; one that nothing is known of leaves no record."""
+        if isinstance(outcome.status, Unmeasured):
+            return
         ok = outcome.status is Status.OK
         self._pending.append(
             TuningRecord(
                 workload_hash=task.workload_hash,
                 signature_key=self._signature_keys[task.workload_hash],
                 target=self._target,
-                environment=self._environment,
+                environment=outcome.environment or self._environment,
                 route=route,
                 decision=decision,
                 status=outcome.status,

@@ -57,6 +57,19 @@ def find_earlier_runs(
     return EarlierRuns(frozenset(finished), frozenset(broken_off))
 
 
+def measured_since(known: Sequence[TuningRecord], recorded: Sequence[TuningRecord]) -> bool:
+    """Whether no record is stale, or one that holds is newer than all that are: else the task is not done yet.
+
+    Parameters
+    ----------
+    known, recorded : sequence of TuningRecord
+        What still holds of what was recorded, and all of it.
+    """
+    held = {id(record) for record in known}
+    stale = [record.created_at for record in recorded if id(record) not in held]
+    return not stale or any(record.created_at > max(stale) for record in known)
+
+
 def take_known(state: TaskState, known: Sequence[TuningRecord], options: TuningOptions, runs: EarlierRuns) -> int:
     """Let a task start where earlier runs of it, on this device, left off.
 

@@ -1,8 +1,8 @@
 """The rounds of a tuning run: tasks are asked for candidates while those of others are built and measured.
 
-Everything here happens in the thread that tunes: it searches, hands candidates in, takes back what is finished, records
-it and lets the search learn. A task's batch is learnt from when it is back; the last few of a batch, which build for
-long, are waited for by nobody: the task goes on, and they are learnt from when they come.
+Everything here happens in the thread that tunes: it hands candidates in, takes back what is finished, records it and
+lets the search learn. The cost model learns from a batch once three quarters of it are back. Slow builds do not hold
+their task up; the model learns from them when they arrive.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tvm.s_tir import meta_schedule as ms
-
-from relaxtune.pipeline.errors import UsageError
-from relaxtune.pipeline.tuning.local.evaluate import Evaluator, Finished, Job, Outcome, remove_artifact
-from relaxtune.pipeline.tuning.local.runner import NO_REFERENCE
-from relaxtune.pipeline.tuning.measure.failure import StopSignal
-from relaxtune.pipeline.tuning.measure.notes import CandidateNote
+from relaxtune.pipeline.errors import MeasuringBrokenError, UsageError
+from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
+from relaxtune.pipeline.tuning.measure.evaluate import Evaluator, Finished, Job
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.baseline import (
     device_reference_mod,
@@ -30,6 +28,7 @@ from relaxtune.pipeline.tuning.plan.baseline import (
 )
 from relaxtune.pipeline.tuning.plan.batches import Batch, Tag
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
+from relaxtune.pipeline.tuning.plan.search_pool import Proposal, SearchPool
 from relaxtune.pipeline.tuning.plan.settling import reason_to_end
 from relaxtune.pipeline.tuning.plan.state import (
     Contender,
@@ -40,7 +39,6 @@ from relaxtune.pipeline.tuning.plan.state import (
     model_us,
 )
 from relaxtune.pipeline.tuning.progress import ProgressEvent, ProgressListener, estimate_left
-from relaxtune.pipeline.tuning.search.search_pool import Proposal, SearchPool
 from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES
 from relaxtune.schedules.search.space import find_refusal
 from relaxtune.schedules.targets import ResolvedTarget
@@ -50,16 +48,17 @@ from relaxtune.tuning_db.records import Route, Status
 
 logger = logging.getLogger(__name__)
 
-# Of each task, what its templates propose first is measured before anything else is: it is what compilation takes. One
-# will do where a near shape was tuned, and of what was best there one is searched first, too; none where something is
-# known of the task itself.
+# The first proposals of every task's templates are measured before anything else: compilation takes them. One is enough
+# where a near shape was tuned; none is needed where something is known of the task itself.
 _FIRST_PROPOSALS = 2
 _FIRST_INFORMED = 1
 # Rounds in which a task proposed nothing new, before it counts as exhausted.
 _EMPTY_ROUNDS_MAX = 2
 _ROUND_MIN = 4
-# A batch of which so many are back is learnt from, and its task may go on.
+# Share of a batch that must be back before the model learns from it and its task goes on.
 _QUORUM = 0.75
+# So many candidates lost one after another are no accident.
+_LOST_MAX = 16
 _WAIT_S = 0.2
 
 
@@ -103,7 +102,8 @@ class Rounds:
         self._spent = spent
         self._searches = searches
         self._references_due = 0
-        # Of each task, by its id: how many of its references are being built, and those that are.
+        self._lost = 0
+        # By the id of a task: how many of its references are being built. Then those that are built.
         self._references: dict[int, int] = {}
         self._built: dict[tuple[int, bool], Finished] = {}
         self._later: list[TaskState] = []
@@ -135,7 +135,7 @@ class Rounds:
 
     def _take_reference(self, tag: Tag, finished: Finished) -> None:
         """Let a task begin when all its references are there: with what its templates propose, or with its fallback."""
-        if finished.artifact is None and finished.outcome is None:
+        if finished.outcome.status is Unmeasured.STOPPED:
             return
         state = tag.state
         self._built[id(state), tag.on_device] = finished
@@ -145,7 +145,7 @@ class Rounds:
         finished = self._built.pop((id(state), False))
         device = self._built.pop((id(state), True), None)
         on_device = None if device is None else device.artifact
-        if device is not None and device.outcome is not None:
+        if device is not None and device.artifact is None:
             logger.warning("task %s has no reference on the device: %s", state.task.name, device.outcome.error)
         take_reference(state, finished.artifact, finished.outcome, on_device)
         if finished.artifact is None and on_device is None:
@@ -171,10 +171,9 @@ class Rounds:
                 self._measure_fallback(one)
 
     def _prepare_reference(self, state: TaskState) -> None:
-        """Have the reference computed while the first candidates are built, where the runner can."""
-        make = getattr(self._evaluator.runner, "make_references", None)
-        if make is not None and state.note is not None and state.note.reference is not None:
-            make(state.note, ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False))
+        """Have the reference computed while the first candidates are built."""
+        if state.spec is not None and state.spec.reference is not None:
+            self._evaluator.backend.prepare_reference(state.spec)
 
     def _measure_fallback(self, state: TaskState) -> bool:
         """Hand in a task's fallback, unless it has none or it was measured before; return whether it was."""
@@ -201,7 +200,7 @@ class Rounds:
         if self._evaluator.exclusive:
             return self._evaluator.pending == 0 and self._searches.running == 0
         if self._references_due and self._evaluator.pending > self._references_due:
-            # First proposals of tasks whose reference is still being built come before anybody's second.
+            # First proposals of tasks whose reference is still being built come before another task's second.
             return False
         return self._evaluator.builder.waiting < self._workers and self._searches.running < self._searches.threads
 
@@ -238,15 +237,14 @@ class Rounds:
         size = wanted if remaining is None else min(wanted, remaining)
         if state.templates is None or size == 0:
             return
-        args_info = ms.arg_info.ArgInfo.from_entry_func(state.task.mod, False)
-        note = self._note_of(state)
+        spec = self._spec_of(state)
         jobs: list[tuple[Job, Tag]] = []
         chosen = state.templates.propose(size)
         batch = Batch(state, len(chosen), len(chosen))
         for one in chosen:
             tag = Tag(state, one.route, one.decision, batch)
             try:
-                jobs.append((Job(one.make(self._target), args_info, note), tag))
+                jobs.append((Job(one.make(self._target), spec), tag))
             except (TemplateError, *REPLAY_ERRORS) as e:
                 state.in_flight += 1
                 self._take(Finished(tag, Outcome(Status.BUILD_ERROR, error=f"{type(e).__name__}: {e}")))
@@ -272,27 +270,19 @@ class Rounds:
         if not fresh or self._stop.due:
             self._close(batch)
             return
-        note = self._note_of(state)
-        self._hand_in(
-            state,
-            [
-                (
-                    Job(one.measure.sch.mod, one.measure.args_info, note),
-                    Tag(state, Route.METASCHEDULE, one.decision, batch, one),
-                )
-                for one in fresh
-            ],
-        )
+        spec = self._spec_of(state)
+        tags = [Tag(state, Route.METASCHEDULE, one.decision, batch, one) for one in fresh]
+        self._hand_in(state, [(Job(one.measure.sch.mod, spec), tag) for one, tag in zip(fresh, tags, strict=True)])
 
     def _hand_in(self, state: TaskState, jobs: list[tuple[Job, Tag]]) -> None:
         state.in_flight += len(jobs)
         state.on_way |= {decision_key(tag.decision) for _, tag in jobs}
         self._evaluator.submit(jobs)
 
-    def _note_of(self, state: TaskState) -> CandidateNote:
-        if state.note is None:
+    def _spec_of(self, state: TaskState) -> WorkloadSpec:
+        if state.spec is None:
             raise UsageError(f"task {state.task.name} has no reference to compare candidates with.")
-        return replace(state.note, best_s=None if state.best_us is None else state.best_us / 1e6)
+        return replace(state.spec, best_s=None if state.best_us is None else state.best_us / 1e6)
 
     def _take_back(self, timeout_s: float) -> None:
         """Take what is finished, waiting so long for the first."""
@@ -322,27 +312,44 @@ class Rounds:
         if tag.route is not Route.FALLBACK:
             state.in_flight -= 1
         state.on_way.discard(decision_key(tag.decision))
-        if outcome is not None:
+        if isinstance(outcome.status, Unmeasured):
+            self._lose(tag, outcome)
+        else:
+            self._lost = 0
             self._record(tag, outcome, finished.artifact)
-        if outcome is None and finished.artifact is not None:
-            remove_artifact(finished.artifact)
+        if isinstance(outcome.status, Unmeasured) and finished.artifact is not None:
+            self._evaluator.builder.discard(finished.artifact)
         if tag.batch is not None:
             self._advance(tag.batch, tag, outcome)
 
-    def _record(self, tag: Tag, outcome: Outcome, artifact: str | None) -> None:
+    def _lose(self, tag: Tag, outcome: Outcome) -> None:
+        """Go on without a candidate that nothing is known of; this run does not ask for it again."""
+        if outcome.status is Unmeasured.STOPPED:
+            return
+        self._lost += 1
+        told = f"a candidate of task {tag.state.task.name} was lost and is not recorded: {outcome.error}"
+        logger.warning("%s", told)
+        if self._lost > _LOST_MAX:
+            raise MeasuringBrokenError(f"{_LOST_MAX} candidates in a row were lost, through no fault of theirs; {told}")
+        if tag.route is Route.FALLBACK:
+            tag.state.ready = True
+        else:
+            tag.state.decided[decision_key(tag.decision)] = None
+
+    def _record(self, tag: Tag, outcome: Outcome, artifact: BuiltArtifact | None) -> None:
         state = tag.state
         self._recorder.add(state.task, tag.route, tag.decision, outcome)
         state.take(tag.route, outcome)
         state.seconds += outcome.duration_s
         latency_us = median_latency_us(outcome)
-        dropped = [artifact] if artifact is not None else []
+        dropped = [] if artifact is None else [artifact]
         if latency_us is not None and artifact is not None:
             contender = Contender(tag.route, tag.decision, latency_us, artifact)
             dropped = [one.artifact for one in state.keep(contender) if one.artifact is not None]
-        for path in dropped:
-            remove_artifact(path)
-        if outcome.error is not None and outcome.error.startswith(NO_REFERENCE):
-            state.skipped = NO_REFERENCE
+        for one in dropped:
+            self._evaluator.builder.discard(one)
+        if outcome.no_reference:
+            state.skipped = "the reference cannot be computed"
         if tag.route is Route.FALLBACK:
             state.ready = True
             return
@@ -351,11 +358,10 @@ class Rounds:
             state.templates.learn(tag.decision, latency_us)
         self._tell(state)
 
-    def _advance(self, batch: Batch, tag: Tag, outcome: Outcome | None) -> None:
+    def _advance(self, batch: Batch, tag: Tag, outcome: Outcome) -> None:
         batch.left -= 1
-        if outcome is not None and tag.candidate is not None:
-            seconds = batch.state.decided.get(decision_key(tag.decision))
-            batch.back.append((tag.candidate, seconds))
+        if not isinstance(outcome.status, Unmeasured) and tag.candidate is not None:
+            batch.back.append((tag.candidate, batch.state.decided.get(decision_key(tag.decision))))
         if batch.left == 0 or (batch.left <= (1 - _QUORUM) * batch.size and not batch.closed):
             self._close(batch)
 

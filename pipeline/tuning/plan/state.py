@@ -12,8 +12,8 @@ import tvm
 
 from relaxtune.pipeline.tasks.similar_shapes import NearRecords
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.pipeline.tuning.local.evaluate import Outcome
-from relaxtune.pipeline.tuning.measure.notes import CandidateNote
+from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.options import TaskSummary
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
 from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
@@ -40,12 +40,12 @@ class FallbackSchedule:
 
 @dataclass(frozen=True)
 class Contender:
-    """One of a task's best candidates: who made it, its decision, its latency, and its artifact if it is kept."""
+    """One of a task's best candidates: its route, decision and latency, and its artifact if it is kept."""
 
     route: Route
     decision: str
     latency_us: float
-    artifact: str | None
+    artifact: BuiltArtifact | None
 
 
 @dataclass
@@ -65,7 +65,7 @@ class TaskState:
     decided: dict[str, float | None] = field(default_factory=dict)
     templates: TemplateSearch | None = None
     known: int = 0
-    note: CandidateNote | None = None
+    spec: WorkloadSpec | None = None
     search: TaskSearch | None = None
     near: NearRecords = field(default_factory=NearRecords)
     near_begun: bool = False
@@ -111,7 +111,7 @@ class TaskState:
             self.before_us = median_us
         elif outcome.status is Status.OK:
             self.valid += 1
-        else:
+        elif not isinstance(outcome.status, Unmeasured):
             self.failures[outcome.status] += 1
         if outcome.error is not None:
             self.last_error = outcome.error

@@ -10,6 +10,7 @@ import tvm
 from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
 
+from relaxtune.pipeline.tuning.metaschedule import runner_results
 from relaxtune.pipeline.tuning.search.freed_memory import return_freed_memory
 from relaxtune.schedules.search.context import QuietTuneContext
 from relaxtune.schedules.search.tensor_tile import form_of
@@ -156,10 +157,7 @@ class TaskSearch:
     def learn(self, candidates: Sequence[Candidate], seconds: Sequence[Sequence[float] | None]) -> None:
         """Take in the raw seconds of a round's candidates; None for one that failed."""
         measured = [candidate.measure for candidate in candidates]
-        results = [
-            ms.runner.RunnerResult(list(values), None) if values else ms.runner.RunnerResult(None, "failed")
-            for values in seconds
-        ]
+        results = runner_results(seconds)
         for item, values in zip(measured, seconds, strict=True):
             self._database.commit_tuning_record(
                 ms.database.TuningRecord(

@@ -16,7 +16,7 @@ from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.entries import KernelEntry
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.choose.selection import replay_record, select_kernels
-from relaxtune.pipeline.choose.stale import measured_since, without_stale
+from relaxtune.pipeline.choose.stale import without_stale
 from relaxtune.pipeline.codegen.finish import finish_kernels
 from relaxtune.pipeline.codegen.kernel_hash import CODE_GENERATION, is_kernel, kernel_hash, made_hash
 from relaxtune.pipeline.environment import detect_environment
@@ -24,8 +24,8 @@ from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.pipeline.tuning.local.build_worker import BuildRequest, start
-from relaxtune.pipeline.tuning.measure.resources import read_resources
 from relaxtune.pipeline.tuning.plan.recorder import describe_workload
+from relaxtune.pipeline.tuning.plan.resume import measured_since
 from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
@@ -60,8 +60,8 @@ def measured(task, target):
 def built_hash(mod, target, directory: Path) -> str | None:
     """Return the hash that the tuner's build process tells of a candidate."""
     stem = str(directory / "candidate")
-    start()(BuildRequest(pickle.dumps(mod), pickle.dumps(target.target), stem))
-    return read_resources(stem + ".so").kernel_hash
+    reply = start()(BuildRequest(pickle.dumps(mod), pickle.dumps(target.target), stem))
+    return reply.artifact.resources.kernel_hash
 
 
 def entries_of(lowered, task, record, target, directory: Path, routes=DEFAULT_ROUTES) -> list[KernelEntry]:

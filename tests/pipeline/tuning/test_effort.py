@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from relaxtune.pipeline.efforts import Effort
-from relaxtune.pipeline.tuning.effort import LEVELS, options_for
+from relaxtune.pipeline.tuning.options import LEVELS, Effort, options_for
 
 
 def test_more_effort_tries_more_and_is_content_later() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -12,17 +12,15 @@ import numpy as np
 import pytest
 import tvm
 from tvm import te
-from tvm.ir.utils import derived_object
-from tvm.s_tir import meta_schedule as ms
 
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.tasks.extract import as_workload
-from relaxtune.pipeline.tuning.local.builder import PoolBuilder
-from relaxtune.pipeline.tuning.local.runner import ProcessRunner
-from relaxtune.pipeline.tuning.measure.failure import read_failure
-from relaxtune.pipeline.tuning.measure.notes import CandidateNote, attach_note
+from relaxtune.pipeline.tuning.local.backend import LocalBackend
+from relaxtune.pipeline.tuning.local.build_pool import BuildPool
+from relaxtune.pipeline.tuning.measure.backend import Capabilities, MeasureBackend, OnCompared, OnMeasured, Outcome
 from relaxtune.pipeline.tuning.measure.rotation import RotatedTimer
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.rounds import Rounds
 from relaxtune.pipeline.tuning.plan.state import TaskState
@@ -30,8 +28,8 @@ from relaxtune.pipeline.tuning.session import require_valid, tune
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.contract import TuningDatabase
-from relaxtune.tuning_db.records import RecordFilter, Route, Status
-from tests.pipeline.tuning.tuning_cases import add_one_mod, args_info, matmul_task, task_of
+from relaxtune.tuning_db.records import Environment, RecordFilter, Route, Status
+from tests.pipeline.tuning.tuning_cases import add_one_mod, built, matmul_task, measure, spec_of, task_of
 
 HAS_GPU = bool(tvm.cuda(0).exist)
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
@@ -43,8 +41,8 @@ def target() -> ResolvedTarget:
 
 
 @pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolBuilder]:
-    with closing(PoolBuilder(1, tmp_path_factory.mktemp("artifacts"))) as opened:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BuildPool]:
+    with closing(BuildPool(1, tmp_path_factory.mktemp("artifacts"))) as opened:
         yield opened
 
 
@@ -57,47 +55,39 @@ def far_mod(size: int = 64) -> tvm.ir.IRModule:
     )
 
 
-def build(
-    builder: PoolBuilder, target: ResolvedTarget, mod: tvm.ir.IRModule, note: CandidateNote | None = None
-) -> ms.runner.RunnerInput:
-    bound = apply_fallback(mod, target.target)
-    noted = bound if note is None else attach_note(bound, note)
-    (result,) = builder.build([ms.builder.BuilderInput(noted, target.target)])
-    assert result.error_msg is None, result.error_msg
-    return ms.runner.RunnerInput(str(result.artifact_path), "cuda", args_info(mod))
+def build(pool: BuildPool, target: ResolvedTarget, mod: tvm.ir.IRModule) -> tuple[BuiltArtifact, WorkloadSpec]:
+    return built(pool, target.target, apply_fallback(mod, target.target)), spec_of(mod)
 
 
-def test_the_cases_build_without_a_gpu(builder: PoolBuilder, target: ResolvedTarget) -> None:
+def test_the_cases_build_without_a_gpu(pool: BuildPool, target: ResolvedTarget) -> None:
     for mod in (add_one_mod(), far_mod()):
-        assert Path(str(build(builder, target, mod).artifact_path)).stat().st_size > 0
+        assert Path(str(build(pool, target, mod)[0].content)).stat().st_size > 0
 
 
-@derived_object
-class Told(ms.runner.PyRunnerFuture):
-    """A made-up latency."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> ms.runner.RunnerResult:
-        return ms.runner.RunnerResult([self._seconds], None)
-
-
-@derived_object
-class NoDevice(ms.runner.PyRunner):
+class NoDevice(MeasureBackend):
     """Answers as a device would, each candidate a little faster than the one before."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    capabilities = Capabilities("cuda", "none", compares=False)
+    capacity = 1
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
         self.count = 0
 
-    def run(self, inputs: list[ms.runner.RunnerInput]) -> list[ms.runner.RunnerFuture]:
-        self.count += len(inputs)
-        return [Told(1e-5 / self.count) for _ in inputs]
+    def submit(self, artifact: BuiltArtifact, spec: WorkloadSpec, on_measured: OnMeasured) -> None:
+        self.count += 1
+        on_measured(Outcome(Status.OK, (1e-5 / self.count,), environment=self._environment))
+
+    def prepare_reference(self, spec: WorkloadSpec) -> None:
+        pass
+
+    def compare(
+        self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int, on_compared: OnCompared
+    ) -> None:
+        raise AssertionError("it cannot compare")
+
+    def close(self) -> None:
+        pass
 
 
 def half_matmul(size: int) -> tvm.ir.IRModule:
@@ -118,7 +108,7 @@ def test_tune_searches_and_builds_for_a_gpu_at_the_same_time(database: TuningDat
         database=database,
         environment=detect_environment(target),
         options=TuningOptions(trials=48, trials_per_iteration=8, population=32, workers=2, seed=1),
-        runner=NoDevice(),
+        backend=NoDevice(detect_environment(target)),
     )
     assert {task.task.name for task in summary.tasks if task.valid} == {"half", "add"}
     assert {"search", "build", "queue", "measure"} < set(summary.seconds_by_phase)
@@ -163,7 +153,7 @@ def test_a_near_shape_lets_every_task_begin_with_one_template(
             database=database,
             environment=detect_environment(target),
             options=TuningOptions(trials=trials, workers=1, finals=0, routes=frozenset({Route.TEMPLATE})),
-            runner=NoDevice(),
+            backend=NoDevice(detect_environment(target)),
         )
         records = database.list_records(RecordFilter(route=Route.TEMPLATE))
         return Counter({size: sum(r.workload_hash == tasks[size].workload_hash for r in records) for size in chosen})
@@ -198,41 +188,37 @@ def test_tune_finds_valid_candidates(target: ResolvedTarget, database: TuningDat
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_broken_context_does_not_poison_the_next(builder: PoolBuilder, target: ResolvedTarget) -> None:
+def test_a_broken_context_does_not_poison_the_next(pool: BuildPool, target: ResolvedTarget) -> None:
     options = MeasureOptions(repeats=3, contender_repeats=0, min_repeat_s=0.0005)
-    with closing(ProcessRunner("cuda:0", options, timeout_s=20.0)) as runner:
-        good = build(builder, target, add_one_mod())
-        results = [future.result() for future in runner.run([good, build(builder, target, far_mod()), good])]
-        assert runner.process.restarts == 1
-    assert results[0].error_msg is None
-    assert read_failure(str(results[1].error_msg), Status.OK)[0] is Status.RUN_ERROR
-    assert results[2].error_msg is None
-    assert len(results[2].run_secs) == options.repeats
+    with closing(LocalBackend(["cuda:0"], detect_environment(target), options, timeout_s=20.0)) as backend:
+        good = build(pool, target, add_one_mod())
+        outcomes = measure(backend, good, build(pool, target, far_mod()), good)
+        assert backend.restarts == 1
+    assert [one.status for one in outcomes] == [Status.OK, Status.RUN_ERROR, Status.OK]
+    assert len(outcomes[2].seconds) == options.repeats
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_rotated_arguments_cost_more_than_warm_ones(builder: PoolBuilder, target: ResolvedTarget) -> None:
+def test_rotated_arguments_cost_more_than_warm_ones(pool: BuildPool, target: ResolvedTarget) -> None:
     """16 MiB in and out fit into L2, and take longer from memory."""
     mod = add_one_mod(size=2 << 20)
-    item = build(builder, target, mod)
+    candidate = build(pool, target, mod)
     seconds = {}
     for rotate in (True, False):
         options = MeasureOptions(rotate=rotate, contender_repeats=0)
-        with closing(ProcessRunner("cuda:0", options, timeout_s=20.0)) as runner:
-            (future,) = runner.run([item])
-            result = future.result()
-        assert result.error_msg is None
-        assert len(result.run_secs) == options.repeats
-        seconds[rotate] = float(np.median([float(value) for value in result.run_secs]))
+        with closing(LocalBackend(["cuda:0"], detect_environment(target), options, timeout_s=20.0)) as backend:
+            (outcome,) = measure(backend, candidate)
+        assert len(outcome.seconds) == options.repeats
+        seconds[rotate] = float(np.median(outcome.seconds))
     assert 1e-6 < seconds[False] < seconds[True] < 1e-3
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_the_timer_agrees_with_tvms_on_a_long_kernel(builder: PoolBuilder, target: ResolvedTarget) -> None:
+def test_the_timer_agrees_with_tvms_on_a_long_kernel(pool: BuildPool, target: ResolvedTarget) -> None:
     mod = add_one_mod(size=64 << 20)
-    module = tvm.runtime.load_module(str(build(builder, target, mod).artifact_path))
+    module = tvm.runtime.load_module(str(build(pool, target, mod)[0].content))
     device = tvm.cuda(0)
     tensors = [tvm.runtime.empty((64 << 20,), "float32", device) for _ in range(2)]
     theirs = float(module.time_evaluator("main", device, number=10, repeat=3)(*tensors).median)

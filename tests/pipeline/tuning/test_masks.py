@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import tvm
 
 from relaxtune.pipeline.tuning.measure.arguments import hiding_nothing
-from relaxtune.pipeline.tuning.measure.notes import CandidateNote, attach_note, take_note
 from relaxtune.schedules.functions.plain_attention import attention_function
 from relaxtune.schedules.tir.dependent_arguments import padding_masks
 from tests.schedules.attention_cases import PLAIN, AttentionCase
@@ -40,11 +38,3 @@ def test_only_masks_are_replaced_and_the_arrays_stay_as_they_are() -> None:
     assert found[1].all()
     np.testing.assert_array_equal(found[2], np.zeros(2, "float16"))
     np.testing.assert_array_equal(arrays[1], [True, False])
-
-
-def test_note_carries_masks() -> None:
-    func = attention_function(*PLAIN.made())
-    note = CandidateNote("workload", {}, (3,), masks={"2": 1})
-    _, fields = take_note(attach_note(tvm.IRModule({"main": func}), note))
-    assert fields is not None
-    assert CandidateNote(**{**fields, "outputs": (3,)}) == note  # type: ignore[arg-type]

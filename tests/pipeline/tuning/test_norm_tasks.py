@@ -6,30 +6,31 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import tvm
-from tvm.s_tir import meta_schedule as ms
 
 from relaxtune.pipeline.tasks.extract import as_workload
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.pipeline.tuning.local.builder import PoolBuilder
-from relaxtune.pipeline.tuning.local.runner import ProcessRunner
+from relaxtune.pipeline.tuning.local.backend import LocalBackend
+from relaxtune.pipeline.tuning.local.build_pool import BuildPool
 from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec, make_arrays, with_column_sums, with_partial_sums
-from relaxtune.pipeline.tuning.measure.failure import read_failure
+from relaxtune.pipeline.tuning.measure.backend import Outcome
 from relaxtune.pipeline.tuning.measure.mismatch import find_mismatch
-from relaxtune.pipeline.tuning.measure.notes import CandidateNote, attach_note
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+from relaxtune.pipeline.tuning.measure.workload_spec import WorkloadSpec
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.baseline import own_tolerances, reference_mods, take_reference
 from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.pipeline.tuning.session import tune
+from relaxtune.pipeline.validate.tolerances import KernelTolerance
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.tir.dependent_arguments import column_sums_of_weights, partial_sums_of_rows
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route, Status
-from tests.pipeline.tuning.tuning_cases import Place, args_info, task_of
+from tests.pipeline.tuning.tuning_cases import Place, built, measure, task_of
 from tests.schedules.templates.matmul_cases import MatmulCase
 from tests.schedules.templates.norm_cases import OUTPUTS, NormCase
 
@@ -74,77 +75,67 @@ def planted(mod: tvm.IRModule, before: str, after: str) -> tvm.IRModule:
 
 
 @pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolBuilder]:
-    with closing(PoolBuilder(1, tmp_path_factory.mktemp("artifacts"))) as opened:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BuildPool]:
+    with closing(BuildPool(1, tmp_path_factory.mktemp("artifacts"))) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[ProcessRunner]:
-    with closing(ProcessRunner("cpu:0", QUICK, timeout_s=20.0)) as opened:
+def backend(place: Place) -> Iterator[LocalBackend]:
+    with closing(LocalBackend(["cpu:0"], place.environment, QUICK, timeout_s=20.0)) as opened:
         yield opened
 
 
-def build(builder: PoolBuilder, place: Place, mod: tvm.IRModule, note: CandidateNote | None = None) -> str:
-    noted = mod if note is None else attach_note(mod, note)
-    (result,) = builder.build([ms.builder.BuilderInput(noted, place.target.target)])
-    assert result.error_msg is None, result.error_msg
-    return str(result.artifact_path)
-
-
-def failure_of(
-    builder: PoolBuilder, runner: ProcessRunner, place: Place, task: TuningTask, mod: tvm.IRModule
-) -> str | None:
-    """Return why the measuring process refuses a module as a candidate of a task; None when it does not."""
+def outcome_of(pool: BuildPool, backend: LocalBackend, place: Place, task: TuningTask, mod: tvm.IRModule) -> Outcome:
+    """Return what comes of a module as a candidate of a task."""
     state = TaskState(task)
     (reference,) = reference_mods([state], place.target)
-    take_reference(state, build(builder, place, reference), None)
-    path = build(builder, place, mod, state.note)
-    (future,) = runner.run([ms.runner.RunnerInput(path, "llvm", args_info(task.mod))])
-    error = future.result().error_msg
-    return None if error is None else str(error)
+    target = place.target.target
+    take_reference(state, built(pool, target, reference), Outcome(Status.OK))
+    assert state.spec is not None
+    (outcome,) = measure(backend, (built(pool, target, mod), state.spec))
+    return outcome
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_right_candidates_pass_on_every_output(
-    builder: PoolBuilder, runner: ProcessRunner, place: Place, case: NormCase
+    pool: BuildPool, backend: LocalBackend, place: Place, case: NormCase
 ) -> None:
     task = make_task(case)
     scheduled = apply_fallback(task.mod, place.target.target)
-    assert failure_of(builder, runner, place, task, scheduled) is None
+    assert outcome_of(pool, backend, place, task, scheduled).status is Status.OK
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_a_wrong_second_output_is_a_wrong_result(
-    builder: PoolBuilder, runner: ProcessRunner, place: Place, fault: tuple[NormCase, str, str, str]
+    pool: BuildPool, backend: LocalBackend, place: Place, fault: tuple[NormCase, str, str, str]
 ) -> None:
     case, output, before, after = fault
     task = make_task(case)
-    error = failure_of(builder, runner, place, task, planted(task.mod, before, after))
-    status, text = read_failure(str(error), Status.OK)
-    assert status is Status.WRONG_RESULT
-    assert f"output parameter {position(task, output)}: " in text
+    outcome = outcome_of(pool, backend, place, task, planted(task.mod, before, after))
+    assert outcome.status is Status.WRONG_RESULT
+    assert f"output parameter {position(task, output)}: " in str(outcome.error)
 
 
 def test_statistics_and_sums_have_tolerances_of_their_own() -> None:
     task = make_task(BOTH)
     own = own_tolerances(task.mod["main"])
-    statistics, sums = (own[str(position(task, name))] for name in OUTPUTS[1::-1])
-    assert statistics["rtol"] < 1e-5 < 1e-3 < sums["rtol"]
-    assert (statistics["quantities"], sums["quantities"]) == (1, 2)
-    assert statistics["accumulated"] == 0
+    statistics, sums = (own[position(task, name)] for name in OUTPUTS[1::-1])
+    assert statistics.rtol < 1e-5 < 1e-3 < sums.rtol
+    assert (statistics.quantities, sums.quantities) == (1, 2)
+    assert statistics.accumulated == 0
     assert own_tolerances(as_workload(NormCase(BOTH.matmul).func())["main"]) == {}
 
 
 def test_quantities_of_different_size_are_each_held_against_their_own() -> None:
     expected = np.array([[1.0, 1000.0], [2.0, 2000.0]], np.float32)
     wrong = expected + np.array([[0.5, 0.0], [0.0, 0.0]], np.float32)
-    note = CandidateNote("any", {}, (0,), atol=1e-3)
-    assert find_mismatch(wrong, expected, note.tolerance_of(0)) is None
-    apart = {"0": {"rtol": 0.0, "atol": 1e-3, "accumulated": 0.0, "quantities": 2}}
-    note = CandidateNote("any", {}, (0,), atol=1e-3, own_tolerances=apart)
-    assert str(find_mismatch(wrong, expected, note.tolerance_of(0))).startswith("[..., 0]: 1 of 2 elements")
-    assert find_mismatch(expected, expected, note.tolerance_of(0)) is None
+    accepted = KernelTolerance(0.0, 1e-3)
+    spec = WorkloadSpec("any", (), (0,), tolerance=accepted)
+    assert find_mismatch(wrong, expected, spec.tolerance_of(0)) is None
+    spec = replace(spec, own_tolerances={0: replace(accepted, quantities=2)})
+    assert str(find_mismatch(wrong, expected, spec.tolerance_of(0))).startswith("[..., 0]: 1 of 2 elements")
+    assert find_mismatch(expected, expected, spec.tolerance_of(0)) is None
 
 
 @pytest.mark.parametrize("case", [STATISTICS, BOTH], ids=["[K, N]", "[N, K]"])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import tvm
 from tvm import te
-from tvm.s_tir import meta_schedule as ms
 
 from relaxtune.pipeline.tasks.extract import as_workload, make_task
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuning.measure.arguments import argument_specs
+from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend, Outcome, build_all
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.records import Environment, TargetKey
 
@@ -51,8 +54,25 @@ def add_one_mod(offset: float = 1.0, size: int = 16) -> tvm.ir.IRModule:
     return as_workload(te.create_prim_func([a, te.compute((size,), lambda i: a[i] + offset, name="C")]))
 
 
-def args_info(mod: tvm.ir.IRModule) -> list[ms.arg_info.ArgInfo]:
-    return list(ms.arg_info.ArgInfo.from_entry_func(mod, False))
+def spec_of(mod: tvm.ir.IRModule, workload: str = "any", **more: object) -> WorkloadSpec:
+    """Return what candidates of a module are measured with; its last parameter is the output."""
+    arguments = argument_specs(mod["main"])
+    return WorkloadSpec(workload, arguments, (len(arguments) - 1,), **more)  # type: ignore[arg-type]
+
+
+def built(builder: Builder, target: tvm.target.Target, mod: tvm.ir.IRModule) -> BuiltArtifact:
+    (one,) = build_all(builder, [mod], target)
+    assert one.artifact is not None, one.error
+    return one.artifact
+
+
+def measure(backend: MeasureBackend, *candidates: tuple[BuiltArtifact, WorkloadSpec]) -> list[Outcome]:
+    """Return what came of some candidates, in the order given."""
+    done: SimpleQueue[tuple[int, Outcome]] = SimpleQueue()
+    for index, (artifact, spec) in enumerate(candidates):
+        backend.submit(artifact, spec, lambda outcome, index=index: done.put((index, outcome)))  # type: ignore[misc]
+    found = dict(done.get(timeout=120) for _ in candidates)
+    return [found[index] for index in range(len(candidates))]
 
 
 def unbuildable_mod(size: int = 16) -> tvm.ir.IRModule:

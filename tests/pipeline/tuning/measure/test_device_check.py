@@ -9,23 +9,20 @@ from contextlib import closing
 import numpy as np
 import pytest
 import tvm
-from tvm.s_tir import meta_schedule as ms
 
 from relaxtune.pipeline.arrays import numpy_dtype
 from relaxtune.pipeline.codegen.finish import device_toolchain
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.tuning.local import measure_worker
-from relaxtune.pipeline.tuning.local.builder import PoolBuilder
+from relaxtune.pipeline.tuning.local.build_pool import BuildPool
+from relaxtune.pipeline.tuning.local.requests import MeasureReply, MeasureRequest, ReferenceRequest
 from relaxtune.pipeline.tuning.measure import device_check
-from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec
 from relaxtune.pipeline.tuning.measure.device_check import SMALLEST, DeviceCheck, check_module
 from relaxtune.pipeline.tuning.measure.mismatch import absolute_bound, find_mismatch
-from relaxtune.pipeline.tuning.measure.notes import CandidateNote
-from relaxtune.pipeline.tuning.measure.requests import MeasureReply, MeasureRequest, ReferenceRequest
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.validate.tolerances import KernelTolerance
 from relaxtune.schedules.targets import resolve_target
-from tests.pipeline.tuning.tuning_cases import Place, add_one_mod
+from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, built, spec_of
 
 ACCEPTED = KernelTolerance(rtol=4e-3, atol=1e-3, accumulated=1e-4)
 SIZE = SMALLEST + 77
@@ -146,8 +143,8 @@ def test_the_cases_build_for_a_gpu() -> None:
 
 
 @pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolBuilder]:
-    with closing(PoolBuilder(1, tmp_path_factory.mktemp("artifacts"))) as opened:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BuildPool]:
+    with closing(BuildPool(1, tmp_path_factory.mktemp("artifacts"))) as opened:
         yield opened
 
 
@@ -168,23 +165,21 @@ def on_threads(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
     return schedule.mod
 
 
-def request_for(builder: PoolBuilder, place: Place, mod: tvm.ir.IRModule, device: str = "cpu:0") -> MeasureRequest:
+def request_for(pool: BuildPool, place: Place, mod: tvm.ir.IRModule, device: str = "cpu:0") -> MeasureRequest:
     """Return the request to measure a module, where `A + 1` is right."""
     target = resolve_target("cuda").target if device.startswith("cuda") else place.target.target
-    (reference,) = builder.build([ms.builder.BuilderInput(add_one_mod(size=SIZE), place.target.target)])
-    note = CandidateNote("add-one", {}, (1,), str(reference.artifact_path), rtol=1e-6, atol=1e-6)
-    (result,) = builder.build([ms.builder.BuilderInput(on_threads(mod) if device != "cpu:0" else mod, target)])
-    assert result.error_msg is None, result.error_msg
+    reference = built(pool, place.target.target, add_one_mod(size=SIZE))
+    spec = spec_of(mod, "add-one", reference=reference, tolerance=KernelTolerance(1e-6, 1e-6))
+    artifact = built(pool, target, on_threads(mod) if device != "cpu:0" else mod)
     options = MeasureOptions(repeats=2, contender_repeats=0, min_repeat_s=0.0005)
-    arguments = (ArgumentSpec((SIZE,), "float32"),) * 2
-    return MeasureRequest(str(result.artifact_path), device, arguments, note, options, 0)
+    return MeasureRequest(str(artifact.content), device, spec, options, 0)
 
 
 def mismatches(requests: list[MeasureRequest], options: MeasureOptions) -> list[str | None]:
     """Return what a measuring process tells of each candidate, all compared with the first one's reference."""
     answer = measure_worker.start()
     assert answer(ReferenceRequest(requests[0])) is True
-    told = [answer(dataclasses.replace(one, options=options, note=requests[0].note)) for one in requests]
+    told = [answer(dataclasses.replace(one, options=options, spec=requests[0].spec)) for one in requests]
     found = []
     for one in told:
         assert isinstance(one, MeasureReply)
@@ -193,10 +188,10 @@ def mismatches(requests: list[MeasureRequest], options: MeasureOptions) -> list[
 
 
 @pytest.fixture(scope="module")
-def requests_here(builder: PoolBuilder, place: Place) -> list[MeasureRequest]:
+def requests_here(pool: BuildPool, place: Place) -> list[MeasureRequest]:
     """A right candidate, a wrong one, one that writes next to nothing, and the right one again."""
     mods = (add_one_mod(size=SIZE), add_one_mod(1.5, size=SIZE), idle_mod(), add_one_mod(size=SIZE))
-    return [request_for(builder, place, mod) for mod in mods]
+    return [request_for(pool, place, mod) for mod in mods]
 
 
 def test_a_measuring_process_gives_the_same_verdicts_and_words_either_way(
@@ -247,9 +242,9 @@ def test_a_reference_overwritten_on_the_device_refuses_nobody(
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_gpu_gives_the_hosts_verdicts(builder: PoolBuilder, place: Place) -> None:
+def test_a_gpu_gives_the_hosts_verdicts(pool: BuildPool, place: Place) -> None:
     mods = (add_one_mod(size=SIZE), add_one_mod(1.5, size=SIZE), idle_mod(), add_one_mod(size=SIZE))
-    requests = [request_for(builder, place, mod, "cuda:0") for mod in mods]
+    requests = [request_for(pool, place, mod, "cuda:0") for mod in mods]
     there = mismatches(requests, requests[0].options)
     assert there == mismatches(requests, dataclasses.replace(requests[0].options, compare_on_device=False))
     assert [one is None for one in there] == [True, False, False, True]

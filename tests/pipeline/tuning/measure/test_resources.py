@@ -1,14 +1,6 @@
 from __future__ import annotations
 
-from pathlib import Path
-
-from relaxtune.pipeline.tuning.measure.resources import (
-    NO_RESOURCES,
-    Resources,
-    parse_compiler_log,
-    read_resources,
-    write_resources,
-)
+from relaxtune.pipeline.tuning.measure.resources import NO_RESOURCES, Resources, parse_compiler_log
 
 # NVRTC 13.0 with --ptxas-options=-v, two kernels.
 LOG = """\
@@ -29,10 +21,3 @@ def test_parse_takes_the_largest_kernel_and_all_spills() -> None:
     assert parse_compiler_log(LOG) == Resources(32, 4096, 32)
     assert parse_compiler_log(LOG, dynamic_bytes=1000).smem_bytes == 5096
     assert parse_compiler_log("warning: unused variable") == NO_RESOURCES
-
-
-def test_resources_lie_beside_the_artifact(tmp_path: Path) -> None:
-    stem = str(tmp_path / "candidate-000001")
-    assert read_resources(stem + ".so") == NO_RESOURCES
-    write_resources(stem, Resources(40, 1024, 0))
-    assert read_resources(stem + ".so") == Resources(40, 1024, 0)

@@ -6,22 +6,25 @@ from datetime import timedelta
 import pytest
 
 from relaxtune.pipeline.choose.standing import standing_records
-from relaxtune.pipeline.tuning.measure.failure import StopSignal
+from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.pipeline.tuning.plan.finals import hold_finals, list_finalists
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.plan.state import Contender, TaskState
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import RecordFilter, Route, Status, TuningRecord, utc_now
-from tests.pipeline.tuning.tuning_cases import Place, matmul_task
+from tests.pipeline.tuning.tuning_cases import Place, matmul_task, spec_of
 
 NOW = utc_now()
 
 
 def contended(*latencies_us: float) -> TaskState:
     state = TaskState(matmul_task())
+    state.spec = spec_of(state.task.mod)
     for position, latency_us in enumerate(latencies_us):
         route = Route.FALLBACK if position == 0 else Route.METASCHEDULE
-        state.keep(Contender(route, f"[{position}]", latency_us, f"candidate-{position}.so"))
+        state.keep(Contender(route, f"[{position}]", latency_us, BuiltArtifact(f"candidate-{position}.so", "")))
         state.offer(route, latency_us, 0.02)
     return state
 
@@ -41,17 +44,11 @@ def test_the_final_names_the_winner_and_is_recorded(place: Place, database: Tuni
     state = contended(20.0, 10.0, 10.2, 10.4)
     recorder = Recorder(database, place.key, place.environment, job_id=None, seed=0, seconds={"database": 0.0})
     recorder.start([state.task])
-    asked: list[int] = []
-
-    def compare(items, rounds):
-        asked.append(rounds)
-        said = {"candidate-1.so": "wrong_result: 3 elements are off", "candidate-2.so": None, "candidate-3.so": None}
-        seconds = {"candidate-2.so": [1.07e-5, 1.08e-5], "candidate-3.so": [1.05e-5, 1.05e-5]}
-        return [Result(said[str(i.artifact_path)], seconds.get(str(i.artifact_path))) for i in items]
-
-    hold_finals([state], compare, recorder, StopSignal(), kind="llvm", rounds=2)
+    wrong = Outcome(Status.WRONG_RESULT, error="3 elements are off")
+    backend = Compares([wrong, Outcome(Status.OK, (1.07e-5, 1.08e-5)), Outcome(Status.OK, (1.05e-5, 1.05e-5))])
+    hold_finals([state], backend, recorder, StopSignal(), rounds=2)
     recorder.flush()
-    assert asked == [2]
+    assert backend.asked == [(["candidate-1.so", "candidate-2.so", "candidate-3.so"], 2)]
     assert round(state.best_us, 3) == 10.5
     records = database.list_records(RecordFilter(workload_hash=state.task.workload_hash))
     assert [record.status for record in records] == [Status.WRONG_RESULT, Status.OK, Status.OK]
@@ -60,20 +57,23 @@ def test_the_final_names_the_winner_and_is_recorded(place: Place, database: Tuni
 
 def test_one_that_was_measured_before_the_device_became_slower_does_not_win(place: Place) -> None:
     state = contended(20.0, 10.0, 10.2, 10.8)
-    seconds = {"candidate-1.so": [1.12e-5] * 3, "candidate-2.so": [1.13e-5] * 3}
-
-    def compare(items, rounds):
-        return [Result(None, seconds[str(item.artifact_path)]) for item in items]
-
-    hold_finals([state], compare, NoRecords(), StopSignal(), kind="llvm", rounds=3)
+    backend = Compares([Outcome(Status.OK, (1.12e-5,) * 3), Outcome(Status.OK, (1.13e-5,) * 3)])
+    hold_finals([state], backend, NoRecords(), StopSignal(), rounds=3)
     assert state.best_us == pytest.approx(11.2)
 
 
-def test_no_final_is_held_when_somebody_asked_for_the_end(place: Place, database: TuningDatabase) -> None:
+def test_no_final_is_held_when_the_user_stopped_the_run(place: Place, database: TuningDatabase) -> None:
     stop = StopSignal()
     stop.request()
     recorder = Recorder(database, place.key, place.environment, job_id=None, seed=0, seconds={"database": 0.0})
-    hold_finals([contended(20.0, 10.0, 10.1)], None, recorder, stop, kind="llvm", rounds=2)
+    hold_finals([contended(20.0, 10.0, 10.1)], None, recorder, stop, rounds=2)
+
+
+@pytest.mark.parametrize("outcomes", [None, [Outcome(Status.OK, (1e-5,)), Outcome(Unmeasured.STOPPED)]])
+def test_a_final_that_was_not_held_changes_nothing(outcomes: list[Outcome] | None) -> None:
+    state = contended(20.0, 10.0, 10.2)
+    hold_finals([state], Compares(outcomes), NoRecords(), StopSignal(), rounds=3)
+    assert state.best_us == 10.0
 
 
 class NoRecords:
@@ -83,11 +83,16 @@ class NoRecords:
         """Forget an outcome."""
 
 
-class Result:
-    """What a runner answers."""
+class Compares:
+    """A backend that gives the same answer to every comparison."""
 
-    def __init__(self, error_msg: str | None, run_secs: list[float] | None) -> None:
-        self.error_msg, self.run_secs = error_msg, run_secs
+    def __init__(self, outcomes: list[Outcome] | None) -> None:
+        self.outcomes = outcomes
+        self.asked: list[tuple[list[object], int]] = []
+
+    def compare(self, artifacts, spec, rounds, on_compared):
+        self.asked.append(([one.content for one in artifacts], rounds))
+        on_compared(self.outcomes)
 
 
 def record(place: Place, decision: str, us: float, minutes: int, status: Status = Status.OK) -> TuningRecord:

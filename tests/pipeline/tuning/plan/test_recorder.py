@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from relaxtune.pipeline.tuning.local.evaluate import Outcome
+from relaxtune.pipeline.tuning.measure.backend import Outcome
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.tuning_db.records import Route, Status
 from tests.pipeline.tuning.tuning_cases import matmul_task

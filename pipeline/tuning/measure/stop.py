@@ -1,4 +1,4 @@
-"""How a failed candidate is told through MetaSchedule's interfaces, which have one text for it, and how a run ends."""
+"""When a tuning run has to end: its deadline, or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,28 +10,11 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from relaxtune.tuning_db.records import Status
-
 logger = logging.getLogger(__name__)
-
-CANCELLED = "cancelled"
-
-
-def failure_text(status: Status, error: str) -> str:
-    """Return the error text of a builder or runner result: the status, then the reason."""
-    return f"{status.value}: {error}"
-
-
-def read_failure(text: str, default: Status) -> tuple[Status, str]:
-    """Return status and reason of an error text; one that names no status, from another builder, has the default."""
-    head, separator, reason = text.partition(": ")
-    if separator and head in {status.value for status in Status}:
-        return Status(head), reason
-    return default, text
 
 
 class StopSignal:
-    """Says when a tuning run has to end: somebody asked, or the deadline has passed.
+    """Tells whether a tuning run has to end: the user asked for it, or the deadline has passed.
 
     Parameters
     ----------
@@ -49,7 +32,7 @@ class StopSignal:
 
     @property
     def asked(self) -> bool:
-        """Whether somebody asked for the end."""
+        """Whether the user asked for the end."""
         return self._asked.is_set()
 
     @property

@@ -1,23 +1,21 @@
-"""What is asked of a measuring process and what it answers (`tuning.local.measure_worker`)."""
+"""Requests to a measuring process (`tuning.local.measure_worker`) and its replies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec
-from relaxtune.pipeline.tuning.measure.notes import CandidateNote
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 
 
 @dataclass(frozen=True)
 class MeasureRequest:
-    """An artifact, what it is called with, and how to time it."""
+    """The file of a candidate, what it computes, and how to time it."""
 
     artifact: str
     device: str
-    arguments: tuple[ArgumentSpec, ...]
-    note: CandidateNote | None
+    spec: WorkloadSpec
     options: MeasureOptions
     seed: int
 
@@ -32,7 +30,7 @@ class WarmRequest:
 
 @dataclass(frozen=True)
 class ReferenceRequest:
-    """Make the reference outputs that a measurement of this kind will need; with `on_host` the CPU's, on appeal."""
+    """Compute the reference outputs that a measurement needs; with `on_host` on the CPU, after an appeal."""
 
     measurement: MeasureRequest
     on_host: bool = False
@@ -40,7 +38,7 @@ class ReferenceRequest:
 
 @dataclass(frozen=True)
 class CompareRequest:
-    """Check candidates of one workload once more and time them in turns, so many latencies each."""
+    """Check candidates of one workload again and time them alternately, `rounds` latencies each."""
 
     measurements: tuple[MeasureRequest, ...]
     rounds: int
@@ -64,34 +62,30 @@ class CompareReply:
 def reference_file(request: MeasureRequest, seed: int) -> Path | None:
     """Return where the reference outputs for one seed are kept, or None when nothing is compared.
 
-    Where the device makes them, and the CPU did so too since a candidate appealed, it is the CPU's that count.
+    The CPU's outputs count once a candidate has appealed from the device's.
     """
-    if request.note is None or request.note.reference is None:
-        return None
     on_host = host_reference_file(request, seed)
     if on_host is not None and on_host.exists():
         return on_host
-    return made_reference_file(request.note.reference, seed)
+    return None if request.spec.reference is None else outputs_file(request.spec.reference, seed)
 
 
-def made_reference_file(reference: str, seed: int) -> Path:
-    """Return where the outputs that a shared object computes for one seed are kept."""
-    return Path(f"{reference}.{seed}.pickle")
+def outputs_file(reference: BuiltArtifact, seed: int) -> Path:
+    """Return where the outputs that a reference computes for one seed are kept."""
+    return Path(f"{reference.content!s}.{seed}.pickle")
 
 
 def host_reference_file(request: MeasureRequest, seed: int) -> Path | None:
-    """Return where the CPU's outputs are kept, once a candidate has appealed from the device's; None without appeal."""
-    if request.note is None or request.note.host_reference is None:
-        return None
-    return made_reference_file(request.note.host_reference, seed)
+    """Return where the CPU's outputs are kept once a candidate has appealed; None where it cannot appeal."""
+    return None if request.spec.host_reference is None else outputs_file(request.spec.host_reference, seed)
 
 
 def may_appeal(request: MeasureRequest) -> bool:
-    """Whether a candidate was compared with what the device made, and the CPU can still be asked."""
+    """Whether a candidate is compared with what the device computed, and the CPU can still be asked."""
     files = [host_reference_file(request, seed) for seed in check_seeds(request)]
     return any(path is not None and not path.exists() for path in files)
 
 
 def check_seeds(request: MeasureRequest) -> tuple[int, int]:
-    """Return the seeds of the values a candidate is timed with, and of those a new best is checked with besides."""
+    """Return the seed of the values that a candidate is timed with, and of those that a new best is checked with."""
     return request.seed, request.seed + 1

@@ -1,0 +1,294 @@
+"""One measuring process on one device, which a candidate may kill at any moment."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from relaxtune.pipeline.tuning.local.devices import Device
+from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer, Reply
+from relaxtune.pipeline.tuning.local.requests import (
+    CompareReply,
+    CompareRequest,
+    MeasureReply,
+    MeasureRequest,
+    ReferenceRequest,
+    WarmRequest,
+    check_seeds,
+    may_appeal,
+    reference_file,
+)
+from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured, place
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
+from relaxtune.tuning_db.records import Environment, Status
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MEASURE_MODULE = "relaxtune.pipeline.tuning.local.measure_worker"
+NO_REFERENCE = "the reference cannot be computed"
+_START_TIMEOUT_S = 120.0
+_REFERENCE_TIMEOUT_S = 120.0
+# A CPU that takes longer for a reference would take the time of all other candidates.
+_APPEAL_TIMEOUT_S = 30.0
+_STARTS_MAX = 3
+_POLL_S = 0.1
+_STOPPED = Outcome(Unmeasured.STOPPED, error="the run was stopped")
+
+
+class _NoAnswerError(Exception):
+    """The process gave no answer; `outcome` says why."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.error)
+        self.outcome = outcome
+
+
+class MeasuringProcess:
+    """One device's measuring process; a process that a candidate ended or blocked is replaced.
+
+    Parameters
+    ----------
+    device : Device
+        The device, and what pins a process to it.
+    environment : Environment
+        What outcomes are stamped with.
+    options : MeasureOptions
+        How candidates are timed.
+    timeout_s : float
+        Seconds for one candidate, checks included.
+    stop : StopSignal
+        The candidate in flight is given up when the user stops the run; a deadline lets it finish.
+    seed : int
+        Of the arguments' values.
+    directory : Path
+        Where artifacts are written that come as bytes.
+    server : ForkServer or None
+        What forks the process, which is not closed here; without one it is started afresh.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        environment: Environment,
+        options: MeasureOptions,
+        timeout_s: float,
+        stop: StopSignal,
+        seed: int,
+        directory: Path,
+        server: ForkServer | None = None,
+    ) -> None:
+        self.device = device
+        self._environment = environment
+        self._options = options
+        self._timeout_s = timeout_s
+        self._stop = stop
+        self._seed = seed
+        self._directory = directory
+        self._server = server
+        self.restarts = 0
+        # Workloads that the CPU computes no reference for: the device's decides.
+        self._final: set[str] = set()
+        self._closed = False
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the present process."""
+        return self._process.pid
+
+    def warm(self) -> None:
+        """Set the device up; a failure comes again, and is told, with the first candidate."""
+        self._outcome_of(lambda: self._ask(WarmRequest(self.device.name, self._options), _REFERENCE_TIMEOUT_S, bool))
+
+    def prepare_reference(self, spec: WorkloadSpec) -> None:
+        """Compute a workload's reference; a failure is told with the first candidate."""
+        if not self._stop.due:
+            self._outcome_of(lambda: self._make_references(self.request("", spec)))
+
+    def measure(self, artifact: BuiltArtifact, spec: WorkloadSpec) -> Outcome:
+        """Check and time a candidate."""
+        if self._stop.due:
+            return _STOPPED
+        began = time.monotonic()
+        answer = self._outcome_of(lambda: self._measure(artifact, spec))
+        outcome = _outcome(answer) if isinstance(answer, MeasureReply) else answer
+        return replace(outcome, duration_s=time.monotonic() - began, environment=self._environment)
+
+    def compare(self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int) -> list[Outcome] | None:
+        """Check and time candidates of one workload alternately; None when they could not all be run.
+
+        A failure tells nothing about which candidate failed: each of them ran before. It may be asked after the
+        deadline.
+        """
+        began = time.monotonic()
+        answer = self._outcome_of(lambda: self._compare(artifacts, spec, rounds))
+        if not isinstance(answer, CompareReply):
+            if answer.status is not Unmeasured.STOPPED:
+                logger.warning("the final contenders could not be timed alternately: %s", answer.error)
+            return None
+        share_s = (time.monotonic() - began) / len(artifacts)
+        return [
+            replace(_outcome(reply), duration_s=share_s, environment=self._environment, resources=artifact.resources)
+            for reply, artifact in zip(answer.replies, artifacts, strict=True)
+        ]
+
+    def request(self, path: str, spec: WorkloadSpec) -> MeasureRequest:
+        """Return the request to measure a file as a candidate."""
+        reference, host = (one and place(one, self._directory) for one in (spec.reference, spec.host_reference))
+        spec = replace(spec, reference=reference, host_reference=host)
+        return MeasureRequest(path, self.device.name, spec, self._options, self._seed)
+
+    def _measure(self, artifact: BuiltArtifact, spec: WorkloadSpec) -> MeasureReply:
+        request = self.request(str(place(artifact, self._directory).content), spec)
+        self._make_references(request)
+        appeals = may_appeal(request)
+        reply = self._ask(request, self._timeout_s, MeasureReply)
+        if reply.mismatch is not None and appeals and self._appeal(request):
+            reply = self._ask(request, self._timeout_s, MeasureReply)
+        return reply
+
+    def _compare(self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int) -> CompareReply:
+        requests = [self.request(str(place(one, self._directory).content), spec) for one in artifacts]
+        self._make_references(requests[0])
+        asked, timeout_s = CompareRequest(tuple(requests), rounds), self._timeout_s * len(requests)
+        appeals = may_appeal(requests[0])
+        reply = self._ask(asked, timeout_s, CompareReply)
+        if appeals and any(one.mismatch is not None for one in reply.replies) and self._appeal(requests[0]):
+            reply = self._ask(asked, timeout_s, CompareReply)
+        return reply
+
+    def _make_references(self, request: MeasureRequest) -> None:
+        """Have the reference outputs computed if they are not there."""
+        if all(path is None or path.exists() for path in (reference_file(request, s) for s in check_seeds(request))):
+            return
+        try:
+            self._ask(ReferenceRequest(request), _REFERENCE_TIMEOUT_S, bool)
+        except _NoAnswerError as e:
+            if isinstance(e.outcome.status, Unmeasured):
+                raise
+            told = f"{NO_REFERENCE}: {e.outcome.error}"
+            raise _NoAnswerError(Outcome(Status.RUN_ERROR, error=told, no_reference=True)) from e
+
+    def _appeal(self, request: MeasureRequest) -> bool:
+        """Have the CPU compute the references that the device computed until now; return whether they are there."""
+        workload = request.spec.workload
+        if workload in self._final:
+            return False
+        if not may_appeal(request):
+            # The process of another device has just had them computed.
+            return True
+        made = self._outcome_of(
+            lambda: self._ask(ReferenceRequest(request, on_host=True), _APPEAL_TIMEOUT_S, bool),
+        )
+        if made is True:
+            return True
+        self._final.add(workload)
+        reason = made.error if isinstance(made, Outcome) else "it has none"
+        logger.warning("what differs from the device's reference counts as wrong: the CPU computed none: %s", reason)
+        return False
+
+    def _outcome_of(self, work: Callable[[], T]) -> T | Outcome:
+        """Return what some work returns, or why the process gave no answer."""
+        try:
+            return work()
+        except _NoAnswerError as e:
+            return e.outcome
+        except OSError as e:
+            # An artifact came damaged, or the disk is full.
+            return Outcome(Unmeasured.LOST, error=str(e))
+
+    def _ask(self, request: object, timeout_s: float, kind: type[T]) -> T:
+        """Return the answer of the process.
+
+        Raises
+        ------
+        _NoAnswerError
+            The candidate failed, or the run was stopped.
+        ChildDiedError
+            The process cannot be started.
+        """
+        if self._closed or not self._ready():
+            raise _NoAnswerError(_STOPPED)
+        try:
+            self._process.send(request)
+            reply = self._answer(timeout_s)
+        except ChildDiedError as e:
+            self._replace()
+            status = Unmeasured.LOST if e.from_outside else Status.RUN_ERROR
+            raise _NoAnswerError(_STOPPED if self._stopped else Outcome(status, error=str(e))) from e
+        if reply is None:
+            self._replace()
+            told = f"the measurement was killed after {timeout_s:g} s (run_timeout_s)"
+            raise _NoAnswerError(_STOPPED if self._stopped else Outcome(Status.TIMEOUT, error=told))
+        if reply.error is not None:
+            if self.device.name.startswith("cuda"):
+                # An error may have broken the CUDA context, which would fail every later candidate.
+                self._replace()
+            raise _NoAnswerError(Outcome(Status.RUN_ERROR, error=reply.error))
+        if not isinstance(reply.value, kind):
+            raise TypeError(f"the measuring process answered with {type(reply.value).__name__}, not {kind.__name__}")
+        return reply.value
+
+    def leave(self) -> None:
+        """Give up what is in hand and everything after it, within a moment; safe between threads."""
+        self._closed = True
+
+    def close(self) -> None:
+        """End the process."""
+        self.leave()
+        self._process.kill()
+
+    def _start(self) -> ChildProcess:
+        threads = self._options.threads
+        environment = {"TVM_NUM_THREADS": str(threads)} if threads else {}
+        return ChildProcess(MEASURE_MODULE, {**environment, **self.device.environment}, self._server)
+
+    @property
+    def _stopped(self) -> bool:
+        return self._closed or self._stop.asked
+
+    def _replace(self) -> None:
+        if self._closed:
+            return
+        self._process.kill()
+        self._process = self._start()
+        self.restarts += 1
+
+    def _ready(self) -> bool:
+        """Wait until the process has started; return False when the run was stopped meanwhile."""
+        reason = ""
+        for _ in range(_STARTS_MAX):
+            if self._process.ready:
+                return True
+            try:
+                if self._answer(_START_TIMEOUT_S) is not None:
+                    return True
+                if self._stopped:
+                    return False
+                reason = f"not ready after {_START_TIMEOUT_S:g} s"
+            except ChildDiedError as e:
+                reason = str(e)
+            self._replace()
+        raise ChildDiedError(f"the measuring process ({MEASURE_MODULE}) failed to start {_STARTS_MAX} times: {reason}")
+
+    def _answer(self, timeout_s: float) -> Reply | None:
+        """Return the next message, or None when time is up or the run was stopped."""
+        until = time.monotonic() + timeout_s
+        while not self._process.connection.poll(_POLL_S):
+            if time.monotonic() > until or self._stopped:
+                return None
+        return self._process.receive()
+
+
+def _outcome(reply: MeasureReply) -> Outcome:
+    if reply.mismatch is not None:
+        return Outcome(Status.WRONG_RESULT, error=reply.mismatch)
+    return Outcome(Status.OK, reply.seconds)

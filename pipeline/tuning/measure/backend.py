@@ -1,0 +1,208 @@
+"""The protocol of measuring: plain values go in and out, on this machine, over Ray or to a board.
+
+    scheduled module ── Builder ──▶ BuiltArtifact ── MeasureBackend ──▶ Outcome
+
+Builders and backends answer through callbacks, from threads of their own, in the order in which things are finished.
+Nothing above this file knows where a candidate is built or measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from queue import SimpleQueue
+
+import tvm
+
+from relaxtune.pipeline.tuning.measure.clock import BusyClock
+from relaxtune.pipeline.tuning.measure.resources import NO_RESOURCES, Resources
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
+from relaxtune.tuning_db.records import Environment, Status
+
+
+class Unmeasured(StrEnum):
+    """Why nothing is known of a candidate. The fault is not its own, so that no record is kept.
+
+    Attributes
+    ----------
+    STOPPED
+        The run ended first.
+    LOST
+        Its process was killed from outside, the disk was full, or the machine is gone; it may be tried again.
+    BROKEN
+        Nothing can be built or measured there any more; the run has to end.
+    """
+
+    STOPPED = "stopped"
+    LOST = "lost"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one candidate.
+
+    Attributes
+    ----------
+    status
+        `Status.OK`, how the candidate failed, or why nothing is known of it.
+    seconds
+        Raw seconds of one run each; empty unless it is ok.
+    error
+        The reason; None when it is ok.
+    duration_s
+        Seconds that building and measuring took.
+    resources
+        What the kernel takes of a GPU, as far as it is known.
+    environment
+        Where it was measured, as told by the backend; None for one that was never measured.
+    no_reference
+        The workload's reference cannot be computed, so that no candidate of it can be checked.
+    """
+
+    status: Status | Unmeasured
+    seconds: tuple[float, ...] = ()
+    error: str | None = None
+    duration_s: float = 0.0
+    resources: Resources = NO_RESOURCES
+    environment: Environment | None = None
+    no_reference: bool = False
+
+
+@dataclass(frozen=True)
+class Built:
+    """What came of a build: an artifact when `status` is ok, else the reason; and the seconds it took a process."""
+
+    status: Status | Unmeasured
+    artifact: BuiltArtifact | None = None
+    error: str | None = None
+    seconds: float = 0.0
+
+
+OnBuilt = Callable[[Built], None]
+OnMeasured = Callable[[Outcome], None]
+# One outcome per artifact, in order; None when the artifacts could not all be run.
+OnCompared = Callable[[Sequence[Outcome] | None], None]
+
+
+class Builder(ABC):
+    """Compiles candidates. `clock` runs while something is built; `restarts` counts replaced processes."""
+
+    def __init__(self) -> None:
+        self.clock = BusyClock()
+        self.restarts = 0
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Candidates that no process has yet."""
+
+    @abstractmethod
+    def submit(self, mod: tvm.ir.IRModule, target: tvm.target.Target, on_built: OnBuilt) -> None:
+        """Build the PrimFunc `main` of a scheduled module; returns at once."""
+
+    @abstractmethod
+    def discard(self, artifact: BuiltArtifact) -> None:
+        """Give up an artifact that this builder made: its file may go."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what was started here; what is not built yet is reported as stopped."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend measures on, and what it can do.
+
+    Attributes
+    ----------
+    device_kind, device_model
+        For example `cuda` and `NVIDIA H200`; all devices of a backend are of one model.
+    checks_results
+        It compares the outputs of candidates with the workload's reference.
+    compares
+        It can time several candidates alternately on one device.
+    """
+
+    device_kind: str
+    device_model: str
+    checks_results: bool = True
+    compares: bool = True
+
+
+class MeasureBackend(ABC):
+    """Measures built candidates on one or more devices of one model.
+
+    An implementation stamps every outcome with the environment that it was measured in. A candidate's failure is its
+    outcome; a failure of the machine is `Unmeasured`. Every submitted candidate is answered exactly once.
+    """
+
+    @property
+    def restarts(self) -> int:
+        """Processes that were replaced."""
+        return 0
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What it measures on, and what it can do."""
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Candidates that it measures at the same time."""
+
+    @abstractmethod
+    def submit(self, artifact: BuiltArtifact, spec: WorkloadSpec, on_measured: OnMeasured) -> None:
+        """Check and time a candidate on any of the devices; returns at once."""
+
+    @abstractmethod
+    def prepare_reference(self, spec: WorkloadSpec) -> None:
+        """Compute what the candidates of a workload are compared with, before the first of them is there.
+
+        It is a hint: a backend that does nothing here computes the reference with the first candidate.
+        """
+
+    @abstractmethod
+    def compare(
+        self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int, on_compared: OnCompared
+    ) -> None:
+        """Check candidates of one workload again and time them alternately on one device, `rounds` latencies each."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what was started here; what is not measured yet is reported as stopped."""
+
+
+def place(artifact: BuiltArtifact, directory: Path) -> BuiltArtifact:
+    """Return an artifact whose content is a file of this machine; bytes are written to the directory first.
+
+    Raises
+    ------
+    OSError
+        The bytes are not those that were built: their sha256 differs.
+    """
+    if isinstance(artifact.content, str):
+        return artifact
+    path = directory / f"{artifact.sha256}.so"
+    if not path.exists():
+        found = hashlib.sha256(artifact.content).hexdigest()
+        if found != artifact.sha256:
+            raise OSError(f"an artifact came damaged: expected sha256 {artifact.sha256}, got {found}")
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(artifact.content)
+        partial.rename(path)
+    return replace(artifact, content=str(path))
+
+
+def build_all(builder: Builder, mods: Sequence[tvm.ir.IRModule], target: tvm.target.Target) -> list[Built]:
+    """Return what came of building some modules, in order; waits for all."""
+    done: SimpleQueue[tuple[int, Built]] = SimpleQueue()
+    for index, mod in enumerate(mods):
+        builder.submit(mod, target, lambda built, index=index: done.put((index, built)))  # type: ignore[misc]
+    found = dict(done.get() for _ in mods)
+    return [found[index] for index in range(len(mods))]

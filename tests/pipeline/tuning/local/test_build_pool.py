@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from queue import SimpleQueue
+
+import psutil
+import pytest
+import tvm
+from tvm import te
+
+from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits, BuildPool
+from relaxtune.pipeline.tuning.measure.backend import Built, Unmeasured, build_all
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.tuning_db.records import Status
+from tests.pipeline.tuning.tuning_cases import (
+    Place,
+    add_one_mod,
+    extern_mod,
+    matmul_mod,
+    slow_build_mod,
+    unbuildable_mod,
+)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BuildPool]:
+    with closing(BuildPool(1, tmp_path_factory.mktemp("artifacts"))) as opened:
+        yield opened
+
+
+def build(pool: BuildPool, place: Place, *mods: tvm.ir.IRModule) -> list[Built]:
+    return build_all(pool, mods, place.target.target)
+
+
+def test_build_returns_a_loadable_artifact(pool: BuildPool, place: Place) -> None:
+    results = build(pool, place, add_one_mod(), matmul_mod())
+    assert [result.status for result in results] == [Status.OK] * 2
+    module = tvm.runtime.load_module(results[0].artifact.content)
+    a = tvm.runtime.tensor([float(i) for i in range(16)]).numpy().astype("float32")
+    out = tvm.runtime.empty((16,), "float32")
+    module["main"](tvm.runtime.tensor(a), out)
+    assert (out.numpy() == a + 1).all()
+
+
+@pytest.mark.parametrize("function", ["exp", "erf", "tanh"])
+def test_candidates_compute_functions_as_artifacts_do(pool: BuildPool, place: Place, function: str) -> None:
+    a = te.placeholder((16,), "float32", name="a")
+    out = te.compute((16,), lambda i: getattr(tvm.tirx, function)(a[i]), name="out")
+    (result,) = build(pool, place, tvm.IRModule({"main": te.create_prim_func([a, out])}))
+    assert result.status is Status.OK
+    symbols = subprocess.run(
+        ["nm", "-D", "--undefined-only", result.artifact.content], capture_output=True, text=True, check=True
+    ).stdout
+    # A call of the C library's scalar function would be measured where an artifact has vector arithmetic.
+    assert f"{function}f" not in symbols
+
+
+def test_build_tells_the_error_text_when_the_compiler_refuses(pool: BuildPool, place: Place) -> None:
+    good, failed, also_good = build(pool, place, add_one_mod(), unbuildable_mod(), add_one_mod(2.0))
+    assert good.status is Status.OK
+    assert also_good.status is Status.OK
+    assert failed.status is Status.BUILD_ERROR
+    assert "Traceback" in failed.error
+
+
+def test_build_goes_on_when_a_worker_is_killed(pool: BuildPool, place: Place) -> None:
+    assert build(pool, place, add_one_mod())[0].status is Status.OK
+    restarts = pool.restarts
+    os.kill(pool.pids[0], signal.SIGKILL)
+    time.sleep(0.2)
+    assert build(pool, place, add_one_mod())[0].status is Status.OK
+    assert pool.restarts == restarts + 1
+
+
+@pytest.mark.parametrize(("kills", "status"), [(1, Status.TIMEOUT), (2, Unmeasured.LOST)])
+def test_a_build_killed_from_outside_is_tried_once_more_and_never_called_an_error(
+    tmp_path: Path, place: Place, kills: int, status: Status | Unmeasured
+) -> None:
+    with closing(BuildPool(1, tmp_path, BuilderLimits(timeout_s=2.0))) as pool:
+        answers: SimpleQueue[Built] = SimpleQueue()
+        pool.submit(slow_build_mod(), place.target.target, answers.put)
+        for _ in range(kills):
+            until = time.monotonic() + 60
+            while pool._slots[0].job is None and time.monotonic() < until:
+                time.sleep(0.02)
+            time.sleep(0.3)
+            os.kill(pool.pids[0], signal.SIGKILL)
+            while pool._slots[0].job is not None and time.monotonic() < until:
+                time.sleep(0.02)
+        assert answers.get(timeout=60).status is status
+        assert build(pool, place, add_one_mod())[0].status is Status.OK
+
+
+def test_build_reports_a_timeout_and_replaces_the_worker(tmp_path: Path, place: Place) -> None:
+    with closing(BuildPool(1, tmp_path, BuilderLimits(timeout_s=0.001))) as pool:
+        first = pool.pids[0]
+        (late,) = build(pool, place, slow_build_mod())
+        assert late.status is Status.TIMEOUT
+        assert "build_timeout_s" in late.error
+        assert pool.pids[0] != first
+        assert not psutil.pid_exists(first)
+
+
+def test_build_kills_a_worker_that_takes_too_much_memory(tmp_path: Path, place: Place) -> None:
+    with closing(BuildPool(1, tmp_path, BuilderLimits(build_rss_max_bytes=1 << 20))) as pool:
+        first = pool.pids[0]
+        (late,) = build(pool, place, slow_build_mod())
+        assert late.status is Status.BUILD_ERROR
+        assert "1 are allowed (build_rss_max_bytes)" in late.error
+        assert not psutil.pid_exists(first)
+
+
+def test_build_makes_gpu_code_like_an_artifact(pool: BuildPool) -> None:
+    cuda = resolve_target("cuda:sm_90a").target
+    bound = apply_fallback(add_one_mod(), cuda)
+    good, unbound = build_all(pool, [bound, add_one_mod()], cuda)
+    assert good.status is Status.OK
+    data = Path(good.artifact.content).read_bytes()
+    assert b"main_kernel" in data
+    assert b"__global__" not in data
+    assert "have blocks that no GPU thread runs" in unbound.error
+
+
+def test_build_replaces_a_worn_worker(tmp_path: Path, place: Place) -> None:
+    with closing(BuildPool(1, tmp_path, BuilderLimits(builds_max=2))) as pool:
+        first = pool.pids[0]
+        results = build(pool, place, add_one_mod(), add_one_mod(2.0), add_one_mod(3.0))
+        assert [result.status for result in results] == [Status.OK] * 3
+        assert pool.restarts == 1
+        assert pool.pids[0] != first
+
+
+def test_build_goes_on_after_a_full_disk(tmp_path: Path, place: Place) -> None:
+    with closing(BuildPool(1, tmp_path)) as pool:
+        # Everything written there fails as on a full disk.
+        (tmp_path / "candidate-000001.o").symlink_to("/dev/full")
+        full, fine = build(pool, place, add_one_mod(), add_one_mod())
+    # The disk's fault, and so none of the candidate's.
+    assert full.status is Unmeasured.LOST
+    assert fine.status is Status.OK
+
+
+def test_build_gives_up_when_the_run_is_stopped(tmp_path: Path, place: Place) -> None:
+    stop = StopSignal()
+    with closing(BuildPool(1, tmp_path, stop=stop)) as pool:
+        stop.request()
+        assert build(pool, place, add_one_mod())[0].status is Unmeasured.STOPPED
+
+
+def test_close_leaves_no_process(tmp_path: Path, place: Place) -> None:
+    pool = BuildPool(2, tmp_path)
+    pids = pool.pids
+    pool.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_build_links_code_with_external_calls(pool: BuildPool, place: Place) -> None:
+    assert build(pool, place, extern_mod("abs", -3))[0].status is Status.OK
