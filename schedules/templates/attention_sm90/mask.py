@@ -12,6 +12,7 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import ScoreBias
 from relaxtune.schedules.templates.attention_sm90.plan import AttentionPlan
+from relaxtune.schedules.templates.emit.registers import in_register
 
 LOG2_E = math.log2(math.e)
 MINUS_INFINITY = tirx.FloatImm("float32", -math.inf)
@@ -312,7 +313,5 @@ def _words(held: tirx.Var) -> range:
 
 
 def hold(value: tirx.Expr) -> tirx.Expr:
-    """Emit the storing of a value in a register of its own, and return that."""
-    register = T.alloc_local([1], "int32")
-    T.buffer_store(register, value, [0])
-    return register[0]
+    """Emit the storing of an integer in a register of its own, and return that."""
+    return in_register(value, "int32")

@@ -16,7 +16,7 @@ Llama's 32 heads of 64 over 2048 positions).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tvm import tirx
@@ -31,6 +31,7 @@ from relaxtune.schedules.templates.attention_sm90.mask import (
     hold,
 )
 from relaxtune.schedules.templates.attention_sm90.plan import AttentionPlan
+from relaxtune.schedules.templates.emit.registers import in_register, tree, when
 
 # About the lowest finite number.
 _LOWEST = -3.0e38
@@ -175,7 +176,7 @@ class OnlineSoftmax:
         added = None if self._bias is None else self._bias.find_added()
         scale = None if added is None else self._find_scale(added)
         if self._bias is not None:
-            with _where(added):
+            with when([] if added is None else [added]):
                 self._bias.apply(scores, block, self._rows)
         if masked is not None:
             with T.If(masked), T.Then():
@@ -183,7 +184,7 @@ class OnlineSoftmax:
         for row in range(2):
             self._raise_highest(scores, row, scale)
         if self._subtracts:
-            with _where(added):
+            with when([] if added is None else [added]):
                 self._subtract(scores)
         factor: tirx.Expr | None = None if self.unit == 1.0 else tirx.FloatImm("float32", self.unit)
         if scale is not None:
@@ -249,11 +250,10 @@ class OnlineSoftmax:
                     T.buffer_store(scores, tirx.Select(seen, scores[at], MINUS_INFINITY), [at])
 
     def _raise_highest(self, scores: tirx.Var, row: int, scale: tirx.Expr | None) -> None:
-        # A tree: a chain of maxima would wait for itself.
         parts = [] if scale is not None else [self._highest[row]]
         for pair in range(self._pairs):
             parts.append(tirx.max(scores[pair * 4 + row * 2], scores[pair * 4 + row * 2 + 1]))
-        found = _tree(parts, tirx.max)
+        found = tree(tirx.max, parts)
         highest = T.alloc_local([1], "float32")
         T.buffer_store(highest, found if scale is None else tirx.max(self._highest[row], found * scale), [0])
         for mask in (1, 2):
@@ -296,24 +296,4 @@ class OnlineSoftmax:
 
 def _held(value: tirx.Expr) -> tirx.Expr:
     """Emit the storing of a value in a register of its own, and return that; a constant stays one."""
-    if isinstance(value, tirx.FloatImm):
-        return value
-    register = T.alloc_local([1], "float32")
-    T.buffer_store(register, value, [0])
-    return register[0]
-
-
-@contextmanager
-def _where(condition: tirx.Expr | None) -> Iterator[None]:
-    """Emit what follows under a condition; None for always."""
-    if condition is None:
-        yield
-        return
-    with T.If(condition), T.Then():
-        yield
-
-
-def _tree(parts: list[tirx.Expr], combine: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]) -> tirx.Expr:
-    while len(parts) > 1:
-        parts = [combine(*parts[at : at + 2]) if at + 1 < len(parts) else parts[at] for at in range(0, len(parts), 2)]
-    return parts[0]
+    return value if isinstance(value, tirx.FloatImm) else in_register(value, "float32")

@@ -5,7 +5,7 @@ Half-precision values are computed in float32 and rounded where they are written
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from tvm import tirx
@@ -208,6 +208,21 @@ def _is_of_places(expr: tirx.Expr) -> bool:
         return False
     operands = [expr.a] if isinstance(expr, tirx.Not) else [expr.a, expr.b]
     return all(_is_of_places(operand) for operand in operands)
+
+
+def tree(combine: Callable[[tirx.Expr, tirx.Expr], tirx.Expr], values: Sequence[tirx.Expr]) -> tirx.Expr:
+    """Return values combined pair by pair: a chain would wait for itself."""
+    while len(values) > 1:
+        pairs = [combine(values[i], values[i + 1]) for i in range(0, len(values) - 1, 2)]
+        values = [*pairs, *values[len(values) - len(values) % 2 :]]
+    return values[0]
+
+
+def in_register(value: tirx.Expr, dtype: str) -> tirx.Expr:
+    """Emit the storing of a value in a register of its own, and return that."""
+    register = T.alloc_local([1], dtype)
+    T.buffer_store(register, value, [0])
+    return register[0]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.hopper import matrix_descriptor
+from relaxtune.schedules.templates.emit.registers import in_register
 from relaxtune.schedules.templates.gemm_sm90.operands import ROW_BYTES, STEP_BYTES
 from relaxtune.schedules.templates.gemm_sm90.plan import SWIZZLES, GemmPlan
 from relaxtune.schedules.tir.epilogue import MatmulFunction
@@ -47,9 +48,7 @@ class Multiply:
         address: tirx.Expr, leading: int, stride: int, swizzle: int
     ) -> tuple[tirx.Expr, Callable[[tirx.Expr], tirx.Expr]]:
         low, with_low = matrix_descriptor(address, leading, stride, swizzle)
-        register = T.alloc_local([1], "int32")
-        T.buffer_store(register, low, [0])
-        return register[0], with_low
+        return in_register(low, "int32"), with_low
 
     def _units_b(self, part: int, column: int) -> int:
         """Return the offset of an instruction's rows of K, from a column on, in B's tile, in units of 16 bytes."""

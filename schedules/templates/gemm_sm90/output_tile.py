@@ -26,19 +26,18 @@ multiples of 16 bytes, it is written element by element, and residuals are read 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.emit.fast_gelu import fast_gelu
-from relaxtune.schedules.templates.emit.fast_math import fast_call
+from relaxtune.schedules.templates.emit.epilogue import evaluated, output_axes
 from relaxtune.schedules.templates.emit.global_access import load_bytes
+from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.emit.wide_epilogue import in_float32
 from relaxtune.schedules.templates.gemm_sm90.column_copies import ColumnCopies, load_pair
 from relaxtune.schedules.templates.gemm_sm90.output_shares import (
@@ -177,14 +176,9 @@ class OutputTile:
             load_bytes(registers.ptr_to([number]), source.ptr_to([row, load.indices[-1]]), bytes_of(dtype_of(load)))
         return {place: registers[number] for number, place in enumerate(places)}
 
-    @contextmanager
-    def rows_exist(self, block: int) -> Iterator[None]:
+    def rows_exist(self, block: int) -> AbstractContextManager[None]:
         """Emit what the block emits for those warps that have rows of the output in a block of 64 rows."""
-        if not self._ragged_rows:
-            yield
-            return
-        with T.If(self._row + block * 64 < self._matmul.m), T.Then():
-            yield
+        return when([self._row + block * 64 < self._matmul.m] if self._ragged_rows else [])
 
     def write(self, accumulators: tirx.Var, *, ragged_columns: bool, column_end: tirx.Expr | int) -> None:
         """Emit the evaluation and writing of this warp's part.
@@ -250,10 +244,7 @@ class OutputTile:
             for number, (line, inside, _, partial) in enumerate(self._vectors(str(patch.ty.dtype), width)):
                 registers = [words[number * 4 + word] for word in range(4)]
                 store = T.ptx["st.shared.v4.u32"](patch.ptr_to([self._warp, line, inside]), *registers)
-                if partial:
-                    with T.If(line < 16), T.Then():
-                        T.evaluate(store)
-                else:
+                with when([line < 16] if partial else []):
                     T.evaluate(store)
         if self._residual_patches:
             T.evaluate(T.cuda.warp_sync())
@@ -299,12 +290,8 @@ class OutputTile:
             guards = [row < matmul.m] if self._ragged_rows else []
             if self._ragged_columns:
                 guards.append(column < self._column_end)
-            at = [tirx.floordiv(column, group), row, which]
-            if guards:
-                with T.If(tirx.all(*guards)), T.Then():
-                    T.buffer_store(target, shares[number], at)
-            else:
-                T.buffer_store(target, shares[number], at)
+            with when(guards):
+                T.buffer_store(target, shares[number], [tirx.floordiv(column, group), row, which])
 
     def _evaluate_batch(self, accumulators: tirx.Var, block: int, start: int, eights: range) -> None:
         places = [(eight, half) for eight in eights for half in range(2)]
@@ -343,7 +330,7 @@ class OutputTile:
         """Emit the loads of a pair of neighbouring elements of every table of heads into registers."""
         row = tirx.min(self._row + block * 64 + self._lane // 4 + half * 8, self._matmul.m - 1)
         column = self._output_column(eight) + self._lane % 4 * 2
-        axes = dict(zip(self._epilogue.axes, _unflatten(row, column, self._epilogue), strict=True))
+        axes = output_axes(self._epilogue, row, column)
         pairs = []
         for load in self._tables:
             pair = T.alloc_local([2], dtype_of(load))
@@ -383,7 +370,7 @@ class OutputTile:
         column: tirx.Expr,
     ) -> tirx.Expr:
         epilogue = self._epilogue
-        axes = dict(zip(epilogue.axes, _unflatten(row, column, epilogue), strict=True))
+        axes = output_axes(epilogue, row, column)
 
         def replace_load(load: TensorLoad) -> tirx.Expr:
             for known, element in loaded:
@@ -392,16 +379,13 @@ class OutputTile:
             buffer = self._renamed[load.source]
             return buffer[tuple(substitute(one, axes) for one in load.indices)]
 
-        value = tvm_ffi.structural_map(in_float32(epilogue.value), (TensorLoad, replace_load))
-        value = tvm_ffi.structural_map(value, (tirx.Mul, fast_gelu))
-        value = tvm_ffi.structural_map(value, (Call, fast_call))
         variables = [epilogue.accumulator] if epilogue.second is None else [epilogue.accumulator, epilogue.second]
         # Registers of integer sums are unsigned.
         sums = [
             one if one.ty == variable.ty else tirx.Cast(str(variable.ty.dtype), one)
             for variable, one in zip(variables, accumulators, strict=True)
         ]
-        return substitute(value, {**axes, **dict(zip(variables, sums, strict=True))})
+        return evaluated(in_float32(epilogue.value), epilogue, sums, axes, replace_load)
 
     def _write_patch(self, block: int, start: int, width: int) -> None:
         dtype = self._matmul.output_dtype
@@ -414,10 +398,7 @@ class OutputTile:
             if self._ragged_columns:
                 guards.append(column < self._column_end)
             target = output_column(column, self._epilogue.head) if self._epilogue.head else column
-            if guards:
-                with T.If(tirx.all(*guards)), T.Then():
-                    self._write_vector(row, target, line, inside, lanes)
-            else:
+            with when(guards):
                 self._write_vector(row, target, line, inside, lanes)
 
     def _write_vector(self, row: tirx.Expr, column: tirx.Expr, line: tirx.Expr, inside: tirx.Expr, lanes: int) -> None:
@@ -432,13 +413,3 @@ class OutputTile:
 def _matrix(buffer: tirx.Var, rows: int, columns: int) -> tirx.Var:
     """Return a two-dimensional view of a parameter."""
     return T.decl_buffer((rows, columns), str(buffer.ty.dtype), data=buffer.data)
-
-
-def _unflatten(row: tirx.Expr, column: tirx.Expr, epilogue: Epilogue) -> list[tirx.Expr]:
-    """Return the output's position along each of its axes, in the axes' dtypes."""
-    indices: list[tirx.Expr] = [column]
-    rest = row
-    for size in reversed(epilogue.shape[:-1]):
-        indices.insert(0, rest % size)
-        rest = rest // size
-    return [tirx.Cast(str(axis.ty.dtype), index) for index, axis in zip(indices, epilogue.axes, strict=True)]

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.emit.fast_gelu import fast_gelu
-from relaxtune.schedules.templates.emit.fast_math import fast_call
+from relaxtune.schedules.templates.emit.epilogue import evaluated, output_axes
 from relaxtune.schedules.templates.emit.global_access import load_bytes
-from relaxtune.schedules.templates.emit.registers import when
+from relaxtune.schedules.templates.emit.registers import in_register, when
 from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, SHARED_PAD, TILE, WARP
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction, gate_column, value_column
@@ -117,29 +115,18 @@ class GemvOutput:
             total = total + shared[first + warp, m, row]
         if self.factor != 1:
             total = total * tirx.FloatImm("float32", self.factor)
-        register = T.alloc_local([1], "float32")
-        T.buffer_store(register, total, [0])
-        return register[0]
+        return in_register(total, "float32")
 
     def _value(self, sums: list[tirx.Expr], m: tirx.Expr, column: tirx.Expr) -> tirx.Expr:
         """Return an output element; what its epilogue reads is loaded in place."""
         epilogue = self.matmul.epilogue
-        indices: list[tirx.Expr] = [column]
-        rest = m
-        for size in reversed(epilogue.shape[:-1]):
-            indices.insert(0, rest % size)
-            rest = rest // size
-        axes = {axis: tirx.Cast(dtype_of(axis), index) for axis, index in zip(epilogue.axes, indices, strict=True)}
+        axes = output_axes(epilogue, m, column)
         loaded = [(load, self._loaded(load, axes)) for load in epilogue.loads()]
 
         def replace(load: TensorLoad) -> tirx.Expr:
             return next(value for known, value in loaded if tvm_ffi.structural_equal(known, load))
 
-        value = tvm_ffi.structural_map(epilogue.value, (TensorLoad, replace))
-        value = tvm_ffi.structural_map(value, (tirx.Mul, fast_gelu))
-        value = tvm_ffi.structural_map(value, (Call, fast_call))
-        variables = [epilogue.accumulator, *([] if epilogue.second is None else [epilogue.second])]
-        return substitute(value, {**axes, **dict(zip(variables, sums, strict=True))})
+        return evaluated(epilogue.value, epilogue, sums, axes, replace)
 
     def _loaded(self, load: TensorLoad, axes: dict[tirx.Var, tirx.Expr]) -> tirx.Expr:
         """Emit a load that stays behind the wait for the kernel before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -11,7 +11,7 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.accesses import Accesses
 from relaxtune.schedules.templates.emit.kernel_frame import Frame, build_kernel, unflatten, wait_for_predecessor
-from relaxtune.schedules.templates.emit.registers import Lanes, when
+from relaxtune.schedules.templates.emit.registers import Lanes, tree, when
 from relaxtune.schedules.templates.rows.plan import RowsPlan
 from relaxtune.schedules.tir.dataflow import Dataflow, Output, Reduction
 from relaxtune.schedules.tir.expressions import dtype_of
@@ -121,7 +121,7 @@ class _Kernel:
 
         def add(chunk: _Chunk) -> None:
             values = [_as_float(chunk.lanes.value(reduction.element, lane)) for lane in range(p.lanes)]
-            part = _tree(combine, values)
+            part = tree(combine, values)
             if chunk.inside is not None:
                 part = tirx.Select(chunk.inside, part, start)
             T.buffer_store(total, combine(total[0], part), [0])
@@ -136,7 +136,7 @@ class _Kernel:
                 T.buffer_store(self._shared, total[0], [number, in_block, self._own // _WARP])
             T.evaluate(T.cuda.cta_sync())
             parts = [self._shared[number, in_block, warp] for warp in range(plan.warps)]
-            T.buffer_store(total, _tree(combine, parts), [0])
+            T.buffer_store(total, tree(combine, parts), [0])
         return total[0]
 
     def _write(self, output: Output) -> None:
@@ -159,11 +159,3 @@ class _Kernel:
 
 def _as_float(value: tirx.Expr) -> tirx.Expr:
     return value if dtype_of(value) == "float32" else tirx.Cast("float32", value)
-
-
-def _tree(combine: Callable[[tirx.Expr, tirx.Expr], tirx.Expr], values: Sequence[tirx.Expr]) -> tirx.Expr:
-    """Return values combined pair by pair."""
-    while len(values) > 1:
-        pairs = [combine(values[i], values[i + 1]) for i in range(0, len(values) - 1, 2)]
-        values = [*pairs, *values[len(values) - len(values) % 2 :]]
-    return values[0]
