@@ -1,4 +1,4 @@
-"""The schedule of last resort: every PrimFunc that nobody scheduled gets a valid and decent one."""
+"""The schedule of last resort: it gives every PrimFunc without a schedule a valid and decent one."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def best_tile(
     """Return the tile that takes the fewest cycles by count of multiply-adds, loads, and wasted lanes.
 
     A tile of r rows and v vectors needs r * v accumulators, v vectors of the right operand and one broadcast. Per
-    step of k it issues r * v multiply-adds and v + r loads, of which two go out per cycle.
+    step of k it issues r * v multiply-adds and v + r loads; two loads go out per cycle.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ Notation
     g = h // (heads / kv_heads)
 
 All sums are float32; `dtype` is the dtype of V. Query i stands at position `i + keys - queries` among the keys. A key
-that a query does not see (`causal`, `window`, a `keep` mask) has s = -inf. A row of which all s are -inf is NaN, as
+that a query does not see (`causal`, `window`, a `keep` mask) has s = -inf. A row whose s are all -inf is NaN, as
 ONNX's Softmax has it; with a finite bias everywhere, however low, the softmax is an ordinary one.
 
 The tensors lie anywhere in the parameters (`HeadLayout`: three slices of one packed QKV product, say). The pass that
@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tvm import tirx
 
-from relaxtune.schedules.errors import ScheduleError
+from relaxtune.schedules.errors import Refusal, ScheduleError
 from relaxtune.schedules.marks import ATTENTION_ATTR
 
 
@@ -155,6 +155,22 @@ class AttentionSpec:
         """Heads that share a head of K and V."""
         return self.heads // self.kv_heads
 
+    def layouts(self) -> dict[str, HeadLayout]:
+        """Return where each tensor lies, by its role."""
+        layouts = {"query": self.query, "key": self.key, "value": self.value, "output": self.output}
+        if self.growth is not None:
+            layouts |= {"past key": self.growth.past_key, "past value": self.growth.past_value}
+            layouts |= {"new key": self.growth.new_key, "new value": self.growth.new_value}
+        return layouts
+
+    def positions(self, role: str) -> int:
+        """Return the positions of the tensor of a role."""
+        if role in ("query", "output"):
+            return self.queries
+        if self.growth is None or role in ("key", "value"):
+            return self.keys
+        return self.growth.past if role.startswith("past") else self.keys - self.growth.past
+
     def to_json(self) -> str:
         """Return canonical JSON text."""
         document = asdict(self)
@@ -196,6 +212,31 @@ def spec_of(func: tirx.PrimFunc) -> AttentionSpec | None:
     """
     text = func.attrs.get(ATTENTION_ATTR) if func.attrs else None
     return None if text is None else AttentionSpec.from_json(str(text))
+
+
+def refuse_layouts(spec: AttentionSpec, func: tirx.PrimFunc, dtypes: Collection[str], vector: int) -> Refusal | None:
+    """Return why a kernel that copies vectors of some elements does not take an attention's tensors.
+
+    All must be of one of `dtypes`; their strides along axes of several elements, and their starts, are multiples of
+    `vector` elements.
+    """
+    layouts = spec.layouts()
+    found = {role: str(func.params[layout.param].ty.dtype) for role, layout in layouts.items()}
+    if len(set(found.values())) > 1 or found["query"] not in dtypes:
+        return Refusal(f"the dtypes are {found}, expected {' or '.join(dtypes)} for all")
+    for role, layout in layouts.items():
+        of_queries = role in ("query", "output")
+        axes = (
+            ("batch", spec.batch, layout.batch_stride),
+            ("head", spec.heads if of_queries else spec.kv_heads, layout.head_stride),
+            ("position", spec.positions(role), layout.position_stride),
+        )
+        for axis, extent, stride in axes:
+            if extent > 1 and (stride == 0 or stride % vector):
+                return Refusal(f"the {role}'s {axis} stride is {stride}, expected a positive multiple of {vector}")
+        if layout.offset % vector:
+            return Refusal(f"the {role} starts at element {layout.offset}, expected a multiple of {vector}")
+    return None
 
 
 def check_spec(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ...], str]]) -> None:

@@ -1,6 +1,6 @@
 """The plain PrimFunc of an attention, a block a step: what a fallback schedules, and what templates are measured by.
 
-Notation is that of `schedules.functions.attention`.
+Notation: see `schedules.functions.attention`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def attention_function(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ..
     spec : AttentionSpec
         What to compute.
     params : sequence of (shape, dtype)
-        The inputs, then the output, of which every element must be one of O; then K and V, where they are written.
+        The inputs, then the output, whose every element must be one of O; then K and V, where they are written.
 
     Raises
     ------

@@ -1,13 +1,13 @@
 """Attention by cuDNN 9: one execution plan of its fused attention, the plan a place in its heuristic's list.
 
-Notation is that of `schedules.functions.attention`. What cuDNN takes here: float16 or bfloat16 for Q, K, V and O, which
+Notation: see `schedules.functions.attention`. What cuDNN takes here: float16 or bfloat16 for Q, K, V and O, which
 may lie anywhere (slices of one packed product, heads before positions or after); grouped queries; heads of a multiple
 of 8 up to 256; a causal mask, also with more keys than queries; a window; an added mask of float16, bfloat16 or float32
 that broadcasts along any axis; a `keep` mask, which a small kernel before each call turns into an added one of 0 and
 -inf.
 
 Scores with an added mask of float32 or bfloat16 are bounded below by -1e38, since cuDNN hides what is lower: with all
-keys at float32's minimum, a row is an ordinary softmax, as the function has it. A row of which no key is seen (all
+keys at float32's minimum, a row is an ordinary softmax, as the function has it. A row that sees no key (all
 -inf, or not kept), where the function has NaN, is zeros, or with such a mask the mean of the values.
 
 The call is in C (`cudnn_attention.c`, linked into the module), which opens `libcudnn.so.9` (9.10.2 or later) when it
@@ -28,7 +28,7 @@ from tvm import tirx
 from tvm.ir.expr import StringImm
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, ScoreBias, spec_of
+from relaxtune.schedules.functions.attention import AttentionSpec, ScoreBias, refuse_layouts, spec_of
 from relaxtune.schedules.libraries.calls import LibraryCall, call_alone, call_on_made, no_pointer
 from relaxtune.schedules.libraries.vendors import CUDNN
 from relaxtune.schedules.targets import ResolvedTarget
@@ -112,31 +112,7 @@ def _recognise(func: tirx.PrimFunc) -> AttentionSpec | Refusal:
         return Refusal(f"head_dim is {spec.head_dim}, expected a multiple of {_VECTOR} up to {_HEAD_DIM_MAX}")
     if (spec.causal or spec.window) and spec.queries > spec.keys:
         return Refusal(f"{spec.queries} queries look back on {spec.keys} keys: some see none")
-    dtypes = {role: str(func.params[layout.param].ty.dtype) for role, layout in _layouts(spec).items()}
-    if len(set(dtypes.values())) > 1 or dtypes["query"] not in _DTYPES:
-        return Refusal(f"the dtypes are {dtypes}, expected {' or '.join(_DTYPES)} for all")
-    return _refuse_layouts(spec) or _refuse_mask(func, spec.bias) or spec
-
-
-def _layouts(spec: AttentionSpec) -> dict[str, HeadLayout]:
-    return {"query": spec.query, "key": spec.key, "value": spec.value, "output": spec.output}
-
-
-def _refuse_layouts(spec: AttentionSpec) -> Refusal | None:
-    """Return why a tensor cannot be loaded in vectors of 16 bytes."""
-    for role, layout in _layouts(spec).items():
-        of_queries = role in ("query", "output")
-        axes = (
-            ("batch", spec.batch, layout.batch_stride),
-            ("head", spec.heads if of_queries else spec.kv_heads, layout.head_stride),
-            ("position", spec.queries if of_queries else spec.keys, layout.position_stride),
-        )
-        for axis, extent, stride in axes:
-            if extent > 1 and (stride == 0 or stride % _VECTOR):
-                return Refusal(f"the {role}'s {axis} stride is {stride}, expected a positive multiple of {_VECTOR}")
-        if layout.offset % _VECTOR:
-            return Refusal(f"the {role} starts at element {layout.offset}, expected a multiple of {_VECTOR}")
-    return None
+    return refuse_layouts(spec, func, _DTYPES, _VECTOR) or _refuse_mask(func, spec.bias) or spec
 
 
 def _refuse_mask(func: tirx.PrimFunc, bias: ScoreBias | None) -> Refusal | None:
@@ -179,7 +155,7 @@ def _mask_of(spec: AttentionSpec, bias: ScoreBias, dtype: str) -> _Mask:
     extents = (spec.batch, spec.heads, spec.queries, spec.keys)
     strides = (bias.batch_stride, bias.head_stride, bias.query_stride, bias.key_stride)
     sizes = tuple(extent if stride else 1 for extent, stride in zip(extents, strides, strict=True))
-    # cuDNN wants a stride of an axis of one element too, and takes that of a packed tensor.
+    # cuDNN wants a stride for an axis of one element too; a packed tensor's will do.
     told = tuple(
         stride if size > 1 else step for size, stride, step in zip(sizes, strides, _packed(sizes), strict=True)
     )
@@ -193,7 +169,7 @@ def _packed(sizes: Sequence[int]) -> tuple[int, ...]:
 def _library_call(
     func: tirx.PrimFunc, spec: AttentionSpec, mask: _Mask | None, mask_data: tirx.Expr, plan: int
 ) -> LibraryCall:
-    layouts = _layouts(spec)
+    layouts = spec.layouts()
     text = " ".join(str(number) for number in _numbers(func, spec, mask, plan))
     query, key, value, output = (func.params[layout.param].data for layout in layouts.values())
     return LibraryCall(CUDNN, _FUNCTION, [StringImm(text), query, key, value, mask_data, output], _ANSWERS)
@@ -201,7 +177,7 @@ def _library_call(
 
 def _numbers(func: tirx.PrimFunc, spec: AttentionSpec, mask: _Mask | None, plan: int) -> list[int]:
     """Return the fields of `Attention` in `cudnn_attention.c`, in their order."""
-    layouts = _layouts(spec).values()
+    layouts = spec.layouts().values()
     (scale_bits,) = struct.unpack("<I", struct.pack("<f", spec.scale))
     # A last query sees all keys before it whether that is asked for or not; its plans without a mask are the faster.
     causal = spec.causal and spec.queries > 1

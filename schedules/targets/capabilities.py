@@ -61,7 +61,7 @@ _ROWS = {
     120: _Row(99, _HOPPER),
     121: _Row(99, _HOPPER),
 }
-# From here on the native code of a device is that of the suffix `a`.
+# From here on the native code of a device has the suffix `a`.
 _EXACT_FROM = 90
 
 
@@ -107,7 +107,7 @@ def native_arch(compute_version: str) -> str:
 
 
 def is_of(arch: str, compute_version: str) -> bool:
-    """Whether an architecture is that of devices of a compute capability, whatever its suffix."""
+    """Whether devices of a compute capability have an architecture, whatever its suffix."""
     return _parts(arch)[0] == int(compute_version.replace(".", ""))
 
 

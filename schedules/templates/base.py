@@ -163,6 +163,14 @@ def cuda_limits(target: ResolvedTarget) -> CudaLimits:
     return target.limits
 
 
+def refuse_registers(registers: int, threads: int, limits: CudaLimits) -> Refusal | None:
+    """Return why a block of so many threads with so many registers each does not fit, None where it does."""
+    available = min(limits.registers_per_thread, limits.registers_per_block // threads)
+    if registers <= available:
+        return None
+    return Refusal(f"about {registers} registers a thread, a block of {threads} has {available}")
+
+
 def refuse_target(target: ResolvedTarget, *features: Feature) -> Refusal | None:
     """Return why a template does not make kernels for a target: it is no GPU, or one without some features."""
     if target.kind == "cuda" and target.features.issuperset(features):

@@ -22,7 +22,7 @@ def padding_masks(func: tirx.PrimFunc) -> dict[str, int]:
 
 
 def partial_sums_of_rows(func: tirx.PrimFunc) -> dict[str, int]:
-    """Return the position of the partial sums that a matmul of normalised rows reads, and that of the rows."""
+    """Return the positions of the partial sums that a matmul of normalised rows reads, and of the rows."""
     matmul = recognise_matmul(func)
     if isinstance(matmul, Refusal) or matmul.norm is None:
         return {}
@@ -30,7 +30,7 @@ def partial_sums_of_rows(func: tirx.PrimFunc) -> dict[str, int]:
 
 
 def column_sums_of_weights(func: tirx.PrimFunc) -> dict[str, tuple[int, int]]:
-    """Return the position of the sums of B's columns that a matmul of centred rows reads, that of B, and B's K axis.
+    """Return the positions of the sums of B's columns that a matmul of centred rows reads, and of B, and B's K axis.
 
     They are what the epilogue multiplies the shift of a row by.
     """

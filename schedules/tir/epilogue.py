@@ -36,7 +36,7 @@ from relaxtune.schedules.tir.row_norm import PartialSums, RowNorm, find_partial_
 
 # Inlining repeats what is used twice; a compiler finds the repetitions of small trees.
 _NODES_MAX = 600
-# Dtypes of 8 bits of which one operand may have another than the other.
+# Families of 8-bit dtypes; the two operands may have different dtypes of one family.
 _INTEGERS, _FLOATS = frozenset({"int8", "uint8"}), frozenset({"float8_e4m3fn", "float8_e5m2"})
 _BYTES = (_INTEGERS, _FLOATS)
 # Dtypes of outputs whose heads are rotated: 16 bytes of a row are 8 columns at most.
@@ -77,7 +77,7 @@ class Epilogue:
         return 1 if self.second is None or self.head else 2
 
     def product_columns(self, column: tirx.Expr) -> tuple[tirx.Expr, ...]:
-        """Return the columns of the product that an output column is made of: that of each accumulator."""
+        """Return the columns of the product that an output column is made of, one for each accumulator."""
         if self.head:
             return product_column(column, self.head), partner_column(column, self.head)
         return (column,) if self.second is None else (gate_column(column), value_column(column))
@@ -148,7 +148,7 @@ def gate_column(column: tirx.Expr) -> tirx.Expr:
     """Return the column of the product that is the gate of an output column of a gated function.
 
     A gated function is `C[m, c] = value(P[m, gate_column(c)], P[m, value_column(c)], m, c)` of one product P[M, N] with
-    C[M, N / 2], such as silu(gate) * value. Its B holds the weights of both by turns: 8 columns of gates, 8 of values,
+    C[M, N / 2], such as silu(gate) * value. Its B alternates the weights of both: 8 columns of gates, 8 of values,
     so that a thread that evaluates wgmma's accumulators has both. On an H200 (cold L2, fp16), K = 2048 and 8192 gates
     take 18.1, 21.1 and 186 us with 1, 128 and 2048 rows, and as two kernels 20.9, 24.5 and 195 us.
     """

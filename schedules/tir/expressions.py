@@ -92,7 +92,7 @@ def _of_one_width(left: tirx.Expr, right: tirx.Expr) -> tuple[tirx.Expr, tirx.Ex
 
 
 def is_branch(expr: tirx.Expr) -> bool:
-    """Whether an expression is a choice of which only the chosen side is evaluated."""
+    """Whether an expression is a choice that evaluates only the chosen side."""
     return isinstance(expr, Call) and call_name(expr) == IF_THEN_ELSE
 
 

@@ -6,7 +6,7 @@
     C[m, c] = P[m, c]                                                  else: values
     turned  = -P[m, c + d/2] in the first half of a head, P[m, c - d/2] in the second
 
-In the product that a kernel makes, the halves of each head lie by turns, 8 columns of the first and 8 of the second, so
+In the product that a kernel makes, the halves of each head alternate, 8 columns of the first and 8 of the second, so
 that a thread that evaluates wgmma's accumulators has both columns of a pair: the weight's columns are stored so
 (`interleaved_heads`). C's columns are in the graph's order.
 """
@@ -56,7 +56,7 @@ def possible_heads(columns: int) -> list[int]:
 
 
 def interleaved_heads(weight: np.ndarray, head: int) -> np.ndarray:
-    """Return a matrix [K, N] with the halves of each head of columns by turns, 8 columns of each."""
+    """Return a matrix [K, N] with the halves of each head of columns alternating, 8 columns of each."""
     rows, columns = weight.shape
     halves = weight.reshape(rows, columns // head, 2, head // HEAD_UNIT, _EIGHT)
     return np.ascontiguousarray(halves.transpose(0, 1, 3, 2, 4).reshape(rows, columns))

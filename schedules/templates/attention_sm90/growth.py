@@ -64,7 +64,7 @@ class NewPositions:
         self._from, self._to = (_flat(params[layout.param]) for layout in (new, result))
 
     def put(self, thread: tirx.Expr, block: tirx.Expr, tile: tirx.Var, stage: tirx.Expr, at: Tile) -> None:
-        """Emit it for one block of keys, of which the caches' positions have arrived, by all of a warpgroup."""
+        """Emit it for one block of keys whose cached positions have arrived, by all of a warpgroup."""
         spec, block_k = self._plan.spec, self._plan.parameters.block_k
         across = spec.head_dim // _VECTOR
         items = (spec.keys - self._past) * across

@@ -65,7 +65,7 @@ class AttentionMultiply:
 
 
 class _Descriptor:
-    """A matrix descriptor of which the low half is held in a register."""
+    """A matrix descriptor whose low half is held in a register."""
 
     def __init__(self, address: tirx.Expr, leading: int) -> None:
         low, self._with_low = matrix_descriptor(address, leading, 8 * _ROW_UNITS, _SWIZZLE_128)

@@ -54,9 +54,9 @@ class AttentionParameters(Parameters):
     overlap
         Whether the scores of the next keys are multiplied while the softmax of the last is computed.
     pingpong
-        Whether the warpgroups multiply by turns, one while the others compute their softmax.
+        Whether the warpgroups take turns to multiply, one while the others compute their softmax.
     blocks
-        Thread blocks, each of which makes every `blocks`-th tile; 0 for a block (with `split`, a cluster) per tile.
+        Thread blocks; each makes every `blocks`-th tile. 0 for a block (with `split`, a cluster) per tile.
     residents
         Blocks a multiprocessor should hold at a time: fewer registers a thread.
     dependent
@@ -255,7 +255,7 @@ def registers_available(p: AttentionParameters, limits: CudaLimits) -> int:
     """Return the registers that a consumer's thread may have."""
     if p.consumers in REGISTERS and p.residents == 1:
         return REGISTERS[p.consumers][0]
-    # A multiprocessor has four parts with a quarter of the registers each, which take its warps by turns.
+    # A multiprocessor has four parts with a quarter of the registers each; they take its warps in rotation.
     warps = p.residents * (p.consumers * 4 + (4 if p.consumers > 1 else 1))
     each = limits.registers_per_block // 4 // (math.ceil(warps / 4) * 32)
     return min(limits.registers_per_thread, each // 8 * 8)

@@ -15,13 +15,13 @@ of K and V: row r of the tile is query `r // group`, head `r % group`. Blocks of
 - consumers: `consumers` warpgroups of 128 threads with 64 rows each, in `m64nNk16` wgmma instructions, Q and K and V in
   shared memory, P in registers. Thread t of a warpgroup holds of rows `16 * (t / 32) + (t % 32) / 4` and 8 below, in
   each 8 columns, columns `2 * (t % 4)` and the next.
-- producer: one warp after them, of which one thread issues every TMA load.
+- producer: one warp after them; one thread of it issues every TMA load.
 
 Where `blocks` is given, a thread block makes every `blocks`-th tile, and loads the next while it works on the last.
 
 With `overlap`, the scores of the next keys are multiplied while the softmax of the last is computed. With `pingpong`,
-besides, the warpgroups issue their multiplications by turns (named barriers). Both are FlashAttention-3's (Shah et al.,
-2024, sections 3.1 and 3.2).
+besides, the warpgroups take turns to issue their multiplications (named barriers). Both are FlashAttention-3's (Shah
+et al., 2024, sections 3.1 and 3.2).
 
 Shared memory is dynamic; every tile is stored in chunks of 64 columns, 128-byte rows swizzled 128 bytes, its start
 aligned to 1024 bytes. Heads whose size is no multiple of 64 take whole chunks, filled with zeros by TMA:
@@ -41,8 +41,8 @@ but for caches that no kernel writes, and what they are copied to where no other
 Where caches grow (`schedules.functions.attention.CacheGrowth`), the kernel writes K and V too: it loads the caches and
 the new positions, and copies each block of keys from shared memory (`attention_sm90_growth`).
 
-What holds of masks: an `add` mask of finite numbers, however low, gives an ordinary softmax; a row of which no key is
-seen (all -inf, or not kept) is NaN; +inf or NaN in a row makes it NaN. Rows and keys outside the tensors are neither
+What holds of masks: an `add` mask of finite numbers, however low, gives an ordinary softmax; a row that sees no key
+(all -inf, or not kept) is NaN; +inf or NaN in a row makes it NaN. Rows and keys outside the tensors are neither
 read (TMA fills with zeros) nor written.
 
 Limits and encodings: PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" and "Tensor
@@ -59,7 +59,7 @@ import tvm
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, spec_of
+from relaxtune.schedules.functions.attention import AttentionSpec, refuse_layouts, spec_of
 from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
 from relaxtune.schedules.templates.attention_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.attention_sm90.plan import (
@@ -136,43 +136,9 @@ def _recognise(func: tirx.PrimFunc) -> AttentionSpec | Refusal:
         return Refusal(f"scale is {spec.scale}, expected a positive one (the largest product has the largest score)")
     if any(math.prod(int(size) for size in param.ty.shape) > _INDEX_MAX for param in func.params):
         return Refusal("a parameter has 2**31 elements or more, the kernel counts in 32 bits")
-    dtypes = {role: str(func.params[layout.param].ty.dtype) for role, layout in _layouts(spec).items()}
-    if len(set(dtypes.values())) > 1 or dtypes["query"] not in PTX_TYPES:
-        return Refusal(f"the dtypes are {dtypes}, expected one of {', '.join(PTX_TYPES)} for all")
-    return _refuse_layouts(spec) or _refuse_bias(func, spec) or spec
-
-
-def _layouts(spec: AttentionSpec) -> dict[str, HeadLayout]:
-    layouts = {"query": spec.query, "key": spec.key, "value": spec.value, "output": spec.output}
-    if spec.growth is not None:
-        layouts |= {"past key": spec.growth.past_key, "past value": spec.growth.past_value}
-        layouts |= {"new key": spec.growth.new_key, "new value": spec.growth.new_value}
-    return layouts
-
-
-def _refuse_layouts(spec: AttentionSpec) -> Refusal | None:
-    """Return why TMA does not take a tensor: a stride that matters is 0 or no multiple of 16 bytes."""
-    for role, layout in _layouts(spec).items():
-        shared = role not in ("query", "output")
-        axes = (
-            ("batch", spec.batch, layout.batch_stride),
-            ("head", spec.kv_heads if shared else spec.heads, layout.head_stride),
-            ("position", _positions(spec, role), layout.position_stride),
-        )
-        for axis, extent, stride in axes:
-            if extent > 1 and (stride == 0 or stride * ELEMENT_BYTES % _TMA_ALIGNMENT):
-                return Refusal(f"the {role}'s {axis} stride is {stride}, expected a positive multiple of 8 elements")
-        if layout.offset * ELEMENT_BYTES % _TMA_ALIGNMENT:
-            return Refusal(f"the {role} starts at element {layout.offset}, expected a multiple of 8")
-    return None
-
-
-def _positions(spec: AttentionSpec, role: str) -> int:
-    if role in ("query", "output"):
-        return spec.queries
-    if spec.growth is None or role in ("key", "value"):
-        return spec.keys
-    return spec.growth.past if role.startswith("past") else spec.keys - spec.growth.past
+    # TMA's strides and addresses are multiples of 16 bytes.
+    vector = _TMA_ALIGNMENT // ELEMENT_BYTES
+    return refuse_layouts(spec, func, PTX_TYPES, vector) or _refuse_bias(func, spec) or spec
 
 
 def _refuse_bias(func: tirx.PrimFunc, spec: AttentionSpec) -> Refusal | None:
@@ -277,7 +243,7 @@ def _rounds(plan: AttentionPlan, limits: CudaLimits) -> tuple[float, int]:
     if p.blocks:
         each = math.ceil(plan.items / plan.blocks) * (2 if plan.paired else 1)
         return each, min(held, math.ceil(plan.blocks / sm_count))
-    # A cluster stays within a group of multiprocessors, not all of which are whole.
+    # A cluster stays within a group of multiprocessors, and some groups lack members.
     rounds = plan.blocks / (sm_count * held * (0.775 if p.split > 1 else 1))
     # With dependent launch, blocks crowd on the multiprocessors that the kernel before them has left.
     together = min(held, math.ceil(2 * plan.blocks / sm_count))

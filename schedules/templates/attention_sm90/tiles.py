@@ -81,7 +81,7 @@ def named(name: str, value: tirx.Expr) -> tirx.Expr:
 
 
 def _only_tile(plan: AttentionPlan, work: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
-    """Return the tile, and of which group of all heads, that is a block's only one."""
+    """Return a block's only tile, and its group of all heads."""
     if not plan.spec.causal:
         return work % plan.tiles, work // plan.tiles
     # The longest tiles first, of as many heads as have their keys in the L2 cache together.

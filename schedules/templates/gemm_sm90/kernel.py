@@ -235,7 +235,7 @@ class _Kernel:
         self._tiles.each(make_part, first=group if p.pingpong else 0, every=2 if p.pingpong else 1)
 
     def _take_turn(self, ring: Ring, turn: tirx.Expr) -> None:
-        """Emit, for a tile made by turns, the wait for its turn, and the step to its first stage."""
+        """Emit, where warpgroups take turns, the wait for a tile's turn, and the step to its first stage."""
         done = turn * self._plan.k_tiles
         ring.set(done % self._p.stages, done // self._p.stages % 2)
         T.evaluate(T.cuda.mbarrier_wait(self._memory.turn.ptr_to([self._group]), turn // 2 % 2))

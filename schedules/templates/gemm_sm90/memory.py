@@ -27,7 +27,7 @@ class Memory:
     full, empty
         A barrier for each stage: its tiles have arrived; their consumers are done with them.
     turn
-        A barrier for each of two warpgroups that multiply by turns.
+        A barrier for each of two warpgroups that take turns to multiply.
     """
 
     def __init__(self, plan: GemmPlan, allocate_for_output: Callable[[T.SMEMPool], None]) -> None:

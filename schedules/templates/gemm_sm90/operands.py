@@ -13,7 +13,7 @@ An instruction reads 32 bytes of each row of K, whatever the dtype, so that tile
 bytes, are the same for all. Integer sums wrap around at 32 bits, as int32 arithmetic does.
 
 Source: PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions": matrix shape (N of integers
-are multiples of 16, of which the instruction's own syntax stops at 224), and syntax.
+are multiples of 16; the instruction's own syntax stops at 224), and syntax.
 
 Sums of float8 are float32 in name, but the tensor cores cut each addend off at about 14 bits of the sum (DeepSeek-AI,
 "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 3.3.2): with numbers between 0 and 1, an H200 summed up 5.2e-3

@@ -65,7 +65,7 @@ class Shares:
 
 
 def share_unit(matmul: MatmulFunction) -> int:
-    """Return the columns of which a warp writes a multiple.
+    """Return the unit of columns: a warp writes a multiple of it.
 
     They are an instruction's 8, or where heads are rotated both 8 that are rotated together, or a vector of 16 single
     bytes.

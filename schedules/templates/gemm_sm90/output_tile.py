@@ -16,7 +16,7 @@ What the epilogue reads from other buffers:
 Partial sums of the output's rows (`schedules.tir.row_norm`), where the function has them, are taken from the
 pairs as they are rounded: a lane adds up its columns of a group, then the four lanes of a row theirs.
 
-Where heads are rotated (`schedules.tir.rotated_matmul`), the product has the halves of a head by turns: of each
+Where heads are rotated (`schedules.tir.rotated_matmul`), the halves of a head alternate in the product: of each
 16 columns, a lane has both columns of its pairs. Each 8 columns are put back in their place as they are written.
 
 Rows and columns outside the output are clamped for reads, and not written. Where the output's rows do not start at

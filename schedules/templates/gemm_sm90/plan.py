@@ -46,15 +46,15 @@ class GemmParameters(Parameters):
     consumers
         Warpgroups that compute.
     blocks
-        Thread blocks, each of which makes every `blocks`-th tile; 0 for a block per tile.
+        Thread blocks; each makes every `blocks`-th tile. 0 for a block per tile.
     split_k
         Blocks, one cluster, that share the sum over K of a tile.
     pingpong
-        Whether two warpgroups make tiles by turns instead of each a half.
+        Whether two warpgroups take turns to make whole tiles, instead of each a half.
     dependent
         Whether the kernel may start before the one before it has ended.
     multicast
-        Blocks, one cluster, that make tiles one below the other, and of which each loads a part of B for all.
+        Blocks, one cluster, that make tiles one below the other; each loads a part of B for all.
     group
         Rows of tiles (of clusters of tiles) that are made column by column before the next ones are begun.
     stream_k
@@ -202,7 +202,7 @@ def make_plan(
         return operands
     instruction_columns = operands.columns(p.block_n)
     if instruction_columns is None:
-        return Refusal(f"block_n is {p.block_n}, of which neither all nor half is an N of wgmma for {operands.a}")
+        return Refusal(f"block_n is {p.block_n}, but neither all nor half of it is an N of wgmma for {operands.a}")
     block_k = operands.block_k
     k_tiles = math.ceil(matmul.k / block_k)
     tiles_n = math.ceil(matmul.n / p.block_n)

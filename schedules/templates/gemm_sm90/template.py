@@ -17,8 +17,8 @@ B in L2. Its threads:
 - consumers: `consumers` warpgroups of 128 threads, each `block_m / consumers` rows of the tile, in `m64nNk16` wgmma
   instructions (of 8 bits `m64nNk32`). Thread t of a warpgroup holds of rows `16 * (t / 32) + (t % 32) / 4` and 8 below,
   in each 8 columns, columns `2 * (t % 4)` and the next: 4 accumulators for every 8 columns of an instruction.
-  With `pingpong`, each of two warpgroups makes whole tiles, by turns: one multiplies while the other writes.
-- producer: one warp after them, of which one thread issues every TMA load.
+  With `pingpong`, two warpgroups take turns to make whole tiles: one multiplies while the other writes.
+- producer: one warp after them; one thread of it issues every TMA load.
 
 Shared memory is a ring of `stages` stages (dynamic; each tile 1024-byte aligned, which a swizzle atom needs):
 

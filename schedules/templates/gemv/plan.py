@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
-from relaxtune.schedules.templates.base import Parameters
+from relaxtune.schedules.templates.base import Parameters, refuse_registers
 from relaxtune.schedules.templates.gemv.function import GemvFunction
 
 ROWS_MAX = 16
@@ -156,9 +156,9 @@ def make_plan(function: GemvFunction, p: GemvParameters, limits: CudaLimits) -> 
     # What a pair of rows is unpacked into.
     unpacked = length if quantisation else 0
     registers = _REGISTERS_BESIDE + words + unpacked + p.tiles * column_tiles * 4
-    available = min(limits.registers_per_thread, limits.registers_per_block // (p.warps * WARP))
-    if registers > available:
-        return Refusal(f"about {registers} registers a thread, a block of {p.warps} warps has {available}")
+    refusal = refuse_registers(registers, p.warps * WARP, limits)
+    if refusal is not None:
+        return refusal
     span = step * p.warps * p.unroll
     shared = 4 * p.warps * matmul.m * (TILE * p.tiles + SHARED_PAD)
     if p.staged:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
-from relaxtune.schedules.templates.base import Parameters, added
+from relaxtune.schedules.templates.base import Parameters, added, refuse_registers
 from relaxtune.schedules.templates.gemv.function import GemvFunction, Quantisation
 from relaxtune.schedules.templates.gemv.plan import (
     COLUMNS,
@@ -161,8 +161,9 @@ def make_stream_plan(function: GemvFunction, p: GemvStreamParameters, limits: Cu
     offsets = turns * column_tiles * 2
     levels = stored.bits == 4 and within and registers + offsets <= available
     registers += offsets if levels else 0
-    if registers > available:
-        return Refusal(f"about {registers} registers a thread, a block of {p.warps} warps has {available}")
+    refusal = refuse_registers(registers, p.warps * WARP, limits)
+    if refusal is not None:
+        return refusal
     row_tiles = math.ceil(matmul.n / (TILE * p.tiles))
     rounds = math.ceil(row_tiles / p.blocks)
     scale_rows = 1 if within else LANES

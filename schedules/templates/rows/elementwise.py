@@ -144,7 +144,7 @@ def _refuse_parameters(p: ElementwiseParameters, flow: Dataflow) -> Refusal | No
 
 
 def _lanes(flow: Dataflow, func: tirx.PrimFunc) -> int:
-    """Return the elements of which those of the largest dtype take 16 bytes, as far as they divide a row."""
+    """Return how many elements of the largest dtype take 16 bytes, as far as they divide a row."""
     outputs = [str(func.params[output.param].ty.dtype) for output in flow.outputs]
     loads = [access.dtype for access in Accesses(flow, 1).found if not access.per_row]
     lanes = VECTOR_BYTES // max(element_bytes(dtype) for dtype in (*outputs, *loads))

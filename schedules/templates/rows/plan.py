@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
-from relaxtune.schedules.templates.base import Parameters
+from relaxtune.schedules.templates.base import Parameters, refuse_registers
 from relaxtune.schedules.templates.emit.accesses import Access, Accesses
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.dataflow import Dataflow
@@ -104,9 +104,9 @@ def make_plan(flow: Dataflow, accesses: Accesses, p: RowsParameters, limits: Cud
     together = chunks if p.held else min(chunks, _TOGETHER)
     held = sum(_held_bytes(access) for access in accesses.found if not access.per_row)
     registers = _REGISTERS_BESIDE + math.ceil(together * p.lanes * (held / 4 + _REGISTERS_PER_ELEMENT))
-    available = min(limits.registers_per_thread, limits.registers_per_block // block)
-    if registers > available:
-        return Refusal(f"about {registers} registers a thread, a block of {block} has {available}")
+    refusal = refuse_registers(registers, block, limits)
+    if refusal is not None:
+        return refusal
     return RowsPlan(
         parameters=p,
         vectors=vectors,

@@ -141,7 +141,7 @@ SPEC: AttentionSpec = BERT.made()[0]
     ("func", "message"),
     [
         (function(BERT).without_attr("relaxtune.attention"), "not marked as an attention"),
-        (function(replace(BERT, dtype="float32")), "expected one of float16, bfloat16 for all"),
+        (function(replace(BERT, dtype="float32")), "expected float16 or bfloat16 for all"),
         (function(replace(BERT, head_dim=20)), "head_dim is 20, expected a multiple of 8 up to 256"),
         (function(replace(BERT, head_dim=264)), "head_dim is 264"),
         (changed(BERT, scale=-1.0), "scale is -1.0, expected a positive one"),
