@@ -17,6 +17,7 @@ from tvm import tirx
 from relaxtune.pipeline.artifact.entries import MeasuredEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.choose.model_records import ModelDecision
+from relaxtune.pipeline.choose.plausible import believable_records
 from relaxtune.pipeline.choose.standing import standing_records
 from relaxtune.pipeline.codegen.kernel_hash import is_kernel, made_hash
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
@@ -200,7 +201,7 @@ def _choose(
         k=RECORDS_LISTED,
     )
     wrong = [record for record in refuted if record.workload_hash == task.workload_hash]
-    records = without_stale_fallbacks(task, records, target)
+    records = without_stale_fallbacks(task, believable_records(task, records), target)
     records = [record for record in standing_records(records, environment, wrong) if record.route in routes]
     if all(record.route is Route.FALLBACK for record in records):
         # A run that ended early measured the fallback alone: that says nothing against a template.

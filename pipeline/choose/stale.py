@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from relaxtune.pipeline.choose.plausible import believable_records
 from relaxtune.pipeline.choose.selection import RECORDS_TRIED, replay_record, without_stale_fallbacks
 from relaxtune.pipeline.choose.standing import standing_records
 from relaxtune.pipeline.errors import LoweringError
@@ -21,6 +22,8 @@ def without_stale(
 ) -> list[TuningRecord]:
     """Return a task's records less those of fallbacks, templates and libraries that selection would pass over.
 
+    Records of latencies that no device reaches are left out, too.
+
     Those of templates and libraries are tried as selection tries them, the fastest first, until one holds; when none
     of those holds, all of their routes are stale.
 
@@ -29,7 +32,7 @@ def without_stale(
     known : sequence of TuningRecord
         Of this device, failed ones included.
     """
-    known = without_stale_fallbacks(task, known, target)
+    known = without_stale_fallbacks(task, believable_records(task, known), target)
     offered = [record for record in known if record.route in OFFERED_ROUTES]
     ranked = sorted(
         (record for record in offered if record.status is Status.OK), key=lambda record: record.latency_us or 0.0

@@ -1,4 +1,4 @@
-"""Forgetting records that nobody will ask for, in one transaction.
+"""Forgetting records, in one transaction: those that no look-up needs by rules, and any by its id.
 
 A place is a workload, a target and an environment. Whatever the rules, the best valid record of each route at each
 place stays: pruning never changes what a look-up finds first.
@@ -6,6 +6,7 @@ place stays: pruning never changes what a look-up finds first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -13,7 +14,7 @@ from sqlalchemy import ColumnElement, case, delete, func, or_, select
 from sqlalchemy.orm import Session
 
 from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase
-from relaxtune.tuning_db.errors import InvalidRecordError
+from relaxtune.tuning_db.errors import InvalidRecordError, NotFoundError
 from relaxtune.tuning_db.records import RecordFilter, Status, require_utc
 from relaxtune.tuning_db.sql.schema import RecordRow
 from relaxtune.tuning_db.sql.statements import conditions
@@ -66,6 +67,29 @@ def prune(
     if dry_run:
         return database.read(lambda session: _prune(session, rules, filters, dry_run=True))
     return database.write(lambda session: _prune(session, rules, filters, dry_run=False))
+
+
+def delete_records(database: TuningDatabase, ids: Sequence[int]) -> Pruned:
+    """Forget records by their ids, all of them or none, whatever they say.
+
+    Raises
+    ------
+    NotFoundError
+        The database has no record of one of the ids.
+    """
+
+    def work(session: Session) -> Pruned:
+        wanted = RecordRow.id.in_(set(ids))
+        missing = set(ids) - set(session.scalars(select(RecordRow.id).where(wanted)))
+        if missing:
+            raise NotFoundError(
+                f"There is no record {', '.join(map(str, sorted(missing)))} in {database.url}; nothing was deleted. "
+                "List the ids with: relaxtune db query"
+            )
+        session.execute(delete(RecordRow).where(wanted).execution_options(synchronize_session=False))
+        return Pruned(len(set(ids)), session.execute(select(func.count()).select_from(RecordRow)).scalar_one())
+
+    return database.write(work)
 
 
 def _prune(session: Session, rules: PruneRules, filters: RecordFilter, *, dry_run: bool) -> Pruned:

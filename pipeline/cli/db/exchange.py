@@ -1,4 +1,4 @@
-"""`relaxtune db export | import | merge | prune`: databases between people."""
+"""`relaxtune db export | import | merge | prune | delete`: databases between people."""
 
 from __future__ import annotations
 
@@ -140,3 +140,18 @@ def prune(
     with SqlDatabase.open(db, create=False) as database:
         done = prune_records(database, rules, filters, dry_run=dry_run)
     emit_counts(output_format, "would remove" if dry_run else "removed", asdict(done))
+
+
+@app.command()
+def delete(
+    ids: Annotated[list[int], typer.Argument(metavar="ID...", help="Ids of records, as `db query` lists them.")],
+    db: DatabaseOption = DEFAULT_DATABASE,
+    output_format: DataFormatOption = DataFormat.TABLE,
+) -> None:
+    """Forget records by their ids, all of them or none: for those that are wrong."""
+    from relaxtune.tuning_db.exchange.pruning import delete_records
+    from relaxtune.tuning_db.store import SqlDatabase
+
+    with SqlDatabase.open(db, create=False) as database:
+        done = delete_records(database, ids)
+    emit_counts(output_format, "removed", asdict(done))

@@ -31,8 +31,8 @@ def task(tasks):
 
 def test_stale_fallback_neither_wins_nor_hides_a_true_record(lowered, tasks, task, llvm_target, database):
     environment = detect_environment(llvm_target)
-    keep(database, task, fallback_record(task, llvm_target, latencies_us=(0.001,), kernel_hash=ANOTHER))
-    keep(database, task, fallback_record(task, llvm_target, latencies_us=(0.002,), kernel_hash=None))
+    keep(database, task, fallback_record(task, llvm_target, latencies_us=(0.1,), kernel_hash=ANOTHER))
+    keep(database, task, fallback_record(task, llvm_target, latencies_us=(0.2,), kernel_hash=None))
 
     def chosen():
         choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)

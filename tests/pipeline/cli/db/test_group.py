@@ -281,3 +281,17 @@ def test_every_command_of_the_page_is_understood(call):
         described = call(db, name, "--help").out
         for option in (argument for argument in arguments if argument.startswith("--")):
             assert option in described, command
+
+
+def test_delete_forgets_records_by_id_or_says_which_is_missing(call, filled):
+    def ids():
+        lines = json.loads(call("db", "query", "--db", filled[0], "--format", "json").out)
+        return {line["record"]["id"] for line in lines}
+
+    before = ids()
+    one, *_ = sorted(before)
+    assert "There is no record 999 " in call("db", "delete", str(one), "999", "--db", filled[0], code=1).err
+    assert ids() == before
+    told = json.loads(call("db", "delete", str(one), "--db", filled[0], "--format", "json").out)
+    assert told == {"removed": 1, "left": len(before) - 1}
+    assert ids() == before - {one}
