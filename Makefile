@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 GPU_PYTHON ?= python3
 # More options of the GPU targets, such as ARGS='--cases bert-base --budget 300'.
 ARGS ?=
-# Processes of `make test`; 0 is none but pytest's own. A few tests compare times, which fails where cores are busy.
-JOBS ?= 0
+# Processes of `make test`; 0 is none but pytest's own.
+JOBS ?= 2
+TESTED := not gpu and not slow and not export and not nightly
 # How `make lock` solves: setuptools, given on stdin, builds this project without a download of its own.
 LOCK := .venv-lock/bin/uv pip compile pyproject.toml - --universal --python-version 3.11 --generate-hashes --upgrade \
 	--no-annotate --custom-compile-command 'make lock' --quiet
@@ -29,9 +30,9 @@ demo: $(VENV)/.installed  ## the main job on the embedded default: this CPU, SQL
 	mkdir -p .demo
 	$(BIN)/relaxtune tune bert-tiny --target llvm --trials 64 --db .demo/tuning.db --out .demo/bert-tiny
 
-test: $(VENV)/.installed-dev  ## what CI runs; JOBS=2 takes half the time on two quiet cores
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not gpu and not slow and not export and not nightly" --cov \
-		--cov-report=term:skip-covered
+test: $(VENV)/.installed-dev  ## what CI runs; tests that compare times come last, alone
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(TESTED) and not timing" --cov --cov-report=
+	$(BIN)/python -m pytest -n 0 -m "$(TESTED) and timing" --cov --cov-append --cov-report=term:skip-covered
 
 test-all: $(VENV)/.installed-dev  ## every test that needs no GPU; the exports need `pip install -e .[export]`
 	$(BIN)/python -m pytest -m "not gpu and not nightly"

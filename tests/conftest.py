@@ -18,6 +18,18 @@ if sys.dont_write_bytecode:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail a session that skipped every test: it has shown nothing."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    # A process of pytest-xdist has no reporter; the session that started it does.
+    if reporter is None or exitstatus != pytest.ExitCode.OK:
+        return
+    ran = any(reporter.stats.get(outcome) for outcome in ("passed", "xfailed", "xpassed"))
+    if reporter.stats.get("skipped") and not ran:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture(autouse=True)
 def _loggers_as_they_were() -> Iterator[None]:
     """Undo what a command of the test configured: the command line owns its process, a test does not."""

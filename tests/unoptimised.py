@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 from tvm.target import Target
 
-from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 
-LLVM = resolve_target("llvm").target
+HOST = resolve_target("llvm")
+LLVM = HOST.target
 
 
 def unoptimised(target: Target) -> Target:
     """Return an LLVM target whose code LLVM does not optimise."""
-    settings = {name: value for name, value in target.export().items() if name not in ("tag", "keys", "host")}
-    settings["opt-level"] = 0
+    settings = _settings(target)
     return Target({**settings, "host": settings})
 
 
+def _settings(target: Target) -> dict[str, object]:
+    kept = {name: value for name, value in json.loads(str(target)).items() if name not in ("tag", "keys", "host")}
+    return {**kept, "opt-level": 0}
+
+
 UNOPTIMISED = unoptimised(LLVM)
+UNOPTIMISED_HOST: ResolvedTarget = replace(HOST, target=UNOPTIMISED)
+# As `--target` takes it.
+UNOPTIMISED_TEXT = json.dumps(_settings(LLVM))

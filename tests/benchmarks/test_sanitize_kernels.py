@@ -68,6 +68,7 @@ def test_only_a_whole_run_without_findings_is_clean(
     assert (outcome.passed, outcome.failed) == (0 if 'skipped="9"' in suite else 7 - failed, failed)
 
 
+@pytest.mark.timing
 def test_a_run_that_takes_too_long_is_ended_with_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

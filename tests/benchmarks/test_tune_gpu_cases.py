@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tune_gpu_cases
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,7 +37,11 @@ def test_a_case_that_fails_is_told_and_the_others_go_on(jobs: str, tmp_path: Pat
         (("--rerank", "6", "--tune-only"), "--rerank measures and compiles: expected neither"),
     ],
 )
-def test_options_that_cannot_be_followed_are_refused(options: tuple[str, ...], told: str) -> None:
-    ended = run(*options)
-    assert ended.returncode == 2
-    assert told in ended.stderr
+def test_options_that_cannot_be_followed_are_refused(
+    options: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tune_gpu_cases", *options])
+    with pytest.raises(SystemExit) as ended:
+        tune_gpu_cases.main()
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err

@@ -22,6 +22,7 @@ from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from tests.pipeline.tuning.tuning_cases import Place
+from tests.unoptimised import UNOPTIMISED_HOST
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +33,12 @@ def llvm_target() -> ResolvedTarget:
 @pytest.fixture(scope="session")
 def place(llvm_target: ResolvedTarget) -> Place:
     return Place(llvm_target, detect_environment(llvm_target), target_key(llvm_target))
+
+
+@pytest.fixture(scope="session")
+def quick_target() -> ResolvedTarget:
+    """Return this CPU as a target that LLVM does not optimise for: whole models compile in a sixth of the time."""
+    return UNOPTIMISED_HOST
 
 
 @pytest.fixture(scope="session")

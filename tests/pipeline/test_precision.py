@@ -20,10 +20,11 @@ from relaxtune.pipeline.passes.precision.round_to_tf32 import tf32_array
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.passes.pass_cases import LLVM, small_model
+from tests.unoptimised import UNOPTIMISED_TEXT
 
 
 def compiled(name: str, precision: str | None, tmp_path: Path) -> CompileResult:
-    request = ModelRequest(name, {"input_ids": (1, 12)}, "llvm", LoweringOptions(precision=precision))
+    request = ModelRequest(name, {"input_ids": (1, 12)}, UNOPTIMISED_TEXT, LoweringOptions(precision=precision))
     return compile_model(request, tmp_path / f"{name}-{precision}", samples=2)
 
 
@@ -138,7 +139,7 @@ def test_a_graph_in_bfloat16_compiles_and_agrees_with_its_float32_form(tmp_path:
     graph = onnx.helper.make_graph(nodes, "narrow", [value("x", 64)], [value("y", 32)], weights)
     path = tmp_path / "narrow.onnx"
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9), path)
-    result = compile_model(ModelRequest(path, target="llvm"), tmp_path / "out", samples=2)
+    result = compile_model(ModelRequest(path, target=UNOPTIMISED_TEXT), tmp_path / "out", samples=2)
     assert result.validation is not None
     assert result.validation.passed, result.validation.outputs
     assert result.manifest.policy is not None

@@ -24,6 +24,7 @@ from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
 from tests.pipeline.importer.test_quantised_models import quantise
+from tests.unoptimised import UNOPTIMISED_TEXT
 
 # Six matrices a layer of two, and the pooler's; the scores and the sums of values are products of activations.
 MATRICES, PRODUCTS_OF_ACTIVATIONS = 13, 4
@@ -31,7 +32,7 @@ MATRICES, PRODUCTS_OF_ACTIVATIONS = 13, 4
 
 def test_a_dynamically_quantised_bert_computes_in_integers(tmp_path: Path) -> None:
     source = quantise("bert-tiny", "dynamic", tmp_path)
-    request = ModelRequest(source, target="llvm", lowering=LoweringOptions("int8"))
+    request = ModelRequest(source, target=UNOPTIMISED_TEXT, lowering=LoweringOptions("int8"))
     result = compile_model(request, tmp_path / "out", samples=2)
     assert result.validation is not None
     assert result.validation.passed, result.validation.outputs

@@ -20,12 +20,15 @@ from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.reference import Reference
+from tests.unoptimised import UNOPTIMISED_TEXT
 
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("buckets") / "bert"
-    result = compile_model(ModelRequest("bert-tiny", target="llvm", buckets={"sequence": (8, 16)}), out, samples=1)
+    result = compile_model(
+        ModelRequest("bert-tiny", target=UNOPTIMISED_TEXT, buckets={"sequence": (8, 16)}), out, samples=1
+    )
     assert result.validation is not None
     assert result.validation.passed
     return out
@@ -46,7 +49,7 @@ def test_padding_of_bert_is_proved_and_weights_are_stored_once(bert: Path) -> No
 
 def test_an_axis_without_smaller_calls_proves_nothing_and_is_not_padded(tmp_path: Path) -> None:
     buckets = {"batch": (1,), "sequence": (8,)}
-    compile_model(ModelRequest("bert-tiny", target="llvm", buckets=buckets), tmp_path / "bert", samples=1)
+    compile_model(ModelRequest("bert-tiny", target=UNOPTIMISED_TEXT, buckets=buckets), tmp_path / "bert", samples=1)
     found = load_manifest(tmp_path / "bert").buckets
     assert found is not None
     batch, sequence = found.padding
@@ -107,14 +110,14 @@ def test_a_bucket_that_is_missing_is_named(bert: Path) -> None:
 
 
 def test_an_artifact_without_buckets_counts_nothing_and_takes_no_padding(tmp_path: Path) -> None:
-    compile_model(ModelRequest(write_mean(tmp_path), target="llvm"), tmp_path / "plain", samples=0)
+    compile_model(ModelRequest(write_mean(tmp_path), target=UNOPTIMISED_TEXT), tmp_path / "plain", samples=0)
     assert Module.load(tmp_path / "plain").statistics.hits == 0
     with pytest.raises(ArtifactError, match="no shape buckets"):
         record_padding(tmp_path / "plain", ())
 
 
 def test_causal_right_padding_and_repeated_rows_of_gpt2_are_proved(tmp_path: Path) -> None:
-    request = ModelRequest("gpt2-tiny", target="llvm", buckets={"batch": (1, 2), "sequence": (8,)})
+    request = ModelRequest("gpt2-tiny", target=UNOPTIMISED_TEXT, buckets={"batch": (1, 2), "sequence": (8,)})
     result = compile_model(request, tmp_path / "gpt2", samples=1)
     assert result.validation is not None
     assert result.validation.passed
@@ -124,7 +127,7 @@ def test_causal_right_padding_and_repeated_rows_of_gpt2_are_proved(tmp_path: Pat
 
 
 def test_the_cache_of_a_decode_step_is_padded_before(tmp_path: Path) -> None:
-    request = ModelRequest("gpt2-tiny-decode", target="llvm", buckets={"past_sequence": (8,)})
+    request = ModelRequest("gpt2-tiny-decode", target=UNOPTIMISED_TEXT, buckets={"past_sequence": (8,)})
     result = compile_model(request, tmp_path / "step", samples=1)
     assert result.validation is not None
     assert result.validation.passed
@@ -151,7 +154,7 @@ def write_mean(folder: Path) -> Path:
 
 
 def test_a_graph_that_padding_changes_is_never_padded(tmp_path: Path) -> None:
-    request = ModelRequest(write_mean(tmp_path), target="llvm", buckets={"sequence": (8,)})
+    request = ModelRequest(write_mean(tmp_path), target=UNOPTIMISED_TEXT, buckets={"sequence": (8,)})
     result = compile_model(request, tmp_path / "mean", samples=2)
     assert result.validation is not None
     assert result.validation.passed

@@ -25,6 +25,7 @@ def test_arms_take_turns_and_each_timed_run_follows_an_untimed_one() -> None:
     assert (report.runs, report.warmup) == (3, 2)
 
 
+@pytest.mark.timing
 def test_ratios_are_of_the_first_arm() -> None:
     report = measure({"fast": lambda: None, "slow": lambda: time.sleep(0.01)}, runs=9, warmup=0)
     assert report.ratio("fast") == 1.0

@@ -37,8 +37,8 @@ def model(folder: Path) -> OnnxModel:
 
 
 @pytest.fixture(scope="module")
-def module(model: OnnxModel, llvm_target: ResolvedTarget, folder: Path) -> Module:
-    return build(model, llvm_target, folder)
+def module(model: OnnxModel, quick_target: ResolvedTarget, folder: Path) -> Module:
+    return build(model, quick_target, folder)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,9 @@ def inputs(model: OnnxModel) -> dict[str, np.ndarray]:
 
 
 def test_wrong_weights_are_no_fault_of_passes_or_kernels(
-    model: OnnxModel, inputs: dict[str, np.ndarray], llvm_target: ResolvedTarget, tmp_path: Path
+    model: OnnxModel, inputs: dict[str, np.ndarray], quick_target: ResolvedTarget, tmp_path: Path
 ) -> None:
-    damaged = build(model, llvm_target, tmp_path)
+    damaged = build(model, quick_target, tmp_path)
     damaged._weights = tuple(tvm.runtime.tensor(np.zeros(w.shape, str(w.dtype))) for w in damaged._weights)
     found = bisect(damaged, model, inputs, default_tolerance(damaged, model))
     assert found is not None
@@ -84,10 +84,10 @@ def test_a_module_is_made_again_without_a_graph_and_other_kernels_are_told(
 
 
 def test_the_options_of_an_artifact_are_read_back(
-    model: OnnxModel, llvm_target: ResolvedTarget, tmp_path: Path
+    model: OnnxModel, quick_target: ResolvedTarget, tmp_path: Path
 ) -> None:
     asked = LoweringOptions(precision="fp16", disabled_passes=frozenset({"combine_matmuls"}))
-    module = build(model, llvm_target, tmp_path, options=asked)
+    module = build(model, quick_target, tmp_path, options=asked)
     assert lowering_options(module.manifest) == replace(asked, embed_weights=not module.manifest.weights)
 
 

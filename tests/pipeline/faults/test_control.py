@@ -34,10 +34,10 @@ from tests.pipeline.faults.test_passes import CASES
     ],
 )
 def test_nothing_is_found_without_a_fault(
-    name: str, precision: str | None, llvm_target: ResolvedTarget, tmp_path: Path
+    name: str, precision: str | None, quick_target: ResolvedTarget, tmp_path: Path
 ) -> None:
     model = make_model(name, tmp_path)
-    module = build(model, llvm_target, tmp_path, options=LoweringOptions(precision=precision))
+    module = build(model, quick_target, tmp_path, options=LoweringOptions(precision=precision))
     report = validate(module, model, samples=2)
     assert report.passed
     assert report.repeats is not None
@@ -55,11 +55,11 @@ def test_nothing_is_found_without_a_fault(
     ],
 )
 def test_no_tensor_of_the_last_stage_is_taken_for_wrong_without_a_fault(
-    name: str, precision: str | None, llvm_target: ResolvedTarget, tmp_path: Path
+    name: str, precision: str | None, quick_target: ResolvedTarget, tmp_path: Path
 ) -> None:
     model = make_model(name, tmp_path)
     inputs = sample_inputs(model, samples=1, seed=0)[0]
-    stages = Stages(import_model(model), llvm_target.target, LoweringOptions(precision=precision), inputs)
+    stages = Stages(import_model(model), quick_target.target, LoweringOptions(precision=precision), inputs)
     tolerance = Tolerance(2e-2, 2e-2) if precision or name.endswith("fp16") else Tolerance(1e-4, 1e-4)
     matcher = TensorMatcher(onnx_tensors(model, inputs), tolerance)
     imported, last = stages.run([]), stages.run(stages.steps)
@@ -70,14 +70,14 @@ def test_no_tensor_of_the_last_stage_is_taken_for_wrong_without_a_fault(
 
 
 def test_a_wrong_converter_is_told_from_a_wrong_pass(
-    llvm_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tanh_for_erf(given: ConverterInput) -> relax.Expr:
         return relax.op.tanh(given.inputs[0])
 
     monkeypatch.setitem(frontend.CONVERTERS, ("", "Erf"), tanh_for_erf)
     model = make_model("bert", tmp_path)
-    module = build(model, llvm_target, tmp_path)
+    module = build(model, quick_target, tmp_path)
     assert not validate(module, model, samples=1).passed
     inputs = sample_inputs(model, samples=1, seed=0)[0]
     found = bisect(module, model, inputs, default_tolerance(module, model))
@@ -87,11 +87,11 @@ def test_a_wrong_converter_is_told_from_a_wrong_pass(
 
 
 def test_symbolic_axes_take_the_sizes_of_the_sample(
-    llvm_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     CASES["a bias is dropped"].fault.plant(monkeypatch)
     model = make_model("bert-symbolic", tmp_path)
-    module = build(model, llvm_target, tmp_path)
+    module = build(model, quick_target, tmp_path)
     (inputs,) = sample_inputs(model, samples=1, seed=0, dims={"batch": 1, "sequence": 7})
     found = bisect(module, model, inputs, default_tolerance(module, model))
     assert found is not None
@@ -102,11 +102,11 @@ def test_symbolic_axes_take_the_sizes_of_the_sample(
 
 @pytest.mark.slow
 def test_quantised_weights_are_no_fault_of_the_import(
-    llvm_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     CASES["a bias is dropped"].fault.plant(monkeypatch)
     model = make_model("bert", tmp_path)
-    module = build(model, llvm_target, tmp_path, options=LoweringOptions(precision="w4a16", group_size=32))
+    module = build(model, quick_target, tmp_path, options=LoweringOptions(precision="w4a16", group_size=32))
     found = bisect(module, model, sample_inputs(model, samples=1, seed=0)[0], default_tolerance(module, model))
     assert found is not None
     assert found.lowering_pass is not None

@@ -86,10 +86,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault_in_a_kernel_is_caught_and_named(name: str, llvm_target: ResolvedTarget, tmp_path: Path) -> None:
+def test_a_fault_in_a_kernel_is_caught_and_named(name: str, quick_target: ResolvedTarget, tmp_path: Path) -> None:
     case = CASES[name]
     model = make_model(case.model, tmp_path)
-    module = build(model, llvm_target, tmp_path, case.fault)
+    module = build(model, quick_target, tmp_path, case.fault)
     report = validate(module, model, samples=2)
     assert not report.passed
     inputs = sample_inputs(model, samples=2, seed=0)[report.failed_sample or 0]
@@ -103,12 +103,12 @@ def test_a_fault_in_a_kernel_is_caught_and_named(name: str, llvm_target: Resolve
 
 
 def test_of_two_faulty_kernels_the_one_that_spoils_the_results_is_named(
-    llvm_target: ResolvedTarget, tmp_path: Path
+    quick_target: ResolvedTarget, tmp_path: Path
 ) -> None:
     slightly = FaultyKernel(f"{LAYER}_intermediate_Mul_1", [("0.70710678118654757", "0.7070")])
     later = FaultyKernel(f"{LAYER}_output_Add", [(OUTPUT_LOOPS.format(64), OUTPUT_LOOPS.format(63))])
     model = make_model("bert", tmp_path)
-    module = build(model, llvm_target, tmp_path, slightly, later)
+    module = build(model, quick_target, tmp_path, slightly, later)
     (inputs,) = sample_inputs(model, samples=1, seed=0)
     found = bisect(module, model, inputs, default_tolerance(module, model))
     assert found is not None

@@ -163,12 +163,12 @@ _SLOW = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in _SLOW)) for name in CASES])
 def test_a_fault_in_a_pass_is_caught_and_named(
-    name: str, llvm_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, quick_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
     case.fault.plant(monkeypatch)
     model = make_model(case.model, tmp_path)
-    module = build(model, llvm_target, tmp_path)
+    module = build(model, quick_target, tmp_path)
     report = validate(module, model, samples=2)
     assert not report.passed
     inputs = sample_inputs(model, samples=2, seed=0)[report.failed_sample or 0]

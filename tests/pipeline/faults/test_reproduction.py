@@ -29,13 +29,13 @@ def exit_of(script: Path) -> int:
 
 
 def test_a_pass_is_shown_by_the_nodes_it_spoils(
-    llvm_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    quick_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make_model("windowed", tmp_path)
     (inputs,) = sample_inputs(model, samples=1, seed=0)
     with monkeypatch.context() as patch:
         PASS_CASES["the window is one too wide"].fault.plant(patch)
-        module = build(model, llvm_target, tmp_path)
+        module = build(model, quick_target, tmp_path)
         tolerance = default_tolerance(module, model)
         found = bisect(module, model, inputs, tolerance)
         assert found is not None
@@ -52,10 +52,10 @@ def test_a_pass_is_shown_by_the_nodes_it_spoils(
     assert "kept ok" in healthy.stdout
 
 
-def test_a_kernel_that_is_not_made_again_is_shown_by_the_artifact(llvm_target: ResolvedTarget, tmp_path: Path) -> None:
+def test_a_kernel_that_is_not_made_again_is_shown_by_the_artifact(quick_target: ResolvedTarget, tmp_path: Path) -> None:
     case = KERNEL_CASES["a mask is read one key early"]
     model = make_model(case.model, tmp_path)
-    module = build(model, llvm_target, tmp_path, case.fault)
+    module = build(model, quick_target, tmp_path, case.fault)
     (inputs,) = sample_inputs(model, samples=1, seed=0)
     tolerance = default_tolerance(module, model)
     found = bisect(module, model, inputs, tolerance)
@@ -67,10 +67,10 @@ def test_a_kernel_that_is_not_made_again_is_shown_by_the_artifact(llvm_target: R
     assert exit_of(made.script) == 3
 
 
-def test_a_folder_with_other_files_is_not_replaced(llvm_target: ResolvedTarget, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_not_replaced(quick_target: ResolvedTarget, tmp_path: Path) -> None:
     case = KERNEL_CASES["a mask is read one key early"]
     model = make_model(case.model, tmp_path)
-    module = build(model, llvm_target, tmp_path, case.fault)
+    module = build(model, quick_target, tmp_path, case.fault)
     (inputs,) = sample_inputs(model, samples=1, seed=0)
     found = bisect(module, model, inputs, default_tolerance(module, model))
     assert found is not None

@@ -17,7 +17,7 @@ from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.pipeline.validate.reference import Reference
-from relaxtune.schedules.targets import resolve_target
+from tests.unoptimised import UNOPTIMISED_HOST
 
 
 class _Samples:
@@ -63,7 +63,7 @@ def quantise(name: str, how: str, folder: Path) -> Path:
 
 
 def run_compiled(model: OnnxModel, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    target = resolve_target("llvm")
+    target = UNOPTIMISED_HOST
     graph = import_model(model)
     lowered = lower(graph, target.target, LoweringOptions(embed_weights=True))
     machine = relax.VirtualMachine(compile_module(lowered, (), target).executable, tvm.cpu())

@@ -50,6 +50,7 @@ def take_all(evaluator: Evaluator) -> list[Finished]:
     return found
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("exclusive", [False, True])
 def test_a_slow_build_holds_up_others_only_where_it_would_disturb_them(
     pool: BuildPool, backend: LocalBackend, place: Place, exclusive: bool
@@ -145,6 +146,7 @@ def test_gpu_candidates_tell_registers_shared_memory_and_spills(pool: BuildPool,
     assert (resources.smem_bytes, resources.spill_bytes) == (0, 0)
 
 
+@pytest.mark.timing
 def test_a_busy_clock_counts_what_overlaps_once() -> None:
     clock = BusyClock()
     clock.enter()

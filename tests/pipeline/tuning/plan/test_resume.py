@@ -49,6 +49,7 @@ def run(
     return summary
 
 
+@pytest.mark.timing
 def test_a_second_run_measures_nothing_and_starts_no_process(
     place: Place, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
