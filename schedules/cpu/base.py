@@ -10,7 +10,11 @@ from tvm.s_tir.dlight.base import ScheduleRule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.target import Target
 
-from relaxtune.schedules.cpu.analysis import (
+from relaxtune.schedules.cpu.transposition import find_crossed_axis
+from relaxtune.schedules.cpu.wrapping import wraps_by_lane
+from relaxtune.schedules.targets import CpuLimits, TargetLimits, target_limits
+from relaxtune.schedules.tir.blocks import element_bytes, static_extent
+from relaxtune.schedules.tir.scheduled_blocks import (
     ScheduledBlock,
     can_inline,
     can_partition_loops,
@@ -19,10 +23,6 @@ from relaxtune.schedules.cpu.analysis import (
     list_blocks,
     loop_extents,
 )
-from relaxtune.schedules.cpu.transposition import find_crossed_axis
-from relaxtune.schedules.cpu.wrapping import wraps_by_lane
-from relaxtune.schedules.targets import CpuLimits, TargetLimits, target_limits
-from relaxtune.schedules.tir.blocks import element_bytes, static_extent
 
 # Below this many element operations, waking the thread pool (about 5 us) costs more than it saves.
 PARALLEL_MIN_WORK = 16 * 1024

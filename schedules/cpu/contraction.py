@@ -26,11 +26,11 @@ from tvm import tirx
 from tvm.ir import Var
 from tvm.ir.expr import TensorLoad
 
-from relaxtune.schedules.cpu.analysis import ScheduledBlock
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.blocks import element_bytes, static_extent
 from relaxtune.schedules.tir.contraction import are_axes, index_vars
 from relaxtune.schedules.tir.expressions import used_vars
+from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock
 
 # At most this many rows: past it the unrolled body outgrows the micro-op cache and no reuse is gained.
 MAX_ROWS = 14

@@ -10,11 +10,11 @@ Grouped and depthwise convolutions have no axis of the filters alone and are lef
 
 from __future__ import annotations
 
-from relaxtune.schedules.cpu.analysis import ScheduledBlock
 from relaxtune.schedules.cpu.contraction import Tile, TiledContraction, choose_tile, classify, needs_padding
 from relaxtune.schedules.cpu.tiling import ContractionRule
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.contraction import find_operands
+from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock
 
 
 class Convolution(ContractionRule):

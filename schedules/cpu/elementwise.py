@@ -15,8 +15,8 @@ from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.analysis import is_canonical, list_blocks
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise
+from relaxtune.schedules.tir.scheduled_blocks import is_canonical, list_blocks
 
 
 class Elementwise(CpuRule):

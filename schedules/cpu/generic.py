@@ -11,7 +11,6 @@ from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.analysis import ScheduledBlock, is_canonical, list_blocks
 from relaxtune.schedules.cpu.base import (
     CpuRule,
     cpu_limits,
@@ -20,6 +19,7 @@ from relaxtune.schedules.cpu.base import (
     work_of,
     worth_parallel,
 )
+from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, is_canonical, list_blocks
 
 
 class Generic(CpuRule):

@@ -11,12 +11,12 @@ from __future__ import annotations
 from tvm.ir.expr import TensorLoad
 from tvm.tirx import Var
 
-from relaxtune.schedules.cpu.analysis import ScheduledBlock
 from relaxtune.schedules.cpu.contraction import Tile, TiledContraction, choose_tile, classify, find_panel
 from relaxtune.schedules.cpu.tiling import ContractionRule
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.contraction import find_operands
 from relaxtune.schedules.tir.expressions import used_vars
+from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock
 
 
 class Matmul(ContractionRule):

@@ -10,7 +10,6 @@ from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.analysis import find_path_to, is_canonical, list_blocks
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial, schedule_elementwise
 from relaxtune.schedules.cpu.contraction import choose_tile
 from relaxtune.schedules.cpu.generic import schedule_reduction_plainly
@@ -18,6 +17,7 @@ from relaxtune.schedules.cpu.matmul import find_matmul
 from relaxtune.schedules.cpu.tiling import schedule_contraction
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.tir.epilogue import recognise_matmul
+from relaxtune.schedules.tir.scheduled_blocks import find_path_to, is_canonical, list_blocks
 
 
 class NormedMatmul(CpuRule):

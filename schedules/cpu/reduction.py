@@ -21,13 +21,6 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.analysis import (
-    ScheduledBlock,
-    can_partition_loops,
-    has_bound_check,
-    is_canonical,
-    list_blocks,
-)
 from relaxtune.schedules.cpu.base import (
     PARTITION_HINT,
     CpuRule,
@@ -39,6 +32,13 @@ from relaxtune.schedules.cpu.base import (
 )
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.blocks import element_bytes, static_extent
+from relaxtune.schedules.tir.scheduled_blocks import (
+    ScheduledBlock,
+    can_partition_loops,
+    has_bound_check,
+    is_canonical,
+    list_blocks,
+)
 
 
 class RowReduction(CpuRule):

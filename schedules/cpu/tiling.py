@@ -14,16 +14,6 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.analysis import (
-    ScheduledBlock,
-    block_facts,
-    can_partition_loops,
-    find_path_to,
-    is_canonical,
-    is_costly,
-    list_blocks,
-    loop_extents,
-)
 from relaxtune.schedules.cpu.base import (
     PARTITION_HINT,
     CpuRule,
@@ -37,6 +27,16 @@ from relaxtune.schedules.cpu.contraction import FEW_ROWS, Tile, TiledContraction
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.blocks import static_extent
 from relaxtune.schedules.tir.expressions import is_zero, used_vars
+from relaxtune.schedules.tir.scheduled_blocks import (
+    ScheduledBlock,
+    block_facts,
+    can_partition_loops,
+    find_path_to,
+    is_canonical,
+    is_costly,
+    list_blocks,
+    loop_extents,
+)
 
 
 class ContractionRule(CpuRule):

@@ -18,8 +18,8 @@ from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.s_tir import Schedule
 
-from relaxtune.schedules.cpu.analysis import ScheduledBlock, loop_extents
 from relaxtune.schedules.tir.expressions import find_all, list_loads, used_vars
+from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, loop_extents
 
 # Fewer steps along a cache line do not repay the loop.
 STEPS_MIN = 4

@@ -18,8 +18,8 @@ from tvm import tirx
 from tvm.ir import Call, Range
 from tvm.s_tir import Schedule
 
-from relaxtune.schedules.cpu.analysis import ScheduledBlock, loop_extents
 from relaxtune.schedules.tir.expressions import find_all, is_branch, used_vars
+from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, loop_extents
 
 # LLVM takes the step of a remainder by 2 for a negative one, and so does not draw the wrong conclusion.
 _HARMLESS_DIVISOR = 2

@@ -21,7 +21,6 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import ExprRV, LoopRV
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.analysis import can_partition_loops, find_path_to, is_canonical, list_blocks
 from relaxtune.schedules.cpu.base import PARTITION_HINT, inline_spatial, schedule_elementwise
 from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, axis_extent
 from relaxtune.schedules.cpu.convolution import find_convolution
@@ -29,6 +28,7 @@ from relaxtune.schedules.cpu.matmul import find_matmul
 from relaxtune.schedules.cpu.tiling import finish_tile, isolate, place_pack, stage_accumulators
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.blocks import element_bytes, static_extent
+from relaxtune.schedules.tir.scheduled_blocks import can_partition_loops, find_path_to, is_canonical, list_blocks
 
 MAX_VECTORS = 6
 MAX_REDUCE_UNROLL = 8

@@ -34,7 +34,6 @@ from tvm.s_tir.schedule import ExprRV, LoopRV, SBlockRV
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.analysis import ScheduledBlock
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import ASYNC_COPIES, TF32_ATTR
 from relaxtune.schedules.search.tensor_intrinsics import (
@@ -50,6 +49,7 @@ from relaxtune.schedules.targets import CudaLimits, Feature, target_features, ta
 from relaxtune.schedules.tir.blocks import element_bytes, static_extent
 from relaxtune.schedules.tir.contraction import find_operands
 from relaxtune.schedules.tir.epilogue import recognise_matmul
+from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock
 
 # Tiles along an axis of a block at most, and how much longer padding may make an axis.
 _BLOCK_TILES = (8, 4, 2, 1)

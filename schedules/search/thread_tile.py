@@ -22,10 +22,10 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import ExprRV, SBlockRV
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.analysis import ScheduledBlock, block_facts, can_inline, is_canonical, list_blocks
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.tir.blocks import element_bytes, static_extent
 from relaxtune.schedules.tir.contraction import find_operands
+from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, block_facts, can_inline, is_canonical, list_blocks
 
 THREADS_DOWN = (2, 4, 8, 16)
 THREADS_ACROSS = (8, 16, 32)

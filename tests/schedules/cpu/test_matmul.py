@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm.s_tir import SBlock, Schedule, transform
 
-from relaxtune.schedules.cpu.analysis import list_blocks
 from relaxtune.schedules.cpu.contraction import choose_tile
 from relaxtune.schedules.cpu.matmul import Matmul, find_matmul
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import CpuLimits
+from relaxtune.schedules.tir.scheduled_blocks import list_blocks
 from tests.schedules.kernel_cases import host, loop_kinds, matmul_case, rows_case, run
 
 ODD_SHAPES = [(1, 1, 1), (7, 13, 5), (17, 33, 65), (31, 48, 7), (64, 101, 16), (1, 200, 37), (2, 3001, 11), (13, 64, 3)]

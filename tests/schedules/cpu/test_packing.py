@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm.s_tir import Schedule
 
-from relaxtune.schedules.cpu.analysis import list_blocks
 from relaxtune.schedules.cpu.contraction import choose_tile
 from relaxtune.schedules.cpu.matmul import find_matmul
 from relaxtune.schedules.cpu.packing import pack_weight, panel_width
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.search.space import list_designs
 from relaxtune.schedules.targets import CpuLimits
+from relaxtune.schedules.tir.scheduled_blocks import list_blocks
 from tests.schedules.kernel_cases import check, host, loop_kinds, packed_matmul_case, run
 from tests.schedules.search.test_space import candidates
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import tvm
 from tvm import te
 
-from relaxtune.schedules.cpu.analysis import list_blocks as scheduled_blocks
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.tir.blocks import list_blocks, plain_blocks, written_params
 from relaxtune.schedules.tir.contraction import find_contraction, find_operands
+from relaxtune.schedules.tir.scheduled_blocks import list_blocks as scheduled_blocks
 from tests.schedules.kernel_cases import prim_func
 
 

@@ -1,4 +1,4 @@
-"""What the rules ask about a block: its kind, its readers, and whether it may be inlined."""
+"""Blocks of a schedule, and what rules ask about them: canonical loops, readers, and whether they may be inlined."""
 
 from __future__ import annotations
 
