@@ -14,8 +14,10 @@ import math
 from collections.abc import Iterator
 
 import tvm
-import tvm_ffi
 from tvm import s_tir, tirx
+
+from relaxtune.schedules.tir.blocks import child_statements
+from relaxtune.schedules.tir.expressions import depends_on, find_all
 
 # Lanes of the longest vector of indices that compiles.
 _INDEX_LANES_MAX = 4
@@ -68,35 +70,15 @@ def _lanes_that_fit(leaf: s_tir.SBlockRealize, loop: tirx.For) -> int:
 
 def _divisors(index: tirx.Expr, var: tirx.Var) -> list[int]:
     """Return the numbers that something with the variable is divided by in an index."""
-    found: list[int] = []
-
-    def visit(node: tirx.FloorDiv | tirx.FloorMod) -> None:
-        if isinstance(node.b, tirx.IntImm) and _uses(node.a, var):
-            found.append(int(node.b))
-
-    tvm_ffi.structural_walk(index, ((tirx.FloorDiv, tirx.FloorMod), visit))
-    return found
-
-
-def _uses(expr: tirx.Expr, var: tirx.Var) -> bool:
-    return any(one.same_as(var) for one in tirx.analysis.undefined_vars(expr, []))
+    nodes = (*find_all(index, tirx.FloorDiv), *find_all(index, tirx.FloorMod))
+    return [int(node.b) for node in nodes if isinstance(node.b, tirx.IntImm) and depends_on(node.a, [var])]
 
 
 def _vectorised(stmt: tirx.Stmt, loop: tirx.For | None) -> Iterator[tuple[s_tir.SBlockRealize, tirx.For]]:
     """Yield the innermost blocks under a statement that are in a vectorised loop, and the loop; `loop` is around it."""
-    if isinstance(stmt, s_tir.SBlockRealize):
-        inside = list(_vectorised(stmt.block.body, loop))
-        yield from inside
-        if not inside and loop is not None:
-            yield stmt, loop
-    elif isinstance(stmt, tirx.SeqStmt):
-        for part in stmt.seq:
-            yield from _vectorised(part, loop)
-    elif isinstance(stmt, tirx.IfThenElse):
-        for branch in (stmt.then_case, stmt.else_case):
-            if branch is not None:
-                yield from _vectorised(branch, loop)
-    elif isinstance(stmt, tirx.For):
-        yield from _vectorised(stmt.body, stmt if int(stmt.kind) == int(tirx.ForKind.VECTORIZED) else loop)
-    elif isinstance(stmt, tirx.AttrStmt):
-        yield from _vectorised(stmt.body, loop)
+    if isinstance(stmt, tirx.For) and int(stmt.kind) == int(tirx.ForKind.VECTORIZED):
+        loop = stmt
+    inside = [found for part in child_statements(stmt) for found in _vectorised(part, loop)]
+    yield from inside
+    if not inside and loop is not None and isinstance(stmt, s_tir.SBlockRealize):
+        yield stmt, loop

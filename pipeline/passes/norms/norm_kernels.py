@@ -14,7 +14,7 @@ from tvm.ir.expr import TensorLoad
 
 from relaxtune.schedules.tir.blocks import static_shape
 from relaxtune.schedules.tir.dataflow import Dataflow, Reduction, recognise_dataflow
-from relaxtune.schedules.tir.expressions import constant_value
+from relaxtune.schedules.tir.expressions import constant_value, without_casts
 
 # A float64 array by position of a parameter.
 Vector = Callable[[int], np.ndarray]
@@ -53,7 +53,7 @@ def find_norm(func: tirx.PrimFunc) -> NormKernel | None:
         return None
     shape = static_shape(func.params[flow.outputs[0].param])
     steps: list[tuple[bool, int]] = []
-    value = _plain(flow.outputs[0].value)
+    value = without_casts(flow.outputs[0].value)
     while True:
         core = _core(value, flow)
         if core is not None:
@@ -68,13 +68,7 @@ def find_norm(func: tirx.PrimFunc) -> NormKernel | None:
             return None
         inner, multiplies, position = step
         steps.append((multiplies, position))
-        value = _plain(inner)
-
-
-def _plain(value: tirx.Expr) -> tirx.Expr:
-    while isinstance(value, tirx.Cast):
-        value = value.value
-    return value
+        value = without_casts(inner)
 
 
 def _orders(value: tirx.Expr) -> Iterator[tuple[tirx.Expr, tirx.Expr]]:
@@ -87,7 +81,7 @@ def _step(value: tirx.Expr, flow: Dataflow) -> tuple[tirx.Expr, bool, int] | Non
     if not isinstance(value, (tirx.Mul, tirx.Add)):
         return None
     for inner, other in _orders(value):
-        load = _plain(other)
+        load = without_casts(other)
         if isinstance(load, TensorLoad) and load.indices[0].same_as(flow.columns.var):
             return inner, isinstance(value, tirx.Mul), flow.flat[load.source]
     return None
@@ -98,7 +92,7 @@ def _core(value: tirx.Expr, flow: Dataflow) -> tuple[int, bool, float] | None:
     if not isinstance(value, tirx.Mul):
         return None
     for centred, root in _orders(value):
-        scaled = _plain(root)
+        scaled = without_casts(root)
         if not isinstance(scaled, Call) or getattr(scaled.op, "name", "") != "tirx.rsqrt":
             continue
         total = scaled.args[0]
@@ -109,7 +103,7 @@ def _core(value: tirx.Expr, flow: Dataflow) -> tuple[int, bool, float] | None:
         x, mean = (centred.a, _mean_of(centred.b, flow)) if isinstance(centred, tirx.Sub) else (centred, None)
         if isinstance(centred, tirx.Sub) and (mean is None or not tvm_ffi.structural_equal(mean.element, x)):
             continue
-        load = _plain(x)
+        load = without_casts(x)
         if isinstance(load, TensorLoad) and _is_own(load, flow):
             return flow.flat[load.source], mean is not None, float(epsilon or 0)
     return None

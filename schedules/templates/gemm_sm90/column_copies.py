@@ -11,8 +11,10 @@ from tvm.ir.expr import TensorLoad
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.global_access import load_bytes
-from relaxtune.schedules.templates.gemm_sm90.output_shares import GROUP_WARPS, Shares, bytes_of, column_loads, dtype_of
+from relaxtune.schedules.templates.gemm_sm90.output_shares import GROUP_WARPS, Shares, column_loads
+from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.expressions import dtype_of
 
 # The first of a warpgroup's named barriers.
 _GROUP_BARRIER = 2
@@ -98,7 +100,7 @@ class ColumnCopies:
             register = T.alloc_local([1], dtype)
             with T.If(position < self._shares.columns), T.Then():
                 at = tirx.min(column + position, self._columns - 1)
-                load_bytes(register.ptr_to([0]), source.ptr_to([at]), bytes_of(dtype))
+                load_bytes(register.ptr_to([0]), source.ptr_to([at]), element_bytes(dtype))
                 T.buffer_store(self._copies[number], register[0], [warp // GROUP_WARPS, position])
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import tvm
 from tvm.ir.expr import TensorLoad
 
-from relaxtune.schedules.tir.blocks import static_shape
+from relaxtune.schedules.tir.blocks import element_bytes, static_shape
 from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.expressions import dtype_of
 from relaxtune.schedules.tir.rotated_matmul import HEAD_UNIT
 
 PATCH_WIDTH_MAX = 64
@@ -71,21 +71,21 @@ def share_unit(matmul: MatmulFunction) -> int:
     bytes.
     """
     least = HEAD_UNIT if matmul.epilogue.head else 8
-    return max(least, *(VECTOR_BYTES // bytes_of(dtype) for dtype in patch_dtypes(matmul)))
+    return max(least, *(VECTOR_BYTES // element_bytes(dtype) for dtype in patch_dtypes(matmul)))
 
 
 def shared_bytes(matmul: MatmulFunction, shares: Shares) -> int:
     """Return the shared memory that `OutputTile` allocates, at most."""
     patches, columns = patch_dtypes(matmul), column_loads(matmul)
-    patch_bytes = 16 * sum((shares.width + patch_pad(dtype)) * bytes_of(dtype) for dtype in patches)
-    column_bytes = shares.columns * sum(bytes_of(dtype_of(load)) for load in columns)
+    patch_bytes = 16 * sum((shares.width + patch_pad(dtype)) * element_bytes(dtype) for dtype in patches)
+    column_bytes = shares.columns * sum(element_bytes(dtype_of(load)) for load in columns)
     copies = shares.warps // GROUP_WARPS * column_bytes
     return shares.warps * patch_bytes + copies + 128 * (len(patches) + len(columns))
 
 
 def residual_registers(matmul: MatmulFunction, m_blocks: int, columns: int) -> int:
     """Return the registers a thread needs to hold its part of every residual, and of the tables of heads."""
-    size = sum(bytes_of(dtype_of(load)) for load in (*residual_loads(matmul), *head_tables(matmul)))
+    size = sum(element_bytes(dtype_of(load)) for load in (*residual_loads(matmul), *head_tables(matmul)))
     return m_blocks * 16 * columns * size // (32 * 4)
 
 
@@ -98,7 +98,7 @@ def residual_loads(matmul: MatmulFunction) -> list[TensorLoad]:
 
 def has_vectors(matmul: MatmulFunction, dtype: str) -> bool:
     """Whether the rows of a matrix like the output start at multiples of 16 bytes."""
-    return matmul.columns * bytes_of(dtype) % VECTOR_BYTES == 0
+    return matmul.columns * element_bytes(dtype) % VECTOR_BYTES == 0
 
 
 def column_loads(matmul: MatmulFunction) -> list[TensorLoad]:
@@ -114,7 +114,7 @@ def _paired(matmul: MatmulFunction) -> tuple[str, ...]:
 
 def patch_pad(dtype: str) -> int:
     """Return the elements after each row of a patch."""
-    return _BYTE_PATCH_PAD if bytes_of(dtype) == 1 else _PATCH_PAD
+    return _BYTE_PATCH_PAD if element_bytes(dtype) == 1 else _PATCH_PAD
 
 
 def row_loads(matmul: MatmulFunction) -> list[TensorLoad]:
@@ -147,13 +147,3 @@ def patch_dtypes(matmul: MatmulFunction) -> list[str]:
     if matmul.output_dtype in dtypes:
         dtypes.remove(matmul.output_dtype)
     return [matmul.output_dtype, *dtypes]
-
-
-def dtype_of(load: TensorLoad) -> str:
-    """Return the dtype of what is read."""
-    return str(load.source.ty.dtype)
-
-
-def bytes_of(dtype: str) -> int:
-    """Return the size of an element."""
-    return int(tvm.DataType(dtype).bits) // 8

@@ -43,8 +43,6 @@ from relaxtune.schedules.templates.gemm_sm90.column_copies import ColumnCopies, 
 from relaxtune.schedules.templates.gemm_sm90.output_shares import (
     VECTOR_BYTES,
     Shares,
-    bytes_of,
-    dtype_of,
     has_vectors,
     head_tables,
     patch_pad,
@@ -53,8 +51,9 @@ from relaxtune.schedules.templates.gemm_sm90.output_shares import (
     scalar_loads,
 )
 from relaxtune.schedules.templates.gemm_sm90.row_statistics import share_of_four_sums
+from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import Epilogue, MatmulFunction
-from relaxtune.schedules.tir.expressions import constant_value, substitute
+from relaxtune.schedules.tir.expressions import constant_value, dtype_of, substitute
 from relaxtune.schedules.tir.rotated_matmul import output_column
 from relaxtune.schedules.tir.row_norm import COUNT, SQUARES, SUM, PartialSums
 
@@ -163,17 +162,17 @@ class OutputTile:
         """Emit the load of a scalar; return its register."""
         source = _matrix(self._renamed[load.source], 1, 1)
         register = T.alloc_local([1], dtype_of(load))
-        load_bytes(register.ptr_to([0]), source.ptr_to([0, 0]), bytes_of(dtype_of(load)))
+        load_bytes(register.ptr_to([0]), source.ptr_to([0, 0]), element_bytes(dtype_of(load)))
         return register[0]
 
     def _read_rows(self, load: TensorLoad) -> dict[tuple[int, int], tirx.Expr]:
         """Emit the loads of one element for each of a lane's rows; return the registers by block and half."""
         source = _matrix(self._renamed[load.source], self._matmul.m, int(load.source.ty.shape[-1]))
-        registers = T.alloc_local([self._shares.m_blocks * 2], dtype_of(load))
+        registers, size = T.alloc_local([self._shares.m_blocks * 2], dtype_of(load)), element_bytes(dtype_of(load))
         places = [(block, half) for block in range(self._shares.m_blocks) for half in range(2)]
         for number, (block, half) in enumerate(places):
             row = tirx.min(self._row + block * 64 + half * 8 + self._lane // 4, self._matmul.m - 1)
-            load_bytes(registers.ptr_to([number]), source.ptr_to([row, load.indices[-1]]), bytes_of(dtype_of(load)))
+            load_bytes(registers.ptr_to([number]), source.ptr_to([row, load.indices[-1]]), size)
         return {place: registers[number] for number, place in enumerate(places)}
 
     def rows_exist(self, block: int) -> AbstractContextManager[None]:
@@ -211,7 +210,7 @@ class OutputTile:
 
     def _vectors(self, dtype: str, width: int) -> list[tuple[tirx.Expr, tirx.Expr, int, bool]]:
         """Return, for each 16-byte vector of a patch that a lane handles, its row, column, elements, and if partial."""
-        lanes = VECTOR_BYTES // bytes_of(dtype)
+        lanes = VECTOR_BYTES // element_bytes(dtype)
         across = width // lanes
         vectors = []
         for step in range(math.ceil(16 * across / 32)):
@@ -335,7 +334,7 @@ class OutputTile:
         for load in self._tables:
             pair = T.alloc_local([2], dtype_of(load))
             source = self._renamed[load.source].ptr_to([substitute(index, axes) for index in load.indices])
-            load_bytes(pair.ptr_to([0]), source, 2 * bytes_of(dtype_of(load)))
+            load_bytes(pair.ptr_to([0]), source, 2 * element_bytes(dtype_of(load)))
             pairs.append((load, pair))
         self._held_tables[block, eight, half] = pairs
 

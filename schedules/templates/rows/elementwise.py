@@ -28,13 +28,7 @@ from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import Feature, ResolvedTarget
-from relaxtune.schedules.templates.base import (
-    KernelTemplate,
-    Parameters,
-    cuda_limits,
-    refuse_dependent,
-    refuse_target,
-)
+from relaxtune.schedules.templates.base import KernelTemplate, Parameters, cuda_limits, refuse_dependent, refuse_target
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Access, Accesses
 from relaxtune.schedules.templates.emit.kernel_frame import (
     Frame,
