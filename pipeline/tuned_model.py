@@ -10,8 +10,10 @@ import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
+from relaxtune.pipeline.choose.candidates import CandidateLookup
 from relaxtune.pipeline.choose.model_records import MeasuredModel, ModelDecision, measured_model
 from relaxtune.pipeline.choose.norm_forms import (
     NormFormsReport,
@@ -193,7 +195,7 @@ def _tune(
             options=tuning,
             job_id=job.id,
             progress=progress,
-            still_true=lambda task, known: without_stale(task, known, prepared.target, prepared.environment),
+            still_true=partial(without_stale, CandidateLookup(database, prepared.target, prepared.environment)),
         )
         if not summary.interrupted:
             require_valid(summary)

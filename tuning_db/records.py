@@ -65,6 +65,11 @@ def content_key(value: object) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
+def signature_key(signature: str) -> str:
+    """Return the key of a signature, which is JSON text in any spelling."""
+    return content_key(json.loads(signature))
+
+
 def canonical_text(text: str, what: str) -> str:
     """Return a JSON text in canonical form.
 
@@ -211,7 +216,7 @@ class Workload:
     @cached_property
     def signature_key(self) -> str:
         """The sha256 of the signature."""
-        return content_key(json.loads(self.signature))
+        return signature_key(self.signature)
 
 
 @dataclass(frozen=True)

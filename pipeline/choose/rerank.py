@@ -29,16 +29,14 @@ from relaxtune.pipeline.artifact.entries import MeasuredEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.bench.measure import DEFAULT_WARMUP, Arm, measure
 from relaxtune.pipeline.bench.paired_gain import LEAST_GAIN, PairedGain, is_gain, paired_gain
+from relaxtune.pipeline.choose.candidates import CandidateLookup
 from relaxtune.pipeline.choose.model_arm import compiled_arms
-from relaxtune.pipeline.choose.selection import replay_record, template_default, without_stale_fallbacks
-from relaxtune.pipeline.choose.standing import standing_records
-from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.choose.replay import replay_record
+from relaxtune.pipeline.choose.selection import template_default
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.prepare import PreparedModel
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.pipeline.tuning.plan.recorder import describe_workload
 from relaxtune.tuning_db.contract import TuningDatabase
-from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import Route, TuningRecord
 
 logger = logging.getLogger(__name__)
@@ -46,7 +44,6 @@ logger = logging.getLogger(__name__)
 # Runners-up of each task, and how far behind the winner they may be when timed alone.
 _RIVALS = 3
 _MARGIN = 0.1
-_LISTED = 64
 # Turns after which it is looked whether the gains are settled; slow models end before they would take so many seconds.
 _LOOKS = (30, 60, 120)
 _SECONDS_MAX = 20.0
@@ -129,9 +126,9 @@ def rerank(
     turn : context manager or None
         Held while models are timed, where other processes time something on the same device.
     """
-    rivals = [
-        rival for task in _hottest(prepared, choices, tasks) for rival in _rivals(prepared, task, choices, database)
-    ]
+    lookup = CandidateLookup(database, prepared.target, prepared.environment)
+    hottest = _hottest(prepared, choices, tasks)
+    rivals = [rival for task in hottest for rival in _rivals(prepared, task, choices, lookup)]
     if not rivals:
         return tuple(choices), RerankReport((), 0.0)
     with contextlib.ExitStack() as held:
@@ -265,25 +262,15 @@ def _hottest(prepared: PreparedModel, choices: Sequence[KernelChoice], count: in
 
 
 def _rivals(
-    prepared: PreparedModel, task: TuningTask, choices: Sequence[KernelChoice], database: TuningDatabase
+    prepared: PreparedModel, task: TuningTask, choices: Sequence[KernelChoice], lookup: CandidateLookup
 ) -> list[_Rival]:
     """Return the runners-up of a task, and its template's default where that was measured and is none of them."""
     mine = [choice for choice in choices if choice.task == task.name]
     if not mine or mine[0].latency_us is None:
         return []
-    listed = database.list_top(
-        Question(
-            workload_hash=task.workload_hash,
-            signature_key=describe_workload(task).signature_key,
-            target=target_key(prepared.target),
-            environment=prepared.environment,
-        ),
-        k=_LISTED,
-    )
-    records = standing_records(without_stale_fallbacks(task, listed, prepared.target), prepared.environment)
     others = [
         record
-        for record in records
+        for record in lookup.list_standing(task)
         if (record.layer, record.id) != (mine[0].database, mine[0].record_id)
         and (record.route, record.decision) != (mine[0].route, mine[0].decision)
         and record.route in prepared.request.routes | {Route.FALLBACK}

@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, CandidateLookup
 from relaxtune.pipeline.choose.plausible import believable_records
-from relaxtune.pipeline.choose.selection import RECORDS_TRIED, replay_record, without_stale_fallbacks
-from relaxtune.pipeline.choose.standing import standing_records
+from relaxtune.pipeline.choose.replay import replay_record, without_stale_fallbacks
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES
-from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.tuning_db.records import Environment, Status, TuningRecord
+from relaxtune.tuning_db.lookup import SIGNATURE_ROUTES
+from relaxtune.tuning_db.records import Status, TuningRecord
+from relaxtune.tuning_db.standing import standing_records
 
 logger = logging.getLogger(__name__)
 
 
-def without_stale(
-    task: TuningTask, known: Sequence[TuningRecord], target: ResolvedTarget, environment: Environment
-) -> list[TuningRecord]:
+def without_stale(lookup: CandidateLookup, task: TuningTask, known: Sequence[TuningRecord]) -> list[TuningRecord]:
     """Return a task's records less those of fallbacks, templates and libraries that selection would pass over.
 
     Records of latencies that no device reaches are left out, too.
@@ -29,19 +27,21 @@ def without_stale(
 
     Parameters
     ----------
+    lookup : CandidateLookup
+        Of this device, and of the database that `known` is from.
     known : sequence of TuningRecord
         Of this device, failed ones included.
     """
-    known = without_stale_fallbacks(task, believable_records(task, known), target)
-    offered = [record for record in known if record.route in OFFERED_ROUTES]
+    known = without_stale_fallbacks(task, believable_records(task, known), lookup.target)
+    offered = [record for record in known if record.route in SIGNATURE_ROUTES]
     ranked = sorted(
         (record for record in offered if record.status is Status.OK), key=lambda record: record.latency_us or 0.0
     )
     stale: set[str] = set()
-    tried = standing_records(ranked, environment)[:RECORDS_TRIED]
+    tried = standing_records(ranked, lookup.environment, lookup.list_refuted(task))[:RECORDS_TRIED]
     for record in tried:
         try:
-            replay_record(task, record, target)
+            replay_record(task, record, lookup.target)
             break
         except LoweringError as e:
             logger.info("%s", e)
@@ -49,4 +49,4 @@ def without_stale(
     else:
         if tried:
             stale = {record.decision for record in offered}
-    return [record for record in known if record.route not in OFFERED_ROUTES or record.decision not in stale]
+    return [record for record in known if record.route not in SIGNATURE_ROUTES or record.decision not in stale]

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 
 from relaxtune.pipeline.tuning.measure.backend import MeasureBackend, Outcome, Unmeasured
-from relaxtune.pipeline.tuning.measure.drift import drift
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.plan.state import Contender, TaskState, median_latency_us, spread
 from relaxtune.tuning_db.records import Route
+from relaxtune.tuning_db.standing import drift
 
 logger = logging.getLogger(__name__)
 

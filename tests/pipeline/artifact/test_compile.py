@@ -15,7 +15,8 @@ from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.export import versions, write_artifact
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.choose.selection import replay_record, select_kernels, tasks_without_record
+from relaxtune.pipeline.choose.replay import replay_record
+from relaxtune.pipeline.choose.selection import select_kernels, tasks_without_record
 from relaxtune.pipeline.codegen.kernel_hash import made_hash
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.errors import LoweringError

@@ -13,7 +13,7 @@ import relaxtune.pipeline.choose.rerank as rerank_module
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.bench.measure import Arm, ArmResult, BenchmarkReport
 from relaxtune.pipeline.choose.model_records import ModelDecision, measured_model
-from relaxtune.pipeline.choose.rerank import rerank
+from relaxtune.pipeline.choose.rerank import RerankReport, rerank
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.passes.module import LoweringOptions
@@ -171,6 +171,14 @@ def test_a_runner_up_is_taken_when_the_model_is_faster_by_more_than_the_noise(
     assert all("inside the model" in choice.note for choice in mine) is taken
     others = [(a, b) for a, b in zip(choices, changed, strict=True) if a.task != hot.name]
     assert all(a is b for a, b in others)
+
+
+def test_a_refuted_runner_up_is_not_tried(prepared: PreparedModel, hot: TuningTask, database: TuningDatabase) -> None:
+    second = next(record for record in database.list_records() if record.latency_us == 10.4)
+    wrong = dataclasses.replace(second, status=Status.WRONG_RESULT, latencies_us=(), created_at=utc_now())
+    database.record_measurement(wrong)
+    choices = as_tuned(prepared, database)
+    assert rerank(prepared, choices, database, tasks=1) == (choices, RerankReport((), 0.0))
 
 
 def test_gains_that_do_not_add_up_are_not_taken_together(

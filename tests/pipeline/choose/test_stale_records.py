@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from relaxtune.pipeline.choose.candidates import CandidateLookup
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.choose.stale import without_stale
 from relaxtune.pipeline.environment import detect_environment
@@ -48,23 +49,27 @@ def test_stale_fallback_neither_wins_nor_hides_a_true_record(lowered, tasks, tas
     assert (chosen().record_id, chosen().route) == (trace, Route.METASCHEDULE)
 
 
-def test_tuning_run_does_not_know_a_stale_fallback(task, llvm_target):
-    environment = detect_environment(llvm_target)
+@pytest.fixture
+def lookup(database, llvm_target):
+    return CandidateLookup(database, llvm_target, detect_environment(llvm_target))
+
+
+def test_tuning_run_does_not_know_a_stale_fallback(task, llvm_target, lookup):
     stale, true = (
         fallback_record(task, llvm_target, kernel_hash=ANOTHER),
         fallback_record(task, llvm_target, latencies_us=(2.0,)),
     )
-    assert without_stale(task, [stale], llvm_target, environment) == []
-    assert without_stale(task, [stale, true], llvm_target, environment) == [true]
+    assert without_stale(lookup, task, [stale]) == []
+    assert without_stale(lookup, task, [stale, true]) == [true]
 
 
-def test_fallback_holds_whatever_version_of_the_schedules_was_noted(task, llvm_target):
+def test_fallback_holds_whatever_version_of_the_schedules_was_noted(task, llvm_target, lookup):
     environment = replace(detect_environment(llvm_target), schedules_version="0123456789abcdef")
     record = fallback_record(task, llvm_target, environment=environment)
-    assert without_stale(task, [record], llvm_target, detect_environment(llvm_target)) == [record]
+    assert without_stale(lookup, task, [record]) == [record]
 
 
-def test_changed_schedule_makes_the_record_of_its_fallback_stale(task, llvm_target, monkeypatch):
+def test_changed_schedule_makes_the_record_of_its_fallback_stale(task, llvm_target, lookup, monkeypatch):
     record = fallback_record(task, llvm_target)
     monkeypatch.setattr(fallback, "Elementwise", Plain)
-    assert without_stale(task, [record], llvm_target, detect_environment(llvm_target)) == []
+    assert without_stale(lookup, task, [record]) == []

@@ -10,7 +10,8 @@ import pytest
 from relaxtune.models import load_model
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
-from relaxtune.pipeline.choose.selection import replay_record, select_kernels, tasks_without_record
+from relaxtune.pipeline.choose.replay import replay_record
+from relaxtune.pipeline.choose.selection import select_kernels, tasks_without_record
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.importer import import_model

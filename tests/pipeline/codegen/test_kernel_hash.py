@@ -15,7 +15,9 @@ import tvm_ffi
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.entries import KernelEntry
 from relaxtune.pipeline.artifact.export import write_artifact
-from relaxtune.pipeline.choose.selection import replay_record, select_kernels
+from relaxtune.pipeline.choose.candidates import CandidateLookup
+from relaxtune.pipeline.choose.replay import replay_record
+from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.choose.stale import without_stale
 from relaxtune.pipeline.codegen.finish import finish_kernels
 from relaxtune.pipeline.codegen.kernel_hash import CODE_GENERATION, is_kernel, kernel_hash, made_hash
@@ -179,15 +181,25 @@ def test_a_slow_fallback_does_not_stand_in_for_candidates_made_in_another_way_by
 
 
 def test_records_that_no_longer_hold_are_measured_again(task, target, measured) -> None:
-    environment = measured[0].environment
-    assert without_stale(task, measured, target, environment) == measured
-    fastest_changed = [replace(measured[0], kernel_hash=ANOTHER), *measured[1:]]
-    assert without_stale(task, fastest_changed, target, environment) == measured[1:]
-    all_changed = [replace(record, kernel_hash=ANOTHER) for record in measured]
-    failed = replace(measured[0], decision='{"template":"old"}', status=Status.BUILD_ERROR, latencies_us=())
-    searched = replace(measured[0], route=Route.METASCHEDULE)
-    known = without_stale(task, [*all_changed, failed, searched], target, environment)
-    assert known == [searched]
+    with SqlDatabase.open("sqlite://") as database:
+        lookup = CandidateLookup(database, target, measured[0].environment)
+        assert without_stale(lookup, task, measured) == measured
+        fastest_changed = [replace(measured[0], kernel_hash=ANOTHER), *measured[1:]]
+        assert without_stale(lookup, task, fastest_changed) == measured[1:]
+        all_changed = [replace(record, kernel_hash=ANOTHER) for record in measured]
+        failed = replace(measured[0], decision='{"template":"old"}', status=Status.BUILD_ERROR, latencies_us=())
+        searched = replace(measured[0], route=Route.METASCHEDULE)
+        known = without_stale(lookup, task, [*all_changed, failed, searched])
+        assert known == [searched]
+
+
+def test_a_refuted_record_that_holds_does_not_hide_a_stale_one(task, target, measured) -> None:
+    wrong = replace(measured[0], status=Status.WRONG_RESULT, created_at=measured[0].created_at + timedelta(seconds=1))
+    known = [measured[0], replace(measured[1], kernel_hash=ANOTHER), measured[2]]
+    with SqlDatabase.open("sqlite://") as database:
+        database.record_all(workloads=[describe_workload(task)], records=[wrong])
+        lookup = CandidateLookup(database, target, measured[0].environment)
+        assert without_stale(lookup, task, known) == [measured[0], measured[2]]
 
 
 def test_a_task_with_stale_records_is_done_once_it_was_measured_anew(measured) -> None:

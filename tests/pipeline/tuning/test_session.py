@@ -11,7 +11,6 @@ import pytest
 import tvm
 from tvm.s_tir import meta_schedule as ms
 
-from relaxtune.pipeline.choose.standing import standing_records
 from relaxtune.pipeline.errors import NothingMeasuredError, UsageError
 from relaxtune.pipeline.tuning import session as session_module
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
@@ -29,6 +28,7 @@ from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import DatabaseWriteError
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status, TuningRecord
+from relaxtune.tuning_db.standing import standing_records
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, extern_mod, matmul_task, task_of, unbuildable_mod
 
 OPTIONS = TuningOptions(

@@ -5,7 +5,6 @@ from datetime import timedelta
 
 import pytest
 
-from relaxtune.pipeline.choose.standing import standing_records
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
@@ -14,6 +13,7 @@ from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.plan.state import Contender, TaskState
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import RecordFilter, Route, Status, TuningRecord, utc_now
+from relaxtune.tuning_db.standing import standing_records
 from tests.pipeline.tuning.tuning_cases import Place, matmul_task, spec_of
 
 NOW = utc_now()

@@ -1,0 +1,103 @@
+"""Make the kernel of a record again, and tell whether it is still the kernel that was measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from tvm import tirx
+
+from relaxtune.pipeline.codegen.kernel_hash import is_kernel, made_hash
+from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
+from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.schedules.errors import ScheduleError
+from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.marks import SCHEDULED_ATTR
+from relaxtune.schedules.registry import apply_decision
+from relaxtune.schedules.search.tensor_intrinsics import register_intrinsics
+from relaxtune.schedules.search.tensor_tile import has_tensor_tiles
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.tuning_db.errors import TuningDatabaseError
+from relaxtune.tuning_db.metaschedule import replay_decision
+from relaxtune.tuning_db.records import Route, Status, TuningRecord
+
+logger = logging.getLogger(__name__)
+
+
+def replay_record(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> tirx.PrimFunc:
+    """Return the task's PrimFunc scheduled as a record says, postprocessing included.
+
+    Raises
+    ------
+    LoweringError
+        The decision does not fit the task, or makes another kernel by now than the one that was measured.
+    """
+    if has_tensor_tiles(target.target):
+        register_intrinsics()
+    try:
+        scheduled = _REPLAY[record.route](task, record, target)
+    except (TuningDatabaseError, ScheduleError, *TVM_ERRORS) as e:
+        raise LoweringError(f"record {record.id} of task {task.name} cannot be replayed: {last_line(e)}") from e
+    if record.kernel_hash is None and record.route is Route.FALLBACK:
+        # Its decision names a rule alone.
+        raise LoweringError(f"record {record.id} of task {task.name} does not say which kernel was measured")
+    if record.kernel_hash is not None and not is_kernel(record.kernel_hash, scheduled, target.target):
+        raise LoweringError(
+            f"record {record.id} of task {task.name} is of kernel {record.kernel_hash}, its decision makes "
+            f"{made_hash(scheduled, target.target)} by now: the code that makes it has changed. Measure the task again "
+            "(`relaxtune tune`)"
+        )
+    return as_scheduled(scheduled)
+
+
+def without_stale_fallbacks(
+    task: TuningTask, records: Sequence[TuningRecord], target: ResolvedTarget
+) -> list[TuningRecord]:
+    """Return a task's records less valid ones of fallbacks that the default schedules make in another way by now."""
+    fallbacks = [one for one in records if one.route is Route.FALLBACK and one.status is Status.OK]
+    # Measured again and again, it is scheduled once for each kernel it was.
+    holds = {hash_: _holds(task, one, target) for hash_, one in {one.kernel_hash: one for one in fallbacks}.items()}
+    stale = {id(one) for one in fallbacks if not holds[one.kernel_hash]}
+    return [one for one in records if id(one) not in stale]
+
+
+def _holds(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> bool:
+    try:
+        replay_record(task, record, target)
+    except LoweringError as e:
+        logger.info("%s", e)
+        return False
+    return True
+
+
+def as_scheduled(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Return a function marked as scheduled, without the name of its task."""
+    return func.without_attr("global_symbol").with_attr(SCHEDULED_ATTR, True)
+
+
+def last_line(error: Exception) -> str:
+    """Return the line of an error that tells what is wrong; TVM writes its own trace before it."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__
+
+
+def _replay_metaschedule(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> tirx.PrimFunc:
+    with target.target:
+        return replay_decision(task.mod, record.decision).mod["main"]
+
+
+def _replay_template(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> tirx.PrimFunc:
+    return apply_decision(task.mod["main"], target, record.decision)
+
+
+def _replay_fallback(task: TuningTask, _record: TuningRecord, target: ResolvedTarget) -> tirx.PrimFunc:
+    return apply_fallback(task.mod, target.target)["main"]
+
+
+_REPLAY: Mapping[Route, Callable[[TuningTask, TuningRecord, ResolvedTarget], tirx.PrimFunc]] = {
+    Route.METASCHEDULE: _replay_metaschedule,
+    Route.TEMPLATE: _replay_template,
+    Route.LIBRARY: _replay_template,
+    Route.FALLBACK: _replay_fallback,
+}
