@@ -13,7 +13,7 @@ from pathlib import Path
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
-from relaxtune.pipeline.artifact.directory import check_destination, record_validation
+from relaxtune.pipeline.artifact.directory import accept, check_destination, record_validation, rejected_place
 from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.manifest import Manifest
@@ -236,15 +236,22 @@ def _compile(
     with stage("compile"):
         compiled = module or compile_module(prepared.lowered, choices, prepared.target)
         buckets = [_compile_bucket(prepared, bucket, database) for bucket in prepared.buckets]
+    validates = bool(samples) and prepared.can_run
+    place = rejected_place(out) if validates else out
     with stage("export"):
-        manifest = write_artifact(compiled, out, buckets)
+        manifest = write_artifact(compiled, place, buckets)
     if database is not None and record:
         database.record_artifact(artifact_of(manifest, out, job_id))
     validation = None
-    if samples and prepared.can_run:
+    if validates:
         with stage("validate"):
-            validation = _validate(out, prepared.model, samples)
-        manifest = record_validation(out, validation.to_json())
+            validation = _validate(place, prepared.model, samples)
+        manifest = record_validation(place, validation.to_json())
+        if validation.passed:
+            accept(place, out)
+        else:
+            logger.error("the artifact failed validation: it is in %s, and %s is as it was", place, out)
+            out = place
         if database is not None and record:
             note_validation(database, artifact_of(manifest, out, job_id), prepared.environment, validation)
     elif samples:

@@ -80,6 +80,24 @@ def check_destination(destination: Path) -> None:
             folder.rmdir()
 
 
+def rejected_place(destination: Path) -> Path:
+    """Return where an artifact lies until it has passed validation, and stays when it fails: `DIR.rejected`."""
+    return destination.with_name(f"{destination.name}.rejected")
+
+
+def accept(rejected: Path, destination: Path) -> None:
+    """Move an artifact that passed validation to its destination, in place of an artifact that is there.
+
+    Raises
+    ------
+    ArtifactError
+        The destination has become something else than an artifact meanwhile, or cannot be written.
+    """
+    _check_replaceable(destination)
+    with _os_errors(destination):
+        _move_into_place(rejected, destination)
+
+
 def load_manifest(directory: Path) -> Manifest:
     """Return the manifest of an artifact; the other files are not read.
 

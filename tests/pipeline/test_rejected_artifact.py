@@ -1,0 +1,37 @@
+"""An artifact that fails validation is not left where a good one is expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.pipeline import jobs
+from relaxtune.pipeline.artifact.directory import load_manifest
+from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.validate.report import ValidationReport
+
+SHAPES = {"pixel_values": (1, 3, 32, 32)}
+REQUEST = ModelRequest("vit-tiny", SHAPES, "llvm")
+
+
+def test_a_failed_artifact_lies_aside_and_the_good_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, rejected = tmp_path / "artifact", tmp_path / "artifact.rejected"
+    good = jobs.compile_model(REQUEST, out, samples=1)
+    assert (good.directory, rejected.exists()) == (out, False)
+    validate = jobs._validate
+
+    def against_other_weights(place: Path, _: OnnxModel, samples: int) -> ValidationReport:
+        return validate(place, load_model("vit-tiny", shapes=SHAPES, seed=1), samples)
+
+    monkeypatch.setattr(jobs, "_validate", against_other_weights)
+    failed = jobs.compile_model(REQUEST, out, samples=1)
+    assert failed.validation is not None
+    assert not failed.validation.passed
+    assert failed.directory == rejected
+    assert [load_manifest(place).validation["passed"] for place in (out, rejected)] == [True, False]
+    monkeypatch.undo()
+    assert jobs.compile_model(REQUEST, out, samples=1).directory == out
+    assert not rejected.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
