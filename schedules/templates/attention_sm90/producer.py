@@ -15,24 +15,15 @@ from relaxtune.schedules.templates.emit.hopper import Ring, load_tile
 class Producer:
     """Loads what a plan's consumers multiply; the methods emit into the current IRBuilder.
 
-    Parameters
-    ----------
-    plan, memory, maps : AttentionPlan, Memory, Maps
-        What is loaded where.
-    early_caches, early_copies : bool
-        For caches that grow: whether they are loaded, and copied too, before the wait for the kernel before.
+    Caches that grow are loaded before the wait for the kernel before with `early_caches`, and copied too with
+    `early_copies`.
     """
 
     def __init__(
         self, plan: AttentionPlan, memory: Memory, maps: Maps, *, early_caches: bool, early_copies: bool
     ) -> None:
-        self._plan = plan
-        self._spec = plan.spec
-        self._p = plan.parameters
-        self._memory = memory
-        self._maps = maps
-        self._early_caches = early_caches
-        self._early_copies = early_copies
+        self._plan, self._spec, self._p, self._memory, self._maps = plan, plan.spec, plan.parameters, memory, maps
+        self._early_caches, self._early_copies = early_caches, early_copies
 
     def produce(self, block: tirx.Expr) -> None:
         """Emit the loads of all tiles of a block, by one thread."""

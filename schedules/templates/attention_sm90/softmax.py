@@ -93,16 +93,8 @@ def pack(low: tirx.Expr, high: tirx.Expr, dtype: str) -> tirx.Expr:
 class OnlineSoftmax:
     """Emits the softmax of one warpgroup into the current IRBuilder.
 
-    Parameters
-    ----------
-    plan : AttentionPlan
-        Of the kernel.
-    bias : Var or None
-        The kernel's parameter that is added to the scores or masks them.
-    dtype : str
-        Of the weights.
-    lane : Expr
-        Of the thread in its warp.
+    `bias` is the kernel's parameter that is added to the scores or masks them, if there is one; `dtype` is the
+    weights', `lane` the thread's number in its warp.
     """
 
     def __init__(self, plan: AttentionPlan, bias: tirx.Var | None, dtype: str, lane: tirx.Expr) -> None:

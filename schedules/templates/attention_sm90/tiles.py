@@ -49,15 +49,7 @@ class Tile:
 
 
 def each_tile(plan: AttentionPlan, block: tirx.Expr, make: Callable[[Tile], None]) -> None:
-    """Emit the loop over a thread block's tiles.
-
-    Parameters
-    ----------
-    block : Expr
-        Number of the thread block.
-    make : callable
-        Emits what is done with a tile.
-    """
+    """Emit the loop over the tiles of a thread block, by its number; `make` emits what is done with one."""
     if plan.query_stages == 1:
         split = plan.parameters.split
         tile, heads = _only_tile(plan, block // split)

@@ -14,21 +14,11 @@ _CONSUMERS_BARRIER = 1
 class ClusterSum:
     """Emits the sum over a cluster's blocks, through their shared memory, into the current IRBuilder.
 
-    Parameters
-    ----------
-    plan : GemmPlan
-        Sizes.
-    output : OutputTile
-        What knows which rows exist.
-    thread, rank : Expr
-        Of the block, and of the cluster.
+    `output` knows which rows exist; `thread` is the thread's number in its block, `rank` the block's in its cluster.
     """
 
     def __init__(self, plan: GemmPlan, output: OutputTile, thread: tirx.Expr, rank: tirx.Expr) -> None:
-        self._plan = plan
-        self._output = output
-        self._thread = thread
-        self._rank = rank
+        self._plan, self._output, self._thread, self._rank = plan, output, thread, rank
 
     def allocate(self, pool: T.SMEMPool) -> None:
         """Take shared memory for the partial sums: the place of the ring, whose tiles are used up by then."""

@@ -17,14 +17,8 @@ from relaxtune.schedules.tir.epilogue import MatmulFunction
 class Producer:
     """Loads what a plan's consumers multiply; the methods emit into the current IRBuilder.
 
-    Parameters
-    ----------
-    matmul, plan, tiles, memory : MatmulFunction, GemmPlan, Tiles, Memory
-        What is loaded, in which order, where to.
-    maps : tuple of Var
-        Tensor maps of A and B.
-    rank : Expr
-        The block's place in its cluster.
+    It loads what the tensor maps of A and B give, in the order of `tiles`, into `memory`; `rank` is the block's number
+    in its cluster.
     """
 
     def __init__(

@@ -140,14 +140,7 @@ class StreamTiles(Tiles):
 class StreamSum:
     """Emits the exchange of sums between blocks, through global memory, into the current IRBuilder.
 
-    Parameters
-    ----------
-    plan : GemmPlan
-        Sizes.
-    output : OutputTile
-        What knows which rows exist.
-    thread, block : Expr
-        Of the block, and of the grid.
+    `output` knows which rows exist; `thread` is the thread's number in its block, `block` the block's in the grid.
     """
 
     def __init__(self, plan: GemmPlan, output: OutputTile, thread: tirx.Expr, block: tirx.Expr) -> None:

@@ -35,12 +35,7 @@ class Part:
 class Tiles:
     """The tiles of a block (with a cluster, of its blocks together), every `plan.blocks`-th; emits loops over them.
 
-    Parameters
-    ----------
-    plan : GemmPlan
-        Sizes.
-    block, rank : Expr
-        Of the block's cluster in the grid, and of the block in its cluster.
+    `block` is the number of the block's cluster in the grid, `rank` the block's number in its cluster.
     """
 
     def __init__(self, plan: GemmPlan, block: tirx.Expr, rank: tirx.Expr) -> None:
@@ -53,15 +48,7 @@ class Tiles:
         return self._part(tirx.IntImm("int32", 0), self._block)
 
     def each(self, make: Callable[[Part], None], *, first: tirx.Expr | int = 0, every: int = 1) -> None:
-        """Emit the loop over the parts.
-
-        Parameters
-        ----------
-        make : callable
-            Emits the making of one.
-        first, every
-            Which of the block's parts to make.
-        """
+        """Emit the loop over the block's parts, from `first` on every `every`-th; `make` emits the making of one."""
         plan = self._plan
         if plan.blocks == plan.tiles and every == 1:
             make(self.first())
