@@ -33,16 +33,9 @@ LIBRARIES: Mapping[str, Template] = {library.name: library for library in (Cubla
 def list_candidates(
     func: PrimFunc, target: ResolvedTarget, makers: Mapping[str, Template] = TEMPLATES
 ) -> tuple[list[Parameters], list[str]]:
-    """Return the parameters of every maker worth measuring for a function, and why the others refused.
+    """Return the parameters of every maker worth measuring for an unscheduled function, and why the others refused.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        Unscheduled, as FuseTIR gives it.
-    target : ResolvedTarget
-        What the kernel is for.
-    makers : mapping
-        Name -> maker: `TEMPLATES` or `LIBRARIES`.
+    `makers` are `TEMPLATES` or `LIBRARIES`.
     """
     found: list[Parameters] = []
     refused = []

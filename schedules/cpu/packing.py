@@ -23,14 +23,7 @@ from relaxtune.schedules.targets import CpuLimits
 def panel_width(rows: int | None, columns: int, dtype: str, limits: CpuLimits) -> int:
     """Return the columns of a panel: those of the best register tile for a matmul of so many rows and columns.
 
-    Parameters
-    ----------
-    rows : int or None
-        Extent of the left operand's longest row axis; None where symbolic.
-    columns : int
-        Columns of the weight.
-    dtype : str
-        Of the accumulators.
+    `rows` is the extent of the left operand's longest row axis, None where symbolic; `dtype` is the accumulators'.
     """
     lanes = lanes_of(dtype, limits)
     exact = columns % lanes == 0

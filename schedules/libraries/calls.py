@@ -69,16 +69,7 @@ def call_on_made(
 ) -> tirx.PrimFunc:
     """Return a PrimFunc, its body replaced by a kernel that makes a flat buffer, and a call that reads it.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        Its parameters and attributes stay.
-    made : Var
-        The buffer, of one axis, which is no parameter of the function.
-    element : callable
-        Gets a position in the buffer, returns its element.
-    call : LibraryCall
-        What reads it.
+    `made` is the buffer, of one axis, and no parameter of the function; `element` returns its element at a position.
     """
     (size,) = (int(extent) for extent in made.ty.shape)
     blocks = math.ceil(size / _THREADS)
@@ -94,14 +85,8 @@ def call_on_made(
 def call_before(func: tirx.PrimFunc, product: str, call: Callable[[tirx.Var], LibraryCall]) -> tirx.PrimFunc:
     """Return a PrimFunc whose first block is replaced by a call, all that follows made by one kernel of our own.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        Blocks one after the other; those after the first are elementwise.
-    product : str
-        Name of the first block.
-    call : callable
-        Gets the buffer that the first block writes; returns what fills it.
+    `product` is the name of the first block; those after it are elementwise. `call` gets the buffer that the first
+    block writes, and returns what fills it.
     """
     schedule = s_tir.Schedule(func)
     root = schedule.get_sblock("root")

@@ -28,14 +28,7 @@ def copy_block(
 ) -> None:
     """Emit the copy of a block of keys, or values, of the caches from shared memory; it is not waited for.
 
-    Parameters
-    ----------
-    tensor_map : Var
-        Of the caches' positions in what is written.
-    block : Expr
-        Which block of keys.
-    tile, stage : Var, Expr
-        Where in shared memory it lies.
+    `tensor_map` is of the caches' positions in what is written; the block lies in a stage of `tile`.
     """
     block_k = plan.parameters.block_k
     for chunk in range(plan.chunks):
@@ -46,14 +39,7 @@ def copy_block(
 class NewPositions:
     """Emits the putting of new keys, or values, where the multiplications and the results want them.
 
-    Parameters
-    ----------
-    plan : AttentionPlan
-        Of the kernel.
-    new, result : HeadLayout
-        Where they come from, and K or V as it is written.
-    params : list of Var
-        The kernel's parameters.
+    They come from `new`; `result` is K or V as it is written; `params` are the kernel's.
     """
 
     def __init__(self, plan: AttentionPlan, new: HeadLayout, result: HeadLayout, params: list[tirx.Var]) -> None:

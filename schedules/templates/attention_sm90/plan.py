@@ -185,10 +185,7 @@ def make_plan(
 ) -> AttentionPlan | Refusal:
     """Return the sizes of the kernel for an attention, or why there is none with these parameters.
 
-    Parameters
-    ----------
-    bias_bytes : int
-        Of an element of the mask.
+    `bias_bytes` are the bytes of an element of the mask.
     """
     refusal = _refuse_parameters(p)
     if refusal is not None:

@@ -156,14 +156,8 @@ class OnlineSoftmax:
     def weigh(self, scores: tirx.Var, block: tirx.Expr, masked: tirx.Expr | None) -> None:
         """Emit `scores = exp(scores - highest)` of a block of keys, with the change of the rows' statistics.
 
-        Parameters
-        ----------
-        scores : Var
-            Registers; plain products on entry.
-        block : Expr
-            Which block of keys.
-        masked : Expr or None
-            Whether some row of the warpgroup does not see all of the block; None when that never happens.
+        `scores` are registers, with plain products on entry. `masked` is whether some row of the warpgroup does not see
+        all of the block; None when that never happens.
         """
         added = None if self._bias is None else self._bias.find_added()
         scale = None if added is None else self._find_scale(added)

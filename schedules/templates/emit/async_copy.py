@@ -39,16 +39,9 @@ __forceinline__ __device__ void relaxtune_copies_but_{pending}() {{
 
 
 def copy_async(to: tirx.Expr, source: tirx.Expr, inside: Sequence[tirx.Expr] = (), offset: int = 0) -> None:
-    """Emit a copy, of zeros where a condition does not hold (`source` has to exist there too).
+    """Emit a copy, of zeros where one of the conditions `inside` does not hold (`source` has to exist there too).
 
-    Parameters
-    ----------
-    to, source : Expr
-        Addresses, multiples of 16 bytes.
-    inside : sequence of Expr
-        All have to hold.
-    offset : int
-        Bytes that are added to `source`.
+    The addresses `to` and `source` are multiples of 16 bytes; `offset` bytes are added to `source`.
     """
     whole, none = tirx.IntImm("int32", COPY_BYTES), tirx.IntImm("int32", 0)
     size = tirx.Select(tirx.all(*inside), whole, none) if inside else whole

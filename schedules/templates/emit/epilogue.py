@@ -31,18 +31,10 @@ def evaluated(
     axes: Mapping[tirx.Var, tirx.Expr],
     load: Callable[[TensorLoad], tirx.Expr],
 ) -> tirx.Expr:
-    """Return an output element.
+    """Return an output element: the value of an epilogue, as it is or in another precision, at a place.
 
-    Parameters
-    ----------
-    value : Expr
-        The epilogue's value, as it is or in another precision.
-    sums : sequence of Expr
-        The accumulator, and the second one where there is one.
-    axes : mapping
-        The element's place, as `output_axes` returns it.
-    load : callable
-        Returns what stands in the place of a load of the value.
+    `sums` are the accumulator, and the second one where there is one; `axes` is the place as `output_axes` returns it;
+    `load` returns what stands in the place of a load.
     """
     value = tvm_ffi.structural_map(value, (TensorLoad, load))
     value = tvm_ffi.structural_map(value, (tirx.Mul, fast_gelu))

@@ -79,13 +79,8 @@ def encode_tensor(
 def load_tile(to: tirx.Expr, source: tirx.Var, at: Sequence[tirx.Expr | int], full: tirx.Expr, blocks: int = 1) -> None:
     """Emit a TMA load of the box at a position of a tensor map; its bytes arrive at barrier `full`.
 
-    Parameters
-    ----------
-    at : sequence
-        The box's first element along each axis, the contiguous axis first.
-    blocks : int
-        Where more than 1, the load writes to the same place in each of the cluster's blocks, and arrives at each one's
-        own barrier.
+    `at` is the box's first element along each axis, the contiguous axis first. With several `blocks`, the load writes
+    to the same place in each of the cluster's blocks, and arrives at each one's own barrier.
     """
     name = _TMA_LOAD.replace(".2d.", f".{len(at)}d.")
     if blocks == 1:

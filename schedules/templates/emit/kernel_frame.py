@@ -54,14 +54,8 @@ def build_kernel(
 ) -> tirx.PrimFunc:
     """Return a kernel with the parameters and attributes of the memory-bound function it computes.
 
-    Parameters
-    ----------
-    blocks, threads : int
-        Of the grid, and of a block.
-    dependent : bool
-        Whether it may start before the kernel before it has ended.
-    emit : callable
-        Gets the frame, the block's and the thread's index; emits the body.
+    It has `blocks` blocks of `threads` threads; `dependent` kernels may start before the kernel before has ended.
+    `emit` gets the frame, the block's and the thread's index, and emits the body.
     """
     return build_function(func, blocks, threads, dependent, lambda params: partial(emit, Frame(func, flow, params)))
 
@@ -72,14 +66,9 @@ EmitBody = Callable[[tirx.Expr, tirx.Expr], None]
 def build_function(
     func: tirx.PrimFunc, blocks: int, threads: int, dependent: bool, begin: Callable[[list[tirx.Var]], EmitBody]
 ) -> tirx.PrimFunc:
-    """Return a kernel with the parameters and attributes of any function.
+    """Return a kernel with the parameters and attributes of any function; see `build_kernel`.
 
-    Parameters
-    ----------
-    blocks, threads, dependent
-        As `build_kernel`'s.
-    begin : callable
-        Gets the kernel's parameters; returns what gets the block's and the thread's index and emits the body.
+    `begin` gets the kernel's parameters; it returns what gets the block's and the thread's index and emits the body.
     """
     with IRBuilder() as builder, T.prim_func():
         T.func_name("main")

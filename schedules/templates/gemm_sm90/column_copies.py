@@ -24,16 +24,8 @@ _GROUP_THREADS = GROUP_WARPS * 32
 class ColumnCopies:
     """Emits the making and reading of copies into the current IRBuilder.
 
-    Parameters
-    ----------
-    matmul : MatmulFunction
-        The function.
-    source, params : sequence of Var
-        Parameters of the function and, in the same order, those of the kernel under construction.
-    shares : Shares
-        Who writes what.
-    constants : set of int
-        Positions of the parameters that no kernel writes.
+    `source` and `params` are the parameters of the function and, in the same order, those of the kernel under
+    construction; `constants` are the positions of those that no kernel writes.
     """
 
     def __init__(
@@ -64,15 +56,7 @@ class ColumnCopies:
                 self._copy(number, column, warp, lane)
 
     def make(self, column: tirx.Expr, warp: tirx.Expr, lane: tirx.Expr) -> None:
-        """Emit the copying of a tile's columns.
-
-        Parameters
-        ----------
-        column : Expr
-            The first of this warp's part of the tile.
-        warp, lane : Expr
-            Warp of the block, and thread of the warp.
-        """
+        """Emit the copying of a tile's columns; `column` is the first of this warp's part of the tile."""
         # The reads of the tile before must be done.
         if not self._begun:
             self.wait(warp)

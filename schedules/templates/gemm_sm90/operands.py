@@ -100,14 +100,9 @@ class Operands:
 
 
 def operands_of(a: str, b: str, *, transposed: bool) -> Operands | Refusal:
-    """Return the operands of a matmul, or why wgmma does not multiply them.
+    """Return the operands of a matmul by the dtypes of A and B, or why wgmma does not multiply them.
 
-    Parameters
-    ----------
-    a, b : str
-        dtypes of A and B.
-    transposed : bool
-        Whether B is [N, K].
+    B is [N, K] where `transposed`.
     """
     for dtype in (a, b):
         if dtype not in _KINDS:

@@ -61,21 +61,9 @@ from relaxtune.schedules.tir.row_norm import COUNT, SQUARES, SUM, PartialSums
 class OutputTile:
     """Emits the writing of output tiles into the current IRBuilder.
 
-    Parameters
-    ----------
-    matmul : MatmulFunction
-        The function, whose epilogue is over the parameters of `source`.
-    source, params : sequence of Var
-        Parameters of the original function and, in the same order, those of the kernel under construction.
-    shares : Shares
-        Who writes what.
-    constants : set of int
-        Positions of the parameters that no kernel writes.
-
-    Attributes
-    ----------
-    copies : ColumnCopies
-        What is read one element a column.
+    `source` and `params` are the parameters of the function and, in the same order, those of the kernel under
+    construction; `constants` are the positions of those that no kernel writes. `copies` holds what is read one element
+    a column.
     """
 
     def __init__(
@@ -115,14 +103,8 @@ class OutputTile:
     def begin(self, row: tirx.Expr, column: tirx.Expr, warp: tirx.Expr, lane: tirx.Expr, *, ragged_rows: bool) -> None:
         """Emit the reads that are made before the sum.
 
-        Parameters
-        ----------
-        row, column : Expr
-            First row of this warp, first column of its part of the tile.
-        warp, lane : Expr
-            Which patch, and which thread of the warp.
-        ragged_rows : bool
-            Whether rows may lie outside the output.
+        `row` and `column` are the first of this warp and of its part of the tile; with `ragged_rows`, rows may lie
+        outside the output.
         """
         self._row, self._column, self._warp, self._lane = row, column, warp, lane
         self._ragged_rows = ragged_rows
@@ -143,14 +125,9 @@ class OutputTile:
                             self._read_tables(block, eight, half)
 
     def take_statistics(self, buffer: tirx.Var, statistic: Callable[[int, int, int], tirx.Expr]) -> None:
-        """Take registers for the loads from a buffer of statistics.
+        """Take registers for the loads from a buffer of statistics, [rows..., number] as the epilogue reads them.
 
-        Parameters
-        ----------
-        buffer : Var
-            The statistics as the epilogue reads them, [rows..., number].
-        statistic : callable
-            Returns the register of a block of 64 rows, a half of 16 and a number.
+        `statistic` returns the register of a block of 64 rows, a half of 16 and a number.
         """
         for load in self._epilogue.loads():
             if load.source.same_as(buffer):

@@ -189,10 +189,7 @@ def make_plan(
 ) -> GemmPlan | Refusal:
     """Return the sizes of the kernel for a matmul, or why there is none with these parameters.
 
-    Parameters
-    ----------
-    constant_b : bool
-        Whether no kernel writes B.
+    `constant_b` tells that no kernel writes B.
     """
     refusal = _refuse_parameters(p)
     if refusal is not None:

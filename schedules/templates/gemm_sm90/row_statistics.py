@@ -56,14 +56,7 @@ def _reads(norm: RowNorm) -> int:
 class RowStatistics:
     """Emits the statistics of a lane's rows into the current IRBuilder.
 
-    Parameters
-    ----------
-    matmul, norm : MatmulFunction, RowNorm
-        The function, and what the statistics are.
-    partials : Var
-        The kernel's parameter.
-    m_blocks : int
-        Blocks of 64 rows of a warpgroup.
+    `partials` is the kernel's parameter, `m_blocks` the blocks of 64 rows of a warpgroup.
     """
 
     def __init__(self, matmul: MatmulFunction, norm: RowNorm, partials: tirx.Var, m_blocks: int) -> None:
@@ -72,15 +65,7 @@ class RowStatistics:
         self._partials = T.decl_buffer(shape, "float32", data=partials.data)
 
     def read(self, row: tirx.Expr, lane: tirx.Expr) -> None:
-        """Emit the reads for a tile.
-
-        Parameters
-        ----------
-        row : Expr
-            First of this warp's 16 rows.
-        lane : Expr
-            Thread of the warp.
-        """
+        """Emit the reads for a tile; `row` is the first of this warp's 16 rows."""
         self._row, self._lane = row, lane
         self._held = T.alloc_local([statistics_registers(self._norm, self._m_blocks)], "float32")
         reads = _reads(self._norm)

@@ -85,10 +85,7 @@ class RowsPlan:
 def make_plan(flow: Dataflow, accesses: Accesses, p: RowsParameters, limits: CudaLimits) -> RowsPlan | Refusal:
     """Return the sizes of the kernel for a function, or why there is none with these parameters.
 
-    Parameters
-    ----------
-    accesses : Accesses
-        Of the function with the parameters' `lanes`.
+    `accesses` are the function's with the parameters' `lanes`.
     """
     if p.threads < 1 or (p.threads % _WARP if p.threads > _WARP else _WARP % p.threads):
         return Refusal(f"threads is {p.threads}, expected a power of two up to {_WARP} or a multiple of it")
