@@ -42,14 +42,8 @@ class AttentionError(ScheduleError):
 class HeadLayout:
     """Where element `[b, h, i, d]` of Q, K, V or O lies in a parameter: strides in elements, those of d being 1.
 
-    Attributes
-    ----------
-    param
-        Position among the PrimFunc's parameters.
-    offset
-        Of element [0, 0, 0, 0].
-    batch_stride, position_stride, head_stride
-        Distances of neighbours along b, i and h.
+    `param` is the parameter's position among the PrimFunc's, `offset` that of element [0, 0, 0, 0] in it; the strides
+    are the distances of neighbours along b, i and h.
     """
 
     param: int
@@ -90,14 +84,7 @@ class ScoreBias:
 class CacheGrowth:
     """K and V, which the function writes besides O: `past` positions of caches, then new ones.
 
-    Attributes
-    ----------
-    past
-        Positions of the caches.
-    past_key, past_value
-        Where these lie.
-    new_key, new_value
-        Where the positions after them come from.
+    The caches lie in `past_key` and `past_value`; the positions after them come from `new_key` and `new_value`.
     """
 
     past: int

@@ -24,16 +24,8 @@ _ERROR = "RuntimeError"
 class LibraryCall:
     """A call of a C function that answers 0 when it is done.
 
-    Attributes
-    ----------
-    library
-        What it calls.
-    function
-        Its name.
-    arguments
-        Numbers, strings, and pointers to data.
-    answers
-        Message for each answer besides 0 and 1 (1: the library is not there).
+    `arguments` are numbers, strings, and pointers to data; `answers` has a message for each answer besides 0 and 1 (1:
+    the library is not there).
     """
 
     library: VendorLibrary

@@ -58,13 +58,7 @@ _ANSWERS = {
 
 @dataclass(frozen=True)
 class CudnnAttentionParameters(Parameters):
-    """Which plan runs.
-
-    Attributes
-    ----------
-    plan
-        Place in the list of cuDNN's heuristic (mode A), 0 its favourite.
-    """
+    """Which plan runs: `plan` is a place in the list of cuDNN's heuristic (mode A), 0 its favourite."""
 
     template: ClassVar[str] = "cudnn_attention"
 

@@ -17,13 +17,7 @@ _LETTERS = {tirx.IterVar.DataPar: "S", tirx.IterVar.CommReduce: "R"}
 
 @dataclass(frozen=True)
 class Block:
-    """One compute block, and what follows from its statement.
-
-    Attributes
-    ----------
-    realize
-        The block with the loops' values that its axes are bound to.
-    """
+    """One compute block, and what follows from its statement; `realize` binds its axes to values of loops."""
 
     realize: SBlockRealize
 

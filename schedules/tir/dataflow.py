@@ -82,14 +82,9 @@ class Output:
 class Dataflow:
     """What a function computes.
 
-    Attributes
-    ----------
-    axes
-        The space, row-major; with reductions the last one is the columns.
-    reductions, outputs
-        What is computed; loads are of `flat`, results of reductions are variables.
-    flat
-        A one-dimensional buffer -> the position of the parameter it stands for.
+    `axes` are the space, row-major; with reductions the last one is the columns. Loads in `reductions` and `outputs`
+    are of the one-dimensional buffers in `flat`, which has the position of the parameter that each stands for; results
+    of reductions are variables.
     """
 
     axes: tuple[Axis, ...]

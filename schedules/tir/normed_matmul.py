@@ -25,14 +25,8 @@ Visit = Callable[[tirx.Expr], tirx.Expr]
 class OperandNorm:
     """A norm of the rows of a matmul's left operand.
 
-    Attributes
-    ----------
-    centred, epsilon, groups
-        As in `RowNorm`.
-    shifted
-        Whether a number is added to each column of the product (`beta @ W`): a parameter.
-    keeps_statistics
-        Whether the statistics are an output.
+    `centred`, `epsilon` and `groups` are as in `RowNorm`. With `shifted`, a number is added to each column of the
+    product (`beta @ W`): a parameter. With `keeps_statistics`, the statistics are an output.
     """
 
     centred: bool

@@ -44,16 +44,8 @@ COUNT = 2
 class PartialSums:
     """Sums of groups of columns of a function's output.
 
-    Attributes
-    ----------
-    source
-        Position of the parameter that is summed up.
-    output
-        Position of the parameter that the sums are, [groups, rows..., COUNT].
-    group
-        Columns of a group.
-    block
-        The block that computes them.
+    `block` sums up the parameter at position `source`; the sums are the parameter at position `output`, [groups,
+    rows..., COUNT], each of `group` columns.
     """
 
     source: int

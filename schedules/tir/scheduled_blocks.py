@@ -19,13 +19,7 @@ _COSTLY_CALLS = ("tirx.exp", "tirx.erf", "tirx.tanh", "tirx.pow", "tirx.log", "t
 
 @dataclass(frozen=True)
 class ScheduledBlock(Block):
-    """A block of a schedule.
-
-    Attributes
-    ----------
-    rv : SBlockRV
-        The handle for schedule primitives; valid until the block is inlined.
-    """
+    """A block of a schedule; `rv` is its handle for primitives, valid until the block is inlined."""
 
     rv: SBlockRV
 

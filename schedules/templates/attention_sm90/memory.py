@@ -32,14 +32,9 @@ class Maps:
 class Memory:
     """A block's shared memory; creating it emits the allocation.
 
-    Attributes
-    ----------
-    tile_q, tile_k, tile_v
-        Stages of tiles, swizzled as wgmma takes them.
-    full_q, full_k, full_v, empty_q, empty_k, empty_v
-        A barrier for each stage: its tile has arrived; its consumers are done with it.
-    partial
-        Sums and statistics that blocks of a cluster exchange; None where a tile is one block's.
+    `tile_*` are stages of tiles, swizzled as wgmma takes them. `full_*` and `empty_*` have a barrier for each stage:
+    its tile has arrived; its consumers are done with it. `partial` has sums and statistics that blocks of a cluster
+    exchange; None where a tile is one block's.
     """
 
     def __init__(self, plan: AttentionPlan, dtype: str) -> None:

@@ -79,12 +79,8 @@ class Access:
 class Accesses:
     """The loads of a function's expressions, inner ones before those whose index needs them.
 
-    Attributes
-    ----------
-    vector
-        Variable of the vector's position: elements `vector * lanes` to `vector * lanes + lanes - 1` of the last axis.
-    found
-        In an order in which each can be made.
+    `vector` is the variable of the vector's position: elements `vector * lanes` to `vector * lanes + lanes - 1` of the
+    last axis. `found` has the accesses in an order in which each can be made.
     """
 
     def __init__(self, flow: Dataflow, lanes: int) -> None:

@@ -27,12 +27,8 @@ from relaxtune.schedules.tir.expressions import dtype_of
 class Frame:
     """The parameters of a kernel under construction.
 
-    Attributes
-    ----------
-    flat
-        A flat buffer of the function's dataflow -> the kernel's view.
-    written
-        The kernel's flat view of each output parameter, by position.
+    `flat` has the kernel's view of each flat buffer of the function's dataflow, `written` that of each output
+    parameter, by position.
     """
 
     def __init__(self, func: tirx.PrimFunc, flow: Dataflow, params: Sequence[tirx.Var]) -> None:

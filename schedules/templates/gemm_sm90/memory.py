@@ -13,21 +13,9 @@ from relaxtune.schedules.templates.gemm_sm90.plan import GemmPlan
 class Memory:
     """A block's shared memory; creating it emits the allocation.
 
-    Parameters
-    ----------
-    plan : GemmPlan
-        How large tiles are, and how many.
-    allocate_for_output : callable
-        Allocates what the output needs, between tiles and barriers.
-
-    Attributes
-    ----------
-    tile_a, tile_b
-        Stages of tiles, swizzled as wgmma takes them.
-    full, empty
-        A barrier for each stage: its tiles have arrived; their consumers are done with them.
-    turn
-        A barrier for each of two warpgroups that take turns to multiply.
+    `tile_a` and `tile_b` are stages of tiles, swizzled as wgmma takes them. `full` and `empty` have a barrier for each
+    stage: its tiles have arrived; their consumers are done with them. `turn` has a barrier for each of two warpgroups
+    that take turns to multiply. `allocate_for_output` allocates what the output needs, between tiles and barriers.
     """
 
     def __init__(self, plan: GemmPlan, allocate_for_output: Callable[[T.SMEMPool], None]) -> None:

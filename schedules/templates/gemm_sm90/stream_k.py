@@ -81,12 +81,7 @@ _TYPES = {"float32": ("float", "float"), "uint32": ("uint", "unsigned")}
 class StreamPart(Part):
     """A part of a block's run.
 
-    Attributes
-    ----------
-    ends
-        Whether it has the last of its tile's sum.
-    helpers
-        If so, how many blocks before this one have the others.
+    `ends` is whether it has the last of its tile's sum; if so, `helpers` blocks before this one have the others.
     """
 
     ends: tirx.Expr

@@ -15,14 +15,8 @@ from relaxtune.schedules.templates.gemm_sm90.plan import GemmPlan
 class Part:
     """What a block makes at a time: a tile, or a part of the sum of one.
 
-    Attributes
-    ----------
-    turn
-        Its number among those of the block.
-    row, column
-        Of the tile, in tiles.
-    start, count
-        The first tile of K, and how many are summed: at least one.
+    `turn` is its number among the block's parts; `row` and `column` are the tile's, in tiles; `start` is the first tile
+    of K, and `count` says how many are summed, at least one.
     """
 
     turn: tirx.Expr

@@ -27,18 +27,8 @@ from relaxtune.schedules.tir.expressions import dtype_of, substitute
 class GemvOutput:
     """What is done with the sums of one tile of rows of W; the methods emit into the current IRBuilder.
 
-    Attributes
-    ----------
-    matmul
-        Of the function.
-    renamed
-        A parameter of the function -> the kernel's.
-    output
-        The kernel's flat view of the output.
-    tiles, warps
-        Of 16 rows of W, that a warp makes; that share the sum over K.
-    factor
-        What the sums are multiplied by.
+    `renamed` has the kernel's parameter for each of the function, `output` is the kernel's flat view of the output. A
+    warp makes `tiles` tiles of 16 rows of W; `warps` warps share the sum over K. The sums are multiplied by `factor`.
     """
 
     matmul: MatmulFunction
