@@ -66,7 +66,10 @@ class LoweringOptions:
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did: `removed` Relax bindings (negative when it added some), constants folded, seconds."""
+    """What one pass did: Relax bindings removed (negative when it added some), constants folded, seconds.
+
+    `failure` is why the pass was left out, "" where it was not; a pass left out is not `enabled`.
+    """
 
     phase: str
     name: str
@@ -75,6 +78,7 @@ class PassReport:
     bindings_removed: int
     constants_folded: int
     notes: tuple[str, ...] = ()
+    failure: str = ""
 
 
 @dataclass(frozen=True)

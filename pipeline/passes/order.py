@@ -58,7 +58,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.CANONICALISE, "widen_norms", widen_norms),
         Step(Phase.CANONICALISE, "recognise_activations", recognise_activations),
         # Folded, the integers of a quantised weight would be numbers.
-        Step(Phase.CANONICALISE, "integer_matmuls", integer_matmuls),
+        Step(Phase.CANONICALISE, "integer_matmuls", integer_matmuls, makes_precision=True),
         # 1 fold constants
         Step(Phase.FOLD_CONSTANTS, "fold_constants", fold_constants),
         # 2 remove dead code
@@ -69,8 +69,8 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.REMOVE_DEAD_CODE, "simplify_views", simplify_views),
         Step(Phase.REMOVE_DEAD_CODE, "remove_nan_guards", remove_nan_guards),
         # 3 precision
-        Step(Phase.PRECISION, "compute_in_half_precision", compute_in_half_precision),
-        Step(Phase.PRECISION, "round_to_tf32", round_to_tf32),
+        Step(Phase.PRECISION, "compute_in_half_precision", compute_in_half_precision, makes_precision=True),
+        Step(Phase.PRECISION, "round_to_tf32", round_to_tf32, makes_precision=True),
         Step(Phase.PRECISION, "accumulate_in_float32", accumulate_in_float32),
         # 4 pattern rewrites
         Step(Phase.PATTERNS, "combine_matmuls", combine_matmuls),
@@ -83,7 +83,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.PATTERNS, "write_matmuls_transposed", write_matmuls_transposed),
         Step(Phase.PATTERNS, "norms_of_half", norms_of_half),
         Step(Phase.PATTERNS, "gather_rows", gather_rows),
-        Step(Phase.PATTERNS, "quantise_weights", quantise_weights),
+        Step(Phase.PATTERNS, "quantise_weights", quantise_weights, makes_precision=True),
         Step(Phase.PATTERNS, "pack_weights", pack_weights),
         Step(Phase.PATTERNS, "turn_weights", turn_weights),
         # 5 legalise

@@ -16,6 +16,8 @@ accurate order. A row whose length is no multiple of the lanes is summed by its 
 from __future__ import annotations
 
 import tvm_ffi
+from tvm import tirx
+from tvm.ir import TensorRegion
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.target import Target
@@ -32,6 +34,7 @@ from relaxtune.schedules.cpu.base import (
 )
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.blocks import element_bytes, static_extent
+from relaxtune.schedules.tir.expressions import is_zero
 from relaxtune.schedules.tir.scheduled_blocks import (
     ScheduledBlock,
     can_partition_loops,
@@ -67,15 +70,44 @@ class RowReduction(CpuRule):
 
 
 def count_shared_rows(sch: Schedule, blocks: list[ScheduledBlock]) -> int:
-    """Return how many leading data-parallel loops have the same extents in every block; 0 for no blocks."""
+    """Return how many leading data-parallel loops count the same rows in every block; 0 for no blocks.
+
+    The loops have equal extents, and what one block writes and another reads is indexed by them on both sides. Extents
+    alone do not tell: a softmax over the first axis of a square reads the sums of other rows than its own.
+    """
     if not blocks:
         return 0
     leading = [len(block.kinds) - len(block.kinds.lstrip("S")) for block in blocks]
     extents = [[sch.get(loop).extent for loop in sch.get_loops(block.rv)] for block in blocks]
     shared = 0
     while shared < min(leading) and all(tvm_ffi.structural_equal(row[shared], extents[0][shared]) for row in extents):
+        if not _pass_rows_on(blocks, shared):
+            break
         shared += 1
     return shared
+
+
+def _pass_rows_on(blocks: list[ScheduledBlock], place: int) -> bool:
+    """Whether what these blocks write and read of one another has their axis at a place as its index there."""
+    passed_on = [
+        write.source
+        for block in blocks
+        for write in block.stmt.writes
+        if any(read.source.same_as(write.source) for other in blocks for read in other.stmt.reads)
+    ]
+    return all(
+        _is_indexed_by(access, block.stmt.iter_vars[place], place)
+        for block in blocks
+        for access in (*block.stmt.reads, *block.stmt.writes)
+        if any(access.source.same_as(source) for source in passed_on)
+    )
+
+
+def _is_indexed_by(access: TensorRegion, axis: tirx.IterVar, place: int) -> bool:
+    if place >= len(access.region):
+        return False
+    start = access.region[place].min
+    return bool(start.same_as(axis.var)) or (static_extent(axis.dom.extent) == 1 and is_zero(start))
 
 
 def split_lanes(sch: Schedule, block: ScheduledBlock, limits: CpuLimits) -> None:

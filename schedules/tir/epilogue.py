@@ -229,6 +229,8 @@ def _core(func: tirx.PrimFunc, block: Block) -> Core | Refusal:
         return Refusal(f"the operands' dtypes differ: {sorted(dtypes)}")
     if (sums == "int32") != (families[:1] == [_INTEGERS]):
         return Refusal(f"the accumulator is {sums}, the operands are {' and '.join(sorted(dtypes))}")
+    if not spatial:
+        return Refusal("it sums to one number")
     *rows, column = spatial
     if not are_axes(a.indices, [*rows, reduced[0]]):
         return Refusal("the left operand is not indexed as [rows..., k]")

@@ -159,6 +159,8 @@ def _statistics_of(func: tirx.PrimFunc, blocks: Sequence[Block], block: Block) -
     # Sums first, squares last.
     sums.sort(key=_kind)
     *row, which = store.indices
+    if any(len(one.store.indices) != len(row) for one in sums):
+        return None
     total, squares = (sums[0].store.buffer if len(sums) == COUNT else None), sums[-1].store.buffer
     row_total = None if total is None else total[tuple(row)]
     if not tvm_ffi.structural_equal(store.value, _statistic(which, row_total, squares[tuple(row)], size, epsilon)):
@@ -169,14 +171,14 @@ def _statistics_of(func: tirx.PrimFunc, blocks: Sequence[Block], block: Block) -
     if partials is None:
         return None
     given = func.params[partials]
+    groups, *rows, count = static_shape(given) or (0, 0)
+    if (*rows, count) != shape or any(one.extents != (*rows, groups) for one in sums):
+        return None
     for one, kind in zip(sums, (SUM, SQUARES) if total is not None else (SQUARES,), strict=True):
         body, over = one.store, one.axes[-1]
         element = given[(over, *body.indices, _index(kind))]
         if not tvm_ffi.structural_equal(body.value, tirx.Add(body.buffer[tuple(body.indices)], element)):
             return None
-    groups, *rows, count = static_shape(given) or (0, 0)
-    if (*rows, count) != shape or any(one.extents != (*rows, groups) for one in sums):
-        return None
     output = position_of(func, store.buffer)
     return RowNorm(partials, groups, size, total is not None, epsilon, store.buffer, output, (*sums, block))
 

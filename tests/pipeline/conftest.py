@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,12 @@ from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from tests.pipeline.tuning.tuning_cases import Place
 from tests.unoptimised import UNOPTIMISED_HOST
+
+
+@pytest.fixture(autouse=True)
+def _failed_passes_end_the_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The package's function `lower` hides its module of the same name.
+    monkeypatch.setattr(sys.modules["relaxtune.pipeline.passes.lower"], "END_AT_FAILED_PASS", True)
 
 
 @pytest.fixture(scope="session")

@@ -169,6 +169,9 @@ class MaskReader:
             return Mask()
         ahead = np.arange(self.keys)[None, :] - np.arange(self.queries)[:, None] - (self.keys - self.queries)
         causal = ahead <= 0
+        # A kernel skips keys that no query sees: each query needs one that it sees, or nothing is computed for it.
+        if not kept.any(axis=1).all():
+            return Mask(conditions=(condition,))
         if np.array_equal(kept, causal):
             return Mask(causal=True)
         window = int(kept[-1].sum())

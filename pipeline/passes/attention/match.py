@@ -180,6 +180,11 @@ def _laid_out(
     (*leading, queries, keys), (*outer, _, head_dim) = first, second
     if len(first) < 3 or math.prod(leading) != math.prod(outer):
         raise NotAttentionError(f"its products have the shapes {first} and {second}, expected leading axes")
+    wide = (static_shape(operands[0]) or (0,))[-1]
+    if wide != head_dim:
+        raise NotAttentionError(
+            f"its queries and keys are {wide} wide, its values {head_dim}: no kernel has two widths"
+        )
     back = inverse([graph.values[var] for var in chain], second, shape)
     if back is None:
         raise NotAttentionError("its result is moved in a way that no strides describe")

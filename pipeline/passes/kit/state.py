@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,3 +71,24 @@ class LoweringState:
         """Report `text` once with the running pass."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def saved(self) -> dict[str, object]:
+        """Return a copy of what passes have told one another, for `restore`."""
+        return {name: copy(getattr(self, name)) for name in _TOLD}
+
+    def restore(self, saved: Mapping[str, object]) -> None:
+        """Forget what a pass told that was left out."""
+        for name, value in saved.items():
+            setattr(self, name, value)
+
+
+_TOLD = (
+    "sources",
+    "weights",
+    "gate_products",
+    "quantised_nodes",
+    "float_nodes",
+    "unfolded",
+    "tf32",
+    "constants_folded",
+)

@@ -26,12 +26,23 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Step:
-    """One pass: its phase, its name (what `disabled_passes` takes), what it runs, and why it is `required` if so."""
+    """One pass.
+
+    Attributes
+    ----------
+    name
+        What `disabled_passes` takes.
+    required
+        Why no module can do without it; "" where one can.
+    makes_precision
+        Whether it carries the precision out that was asked for, so that it must not be left out where it fails.
+    """
 
     phase: Phase
     name: str
     run: Callable[[tvm.ir.IRModule, LoweringState], tvm.ir.IRModule]
     required: str = ""
+    makes_precision: bool = False
 
 
 def stock(tvm_pass: tvm.ir.transform.Pass) -> Callable[[tvm.ir.IRModule, LoweringState], tvm.ir.IRModule]:

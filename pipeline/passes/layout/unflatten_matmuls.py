@@ -49,7 +49,8 @@ def _restored_axes(graph: Graph) -> dict[relax.Var, list[tvm.tirx.Expr]]:
             if before and after and len(before) == 2 < len(after) and structural_equal(before[-1], after[-1]):
                 restored[value.args[0]] = after[:-1]
         elif is_op(value, *_ELEMENTWISE) and binding.var in restored:
-            restored |= {arg: restored[binding.var] for arg in value.args if isinstance(arg, relax.Var)}
+            alike = [arg for arg in value.args if isinstance(arg, relax.Var) and same_shape(arg, binding.var)]
+            restored |= dict.fromkeys(alike, restored[binding.var])
         elif is_op(value, "matmul") and binding.var in restored:
             found[binding.var] = restored[binding.var]
     return found

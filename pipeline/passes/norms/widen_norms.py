@@ -1,4 +1,4 @@
-"""Pass: norms over bfloat16 compute in float32."""
+"""Pass: norms that TVM's own operators cannot compute: over bfloat16, and over all axes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ _DTYPE = "bfloat16"
 
 
 def widen_norms(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
-    """Return `mod` with layer and RMS norms over bfloat16 as float32 norms between casts.
+    """Return `mod` with layer and RMS norms as TVM takes them.
 
-    TVM's norms take float16 and float32 alone. On a GPU `norms_of_half` takes the first cast into the norm's kernel.
+    A norm over bfloat16 becomes a float32 norm between casts: TVM's take float16 and float32 alone. On a GPU
+    `norms_of_half` takes the first cast into the norm's kernel. A norm over all axes gets an axis of one row in front:
+    TVM makes no kernel without rows.
     """
-    count = sum(1 for binding in bindings_of(main_of(mod)) if _is_narrow(binding.value))
-    if not count:
+    values = [binding.value for binding in bindings_of(main_of(mod))]
+    narrow, whole = (sum(map(test, values)) for test in (_is_narrow, _is_whole))
+    if not narrow and not whole:
         return mod
-    state.note(f"{count} norms over {_DTYPE} compute in float32")
+    if narrow:
+        state.note(f"{narrow} norms over {_DTYPE} compute in float32")
     return rewrite(mod, state, _widened)
 
 
@@ -28,10 +32,25 @@ def _is_narrow(value: tvm.ir.Expr) -> bool:
     return is_op(value, "nn.layer_norm", "nn.rms_norm") and dtype_of(value.args[0]) == _DTYPE
 
 
+def _is_whole(value: tvm.ir.Expr) -> bool:
+    return is_op(value, "nn.layer_norm", "nn.rms_norm") and len(value.attrs.axes) == value.args[0].ty.ndim
+
+
 def _widened(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
     value = binding.value
-    if not _is_narrow(value):
+    narrow, whole = _is_narrow(value), _is_whole(value)
+    if not narrow and not whole:
         return None
-    args = [new.emit(relax.op.astype(new.of(arg), "float32")) for arg in value.args]
+    data, *parameters = (new.of(arg) for arg in value.args)
+    if narrow:
+        data, *parameters = (new.emit(relax.op.astype(arg, "float32")) for arg in (data, *parameters))
+    if whole:
+        data = new.emit(relax.op.expand_dims(data, 0))
+    # Counted from the end, the axes are the same with a row axis in front.
+    rank = int(value.args[0].ty.ndim)
+    axes = [int(axis) % rank - rank for axis in value.attrs.axes] if whole else value.attrs.axes
     make = relax.op.nn.layer_norm if is_op(value, "nn.layer_norm") else relax.op.nn.rms_norm
-    return relax.op.astype(new.emit(make(*args, value.attrs.axes, value.attrs.epsilon)), _DTYPE)
+    result = make(data, *parameters, axes, value.attrs.epsilon)
+    if whole:
+        result = relax.op.squeeze(new.emit(result), [0])
+    return relax.op.astype(new.emit(result), _DTYPE) if narrow else result

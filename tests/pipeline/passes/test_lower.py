@@ -15,6 +15,7 @@ from relaxtune.pipeline.errors import LoweringError, UsageError
 from relaxtune.pipeline.importer import ImportedGraph, import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower, lowering_steps, plan_memory_passes
 from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of
+from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.kit.step import Phase, Step
 from relaxtune.pipeline.passes.module import PassReport
 from tests.pipeline.passes.pass_cases import (
@@ -197,17 +198,57 @@ def test_lower_refuses_unknown_precision_and_lists_the_accepted() -> None:
         lower(graph_of_zoo("t5-tiny"), LLVM, LoweringOptions(precision="int3"))
 
 
-def test_lower_names_the_pass_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_mod: tvm.ir.IRModule, _state: object) -> tvm.ir.IRModule:
-        raise ValueError("shapes of operands differ")
+def _fail(_mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    state.sources.clear()
+    raise ValueError("shapes of operands differ")
 
-    steps = (Step(Phase.PATTERNS, "failing_pass", fail),)
+
+def _with_failing(monkeypatch: pytest.MonkeyPatch, step: Step, *, strict: bool) -> None:
     # The package's function `lower` hides its module of the same name.
-    monkeypatch.setattr(sys.modules["relaxtune.pipeline.passes.lower"], "lowering_steps", lambda: steps)
-    expected = r"pass 'failing_pass' \(4 pattern rewrites\) failed on function 'main' of model 't5-tiny'.*shapes of"
-    with pytest.raises(LoweringError, match=expected) as caught:
-        lower(graph_of_zoo("t5-tiny"), LLVM)
-    assert "disabled_passes={'failing_pass'}" in str(caught.value)
+    module = sys.modules["relaxtune.pipeline.passes.lower"]
+    steps = [one for one in lowering_steps() if one.name != step.name]
+    place = next(place for place, one in enumerate(steps) if one.phase == Phase.LEGALISE)
+    monkeypatch.setattr(module, "lowering_steps", lambda: (*steps[:place], step, *steps[place:]))
+    monkeypatch.setattr(module, "END_AT_FAILED_PASS", strict)
+
+
+def test_lower_goes_on_without_a_pass_that_fails_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = lowered_of("t5-tiny").kernels
+    _with_failing(monkeypatch, Step(Phase.PATTERNS, "failing_pass", _fail), strict=False)
+    feeds = feeds_of(model_of("t5-tiny"))
+    lowered = lower(graph_of_zoo("t5-tiny"), LLVM)
+    assert_agrees(run_lowered(lowered, feeds), run_reference(model_of("t5-tiny"), feeds), FP32_TOLERANCE)
+    assert lowered.kernels == kernels
+    report = report_of(lowered, "failing_pass")
+    assert (report.enabled, report.failure) == (False, "ValueError: shapes of operands differ")
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    expected = (
+        "pass 'failing_pass' (4 pattern rewrites) failed on model 't5-tiny': ValueError: shapes of operands differ"
+    )
+    assert warning.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("step", "strict", "reason"),
+    [
+        (Step(Phase.PATTERNS, "failing_pass", _fail), True, "would go on without it"),
+        (Step(Phase.PATTERNS, "failing_pass", _fail, "the code generator needs it"), False, "the code generator needs"),
+        (Step(Phase.PATTERNS, "quantise_weights", _fail, makes_precision=True), False, "precision 'w8a16'"),
+    ],
+)
+def test_lower_ends_when_a_pass_fails_that_is_needed(
+    monkeypatch: pytest.MonkeyPatch, step: Step, strict: bool, reason: str
+) -> None:
+    _with_failing(monkeypatch, step, strict=strict)
+    with pytest.raises(LoweringError, match=f"pass '{step.name}'.*shapes of operands differ; .*{reason}"):
+        lower(graph_of_zoo("t5-tiny"), LLVM, LoweringOptions(precision="w8a16"))
+
+
+def test_precision_passes_are_those_that_make_the_precision() -> None:
+    expected = {"integer_matmuls", "compute_in_half_precision", "round_to_tf32", "quantise_weights"}
+    assert {step.name for step in lowering_steps() if step.makes_precision} == expected
 
 
 def test_plan_memory_ends_the_list_and_captures_graphs_only_on_cuda() -> None:

@@ -61,3 +61,14 @@ def test_argmax_matches_numpy_when_it_falls_to_the_generic_rule():
     x = np.random.default_rng(0).standard_normal((9, 50)).astype("float32")
     case = Case(prim_func([a, topi.argmax(a, 1)]), [x], [x.argmax(1).astype("int32")])
     assert run(case) == "cpu-generic"
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((8, 8), 0), ((2, 4, 16, 16), -2), ((16, 16, 16), 1), ((16, 16, 16), 0), ((8, 8), 1)],
+)
+def test_softmax_matches_numpy_when_the_reduced_axis_is_as_long_as_a_kept_one(shape, axis):
+    x = te.placeholder(shape, "float32", name="x")
+    data = np.random.default_rng(0).standard_normal(shape).astype("float32")
+    want = np.exp(data) / np.exp(data).sum(axis, keepdims=True)
+    run(Case(prim_func([x, topi.nn.softmax(x, axis)]), [data], [want]))

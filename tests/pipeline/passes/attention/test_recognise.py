@@ -20,7 +20,18 @@ from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.schedules.functions.attention import AttentionSpec, spec_of
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.records import Route
-from tests.pipeline.passes.attention_forms import FORMS, HEADS, LENGTH, SIZE, Expected, Form, plain, sliding_window
+from tests.pipeline.passes.attention_forms import (
+    BATCH,
+    FORMS,
+    HEADS,
+    HIDDEN,
+    LENGTH,
+    SIZE,
+    Expected,
+    Form,
+    plain,
+    sliding_window,
+)
 from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, run_reference, small_model
 
 FP16 = LoweringOptions(precision="fp16")
@@ -233,3 +244,48 @@ def test_attention_is_one_tuning_task_described_by_its_specification() -> None:
     specs = [json.loads(task.signature)["attention"] for task in found]
     assert [(spec["causal"], spec["window"]) for spec in specs] == [(False, 0), (True, 3)]
     assert found[0].signature != found[1].signature
+
+
+def values_wider_than_keys() -> OnnxModel:
+    f = Form()
+    x = f.x()
+    query, key = (f.heads(f.linear(x, HIDDEN, HIDDEN)) for _ in range(2))
+    split = f.op("Reshape", f.linear(x, HIDDEN, 2 * HIDDEN), [BATCH, LENGTH, HEADS, 2 * SIZE])
+    weights = f.op("Softmax", f.divided(f.scores(query, key)), axis=-1)
+    weighted = f.op("MatMul", weights, f.op("Transpose", split, perm=[0, 2, 1, 3]))
+    flat = f.op("Reshape", f.op("Transpose", weighted, perm=[0, 2, 1, 3]), [BATCH, LENGTH, 2 * HIDDEN])
+    return f.model(f.linear(flat, 2 * HIDDEN, HIDDEN), (BATCH, LENGTH, HIDDEN))
+
+
+def queries_that_see_no_key() -> OnnxModel:
+    f = Form()
+    x = f.x()
+    query = f.heads(f.linear(x, HIDDEN, HIDDEN))
+    last = f.op("Slice", x, [LENGTH // 2], [LENGTH], [1])
+    key, value = (
+        f.op("Transpose", f.op("Reshape", f.linear(last, HIDDEN, HIDDEN), [BATCH, -1, HEADS, SIZE]), perm=[0, 2, 1, 3])
+        for _ in range(2)
+    )
+    sees = np.tril(np.ones((LENGTH, LENGTH // 2), bool), k=-LENGTH // 2)
+    return f.finish(f.op("Where", sees, f.divided(f.scores(query, key)), -1e9), value)
+
+
+@pytest.mark.usefixtures("any_target")
+def test_recognise_attention_leaves_values_of_another_width_alone() -> None:
+    model = values_wider_than_keys()
+    lowered = lower(import_model(model), LLVM, FP16)
+    assert not specs_of(lowered)
+    assert "its queries and keys are 8 wide, its values 16: no kernel has two widths" in notes_of(lowered)[0]
+    feeds = random_inputs(model, seed=1)
+    assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
+
+
+@pytest.mark.usefixtures("any_target")
+def test_recognise_attention_reads_a_causal_mask_whose_first_queries_see_no_key() -> None:
+    model = queries_that_see_no_key()
+    lowered = lower(import_model(model), LLVM, FP16)
+    (spec,) = specs_of(lowered)
+    assert (spec.causal, spec.queries, spec.keys) == (False, LENGTH, LENGTH // 2)
+    assert spec.bias is not None
+    feeds = random_inputs(model, seed=1)
+    assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
