@@ -106,7 +106,7 @@ def random_inputs(
             drawn[rule.name] = rng.standard_normal(shape) * (0.5 if rule.kind is InputKind.CACHE else 1.0)
         else:
             drawn[rule.name] = rng.integers(rule.low, rule.high, shape)
-    return {spec.name: drawn[spec.name].astype(numpy_dtype(spec.dtype)) for spec in model.inputs}
+    return {spec.name: np.asarray(drawn[spec.name], numpy_dtype(spec.dtype)) for spec in model.inputs}
 
 
 def unpadded_inputs(model: OnnxModel, *, seed: int, dims: Mapping[str, int] | None = None) -> dict[str, np.ndarray]:

@@ -196,7 +196,7 @@ class Module:
                 outputs = self._call(self.to_device(inputs))
             else:
                 for buffer, spec in zip(self._buffers, self.inputs, strict=True):
-                    buffer.copyfrom(np.ascontiguousarray(inputs[spec.name]))
+                    buffer.copyfrom(np.asarray(inputs[spec.name], order="C"))
                 outputs = self._call(self._buffers)
             return {spec.name: tensor.numpy() for spec, tensor in zip(self.outputs, outputs, strict=True)}
 
@@ -208,7 +208,7 @@ class Module:
     def to_device(self, inputs: Mapping[str, np.ndarray]) -> tuple[Tensor, ...]:
         """Return the inputs as tensors on the device, in the model's order, for `run_device`."""
         return tuple(
-            tvm.runtime.tensor(np.ascontiguousarray(inputs[spec.name]), device=self._device) for spec in self.inputs
+            tvm.runtime.tensor(np.asarray(inputs[spec.name], order="C"), device=self._device) for spec in self.inputs
         )
 
     def run_device(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -77,7 +77,7 @@ class Stages:
         watch = KernelWatch(calls)
         machine.set_instrument(watch)
         given = [self._inputs[spec.name] for spec in self._graph.inputs]
-        arguments = [tvm.runtime.tensor(np.ascontiguousarray(array)) for array in (*given, *state.weights.values())]
+        arguments = [tvm.runtime.tensor(np.asarray(array, order="C")) for array in (*given, *state.weights.values())]
         result = machine["main"](*arguments)
         watch.verify()
         fields = [result] if isinstance(result, Tensor) else list(result)

@@ -20,6 +20,7 @@ from relaxtune.pipeline.importer.converter_input import ConverterInput, constant
 
 # Vectors of sizes are as long as ranks; anything longer is data.
 _MAX_LENGTH = 64
+_TO_THE_END = (2**31 - 1, 2**63 - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,19 @@ def simplify(expr: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
         return expr
     result = tvm.sym.Analyzer().simplify(expr)
     return int(result) if isinstance(result, tirx.IntImm) else result
+
+
+def onnx_slice(size: int, start: int, end: int, step: int) -> range:
+    """Return the places that a Slice of ONNX takes of an axis, as ONNX Runtime does.
+
+    Unlike NumPy's, a start before the axis is its first place going down too, and the largest int is "to the end".
+    """
+    if end in _TO_THE_END:
+        end = size if step > 0 else -size - 1
+    start, end = (place + size if place < 0 else place for place in (start, end))
+    if step > 0:
+        return range(min(max(start, 0), size), min(max(end, 0), size), step)
+    return range(min(max(start, 0), size - 1), min(max(end, -1), size), step)
 
 
 def fold_shape_value(op_type: str, node: ConverterInput) -> tvm.ir.Expr | None:
@@ -141,7 +155,8 @@ def _slice(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
     if data.rank != 1 or not all(isinstance(number, int) for number in numbers):
         return None
     step = int(numbers[3]) if len(numbers) > 3 else 1  # type: ignore[arg-type]
-    return _write(data.values[int(numbers[0]) : int(numbers[1]) : step], 1)  # type: ignore[arg-type]
+    places = onnx_slice(len(data.values), int(numbers[0]), int(numbers[1]), step)  # type: ignore[arg-type]
+    return _write([data.values[place] for place in places], 1)
 
 
 def _concat(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:

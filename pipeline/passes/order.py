@@ -26,6 +26,7 @@ from relaxtune.pipeline.passes.layout.patches_to_matmul import patches_to_matmul
 from relaxtune.pipeline.passes.layout.simplify_views import simplify_views
 from relaxtune.pipeline.passes.layout.transposed_matmul import write_matmuls_transposed
 from relaxtune.pipeline.passes.layout.unflatten_matmuls import unflatten_matmuls
+from relaxtune.pipeline.passes.legalise import legalise_operators
 from relaxtune.pipeline.passes.merge_common import merge_common_subexpressions
 from relaxtune.pipeline.passes.name_bindings import name_bindings
 from relaxtune.pipeline.passes.norms.fuse_norms import fuse_norms
@@ -89,7 +90,7 @@ def lowering_steps() -> tuple[Step, ...]:
         # 5 legalise
         Step(Phase.LEGALISE, "dispatch_sampling", stock(backend.DispatchSampling()), _CODE_GENERATOR),
         Step(Phase.LEGALISE, "dispatch_sort_scan", stock(backend.DispatchSortScan()), _CODE_GENERATOR),
-        Step(Phase.LEGALISE, "legalise_operators", stock(relax_pass.LegalizeOps()), _CODE_GENERATOR),
+        Step(Phase.LEGALISE, "legalise_operators", legalise_operators, _CODE_GENERATOR),
         # 6 fuse
         Step(Phase.FUSE, "annotate_patterns", stock(relax_pass.AnnotateTIROpPattern()), "fusion reads the annotations"),
         Step(Phase.FUSE, "fold_legalised_constants", fold_constants),

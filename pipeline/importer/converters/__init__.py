@@ -27,6 +27,7 @@ from relaxtune.pipeline.importer.converters.reductions import REDUCTION_CONVERTE
 from relaxtune.pipeline.importer.converters.shapes.constants import CONSTANT_CONVERTERS
 from relaxtune.pipeline.importer.converters.shapes.gather import GATHER_CONVERTERS
 from relaxtune.pipeline.importer.converters.shapes.resize import RESIZE_CONVERTERS
+from relaxtune.pipeline.importer.converters.shapes.scatter import SCATTER_CONVERTERS
 from relaxtune.pipeline.importer.converters.shapes.shape import SHAPE_CONVERTERS
 from relaxtune.pipeline.importer.converters.shapes.tile import TILE_CONVERTERS
 from relaxtune.pipeline.importer.converters.shapes.top_k import TOP_K_CONVERTERS
@@ -50,6 +51,7 @@ CONVERTERS: Mapping[tuple[str, str], Converter] = {
     **FOURIER_CONVERTERS,
     **REDUCTION_CONVERTERS,
     **RESIZE_CONVERTERS,
+    **SCATTER_CONVERTERS,
     **SHAPE_CONVERTERS,
     **TILE_CONVERTERS,
     **TOP_K_CONVERTERS,

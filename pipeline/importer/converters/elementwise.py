@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import tvm
@@ -14,7 +15,9 @@ from relaxtune.pipeline.importer.converter_input import (
     ConverterInput,
     constant_value,
     dtype_of,
+    float_attribute,
     int_attribute,
+    scalar_like,
 )
 
 # Up to here a product is cheaper than `pow`, and as exact.
@@ -50,6 +53,40 @@ def _pow_by_cast(node: ConverterInput, base: tvm.ir.Expr) -> tvm.ir.Expr:
     )
     power = emit(relax.op.power(*factors))
     return power if wide == dtype else relax.op.astype(power, dtype)
+
+
+def convert_clip(node: ConverterInput) -> tvm.ir.Expr:
+    """Return min(max(x, low), high): bounds are attributes below opset 11, then scalars; NaN leaves a bound out."""
+    result = node.input(0)
+    for place, (name, operator) in enumerate((("min", relax.op.maximum), ("max", relax.op.minimum)), start=1):
+        bound = node.optional(place)
+        if bound is None and name in node.attributes:
+            bound = scalar_like(float_attribute(node, name, 0.0), result)
+        if bound is None:
+            continue
+        if _is_float(bound):
+            free = scalar_like(-math.inf if name == "min" else math.inf, bound)
+            value = constant_value(bound)
+            if value is None:
+                bound = node.builder.emit(relax.op.where(relax.op.isnan(bound), free, bound))
+            elif np.isnan(value).all():
+                bound = free
+        if bound.ty.ndim:
+            bound = node.builder.emit(relax.op.reshape(bound, []))
+        result = node.builder.emit(operator(result, bound))
+    return result
+
+
+def chained(operator: Callable[[tvm.ir.Expr, tvm.ir.Expr], tvm.ir.Expr]) -> Converter:
+    """Return the converter of Max or Min of one or more tensors; TVM's own writes kernels that lose a NaN."""
+
+    def convert(node: ConverterInput) -> tvm.ir.Expr:
+        result = node.input(0)
+        for place in range(1, len(node.inputs)):
+            result = node.builder.emit(operator(result, node.input(place)))
+        return result
+
+    return convert
 
 
 def convert_is_inf(node: ConverterInput) -> tvm.ir.Expr | None:
@@ -102,10 +139,13 @@ def _is_float(expr: tvm.ir.Expr) -> bool:
 
 
 ELEMENTWISE_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("", "Clip"): convert_clip,
     ("", "BatchNormalization"): refuse_training("BatchNormalization"),
     ("", "Dropout"): refuse_training("Dropout", by_input=2),
     ("", "EyeLike"): convert_eye_like,
     ("", "IsInf"): convert_is_inf,
+    ("", "Max"): chained(relax.op.maximum),
+    ("", "Min"): chained(relax.op.minimum),
     ("", "Pow"): convert_pow,
     ("", "SpaceToDepth"): check_blocks,
 }

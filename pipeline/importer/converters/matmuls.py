@@ -24,6 +24,15 @@ from relaxtune.pipeline.importer.converter_input import (
 from relaxtune.pipeline.importer.converters.activations import activate
 
 
+def convert_matmul(node: ConverterInput) -> tvm.ir.Expr | None:
+    """Return the sum of products of two vectors, which TVM's kernel cannot give; None leaves all else to TVM."""
+    vectors = node.input(0), node.input(1)
+    if any(int(vector.ty.ndim) != 1 for vector in vectors):
+        return None
+    row, column = (node.builder.emit(relax.op.expand_dims(vector, axis)) for axis, vector in enumerate(vectors))
+    return relax.op.reshape(node.builder.emit(relax.op.matmul(row, column)), [])
+
+
 def convert_fused_matmul(node: ConverterInput) -> tvm.ir.Expr:
     """Return alpha * op(A) @ op(B), each with its last two axes swapped where asked for.
 
@@ -142,6 +151,7 @@ def unpack_bits(packed: np.ndarray, bits: int) -> np.ndarray:
 
 
 MATMUL_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("", "MatMul"): convert_matmul,
     ("com.microsoft", "FusedGemm"): convert_fused_gemm,
     ("com.microsoft", "FusedMatMul"): convert_fused_matmul,
     ("com.microsoft", "MatMulNBits"): convert_matmul_n_bits,

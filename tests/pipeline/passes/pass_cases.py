@@ -83,7 +83,7 @@ def run_lowered(
         mod = tvm.transform.Sequential(plan_memory_passes(target, cuda_graph=False))(lowered.mod)
         machine = relax.VirtualMachine(tvm.compile(mod, target, relax_pipeline=None), tvm.cpu())
     arguments = [*(feeds[spec.name] for spec in lowered.graph.inputs), *lowered.weights.values()]
-    return _arrays(machine["main"](*[tvm.runtime.tensor(np.ascontiguousarray(a)) for a in arguments]))
+    return _arrays(machine["main"](*[tvm.runtime.tensor(np.asarray(a, order="C")) for a in arguments]))
 
 
 def _arrays(result: object) -> list[np.ndarray]:

@@ -21,7 +21,7 @@ from relaxtune.pipeline.importer.converter_input import (
     static_size,
     tensor_attribute,
 )
-from relaxtune.pipeline.importer.shape_values import is_shape_value, simplify, size_list
+from relaxtune.pipeline.importer.shape_values import is_shape_value, onnx_slice, simplify, size_list
 
 # torch writes "to the end" as the largest int64 or int32.
 _TO_THE_END = 2**31 - 1
@@ -58,6 +58,9 @@ def convert_constant_of_shape(node: ConverterInput) -> tvm.ir.Expr:
         return constant(np.full([int(size) for size in sizes], fill))
     if not isinstance(shape, relax.ShapeExpr):
         shape = relax.op.tensor_to_shape(shape)
+    if isinstance(shape, relax.ShapeExpr) and fill.dtype.kind == "f" and not np.isfinite(fill):
+        # TVM fails to lower a `full` of infinities.
+        return relax.op.broadcast_to(constant(fill), shape)
     return relax.op.full(shape, constant(fill), str(fill.dtype))
 
 
@@ -125,26 +128,37 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
     TVM assumes such bounds to be inside the axis, which is wrong for the ends torch writes: negative, or "to the end".
     """
     data = node.input(0)
-    if not any(is_shape_value(item) for item in node.inputs[1:]):
-        _check_bounds(node)
-        return None
+    _check_bounds(node)
     starts, ends = size_list(node.input(1)), size_list(node.input(2))
     axes = size_list(node.optional(3)) if node.optional(3) is not None else list(range(len(starts or [])))
     steps = size_list(node.optional(4)) if node.optional(4) is not None else [1] * len(starts or [])
-    if starts is None or ends is None or axes is None or steps is None or any(step != 1 for step in steps):
+    if starts is None or ends is None or axes is None or steps is None:
         return None
     numbers = [int(axis) % data.ty.ndim for axis in axes]
-    sizes = [data.ty.shape.values[axis] for axis in numbers]
+    sizes = [simplify(size) for size in sizes_of(data)]
+    sizes = [sizes[axis] for axis in numbers]
+    if all(isinstance(item, int) for item in (*starts, *ends, *steps, *sizes)):
+        taken = [onnx_slice(*item) for item in zip(sizes, starts, ends, steps, strict=True)]
+        return _constant_slice(data, numbers, taken)
+    if not any(is_shape_value(item) for item in node.inputs[1:]) or any(step != 1 for step in steps):
+        return None
     begin = [_bound(value, size) for value, size in zip(starts, sizes, strict=True)]
     end = [_bound(value, size) for value, size in zip(ends, sizes, strict=True)]
     return relax.op.strided_slice(data, numbers, begin, end, [1] * len(numbers), assume_inbound=True)
+
+
+def _constant_slice(data: tvm.ir.Expr, axes: list[int], taken: list[range]) -> tvm.ir.Expr:
+    # TVM counts a negative end from the end of the axis; the place before the first is one further.
+    taken = [one or range(0) for one in taken]
+    ends = [one.stop if one.stop >= 0 else -static_size(data, axis) - 1 for axis, one in zip(axes, taken, strict=True)]
+    return relax.op.strided_slice(data, axes, [one.start for one in taken], ends, [one.step for one in taken])
 
 
 def _check_bounds(node: ConverterInput) -> None:
     names = ("data", "starts", "ends", "axes", "steps")
     for place in range(1, len(node.inputs)):
         item = node.optional(place)
-        if item is not None and constant_value(item) is None:
+        if item is not None and constant_value(item) is None and not is_shape_value(item):
             msg = f"input {place} ({names[place]}): expected a constant or sizes, got values known at run time only"
             raise ValueError(msg)
 

@@ -1,37 +1,56 @@
-"""TopK without an order, as mixtures of experts pick theirs: sorted elements are as good, and TVM takes no other."""
+"""TopK: sorted where no order is asked for (mixtures of experts), and along a symbolic axis."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
-from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, constant_value, int_attribute
+from relaxtune.pipeline.importer.converter_input import (
+    Converter,
+    ConverterInput,
+    constant_value,
+    dtype_of,
+    int_attribute,
+    sizes_of,
+)
 
 
-def convert_top_k(node: ConverterInput) -> tvm.ir.Expr | None:
-    """Return the k greatest or least elements along an axis, sorted, and their places; TVM converts `sorted` itself.
+def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
+    """Return the k greatest or least elements along an axis, sorted, and their places.
+
+    TVM's kernel writes as many as there are. Along a symbolic axis, the data gets k elements that lose to all others,
+    so that none of the k is left unwritten; ONNX leaves an axis shorter than k undefined.
 
     Raises
     ------
     ValueError
         k is not a constant.
     """
-    if int_attribute(node, "sorted", 1):
-        return None
-    count = constant_value(node.input(1))
-    if count is None:
+    data = node.input(0)
+    count = constant_value(node.input(1)) if node.opset >= 10 else None
+    if node.opset >= 10 and count is None:
         msg = "input 1 (k): expected a constant"
         raise ValueError(msg)
-    return relax.op.topk(
-        node.input(0),
-        int(count.reshape(())),
-        int_attribute(node, "axis", -1),
-        ret_type="both",
-        largest=bool(int_attribute(node, "largest", 1)),
-        dtype="int64",
-    )
+    number = int_attribute(node, "k", 1) if count is None else int(count.reshape(()))
+    axis, largest = int_attribute(node, "axis", -1) % int(data.ty.ndim), bool(int_attribute(node, "largest", 1))
+    sizes = sizes_of(data)
+    if not isinstance(sizes[axis], tirx.IntImm):
+        shape = [*sizes[:axis], number, *sizes[axis + 1 :]]
+        losing = relax.const(_least(dtype_of(data)) if largest else _greatest(dtype_of(data)), dtype_of(data))
+        losers = node.builder.emit(relax.op.broadcast_to(losing, shape))
+        data = node.builder.emit(relax.op.concat([data, losers], axis))
+    return relax.op.topk(data, number, axis, ret_type="both", largest=largest, dtype="int64")
+
+
+def _least(dtype: str) -> float | int:
+    return int(tirx.min_value(dtype)) if "int" in dtype else -math.inf
+
+
+def _greatest(dtype: str) -> float | int:
+    return int(tirx.max_value(dtype)) if "int" in dtype else math.inf
 
 
 TOP_K_CONVERTERS: Mapping[tuple[str, str], Converter] = {("", "TopK"): convert_top_k}

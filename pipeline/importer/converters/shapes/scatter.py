@@ -1,0 +1,43 @@
+"""ScatterElements whose indices cover a part of the data: TVM takes their axes for the data's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import tvm
+from tvm import relax
+
+from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, int_attribute, sizes_of
+from relaxtune.pipeline.importer.shape_values import simplify
+
+
+def convert_scatter_elements(node: ConverterInput) -> tvm.ir.Expr:
+    """Return `data` with elements replaced, added, multiplied, or their minimum or maximum taken, along an axis.
+
+    Beside the axis, indices may be shorter than the data: then the corner that they cover is cut out and put back.
+    """
+    data, indices, updates = (node.input(place) for place in range(3))
+    axis = int_attribute(node, "axis", 0) % int(data.ty.ndim)
+    reduction = str(node.attributes.get("reduction", "none")).replace("none", "update")
+    shorter = [
+        (place, covered, size)
+        for place, (covered, size) in enumerate(zip(sizes_of(indices), sizes_of(data), strict=True))
+        if place != axis and simplify(size - covered) != 0
+    ]
+    rests = []
+    for place, covered, size in shorter:
+        rests.append((place, _cut(node, data, place, covered, size)))
+        data = _cut(node, data, place, 0, covered)
+    result = node.builder.emit(relax.op.scatter_elements(data, indices, updates, axis, reduction))
+    for place, rest in reversed(rests):
+        result = node.builder.emit(relax.op.concat([result, rest], place))
+    return result
+
+
+def _cut(
+    node: ConverterInput, data: tvm.ir.Expr, axis: int, begin: tvm.ir.Expr | int, end: tvm.ir.Expr | int
+) -> tvm.ir.Expr:
+    return node.builder.emit(relax.op.strided_slice(data, [axis], [begin], [end], assume_inbound=True))
+
+
+SCATTER_CONVERTERS: Mapping[tuple[str, str], Converter] = {("", "ScatterElements"): convert_scatter_elements}

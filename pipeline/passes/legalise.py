@@ -1,0 +1,98 @@
+"""Operators that lose a NaN in TVM's kernels, with kernels that keep it, as ONNX Runtime does.
+
+TVM's `max(x, 0)` compares on a CPU and is `fmaxf` on a GPU: both make a number of a NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tvm
+from tvm import relax, te, tirx, topi
+from tvm.relax.transform.legalize_ops.common import _try_convert_to_scalar_const
+
+from relaxtune.pipeline.passes.kit.state import LoweringState
+
+Legaliser = Callable[[relax.BlockBuilder, tvm.ir.Call], tvm.ir.Expr]
+
+
+def _relu(x: te.Tensor) -> te.Tensor:
+    return _each(lambda value: tirx.Select(value < 0, tirx.const(0, x.dtype), value), x)
+
+
+def _sign(x: te.Tensor) -> te.Tensor:
+    one, minus_one = tirx.const(1, x.dtype), tirx.const(-1, x.dtype)
+    return _each(lambda value: tirx.Select(value > 0, one, tirx.Select(value < 0, minus_one, value)), x)
+
+
+def _clip(x: te.Tensor, low: tvm.ir.Expr, high: tvm.ir.Expr) -> te.Tensor:
+    low, high = tirx.const(float(low.value), x.dtype), tirx.const(float(high.value), x.dtype)
+    return _each(lambda value: tirx.Select(value < low, low, tirx.Select(value > high, high, value)), x)
+
+
+def _maximum(a: te.Tensor, b: te.Tensor | tvm.ir.Expr) -> te.Tensor:
+    return _extreme(a, b, lambda x, y: x > y)
+
+
+def _minimum(a: te.Tensor, b: te.Tensor | tvm.ir.Expr) -> te.Tensor:
+    return _extreme(a, b, lambda x, y: x < y)
+
+
+def _extreme(
+    a: te.Tensor, b: te.Tensor | tvm.ir.Expr, wins: Callable[[tvm.ir.Expr, tvm.ir.Expr], tvm.ir.Expr]
+) -> te.Tensor:
+    """Return the one of two that wins; a NaN wins always, and a number given as such is none."""
+    if not isinstance(b, te.Tensor):
+        return _each(lambda value: tirx.Select(wins(b, value), b, value), a)
+    shape = topi.utils.get_const_tuple(topi.add(a, b).shape)
+
+    def pick(*axes: tirx.Var) -> tvm.ir.Expr:
+        x, y = _at(a, axes), _at(b, axes)
+        return tirx.Select(tirx.Or(wins(x, y), _is_nan(x)), x, y)
+
+    return te.compute(shape, pick, name="extreme", tag=topi.tag.BROADCAST)
+
+
+def _each(function: Callable[[tvm.ir.Expr], tvm.ir.Expr], x: te.Tensor) -> te.Tensor:
+    return te.compute(x.shape, lambda *axes: function(x(*axes)), name="compute", tag=topi.tag.ELEMWISE)
+
+
+def _at(tensor: te.Tensor, axes: tuple[tirx.Var, ...]) -> tvm.ir.Expr:
+    """Return the element of a tensor that is broadcast, counted from the last axis."""
+    own = axes[len(axes) - len(tensor.shape) :]
+    one = [isinstance(size, int | tirx.IntImm) and int(size) == 1 for size in tensor.shape]
+    return tensor(*(0 if is_one else axis for axis, is_one in zip(own, one, strict=True)))
+
+
+def _is_nan(value: tvm.ir.Expr) -> tvm.ir.Expr:
+    narrow = str(value.ty.dtype) in ("float16", "bfloat16")
+    return tirx.isnan(value.astype("float32") if narrow else value)
+
+
+def _legaliser(operator: str, function: Callable[..., te.Tensor]) -> Legaliser:
+    """Return how an operator of floating point numbers is lowered; integers have no NaN, and TVM lowers them."""
+    stock = tvm.ir.Op.get(operator).get_attr("FLegalize")
+
+    def legalise(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
+        if not str(call.ty.dtype.dtype).startswith(("float", "bfloat")):
+            return stock(builder, call)
+        first, *rest = map(_try_convert_to_scalar_const, call.args)
+        if rest and tvm.ir.is_prim_expr(first):
+            first, rest = rest[0], [first]
+        return builder.call_te(function, first, *rest, primfunc_name_hint=operator.rpartition(".")[2])
+
+    return legalise
+
+
+def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with each operator as a call of a TIR function; maxima, minima and signs keep a NaN."""
+    del state
+    functions: dict[str, Callable[..., te.Tensor]] = {
+        "relax.clip": _clip,
+        "relax.maximum": _maximum,
+        "relax.minimum": _minimum,
+        "relax.nn.relu": _relu,
+        "relax.sign": _sign,
+    }
+    own = {operator: _legaliser(operator, function) for operator, function in functions.items()}
+    return relax.transform.LegalizeOps(own)(mod)

@@ -1,0 +1,100 @@
+"""Slice, ScatterElements and TopK at their edges, and the product of two vectors, against ONNX Runtime."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from onnx import helper
+
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.importer.shape_values import onnx_slice
+from tests.pipeline.importer.onnx_cases import assert_agrees, make_model, run_reference, run_relax
+
+PLACES = (-5, -2, -1, 0, 1, 3, 2**63 - 1, -(2**63) + 1)
+RNG = np.random.default_rng(0)
+
+
+def floats(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape).astype("float32")
+
+
+@pytest.mark.parametrize("step", [1, 2, -1, -2])
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_slice_takes_what_onnx_runtime_takes(size: int, step: int) -> None:
+    x = floats(size)
+    spec = {"x": ("float32", (size,)), **dict.fromkeys(("start", "end", "axes", "steps"), ("int64", (1,)))}
+    model = make_model([helper.make_node("Slice", list(spec), ["y"])], spec, {"y": ("float32", ("n",))})
+    for start, end in itertools.product(PLACES, PLACES):
+        numbers = {"start": [start], "end": [end], "axes": [0], "steps": [step]}
+        (want,) = run_reference(model, {"x": x, **{name: np.array(value) for name, value in numbers.items()}})
+        taken = x[list(onnx_slice(size, start, end, step))]
+        np.testing.assert_array_equal(taken, want, err_msg=f"[{start}:{end}:{step}] of {size}")
+
+
+@pytest.mark.parametrize(("start", "end", "step"), [(-2, -2, -1), (0, -5, -1), (1, 0, 1), (-1, -(2**63) + 1, -1)])
+def test_slice_of_one_element_at_its_edges(start: int, end: int, step: int) -> None:
+    numbers = {"start": start, "end": end, "axis": 0, "step": step}
+    model = make_model(
+        [helper.make_node("Slice", ["x", *numbers], ["y"])],
+        {"x": ("float32", (1, 4))},
+        {"y": ("float32", ("n", 4))},
+        {name: np.array([number]) for name, number in numbers.items()},
+    )
+    assert_agrees(model, {"x": floats(1, 4)})
+
+
+@pytest.mark.parametrize("reduction", ["none", "add", "max"])
+@pytest.mark.parametrize(("axis", "covered"), [(0, (2, 2, 2)), (1, (2, 1, 3)), (2, (3, 2, 2)), (0, (3, 4, 5))])
+def test_scatter_elements_covers_a_corner(axis: int, covered: tuple[int, ...], reduction: str) -> None:
+    shape = (3, 4, 5)
+    # No place twice along the axis: what then wins is not defined.
+    picked = [RNG.permutation(shape[axis])[: covered[axis]] for _ in range(int(np.prod(covered)) // covered[axis])]
+    beside = [size for place, size in enumerate(covered) if place != axis]
+    indices = np.moveaxis(np.array(picked).reshape(*beside, covered[axis]), -1, axis)
+    feeds = {"x": floats(*shape), "indices": indices, "updates": floats(*covered)}
+    model = make_model(
+        [helper.make_node("ScatterElements", list(feeds), ["y"], axis=axis, reduction=reduction)],
+        {name: (str(array.dtype), array.shape) for name, array in feeds.items()},
+        {"y": ("float32", shape)},
+    )
+    assert_agrees(model, feeds)
+
+
+def top_k(count: int, dtype: str = "float32", **attributes: int) -> OnnxModel:
+    return make_model(
+        [helper.make_node("TopK", ["x", "k"], ["y", "places"], **attributes)],
+        {"x": (dtype, (3, "n"))},
+        {"y": (dtype, (3, count)), "places": ("int64", (3, count))},
+        {"k": np.array([count])},
+    )
+
+
+@pytest.mark.parametrize("largest", [0, 1])
+def test_top_k_along_a_symbolic_axis(largest: int) -> None:
+    assert_agrees(top_k(4, largest=largest), {"x": floats(3, 6)})
+    assert_agrees(top_k(4, "int32", largest=largest), {"x": RNG.permutation(18).reshape(3, 6).astype("int32")})
+
+
+def test_top_k_of_a_shorter_axis_leaves_nothing_unwritten() -> None:
+    x = floats(3, 2)
+    values, _ = run_relax(import_model(top_k(4)), {"x": x})
+    np.testing.assert_array_equal(values[:, :2], -np.sort(-x, axis=1))
+    assert (values[:, 2:] == -np.inf).all()
+
+
+def test_infinite_tensor_of_symbolic_shape() -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("ConstantOfShape", ["shape"], ["y"], value=helper.make_tensor("v", 1, [1], [-np.inf])),
+    ]
+    model = make_model(nodes, {"x": ("float32", ("n", 2))}, {"y": ("float32", ("n", 2))})
+    assert_agrees(model, {"x": floats(3, 2)})
+
+
+def test_product_of_two_vectors_is_a_scalar() -> None:
+    spec = {"x": ("float32", (5,)), "z": ("float32", (5,))}
+    model = make_model([helper.make_node("MatMul", ["x", "z"], ["y"])], spec, {"y": ("float32", ())})
+    assert_agrees(model, {"x": floats(5), "z": floats(5)})
