@@ -15,6 +15,7 @@ import typer
 import relaxtune
 from relaxtune.pipeline.cli import artifacts, compilation, diagnosis, inspection, report
 from relaxtune.pipeline.cli.db import group as database
+from relaxtune.pipeline.cli.groups import Command
 from relaxtune.pipeline.cli.output import configure_logging, stderr_console
 from relaxtune.pipeline.errors import PipelineError
 
@@ -48,8 +49,19 @@ def _root(
     configure_logging(verbose=verbose or debug)
 
 
-for group in (compilation, artifacts, inspection, report, diagnosis):
-    group.register(app)
+COMMANDS: dict[str, Command] = {
+    "tune": compilation.tune,
+    "compile": compilation.compile_command,
+    "validate": artifacts.validate_command,
+    "compare": artifacts.compare,
+    "bench": artifacts.bench,
+    "run": artifacts.run,
+    "inspect": inspection.inspect,
+    "report": report.report,
+    "doctor": diagnosis.doctor,
+}
+for name, command in COMMANDS.items():
+    app.command(name=name)(command)
 app.add_typer(database.app, name="db")
 
 

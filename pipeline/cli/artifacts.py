@@ -4,104 +4,89 @@ from __future__ import annotations
 
 import logging
 import zipfile
-from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
 
-from relaxtune.pipeline.cli.options import ArtifactArgument, FormatOption, OutcomeDatabaseOption, SeedOption
+from relaxtune.pipeline.cli.groups import option, takes_groups
+from relaxtune.pipeline.cli.options import (
+    ArtifactArgument,
+    FormatOption,
+    OutcomeDatabaseOption,
+    ReferenceOption,
+    SamplesOption,
+    SeedOption,
+    ToleranceOptions,
+)
 from relaxtune.pipeline.cli.output import OutputFormat, TableView, emit, print_json, print_table, stdout_console
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
 
-logger = logging.getLogger(__name__)
-
 if TYPE_CHECKING:
-    from relaxtune.models import OnnxModel
-    from relaxtune.pipeline.artifact.runtime import Module
+    from relaxtune.pipeline.artifact_jobs import ValidatedArtifact, ValidationRequest
     from relaxtune.pipeline.bisect import Bisection, FaultyKernel
-    from relaxtune.pipeline.validate.report import ValidationReport
+
+logger = logging.getLogger(__name__)
 
 _INPUTS_FILE = "for --inputs a .npz file with one array for each input, as numpy.savez(path, input_ids=..., ...) writes"
 _OUTPUTS_FILE = "an artifact, or a .npz file of outputs, as `relaxtune run DIR --inputs X.npz --outputs Y.npz` writes"
 
-ReferenceOption = Annotated[
-    str | None,
-    typer.Option("--model", metavar="MODEL", help="The ONNX model. Default: the one it was compiled from."),
-]
+
+@dataclass(frozen=True)
+class ValidateOptions:
+    """How an artifact is validated, and where the result is noted."""
+
+    samples: SamplesOption = 3
+    seed: SeedOption = 0
+    repeat: int = option(2, "Runs of each input; from 2 on their bits are compared.", min=1)
+    logits: list[str] | None = option(None, "Output that is logits, for the drift (repeatable).", metavar="NAME")
+    tokens: Path | None = option(None, "Token ids (.npy or text) to take the perplexity of.", metavar="FILE")
+    kernels: bool = option(False, "Compare each kernel with its unscheduled form too, on one input.", "--kernels")
+    bisect: bool = option(False, "If it fails, find the ONNX node, and the pass or the kernel to blame.", "--bisect")
+    repro: Path | None = option(None, "Where --bisect writes a reproduction. Default: DIR-repro.", metavar="DIR")
+    db: OutcomeDatabaseOption = None
+
+    def request(self, tolerance: ToleranceOptions) -> ValidationRequest:
+        """Return what the validation is asked for."""
+        from relaxtune.pipeline.artifact_jobs import ValidationRequest
+        from relaxtune.pipeline.validate.drift import DriftOptions
+
+        drift = DriftOptions(tuple(self.logits or ()), self.tokens)
+        return ValidationRequest(tolerance.rtol, tolerance.atol, self.samples, self.seed, self.repeat, drift, self.db)
 
 
+@takes_groups()
 def validate_command(
     directory: ArtifactArgument,
+    tolerance: ToleranceOptions,
+    options: ValidateOptions,
     model: ReferenceOption = None,
-    rtol: Annotated[float | None, typer.Option("--rtol", min=0.0, help="Default: by dtype and precision.")] = None,
-    atol: Annotated[float | None, typer.Option("--atol", min=0.0, help="Default: by dtype and precision.")] = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Random inputs to compare.")] = 3,
-    seed: SeedOption = 0,
-    repeat: Annotated[
-        int, typer.Option("--repeat", min=1, help="Runs of each input; from 2 on their bits are compared.")
-    ] = 2,
-    kernels: Annotated[
-        bool, typer.Option("--kernels", help="Compare each kernel with its unscheduled form too, on one input.")
-    ] = False,
-    bisect: Annotated[
-        bool, typer.Option("--bisect", help="If it fails, find the ONNX node, and the pass or the kernel to blame.")
-    ] = False,
-    repro: Annotated[
-        Path | None,
-        typer.Option("--repro", metavar="DIR", help="Where --bisect writes a reproduction. Default: DIR-repro."),
-    ] = None,
-    logits: Annotated[
-        list[str] | None,
-        typer.Option("--logits", metavar="NAME", help="Output that is logits, for the drift (repeatable)."),
-    ] = None,
-    tokens: Annotated[
-        Path | None,
-        typer.Option("--tokens", metavar="FILE", help="Token ids (.npy or text) to take the perplexity of."),
-    ] = None,
-    db: OutcomeDatabaseOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Compare an artifact with ONNX Runtime on random inputs. Exits 3 when they disagree."""
+    """Compare an artifact with ONNX Runtime on random inputs. Exits 3 when they disagree.
+
+    The tolerance is by dtype and precision if it is not given.
+    """
     from relaxtune.pipeline.artifact.directory import record_validation
-    from relaxtune.pipeline.artifact.runtime import Module
+    from relaxtune.pipeline.artifact_jobs import validate_artifact
     from relaxtune.pipeline.bisect import check_kernels
     from relaxtune.pipeline.bisect import render as render_bisection
-    from relaxtune.pipeline.job_outcomes import artifact_of, environment_of, note_validation
-    from relaxtune.pipeline.validate.drift import DriftOptions, render_drift
-    from relaxtune.pipeline.validate.padding_proof import prove_and_record, route_inputs
+    from relaxtune.pipeline.validate.drift import render_drift
     from relaxtune.pipeline.validate.report import render
-    from relaxtune.pipeline.validate.validation import sample_inputs, validate
-    from relaxtune.tuning_db.store import SqlDatabase
 
-    module = Module.load(directory)
-    reference = _reference_model(module, model)
-    # Opened first: a database that cannot be had is told before the work.
-    with nullcontext() if db is None else SqlDatabase.open(db) as database:
-        wanted = DriftOptions(tuple(logits or ()), tokens)
-        if module.manifest.buckets is not None:
-            module = prove_and_record(directory, module, reference)
-        given = route_inputs(module, reference, samples=samples, seed=seed) or None
-        report = validate(
-            module, reference, rtol=rtol, atol=atol, samples=samples, seed=seed, drift=wanted, inputs=given,
-            repeats=repeat,
-        )  # fmt: skip
-        record_validation(directory, report.to_json())
-        if database is not None:
-            manifest = module.manifest
-            note_validation(database, artifact_of(manifest, directory), environment_of(manifest), report)
+    done = validate_artifact(directory, model, options.request(tolerance))
+    report = done.report
     data = report.to_json()
     faulty: tuple[FaultyKernel, ...] = ()
-    if kernels:
-        given_first = (given or sample_inputs(reference, samples=1, seed=seed))[0]
-        faulty = check_kernels(module, reference, given_first, database=db)
+    if options.kernels:
+        faulty = check_kernels(done.module, done.model, done.inputs[0], database=options.db)
         data["faulty_kernels"] = [asdict(kernel) for kernel in faulty]
         record_validation(directory, data)
     found = None
-    if bisect:
-        found = _bisect(module, reference, report, directory, repro, db, given)
+    if options.bisect:
+        found = _bisect(done, directory, options.repro, options.db)
         data["bisection"] = None if found is None else found.to_json()
         record_validation(directory, data)
     if output_format is OutputFormat.JSON:
@@ -112,11 +97,14 @@ def validate_command(
             stdout_console().print(render_drift(report.drift))
         if found is not None:
             stdout_console().print(render_bisection(found))
-        if kernels:
-            rows = tuple((one.function, one.route, ", ".join(one.onnx_nodes), one.reason) for one in faulty)
-            print_table(
-                TableView(f"{len(faulty)} faulty kernels", ("kernel", "route", "ONNX nodes", "difference"), rows)
-            )
+        if options.kernels:
+            columns = {
+                "kernel": lambda one: one.function,
+                "route": lambda one: one.route,
+                "ONNX nodes": lambda one: ", ".join(one.onnx_nodes),
+                "difference": lambda one: one.reason,
+            }
+            print_table(TableView.of(f"{len(faulty)} faulty kernels", faulty, columns))
     report.raise_if_failed()
     if faulty:
         raise ValidationFailedError(
@@ -125,9 +113,11 @@ def validate_command(
         )
 
 
+@takes_groups()
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="An artifact, or a .npz of outputs that `run` saved.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="The same of another build, or from another machine.")],
+    limits: ToleranceOptions,
     inputs: Annotated[
         Path | None,
         typer.Option(
@@ -135,48 +125,33 @@ def compare(
         ),
     ] = None,
     model: ReferenceOption = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Random inputs to compare.")] = 3,
+    samples: SamplesOption = 3,
     seed: SeedOption = 0,
     exact: Annotated[bool, typer.Option("--exact", help="Exit 3 unless all bits are the same.")] = False,
-    rtol: Annotated[float | None, typer.Option("--rtol", min=0.0, help="Exit 3 beyond this (--atol: 0 then).")] = None,
-    atol: Annotated[float | None, typer.Option("--atol", min=0.0, help="Exit 3 beyond this (--rtol: 0 then).")] = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Measure the drift between two builds of a model. Exits 3 only where equal bits or a tolerance are asked for."""
-    from relaxtune.pipeline.artifact.runtime import Module
-    from relaxtune.pipeline.validate.comparison import Comparison, compare_manifests, compare_outputs, render
-    from relaxtune.pipeline.validate.tolerances import Tolerance
-    from relaxtune.pipeline.validate.validation import sample_inputs
+    """Measure the drift between two builds of a model.
 
-    loaded = [Module.load(path) if path.is_dir() else None for path in (first, second)]
-    a, b = loaded
-    saved = [
-        None if module is not None else [_read_arrays(path, _OUTPUTS_FILE)]
-        for path, module in zip((first, second), loaded, strict=True)
-    ]
-    asked = "no bit" if exact else ""
-    tolerance = None
-    if not exact and (rtol is not None or atol is not None):
-        tolerance = Tolerance(rtol or 0.0, atol or 0.0)
-        asked = f"rtol {tolerance.rtol:g} and atol {tolerance.atol:g} x max(1, RMS)"
-    if inputs is not None:
-        given = [_read_arrays(inputs)]
-    elif a is not None and b is not None:
-        given = sample_inputs(_reference_model(a, model), samples=samples, seed=seed)
-    elif a is not None or b is not None:
-        raise UsageError(
-            f"{first if a is None else second} holds outputs, and nothing says of which inputs; give those that it was "
-            "run on with --inputs X.npz"
-        )
-    else:
-        given = []
-    outputs = [
-        found if found is not None else [module.run(sample) for sample in given] if module is not None else []
-        for found, module in zip(saved, loaded, strict=True)
-    ]
-    drift = compare_outputs(outputs[0], outputs[1], exact=exact, tolerance=tolerance)
-    kernels, builds = compare_manifests(a.manifest, b.manifest) if a is not None and b is not None else ((), ())
-    comparison = Comparison(str(first), str(second), drift, kernels, builds, asked)
+    Exits 3 only beyond what is asked for: equal bits (--exact) or a tolerance; of --rtol and --atol, one that is not
+    given is 0 then.
+    """
+    from relaxtune.pipeline.artifact_jobs import compare_builds
+    from relaxtune.pipeline.validate.comparison import render
+    from relaxtune.pipeline.validate.tolerances import Tolerance
+
+    asked = limits.rtol is not None or limits.atol is not None
+    tolerance = Tolerance(limits.rtol or 0.0, limits.atol or 0.0) if asked and not exact else None
+    sides = [path if path.is_dir() else _read_arrays(path, _OUTPUTS_FILE) for path in (first, second)]
+    comparison = compare_builds(
+        *sides,
+        names=(str(first), str(second)),
+        inputs=None if inputs is None else _read_arrays(inputs),
+        source=model,
+        samples=samples,
+        seed=seed,
+        exact=exact,
+        tolerance=tolerance,
+    )
     if output_format is OutputFormat.JSON:
         print_json(comparison.to_json())
     else:
@@ -199,37 +174,20 @@ def bench(
 
     Inputs are random, with masks that hide nothing.
     """
-    from relaxtune.models import axis_sizes, unpadded_inputs
     from relaxtune.pipeline.artifact.bucket_routing import render_statistics
-    from relaxtune.pipeline.artifact.runtime import Module
-    from relaxtune.pipeline.bench.measure import BenchmarkReport, measure_module, render
-    from relaxtune.pipeline.job_outcomes import artifact_of, environment_of, note_benchmark
-    from relaxtune.pipeline.validate.padding_proof import route_sizes
-    from relaxtune.tuning_db.store import SqlDatabase
+    from relaxtune.pipeline.artifact_jobs import bench_artifact
+    from relaxtune.pipeline.bench.measure import render
 
-    module = Module.load(directory)
-    reference = _reference_model(module, model)
     peers = frozenset(name.strip() for name in against.split(",") if name.strip())
-    sizes = route_sizes(module, reference) or {"": {}}
-    reports: dict[str, BenchmarkReport] = {}
-    with nullcontext() if db is None else SqlDatabase.open(db) as database:
-        for name, dims in sizes.items():
-            inputs = unpadded_inputs(reference, seed=seed, dims=axis_sizes(reference, dims))
-            report = measure_module(module, reference, inputs, against=peers, runs=runs, warmup=warmup)
-            reports[name] = replace(report, conditions={**report.conditions, "shape": name}) if name else report
-            if database is not None:
-                manifest = module.manifest
-                note_benchmark(database, artifact_of(manifest, directory), environment_of(manifest), reports[name])
+    module, reports = bench_artifact(directory, model, against=peers, runs=runs, warmup=warmup, seed=seed, database=db)
+    bucketed = module.manifest.buckets is not None
     if output_format is OutputFormat.JSON:
-        if module.manifest.buckets is None:
-            print_json(reports[""].to_json())
-        else:
-            routes = {name: report.to_json() for name, report in reports.items()}
-            print_json({"routes": routes, "statistics": module.statistics.to_json()})
+        routes = {name: report.to_json() for name, report in reports.items()}
+        print_json({"routes": routes, "statistics": module.statistics.to_json()} if bucketed else routes[""])
         return
     for report in reports.values():
         stdout_console().print(render(report))
-    if module.manifest.buckets is not None:
+    if bucketed:
         stdout_console().print(render_statistics(module.statistics))
 
 
@@ -250,34 +208,17 @@ def run(
     emit(output_format, data, TableView(f"written to {outputs}", ("output", "dtype", "shape"), rows))
 
 
-def register(app: typer.Typer) -> None:
-    """Attach the commands to `app`."""
-    app.command(name="validate")(validate_command)
-    app.command()(compare)
-    app.command()(bench)
-    app.command()(run)
-
-
-def _bisect(
-    module: Module,
-    model: OnnxModel,
-    report: ValidationReport,
-    directory: Path,
-    repro: Path | None,
-    database: str | None,
-    given: list[dict[str, np.ndarray]] | None,
-) -> Bisection | None:
+def _bisect(done: ValidatedArtifact, directory: Path, repro: Path | None, database: str | None) -> Bisection | None:
     """Return what makes a validation fail, with a reproduction written; None when it passed or nothing was found.
 
     A bisection that is not possible is told and changes nothing: the validation has failed all the same.
     """
     from relaxtune.pipeline.bisect import bisect, write_reproduction
-    from relaxtune.pipeline.validate.validation import sample_inputs
 
+    module, model, report = done.module, done.model, done.report
     if report.passed:
         return None
-    compared = given or sample_inputs(model, samples=report.samples, seed=report.seed)
-    inputs = compared[report.failed_sample or 0]
+    inputs = done.inputs[report.failed_sample or 0]
     try:
         found = bisect(module, model, inputs, report.tolerance, database=database)
     except PipelineError as e:
@@ -291,27 +232,6 @@ def _bisect(
         found, module.manifest, directory, model, inputs, report.tolerance, folder, database=database
     )
     return replace(found, reproduction=str(made.script))
-
-
-def _reference_model(module: Module, source: str | None) -> OnnxModel:
-    """Return the ONNX model an artifact is compared with, at the artifact's shapes; it must be the one it came from.
-
-    Raises
-    ------
-    UsageError
-        The model's content is not that which the artifact was compiled from.
-    """
-    from relaxtune.models import load_model
-
-    manifest = module.manifest
-    shapes = {spec.name: spec.shape for spec in module.inputs}
-    model = load_model(source or manifest.source, shapes=shapes, seed=manifest.seed or 0)
-    if model.sha256 != manifest.model_sha256:
-        raise UsageError(
-            f"{source or manifest.source} is not the model this artifact was compiled from: expected sha256 "
-            f"{manifest.model_sha256}, got {model.sha256}. Name that model with --model, or compile this one"
-        )
-    return model
 
 
 def _read_arrays(path: Path, expected: str = _INPUTS_FILE) -> dict[str, np.ndarray]:

@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.cli.options import (
     DEFAULT_DATABASE,
-    BucketOption,
     DatabaseOption,
-    DisablePassOption,
-    DumpIrOption,
-    EmbedWeightsOption,
     FormatOption,
-    GroupSizeOption,
-    ModelArgument,
-    PrecisionOption,
-    RoutesOption,
-    SeedOption,
-    ShapeOption,
+    ModelOptions,
     SharedDatabasesOption,
-    TargetOption,
-    parse_buckets,
-    parse_routes,
-    parse_shapes,
 )
 from relaxtune.pipeline.cli.output import (
     OutputFormat,
     TableView,
+    first_of,
     print_json,
     print_table,
     stderr_console,
     stdout_console,
 )
 from relaxtune.pipeline.errors import UsageError
-from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, Effort, options_for
+from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, Effort, TuningOptions, options_for
 from relaxtune.tuning_db.records import Mode
 
 if TYPE_CHECKING:
@@ -48,7 +37,6 @@ if TYPE_CHECKING:
     from relaxtune.pipeline.choose.norm_forms import NormFormsReport
     from relaxtune.pipeline.choose.rerank import RerankReport
     from relaxtune.pipeline.jobs import CompileResult, TuneResult
-    from relaxtune.pipeline.passes.module import LoweringOptions
     from relaxtune.pipeline.prepare import ModelRequest
 
 
@@ -59,111 +47,85 @@ class TuningMode(StrEnum):
     FORCE = Mode.FORCE.value
 
 
-OutOption = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Artifact directory. Default: out/MODEL-TARGET.")
-]
-SamplesOption = Annotated[
-    int, typer.Option("--samples", min=0, help="Random inputs to validate with; 0 leaves the validation out.")
-]
+@dataclass(frozen=True)
+class ArtifactOptions:
+    """Where the artifact goes, and how it is validated."""
+
+    out: Path | None = option(None, "Artifact directory. Default: out/MODEL-TARGET.", metavar="DIR")
+    samples: int = option(3, "Random inputs to validate with; 0 leaves the validation out.", min=0)
+
+    def directory(self, model: ModelOptions) -> Path:
+        """Return the artifact's directory, by default named after the model and the target."""
+        return self.out or _default_out(model.model, model.target)
 
 
+@dataclass(frozen=True)
+class SearchOptions:
+    """How much is tried and how it is measured; `tuning` is what the tuner takes."""
+
+    effort: Effort = option(Effort.NORMAL, "How much to try; --trials and --time-budget override its limits.")
+    trials: int | None = option(None, "Candidates over all tasks. Default: the effort's, or the time budget.", min=1)
+    time_budget: float | None = option(None, "Seconds of tuning.", min=1.0, metavar="S")
+    mode: TuningMode = option(TuningMode.TUNE, "force measures again what the database already knows.")
+    workers: int | None = option(None, "Build processes. Default: the cores.", min=1)
+    devices: str | None = option(
+        None,
+        "GPUs to measure on side by side, such as cuda:0,cuda:1. Default: all of the target's model.",
+        metavar="LIST",
+    )
+    build_timeout: float = option(30.0, "Seconds to build one candidate.", min=0.0, metavar="S")
+    run_timeout: float = option(10.0, "Seconds to measure one candidate.", min=0.0, metavar="S")
+    rerank: int | None = option(None, "Hot kernels tried inside the model. Default: the effort's.", min=0, metavar="N")
+    norm_forms: bool | None = option(
+        None, "Try norms inside the matmuls and apart, in the whole model. Default: the effort's."
+    )
+
+    def tuning(self, request: ModelRequest) -> TuningOptions:
+        """Return the tuner's options for a model."""
+        level = options_for(self.effort, self.trials, self.time_budget)
+        return replace(
+            level,
+            routes=request.routes & SEARCHED_ROUTES,
+            seed=request.seed,
+            mode=Mode(self.mode.value),
+            workers=self.workers,
+            devices=tuple(one.strip() for one in self.devices.split(",")) if self.devices else None,
+            build_timeout_s=self.build_timeout,
+            run_timeout_s=self.run_timeout,
+            rerank=level.rerank if self.rerank is None else self.rerank,
+            norm_forms=level.norm_forms if self.norm_forms is None else self.norm_forms,
+        )
+
+
+@takes_groups()
 def tune(
-    model: ModelArgument,
-    target: TargetOption = "auto",
+    model: ModelOptions,
+    search: SearchOptions,
+    artifact: ArtifactOptions,
     db: DatabaseOption = DEFAULT_DATABASE,
-    effort: Annotated[
-        Effort, typer.Option("--effort", help="How much to try; --trials and --time-budget override its limits.")
-    ] = Effort.NORMAL,
-    trials: Annotated[
-        int | None,
-        typer.Option("--trials", min=1, help="Candidates over all tasks. Default: the effort's, or the time budget."),
-    ] = None,
-    time_budget: Annotated[
-        float | None, typer.Option("--time-budget", min=1.0, metavar="S", help="Seconds of tuning.")
-    ] = None,
-    precision: PrecisionOption = None,
-    group_size: GroupSizeOption = None,
-    shape: ShapeOption = None,
-    bucket: BucketOption = None,
-    out: OutOption = None,
-    seed: SeedOption = 0,
-    mode: Annotated[
-        TuningMode, typer.Option("--mode", help="force measures again what the database already knows.")
-    ] = TuningMode.TUNE,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Build processes. Default: the cores.")
-    ] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            "--devices",
-            metavar="LIST",
-            help="GPUs to measure on side by side, such as cuda:0,cuda:1. Default: all of the target's model.",
-        ),
-    ] = None,
-    build_timeout: Annotated[
-        float, typer.Option("--build-timeout", min=0.0, metavar="S", help="Seconds to build one candidate.")
-    ] = 30.0,
-    run_timeout: Annotated[
-        float, typer.Option("--run-timeout", min=0.0, metavar="S", help="Seconds to measure one candidate.")
-    ] = 10.0,
-    rerank: Annotated[
-        int | None,
-        typer.Option("--rerank", min=0, metavar="N", help="Hot kernels tried inside the model. Default: the effort's."),
-    ] = None,
-    norm_forms: Annotated[
-        bool | None,
-        typer.Option(
-            "--norm-forms/--no-norm-forms",
-            help="Try norms inside the matmuls and apart, in the whole model. Default: the effort's.",
-        ),
-    ] = None,
     shared_db: SharedDatabasesOption = None,
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Note artifact, validation and latencies in the database too.")
     ] = True,
     bench: Annotated[bool, typer.Option("--bench/--no-bench", help="Time tuned, untuned and ONNX Runtime.")] = True,
-    samples: SamplesOption = 3,
-    disable_pass: DisablePassOption = None,
-    dump_ir: DumpIrOption = None,
-    embed_weights: EmbedWeightsOption = False,
-    routes: RoutesOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Import, tune, compile, validate and export a model: the main job."""
     from relaxtune.pipeline.jobs import TuneRequest, tune_model
     from relaxtune.pipeline.tuning.progress import ConsoleProgress
 
-    lowering = _lowering_options(precision, group_size, disable_pass, dump_ir, embed_weights)
-    request = _model_request(model, shape, bucket, target, lowering, seed, routes)
-    level = options_for(effort, trials, time_budget)
-    options = replace(
-        level,
-        routes=request.routes & SEARCHED_ROUTES,
-        seed=seed,
-        mode=Mode(mode.value),
-        workers=workers,
-        devices=tuple(one.strip() for one in devices.split(",")) if devices else None,
-        build_timeout_s=build_timeout,
-        run_timeout_s=run_timeout,
-        rerank=level.rerank if rerank is None else rerank,
-        norm_forms=level.norm_forms if norm_forms is None else norm_forms,
-    )
-    destination = out or _default_out(model, target)
+    request = model.request()
+    asked = TuneRequest(db, search.tuning(request), bench, artifact.samples, tuple(shared_db or ()), record)
     with ConsoleProgress(stderr_console()) as progress:
-        result = tune_model(
-            request,
-            TuneRequest(db, options, bench, samples, tuple(shared_db or ()), record),
-            destination,
-            progress=progress,
-        )
+        result = tune_model(request, asked, artifact.directory(model), progress=progress)
     _print_tuned(result, output_format)
     _raise_if_invalid(result.compiled)
 
 
+@takes_groups()
 def compile_command(
-    model: ModelArgument,
-    target: TargetOption = "auto",
+    model: ModelOptions,
+    artifact: ArtifactOptions,
     db: Annotated[
         str | None, typer.Option("--db", metavar="URL", help="Tuning database to read. Default: none.")
     ] = None,
@@ -171,83 +133,24 @@ def compile_command(
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Note the artifact and its validation in the database.")
     ] = False,
-    precision: PrecisionOption = None,
-    group_size: GroupSizeOption = None,
-    shape: ShapeOption = None,
-    bucket: BucketOption = None,
-    out: OutOption = None,
-    seed: SeedOption = 0,
-    samples: SamplesOption = 3,
-    disable_pass: DisablePassOption = None,
-    dump_ir: DumpIrOption = None,
-    embed_weights: EmbedWeightsOption = False,
-    routes: RoutesOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Compile a model from records, without measuring; tasks without one take a template's default or the fallback."""
     from relaxtune.pipeline.jobs import compile_model
 
-    lowering = _lowering_options(precision, group_size, disable_pass, dump_ir, embed_weights)
-    request = _model_request(model, shape, bucket, target, lowering, seed, routes)
     result = compile_model(
-        request,
-        out or _default_out(model, target),
+        model.request(),
+        artifact.directory(model),
         database=db,
         shared=shared_db or (),
         record=record,
-        samples=samples,
+        samples=artifact.samples,
     )
     if output_format is OutputFormat.JSON:
         print_json(_compile_data(result))
     else:
         _print_compiled(result)
     _raise_if_invalid(result)
-
-
-def register(app: typer.Typer) -> None:
-    """Attach the commands to `app`."""
-    app.command()(tune)
-    app.command(name="compile")(compile_command)
-
-
-def _lowering_options(
-    precision: str | None,
-    group_size: int | None,
-    disable_pass: list[str] | None,
-    dump_ir: Path | None,
-    embed_weights: bool,
-) -> LoweringOptions:
-    from relaxtune.pipeline.passes.module import LoweringOptions
-
-    return LoweringOptions(
-        precision=precision,
-        group_size=group_size,
-        disabled_passes=frozenset(disable_pass or ()),
-        dump_dir=dump_ir,
-        embed_weights=embed_weights,
-    )
-
-
-def _model_request(
-    model: str,
-    shape: list[str] | None,
-    bucket: list[str] | None,
-    target: str,
-    lowering: LoweringOptions,
-    seed: int,
-    routes: str | None,
-) -> ModelRequest:
-    from relaxtune.pipeline.prepare import ModelRequest
-
-    return ModelRequest(
-        source=model,
-        shapes=parse_shapes(shape),
-        target=target,
-        lowering=lowering,
-        seed=seed,
-        routes=parse_routes(routes),
-        buckets=parse_buckets(bucket),
-    )
 
 
 def _default_out(model: str, target: str) -> Path:
@@ -285,33 +188,30 @@ def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
 
 
 def _print_norm_forms(report: NormFormsReport) -> None:
-    rows = tuple(
-        (trial.form, str(trial.launches), f"{trial.model_ms:.4f}", "taken" if trial.taken else "")
-        for trial in report.trials
-    )
-    columns = ("form", "kernels", "model ms", "")
-    print_table(TableView(f"where norms are done, noise {report.noise:.1%}", columns, rows))
+    columns = {
+        "form": lambda trial: trial.form,
+        "kernels": lambda trial: trial.launches,
+        "model ms": lambda trial: f"{trial.model_ms:.4f}",
+        "": lambda trial: "taken" if trial.taken else None,
+    }
+    print_table(TableView.of(f"where norms are done, noise {report.noise:.1%}", report.trials, columns))
 
 
 def _print_reranked(report: RerankReport) -> None:
-    rows = tuple(
-        (
-            trial.task,
-            trial.route.value,
-            "" if trial.record_id is None else str(trial.record_id),
-            f"{trial.alone_us:.1f}",
-            f"{trial.model_ms:.4f}",
-            f"{trial.baseline_ms:.4f}",
-            f"{trial.gain:.2%}",
-            f"{trial.least_gain:.2%}",
-            "taken" if trial.taken else "",
-        )
-        for trial in report.trials
-    )
-    columns = ("task", "route", "record", "alone us", "model ms", "as tuned ms", "gain", "at least", "")
+    columns = {
+        "task": lambda trial: trial.task,
+        "route": lambda trial: trial.route.value,
+        "record": lambda trial: trial.record_id,
+        "alone us": lambda trial: f"{trial.alone_us:.1f}",
+        "model ms": lambda trial: f"{trial.model_ms:.4f}",
+        "as tuned ms": lambda trial: f"{trial.baseline_ms:.4f}",
+        "gain": lambda trial: f"{trial.gain:.2%}",
+        "at least": lambda trial: f"{trial.least_gain:.2%}",
+        "": lambda trial: "taken" if trial.taken else None,
+    }
     gained = f", together {report.gain:.2%}" if report.gain else ""
     title = f"runners-up inside the model, {report.turns} turns, noise {report.noise:.1%}{gained}"
-    print_table(TableView(title, columns, rows))
+    print_table(TableView.of(title, report.trials, columns))
 
 
 def _compile_data(result: CompileResult) -> dict[str, object]:
@@ -332,20 +232,16 @@ def _compile_data(result: CompileResult) -> dict[str, object]:
 def _print_compiled(result: CompileResult) -> None:
     from relaxtune.pipeline.validate.report import render as render_validation
 
-    rows = tuple(
-        (
-            kernel.function,
-            str(kernel.calls),
-            _shorten(kernel.onnx_nodes),
-            kernel.route,
-            "" if kernel.latency_us is None else f"{kernel.latency_us:.1f}",
-            _record_place(kernel),
-            kernel.note,
-        )
-        for kernel in result.manifest.kernels
-    )
-    columns = ("kernel", "calls", "ONNX nodes", "route", "us", "record", "note")
-    print_table(TableView(f"kernels of {result.directory}", columns, rows))
+    columns = {
+        "kernel": lambda kernel: kernel.function,
+        "calls": lambda kernel: kernel.calls,
+        "ONNX nodes": lambda kernel: first_of(kernel.onnx_nodes),
+        "route": lambda kernel: kernel.route,
+        "us": lambda kernel: None if kernel.latency_us is None else f"{kernel.latency_us:.1f}",
+        "record": _record_place,
+        "note": lambda kernel: kernel.note,
+    }
+    print_table(TableView.of(f"kernels of {result.directory}", result.manifest.kernels, columns))
     stdout_console().print(_footprint(result.manifest))
     if result.manifest.buckets is not None:
         print_table(_bucket_table(result.manifest.buckets))
@@ -391,10 +287,6 @@ def _record_place(kernel: KernelEntry) -> str:
     if kernel.record_id is None:
         return ""
     return str(kernel.record_id) + (f" of {kernel.database}" if kernel.database is not None else "")
-
-
-def _shorten(nodes: tuple[str, ...]) -> str:
-    return nodes[0] + (f" and {len(nodes) - 1} more" if len(nodes) > 1 else "") if nodes else ""
 
 
 def _raise_if_invalid(result: CompileResult) -> None:

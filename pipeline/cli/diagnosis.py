@@ -14,18 +14,13 @@ from relaxtune.pipeline.doctor import FindingStatus, run_checks
 def doctor(output_format: FormatOption = OutputFormat.TABLE) -> None:
     """Say what is installed and found, from where, and what is missing. Exits 1 when something required is not ok."""
     findings = run_checks()
-    rows = tuple(
-        (finding.name, finding.status.value, finding.found, finding.source, finding.fix) for finding in findings
-    )
-    emit(
-        output_format,
-        [asdict(finding) for finding in findings],
-        TableView("relaxtune doctor", ("check", "status", "found", "where", "fix"), rows),
-    )
+    columns = {
+        "check": lambda finding: finding.name,
+        "status": lambda finding: finding.status.value,
+        "found": lambda finding: finding.found,
+        "where": lambda finding: finding.source,
+        "fix": lambda finding: finding.fix,
+    }
+    emit(output_format, [asdict(one) for one in findings], TableView.of("relaxtune doctor", findings, columns))
     if any(finding.required and finding.status is not FindingStatus.OK for finding in findings):
         raise typer.Exit(1)
-
-
-def register(app: typer.Typer) -> None:
-    """Attach the command to `app`."""
-    app.command()(doctor)

@@ -6,17 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import typer
-
-from relaxtune.pipeline.cli.options import (
-    FormatOption,
-    ModelArgument,
-    PrecisionOption,
-    SeedOption,
-    ShapeOption,
-    TargetOption,
-    parse_shapes,
-)
+from relaxtune.pipeline.cli.groups import takes_groups
+from relaxtune.pipeline.cli.options import FormatOption, ModelOptions
 from relaxtune.pipeline.cli.output import OutputFormat, TableView, print_json, print_table, stdout_console
 from relaxtune.pipeline.errors import ImportFailedError
 
@@ -26,41 +17,21 @@ if TYPE_CHECKING:
 _SIGNATURE_CHARS = 100
 
 
-def inspect(
-    model: ModelArgument,
-    target: TargetOption = "auto",
-    precision: PrecisionOption = None,
-    shape: ShapeOption = None,
-    seed: SeedOption = 0,
-    output_format: FormatOption = OutputFormat.TABLE,
-) -> None:
+@takes_groups(without=("group_size", "bucket", "disable_pass", "dump_ir", "embed_weights", "routes"))
+def inspect(model: ModelOptions, output_format: FormatOption = OutputFormat.TABLE) -> None:
     """Say what a model needs: signature, weights, tasks, FLOPs, bytes, KV cache; or every node that stops its import.
 
     Exits 1 when a node cannot be imported.
     """
     from relaxtune.pipeline.inspect import inspect_model
-    from relaxtune.pipeline.passes.module import LoweringOptions
-    from relaxtune.pipeline.prepare import ModelRequest
 
-    request = ModelRequest(
-        source=model,
-        shapes=parse_shapes(shape),
-        target=target,
-        lowering=LoweringOptions(precision=precision),
-        seed=seed,
-    )
-    inspection = inspect_model(request)
+    inspection = inspect_model(model.request())
     if output_format is OutputFormat.JSON:
         print_json(inspection.to_json())
     else:
         _print_facts(inspection)
         _print_unsupported(inspection) if inspection.unsupported else _print_tasks(inspection)
     _raise_if_unsupported(inspection)
-
-
-def register(app: typer.Typer) -> None:
-    """Attach the command to `app`."""
-    app.command()(inspect)
 
 
 def _print_facts(inspection: Inspection) -> None:
@@ -82,30 +53,29 @@ def _print_facts(inspection: Inspection) -> None:
 
 
 def _print_unsupported(inspection: Inspection) -> None:
-    rows = tuple(
-        (
-            f"{node.domain}.{node.operator}",
-            "not imported" if node.opset is None else str(node.opset),
-            ", ".join(node.nodes),
-            ", ".join(node.inputs),
-            node.reason,
-            node.nearest,
-        )
-        for node in inspection.unsupported
-    )
-    columns = ("operator", "opset", "node", "inputs", "reason", "nearest supported")
-    print_table(TableView("nodes that cannot be imported", columns, rows))
+    columns = {
+        "operator": lambda node: f"{node.domain}.{node.operator}",
+        "opset": lambda node: "not imported" if node.opset is None else node.opset,
+        "node": lambda node: ", ".join(node.nodes),
+        "inputs": lambda node: ", ".join(node.inputs),
+        "reason": lambda node: node.reason,
+        "nearest supported": lambda node: node.nearest,
+    }
+    print_table(TableView.of("nodes that cannot be imported", inspection.unsupported, columns))
     if inspection.survey.not_looked_at:
         stdout_console().print(f"{inspection.survey.not_looked_at} nodes behind them could not be looked at")
 
 
 def _print_tasks(inspection: Inspection) -> None:
-    rows = tuple(
-        (task.name, task.family, _sizes(task.signature), str(task.weight), f"{task.flops:,.0f}", f"{task.bytes:,.0f}")
-        for task in inspection.tasks
-    )
-    columns = ("task", "family", "signature", "runs", "FLOPs a run", "bytes a run")
-    print_table(TableView(f"tasks for {inspection.target}", columns, rows))
+    columns = {
+        "task": lambda task: task.name,
+        "family": lambda task: task.family,
+        "signature": lambda task: _sizes(task.signature),
+        "runs": lambda task: task.weight,
+        "FLOPs a run": lambda task: f"{task.flops:,.0f}",
+        "bytes a run": lambda task: f"{task.bytes:,.0f}",
+    }
+    print_table(TableView.of(f"tasks for {inspection.target}", inspection.tasks, columns))
     stdout_console().print(
         f"one inference: {inspection.flops:,.0f} FLOPs, {inspection.bytes:,.0f} bytes read and written by its kernels",
         markup=False,

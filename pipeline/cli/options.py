@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from relaxtune.pipeline.cli.groups import Value, option
 from relaxtune.pipeline.cli.output import OutputFormat
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.tuning_db.records import Route
 
+if TYPE_CHECKING:
+    from relaxtune.pipeline.prepare import ModelRequest
+
 DEFAULT_DATABASE = "relaxtune.db"
 
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Path of an .onnx file, or a zoo name: bert-tiny.")]
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Artifact directory.")]
-TargetOption = Annotated[
-    str, typer.Option("--target", help="auto, llvm, cuda, cuda:sm_90a, a TVM tag, or JSON. auto: a GPU, else this CPU.")
-]
 DatabaseOption = Annotated[
     str, typer.Option("--db", metavar="URL", help="Tuning database: a file or a SQLAlchemy URL.")
 ]
@@ -29,48 +31,82 @@ SharedDatabasesOption = Annotated[
 OutcomeDatabaseOption = Annotated[
     str | None, typer.Option("--db", metavar="URL", help="Note the result in this tuning database. Default: nowhere.")
 ]
-PrecisionOption = Annotated[
-    str | None,
-    typer.Option(
-        "--precision", help="fp32, tf32, fp16, bf16, w8a16, w4a16 or int8: asked for by name. Default: the graph's own."
-    ),
-]
-GroupSizeOption = Annotated[
-    int | None,
-    typer.Option("--group-size", metavar="N", help="Weights with one scale (w8a16, w4a16), 0: a column. Default: 128."),
-]
-ShapeOption = Annotated[
-    list[str] | None,
-    typer.Option("--shape", metavar="IN=1x128,...", help="Pin input shapes; a name instead of a size stays symbolic."),
-]
-BucketOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--bucket",
-        metavar="AXIS=128,256,...",
-        help="Sizes of a symbolic axis that get code of their own, beside code for any size (repeatable).",
-    ),
-]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of the search, the zoo's weights and the inputs.")]
 FormatOption = Annotated[OutputFormat, typer.Option("--format", help="How to write the result to stdout.")]
-DisablePassOption = Annotated[
-    list[str] | None, typer.Option("--disable-pass", metavar="NAME", help="Switch a pass off by name (repeatable).")
-]
-DumpIrOption = Annotated[
-    Path | None, typer.Option("--dump-ir", metavar="DIR", help="Write the IR after each phase into DIR.")
-]
-EmbedWeightsOption = Annotated[
-    bool, typer.Option("--embed-weights", help="Keep the weights inside model.so instead of params.safetensors.")
-]
-RoutesOption = Annotated[
+ReferenceOption = Annotated[
     str | None,
-    typer.Option(
-        "--routes",
-        metavar="ROUTE,...",
-        help="Who may make kernels: metaschedule, template, library (cuBLASLt and cuDNN, which the artifact then needs "
-        "where it runs). Default: all but library.",
-    ),
+    typer.Option("--model", metavar="MODEL", help="The ONNX model. Default: the one it was compiled from."),
 ]
+SamplesOption = Annotated[int, typer.Option("--samples", min=1, help="Random inputs to compare.")]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What a user says of a model; `request` is what the jobs take."""
+
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Path of an .onnx file, or a zoo name: bert-tiny.")]
+    target: str = option("auto", "auto (a GPU, else this CPU), llvm, cuda, cuda:sm_90a, a TVM tag, or JSON.")
+    precision: str | None = option(
+        None, "fp32, tf32, fp16, bf16, w8a16, w4a16 or int8: asked for by name. Default: the graph's own."
+    )
+    group_size: int | None = option(
+        None, "Weights with one scale (w8a16, w4a16), 0: a column. Default: 128.", metavar="N"
+    )
+    shape: list[str] | None = option(
+        None, "Pin input shapes; a name instead of a size stays symbolic.", metavar="IN=1x128,..."
+    )
+    bucket: list[str] | None = option(
+        None,
+        "Sizes of a symbolic axis that get code of their own, beside code for any size (repeatable).",
+        metavar="AXIS=128,256,...",
+    )
+    seed: SeedOption = 0
+    disable_pass: list[str] | None = option(None, "Switch a pass off by name (repeatable).", metavar="NAME")
+    dump_ir: Path | None = option(None, "Write the IR after each phase into DIR.", metavar="DIR")
+    embed_weights: bool = option(
+        False, "Keep the weights inside model.so instead of params.safetensors.", "--embed-weights"
+    )
+    routes: str | None = option(
+        None,
+        "Who may make kernels: metaschedule, template, library (cuBLASLt and cuDNN, which the artifact then needs "
+        "where it runs). Default: all but library.",
+        metavar="ROUTE,...",
+    )
+
+    def request(self) -> ModelRequest:
+        """Return the request that these options are.
+
+        Raises
+        ------
+        UsageError
+            A shape, a bucket or a route cannot be read.
+        """
+        from relaxtune.pipeline.passes.module import LoweringOptions
+        from relaxtune.pipeline.prepare import ModelRequest
+
+        return ModelRequest(
+            source=self.model,
+            shapes=parse_shapes(self.shape),
+            target=self.target,
+            lowering=LoweringOptions(
+                precision=self.precision,
+                group_size=self.group_size,
+                disabled_passes=frozenset(self.disable_pass or ()),
+                dump_dir=self.dump_ir,
+                embed_weights=self.embed_weights,
+            ),
+            seed=self.seed,
+            routes=parse_routes(self.routes),
+            buckets=parse_buckets(self.bucket),
+        )
+
+
+@dataclass(frozen=True)
+class ToleranceOptions:
+    """What may differ; None takes the command's default."""
+
+    rtol: float | None = option(None, "Relative tolerance.", min=0.0)
+    atol: float | None = option(None, "Absolute tolerance, by the output's size.", min=0.0)
 
 
 def parse_routes(text: str | None) -> frozenset[Route]:
@@ -100,19 +136,9 @@ def parse_shapes(texts: list[str] | None) -> dict[str, tuple[int | str, ...]]:
         A text is not `name=AxBxC`, or names an input twice.
     """
     from relaxtune.models import parse_shape_override
-    from relaxtune.models.errors import ModelError
 
-    shapes: dict[str, tuple[int | str, ...]] = {}
-    for text in texts or []:
-        for part in text.split(","):
-            try:
-                name, shape = parse_shape_override(part)
-            except ModelError as error:
-                raise UsageError(str(error)) from error
-            if name in shapes:
-                raise UsageError(f"--shape names input {name!r} twice: {text!r}; give each input once")
-            shapes[name] = shape
-    return shapes
+    parts = [part for text in texts or () for part in text.split(",")]
+    return _parse_named(parts, parse_shape_override, "--shape", "names input {!r} twice: {!r}; give each input once")
 
 
 def parse_buckets(texts: list[str] | None) -> dict[str, tuple[int, ...]]:
@@ -124,15 +150,23 @@ def parse_buckets(texts: list[str] | None) -> dict[str, tuple[int, ...]]:
         A text is not `axis=size,size`, or names an axis twice.
     """
     from relaxtune.models.buckets import parse_bucket
+
+    twice = "names axis {!r} twice: {!r}; give all its sizes in one: AXIS=128,256"
+    return _parse_named(texts or (), parse_bucket, "--bucket", twice)
+
+
+def _parse_named(
+    texts: Iterable[str], parse: Callable[[str], tuple[str, Value]], option: str, twice: str
+) -> dict[str, Value]:
     from relaxtune.models.errors import ModelError
 
-    buckets: dict[str, tuple[int, ...]] = {}
-    for text in texts or []:
+    found: dict[str, Value] = {}
+    for text in texts:
         try:
-            axis, sizes = parse_bucket(text)
+            name, value = parse(text)
         except ModelError as error:
-            raise UsageError(f"--{error}") from error
-        if axis in buckets:
-            raise UsageError(f"--bucket names axis {axis!r} twice: {text!r}; give all its sizes in one: {axis}=128,256")
-        buckets[axis] = sizes
-    return buckets
+            raise UsageError(f"{option}: {error}") from error
+        if name in found:
+            raise UsageError(f"{option} {twice.format(name, text)}")
+        found[name] = value
+    return found

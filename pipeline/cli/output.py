@@ -6,16 +6,23 @@ import csv
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from relaxtune.tuning_db.questions.data_frames import flatten
+
+Item = TypeVar("Item")
+
+# Columns of the database that hold JSON as text; `--format json` writes what they say.
+_JSON_FIELDS = frozenset(
+    {"attributes", "conditions", "config", "decision", "manifest", "options", "report", "signature"}
+)
 
 
 class OutputFormat(StrEnum):
@@ -41,6 +48,21 @@ class TableView:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
+    @classmethod
+    def of(cls, title: str, items: Iterable[Item], columns: Mapping[str, Callable[[Item], object]]) -> TableView:
+        """Return a table with a row for each item; `columns` says what a cell shows, nothing for None."""
+        rows = tuple(tuple(_cell(show(item)) for show in columns.values()) for item in items)
+        return cls(title, tuple(columns), rows)
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first name and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else str(value)
+
 
 def stdout_console() -> Console:
     """Return a console for data; it never wraps cells away when stdout is a pipe."""
@@ -53,8 +75,22 @@ def stderr_console() -> Console:
 
 
 def print_json(value: object) -> None:
-    """Write `value` to stdout as one JSON document."""
-    sys.stdout.write(json.dumps(value, indent=2, sort_keys=False, default=str) + "\n")
+    """Write `value` to stdout as one JSON document, with no JSON inside its strings."""
+    sys.stdout.write(json.dumps(_unpacked(value), indent=2, sort_keys=False, default=str) + "\n")
+
+
+def _unpacked(value: object, name: str = "") -> object:
+    """Return `value` with the fields of `_JSON_FIELDS` read, where they hold a JSON object or list."""
+    if isinstance(value, Mapping):
+        return {key: _unpacked(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_unpacked(inner) for inner in value]
+    if name in _JSON_FIELDS and isinstance(value, str) and value[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
 
 
 def print_csv(value: Mapping[str, object] | Sequence[object]) -> None:

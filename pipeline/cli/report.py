@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from relaxtune.pipeline.cli.db.common import open_for_reading
-from relaxtune.pipeline.cli.output import TableView, print_json, print_table, stdout_console
+from relaxtune.pipeline.cli.output import TableView, first_of, print_json, print_table, stdout_console
 from relaxtune.pipeline.errors import PipelineError, UsageError
 
 if TYPE_CHECKING:
@@ -66,11 +66,6 @@ def report(
             _print_tables(one)
 
 
-def register(app: typer.Typer) -> None:
-    """Attach the command to `app`."""
-    app.command()(report)
-
-
 def _reports(directory: Path | None, db: str | None, ceilings_file: Path | None, *, profile: bool) -> list[Report]:
     from relaxtune.pipeline.report.ceilings import read_ceilings
     from relaxtune.pipeline.report.report import report_artifact, report_database
@@ -124,28 +119,22 @@ def _write_page(reports: list[Report], path: Path) -> None:
 def _print_tables(report: Report) -> None:
     from relaxtune.pipeline.report.html import number, percent
 
-    rows = tuple(
-        (
-            row.name,
-            row.route,
-            str(row.calls),
-            number(row.time_us),
-            percent(row.share),
-            number(row.flops_per_s, 1e12),
-            percent(row.compute_use),
-            number(row.bytes_per_s, 1e9),
-            percent(row.bandwidth_use),
-            row.bottleneck or "",
-            row.onnx_nodes[0] + (f" and {len(row.onnx_nodes) - 1} more" if len(row.onnx_nodes) > 1 else "")
-            if row.onnx_nodes
-            else "",
-        )
-        for row in report.kernels
-    )
-    columns = ("kernel", "route", "calls", "us", "share", "TFLOP/s", "use", "GB/s", "use", "bottleneck", "ONNX nodes")
+    columns = {
+        "kernel": lambda row: row.name,
+        "route": lambda row: row.route,
+        "calls": lambda row: row.calls,
+        "us": lambda row: number(row.time_us),
+        "share": lambda row: percent(row.share),
+        "TFLOP/s": lambda row: number(row.flops_per_s, 1e12),
+        "of peak": lambda row: percent(row.compute_use),
+        "GB/s": lambda row: number(row.bytes_per_s, 1e9),
+        "of peak GB/s": lambda row: percent(row.bandwidth_use),
+        "bottleneck": lambda row: row.bottleneck,
+        "ONNX nodes": lambda row: first_of(row.onnx_nodes),
+    }
     title = (
         f"{report.model}, {report.source}, {report.target}: {report.kernels_us / 1e3:.3f} ms in {report.launches} calls"
     )
-    print_table(TableView(title, columns, rows))
+    print_table(TableView.of(title, report.kernels, columns))
     for note in report.notes:
         stdout_console().print(note, markup=False, soft_wrap=True)

@@ -12,10 +12,13 @@ from sqlalchemy.orm import Session
 from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase
 from relaxtune.tuning_db.records import DatabaseInfo, RecordFilter, Status, TuningRecord
 from relaxtune.tuning_db.sql.schema import (
+    ArtifactRow,
+    EnvironmentRow,
     JobRow,
     JobTaskRow,
     RecordRow,
     SignatureRow,
+    TargetRow,
     WorkloadRow,
 )
 from relaxtune.tuning_db.sql.statements import (
@@ -104,6 +107,24 @@ def workloads(
     device, route, status, job, time); then records outside the filter are not counted.
     """
     return database.read(lambda session: _workloads(session, filters, limit))
+
+
+# What the values of a filter are of; these tables are small beside the records.
+_NAMED = {
+    "model": (JobRow.model, ArtifactRow.model),
+    "family": (SignatureRow.family,),
+    "workload": (WorkloadRow.workload_hash,),
+    "target": (TargetRow.kind,),
+    "arch": (TargetRow.arch,),
+    "device": (EnvironmentRow.device_name,),
+    "tvm": (EnvironmentRow.tvm_version,),
+}
+
+
+def known_values(database: TuningDatabase, name: str) -> frozenset[str]:
+    """Return every value that a filter of this name could select by: `model`, `family`, `arch`, `device`, ..."""
+    statements = [select(column).distinct() for column in _NAMED[name]]
+    return frozenset(database.read(lambda session: [value for one in statements for value in session.scalars(one)]))
 
 
 @dataclass

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relaxtune.pipeline.cli.db.common import DEFAULT_LIMIT, DataFormatOption, LimitOption, app, open_for_reading
-from relaxtune.pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption
-from relaxtune.pipeline.cli.output import DataFormat, TableView, emit
+from relaxtune.pipeline.cli.db.common import TableOptions, app, find_job, minute, require_known
+from relaxtune.pipeline.cli.groups import takes_groups
 
 if TYPE_CHECKING:
     from relaxtune.tuning_db.questions.artifacts import ArtifactSummary
@@ -18,32 +17,29 @@ _KEY_DIGITS = 12
 
 
 @app.command()
+@takes_groups()
 def artifacts(
-    db: DatabaseOption = DEFAULT_DATABASE,
-    model: Annotated[str | None, typer.Option("--model", help="Only modules of this model.")] = None,
-    job: Annotated[str | None, typer.Option("--job", help="Only modules that this job made.")] = None,
-    limit: LimitOption = DEFAULT_LIMIT,
-    output_format: DataFormatOption = DataFormat.TABLE,
+    table: TableOptions,
+    model: Annotated[str | None, typer.Option(help="Only modules of this model.")] = None,
+    job: Annotated[str | None, typer.Option(help="Only modules that this job made.")] = None,
 ) -> None:
     """List the compiled modules, the newest first: how they validated and how fast they ran."""
     from relaxtune.tuning_db.questions import artifacts as queries
 
-    with open_for_reading(db) as database:
-        found = queries.artifacts(database, model=model, job_id=job, limit=limit)
-    rows = tuple(
-        (
-            one.key[:_KEY_DIGITS],
-            one.model,
-            one.arch,
-            _verdict(one),
-            ", ".join(f"{arm.arm} {arm.latency_us / 1e3:.3f}" for arm in one.benchmarks),
-            one.location,
-            f"{one.created_at:%Y-%m-%d %H:%M}",
-        )
-        for one in found
-    )
-    columns = ("artifact", "model", "arch", "validated", "median ms", "written to", "made (UTC)")
-    emit(output_format, [asdict(one) for one in found], TableView("artifacts", columns, rows))
+    with table.open() as database:
+        require_known(database, model=model)
+        job = job and find_job(database, job)
+        found = queries.artifacts(database, model=model, job_id=job, limit=table.limit)
+    columns = {
+        "artifact": lambda one: one.key[:_KEY_DIGITS],
+        "model": lambda one: one.model,
+        "arch": lambda one: one.arch,
+        "validated": _verdict,
+        "median ms": lambda one: ", ".join(f"{arm.arm} {arm.latency_us / 1e3:.3f}" for arm in one.benchmarks),
+        "written to": lambda one: one.location,
+        "made (UTC)": lambda one: minute(one.created_at),
+    }
+    table.emit("artifacts", found, columns, asdict)
 
 
 def _verdict(artifact: ArtifactSummary) -> str:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relaxtune.pipeline.cli.db.common import DataFormatOption, app, emit_counts, open_for_reading
-from relaxtune.pipeline.cli.db.filters import takes_filters
-from relaxtune.pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption
-from relaxtune.pipeline.cli.output import DataFormat
-from relaxtune.tuning_db.records import RecordFilter
+from relaxtune.pipeline.cli.db.common import TableOptions, app, open_for_reading
+from relaxtune.pipeline.cli.db.filters import FilterOptions
+from relaxtune.pipeline.cli.groups import takes_groups
+
+if TYPE_CHECKING:
+    from relaxtune.tuning_db.contract import TuningDatabase
 
 
 class FileForm(StrEnum):
@@ -30,33 +31,33 @@ FormOption = Annotated[
 
 
 @app.command(name="export")
-@takes_filters()
+@takes_groups(without=("limit",))
 def export_database(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The archive, or the folder for MetaSchedule's files.")],
-    db: DatabaseOption = DEFAULT_DATABASE,
+    filters: FilterOptions,
+    table: TableOptions,
     form: FormOption = FileForm.ARCHIVE,
-    output_format: DataFormatOption = DataFormat.TABLE,
-    *,
-    filters: RecordFilter,
 ) -> None:
     """Write the database, or the records that the filters select, whole or not at all."""
-    with open_for_reading(db) as database:
+    with table.open() as database:
+        selected = filters.select(database)
         if form is FileForm.METASCHEDULE:
             from relaxtune.tuning_db.exchange.stock_json import export_stock
 
-            workloads, records = export_stock(database, out, filters)
-            emit_counts(output_format, f"wrote {out}", {"workloads": workloads, "records": records})
+            workloads, records = export_stock(database, out, selected)
+            table.emit_counts(f"wrote {out}", {"workloads": workloads, "records": records})
         else:
             from relaxtune.tuning_db.exchange.archive import export_archive
 
-            entries = export_archive(database, out, filters)
-            emit_counts(output_format, f"wrote {out}", {"entries": entries, "bytes": out.stat().st_size})
+            entries = export_archive(database, out, selected)
+            table.emit_counts(f"wrote {out}", {"entries": entries, "bytes": out.stat().st_size})
 
 
 @app.command(name="import")
+@takes_groups(without=("limit",))
 def import_database(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="An archive, or a folder of MetaSchedule's files.")],
-    db: DatabaseOption = DEFAULT_DATABASE,
+    table: TableOptions,
     measured_for: Annotated[
         str,
         typer.Option("--measured-for", metavar="TARGET", help="MetaSchedule's files: what they were measured for."),
@@ -65,30 +66,26 @@ def import_database(
         str | None,
         typer.Option("--measured-on", metavar="DEVICE", help="MetaSchedule's files: the device. Default: this one."),
     ] = None,
-    output_format: DataFormatOption = DataFormat.TABLE,
 ) -> None:
     """Read an archive, or what stock MetaSchedule wrote, all or nothing; nothing in it is executed."""
     from relaxtune.tuning_db.store import SqlDatabase
 
-    with SqlDatabase.open(db) as database:
+    with SqlDatabase.open(table.db) as database:
         if source.is_dir():
             counts = _import_stock(database, source, measured_for, measured_on)
         else:
             from relaxtune.tuning_db.exchange.archive import import_archive
 
             counts = asdict(import_archive(database, source))
-    emit_counts(output_format, f"read {source}", counts)
+    table.emit_counts(f"read {source}", counts)
 
 
-def _import_stock(database: object, source: Path, measured_for: str, measured_on: str | None) -> dict[str, int]:
-    from dataclasses import replace
+def _import_stock(database: TuningDatabase, source: Path, measured_for: str, measured_on: str | None) -> dict[str, int]:
 
     from relaxtune.pipeline.environment import detect_environment, target_key
     from relaxtune.schedules.targets import resolve_target
-    from relaxtune.tuning_db.contract import TuningDatabase
     from relaxtune.tuning_db.exchange.stock_json import import_stock
 
-    assert isinstance(database, TuningDatabase)
     target = resolve_target(measured_for)
     environment = detect_environment(target)
     if measured_on is not None:
@@ -97,24 +94,25 @@ def _import_stock(database: object, source: Path, measured_for: str, measured_on
 
 
 @app.command()
+@takes_groups(without=("limit",))
 def merge(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="The database to take from: a file or a URL.")],
-    db: DatabaseOption = DEFAULT_DATABASE,
-    output_format: DataFormatOption = DataFormat.TABLE,
+    table: TableOptions,
 ) -> None:
     """Take everything of another database into this one, all or nothing; again changes nothing."""
     from relaxtune.tuning_db.exchange.archive import merge as merge_databases
     from relaxtune.tuning_db.store import SqlDatabase
 
-    with open_for_reading(source) as other, SqlDatabase.open(db) as database:
+    with open_for_reading(source) as other, SqlDatabase.open(table.db) as database:
         counts = asdict(merge_databases(database, other))
-    emit_counts(output_format, f"merged {source} into {db}", counts)
+    table.emit_counts(f"merged {source} into {table.db}", counts)
 
 
 @app.command()
-@takes_filters()
+@takes_groups(without=("limit",))
 def prune(
-    db: DatabaseOption = DEFAULT_DATABASE,
+    filters: FilterOptions,
+    table: TableOptions,
     older_than_days: Annotated[
         float | None, typer.Option("--older-than-days", min=0, help="Forget records older than this.")
     ] = None,
@@ -126,9 +124,6 @@ def prune(
         bool, typer.Option("--dominated", help="Forget records of which a newer one of the same kind is faster.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how many would go.")] = False,
-    output_format: DataFormatOption = DataFormat.TABLE,
-    *,
-    filters: RecordFilter,
 ) -> None:
     """Forget records by age, count or because better ones are newer; the best of each task and route always stays."""
     from relaxtune.tuning_db.exchange.pruning import PruneRules
@@ -137,21 +132,21 @@ def prune(
 
     before = None if older_than_days is None else datetime.now(UTC) - timedelta(days=older_than_days)
     rules = PruneRules(before=before, keep=keep, dominated=dominated)
-    with SqlDatabase.open(db, create=False) as database:
-        done = prune_records(database, rules, filters, dry_run=dry_run)
-    emit_counts(output_format, "would remove" if dry_run else "removed", asdict(done))
+    with SqlDatabase.open(table.db, create=False) as database:
+        done = prune_records(database, rules, filters.select(database), dry_run=dry_run)
+    table.emit_counts("would remove" if dry_run else "removed", asdict(done))
 
 
 @app.command()
+@takes_groups(without=("limit",))
 def delete(
     ids: Annotated[list[int], typer.Argument(metavar="ID...", help="Ids of records, as `db query` lists them.")],
-    db: DatabaseOption = DEFAULT_DATABASE,
-    output_format: DataFormatOption = DataFormat.TABLE,
+    table: TableOptions,
 ) -> None:
     """Forget records by their ids, all of them or none: for those that are wrong."""
     from relaxtune.tuning_db.exchange.pruning import delete_records
     from relaxtune.tuning_db.store import SqlDatabase
 
-    with SqlDatabase.open(db, create=False) as database:
+    with SqlDatabase.open(table.db, create=False) as database:
         done = delete_records(database, ids)
-    emit_counts(output_format, "removed", asdict(done))
+    table.emit_counts("removed", asdict(done))

@@ -2,136 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 
-from relaxtune.pipeline.cli.db.common import (
-    DEFAULT_LIMIT,
-    DataFormatOption,
-    LimitOption,
-    app,
-    microseconds,
-    open_for_reading,
-)
-from relaxtune.pipeline.cli.db.filters import takes_filters
-from relaxtune.pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption
-from relaxtune.pipeline.cli.output import DataFormat, TableView, emit
-from relaxtune.tuning_db.records import RecordFilter, TuningRecord
+from relaxtune.pipeline.cli.db.common import TableOptions, app, microseconds, minute
+from relaxtune.pipeline.cli.db.filters import FilterOptions
+from relaxtune.pipeline.cli.groups import takes_groups
+from relaxtune.pipeline.cli.output import Item
+from relaxtune.tuning_db.records import TuningRecord
 
 _RESOURCES = {"registers": "registers", "smem_bytes": "smem B", "spill_bytes": "spill B"}
 
 
 @app.command()
-@takes_filters(without=("status",))
-def top(
-    db: DatabaseOption = DEFAULT_DATABASE,
-    limit: LimitOption = DEFAULT_LIMIT,
-    output_format: DataFormatOption = DataFormat.TABLE,
-    *,
-    filters: RecordFilter,
-) -> None:
+@takes_groups(without=("status",))
+def top(filters: FilterOptions, table: TableOptions) -> None:
     """List the best valid record of every workload, the slowest first."""
     from relaxtune.tuning_db.questions import queries
 
-    with open_for_reading(db) as database:
-        lines = queries.top(database, filters, limit=limit)
-    resources = ResourceColumns([line.best for line in lines])
-    rows = tuple(
-        (
-            line.name,
-            line.family,
-            line.best.route.value,
-            microseconds(line.best.latency_us),
-            f"{line.valid}/{line.failed}",
-            line.best.environment.device_name,
-            f"{line.best.created_at:%Y-%m-%d %H:%M}",
-            *resources(line.best),
-        )
-        for line in lines
-    )
-    columns = ("task", "family", "route", "best us", "valid/failed", "device", "measured (UTC)", *resources)
-    data = [{**asdict(line), "best": record_data(line.best)} for line in lines]
-    emit(output_format, data, TableView("best record per task", columns, rows))
+    with table.open() as database:
+        lines = queries.top(database, filters.select(database), limit=table.limit)
+    columns = {
+        "task": lambda line: line.name,
+        "family": lambda line: line.family,
+        "route": lambda line: line.best.route.value,
+        "best us": lambda line: microseconds(line.best.latency_us),
+        "valid/failed": lambda line: f"{line.valid}/{line.failed}",
+        "device": lambda line: line.best.environment.device_name,
+        "measured (UTC)": lambda line: minute(line.best.created_at),
+        **resource_columns(lines, lambda line: line.best),
+    }
+    table.emit("best record per task", lines, columns, lambda line: {**asdict(line), "best": record_data(line.best)})
 
 
 @app.command()
-@takes_filters()
-def query(
-    db: DatabaseOption = DEFAULT_DATABASE,
-    limit: LimitOption = DEFAULT_LIMIT,
-    output_format: DataFormatOption = DataFormat.TABLE,
-    *,
-    filters: RecordFilter,
-) -> None:
+@takes_groups()
+def query(filters: FilterOptions, table: TableOptions) -> None:
     """List records, the newest first; failed candidates with the end of their error text."""
     from relaxtune.tuning_db.questions import queries
 
-    with open_for_reading(db) as database:
-        lines = queries.query(database, filters, limit=limit)
-    resources = ResourceColumns([line.record for line in lines])
-    rows = tuple(
-        (
-            str(line.record.id),
-            line.name,
-            line.model or "",
-            line.record.route.value,
-            line.record.status.value,
-            microseconds(line.record.latency_us),
-            _last_line(line.record.error),
-            f"{line.record.created_at:%Y-%m-%d %H:%M:%S}",
-            *resources(line.record),
-        )
-        for line in lines
-    )
-    columns = ("id", "task", "model", "route", "status", "median us", "error", "measured (UTC)", *resources)
-    data = [{**asdict(line), "record": record_data(line.record)} for line in lines]
-    emit(output_format, data, TableView("records", columns, rows))
+    with table.open() as database:
+        lines = queries.query(database, filters.select(database), limit=table.limit)
+    columns = {
+        "id": lambda line: line.record.id,
+        "task": lambda line: line.name,
+        "model": lambda line: line.model,
+        "route": lambda line: line.record.route.value,
+        "status": lambda line: line.record.status.value,
+        "median us": lambda line: microseconds(line.record.latency_us),
+        "error": lambda line: _last_line(line.record.error),
+        "measured (UTC)": lambda line: f"{line.record.created_at:%Y-%m-%d %H:%M:%S}",
+        **resource_columns(lines, lambda line: line.record),
+    }
+    table.emit("records", lines, columns, lambda line: {**asdict(line), "record": record_data(line.record)})
 
 
 @app.command()
-@takes_filters()
-def workloads(
-    db: DatabaseOption = DEFAULT_DATABASE,
-    limit: LimitOption = DEFAULT_LIMIT,
-    output_format: DataFormatOption = DataFormat.TABLE,
-    *,
-    filters: RecordFilter,
-) -> None:
+@takes_groups()
+def workloads(filters: FilterOptions, table: TableOptions) -> None:
     """List the workloads with their work and how much was measured of them."""
     from relaxtune.tuning_db.questions import queries
 
-    with open_for_reading(db) as database:
-        lines = queries.workloads(database, filters, limit=limit)
-    rows = tuple(
-        (
-            line.name,
-            line.family,
-            line.workload_hash,
-            f"{line.flops / 1e6:.3f}",
-            f"{line.bytes / 1e6:.3f}",
-            f"{line.valid}/{line.failed}",
-            microseconds(line.best_us),
-        )
-        for line in lines
-    )
-    columns = ("task", "family", "workload", "MFLOP", "MB", "valid/failed", "best us")
-    emit(output_format, [asdict(line) for line in lines], TableView("workloads", columns, rows))
+    with table.open() as database:
+        lines = queries.workloads(database, filters.select(database), limit=table.limit)
+    columns = {
+        "task": lambda line: line.name,
+        "family": lambda line: line.family,
+        "workload": lambda line: line.workload_hash,
+        "MFLOP": lambda line: f"{line.flops / 1e6:.3f}",
+        "MB": lambda line: f"{line.bytes / 1e6:.3f}",
+        "valid/failed": lambda line: f"{line.valid}/{line.failed}",
+        "best us": lambda line: microseconds(line.best_us),
+    }
+    table.emit("workloads", lines, columns, asdict)
 
 
-class ResourceColumns:
-    """The columns of what kernels take, of those resources that any of the records knows."""
+def resource_columns(
+    items: Iterable[Item], record: Callable[[Item], TuningRecord]
+) -> dict[str, Callable[[Item], object]]:
+    """Return the columns of what kernels take, of those resources that any of the records knows."""
+    items = list(items)
 
-    def __init__(self, records: Sequence[TuningRecord]) -> None:
-        self._names = [name for name in _RESOURCES if any(getattr(record, name) is not None for record in records)]
+    def column(name: str) -> Callable[[Item], object]:
+        return lambda item: getattr(record(item), name)
 
-    def __iter__(self) -> Iterator[str]:
-        """Return the titles of the columns."""
-        return (_RESOURCES[name] for name in self._names)
-
-    def __call__(self, record: TuningRecord) -> list[str]:
-        """Return the cells of a record, empty where it is not known."""
-        values = (getattr(record, name) for name in self._names)
-        return ["" if value is None else str(value) for value in values]
+    known = [name for name in _RESOURCES if any(column(name)(item) is not None for item in items)]
+    return {_RESOURCES[name]: column(name) for name in known}
 
 
 def record_data(record: TuningRecord) -> dict[str, object]:

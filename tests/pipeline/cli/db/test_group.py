@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from relaxtune.pipeline.cli.app import main
-from relaxtune.pipeline.cli.db.filters import OPTIONS
+from relaxtune.pipeline.cli.db.filters import FilterOptions
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.records import Environment, JobTask, Route, Status, TargetKey, TuningRecord, Workload
 from relaxtune.tuning_db.store import SqlDatabase
@@ -136,7 +137,40 @@ def test_cost_of_a_job(rows, call, filled):
     cost = rows("cost", filled[1])
     assert (cost["candidates"], cost["candidate_s"], cost["by_status"]["build_error"]) == (3, 1.5, 1)
     assert "device seconds" in call("db", "cost", filled[1], "--db", filled[0]).out
-    assert "No job nix" in call("db", "cost", "nix", "--db", filled[0], code=1).err
+    assert rows("cost", filled[1][:8])["job"]["id"] == filled[1]
+    assert "No job nix" in call("db", "cost", "nix", "--db", filled[0], code=2).err
+    with SqlDatabase.open(filled[0]) as database:
+        other = database.start_job(model="bert", model_sha256="0" * 64, target=TARGET).id
+    error = call("db", "cost", "", "--db", filled[0], code=2).err
+    assert "it is the start of 2: " in error
+    assert other in error
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "known"),
+    [
+        ("family", "matmull", "matmul"),
+        ("model", "brt", "bert"),
+        ("device", "H200", "EPYC"),
+        ("arch", "sm_90a", "znver4"),
+        ("target", "cuda", "llvm"),
+        ("tvm", "0.29", "0.27, 0.28"),
+        ("workload", "h3", "h1, h2"),
+    ],
+)
+def test_misspelt_name_is_an_error_that_says_what_is_known(call, filled, option, value, known):
+    for command in ("top", "query", "workloads", "failures"):
+        error = call("db", command, f"--{option}", value, "--db", filled[0], code=2).err
+        assert f"--{option} '{value}': this database has none of that {option}; it has {known}" in error
+    assert "No job nix" in call("db", "query", "--job", "nix", "--db", filled[0], code=2).err
+    for command in ("jobs", "artifacts"):
+        assert "it has bert" in call("db", command, "--model", "brt", "--db", filled[0], code=2).err
+
+
+def test_json_has_no_json_inside(rows):
+    record = rows("top")[0]["best"]
+    assert record["target"]["attributes"] == {}
+    assert rows("workloads")[0]["signature"] == json.loads(SIGNATURE)
 
 
 def test_regressions_between_versions_and_dates(rows, call, filled):
@@ -162,7 +196,7 @@ def test_every_filter_is_an_option_of_every_command_that_selects_records(call):
     left_out = {"top": {"status"}, "coverage": {"model"}, "regressions": {"tvm", "status", "since", "until"}}
     for command in ("top", "query", "workloads", "history", "failures", "coverage", "regressions", "export", "prune"):
         described = call("db", command, "--help").out
-        for name in OPTIONS:
+        for name in (field.name for field in dataclasses.fields(FilterOptions)):
             assert (f" --{name} " in described) is (name not in left_out.get(command, ())), (command, name)
 
 
