@@ -1,19 +1,17 @@
 """`tune`: search, build, measure, check and record, until the trials or the time are used up.
 
-A run has one builder and one runner, whose processes live as long as the run and are started when there is something to
-measure; one cost model, which learns from all tasks; and one search per task. `pipeline.tuning.plan.rounds` has the
-loop. Every candidate's result is compared with a reference before its time counts.
+A run has one builder and one backend, whose processes start when there is something to measure and end with the run.
+It has one cost model, which learns from all tasks, and one search per task. `pipeline.tuning.plan.rounds` has the loop.
+Every candidate's result is compared with a reference before its time counts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tvm.s_tir import meta_schedule as ms
 
@@ -21,15 +19,11 @@ from relaxtune.pipeline.codegen.cuda_libraries import offer_library
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import NothingMeasuredError, UsageError
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.pipeline.tuning.local.backend import LocalBackend
-from relaxtune.pipeline.tuning.local.build_pool import BUILD_MODULE, BuilderLimits, BuildPool
 from relaxtune.pipeline.tuning.local.devices import choose_devices
-from relaxtune.pipeline.tuning.local.measuring_process import MEASURE_MODULE
-from relaxtune.pipeline.tuning.local.process import ForkServer
+from relaxtune.pipeline.tuning.local.machine import this_machine
 from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend
 from relaxtune.pipeline.tuning.measure.evaluate import Evaluator
 from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests
-from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.plan.finals import hold_finals
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
@@ -116,6 +110,8 @@ def tune(
         Neither `trials` nor `time_budget_s` limits the run, or the mode is read-only.
     """
     _check(options)
+    if backend is None:
+        choose_devices(target, options.devices)
     if Route.LIBRARY in options.routes:
         for library in VENDOR_LIBRARIES:
             offer_library(library)
@@ -124,45 +120,17 @@ def tune(
         register_intrinsics()
     began = time.monotonic()
     stop = StopSignal(began + options.time_budget_s if options.time_budget_s is not None else None)
-    session = _Session(
-        tasks, target, database, environment, options, job_id, progress or SilentProgress(), stop, still_true
-    )
+    listener = progress or SilentProgress()
+    session = _Session(list(tasks), target, database, environment, options, job_id, listener, stop, still_true)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ctrl_c_requests(stop))
         if session.prepare():
-            evaluator, workers = _start_processes(stack, target, environment, options, stop, builder, backend)
-            session.run(evaluator, workers, began)
+            if builder is None or backend is None:
+                machine = stack.enter_context(this_machine(target, environment, options, stop, builder, backend))
+                builder, backend = machine.builder, machine.backend
+            overlap = options.overlap if options.overlap is not None else target.kind == "cuda"
+            session.run(Evaluator(builder, backend, target.target, exclusive=not overlap), began)
         return session.summary(began)
-
-
-def _start_processes(
-    stack: contextlib.ExitStack,
-    target: ResolvedTarget,
-    environment: Environment,
-    options: TuningOptions,
-    stop: StopSignal,
-    builder: Builder | None,
-    backend: MeasureBackend | None,
-) -> tuple[Evaluator, int]:
-    """Return what builds and measures, and how many build processes there are; the stack ends what is started."""
-    workers = options.workers or physical_cores()
-    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="relaxtune-")))
-    overlap = options.overlap if options.overlap is not None else target.kind == "cuda"
-    devices = choose_devices(target, options.devices) if backend is None else ()
-    server = None
-    if options.fork and ForkServer.available() and (backend is None or builder is None):
-        server = stack.enter_context(contextlib.closing(ForkServer([BUILD_MODULE, MEASURE_MODULE])))
-    if backend is None:
-        measure = _measure_options(options, target)
-        # CUDA, which TVM initialises in the server, works in no process forked from it.
-        forks = server if target.kind != "cuda" else None
-        own = LocalBackend(devices, environment, measure, options.run_timeout_s, stop, options.seed, forks)
-        backend = stack.enter_context(contextlib.closing(own))
-    if builder is None:
-        # Started last and so ended first: what it builds goes to the backend.
-        limits = BuilderLimits(timeout_s=options.build_timeout_s)
-        builder = stack.enter_context(contextlib.closing(BuildPool(workers, directory, limits, stop, server)))
-    return Evaluator(builder, backend, target.target, exclusive=not overlap), workers
 
 
 def require_valid(summary: TuningSummary) -> None:
@@ -190,56 +158,50 @@ def require_valid(summary: TuningSummary) -> None:
     )
 
 
+@dataclass(eq=False)
 class _Session:
-    def __init__(
-        self,
-        tasks: Sequence[TuningTask],
-        target: ResolvedTarget,
-        database: TuningDatabase,
-        environment: Environment,
-        options: TuningOptions,
-        job_id: str | None,
-        progress: ProgressListener,
-        stop: StopSignal,
-        still_true: StillTrue | None,
-    ) -> None:
+    """One run; the fields are the parameters of `tune`."""
+
+    tasks: list[TuningTask]
+    target: ResolvedTarget
+    database: TuningDatabase
+    environment: Environment
+    options: TuningOptions
+    job_id: str | None
+    progress: ProgressListener
+    stop: StopSignal
+    still_true: StillTrue | None
+
+    def __post_init__(self) -> None:
         self.seconds = dict.fromkeys(("start", "search", "build", "queue", "measure", "database"), 0.0)
-        self._database = database
-        self._environment = environment
-        self._target = target
-        self._options = options
-        self._progress = progress
-        self._stop = stop
-        self._still_true = still_true
-        self._tasks = list(tasks)
         self._states: list[TaskState] = []
         self._known: list[Sequence[TuningRecord]] = []
+        key, seed = target_key(self.target), self.options.seed
         self._recorder = Recorder(
-            database, target_key(target), environment, job_id=job_id, seed=options.seed, seconds=self.seconds
+            self.database, key, self.environment, job_id=self.job_id, seed=seed, seconds=self.seconds
         )
         self._adapter = MetaScheduleAdapter(
-            database, target_key(target), environment, tvm_target=target.target, commit_records=False
+            self.database, key, self.environment, tvm_target=self.target.target, commit_records=False
         )
-        self._cost_model = FastCostModel(WARMUP_CANDIDATES, options.seed)
-        self._job_id = job_id
+        self._cost_model = FastCostModel(WARMUP_CANDIDATES, seed)
         self._spent = 0
         self._interrupted = False
         self._restarts = 0
 
     def prepare(self) -> bool:
         """Record the workloads and take in what is known of each; return whether there is anything to measure."""
-        self._recorder.start(self._tasks)
-        options = self._options
+        self._recorder.start(self.tasks)
+        options = self.options
         records: list[TuningRecord] = []
         holding: list[TaskState] = []
         forced = options.mode is Mode.FORCE
-        hashes = [task.workload_hash for task in self._tasks]
-        runs = EarlierRuns() if forced else find_earlier_runs(self._database, self._job_id, hashes, options)
-        for task in self._tasks:
+        hashes = [task.workload_hash for task in self.tasks]
+        runs = EarlierRuns() if forced else find_earlier_runs(self.database, self.job_id, hashes, options)
+        for task in self.tasks:
             state = TaskState(task)
             self._states.append(state)
             recorded = [] if forced else self._recorder.known(task)
-            known = recorded if self._still_true is None else self._still_true(task, recorded)
+            known = recorded if self.still_true is None else self.still_true(task, recorded)
             records += known
             if measured_since(known, recorded):
                 holding.append(state)
@@ -252,9 +214,10 @@ class _Session:
     def _to_do(self) -> list[TaskState]:
         return [state for state in self._states if state.skipped is None and state.ended is None]
 
-    def run(self, evaluator: Evaluator, workers: int, began: float) -> None:
+    def run(self, evaluator: Evaluator, began: float) -> None:
         """Measure; what was finished is recorded when this returns or raises."""
-        if self._options.routes & OFFERED_ROUTES:
+        workers = self.options.workers or physical_cores()
+        if self.options.routes & OFFERED_ROUTES:
             # Here and not before, since the processes start meanwhile.
             for state, known in zip(self._states, self._known, strict=True):
                 state.templates = self._templates(state, known)
@@ -266,32 +229,29 @@ class _Session:
             self._states,
             evaluator,
             self._recorder,
-            self._target,
-            self._options,
-            self._progress,
-            self._stop,
+            self.target,
+            self.options,
+            self.progress,
+            self.stop,
             workers=workers,
             spent=self._spent,
             searches=searches,
         )
         try:
-            if self._options.warm_start_s and self._options.mode is not Mode.FORCE:
-                # It goes on while the processes start.
-                with self._timed("search"):
-                    begin_with_records(
-                        self._cost_model,
-                        self._to_do(),
-                        self._database,
-                        self._target,
-                        self._environment,
-                        self._options,
-                    )
+            if self.options.warm_start_s and self.options.mode is not Mode.FORCE:
+                # The processes start meanwhile.
+                since = time.monotonic()
+                begin_with_records(
+                    self._cost_model, self._to_do(), self.database, self.target, self.environment, self.options
+                )
+                self.seconds["search"] += time.monotonic() - since
             rounds.begin()
             self.seconds["start"] += time.monotonic() - began
             rounds.run()
-            self._hold_finals(evaluator)
+            if self.options.finals and evaluator.backend.capabilities.compares:
+                hold_finals(self._states, evaluator.backend, self._recorder, self.stop, rounds=self.options.finals)
         except KeyboardInterrupt:
-            self._stop.request()
+            self.stop.request()
             self._interrupted = True
         finally:
             self._recorder.flush()
@@ -308,46 +268,31 @@ class _Session:
             tasks=summaries,
             seconds=time.monotonic() - began,
             seconds_by_phase=dict(self.seconds),
-            interrupted=self._interrupted or self._stop.asked,
+            interrupted=self._interrupted or self.stop.asked,
             restarts=self._restarts,
         )
 
-    def _hold_finals(self, evaluator: Evaluator) -> None:
-        if self._options.finals and evaluator.backend.capabilities.compares:
-            hold_finals(self._states, evaluator.backend, self._recorder, self._stop, rounds=self._options.finals)
-
-    @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.monotonic() - began
-
     def _templates(self, state: TaskState, known: Sequence[TuningRecord]) -> TemplateSearch | None:
-        candidates = template_candidates(state.task, self._target, routes=self._options.routes)
+        candidates = template_candidates(state.task, self.target, routes=self.options.routes)
         if not candidates:
             return None
         known_us = {record.decision: record.latency_us for record in known if record.route in OFFERED_ROUTES}
-        return TemplateSearch(candidates, known_us, thorough=self._options.all_templates)
+        return TemplateSearch(candidates, known_us, thorough=self.options.all_templates)
 
     def _new_search(self, state: TaskState, workers: int) -> TaskSearch:
-        seeds = (
-            []
-            if self._options.mode is Mode.FORCE
-            else self._adapter.get_top_k(ms.database.Workload(state.task.mod), _SEEDS)
-        )
+        forced = self.options.mode is Mode.FORCE
+        seeds = [] if forced else self._adapter.get_top_k(ms.database.Workload(state.task.mod), _SEEDS)
         return TaskSearch(
             state.task.mod,
-            self._target.target,
-            make_space(self._target.target, state.task.mod),
+            self.target.target,
+            make_space(self.target.target, state.task.mod),
             self._cost_model,
             seeds,
             name=state.task.name,
-            seed=self._options.seed,
-            per_round=self._options.trials_per_iteration,
+            seed=self.options.seed,
+            per_round=self.options.trials_per_iteration,
             # On a GPU most schedules drawn at random are refused, and drawing them is most of a search's time.
-            population=self._options.population // (2 if self._target.kind == "cuda" else 1),
+            population=self.options.population // (2 if self.target.kind == "cuda" else 1),
             threads=workers,
         )
 
@@ -357,8 +302,3 @@ def _check(options: TuningOptions) -> None:
         raise UsageError("A tuning run needs a limit: expected trials or time_budget_s, got neither.")
     if options.mode is Mode.READ_ONLY:
         raise UsageError("A tuning run records what it measures: expected mode tune or force, got read-only.")
-
-
-def _measure_options(options: TuningOptions, target: ResolvedTarget) -> MeasureOptions:
-    cores = getattr(target.limits, "cores", None)
-    return options.measure if options.measure.threads is not None else replace(options.measure, threads=cores)

@@ -1,0 +1,68 @@
+"""The processes of this machine that build and measure, started together and ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from relaxtune.pipeline.tuning.local.backend import LocalBackend
+from relaxtune.pipeline.tuning.local.build_pool import BUILD_MODULE, BuilderLimits, BuildPool
+from relaxtune.pipeline.tuning.local.devices import choose_devices
+from relaxtune.pipeline.tuning.local.measuring_process import MEASURE_MODULE
+from relaxtune.pipeline.tuning.local.process import ForkServer
+from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.targets.host import physical_cores
+from relaxtune.tuning_db.records import Environment
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What builds and what measures."""
+
+    builder: Builder
+    backend: MeasureBackend
+
+
+@contextlib.contextmanager
+def this_machine(
+    target: ResolvedTarget,
+    environment: Environment,
+    options: TuningOptions,
+    stop: StopSignal,
+    builder: Builder | None = None,
+    backend: MeasureBackend | None = None,
+) -> Iterator[Machine]:
+    """Start build and measuring processes, those that are not given, and end them.
+
+    Raises
+    ------
+    UsageError
+        `options.devices` names a device that cannot be used.
+    """
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="relaxtune-")))
+        server = None
+        if options.fork and ForkServer.available():
+            server = stack.enter_context(contextlib.closing(ForkServer([BUILD_MODULE, MEASURE_MODULE])))
+        if backend is None:
+            cores = getattr(target.limits, "cores", None)
+            measure = (
+                options.measure if options.measure.threads is not None else replace(options.measure, threads=cores)
+            )
+            # CUDA, which TVM initialises in the server, works in no process forked from it.
+            forks = server if target.kind != "cuda" else None
+            devices = choose_devices(target, options.devices)
+            own = LocalBackend(devices, environment, measure, options.run_timeout_s, stop, options.seed, forks)
+            backend = stack.enter_context(contextlib.closing(own))
+        if builder is None:
+            # Started last and so ended first: what it builds goes to the backend.
+            limits = BuilderLimits(timeout_s=options.build_timeout_s)
+            pool = BuildPool(options.workers or physical_cores(), directory, limits, stop, server)
+            builder = stack.enter_context(contextlib.closing(pool))
+        yield Machine(builder, backend)
