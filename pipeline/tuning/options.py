@@ -36,7 +36,7 @@ class TuningOptions:
     min_gain
         A task is left alone when a round is expected to save less than this part of the model's kernel time.
     finals
-        Latencies of each of a task's contenders when they are timed in turns at the end; 0 leaves that out.
+        Latencies of each of a task's contenders when they are timed alternately at the end; 0 leaves that out.
     warm_start_s
         Seconds that the cost model may take to learn from earlier records at the start; 0 leaves that out, and the
         records of near shapes too.
@@ -70,7 +70,7 @@ class TuningOptions:
         Compute what the candidates of large tasks are compared with on the GPU, by its default schedule; the CPU, which
         takes seconds for some, is asked only when a candidate differs.
     routes
-        Who may offer candidates; without `metaschedule` nothing is searched, without `template` none is tried.
+        Routes that may offer candidates; without `metaschedule` nothing is searched, without `template` none is tried.
     measure
         How a candidate is timed.
     """

@@ -1,4 +1,4 @@
-"""Progress of a tuning run, for whoever watches."""
+"""Progress of a tuning run: events, and what shows them on a console."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def _fork(request: Fork, control: socket.socket, connection: Connection) -> int:
     server = os.getpid()
     pid = os.fork()
     if pid:
-        # Here as in the child: whoever is first makes the group.
+        # The child does the same; the first of both makes the group.
         _lead_group(pid)
         os.close(theirs)
         os.close(log)

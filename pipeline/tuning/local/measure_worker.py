@@ -1,10 +1,10 @@
 """The child that measures candidates on one device.
 
 It loads an artifact, runs it once on arguments whose values are in range, compares the outputs with a reference, and
-times it: first a quick estimate, then as many runs as the estimate is worth (`pipeline.tuning.measure.timing`). One
-that beats all before it is compared once more, on other values. Arguments are made once per workload and kept;
-reference outputs are kept in a file, for the process that replaces this one. On a GPU what is compared stays there
-(`pipeline.tuning.measure.device_check`).
+times it: first a quick estimate, then as many runs as the estimate is worth (`pipeline.tuning.measure.timing`). A new
+best is compared once more, on other values. Arguments are made once per workload and kept. Reference outputs are kept
+in a file, which the process of another device, or a replaced process, reads too. On a GPU, outputs are compared on the
+device (`pipeline.tuning.measure.device_check`).
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _Measurer:
         return MeasureReply(tuple(seconds), None)
 
     def compare(self, request: CompareRequest) -> CompareReply:
-        """Check candidates of one workload on two sets of values and time them in turns."""
+        """Check candidates of one workload on two sets of values and time them alternately."""
         loaded: list[_Loaded | None] = []
         mismatches: list[str | None] = []
         for one in request.measurements:

@@ -53,7 +53,7 @@ class ChildDiedError(Exception):
 
 
 class _Process(Protocol):
-    """A started process, whoever its parent is."""
+    """A started process: a child of this one, or of the fork server."""
 
     @property
     def pid(self) -> int: ...
@@ -67,7 +67,7 @@ class _Process(Protocol):
         ...
 
     def told(self) -> str:
-        """Return what whoever started it wrote, where the process itself may have written nothing."""
+        """Return what its parent wrote, where the process itself may have written nothing."""
         ...
 
 

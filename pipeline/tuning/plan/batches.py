@@ -12,7 +12,7 @@ from relaxtune.tuning_db.records import Route
 
 @dataclass
 class Batch:
-    """Candidates of one round that are on their way, and those of them that are back and not yet learnt from."""
+    """Candidates of one round. `left` are on their way; the model has not learnt from those in `back` yet."""
 
     state: TaskState
     size: int
@@ -23,7 +23,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Tag:
-    """What a candidate on its way is, or a `reference`, of which a task may have two: the CPU's and the device's."""
+    """What a job on its way is: a candidate, a fallback, or a `reference` (the CPU's, or the device's)."""
 
     state: TaskState
     route: Route

@@ -1,4 +1,4 @@
-"""What earlier runs spare this one: a killed run goes on, one that ended is not done again."""
+"""What earlier runs did already: a killed run goes on, and one that ended is not repeated."""
 
 from __future__ import annotations
 

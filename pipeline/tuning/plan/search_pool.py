@@ -1,7 +1,7 @@
 """Searches of several tasks at the same time, beside the thread that tunes.
 
-MetaSchedule searches in C++ and leaves Python's lock to others meanwhile. One task's search and its learning never
-overlap; the cost model that all share is guarded by itself.
+MetaSchedule searches in C++ and releases Python's lock meanwhile. A task's search and its learning never overlap. The
+cost model, which all tasks share, has a lock of its own.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SearchPool:
         return len(self._running)
 
     def submit(self, state: TaskState, size: int) -> None:
-        """Let a task's search learn from what came back and propose candidates, of which `size` will be taken."""
+        """Let a task's search learn from what came back and propose candidates; `size` of them will be taken."""
         lessons = self._lessons.pop(id(state), [])
         state.searching = size
         # What is decided is read in the other thread, which must not see it change.

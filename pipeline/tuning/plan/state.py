@@ -52,13 +52,22 @@ class Contender:
 class TaskState:
     """One task of a run.
 
-    `decided` holds what was decided in this run and, but for mode force, in earlier ones: key of the decision -> median
-    seconds, or None for a failure. `templates` come before any search. `progress` is the best latency after each round,
-    those of earlier runs included; `rounds` are this run's. `near` holds what was best for near shapes and is not
-    tried yet, `near_begun` says whether the first of it was asked for. `fallback`: its default schedule, once asked
-    for. `ready`: its reference and its fallback are there.
-    `in_flight` counts the candidates handed in and not back, `on_way` has the keys of their decisions; `searching` is
-    how many a search that is under way will hand in.
+    Attributes
+    ----------
+    decided
+        Key of a decision -> median seconds, or None for a failure; of earlier runs too, but for mode `force`.
+    templates
+        Candidates of templates, which come before any search.
+    near, near_begun
+        What was best for near shapes and is not tried yet, and whether the first of it was asked for.
+    fallback
+        Its default schedule, once asked for.
+    ready
+        Its reference and its fallback are there.
+    in_flight, on_way, searching
+        Candidates that are not back, the keys of their decisions, and how many the present search will hand in.
+    progress, rounds
+        Best latency after each round, earlier runs included; rounds of this run.
     """
 
     task: TuningTask

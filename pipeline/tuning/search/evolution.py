@@ -21,8 +21,6 @@ _TRIALS_MAX = 1 << 20
 # Generations between two rounds. Each mutates the whole population, runs the postprocessors on it and asks the cost
 # model about it: most of the time of a search.
 _GENERATIONS = 1
-# Of fresh random schedules more than half a round's worth are of little use, since each round draws anew (stock asks
-# for 50).
 # Candidates after which a search begins again from its best, so many of them.
 _RENEW_AFTER = 512
 _PARENTS = 64
@@ -87,6 +85,7 @@ class TaskSearch:
         """Begin a search from the traces of some measured candidates."""
         strategy = ms.search_strategy.EvolutionarySearch(
             population_size=self._population,
+            # Each round draws anew: more than half a round of fresh random schedules is of little use (stock: 50).
             init_min_unmeasured=min(max(1, self._per_round // 2), self._population),
             genetic_num_iters=_GENERATIONS,
         )

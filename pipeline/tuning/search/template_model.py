@@ -2,7 +2,7 @@
 
 The logarithm of the latency is predicted, with a standard deviation, from the parameters of the decisions: numbers on a
 logarithmic scale, texts one column a value. Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006,
-algorithm 2.1; the length scale is that of the largest marginal likelihood among a few.
+algorithm 2.1. Among a few length scales, the one with the largest marginal likelihood is taken.
 """
 
 from __future__ import annotations
