@@ -43,7 +43,7 @@ Hashes = dict[str, dict[str, dict[str, str]]]
 TARGETS = "llvm,cuda:sm_90a"
 GRAPH = "(graph)"
 _LAYERS = 2
-_POLICIES = ("fp16", "bf16", "int8", "w8a16", "w4a16")
+_POLICIES = ("fp16", "bf16", "w8a16", "w4a16")
 _TEXT = re.compile(r"(?P<source>[^+@]+)(\+(?P<policy>[^@]+))?(@(?P<axes>.+))?")
 
 
