@@ -210,7 +210,7 @@ def compare_builds(
     ]
     asked = "no bit" if exact else ""
     if tolerance is not None and not exact:
-        asked = f"rtol {tolerance.rtol:g} and atol {tolerance.atol:g} x max(1, RMS)"
+        asked = f"rtol {tolerance.rtol:g} and atol {tolerance.atol:g} x RMS"
     drift = compare_outputs(outputs[0], outputs[1], exact=exact, tolerance=None if exact else tolerance)  # type: ignore[arg-type]
     kernels, builds = compare_manifests(a.manifest, b.manifest) if a is not None and b is not None else ((), ())
     return Comparison(*shown, drift, kernels, builds, asked)

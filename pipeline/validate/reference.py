@@ -45,6 +45,7 @@ _ORT_ERRORS = (
 
 # Attributes that hold an element type.
 _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype"})
+_ROUNDED_TYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16})
 _CAST_SUFFIX = "__as_float32"
 
 
@@ -68,6 +69,7 @@ class Reference:
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
         self._session = _session(proto, model.name, options, threads)
+        self._proto, self._threads = proto, threads
         self._model = model.name
         self._names = [spec.name for spec in model.outputs]
 
@@ -89,6 +91,52 @@ class Reference:
         feeds = {name: _without_bfloat16(array) for name, array in inputs.items()}
         return dict(zip(self._names, run_session(self._session, self._names, feeds, self._model), strict=True))
 
+    def moves(self, inputs: Mapping[str, np.ndarray], roundoff: float) -> dict[str, float]:
+        """Return how far each float output moves when ONNX Runtime rounds otherwise: the largest absolute change.
+
+        Asked twice: with every float weight, constant and input changed by `roundoff` of itself, up or down at random,
+        and with all graph optimisations on.
+
+        Parameters
+        ----------
+        inputs : mapping of str to array
+            As of `run`.
+        roundoff : float
+            The unit roundoff of the dtype that the artifact stores its tensors in.
+        """
+        draw = np.random.default_rng(0)
+        rounded = onnx.ModelProto()
+        rounded.CopyFrom(self._proto)
+        constants = [a for node in rounded.graph.node if node.op_type == "Constant" for a in node.attribute]
+        for tensor in [*rounded.graph.initializer, *(a.t for a in constants if a.name == "value")]:
+            if tensor.data_type in _ROUNDED_TYPES:
+                tensor.CopyFrom(
+                    onnx.numpy_helper.from_array(
+                        _nudged(onnx.numpy_helper.to_array(tensor), roundoff, draw), tensor.name
+                    )
+                )
+        for attribute in constants:
+            if attribute.name == "value_float":
+                attribute.f = float(_nudged(np.asarray(attribute.f, np.float32), roundoff, draw))
+        feeds = {name: _nudged(_without_bfloat16(array), roundoff, draw) for name, array in inputs.items()}
+        level = onnxruntime.GraphOptimizationLevel
+        expected = self.run(inputs)
+        found = {name: 0.0 for name, array in expected.items() if array.dtype.kind == "f"}
+        for proto, fed, optimised in (
+            (rounded, feeds, level.ORT_ENABLE_BASIC),
+            (self._proto, inputs, level.ORT_ENABLE_ALL),
+        ):
+            options = onnxruntime.SessionOptions()
+            options.graph_optimization_level = optimised
+            session = _session(proto, self._model, options, self._threads)
+            plain = {name: _without_bfloat16(array) for name, array in fed.items()}
+            values = run_session(session, self._names, plain, self._model)
+            for name, value in zip(self._names, values, strict=True):
+                if name in found:
+                    change = np.abs(value.astype(np.float64) - expected[name].astype(np.float64))
+                    found[name] = max(found[name], float(np.max(change[np.isfinite(change)], initial=0.0)))
+        return found
+
     def accepts(self, inputs: Mapping[str, np.ndarray]) -> bool:
         """Whether ONNX Runtime computes the model on inputs at all; it refuses sizes that the graph is not made for."""
         try:
@@ -96,6 +144,14 @@ class Reference:
         except PipelineError:
             return False
         return True
+
+
+def _nudged(array: np.ndarray, roundoff: float, draw: np.random.Generator) -> np.ndarray:
+    """Return an array whose floats are changed by `roundoff` of themselves, up or down at random."""
+    if array.dtype.kind != "f":
+        return np.asarray(array)
+    signs = draw.integers(0, 2, array.shape) * 2.0 - 1.0
+    return np.asarray(array * (1.0 + max(roundoff, float(np.finfo(array.dtype).eps)) * signs), array.dtype)
 
 
 def run_session(

@@ -131,9 +131,10 @@ def test_a_precision_asked_for_overrides_the_graph() -> None:
     assert model_tolerance("int64") == EXACT
 
 
-def test_the_scale_is_the_root_mean_square_and_at_least_one() -> None:
+def test_the_scale_is_the_root_mean_square_however_small() -> None:
     assert output_scale(np.asarray([3.0, 4.0])) == pytest.approx(np.sqrt(12.5))
-    assert output_scale(np.asarray([0.1, np.inf, np.nan])) == 1.0
+    assert output_scale(np.asarray([1e-5, np.inf, np.nan])) == pytest.approx(1e-5)
+    assert output_scale(np.zeros(3)) == 1.0
     assert output_scale(np.asarray([100, 100])) == 1.0
     assert output_scale(np.zeros(0, np.float32)) == 1.0
 

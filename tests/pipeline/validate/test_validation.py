@@ -6,6 +6,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -167,3 +168,39 @@ def test_report_is_json_and_a_table(artifact: Path, bert_tiny: OnnxModel) -> Non
     text = console.export_text()
     assert "validation of bert-tiny: passed" in text
     assert "last_hidden_state" in text
+
+
+def test_a_wrong_output_fails_however_small_it_is() -> None:
+    expected = np.random.default_rng(0).standard_normal((8, 32)).astype(np.float32)
+    wrong = expected + np.float32(0.3) * np.roll(expected, 1, axis=0)
+    assert not report_of(expected, wrong).passed
+    assert not report_of(np.float32(1e-5) * expected, np.float32(1e-5) * wrong).passed
+    assert report_of(np.float32(1e-5) * expected, np.float32(1e-5) * expected * np.float32(1.0005)).passed
+
+
+def test_a_graph_that_cancels_passes_and_a_wrong_one_of_that_kind_says_how_wrong(tmp_path: Path) -> None:
+    draw = np.random.default_rng(1)
+    first = draw.standard_normal((64, 64)).astype(np.float32)
+    second = first + np.float32(1e-4) * draw.standard_normal((64, 64)).astype(np.float32)
+    nodes = "{a = MatMul(x, w) b = MatMul(x, v) y = Sub(a, b)}"
+    graph = onnx.parser.parse_graph(f"cancels (float[4,64] x) => (float[4,64] y) {nodes}")
+    graph.initializer.extend(onnx.numpy_helper.from_array(one, name) for one, name in ((first, "w"), (second, "v")))
+    opsets = [onnx.helper.make_opsetid("", 20)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets), tmp_path / "cancels.onnx")
+    reference = Reference(load_model(tmp_path / "cancels.onnx"))
+    x = draw.standard_normal((4, 64)).astype(np.float32)
+    expected = reference.run({"x": x})["y"]
+    moved = reference.moves({"x": x}, 2.0**-24)
+    honest = (x.astype(np.float64) @ (first.astype(np.float64) - second)).astype(np.float32)
+    spec = TensorSpec("y", "float32", honest.shape)
+
+    def judged(got: np.ndarray, conditioning: dict[str, float]) -> ValidationReport:
+        seen = [Observation({"y": expected}, {"y": got}, {"x": x}, conditioning)]
+        return compare(seen, (spec,), Tolerance(1e-4, 1e-4), model="m", reference="r", seed=0)
+
+    assert not judged(honest, {}).passed
+    assert judged(honest, moved).passed
+    assert judged(honest, moved).outputs[0].ill_conditioned
+    wrong = judged(np.roll(honest, 1, axis=0), moved)
+    assert not wrong.passed
+    assert "times as far as ONNX Runtime moves" in wrong.outputs[0].reason
