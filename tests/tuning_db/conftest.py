@@ -10,6 +10,7 @@ import psycopg
 import pytest
 
 from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord, Workload
 from relaxtune.tuning_db.sql.schema import Base
 from relaxtune.tuning_db.store import SqlDatabase
@@ -123,15 +124,25 @@ def new_database(server: str, name: str) -> str:
 
 @pytest.fixture(params=["sqlite-file", "sqlite-memory", "postgresql"])
 def database_url(request: pytest.FixtureRequest, path: Path) -> str:
-    if request.param == "postgresql":
+    return url_of(request.param, request, path)
+
+
+def url_of(kind: str, request: pytest.FixtureRequest, path: Path) -> str:
+    if kind == "postgresql":
         # Started by the first test that needs it, not by those over SQLite.
         return str(request.getfixturevalue("postgres_url"))
-    return {"sqlite-file": f"sqlite:///{path}", "sqlite-memory": "sqlite://"}[request.param]
+    return {"sqlite-file": f"sqlite:///{path}", "sqlite-memory": "sqlite://"}[kind]
 
 
-@pytest.fixture
-def database(database_url: str) -> Iterator[TuningDatabase]:
-    with SqlDatabase.open(database_url) as opened:
+@pytest.fixture(params=["sqlite-file", "sqlite-memory", "postgresql", "layers"])
+def database(request: pytest.FixtureRequest, path: Path, tmp_path: Path) -> Iterator[TuningDatabase]:
+    """Return an empty database of every form that the contract has."""
+    if request.param == "layers":
+        SqlDatabase.open(tmp_path / "shared.db").close()
+        urls = [f"sqlite:///{path}", str(tmp_path / "shared.db")]
+    else:
+        urls = [url_of(request.param, request, path)]
+    with open_databases(urls) as opened:
         yield opened
 
 

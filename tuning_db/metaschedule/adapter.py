@@ -62,7 +62,7 @@ class MetaScheduleAdapter(ms.database.PyDatabase):  # type: ignore[misc]
     opened read-only is read, and commits are dropped.
 
     A stored trace that this TVM cannot replay is skipped and counted in `skipped_traces`. Look-ups are answered from
-    memory until this process writes (`tuning_db.cache`).
+    memory until this process writes (`tuning_db.lookup_cache`).
 
     Parameters
     ----------

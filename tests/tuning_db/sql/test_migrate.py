@@ -49,8 +49,8 @@ def test_every_released_schema_has_a_stored_database():
     assert {f"schema_{revision}.sql" for revision in known_revisions()} == {p.name for p in ASSETS.glob("*.sql")}
 
 
-def test_migrations_make_the_schema_of_the_models(database):
-    with database._engine.connect() as connection:
+def test_migrations_make_the_schema_of_the_models(database_url):
+    with SqlDatabase.open(database_url) as database, database._engine.connect() as connection:
         options = {"target_metadata": Base.metadata, "version_table": VERSION_TABLE}
         context = MigrationContext.configure(connection, opts=options)
         assert compare_metadata(context, Base.metadata) == []
