@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import tvm
+import tvm_ffi
 from tvm import relax
 
 from relaxtune.pipeline.importer.converter_input import (
@@ -90,11 +91,17 @@ def convert_embed_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
 
 
 def convert_layer_norm(node: ConverterInput) -> tvm.ir.Expr | None:
-    """Return layer_norm(x) with its mean and inverse deviation, where one of them is read; else TVM converts it."""
-    if not node.wants(1) and not node.wants(2):
-        return None
+    """Return layer_norm(x) with its mean and inverse deviation, in single steps.
+
+    Where neither is read, and scale and bias have the shape of what is normalised, TVM converts it (None).
+    """
     emit, data, gamma, beta = node.builder.emit, node.input(0), node.input(1), node.optional(2)
     axes = list(range(int_attribute(node, "axis", -1) % int(data.ty.ndim), int(data.ty.ndim)))
+    normalised = relax.ShapeExpr(sizes_of(data)[axes[0] :])
+    given = [relax.ShapeExpr(sizes_of(part)) for part in (gamma, beta) if part is not None]
+    broadcasts = not all(tvm_ffi.structural_equal(shape, normalised) for shape in given)
+    if not node.wants(1) and not node.wants(2) and not broadcasts:
+        return None
     wide = emit(relax.op.astype(data, "float32"))
     mean = emit(relax.op.mean(wide, axes, keepdims=True))
     centred = emit(relax.op.subtract(wide, mean))

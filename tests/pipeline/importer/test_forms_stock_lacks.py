@@ -7,8 +7,10 @@ import pytest
 from onnx import helper
 
 from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
 from tests.pipeline.importer.onnx_cases import assert_agrees, make_model, run_relax
 from tests.pipeline.importer.test_contrib_converters import floats
+from tests.pipeline.passes.pass_cases import LLVM, make_onnx, run_lowered, run_reference
 
 
 @pytest.mark.parametrize("largest", [0, 1])
@@ -74,3 +76,16 @@ def test_function_with_attributes_and_constants_of_every_kind() -> None:
         functions=[function],
     )
     assert_agrees(model, {"x": floats(2, 3) * 5})
+
+
+@pytest.mark.parametrize("end", [-(2**63) + 1, -(2**63), -(2**31) + 1])
+@pytest.mark.parametrize("axes", [[0], [1], [0, 1]])
+def test_a_symbolic_axis_is_read_from_the_last_element_to_the_first(end: int, axes: list[int]) -> None:
+    count = len(axes)
+    bounds = {"start": [-1] * count, "end": [end] * count, "axes": axes, "step": [-1] * count}
+    constants = {name: np.array(numbers, np.int64) for name, numbers in bounds.items()}
+    node = helper.make_node("Slice", ["x", *bounds], ["y"], name="slice")
+    model = make_onnx([node], {"x": ("float", ("b", "s"))}, {"y": ("float", ("b", "s"))}, constants)
+    feeds = {"x": np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)}
+    lowered = lower(import_model(model), LLVM)
+    np.testing.assert_array_equal(run_lowered(lowered, feeds)[0], run_reference(model, feeds)[0])

@@ -145,3 +145,16 @@ def test_training_mode_is_refused() -> None:
     model, _ = model_of("Dropout", inputs, {"y": ("float32", (2, 3))}, domain="", constants=frozenset({"r", "t"}))
     with pytest.raises(ImportFailedError, match="Dropout in training mode"):
         import_model(model)
+
+
+@pytest.mark.parametrize(
+    ("axis", "gamma", "beta"),
+    [(-1, (1,), None), (-1, (), (8,)), (1, (8,), (3, 8)), (-1, (3, 8), (1,)), (1, (3, 1), None)],
+)
+def test_layer_norm_whose_scale_and_bias_broadcast(
+    axis: int, gamma: tuple[int, ...], beta: tuple[int, ...] | None
+) -> None:
+    inputs = [("x", floats(2, 3, 8)), ("g", floats(*gamma))]
+    inputs += [] if beta is None else [("b", floats(*beta))]
+    outputs = {"y": ("float32", (2, 3, 8))}
+    assert_agrees(*model_of("LayerNormalization", inputs, outputs, domain="", axis=axis, epsilon=1e-5))

@@ -5,7 +5,7 @@ Each leaves the plain static case to TVM's converter by returning None.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tvm
@@ -140,6 +140,11 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
     if all(isinstance(item, int) for item in (*starts, *ends, *steps, *sizes)):
         taken = [onnx_slice(*item) for item in zip(sizes, starts, ends, steps, strict=True)]
         return _constant_slice(data, numbers, taken)
+    if _is_backwards(starts, ends, steps):
+        # TVM multiplies the end, -2^63 or near it, with the step: beyond what it can count to.
+        for axis in numbers[:-1]:
+            data = node.builder.emit(relax.op.flip(data, axis))
+        return relax.op.flip(data, numbers[-1])
     if not any(is_shape_value(item) for item in node.inputs[1:]) or any(step != 1 for step in steps):
         return None
     begin = [_bound(value, size) for value, size in zip(starts, sizes, strict=True)]
@@ -152,6 +157,19 @@ def _constant_slice(data: tvm.ir.Expr, axes: list[int], taken: list[range]) -> t
     taken = [one or range(0) for one in taken]
     ends = [one.stop if one.stop >= 0 else -static_size(data, axis) - 1 for axis, one in zip(axes, taken, strict=True)]
     return relax.op.strided_slice(data, axes, [one.start for one in taken], ends, [one.step for one in taken])
+
+
+def _is_backwards(
+    starts: Sequence[tvm.ir.Expr | int], ends: Sequence[tvm.ir.Expr | int], steps: Sequence[tvm.ir.Expr | int]
+) -> bool:
+    """Whether a slice takes its axes from the last element to the first."""
+    bounds = (*starts, *ends, *steps)
+    return (
+        all(isinstance(bound, int) for bound in bounds)
+        and all(start == -1 or start >= _TO_THE_END for start in starts)
+        and all(end <= -_TO_THE_END for end in ends)
+        and set(steps) == {-1}
+    )
 
 
 def _check_bounds(node: ConverterInput) -> None:
