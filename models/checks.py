@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -22,6 +23,8 @@ _MIN_IR_VERSION = 3
 _STANDARD_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml"})
 # ONNX Runtime's fused operators have no schema here; they are passed through to whoever imports the graph.
 _CONTRIB_DOMAINS = frozenset({"com.microsoft"})
+# Written into the standard domain by ONNX Runtime's optimiser, which alone knows it there.
+RUNTIME_OPERATORS = frozenset({"SimplifiedLayerNormalization"})
 
 
 def check_text(message: Message, where: str = "the model") -> None:
@@ -168,12 +171,12 @@ def _check_value(value: onnx.ValueInfoProto, kind: str, *, rank_needed: bool = T
 
 
 def check_graph(model: onnx.ModelProto, *, operators: bool = True) -> None:
-    """Check names, order and, unless told otherwise, operators of the graph and its subgraphs.
+    """Check names and, unless told otherwise, operators of the graph and its subgraphs.
 
     Raises
     ------
     InvalidModelError
-        A tensor produced twice, an input that nothing produces, a cycle, or nodes out of order.
+        A tensor produced twice, an input that nothing produces, or a cycle.
     UnsupportedModelError
         An operator without a schema in a standard domain, or of a domain that is not known.
     """
@@ -201,7 +204,7 @@ def _check_operators(nodes: Sequence[onnx.NodeProto], opsets: dict[str, int], fu
 
 
 def _check_operator(node: onnx.NodeProto, domain: str, version: int | None) -> None:
-    if domain in _CONTRIB_DOMAINS:
+    if domain in _CONTRIB_DOMAINS or (domain == "" and node.op_type in RUNTIME_OPERATORS):
         return
     if domain not in _STANDARD_DOMAINS:
         msg = (
@@ -259,18 +262,52 @@ def _add_unique(names: Sequence[str], own: set[str], where: str, graph: onnx.Gra
         own.add(name)
 
 
+def sort_nodes(graph: onnx.GraphProto) -> None:
+    """Put the nodes of a graph and its subgraphs in an order in which each comes after those that it reads.
+
+    ONNX Runtime sorts them itself, and its float16 converter leaves them unsorted. A graph in order, or with a cycle,
+    stays as it is.
+    """
+    for node in graph.node:
+        for subgraph in _subgraphs(node):
+            sort_nodes(subgraph)
+    maker = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
+    needs = [{maker[name] for name in _names_read(node) if name in maker} for node in graph.node]
+    readers: dict[int, list[int]] = {}
+    for place, makers in enumerate(needs):
+        for one in makers:
+            readers.setdefault(one, []).append(place)
+    ready = [place for place, makers in enumerate(needs) if not makers]
+    order: list[int] = []
+    while ready:
+        place = heapq.heappop(ready)
+        order.append(place)
+        for reader in readers.get(place, ()):
+            needs[reader].discard(place)
+            if not needs[reader]:
+                heapq.heappush(ready, reader)
+    if order != sorted(order) and len(order) == len(needs):
+        copies = [onnx.NodeProto.FromString(graph.node[place].SerializeToString()) for place in order]
+        del graph.node[:]
+        graph.node.extend(copies)
+
+
+def _names_read(node: onnx.NodeProto) -> set[str]:
+    """Return the names a node reads, its subgraphs' from outside of them too."""
+    names = {name for name in node.input if name}
+    for graph in _subgraphs(node):
+        inside = {name for inner in graph.node for name in inner.output}
+        names |= {name for inner in graph.node for name in _names_read(inner)} - inside
+        names |= {value.name for value in graph.output} - inside
+    return names
+
+
 def _order_error(graph: onnx.GraphProto, node: onnx.NodeProto, name: str, produced: set[str]) -> InvalidModelError:
     if name not in produced:
         return InvalidModelError(
             f"{node_label(node)} reads {name!r}, which no input, initializer or node of graph {graph.name!r} defines"
         )
-    cycle = _find_cycle(graph)
-    if cycle:
-        return InvalidModelError(f"graph {graph.name!r} has a cycle: {' -> '.join(cycle)}; break it")
-    return InvalidModelError(
-        f"the nodes of graph {graph.name!r} are not in topological order: {node_label(node)} reads {name!r} before it "
-        f"is produced; sort them and save the model again"
-    )
+    return InvalidModelError(f"graph {graph.name!r} has a cycle: {' -> '.join(_find_cycle(graph))}; break it")
 
 
 def _find_cycle(graph: onnx.GraphProto) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 from onnx import checker, helper, shape_inference
 
-from relaxtune.models.checks import check_ranks
+from relaxtune.models.checks import RUNTIME_OPERATORS, check_ranks
 from relaxtune.models.errors import InvalidModelError, ModelShapeError
 from relaxtune.models.hashing import without_weights
 from relaxtune.models.spec import element_type_name, is_numeric, tensor_bytes
@@ -39,7 +39,12 @@ def check_and_infer(model: onnx.ModelProto) -> None:
     except (checker.ValidationError, ValueError) as e:
         msg = f"the graph {model.graph.name!r} is not valid ONNX: {_first_lines(e)}; fix the export"
         raise InvalidModelError(msg) from e
-    inferred = _infer(light, strict=True, data_prop=False)
+    try:
+        inferred = _infer(light, strict=True, data_prop=False)
+    except InvalidModelError:
+        if not _drop_stale_types(light):
+            raise
+        inferred = _infer(light, strict=True, data_prop=False)
     _check_sizes(inferred.graph)
     if not _has_long_vector(inferred.graph):
         inferred = _infer(light, strict=True, data_prop=True)
@@ -48,6 +53,45 @@ def check_and_infer(model: onnx.ModelProto) -> None:
         del values[:]
         values.extend(getattr(inferred.graph, field))
     check_ranks(model.graph.output)
+
+
+def _drop_stale_types(light: onnx.ModelProto) -> bool:
+    """Remove shapes of values and outputs that differ from what the operators say, and return whether there were any.
+
+    Tools that rewrite a graph leave such behind; ONNX Runtime warns of them and goes on with its own.
+    """
+    bare = onnx.ModelProto()
+    bare.CopyFrom(light)
+    del bare.graph.value_info[:]
+    for value in bare.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    try:
+        found = {value.name: value for value in _all_values(_infer(bare, strict=False, data_prop=False).graph)}
+    except InvalidModelError:
+        return False
+    stale = {value.name for value in _all_values(light.graph) if _contradicts(value, found.get(value.name))}
+    kept = [value for value in light.graph.value_info if value.name not in stale]
+    del light.graph.value_info[:]
+    light.graph.value_info.extend(kept)
+    for value in light.graph.output:
+        if value.name in stale:
+            value.CopyFrom(found[value.name])
+    return bool(stale)
+
+
+def _all_values(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    return [*graph.value_info, *graph.output]
+
+
+def _contradicts(stated: onnx.ValueInfoProto, inferred: onnx.ValueInfoProto | None) -> bool:
+    if inferred is None or not inferred.type.tensor_type.HasField("shape"):
+        return False
+    ours, theirs = stated.type.tensor_type, inferred.type.tensor_type
+    if ours.elem_type != theirs.elem_type or not ours.HasField("shape"):
+        return ours.elem_type != theirs.elem_type
+    pairs = zip(ours.shape.dim, theirs.shape.dim, strict=False)
+    numbers = [(a.dim_value, b.dim_value) for a, b in pairs if a.HasField("dim_value") and b.HasField("dim_value")]
+    return len(ours.shape.dim) != len(theirs.shape.dim) or any(a != b for a, b in numbers)
 
 
 def _infer(light: onnx.ModelProto, *, strict: bool, data_prop: bool) -> onnx.ModelProto:
@@ -85,6 +129,10 @@ def _light_copy(model: onnx.ModelProto) -> onnx.ModelProto:
             light.graph.initializer.append(tensor)
         elif tensor.name not in declared:
             light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    for place, node in enumerate(light.graph.node):
+        if node.op_type in RUNTIME_OPERATORS and not node.domain:
+            # onnx does not know it; its result has its input's type.
+            light.graph.node[place].CopyFrom(helper.make_node("Identity", node.input[:1], node.output[:1], node.name))
     return light
 
 

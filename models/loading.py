@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 
 from relaxtune.models.axis_relations import bindings_of, find_relations
-from relaxtune.models.checks import check_graph, check_signature, check_text, check_versions
+from relaxtune.models.checks import check_graph, check_signature, check_text, check_versions, sort_nodes
 from relaxtune.models.dims import Dim, evaluate_dim
 from relaxtune.models.errors import ModelShapeError, UnsupportedModelError
 from relaxtune.models.external_data import check_external_data, inline_external_data
@@ -73,6 +73,7 @@ def _load_file(path: Path, shapes: Shapes, *, any_operator: bool) -> OnnxModel:
     check_text(proto)
     check_versions(proto)
     check_signature(proto)
+    sort_nodes(proto.graph)
     check_graph(proto, operators=not any_operator)
     folder = path.absolute().parent
     all_inline = inline_external_data(proto, folder, check_external_data(proto, folder))

@@ -297,3 +297,49 @@ def test_zoo_name_with_a_precision_is_the_graph_in_it_and_loads_again_by_its_nam
     assert load_model(model.name, shapes={"input_ids": (1, 8)}).sha256 == model.sha256
     with pytest.raises(UnsupportedModelError, match="precision 'fp8' is not known; expected one of fp32, fp16"):
         load_model("bert-tiny:fp8")
+
+
+def save_nodes(path: Path, nodes: list[onnx.NodeProto], **stated: list[int | str]) -> Path:
+    """Write x (a, 4) -> y with the weight w (4), and a type stated for each value named."""
+    graph = helper.make_graph(
+        nodes,
+        "case",
+        [helper.make_tensor_value_info("x", FLOAT, ["a", 4])],
+        [helper.make_tensor_value_info("y", FLOAT, ["a", 4])],
+        [numpy_helper.from_array(np.arange(1, 5, dtype="float32"), "w")],
+        value_info=[helper.make_tensor_value_info(name, FLOAT, shape) for name, shape in stated.items()],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return path
+
+
+def run_file(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return what ONNX Runtime gives for the file as it is, and for the model as loaded."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    x = {"x": np.ones((2, 4), "float32")}
+    sources = (path.read_bytes(), load_model(path).serialize())
+    left, right = (ort.InferenceSession(source, options).run(None, x)[0] for source in sources)
+    return left, right
+
+
+def test_nodes_out_of_order_are_sorted_as_onnx_runtime_does(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Relu", ["h"], ["y"]), helper.make_node("Mul", ["x", "w"], ["h"])]
+    path = save_nodes(tmp_path / "late.onnx", nodes)
+    np.testing.assert_array_equal(*run_file(path))
+    assert [node.op_type for node in load_model(path).proto.graph.node] == ["Mul", "Relu"]
+
+
+def test_stale_types_of_values_give_way_to_the_operators(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Mul", ["x", "w"], ["h"]), helper.make_node("Relu", ["h"], ["y"])]
+    path = save_nodes(tmp_path / "stale.onnx", nodes, h=["a", 7])
+    np.testing.assert_array_equal(*run_file(path))
+    (value,) = load_model(path).proto.graph.value_info
+    assert (value.name, value.type.tensor_type.shape.dim[1].dim_value) == ("h", 4)
+
+
+def test_norm_that_onnx_runtime_writes_into_the_standard_domain_is_loaded(tmp_path: Path) -> None:
+    nodes = [helper.make_node("SimplifiedLayerNormalization", ["x", "w"], ["y"], axis=-1, epsilon=1e-5)]
+    path = save_nodes(tmp_path / "fused.onnx", nodes)
+    np.testing.assert_array_equal(*run_file(path))
+    assert load_model(path).outputs[0].shape == ("a", 4)

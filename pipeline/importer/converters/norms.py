@@ -84,8 +84,9 @@ def convert_embed_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
     if segments is not None and kinds is not None:
         total = node.builder.emit(relax.op.add(total, relax.op.take(kinds, segments, axis=0)))
     normed = _layer_norm(total, node.input(5), node.input(6), float_attribute(node, "epsilon", _EPSILON))
-    count = constant(np.zeros(1, "int32"))
-    if mask is not None:
+    if mask is None:
+        count = relax.op.zeros([sizes_of(ids)[0]], "int32")
+    else:
         count = relax.op.sum(relax.op.astype(mask, "int32"), axis=[1])
     return relax.Tuple([normed, count, total])
 

@@ -134,6 +134,19 @@ def test_embed_layer_norm(segments: bool, places: bool) -> None:
     assert_agrees(*model_of("EmbedLayerNormalization", inputs, outputs, epsilon=1e-5))
 
 
+def test_embedding_without_a_mask_counts_no_tokens() -> None:
+    inputs = [
+        ("ids", RNG.integers(0, 9, (B, S)).astype("int32")),
+        None,
+        *((name, floats(rows, 12)) for name, rows in (("words", 9), ("positions", S))),
+        None,
+        ("gamma", floats(12)),
+        ("beta", floats(12)),
+    ]
+    outputs = {"y": ("float32", (B, S, 12)), "mask_index": ("int32", (B,))}
+    assert_agrees(*model_of("EmbedLayerNormalization", inputs, outputs, epsilon=1e-5))
+
+
 MASKS = {
     "none": None,
     "keys": np.array([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]], "int32"),
