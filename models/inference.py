@@ -87,8 +87,10 @@ def _contradicts(stated: onnx.ValueInfoProto, inferred: onnx.ValueInfoProto | No
     if inferred is None or not inferred.type.tensor_type.HasField("shape"):
         return False
     ours, theirs = stated.type.tensor_type, inferred.type.tensor_type
-    if ours.elem_type != theirs.elem_type or not ours.HasField("shape"):
-        return ours.elem_type != theirs.elem_type
+    if ours.elem_type != theirs.elem_type:
+        return True
+    if not ours.HasField("shape"):
+        return False
     pairs = zip(ours.shape.dim, theirs.shape.dim, strict=False)
     numbers = [(a.dim_value, b.dim_value) for a, b in pairs if a.HasField("dim_value") and b.HasField("dim_value")]
     return len(ours.shape.dim) != len(theirs.shape.dim) or any(a != b for a, b in numbers)

@@ -10,6 +10,7 @@ import onnx
 from onnx import numpy_helper
 
 from relaxtune.models import OnnxModel
+from relaxtune.pipeline.importer.normalise import node_label
 from relaxtune.pipeline.precision.quantise import quantise
 
 _MATMULS = ("MatMul", "Gemm")
@@ -18,16 +19,14 @@ _COPIES = ("Cast", "Identity")
 
 
 class MatmulWeights:
-    """The constant right operands of a model's matmuls, by node name."""
+    """The constant right operands of a model's matmuls, by the name that the importer gives each node."""
 
     def __init__(self, model: OnnxModel) -> None:
         self._model = model
         graph = model.proto.graph
         self._nodes: dict[str, onnx.NodeProto] = {}
         for node in graph.node:
-            if node.name in self._nodes:
-                continue
-            self._nodes[node.name] = node
+            self._nodes.setdefault(label_of(node), node)
         self._producers = {output: node for node in graph.node for output in node.output}
         self._shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
 
@@ -101,16 +100,22 @@ def with_quantised_weights(model: OnnxModel, nodes: Iterable[str], bits: int, gr
     proto.CopyFrom(model.inline_proto())
     wanted = dict.fromkeys(nodes)
     for node in proto.graph.node:
-        if node.name not in wanted:
+        label = label_of(node)
+        if label not in wanted:
             continue
-        array = weights.array(node.name)
+        array = weights.array(label)
         rounded = quantise(array.astype(np.float16), bits, group_size).dequantised().astype(array.dtype)
-        if weights.is_turned(node.name):
+        if weights.is_turned(label):
             rounded = rounded.T
-        name = f"{node.name}__quantised"
+        name = f"{label}__quantised"
         proto.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(rounded), name))
         node.input[1] = name
     return replace(model, proto=proto, data_dir=None)
+
+
+def label_of(node: onnx.NodeProto) -> str:
+    """Return what source maps call a node: its name, or what it writes."""
+    return node_label(node.name, list(node.output), node.op_type)
 
 
 def _attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto | None:

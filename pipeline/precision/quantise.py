@@ -78,6 +78,22 @@ def quantise(weight: np.ndarray, bits: int, group_size: int, scale_dtype: str = 
     return QuantisedMatrix(levels, scales, bits, group)
 
 
+def holds_scales(weight: np.ndarray, bits: int, group_size: int, scale_dtype: str = "float16") -> bool:
+    """Return whether every group's scale is stored to 1/256 of itself; those of weights around 1e-6 are 0 in float16.
+
+    Parameters are those of `quantise`.
+    """
+    k, columns = weight.shape
+    group = group_of(k, group_size)
+    for start in range(0, columns, _ROWS):
+        rows = weight[:, start : start + _ROWS].T.astype(np.float32)
+        padded = np.pad(rows, ((0, 0), (0, -k % group)))
+        exact = _scales(padded.reshape(len(rows), -1, group), bits)
+        if (np.abs(exact.astype(scale_dtype).astype(np.float32) - exact) > np.abs(exact) / 256).any():
+            return False
+    return True
+
+
 def packed_rows(matrix: QuantisedMatrix) -> np.ndarray:
     """Return the levels as bytes [N, K * bits / 8]: of 4 bits, the even position along K is the lower half."""
     if matrix.bits == 8:

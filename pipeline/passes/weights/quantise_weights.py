@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import tvm
 from tvm import relax
@@ -21,10 +23,12 @@ from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.weights.turn_weights import turned_matmul
 from relaxtune.pipeline.precision.onnx_weights import MatmulWeights
 from relaxtune.pipeline.precision.policy import PrecisionPolicy
-from relaxtune.pipeline.precision.quantise import QuantisedMatrix, packed_panels, packed_rows, quantise
+from relaxtune.pipeline.precision.quantise import QuantisedMatrix, holds_scales, packed_panels, packed_rows, quantise
 from relaxtune.schedules.cpu.packing import panel_width
 from relaxtune.schedules.functions.quantised_matmul import dequantise_rows, matmul_of_panels, matmul_of_rows
 from relaxtune.schedules.targets import CpuLimits, target_limits
+
+logger = logging.getLogger(__name__)
 
 # Rows that a kernel for few of them takes: it reads the packed weight once and multiplies all rows by it.
 FEW_ROWS = 16
@@ -48,10 +52,17 @@ def quantise_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     found = {
         binding.var
         for binding in bindings_of(main_of(mod))
-        if _has_constant_weight(binding.value) and _is_known(binding, weights, state)
+        if _has_constant_weight(binding.value)
+        and _is_known(binding, weights, state)
+        and _has_scales(binding, policy, state)
     }
     if not found:
         state.note("no matmul by a constant matrix found")
+        logger.warning(
+            "%s: precision %s quantises no weight: no MatMul or Gemm has a constant matrix that it can hold",
+            state.graph.name,
+            policy.name,
+        )
         return mod
     rule = _Quantise(state, policy, found)
     result = rewrite(mod, state, rule)
@@ -75,6 +86,15 @@ def _is_known(binding: relax.VarBinding, weights: MatmulWeights, state: Lowering
     if not fits:
         state.note(f"{binding.var.name} stays in {_HALF}: its {k}x{columns} matrix is no constant of ONNX matmuls")
     return fits
+
+
+def _has_scales(binding: relax.VarBinding, policy: PrecisionPolicy, state: LoweringState) -> bool:
+    bits, group = policy.weight_bits, policy.group_size
+    assert bits is not None
+    if holds_scales(array_of(binding.value.args[1]), bits, group or 0):
+        return True
+    state.note(f"{binding.var.name} stays in {_HALF}: its weights are so small that their scales have no {_HALF}")
+    return False
 
 
 class _Quantise:

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import helper
 
+from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
+from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.gemv.function import GemvFunction, recognise_gemv
-from tests.pipeline.passes.pass_cases import LLVM, small_model
+from tests.pipeline.passes.pass_cases import LLVM, make_onnx, run_lowered, run_reference, small_model
 
 HOPPER = resolve_target("cuda:sm_90a").target
 
@@ -121,3 +124,27 @@ def test_a_graph_in_half_precision_is_quantised_too() -> None:
     model = small_model("llama-tiny-decode", precision="fp16")
     module = lower(import_model(model), HOPPER, LoweringOptions(precision="w8a16"))
     assert module.quantised_nodes
+
+
+def product(weight: np.ndarray, node: str = "") -> OnnxModel:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name=node)]
+    rows, columns = weight.shape
+    return make_onnx(nodes, {"x": ("float", [2, rows])}, {"y": ("float", [2, columns])}, {"w": weight})
+
+
+def test_matmul_without_a_name_is_quantised() -> None:
+    weight = np.random.default_rng(0).standard_normal((64, 32)).astype("float32")
+    done = lower(import_model(product(weight)), LLVM, LoweringOptions(precision="w8a16"))
+    assert done.quantised_nodes == ("MatMul->y",)
+    x = {"x": np.ones((2, 64), "float32")}
+    quantised = with_quantised_weights(product(weight), done.quantised_nodes, 8, 128)
+    np.testing.assert_allclose(run_lowered(done, x)[0], run_reference(quantised, x)[0], rtol=0.05, atol=0.05)
+
+
+def test_weights_too_small_for_a_scale_in_half_stay_in_half(caplog: pytest.LogCaptureFixture) -> None:
+    weight = np.full((64, 32), 1e-6, "float32")
+    done = lower(import_model(product(weight, "tiny")), LLVM, LoweringOptions(precision="w4a16"))
+    assert done.quantised_nodes == ()
+    assert "w4a16 quantises no weight" in caplog.text
+    (got,) = run_lowered(done, {"x": np.ones((2, 64), "float32")})
+    np.testing.assert_allclose(got, np.full((2, 32), 64e-6), rtol=0.1)
