@@ -45,7 +45,17 @@ class TargetEntry:
 
 @dataclass(frozen=True)
 class PassEntry:
-    """One pass of the lowering, in order."""
+    """One pass of the lowering, in order.
+
+    Attributes
+    ----------
+    enabled
+        False where it was switched off, or left out because it failed.
+    notes
+        What it reports: what it found, what it left alone and why, where numbers differ from the graph's.
+    failure
+        Why it was left out; "" where it did not fail.
+    """
 
     phase: str
     name: str
@@ -53,6 +63,8 @@ class PassEntry:
     seconds: float
     bindings_removed: int
     constants_folded: int
+    notes: tuple[str, ...] = ()
+    failure: str = ""
 
 
 @dataclass(frozen=True)

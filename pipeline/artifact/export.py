@@ -156,7 +156,7 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
         ),
         precision=lowered.options.precision,
         passes=tuple(
-            PassEntry(r.phase, r.name, r.enabled, r.seconds, r.bindings_removed, r.constants_folded)
+            PassEntry(r.phase, r.name, r.enabled, r.seconds, r.bindings_removed, r.constants_folded, r.notes, r.failure)
             for r in lowered.reports
         ),
         kernels=tuple(_kernel_entry(compiled, choice) for choice in compiled.choices),

@@ -12,6 +12,12 @@ from tvm_ffi import structural_equal
 
 MAIN = "main"
 HALVES = ("float16", "bfloat16")
+# Operators whose result has one element for each element of their operands, broadcast.
+ELEMENTWISE = (
+    *("add", "subtract", "multiply", "divide", "power", "maximum", "minimum"),
+    *("negative", "abs", "exp", "log", "sqrt", "rsqrt", "square", "tanh", "sigmoid", "erf", "astype", "clip"),
+    *("nn.gelu", "nn.gelu_tanh", "nn.silu", "nn.relu", "nn.leakyrelu", "nn.softplus"),
+)
 
 
 def main_of(mod: tvm.ir.IRModule) -> relax.Function:

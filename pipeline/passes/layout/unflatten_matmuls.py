@@ -7,15 +7,9 @@ from tvm import relax
 from tvm_ffi import structural_equal
 
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import equal_axes, is_constant, is_op, same_shape, shape_of
+from relaxtune.pipeline.passes.kit.ir import ELEMENTWISE, equal_axes, is_constant, is_op, same_shape, shape_of
 from relaxtune.pipeline.passes.kit.rewrite import DONE, Done, Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
-
-_ELEMENTWISE = (
-    *("add", "subtract", "multiply", "divide", "power", "maximum", "minimum"),
-    *("negative", "abs", "exp", "log", "sqrt", "rsqrt", "square", "tanh", "sigmoid", "erf", "astype", "clip"),
-    *("nn.gelu", "nn.gelu_tanh", "nn.silu", "nn.relu", "nn.leakyrelu", "nn.softplus"),
-)
 
 
 def unflatten_matmuls(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -48,7 +42,7 @@ def _restored_axes(graph: Graph) -> dict[relax.Var, list[tvm.tirx.Expr]]:
             before, after = shape_of(value.args[0]), shape_of(value)
             if before and after and len(before) == 2 < len(after) and structural_equal(before[-1], after[-1]):
                 restored[value.args[0]] = after[:-1]
-        elif is_op(value, *_ELEMENTWISE) and binding.var in restored:
+        elif is_op(value, *ELEMENTWISE) and binding.var in restored:
             alike = [arg for arg in value.args if isinstance(arg, relax.Var) and same_shape(arg, binding.var)]
             restored |= dict.fromkeys(alike, restored[binding.var])
         elif is_op(value, "matmul") and binding.var in restored:
@@ -100,7 +94,7 @@ class _Unflatten:
                 return None
             self.count += 1
             return relax.op.matmul(self._wide[data], value.args[1], value.attrs.out_dtype)
-        if not is_op(value, *_ELEMENTWISE):
+        if not is_op(value, *ELEMENTWISE):
             return None
         args = [self._operand(new, arg, var) for arg in value.args]
         wides = [arg for arg in args if isinstance(arg, relax.Var)]
