@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -74,6 +74,11 @@ def is_numeric(element_type: int) -> bool:
     return element_type in set(helper.get_all_tensor_dtypes()) - {onnx.TensorProto.UNDEFINED}
 
 
+def shape_text(shape: Sequence[int | str]) -> str:
+    """Return `1x128`, or `batch, 128` where an axis has a name."""
+    return ("x" if all(isinstance(axis, int) for axis in shape) else ", ").join(map(str, shape))
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """Name, dtype (numpy's name) and shape of an input or output; a `str` axis is symbolic."""
@@ -88,8 +93,8 @@ class TensorSpec:
         return all(isinstance(axis, int) for axis in self.shape)
 
     def __str__(self) -> str:
-        """Return `name: dtype[1x128]`."""
-        return f"{self.name}: {self.dtype}[{'x'.join(str(axis) for axis in self.shape)}]"
+        """Return `name: dtype[1x128]`, with commas where an axis has a name."""
+        return f"{self.name}: {self.dtype}[{shape_text(self.shape)}]"
 
 
 @dataclass(frozen=True)

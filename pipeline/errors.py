@@ -9,7 +9,8 @@
     ├── ArtifactError                 exit 1   an artifact is missing, damaged, or built for another target
     ├── ValidationFailedError         exit 3   outputs differ from ONNX Runtime beyond tolerance
     ├── MeasuringBrokenError          exit 1   candidates cannot be built or measured any more
-    └── NothingMeasuredError          exit 4   a tuning run ended without one valid measurement
+    ├── NothingMeasuredError          exit 4   a tuning run ended without one valid measurement
+    └── InterruptedEarlyError         exit 130 a tuning run was interrupted before anything useful was kept
 
     relaxtune.models.errors.ModelError          exit 1   the model file or zoo name
     relaxtune.schedules.errors.ScheduleError    exit 1   target text, limits, templates
@@ -61,3 +62,9 @@ class NothingMeasuredError(PipelineError):
     """A tuning run ended and not one candidate was measured validly."""
 
     exit_code = 4
+
+
+class InterruptedEarlyError(PipelineError):
+    """A tuning run was interrupted before anything was measured; no artifact was written."""
+
+    exit_code = 130

@@ -28,7 +28,7 @@ from relaxtune.pipeline.choose.rerank import RerankReport, rerank
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.choose.stale import without_stale
 from relaxtune.pipeline.environment import target_key
-from relaxtune.pipeline.errors import NothingMeasuredError
+from relaxtune.pipeline.errors import InterruptedEarlyError, NothingMeasuredError
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.prepare import PreparedModel, stage
 from relaxtune.pipeline.tasks.task import TuningTask
@@ -63,6 +63,8 @@ def tune_prepared(
     ------
     NothingMeasuredError
         Not one candidate nor fallback was measured validly, and the database knew none; the failures are recorded.
+    InterruptedEarlyError
+        Ctrl-C or SIGTERM came before that.
     """
     model = measured_model(prepared)
     tuned = _tune_forms(prepared, model, tuning, database, progress)
@@ -197,16 +199,28 @@ def _tune(
             progress=progress,
             still_true=partial(without_stale, CandidateLookup(database, prepared.target, prepared.environment)),
         )
-        if not summary.interrupted:
-            require_valid(summary)
+        require_kept(summary)
     except NothingMeasuredError:
         database.finish_job(job.id, "nothing measured")
+        raise
+    except (KeyboardInterrupt, InterruptedEarlyError):
+        database.finish_job(job.id, "interrupted")
         raise
     except BaseException as error:
         database.finish_job(job.id, f"failed: {type(error).__name__}")
         raise
     database.finish_job(job.id, "interrupted" if summary.interrupted else "done")
     return job.id, summary
+
+
+def _require_something(summary: TuningSummary) -> None:
+    if not summary.interrupted:
+        require_valid(summary)
+    elif summary.tasks and all(task.after_us is None for task in summary.tasks):
+        raise InterruptedEarlyError(
+            "interrupted before anything was measured; no artifact was written. Run the same command again, or "
+            "`relaxtune compile`, which measures nothing"
+        )
 
 
 def choose_kernels(
@@ -242,3 +256,20 @@ def untuned_kernels(prepared: PreparedModel) -> tuple[KernelChoice, ...]:
 
 def _plain(options: TuningOptions) -> dict[str, object]:
     return {**dataclasses.asdict(options), "mode": options.mode.value, "routes": sorted(options.routes)}
+
+
+def require_kept(summary: TuningSummary) -> None:
+    """Check that a run left something to compile from.
+
+    Raises
+    ------
+    NothingMeasuredError, InterruptedEarlyError
+        It measured nothing valid; it was interrupted before that.
+    """
+    if not summary.interrupted:
+        require_valid(summary)
+    elif summary.tasks and all(task.after_us is None for task in summary.tasks):
+        raise InterruptedEarlyError(
+            "interrupted before anything was measured; no artifact was written. Run the same command again, or "
+            "`relaxtune compile`, which measures nothing"
+        )

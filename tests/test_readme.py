@@ -1,4 +1,4 @@
-"""What README shows is true: its commands exist with those options, its Python runs."""
+"""What README and the pages of docs/ show is true: commands and options exist, links lead to files, Python runs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,35 @@ import pytest
 from relaxtune.pipeline.cli.app import main
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^relaxtune .*$", README, flags=re.MULTILINE)
-TARGETS = re.findall(r"^make (\w[\w-]*)", README, flags=re.MULTILINE)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(language: str) -> list[tuple[str, str]]:
+    found = rf"^```{language}\n(.*?)^```"
+    return [
+        (page, block) for page, text in TEXTS.items() for block in re.findall(found, text, re.DOTALL | re.MULTILINE)
+    ]
 
 
-def test_readme_shows_commands() -> None:
-    assert len(COMMANDS) >= 8
+# Lines of shell blocks, and after the prompt of sessions; without a comment or what the output is piped to.
+LINES = [line for _, block in blocks("sh") for line in block.splitlines()]
+LINES += [line[2:] for _, block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
+COMMANDS = sorted({line.split(" | ")[0] for line in LINES if line.startswith("relaxtune ")})
+TARGETS = sorted({target for line in LINES for target in re.findall(r"^make (\w[\w-]*)", line)})
+
+
+def test_pages_show_commands() -> None:
+    assert len(COMMANDS) >= 20
     assert {"demo", "test"} <= set(TARGETS)
 
 
+def test_readme_fits_on_two_screens() -> None:
+    assert len(TEXTS["README.md"].splitlines()) <= 100
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command_of_the_readme_exists_with_its_options(command, capsys) -> None:
+def test_command_of_a_page_exists_with_its_options(command, capsys) -> None:
     words = shlex.split(command, comments=True)[1:]
     name = words[: 2 if words[0] == "db" else 1]
     with pytest.raises(SystemExit) as ended:
@@ -39,8 +52,39 @@ def test_command_of_the_readme_exists_with_its_options(command, capsys) -> None:
         assert option in shown, f"{' '.join(name)} has no option {option}"
 
 
+@pytest.mark.parametrize("page", TEXTS)
+def test_options_in_the_text_of_a_page_are_options_of_some_command(page, every_option) -> None:
+    text = re.sub(r"```.*?```", "", TEXTS[page], flags=re.DOTALL)
+    # `python -m ...`, `pytest ...` and `pip ...` have options of their own.
+    shown = [code for code in re.findall(r"`([^`\n]+)`", text) if not re.match(r"python |pytest|pip |make ", code)]
+    unknown = {option for code in shown for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)} - every_option
+    assert not unknown
+
+
+@pytest.fixture(scope="module")
+def every_option() -> set[str]:
+    from typer.main import get_command
+
+    from relaxtune.pipeline.cli.app import app
+
+    found = {"--help"}
+    todo = [get_command(app)]
+    while todo:
+        command = todo.pop()
+        todo += getattr(command, "commands", {}).values()
+        found |= {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    return found
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_of_a_page_lead_to_files(page) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", TEXTS[page]):
+        if "://" not in target:
+            assert ((ROOT / page).parent / target).exists(), target
+
+
 @pytest.mark.parametrize("target", TARGETS)
-def test_make_target_of_the_readme_exists(target) -> None:
+def test_make_target_of_a_page_exists(target) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
@@ -49,8 +93,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert commands == ["make test"]
 
 
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_python_of_the_readme_runs(number, tmp_path) -> None:
-    code = blocks("python")[number]
+@pytest.mark.parametrize(("page", "code"), blocks("python"), ids=[page for page, _ in blocks("python")])
+def test_python_of_a_page_runs(page, code, tmp_path) -> None:
     outcome = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr

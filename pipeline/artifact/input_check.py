@@ -55,4 +55,4 @@ def _shape_text(spec: TensorSpec, symbols: Mapping[str, tuple[int, str]]) -> str
     for axis in spec.shape:
         known = symbols.get(axis) if isinstance(axis, str) else None
         axes.append(f"{axis}={known[0]} (from {known[1]!r})" if known and known[1] != spec.name else str(axis))
-    return "x".join(axes) or "a scalar"
+    return ("x" if spec.is_static else ", ").join(axes) or "a scalar"

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    from relaxtune.pipeline.cli import app
-
+    try:
+        from relaxtune.pipeline.cli import app
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     app.main()

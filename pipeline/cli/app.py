@@ -6,6 +6,7 @@ usage errors answer at once.
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from typing import Annotated
@@ -90,8 +91,13 @@ def main(arguments: list[str] | None = None) -> None:
     # `--debug` and `--verbose` read the same before and after the command.
     leading = [flag for flag in ("--debug", "--verbose") if flag in arguments]
     rest = [argument for argument in arguments if argument not in leading]
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as clean as Ctrl-C
     try:
         app(args=[*leading, *rest], prog_name="relaxtune")
+    except SystemExit as ended:
+        if ended.code == EXIT_INTERRUPTED:  # Typer has taken the KeyboardInterrupt.
+            stderr_console().print("error: interrupted", style="bold red", markup=False)
+        raise
     except (Exception, KeyboardInterrupt) as error:
         if not isinstance(error, expected_errors()):
             raise
@@ -100,3 +106,5 @@ def main(arguments: list[str] | None = None) -> None:
         text = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
         stderr_console().print(f"error: {text}", style="bold red", markup=False, soft_wrap=True)
         sys.exit(exit_code_of(error))
+    finally:
+        signal.signal(signal.SIGTERM, before)

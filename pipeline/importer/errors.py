@@ -9,6 +9,7 @@ import onnx
 from onnx import helper
 
 from relaxtune.models import OnnxModel
+from relaxtune.models.spec import shape_text
 from relaxtune.pipeline.errors import ImportFailedError
 from relaxtune.pipeline.importer.nearest import nearest_supported, supported_operators
 from relaxtune.pipeline.importer.normalise import NormalisedGraph
@@ -126,4 +127,4 @@ def _dtype(elem_type: int) -> str:
 
 
 def _shape(sizes: list[int] | list[int | str]) -> str:
-    return f"[{'x'.join(str(size) for size in sizes)}]"
+    return f"[{shape_text(sizes)}]"

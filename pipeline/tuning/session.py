@@ -100,9 +100,9 @@ def tune(
 
     Notes
     -----
-    Ctrl-C ends the run at the next opportunity, within a second unless MetaSchedule is searching: what is finished is
-    recorded, and the summary says `interrupted`. A second Ctrl-C raises KeyboardInterrupt. The processes started here
-    end before this returns or raises.
+    Ctrl-C or SIGTERM ends the run at the next opportunity, within a second unless MetaSchedule is searching: what is
+    finished is recorded, and the summary says `interrupted`. A second Ctrl-C raises KeyboardInterrupt.
+    The processes started here end before this returns or raises.
 
     Raises
     ------
@@ -251,6 +251,8 @@ class _Session:
             if self.options.finals and evaluator.backend.capabilities.compares:
                 hold_finals(self._states, evaluator.backend, self._recorder, self.stop, rounds=self.options.finals)
         except KeyboardInterrupt:
+            if self.stop.asked:
+                raise
             self.stop.request()
             self._interrupted = True
         finally:

@@ -23,6 +23,9 @@ from relaxtune.pipeline.validate.tolerances import Tolerance
 # Of a kernel, what can differ between two builds.
 _KERNEL_FIELDS = ("route", "record_id", "decision_sha256", "kernel_hash", "onnx_nodes", "calls")
 
+# Kernels that the table of a comparison names.
+_ROWS_SHOWN = 20
+
 
 @dataclass(frozen=True)
 class OutputDrift:
@@ -190,18 +193,38 @@ def render(comparison: Comparison) -> list[Table]:
         drift.add_row(
             Text(output.name), " -> ".join(dict.fromkeys(output.dtypes)), f"{output.identical:.2%}",
             *(f"{number:.3g}" for number in numbers), ulps, _optional(output.cosine),
-            _optional(output.argmax_agreement), "ok" if output.passed else output.reason,
+            _optional(output.argmax_agreement), _result(output, comparison.asked),
         )  # fmt: skip
     tables = [drift]
     for title, found in (("kernels that differ", comparison.kernels), ("builds", comparison.builds)):
         if found:
-            table = Table(title=title)
-            for column in ("what", "field", "first", "second"):
-                table.add_column(column, overflow="fold")
-            for one in found:
-                table.add_row(*(Text(cell) for cell in (one.subject, one.field, one.a, one.b)))
-            tables.append(table)
+            tables.append(_differences(title, found))
     return tables
+
+
+def _result(output: OutputDrift, asked: str) -> str:
+    """Return the verdict where something was asked for, else only whether there is a difference."""
+    if not asked:
+        return "same bits" if output.identical == 1.0 else "differs"
+    return "ok" if output.passed else output.reason
+
+
+def _differences(title: str, found: Sequence[Difference]) -> Table:
+    """Return one row for each kernel or part of a build, the first of many; the JSON has all with their values."""
+    subjects: dict[str, list[Difference]] = {}
+    for one in found:
+        subjects.setdefault(one.subject, []).append(one)
+    table = Table(title=title)
+    for column in ("what", "differs in"):
+        table.add_column(column, overflow="fold")
+    for subject, differences in list(subjects.items())[:_ROWS_SHOWN]:
+        # A hash says nothing to a reader but that it is another.
+        told = (one.field if "hash" in one.field or "sha256" in one.field else f"{one.field}: {one.a} -> {one.b}"
+                for one in differences)  # fmt: skip
+        table.add_row(Text(subject), Text("; ".join(told)))
+    if len(subjects) > _ROWS_SHOWN:
+        table.add_row("", f"and {len(subjects) - _ROWS_SHOWN} more; --format json lists all")
+    return table
 
 
 def ulps_apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -43,11 +43,10 @@ class StopSignal:
 
 @contextlib.contextmanager
 def ctrl_c_requests(stop: StopSignal) -> Iterator[None]:
-    """Let the first Ctrl-C ask for the end and the second raise; only the main thread may change that."""
+    """Let the first Ctrl-C or SIGTERM ask for the end and the second raise; only the main thread may change that."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.getsignal(signal.SIGINT)
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.asked:
@@ -55,8 +54,9 @@ def ctrl_c_requests(stop: StopSignal) -> Iterator[None]:
         logger.warning("stopping: what is finished is kept; press Ctrl-C again to stop at once")
         stop.request()
 
-    signal.signal(signal.SIGINT, handle)
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +9,19 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import PipelineError, ValidationFailedError
-from relaxtune.pipeline.validate.comparison import Comparison, compare_manifests, compare_outputs, render, ulps_apart
+from relaxtune.pipeline.validate.comparison import (
+    Comparison,
+    Difference,
+    compare_manifests,
+    compare_outputs,
+    render,
+    ulps_apart,
+)
 from relaxtune.pipeline.validate.tolerances import Tolerance
 
 
@@ -133,3 +142,36 @@ def test_manifests_differ_in_kernels_passes_and_versions(artifact: Path) -> None
     assert titles[1:] == ["kernels that differ", "builds"]
     _, shorter = compare_manifests(a, replace(a, passes=a.passes[1:]))
     assert shorter[0].a == a.passes[0].name
+
+
+def test_table_of_differences_is_short_and_shows_no_hashes() -> None:
+    digest = "ab12" * 16
+    kernels = [
+        Difference(f"matmul{number}", field, a, b)
+        for number in range(100)
+        for field, a, b in (("kernel_hash", digest, "0" * 64), ("route", "template", "fallback"))
+    ]
+    console = Console(width=160, record=True, file=io.StringIO())
+    for table in render(Comparison("a", "b", (), tuple(kernels), ())):
+        console.print(table)
+    shown = console.export_text()
+    assert digest not in shown
+    assert "kernel_hash; route: template -> fallback" in shown
+    assert "and 80 more; --format json lists all" in shown
+    assert len(shown.splitlines()) < 40
+
+
+def test_difference_is_called_ok_only_where_something_was_asked_for() -> None:
+    first = {"y": np.array([1.0, 0.0], np.float32)}
+    second = {"y": np.array([1.0, 0.13], np.float32)}  # their cosine is 0.991
+
+    def verdict(**asked: object) -> str:
+        drift = compare_outputs([first], [second], **asked)
+        table = render(Comparison("a", "b", drift, asked="something" if asked else ""))[0]
+        return next(iter(table.columns[-1].cells))
+
+    assert verdict() == "differs"
+    assert verdict(tolerance=Tolerance(0.0, 1.0)) == "ok"
+    assert "elements have other bits" in verdict(exact=True)
+    same = render(Comparison("a", "b", compare_outputs([first], [first])))[0]
+    assert list(same.columns[-1].cells) == ["same bits"]
