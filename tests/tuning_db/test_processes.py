@@ -39,6 +39,7 @@ print("done", flush=True)
 
 READER = """
 import sys
+from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import *
 from relaxtune.tuning_db.store import SqlDatabase
 url = sys.argv[1]
