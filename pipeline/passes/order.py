@@ -12,11 +12,11 @@ from tvm.relax import transform as relax_pass
 
 from relaxtune.pipeline.passes.attention.append_caches import append_caches
 from relaxtune.pipeline.passes.attention.append_in_attention import append_in_attention
-from relaxtune.pipeline.passes.attention.nan_guard import remove_nan_guards
-from relaxtune.pipeline.passes.attention.recognise import recognise_attention
+from relaxtune.pipeline.passes.attention.recognise_attention import recognise_attention
 from relaxtune.pipeline.passes.attention.recognise_rotary import recognise_rotary
+from relaxtune.pipeline.passes.attention.remove_nan_guards import remove_nan_guards
 from relaxtune.pipeline.passes.attention.rotate_in_matmul import rotate_in_matmul
-from relaxtune.pipeline.passes.fuse import fuse_operations
+from relaxtune.pipeline.passes.fuse_operations import fuse_operations
 from relaxtune.pipeline.passes.keep_sizes_apart import keep_sizes_apart
 from relaxtune.pipeline.passes.kit.step import Phase, Step, stock
 from relaxtune.pipeline.passes.layout.combine_matmuls import combine_matmuls
@@ -24,17 +24,17 @@ from relaxtune.pipeline.passes.layout.gather_rows import gather_rows
 from relaxtune.pipeline.passes.layout.interleave_gates import interleave_gates
 from relaxtune.pipeline.passes.layout.patches_to_matmul import patches_to_matmul
 from relaxtune.pipeline.passes.layout.simplify_views import simplify_views
-from relaxtune.pipeline.passes.layout.transposed_matmul import write_matmuls_transposed
 from relaxtune.pipeline.passes.layout.unflatten_matmuls import unflatten_matmuls
-from relaxtune.pipeline.passes.legalise import legalise_operators
-from relaxtune.pipeline.passes.merge_common import merge_common_subexpressions
+from relaxtune.pipeline.passes.layout.write_matmuls_transposed import write_matmuls_transposed
+from relaxtune.pipeline.passes.legalise_operators import legalise_operators
+from relaxtune.pipeline.passes.merge_common_subexpressions import merge_common_subexpressions
 from relaxtune.pipeline.passes.name_bindings import name_bindings
 from relaxtune.pipeline.passes.norms.fuse_norms import fuse_norms
 from relaxtune.pipeline.passes.norms.norms_of_half import norms_of_half
 from relaxtune.pipeline.passes.norms.recognise_norms import recognise_norms
 from relaxtune.pipeline.passes.norms.widen_norms import widen_norms
-from relaxtune.pipeline.passes.precision.accumulate import accumulate_in_float32
-from relaxtune.pipeline.passes.precision.half_precision import compute_in_half_precision
+from relaxtune.pipeline.passes.precision.accumulate_in_float32 import accumulate_in_float32
+from relaxtune.pipeline.passes.precision.compute_in_half_precision import compute_in_half_precision
 from relaxtune.pipeline.passes.precision.integer_matmuls import integer_matmuls
 from relaxtune.pipeline.passes.precision.mark_tf32 import mark_tf32
 from relaxtune.pipeline.passes.precision.round_to_tf32 import round_to_tf32

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax, te, tirx
 
-from relaxtune.pipeline.passes.attention.layout import readings_of
+from relaxtune.pipeline.passes.attention.head_layout import readings_of
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import called_function, dtype_of, is_op, static_shape
 from relaxtune.pipeline.passes.kit.rewrite import DONE, OPAQUE, Done, Rewriter, replace_found

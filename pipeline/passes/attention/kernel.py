@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import tvm
 from tvm import tirx
 
-from relaxtune.pipeline.passes.attention.layout import Strides
-from relaxtune.pipeline.passes.attention.mask_operands import Masking
-from relaxtune.pipeline.passes.attention.match import Attention, Heads
+from relaxtune.pipeline.passes.attention.find_attention import Attention, Heads
+from relaxtune.pipeline.passes.attention.head_layout import Strides
+from relaxtune.pipeline.passes.attention.kernel_mask import Masking
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError
 from relaxtune.pipeline.passes.kit.ir import dtype_of, static_shape
 from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, ScoreBias

@@ -8,7 +8,7 @@ from typing import Literal
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.passes.attention.mask_parts import MASKED
+from relaxtune.pipeline.passes.attention.read_mask import MASKED
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import either_way, is_op, number_of, numbers_beside, static_shape
 

@@ -24,7 +24,7 @@ from relaxtune.pipeline.passes.kit.ir import (
 )
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.norms.norm_kernels import NormKernel, find_norm
+from relaxtune.pipeline.passes.norms.find_norm_kernels import NormKernel, find_norm
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
 from relaxtune.schedules.tir.expressions import UnsupportedExpressionError

@@ -289,3 +289,11 @@ def test_kernels_name_every_node_when_equal_operations_of_symbolic_size_are_grou
     assert all(call.onnx_nodes for calls in lowered.kernels.values() for call in calls)
     assert {"node_distance", "node_rows", "node_columns", "node_cast", "node_difference", "node_shifted"} <= set(named)
     assert len(named) == len(set(named))
+
+
+def test_each_pass_lies_in_the_file_of_its_name() -> None:
+    for step in lowering_steps():
+        *_, file = step.run.__module__.split(".")
+        if file != "step":  # TVM's own
+            assert step.run.__name__ == file
+            assert step.name in (file, "fold_legalised_constants")

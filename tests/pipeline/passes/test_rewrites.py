@@ -6,11 +6,11 @@ from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, dtype_of, main_of
 from relaxtune.pipeline.passes.layout.simplify_views import simplify_views
-from relaxtune.pipeline.passes.layout.transposed_matmul import write_matmuls_transposed
-from relaxtune.pipeline.passes.merge_common import merge_common_subexpressions
+from relaxtune.pipeline.passes.layout.write_matmuls_transposed import write_matmuls_transposed
+from relaxtune.pipeline.passes.merge_common_subexpressions import merge_common_subexpressions
 from relaxtune.pipeline.passes.name_bindings import name_bindings
-from relaxtune.pipeline.passes.precision.accumulate import accumulate_in_float32
-from relaxtune.pipeline.passes.precision.half_precision import compute_in_half_precision
+from relaxtune.pipeline.passes.precision.accumulate_in_float32 import accumulate_in_float32
+from relaxtune.pipeline.passes.precision.compute_in_half_precision import compute_in_half_precision
 from relaxtune.pipeline.passes.weights import fold_constants as fold_module
 from relaxtune.pipeline.passes.weights.fold_constants import fold_constants
 from tests.pipeline.passes.pass_cases import assert_agrees, graph_of, operators_of, run_module, state_of

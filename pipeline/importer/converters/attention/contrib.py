@@ -1,6 +1,6 @@
 """Attention as one operator of ONNX Runtime: Attention, MultiHeadAttention and GroupQueryAttention.
 
-Each becomes plain matmuls and a softmax; `pipeline.passes.attention.recognise` makes one kernel of them where it can.
+Each becomes plain matmuls and a softmax; `passes.attention.recognise_attention` makes one kernel of them where it can.
 Formulas and layouts: ONNX Runtime, docs/ContribOperators.md.
 
 Notation: B batch, S queries, T keys, P cached keys, N heads, K key heads, H head size.

@@ -1,6 +1,6 @@
 """ONNX's own Attention (opset 23 on): masks, windows, caches inside and outside of it, and the scores as an output.
 
-It becomes plain matmuls and a softmax; `pipeline.passes.attention.recognise` makes one kernel of them where it can.
+It becomes plain matmuls and a softmax; `passes.attention.recognise_attention` makes one kernel of them where it can.
 Formulas: ONNX, Operators.md (Attention, opsets 23 to 25). Notation as in `attention`.
 """
 

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, lower
-from relaxtune.pipeline.passes.precision.accumulate import BFLOAT16_NOTE
+from relaxtune.pipeline.passes.precision.accumulate_in_float32 import BFLOAT16_NOTE
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.passes.pass_cases import make_onnx, run_lowered

@@ -10,9 +10,9 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.passes.attention.layout import readings_of
-from relaxtune.pipeline.passes.attention.mask_parts import Condition, Mask, MaskReader
-from relaxtune.pipeline.passes.attention.match import Attention
+from relaxtune.pipeline.passes.attention.find_attention import Attention
+from relaxtune.pipeline.passes.attention.head_layout import readings_of
+from relaxtune.pipeline.passes.attention.read_mask import Condition, Mask, MaskReader
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError, ScoreStep
 from relaxtune.pipeline.passes.attention.strided_view import StridedView, merged, regrouped, whole
 from relaxtune.pipeline.passes.kit.graph import Graph

@@ -6,7 +6,7 @@ import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.trace_kernels import name_fused, record_unfused
+from relaxtune.pipeline.passes.onnx_nodes_of_kernels import name_fused, record_unfused
 
 
 def fuse_operations(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:

@@ -16,7 +16,7 @@ from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is
 from relaxtune.pipeline.passes.kit.rewrite import DONE, Done, Rewriter, written_by
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.norms.norms_of_half import norm_of_half
-from relaxtune.pipeline.passes.precision.accumulate import contraction_in_float32
+from relaxtune.pipeline.passes.precision.accumulate_in_float32 import contraction_in_float32
 
 _CONTRACTIONS = ("matmul", "nn.conv1d", "nn.conv2d")
 # Rounding goes through these unchanged, so it is done before them, where it joins the kernel of the producer.

@@ -7,7 +7,7 @@ import pytest
 from tvm import relax
 
 from relaxtune.pipeline.importer.graph import ImportedGraph
-from relaxtune.pipeline.passes.attention.nan_guard import remove_nan_guards
+from relaxtune.pipeline.passes.attention.remove_nan_guards import remove_nan_guards
 from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, graph_of, operators_of, run_module, state_of
 
 MIN32 = float(np.finfo(np.float32).min)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.passes.attention.layout import (
+from relaxtune.pipeline.passes.attention.head_layout import (
     Planes,
     Reading,
     Strides,
@@ -20,7 +20,7 @@ from relaxtune.pipeline.passes.attention.layout import (
     readings_of,
     strides_of,
 )
-from relaxtune.pipeline.passes.attention.nan_guard import guarded_by
+from relaxtune.pipeline.passes.attention.remove_nan_guards import guarded_by
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError, Scores, ScoreStep, scores_of
 from relaxtune.pipeline.passes.attention.strided_view import is_view
 from relaxtune.pipeline.passes.kit.graph import Graph
