@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import tvm
@@ -33,11 +34,32 @@ def lower(graph: ImportedGraph, target: tvm.target.Target, options: LoweringOpti
         An unknown precision or pass name, or a pass that must not be switched off.
     LoweringError
         A pass failed that the graph, or the precision asked for, cannot do without; the message names it. Any other
-        pass that fails is logged and left out.
+        pass that fails is logged and left out; where a needed pass fails, all optional ones are, before this is raised.
     """
     options = options or LoweringOptions()
     steps = lowering_steps()
     _check(options, steps, graph)
+    helpful = {step.name for step in steps if not step.required and not step.makes_precision} - options.disabled_passes
+    try:
+        return _lower(graph, target, options, steps)
+    except LoweringError as e:
+        if END_AT_FAILED_PASS or not helpful:
+            raise
+        plain = replace(options, disabled_passes=options.disabled_passes | helpful)
+        try:
+            lowered = _lower(graph, target, plain, steps)
+        except LoweringError:
+            raise e from e.__cause__
+        _LOG.warning(
+            "%s. An optional pass made what it cannot take: the compile goes on without all of them, and kernels are "
+            "slower", e,
+        )  # fmt: skip
+        return lowered
+
+
+def _lower(
+    graph: ImportedGraph, target: tvm.target.Target, options: LoweringOptions, steps: tuple[Step, ...]
+) -> LoweredModule:
     state = LoweringState(graph=graph, target=target, options=options)
     mod = graph.mod
     reports: list[PassReport] = []

@@ -246,6 +246,36 @@ def test_lower_ends_when_a_pass_fails_that_is_needed(
         lower(graph_of_zoo("t5-tiny"), LLVM, LoweringOptions(precision="w8a16"))
 
 
+def test_lower_goes_on_without_optional_passes_when_one_makes_what_a_needed_pass_refuses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoil(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+        state.sources.clear()
+        return mod
+
+    def refuse(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+        if not state.sources:
+            raise ValueError("no sources")
+        return mod
+
+    _with_failing(monkeypatch, Step(Phase.PATTERNS, "spoiling_pass", spoil), strict=False)
+    module = sys.modules["relaxtune.pipeline.passes.lower"]
+    steps = [*module.lowering_steps()]
+    place = next(place for place, one in enumerate(steps) if one.name == "spoiling_pass") + 1
+    needed = Step(Phase.LEGALISE, "needed_pass", refuse, "nothing runs without it")
+    monkeypatch.setattr(module, "lowering_steps", lambda: (*steps[:place], needed, *steps[place:]))
+    feeds = feeds_of(model_of("t5-tiny"))
+    lowered = lower(graph_of_zoo("t5-tiny"), LLVM)
+    assert_agrees(run_lowered(lowered, feeds), run_reference(model_of("t5-tiny"), feeds), FP32_TOLERANCE)
+    kept = {one.name for one in steps if one.required or one.makes_precision} | {"needed_pass"}
+    assert {report.name for report in lowered.reports if report.enabled} == kept
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "pass 'needed_pass'" in warning
+    monkeypatch.setattr(module, "END_AT_FAILED_PASS", True)
+    with pytest.raises(LoweringError, match="needed_pass"):
+        lower(graph_of_zoo("t5-tiny"), LLVM)
+
+
 def test_precision_passes_are_those_that_make_the_precision() -> None:
     expected = {"integer_matmuls", "compute_in_half_precision", "round_to_tf32", "quantise_weights"}
     assert {step.name for step in lowering_steps() if step.makes_precision} == expected
