@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,7 @@ from tvm import s_tir
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
-from relaxtune.pipeline.artifact.export import versions, write_artifact
+from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.choose.selection import select_kernels, tasks_without_record
@@ -246,11 +245,3 @@ def test_a_failed_link_says_what_it_needs(
     with pytest.raises(LoweringError, match=r"linking model\.so failed: .* It needs a C\+\+ compiler"):
         write_artifact(compiled, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_versions_say_when_the_package_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr("relaxtune.pipeline.artifact.export.importlib.metadata.version", missing)
-    assert versions()["relaxtune"] == "unknown (not installed)"

@@ -14,6 +14,7 @@ from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.codegen.kernel_hash import made_hash
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.passes.module import LoweredModule
@@ -30,6 +31,7 @@ from relaxtune.pipeline.report.plot import roofline, shares
 from relaxtune.pipeline.report.profile import Profile, profile_artifact
 from relaxtune.pipeline.report.report import report_artifact, report_database
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import JobTask, Route, Status, TuningRecord, Workload
@@ -57,6 +59,7 @@ def database(
             TuningRecord(
                 workload.workload_hash, workload.signature_key, target, environment, Route.FALLBACK, "{}", Status.OK,
                 (10.0 + index,), registers=40 + index, smem_bytes=1024, spill_bytes=0, job_id=job.id,
+                kernel_hash=made_hash(apply_fallback(task.mod, llvm_target.target)["main"], llvm_target.target),
             )
         )  # fmt: skip
     opened.record_all(workloads=workloads, records=records)

@@ -112,7 +112,7 @@ def test_tiles_wider_than_an_instruction_of_integers_are_two() -> None:
     assert plan(INTEGERS, replace(SMALL, block_n=256)).columns == 128
     refused = plan(INTEGERS, replace(SMALL, block_n=240))
     assert isinstance(refused, Refusal)
-    assert "block_n is 240, of which neither all nor half is an N of wgmma for int8" in refused.reason
+    assert "block_n is 240, but neither all nor half of it is an N of wgmma for int8" in refused.reason
 
 
 def test_exact_sums_of_float8_take_twice_the_registers() -> None:
