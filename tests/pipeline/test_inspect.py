@@ -143,3 +143,20 @@ def test_the_command_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_nearest_supported_thing(domain: str, operator: str, reason: str, nearest: str) -> None:
     node = helper.make_node(operator, ["x"], ["y"], domain=domain)
     assert nearest_supported(node, reason).startswith(nearest)
+
+
+def test_relations_between_axes_are_listed(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Concat", ["old", "new"], ["both"], axis=0),
+        helper.make_node("Add", ["both", "mask"], ["y"]),
+    ]
+    inputs = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, (f"{name}_rows", 4)) for name in ("old", "new", "mask")
+    ]
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, ("rows", 4))
+    proto = helper.make_model(
+        helper.make_graph(nodes, "case", inputs, [output]), opset_imports=[helper.make_opsetid("", 18)], ir_version=9
+    )
+    onnx.save(proto, tmp_path / "case.onnx")
+    found = inspect_model(ModelRequest(tmp_path / "case.onnx", target="llvm"))
+    assert found.relations == ("mask_rows (mask[0]) = new_rows + old_rows",)
