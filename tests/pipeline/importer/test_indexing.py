@@ -98,3 +98,21 @@ def test_product_of_two_vectors_is_a_scalar() -> None:
     spec = {"x": ("float32", (5,)), "z": ("float32", (5,))}
     model = make_model([helper.make_node("MatMul", ["x", "z"], ["y"])], spec, {"y": ("float32", ())})
     assert_agrees(model, {"x": floats(5), "z": floats(5)})
+
+
+def test_free_size_of_a_reshape_is_no_quotient_of_sums() -> None:
+    nodes = [
+        helper.make_node("Concat", ["past", "new"], ["keys"], axis=1),
+        helper.make_node("Shape", ["keys"], ["length"], start=1, end=2),
+        helper.make_node("Concat", ["free", "length", "width"], ["shape"], axis=0),
+        helper.make_node("Transpose", ["keys"], ["turned"], perm=[0, 2, 1, 3]),
+        helper.make_node("Reshape", ["turned", "shape"], ["y"]),
+    ]
+    model = make_model(
+        nodes,
+        {"past": ("float32", ("b", "p", 4, 8)), "new": ("float32", ("b", "s", 4, 8))},
+        {"y": ("float32", ("rows", "keys", 8))},
+        {"free": np.array([-1]), "width": np.array([8])},
+    )
+    graph = assert_agrees(model, {"past": floats(2, 3, 4, 8), "new": floats(2, 1, 4, 8)})
+    assert "//" not in str(graph.mod["main"].ret_ty)

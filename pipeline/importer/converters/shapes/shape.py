@@ -75,8 +75,7 @@ def convert_reshape(node: ConverterInput) -> tvm.ir.Expr | None:
         new = [old[i] if isinstance(size, int) and size == 0 else size for i, size in enumerate(new)]
     rest = [i for i, size in enumerate(new) if isinstance(size, int) and size == -1]
     if rest:
-        known = _product([size for size in new if not (isinstance(size, int) and size == -1)])
-        new[rest[0]] = simplify(tirx.floordiv(_product(old), known))
+        new[rest[0]] = _what_is_left(old, [size for place, size in enumerate(new) if place != rest[0]])
     return relax.op.reshape(data, relax.ShapeExpr(new))
 
 
@@ -198,6 +197,25 @@ def _bound(value: tvm.ir.Expr | int, size: tvm.ir.Expr) -> tvm.ir.Expr | int:
     if value >= _TO_THE_END:
         return size
     return simplify(size + value) if value < 0 else value
+
+
+def _what_is_left(sizes: list[tvm.ir.Expr | int], known: list[tvm.ir.Expr | int]) -> tvm.ir.Expr | int:
+    """Return the product of sizes divided by that of others, equal sizes taken out first.
+
+    TVM does not see that `batch * (past + new) // (past + new)` is `batch`, and its code generator fails on the rest.
+    """
+    above, below = list(sizes), []
+    for size in known:
+        same = next((place for place, one in enumerate(above) if _is_zero(simplify(one - size))), None)
+        if same is None:
+            below.append(size)
+        else:
+            del above[same]
+    return simplify(tirx.floordiv(_product(above), _product(below)))
+
+
+def _is_zero(size: tvm.ir.Expr | int) -> bool:
+    return isinstance(size, int) and size == 0
 
 
 def _product(sizes: list[tvm.ir.Expr | int]) -> tvm.ir.Expr:
