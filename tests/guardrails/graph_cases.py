@@ -92,7 +92,7 @@ def divide(d: Drawing) -> None:
 def where(d: Drawing) -> None:
     x, shape = d.pick()
     condition = d.node(str(d.choice("Less", "Greater", "LessOrEqual")), x, d.floats(*d.broadcastable(shape)))
-    filled = d.constant(np.float32(d.choice(0.0, -1e4, -np.inf, 1.0)).reshape((1,) * int(d.rng.integers(2))))
+    filled = d.constant(np.float32(d.choice(0.0, -1e4, 1.0)).reshape((1,) * int(d.rng.integers(2))))
     d.keep(d.node("Where", condition, x, filled), shape)
 
 
