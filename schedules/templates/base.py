@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from tvm.tirx import PrimFunc
@@ -22,6 +22,8 @@ from relaxtune.schedules.targets.capabilities import lowest_with
 ParameterValue = int | bool | str
 # In the metadata of a field.
 _ADDED = "added"
+# The field of parameters that asks for dependent launch.
+_DEPENDENT = "dependent"
 
 
 class TemplateError(ScheduleError):
@@ -105,7 +107,8 @@ Own = TypeVar("Own", bound=Parameters)
 class KernelTemplate(ABC, Generic[Found, Own]):
     """A `Template` of three parts: what it recognises in a function, what it proposes for that, how it makes a kernel.
 
-    `parameters` is the class of its parameters.
+    `parameters` is the class of its parameters. Where they have a field `dependent`, candidates for a target without
+    dependent launch have it unset, and `apply` refuses those that have it set.
     """
 
     parameters: type[Own]
@@ -130,7 +133,11 @@ class KernelTemplate(ABC, Generic[Found, Own]):
     def candidates(self, func: PrimFunc, target: ResolvedTarget) -> Sequence[Own] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
         found = self.recognise(func, target)
-        return found if isinstance(found, Refusal) else self.propose(func, found, target)
+        proposed = found if isinstance(found, Refusal) else self.propose(func, found, target)
+        if isinstance(proposed, Refusal) or Feature.DEPENDENT_LAUNCH in target.features:
+            return proposed
+        independent: dict[str, Any] = {_DEPENDENT: False}
+        return [replace(one, **independent) if _is_dependent(one) else one for one in proposed]
 
     def apply(self, func: PrimFunc, target: ResolvedTarget, parameters: Parameters) -> PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made.
@@ -143,6 +150,8 @@ class KernelTemplate(ABC, Generic[Found, Own]):
         if not isinstance(parameters, self.parameters):
             raise TemplateError(f"template {self.name} got {parameters!r}; expected {self.parameters.__name__}.")
         found = self.recognise(func, target)
+        if not isinstance(found, Refusal) and _is_dependent(parameters):
+            found = refuse_target(target, Feature.DEPENDENT_LAUNCH) or found
         return found if isinstance(found, Refusal) else self.make(func, found, target, parameters)
 
     def parse(self, decision: str) -> Own:
@@ -179,9 +188,9 @@ def refuse_target(target: ResolvedTarget, *features: Feature) -> Refusal | None:
     return Refusal(f"the target is {target.kind} {target.arch}, expected cuda{needed}")
 
 
-def refuse_dependent(dependent: bool, target: ResolvedTarget) -> Refusal | None:
-    """Return why a kernel may not start before the one before it has ended, None where it may or does not."""
-    return refuse_target(target, Feature.DEPENDENT_LAUNCH) if dependent else None
+def _is_dependent(parameters: Parameters) -> bool:
+    """Whether the kernel may start before the one before it has ended."""
+    return bool(getattr(parameters, _DEPENDENT, False))
 
 
 def template_of(decision: str) -> str:

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.targets import Feature, ResolvedTarget
-from relaxtune.schedules.templates.base import cuda_limits, refuse_dependent
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.base import cuda_limits
 from relaxtune.schedules.templates.gemv.function import GemvFunction
 from relaxtune.schedules.templates.gemv.plan import TILE
 from relaxtune.schedules.templates.gemv.stream_kernel import build_gemv_stream_kernel
@@ -62,12 +62,12 @@ class GemvStream(GemvTemplate[GemvStreamParameters]):
         self, func: tirx.PrimFunc, found: GemvFunction, target: ResolvedTarget
     ) -> Sequence[GemvStreamParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
-        limits, dependent = cuda_limits(target), Feature.DEPENDENT_LAUNCH in target.features
+        limits = cuda_limits(target)
         refusal = Refusal(f"K is {found.matmul.k}, too short for {_FEW_WARPS} warps to share")
         proposed: list[GemvStreamParameters] = []
         for tiles, warps, depth, resident, early, collected in _SHARES:
             blocks = min(math.ceil(found.matmul.n / (TILE * tiles)), limits.likely_sm_count * resident)
-            parameters = GemvStreamParameters(tiles, warps, depth, blocks, dependent, early, collected)
+            parameters = GemvStreamParameters(tiles, warps, depth, blocks, True, early, collected)
             plan = make_stream_plan(found, parameters, limits)
             if isinstance(plan, Refusal):
                 refusal = plan
@@ -79,8 +79,7 @@ class GemvStream(GemvTemplate[GemvStreamParameters]):
         self, func: tirx.PrimFunc, found: GemvFunction, target: ResolvedTarget, parameters: GemvStreamParameters
     ) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
-        refusal = refuse_dependent(parameters.dependent, target)
-        plan = refusal or make_stream_plan(found, parameters, cuda_limits(target))
+        plan = make_stream_plan(found, parameters, cuda_limits(target))
         return plan if isinstance(plan, Refusal) else build_gemv_stream_kernel(func, found, plan)
 
 

@@ -31,7 +31,7 @@ from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import Feature, ResolvedTarget
-from relaxtune.schedules.templates.base import KernelTemplate, Own, cuda_limits, refuse_dependent, refuse_target
+from relaxtune.schedules.templates.base import KernelTemplate, Own, cuda_limits, refuse_target
 from relaxtune.schedules.templates.emit.kernel_frame import tensor_bytes
 from relaxtune.schedules.templates.gemv.function import GemvFunction, recognise_gemv
 from relaxtune.schedules.templates.gemv.kernel import build_gemv_kernel
@@ -70,7 +70,7 @@ class Gemv(GemvTemplate[GemvParameters]):
         limits, moved = cuda_limits(target), tensor_bytes(func)
         plans = [
             plan
-            for p in _proposals(Feature.DEPENDENT_LAUNCH in target.features)
+            for p in _proposals()
             if isinstance(plan := make_plan(found, p, limits), GemvPlan) and _is_sensible(plan)
         ]
         plans.sort(key=lambda plan: _predicted_us(found, plan, moved, limits.likely_sm_count))
@@ -81,7 +81,7 @@ class Gemv(GemvTemplate[GemvParameters]):
         self, func: tirx.PrimFunc, found: GemvFunction, target: ResolvedTarget, parameters: GemvParameters
     ) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
-        plan = refuse_dependent(parameters.dependent, target) or make_plan(found, parameters, cuda_limits(target))
+        plan = make_plan(found, parameters, cuda_limits(target))
         return plan if isinstance(plan, Refusal) else build_gemv_kernel(func, found, plan)
 
 
@@ -108,12 +108,12 @@ def _recognise(func: tirx.PrimFunc) -> GemvFunction | Refusal:
     return function
 
 
-def _proposals(dependent: bool) -> Iterator[GemvParameters]:
+def _proposals() -> Iterator[GemvParameters]:
     for tiles in (1, 2):
         for warps in (1, 2, 4, 8, 16):
             for unroll in (1, 2, 4, 8):
                 for staged in (True, False):
-                    yield GemvParameters(tiles, warps, unroll, staged, dependent)
+                    yield GemvParameters(tiles, warps, unroll, staged, dependent=True)
 
 
 def _is_sensible(plan: GemvPlan) -> bool:

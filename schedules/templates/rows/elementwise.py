@@ -27,8 +27,8 @@ from typing import ClassVar
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.targets import Feature, ResolvedTarget
-from relaxtune.schedules.templates.base import KernelTemplate, Parameters, cuda_limits, refuse_dependent, refuse_target
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.base import KernelTemplate, Parameters, cuda_limits, refuse_target
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Access, Accesses
 from relaxtune.schedules.templates.emit.kernel_frame import (
     Frame,
@@ -86,7 +86,6 @@ class Elementwise(KernelTemplate[Dataflow, ElementwiseParameters]):
         """Return the parameters worth measuring, the most promising first, or why there are none."""
         flow, elements = found, math.prod(axis.size for axis in found.axes)
         widest, sm_count, moved = _lanes(flow, func), cuda_limits(target).likely_sm_count, tensor_bytes(func)
-        dependent = Feature.DEPENDENT_LAUNCH in target.features
         proposals: list[tuple[float, ElementwiseParameters]] = []
         for lanes in {widest, widest // 2, widest * 2}:
             if not 1 <= lanes <= _LANES_MAX or flow.columns.size % lanes:
@@ -94,7 +93,7 @@ class Elementwise(KernelTemplate[Dataflow, ElementwiseParameters]):
             accesses = Accesses(flow, lanes)
             for vectors in (1, 2, 4):
                 for threads in (64, 128, 256, 512):
-                    p = ElementwiseParameters(lanes, vectors, threads, dependent)
+                    p = ElementwiseParameters(lanes, vectors, threads, dependent=True)
                     blocks = math.ceil(elements / (lanes * vectors * threads))
                     if blocks > 1 or (vectors == 1 and threads == 64):
                         proposals.append((_predicted(p, blocks, accesses, widest, moved, sm_count), p))
@@ -105,8 +104,7 @@ class Elementwise(KernelTemplate[Dataflow, ElementwiseParameters]):
         self, func: tirx.PrimFunc, found: Dataflow, target: ResolvedTarget, parameters: ElementwiseParameters
     ) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
-        refusal = _refuse_parameters(parameters, found) or refuse_dependent(parameters.dependent, target)
-        return refusal or _Kernel(func, found, parameters).build()
+        return _refuse_parameters(parameters, found) or _Kernel(func, found, parameters).build()
 
     def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Dataflow | Refusal:
         """Return what the function computes when this template can make it with some parameters."""

@@ -27,8 +27,8 @@ from collections.abc import Iterator, Sequence
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.targets import Feature, ResolvedTarget
-from relaxtune.schedules.templates.base import KernelTemplate, cuda_limits, refuse_dependent, refuse_target
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.base import KernelTemplate, cuda_limits, refuse_target
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Accesses
 from relaxtune.schedules.templates.emit.kernel_frame import tensor_bytes
 from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
@@ -54,13 +54,12 @@ class Rows(KernelTemplate[Dataflow, RowsParameters]):
     ) -> Sequence[RowsParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
         flow, limits, moved = found, cuda_limits(target), tensor_bytes(func)
-        dependent = Feature.DEPENDENT_LAUNCH in target.features
         plans: list[tuple[float, RowsParameters]] = []
         for lanes in _lanes(flow, func):
             accesses = Accesses(flow, lanes)
             for threads, rows in _shares():
                 for held in (True, False):
-                    p = RowsParameters(lanes, threads, rows, held, dependent)
+                    p = RowsParameters(lanes, threads, rows, held, dependent=True)
                     plan = make_plan(flow, accesses, p, limits)
                     if isinstance(plan, RowsPlan) and _is_sensible(plan):
                         plans.append((_predicted(plan, moved, accesses, limits.likely_sm_count), p))
@@ -75,8 +74,8 @@ class Rows(KernelTemplate[Dataflow, RowsParameters]):
         """Return the scheduled PrimFunc, or why it cannot be made."""
         if not 1 <= parameters.lanes <= LANES_MAX or found.columns.size % parameters.lanes:
             return Refusal(f"lanes is {parameters.lanes}, expected 1 to {LANES_MAX} and a divisor of the row")
-        accesses, refusal = Accesses(found, parameters.lanes), refuse_dependent(parameters.dependent, target)
-        plan = refusal or make_plan(found, accesses, parameters, cuda_limits(target))
+        accesses = Accesses(found, parameters.lanes)
+        plan = make_plan(found, accesses, parameters, cuda_limits(target))
         return plan if isinstance(plan, Refusal) else build_rows_kernel(func, found, accesses, plan)
 
     def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Dataflow | Refusal:
