@@ -34,6 +34,7 @@ from relaxtune.pipeline.validate.validation import (
     validate,
 )
 from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.urls import DatabasePlace
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -60,7 +61,7 @@ class ValidationRequest:
     seed: int = 0
     repeats: int = DEFAULT_REPEATS
     drift: DriftOptions = field(default_factory=DriftOptions)
-    database: str | Path | None = None
+    database: DatabasePlace | None = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def bench_artifact(
     runs: int = DEFAULT_RUNS,
     warmup: int = DEFAULT_WARMUP,
     seed: int = 0,
-    database: str | Path | None = None,
+    database: DatabasePlace | None = None,
 ) -> tuple[Module, dict[str, BenchmarkReport]]:
     """Return an artifact's module and its latencies beside those of peers, taking turns.
 

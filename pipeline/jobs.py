@@ -42,6 +42,7 @@ from relaxtune.pipeline.validate.validation import validate
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.records import Mode
+from relaxtune.tuning_db.urls import DatabasePlace
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +106,11 @@ class TuneRequest:
         Whether the artifact, its validation and its benchmark are noted in the database, as measurements always are.
     """
 
-    database: str | Path
+    database: DatabasePlace
     tuning: TuningOptions = field(default_factory=TuningOptions)
     benchmark: bool = True
     samples: int = 3
-    shared: tuple[str | Path, ...] = ()
+    shared: tuple[DatabasePlace, ...] = ()
     record: bool = True
 
 
@@ -117,8 +118,8 @@ def compile_model(
     request: ModelRequest,
     out: Path,
     *,
-    database: str | Path | None = None,
-    shared: Sequence[str | Path] = (),
+    database: DatabasePlace | None = None,
+    shared: Sequence[DatabasePlace] = (),
     record: bool = False,
     samples: int = 3,
 ) -> CompileResult:

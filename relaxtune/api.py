@@ -36,6 +36,7 @@ from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import TuningDatabaseError
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route
 from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.urls import DatabaseUrl
 
 __all__ = [
     "ArtifactError",
@@ -156,7 +157,11 @@ def tune(
         mode=Mode(mode),
         devices=None if devices is None else tuple(devices),
     )
-    return tune_model(request, TuneRequest(database, tuning, benchmark, samples, tuple(shared)), Path(out))
+    return tune_model(
+        request,
+        TuneRequest(DatabaseUrl.of(database), tuning, benchmark, samples, tuple(map(DatabaseUrl.of, shared))),
+        Path(out),
+    )
 
 
 def compile(
@@ -204,7 +209,9 @@ def validate(
 
     `model` is where the ONNX model is, if not where it was; `database` is where the result is noted.
     """
-    asked = ValidationRequest(rtol, atol, samples, seed, database=database)
+    asked = ValidationRequest(
+        rtol, atol, samples, seed, database=None if database is None else DatabaseUrl.of(database)
+    )
     return validate_artifact(Path(directory), model, asked).report
 
 

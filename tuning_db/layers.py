@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
@@ -31,6 +30,7 @@ from relaxtune.tuning_db.records import (
 )
 from relaxtune.tuning_db.sql.engine import parse_location
 from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.urls import DatabasePlace
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def open_databases(urls: Sequence[str | Path], *, mode: Mode = Mode.TUNE, create: bool = True) -> TuningDatabase:
+def open_databases(urls: Sequence[DatabasePlace], *, mode: Mode = Mode.TUNE, create: bool = True) -> TuningDatabase:
     """Return the first of `urls`, over the others if there are any.
 
     Raises
@@ -62,7 +62,7 @@ class LayeredDatabase(TuningDatabase):
         self._own: set[tuple[str, str]] = set()
 
     @classmethod
-    def open_layers(cls, urls: Sequence[str | Path], *, mode: Mode = Mode.TUNE, create: bool = True) -> Self:
+    def open_layers(cls, urls: Sequence[DatabasePlace], *, mode: Mode = Mode.TUNE, create: bool = True) -> Self:
         """Return the first of `urls` over the others.
 
         Raises

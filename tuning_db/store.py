@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Self
 
 from sqlalchemy import Engine, func, select
@@ -46,6 +45,7 @@ from relaxtune.tuning_db.sql.schema import (
 )
 from relaxtune.tuning_db.sql.statements import conditions, read_records, select_records
 from relaxtune.tuning_db.sql.transactions import Transactions
+from relaxtune.tuning_db.urls import DatabasePlace
 
 
 class SqlDatabase(Transactions, TuningDatabase):
@@ -59,12 +59,12 @@ class SqlDatabase(Transactions, TuningDatabase):
     # -- opening -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def open(cls, url: str | Path, *, mode: Mode = Mode.TUNE, create: bool = True) -> Self:
+    def open(cls, url: DatabasePlace, *, mode: Mode = Mode.TUNE, create: bool = True) -> Self:
         """Return the database at `url`, created if it is not there.
 
         Parameters
         ----------
-        url : str or Path
+        url : str, Path or DatabaseUrl
             A path, `sqlite:///path`, `sqlite://` for memory, or `postgresql://user@host/name`.
         mode : Mode
             `READ_ONLY` never creates nor writes.
@@ -267,7 +267,7 @@ class SqlDatabase(Transactions, TuningDatabase):
         )
 
 
-def upgrade(url: str | Path) -> str | None:
+def upgrade(url: DatabasePlace) -> str | None:
     """Bring the schema of the database at `url` to this package's; return the revision it had.
 
     Raises

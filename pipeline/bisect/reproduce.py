@@ -31,6 +31,7 @@ from relaxtune.pipeline.passes import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.tolerances import Tolerance
 from relaxtune.pipeline.validate.validation import validate
+from relaxtune.tuning_db.urls import DatabasePlace, without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def write_reproduction(
     tolerance: Tolerance,
     folder: Path,
     *,
-    database: str | Path | None = None,
+    database: DatabasePlace | None = None,
 ) -> Reproduction:
     """Write the smallest reproduction of a fault that was found, and return what it is.
 
@@ -112,7 +113,7 @@ class _Request:
 
     target: str
     options: LoweringOptions
-    database: str | Path | None
+    database: DatabasePlace | None
     tolerance: Tolerance
 
     def shows_fault(self, path: Path, inputs: Mapping[str, np.ndarray]) -> bool:
@@ -222,7 +223,7 @@ def _write(
         model=model,
         inputs=INPUTS_FILE,
         artifact=artifact,
-        database=None if request.database is None else str(request.database),
+        database=request.database and without_secrets(request.database),
         target=request.target,
         precision=options.precision,
         group=options.group_size,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from relaxtune.pipeline.importer import ImportedGraph, import_model
 from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
 from relaxtune.pipeline.validate.array_comparison import SampleComparison, compare_arrays
 from relaxtune.pipeline.validate.tolerances import Tolerance
+from relaxtune.tuning_db.urls import DatabasePlace
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def bisect(
     inputs: Mapping[str, np.ndarray],
     tolerance: Tolerance,
     *,
-    database: str | Path | None = None,
+    database: DatabasePlace | None = None,
 ) -> Bisection | None:
     """Return what makes a module's outputs wrong on an input, or None when they are right.
 
@@ -71,7 +71,7 @@ def check_kernels(
     model: OnnxModel,
     inputs: Mapping[str, np.ndarray],
     *,
-    database: str | Path | None = None,
+    database: DatabasePlace | None = None,
 ) -> tuple[FaultyKernel, ...]:
     """Return the kernels of a module that differ from their unscheduled form on the arguments they get for an input.
 
@@ -99,7 +99,7 @@ class _Search:
         model: OnnxModel,
         inputs: Mapping[str, np.ndarray],
         tolerance: Tolerance,
-        database: str | Path | None,
+        database: DatabasePlace | None,
     ) -> None:
         self._inputs = inputs
         self._tolerance = tolerance

@@ -27,6 +27,7 @@ from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Mode, Route
 from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.urls import DatabasePlace
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Subject:
         return outputs, watch.trace
 
 
-def make_subject(module: Module, model: OnnxModel, database: str | Path | None) -> Subject:
+def make_subject(module: Module, model: OnnxModel, database: DatabasePlace | None) -> Subject:
     """Return an artifact as it can be bisected; one that runs as a CUDA graph is compiled again without.
 
     Parameters
@@ -123,7 +124,7 @@ def lowering_options(manifest: Manifest) -> LoweringOptions:
 
 
 def _without_graph(
-    lowered: LoweredModule, target: ResolvedTarget, manifest: Manifest, database: str | Path | None
+    lowered: LoweredModule, target: ResolvedTarget, manifest: Manifest, database: DatabasePlace | None
 ) -> Module:
     tasks = extract_tasks([lowered])
     opened = None if database is None else SqlDatabase.open(database, mode=Mode.READ_ONLY, create=False)

@@ -17,8 +17,10 @@ import relaxtune
 from relaxtune.pipeline.cli import artifacts, compilation, diagnosis, inspection, report
 from relaxtune.pipeline.cli.db import group as database
 from relaxtune.pipeline.cli.groups import Command
-from relaxtune.pipeline.cli.output import configure_logging, stderr_console
+from relaxtune.pipeline.cli.output import configure_logging, print_error
 from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.printable import printable
+from relaxtune.tuning_db.urls import hide_secrets
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -96,15 +98,15 @@ def main(arguments: list[str] | None = None) -> None:
         app(args=[*leading, *rest], prog_name="relaxtune")
     except SystemExit as ended:
         if ended.code == EXIT_INTERRUPTED:  # Typer has taken the KeyboardInterrupt.
-            stderr_console().print("error: interrupted", style="bold red", markup=False)
+            print_error("interrupted")
         raise
     except (Exception, KeyboardInterrupt) as error:
         if not isinstance(error, expected_errors()):
             raise
         if debug:
-            traceback.print_exc()
+            sys.stderr.write(printable(hide_secrets(traceback.format_exc())))
         text = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
-        stderr_console().print(f"error: {text}", style="bold red", markup=False, soft_wrap=True)
+        print_error(text)
         sys.exit(exit_code_of(error))
     finally:
         signal.signal(signal.SIGTERM, before)

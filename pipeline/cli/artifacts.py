@@ -23,6 +23,7 @@ from relaxtune.pipeline.cli.options import (
 )
 from relaxtune.pipeline.cli.output import OutputFormat, TableView, emit, print_json, print_table, stdout_console
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
+from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.artifact_jobs import ValidatedArtifact, ValidationRequest
@@ -208,7 +209,9 @@ def run(
     emit(output_format, data, TableView(f"written to {outputs}", ("output", "dtype", "shape"), rows))
 
 
-def _bisect(done: ValidatedArtifact, directory: Path, repro: Path | None, database: str | None) -> Bisection | None:
+def _bisect(
+    done: ValidatedArtifact, directory: Path, repro: Path | None, database: DatabaseUrl | None
+) -> Bisection | None:
     """Return what makes a validation fail, with a reproduction written; None when it passed or nothing was found.
 
     A bisection that is not possible is told and changes nothing: the validation has failed all the same.

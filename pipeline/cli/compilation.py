@@ -17,6 +17,7 @@ from relaxtune.pipeline.cli.options import (
     FormatOption,
     ModelOptions,
     SharedDatabasesOption,
+    url_option,
 )
 from relaxtune.pipeline.cli.output import (
     OutputFormat,
@@ -30,6 +31,7 @@ from relaxtune.pipeline.cli.output import (
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, Effort, TuningOptions, options_for
 from relaxtune.tuning_db.records import Mode
+from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.artifact.entries import BucketsEntry, KernelEntry
@@ -126,9 +128,7 @@ def tune(
 def compile_command(
     model: ModelOptions,
     artifact: ArtifactOptions,
-    db: Annotated[
-        str | None, typer.Option("--db", metavar="URL", help="Tuning database to read. Default: none.")
-    ] = None,
+    db: Annotated[DatabaseUrl | None, url_option("Tuning database to read. Default: none.")] = None,
     shared_db: SharedDatabasesOption = None,
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Note the artifact and its validation in the database.")
@@ -180,11 +180,9 @@ def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
     _print_compiled(result.compiled)
     if result.shipping is not None:
         stdout_console().print(render_benchmark(result.shipping.report))
-        stdout_console().print(result.shipping.verdict, markup=False)
+        stdout_console().print(result.shipping.verdict)
     directory = result.compiled.directory
-    stdout_console().print(
-        f"artifact: {directory}\nnext: relaxtune report {directory}; relaxtune bench {directory}", markup=False
-    )
+    stdout_console().print(f"artifact: {directory}\nnext: relaxtune report {directory}; relaxtune bench {directory}")
 
 
 def _print_norm_forms(report: NormFormsReport) -> None:

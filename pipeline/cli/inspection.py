@@ -81,7 +81,7 @@ def _print_tasks(inspection: Inspection) -> None:
         markup=False,
     )
     for name, reason in inspection.without_task.items():
-        stdout_console().print(f"{name} is no task and not counted: {reason}", markup=False, soft_wrap=True)
+        stdout_console().print(f"{name} is no task and not counted: {reason}", soft_wrap=True)
 
 
 def _sizes(signature: Mapping[str, object]) -> str:

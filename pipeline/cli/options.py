@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,22 +14,27 @@ from relaxtune.pipeline.cli.output import OutputFormat
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.tuning_db.records import Route
+from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.prepare import ModelRequest
 
-DEFAULT_DATABASE = "relaxtune.db"
+
+def url_option(text: str, name: str = "--db") -> Any:
+    """Return an option whose value is a `DatabaseUrl`, so that no message can show its password."""
+    return typer.Option(name, metavar="URL", help=text, parser=DatabaseUrl.of)
+
+
+DEFAULT_DATABASE = DatabaseUrl("relaxtune.db")
 
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Artifact directory.")]
-DatabaseOption = Annotated[
-    str, typer.Option("--db", metavar="URL", help="Tuning database: a file or a SQLAlchemy URL.")
-]
+DatabaseOption = Annotated[DatabaseUrl, url_option("Tuning database: a file or a SQLAlchemy URL.")]
 SharedDatabasesOption = Annotated[
-    list[str] | None,
-    typer.Option("--shared-db", metavar="URL", help="Database to read under --db (repeatable); never written."),
+    list[DatabaseUrl] | None,
+    url_option("Database to read under --db (repeatable); never written.", "--shared-db"),
 ]
 OutcomeDatabaseOption = Annotated[
-    str | None, typer.Option("--db", metavar="URL", help="Note the result in this tuning database. Default: nowhere.")
+    DatabaseUrl | None, url_option("Note the result in this tuning database. Default: nowhere.")
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of the search, the zoo's weights and the inputs.")]
 FormatOption = Annotated[OutputFormat, typer.Option("--format", help="How to write the result to stdout.")]

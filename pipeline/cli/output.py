@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TextIO, TypeVar
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from relaxtune.pipeline.printable import printable
 from relaxtune.tuning_db.questions.data_frames import flatten
+from relaxtune.tuning_db.urls import hide_secrets
 
 Item = TypeVar("Item")
 
@@ -64,14 +67,30 @@ def _cell(value: object) -> str:
     return "" if value is None else str(value)
 
 
+class SafeConsole(Console):
+    """A console that writes no control characters but its own, whatever the names hold that it prints."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield what is written."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
+
+
+def print_error(text: str) -> None:
+    """Write an error to stderr, as a line of its own."""
+    stderr_console().print(f"error: {hide_secrets(text)}", style="bold red", soft_wrap=True)
+
+
 def stdout_console() -> Console:
     """Return a console for data; it never wraps cells away when stdout is a pipe."""
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200, highlight=False)
+    return SafeConsole(
+        file=sys.stdout, width=None if sys.stdout.isatty() else 200, highlight=False, markup=False, emoji=False
+    )
 
 
 def stderr_console() -> Console:
     """Return a console for progress, logs and error messages."""
-    return Console(file=sys.stderr, highlight=False)
+    return SafeConsole(file=sys.stderr, highlight=False, markup=False, emoji=False)
 
 
 def print_json(value: object) -> None:
@@ -101,13 +120,17 @@ def print_csv(value: Mapping[str, object] | Sequence[object]) -> None:
     writer.writeheader()
     for row in rows:
         writer.writerow(
-            {name: json.dumps(v, default=str) if isinstance(v, list | tuple) else v for name, v in row.items()}
+            {name: json.dumps(v, default=str) if isinstance(v, list | tuple) else _safe(v) for name, v in row.items()}
         )
+
+
+def _safe(value: object) -> object:
+    return printable(value) if isinstance(value, str) else value
 
 
 def print_table(view: TableView) -> None:
     """Write `view` to stdout as a table."""
-    table = Table(title=view.title, title_justify="left")
+    table = Table(title=Text(view.title, style="table.title"), title_justify="left")
     for column in view.columns:
         table.add_column(column, overflow="fold")
     for row in view.rows:
@@ -133,10 +156,15 @@ def emit(
 def configure_logging(*, verbose: bool) -> None:
     """Send the project's log records to stderr: what was detected and decided, from INFO when `verbose`."""
     handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    handler.setFormatter(_SafeFormatter("%(levelname)s %(message)s"))
     logger = logging.getLogger("relaxtune")
     logger.handlers = [handler]
     logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+class _SafeFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(hide_secrets(super().format(record)))
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):

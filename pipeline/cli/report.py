@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from relaxtune.pipeline.cli.db.common import open_for_reading
+from relaxtune.pipeline.cli.options import url_option
 from relaxtune.pipeline.cli.output import TableView, first_of, print_json, print_table, stdout_console
 from relaxtune.pipeline.errors import PipelineError, UsageError
+from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.report.ceilings import Ceilings
@@ -29,10 +31,8 @@ class ReportFormat(StrEnum):
 def report(
     directory: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Artifact directory.")] = None,
     db: Annotated[
-        str | None,
-        typer.Option(
-            "--db", metavar="URL", help="Tuning database: of the artifact's records, or without DIR of all its models."
-        ),
+        DatabaseUrl | None,
+        url_option("Tuning database: of the artifact's records, or without DIR of all its models."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -66,7 +66,9 @@ def report(
             _print_tables(one)
 
 
-def _reports(directory: Path | None, db: str | None, ceilings_file: Path | None, *, profile: bool) -> list[Report]:
+def _reports(
+    directory: Path | None, db: DatabaseUrl | None, ceilings_file: Path | None, *, profile: bool
+) -> list[Report]:
     from relaxtune.pipeline.report.ceilings import read_ceilings
     from relaxtune.pipeline.report.report import report_artifact, report_database
 
@@ -113,7 +115,7 @@ def _write_page(reports: list[Report], path: Path) -> None:
         raise PipelineError(f"--out {path} cannot be written: {e.strerror or e}") from e
     finally:
         staged.unlink(missing_ok=True)
-    stdout_console().print(str(path), markup=False, soft_wrap=True)
+    stdout_console().print(str(path), soft_wrap=True)
 
 
 def _print_tables(report: Report) -> None:
@@ -137,4 +139,4 @@ def _print_tables(report: Report) -> None:
     )
     print_table(TableView.of(title, report.kernels, columns))
     for note in report.notes:
-        stdout_console().print(note, markup=False, soft_wrap=True)
+        stdout_console().print(note, soft_wrap=True)

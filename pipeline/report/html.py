@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
+from relaxtune.pipeline.printable import printable
 from relaxtune.pipeline.report.error_plot import error_histograms
 from relaxtune.pipeline.report.kernel import Bottleneck, KernelRow
 from relaxtune.pipeline.report.plot import COLOURS, roofline, shares
@@ -64,7 +65,7 @@ def _section(report: Report) -> str:
     if errors:
         parts += ["<h2>Errors of the last validation over tolerance</h2>", errors]
     parts += ["<h2>Kernels</h2>", _table(report.kernels), _versions(report.versions or {})]
-    return "".join(parts)
+    return printable("".join(parts))
 
 
 def _facts(report: Report) -> str:

@@ -76,12 +76,12 @@ class ConsoleProgress:
 
     Parameters
     ----------
-    console : rich.console.Console or None
-        Where to write; None is stderr.
+    console : rich.console.Console
+        Where to write.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._bar = (
             Progress(
                 TextColumn("tuning"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 
-from rich.console import Console
 from rich.table import Table
 
 from relaxtune.pipeline.tuning.options import TaskSummary, TuningSummary
@@ -37,11 +36,6 @@ def summary_table(summary: TuningSummary) -> Table:
             note(task),
         )
     return table
-
-
-def print_table(summary: TuningSummary, console: Console | None = None) -> None:
-    """Print the table of a run to stdout, or to the console given."""
-    (console or Console()).print(summary_table(summary))
 
 
 def headline(summary: TuningSummary) -> str:

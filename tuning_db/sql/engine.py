@@ -10,9 +10,10 @@ as Python's driver would begin them late and leave schema changes outside
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from urllib.parse import quote
@@ -32,6 +33,7 @@ from relaxtune.tuning_db.errors import (
     DatabaseWriteError,
     TuningDatabaseError,
 )
+from relaxtune.tuning_db.urls import DatabasePlace, DatabaseUrl, hide_secrets
 
 #: One wait for SQLite's write lock; the store retries a bounded number of times after it.
 BUSY_TIMEOUT_S = 5.0
@@ -46,6 +48,8 @@ SCHEMA_LOCK_ID = 0x72656C617874756E
 POSTGRES_INSTALL = "pip install 'relaxtune[postgres]'"
 URL_FORMS = "a path such as tuning.db, sqlite:///tuning.db, sqlite:// (memory), or postgresql://user@host/name"
 
+# What a server's URL begins with, or a connection string: no path, and its password must not be shown as one.
+_SERVER_WORDS = re.compile(r"postgres(ql)?(\+\w+)?:|.*\b(password|passwd)\s*=", re.IGNORECASE)
 _RETRIABLE_SQLSTATES = frozenset({"40001", "40P01", "55P03"})
 _FULL_SQLSTATES = frozenset({"53100"})
 _READ_ONLY_SQLSTATES = frozenset({"25006", "42501"})
@@ -55,7 +59,7 @@ _READ_ONLY_SQLSTATES = frozenset({"25006", "42501"})
 class Location:
     """Where a database is: its URL and, for a SQLite file, the path; None for memory and for a server."""
 
-    url: URL
+    url: URL = field(repr=False)
     path: Path | None
 
     @property
@@ -71,10 +75,20 @@ class Location:
     @property
     def shown(self) -> str:
         """The URL for people, without its password."""
-        return self.url.render_as_string(hide_password=True)
+        return hide_secrets(self.url.render_as_string(hide_password=True))
+
+    def without_secrets(self, text: str) -> str:
+        """Return what a driver said, without this URL's passwords."""
+        secrets = [self.url.password] if self.url.password else []
+        for name, value in self.url.query.items():
+            if isinstance(value, str) and value and hide_secrets(f"{name}={value}") != f"{name}={value}":
+                secrets.append(value)
+        for secret in secrets:
+            text = text.replace(secret, "***")
+        return hide_secrets(text)
 
 
-def parse_location(url: str | Path) -> Location:
+def parse_location(url: DatabasePlace) -> Location:
     """Return where `url` points.
 
     Raises
@@ -82,29 +96,34 @@ def parse_location(url: str | Path) -> Location:
     DatabaseUrlError
         Not a URL, or a dialect other than SQLite and PostgreSQL.
     """
-    text_url = str(url)
+    text_url, shown = DatabaseUrl.of(url).reveal(), str(DatabaseUrl.of(url))
     if not text_url.strip():
         raise DatabaseUrlError(f"The database URL is empty: expected {URL_FORMS}.")
+    if not isinstance(url, Path) and _SERVER_WORDS.match(text_url) and "://" not in text_url:
+        raise DatabaseUrlError(f"Cannot read the database URL {shown!r}: expected {URL_FORMS}.")
     if isinstance(url, Path) or "://" not in text_url:
         path = Path(text_url).expanduser()
         return Location(URL.create("sqlite", database=str(path)), path)
     try:
         parsed = make_url(text_url)
-    except ArgumentError as e:
-        raise DatabaseUrlError(f"Cannot read the database URL {text_url!r}: expected {URL_FORMS}.") from e
+    except (ArgumentError, ValueError):
+        # Without its cause: a port that is no number is quoted there, and may be the password.
+        raise DatabaseUrlError(f"Cannot read the database URL {shown!r}: expected {URL_FORMS}.") from None
     backend = parsed.get_backend_name()
     if backend == "sqlite":
         if parsed.query or parsed.host:
             raise DatabaseUrlError(
-                f"The database URL {text_url!r} has a host or options: expected sqlite:///relative.db or "
+                f"The database URL {shown!r} has a host or options: expected sqlite:///relative.db or "
                 "sqlite:////absolute.db and nothing more. To forbid writes open it in mode read-only."
             )
         in_memory = parsed.database in (None, "", ":memory:")
         return Location(parsed, None if in_memory else Path(str(parsed.database)).expanduser())
     if backend in ("postgresql", "postgres"):
+        if "@" in (parsed.host or ""):
+            raise DatabaseUrlError(f"The database URL {shown!r} has an @ too many: write one in a password as %40.")
         # psycopg 3 is the one driver tested; a bare URL means it.
         return Location(parsed.set(drivername="postgresql+psycopg"), None)
-    raise DatabaseUrlError(f"Unknown database dialect {backend!r} in {text_url!r}: expected {URL_FORMS}.")
+    raise DatabaseUrlError(f"Unknown database dialect {backend!r} in {shown!r}: expected {URL_FORMS}.")
 
 
 def make_engine(location: Location, *, read_only: bool, create: bool) -> Engine:
@@ -264,7 +283,7 @@ def translate_error(error: BaseException | None, location: Location) -> TuningDa
     """Return the error of ours that says what a driver's error means for the caller."""
     where = location.shown
     # PostgreSQL adds hints and contexts in lines of their own.
-    said = str(error).strip().split("\n", 1)[0]
+    said = location.without_secrets(str(error).strip().split("\n", 1)[0])
     code = getattr(error, "sqlite_errorcode", None)
     primary = code & 0xFF if isinstance(code, int) else None
     state = getattr(error, "sqlstate", None)

@@ -13,6 +13,7 @@ from relaxtune.pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption
 from relaxtune.pipeline.cli.output import DataFormat, Item, TableView, emit
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.tuning_db.records import Mode
+from relaxtune.tuning_db.urls import DatabasePlace
 
 if TYPE_CHECKING:
     from relaxtune.tuning_db.contract import TuningDatabase
@@ -54,7 +55,7 @@ class TableOptions:
         emit(self.output_format, data, TableView.of(title, facts.items(), columns))
 
 
-def open_for_reading(url: str) -> TuningDatabase:
+def open_for_reading(url: DatabasePlace) -> TuningDatabase:
     """Return the database at `url`, which is not created nor changed."""
     from relaxtune.tuning_db.store import SqlDatabase
 

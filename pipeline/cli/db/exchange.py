@@ -13,6 +13,7 @@ import typer
 from relaxtune.pipeline.cli.db.common import TableOptions, app, open_for_reading
 from relaxtune.pipeline.cli.db.filters import FilterOptions
 from relaxtune.pipeline.cli.groups import takes_groups
+from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
     from relaxtune.tuning_db.contract import TuningDatabase
@@ -96,7 +97,10 @@ def _import_stock(database: TuningDatabase, source: Path, measured_for: str, mea
 @app.command()
 @takes_groups(without=("limit",))
 def merge(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="The database to take from: a file or a URL.")],
+    source: Annotated[
+        DatabaseUrl,
+        typer.Argument(metavar="SOURCE", help="The database to take from: a file or a URL.", parser=DatabaseUrl.of),
+    ],
     table: TableOptions,
 ) -> None:
     """Take everything of another database into this one, all or nothing; again changes nothing."""

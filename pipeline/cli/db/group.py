@@ -45,8 +45,8 @@ def upgrade_schema(table: TableOptions) -> None:
     with table.open() as database:
         after = database.info().schema_revision
     columns = ("database", "schema before", "schema now")
-    view = TableView("relaxtune db upgrade", columns, ((table.db, str(before), after),))
-    emit(table.output_format, {"database": table.db, "before": before, "after": after}, view)
+    view = TableView("relaxtune db upgrade", columns, ((str(table.db), str(before), after),))
+    emit(table.output_format, {"database": str(table.db), "before": before, "after": after}, view)
 
 
 def _print_info(database: TuningDatabase, table: TableOptions) -> None:

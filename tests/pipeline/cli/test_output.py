@@ -1,13 +1,24 @@
 from __future__ import annotations
 
+import ast
 import io
 import json
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 
-from relaxtune.pipeline.cli.output import OutputFormat, TableView, configure_logging, emit
+from relaxtune.pipeline.cli.output import (
+    DataFormat,
+    OutputFormat,
+    SafeConsole,
+    TableView,
+    configure_logging,
+    emit,
+    print_error,
+    stdout_console,
+)
 
 VIEW = TableView("title", ("name", "fix"), (("x", "pip install 'relaxtune[export]'"),))
 
@@ -42,3 +53,39 @@ def test_cells_with_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixtu
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     emit(OutputFormat.JSON, [{"a": 1}], VIEW)
     assert json.loads(capsys.readouterr().out) == [{"a": 1}]
+
+
+HOSTILE = "a\x1b]0;owned\x07\x1b[2Jb\x9b31m\u202egpj.\ud800c"
+
+
+def test_no_control_character_reaches_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging(verbose=False)
+    view = TableView(HOSTILE, ("name", HOSTILE), ((HOSTILE, "x"),))
+    for form in (OutputFormat.TABLE, OutputFormat.JSON, DataFormat.CSV):
+        emit(form, [{"name": HOSTILE}], view)
+    stdout_console().print(HOSTILE)
+    print_error(HOSTILE)
+    logging.getLogger("relaxtune").warning("%s", HOSTILE)
+    captured = capsys.readouterr()
+    written = captured.out + captured.err
+    assert not set(written) & set("\x1b\x07\x9b\u202e\ud800")
+    assert written.count("?[2Jb?31m?gpj.?c") >= 5
+
+
+def test_console_keeps_its_own_colours() -> None:
+    stream = io.StringIO()
+    SafeConsole(file=stream, force_terminal=True, color_system="standard").print("a\x1bb", style="red")
+    assert stream.getvalue() == "\x1b[31ma?b\x1b[0m\n"
+
+
+def test_an_error_shows_no_password(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error("cannot reach postgresql://user:s3cr3t@host/name")
+    assert capsys.readouterr().err == "error: cannot reach postgresql://user:***@host/name\n"
+
+
+def test_only_the_consoles_of_this_file_print() -> None:
+    """`Console()` elsewhere, or a bare print, would write what models call their tensors as it is."""
+    for path in (Path(__file__).parents[3] / "pipeline").rglob("*.py"):
+        calls = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Call)]
+        names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+        assert not names & {"Console", "print"}, path

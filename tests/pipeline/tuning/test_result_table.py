@@ -11,7 +11,7 @@ from relaxtune.pipeline.tuning.options import TaskSummary, TuningSummary
 from relaxtune.pipeline.tuning.plan.settling import reason_to_end
 from relaxtune.pipeline.tuning.plan.state import Contender, TaskState, choose_task
 from relaxtune.pipeline.tuning.progress import ConsoleProgress, ProgressEvent, SilentProgress, describe, estimate_left
-from relaxtune.pipeline.tuning.result_table import print_table, shorten_nodes, to_data, to_json
+from relaxtune.pipeline.tuning.result_table import shorten_nodes, summary_table, to_data, to_json
 from relaxtune.pipeline.tuning.search.template_candidates import TemplateCandidate
 from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
 from relaxtune.tuning_db.records import Route, Status
@@ -36,9 +36,9 @@ SUMMARY = TuningSummary((TASK,), 4.0, {"search": 1.0, "build": 2.0}, interrupted
 EVENT = ProgressEvent("matmul", 8, 16, 6, 2, 25.0, 30.0)
 
 
-def test_print_table_shows_the_figures() -> None:
+def test_table_shows_the_figures() -> None:
     text = io.StringIO()
-    print_table(SUMMARY, Console(file=text, width=200))
+    Console(file=text, width=200).print(summary_table(SUMMARY))
     shown = text.getvalue()
     for part in (
         "matmul_node",
@@ -56,10 +56,10 @@ def test_print_table_shows_the_figures() -> None:
     assert "search 1.0 s, build 2.0 s; 3 processes replaced" in shown
 
 
-def test_print_table_shows_dashes_when_nothing_is_known() -> None:
+def test_table_shows_dashes_when_nothing_is_known() -> None:
     text = io.StringIO()
     empty = dataclasses.replace(TASK, before_us=None, after_us=None, route=None, skipped="no reference")
-    print_table(dataclasses.replace(SUMMARY, tasks=(empty,)), Console(file=text, width=200))
+    Console(file=text, width=200).print(summary_table(dataclasses.replace(SUMMARY, tasks=(empty,))))
     assert "none" in text.getvalue()
     assert "no reference" in text.getvalue()
 

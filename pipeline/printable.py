@@ -1,0 +1,13 @@
+"""Text of others made safe to show: names in models and files may hold what a terminal obeys."""
+
+from __future__ import annotations
+
+import re
+
+# C0 but tab and line feed, DEL, C1, marks and overrides of the writing direction, line separators, lone surrogates.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Return a text of the same length in which each character that a terminal would obey is `?`."""
+    return _OBEYED.sub("?", text)
