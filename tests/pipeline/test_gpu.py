@@ -136,11 +136,13 @@ def test_artifact_compiled_without_a_gpu_runs_here(tmp_path: Path) -> None:
 
 
 def test_a_module_takes_the_memory_that_was_planned(tmp_path: Path) -> None:
-    artifact = write(model_of("bert-tiny"), tmp_path / "artifact")
+    # A model of 100 MB: the driver hands out blocks of 2 MiB, and what earlier tests left of one is used first.
+    model = load_model("bert-base-1-layers", shapes=SHAPES["bert-tiny"])
+    artifact = write(model, tmp_path / "artifact")
     memory, profile = load_manifest(artifact).memory, profile_artifact(artifact)
     assert memory is not None
     assert memory.planned_bytes
     assert profile.observed_bytes is not None
     needed = memory.planned_bytes + memory.weights_bytes
     # Code, the graph and the driver's own rounding come on top. Other processes on the device would count too.
-    assert needed <= profile.observed_bytes < needed + 256 * 2**20
+    assert needed - 2 * 2**20 <= profile.observed_bytes < needed + 256 * 2**20
