@@ -19,7 +19,7 @@ def summary_table(summary: TuningSummary) -> Table:
     table = Table(title=headline(summary), title_justify="left", caption=phases(summary), caption_justify="left")
     for name in ("task", "ONNX nodes", "route"):
         table.add_column(name, overflow="fold")
-    for name in ("calls", "valid/failed", "before us", "after us", "speed-up", "share"):
+    for name in ("calls", "valid/failed", "default us", "best us", "speed-up", "share"):
         table.add_column(name, justify="right")
     table.add_column("note", overflow="fold")
     for task in summary.tasks:
@@ -39,14 +39,17 @@ def summary_table(summary: TuningSummary) -> Table:
 
 
 def headline(summary: TuningSummary) -> str:
-    """Return one line about the whole run: candidates, rate, and what the kernels of a model take before and after."""
+    """Return one line about the whole run: candidates, rate, and the sum of a model's kernels, each timed alone.
+
+    What the model itself takes is measured apart (`choose.shipping`): kernels beside others take another time.
+    """
     before = sum(task.weight * (task.before_us or math.inf) for task in summary.tasks if task.after_us is not None)
     told = f"{before / 1e3:.3f} ms" if math.isfinite(before) else "unknown"
     after = sum(task.weight * task.after_us for task in summary.tasks if task.after_us is not None)
     stopped = ", interrupted" if summary.interrupted else ""
     return (
         f"{summary.candidates} candidates in {summary.seconds:.1f} s ({summary.candidates_per_s:.2f}/s){stopped}; "
-        f"kernels of one inference {told} before, {after / 1e3:.3f} ms after"
+        f"kernels timed alone, of one inference: {told} by default schedules, {after / 1e3:.3f} ms at best"
     )
 
 

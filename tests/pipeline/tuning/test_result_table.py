@@ -52,7 +52,7 @@ def test_table_shows_the_figures() -> None:
     ):
         assert part in shown
     assert "8 candidates in 4.0 s (2.00/s), interrupted" in shown
-    assert "1.200 ms before, 0.300 ms after" in shown
+    assert "1.200 ms by default schedules, 0.300 ms at best" in shown
     assert "search 1.0 s, build 2.0 s; 3 processes replaced" in shown
 
 
