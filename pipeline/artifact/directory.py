@@ -13,6 +13,9 @@ directory is replaced only when it is an artifact itself (or empty).
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import glob
 import hashlib
 import logging
 import os
@@ -24,10 +27,14 @@ from pathlib import Path
 from relaxtune.pipeline.artifact.entries import FileEntry, PaddingEntry
 from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, Manifest, parse_manifest
 from relaxtune.pipeline.errors import ArtifactError
+from relaxtune.pipeline.temporary import locked_folder, sweep
 
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 20
+# Of linux/fcntl.h and linux/fs.h.
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 def write_directory(destination: Path, write_files: Callable[[Path], Manifest]) -> Manifest:
@@ -46,21 +53,17 @@ def write_directory(destination: Path, write_files: Callable[[Path], Manifest]) 
         The destination exists and is no artifact, or cannot be written (read-only, disk full). Nothing is left.
     """
     destination = destination.absolute()
-    staging = _stage(destination)
-    try:
-        with _os_errors(destination):
-            # mkdtemp makes private directories; an artifact is as readable as any other output.
-            staging.chmod(0o777 & ~_umask())
-            manifest = write_files(staging)
-            complete = manifest.with_files({path.name: hash_file(path) for path in sorted(staging.iterdir())})
-            (staging / MANIFEST_FILE).write_text(complete.to_json(), encoding="utf-8")
-            for path in staging.iterdir():
-                _flush(path)
-            _flush(staging)
-            verify_artifact(staging)
-            _move_into_place(staging, destination)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with _stage(destination) as staging, _os_errors(destination):
+        # mkdtemp makes private directories; an artifact is as readable as any other output.
+        staging.chmod(0o777 & ~_umask())
+        manifest = write_files(staging)
+        complete = manifest.with_files({path.name: hash_file(path) for path in sorted(staging.iterdir())})
+        (staging / MANIFEST_FILE).write_text(complete.to_json(), encoding="utf-8")
+        for path in staging.iterdir():
+            _flush(path)
+        _flush(staging)
+        verify_artifact(staging)
+        _move_into_place(staging, destination)
     return complete
 
 
@@ -75,7 +78,8 @@ def check_destination(destination: Path) -> None:
     destination = destination.absolute()
     with _os_errors(destination):
         missing = [folder for folder in (destination.parent, *destination.parent.parents) if not folder.exists()]
-        _stage(destination).rmdir()
+        with _stage(destination):
+            pass
         for folder in missing:
             folder.rmdir()
 
@@ -116,7 +120,14 @@ def load_manifest(directory: Path) -> Manifest:
         raise ArtifactError(f"{directory} is not an artifact: it has no {MANIFEST_FILE}") from e
     except (OSError, UnicodeDecodeError) as e:
         raise ArtifactError(f"{path} cannot be read ({e}); the artifact is damaged, compile it again") from e
-    return parse_manifest(text, str(path))
+    manifest = parse_manifest(text, str(path))
+    for name in manifest.files:
+        if Path(name).name != name:
+            raise ArtifactError(f"manifest of {directory} names {name!r}, which is not a file of the artifact itself")
+    unlisted = sorted(manifest.needed_files - manifest.files.keys())
+    if unlisted:
+        raise ArtifactError(f"{path} has no hash of {', '.join(unlisted)}; the artifact is damaged, compile it again")
+    return manifest
 
 
 def verify_artifact(directory: Path) -> Manifest:
@@ -130,8 +141,6 @@ def verify_artifact(directory: Path) -> Manifest:
     manifest = load_manifest(directory)
     for name, expected in manifest.files.items():
         path = directory / name
-        if Path(name).name != name:
-            raise ArtifactError(f"manifest of {directory} names {name!r}, which is not a file of the artifact itself")
         if not path.is_file():
             raise ArtifactError(f"artifact {directory} lacks its file {name}; copy the directory again, or recompile")
         try:
@@ -143,6 +152,11 @@ def verify_artifact(directory: Path) -> Manifest:
                 f"{path} was changed after it was written: expected {expected.bytes} bytes with sha256 "
                 f"{expected.sha256}, got {got.bytes} bytes with {got.sha256}; copy the artifact again, or recompile"
             )
+    foreign = sorted({path.name for path in directory.iterdir()} - manifest.files.keys() - {MANIFEST_FILE})
+    if foreign:
+        raise ArtifactError(
+            f"artifact {directory} holds what its manifest does not know: {', '.join(foreign[:5])}; remove it"
+        )
     return manifest
 
 
@@ -170,7 +184,7 @@ def record_padding(directory: Path, padding: tuple[PaddingEntry, ...]) -> Manife
 
 def _replace_manifest(directory: Path, manifest: Manifest) -> Manifest:
     with _os_errors(directory):
-        descriptor, name = tempfile.mkstemp(prefix=f".{MANIFEST_FILE}.", dir=directory)
+        descriptor, name = tempfile.mkstemp(prefix=f".{directory.name}.manifest-", dir=directory.parent)
         temporary = Path(name)
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -196,12 +210,17 @@ def hash_file(path: Path) -> FileEntry:
     return FileEntry(digest.hexdigest(), size)
 
 
-def _stage(destination: Path) -> Path:
-    """Return a new empty directory beside the destination, which must be free or an artifact."""
+@contextlib.contextmanager
+def _stage(destination: Path) -> Iterator[Path]:
+    """Give a new empty directory beside the destination, which must be free or an artifact; sweep what was left."""
     _check_replaceable(destination)
-    with _os_errors(destination):
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{destination.name}.staging-", dir=destination.parent))
+    with contextlib.ExitStack() as stack:
+        with _os_errors(destination):
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            for kind in ("staging", "manifest"):
+                sweep(destination.parent, f".{glob.escape(destination.name)}.{kind}-")
+            staging = stack.enter_context(locked_folder(destination.parent, f".{destination.name}.staging-"))
+        yield staging
 
 
 def _check_replaceable(destination: Path) -> None:
@@ -217,20 +236,37 @@ def _check_replaceable(destination: Path) -> None:
 
 
 def _move_into_place(staging: Path, destination: Path) -> None:
-    """Rename `staging` to `destination`; an artifact there is set aside first and comes back if the rename fails."""
+    """Rename `staging` to `destination`; an artifact there changes places with it in one step, and then goes.
+
+    Whenever the process is killed, one of the two is at the destination, whole.
+    """
     if not destination.exists():
         staging.rename(destination)
+    elif any(destination.iterdir()):
+        _exchange(staging, destination)
+        shutil.rmtree(staging, ignore_errors=True)
     else:
-        aside = Path(tempfile.mkdtemp(prefix=f".{destination.name}.old-", dir=destination.parent))
-        destination.rename(aside / destination.name)
-        try:
-            staging.rename(destination)
-        except OSError:
-            (aside / destination.name).rename(destination)
-            raise
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        staging.replace(destination)
     _flush(destination.parent)
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Give each of two directories the other's name, in one step (renameat2)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code not in (errno.ENOSYS, errno.EINVAL):
+        raise OSError(code, os.strerror(code), str(b))
+    # A file system that cannot: a kill between the next two lines leaves `b` under another name.
+    aside = a.with_name(f"{a.name}-old")
+    b.rename(aside)
+    try:
+        a.rename(b)
+    except OSError:
+        aside.rename(b)
+        raise
+    aside.rename(a)
 
 
 def _flush(path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from relaxtune.pipeline.codegen.library_objects import compile_library_objects, 
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
 from relaxtune.pipeline.precision.recorded import policy_entry
+from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.schedules.libraries.vendors import libraries_of
 
 
@@ -223,7 +223,7 @@ def _library_sources(compiled: CompiledModule) -> list[Path]:
 def _link(compiled: CompiledModule, path: Path) -> float:
     started = time.perf_counter()
     try:
-        with tempfile.TemporaryDirectory(prefix="relaxtune-") as directory:
+        with temporary_folder() as directory:
             objects = compile_library_objects(_library_sources(compiled), Path(directory))
             compiled.executable.export_library(str(path), addons=[str(made) for made in objects])
     except (RuntimeError, ValueError, FileNotFoundError) as e:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from relaxtune.models import TensorSpec
+from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.artifact.entries import (
     BucketEntry,
     BucketsEntry,
@@ -81,6 +82,13 @@ class Manifest:
     norm_rows_max: int | None = None
 
     @property
+    def needed_files(self) -> frozenset[str]:
+        """Names of the files without which it cannot be loaded."""
+        buckets = self.buckets.entries if self.buckets is not None else ()
+        weights = {PARAMS_FILE} if self.weights or any(bucket.weights for bucket in buckets) else set()
+        return frozenset({MODULE_FILE, *weights, *(bucket.file for bucket in buckets)})
+
+    @property
     def launches(self) -> int | None:
         """GPU kernels that one inference launches, None when it is not known or runs on a CPU."""
         counts = [None if kernel.launches is None else kernel.calls * kernel.launches for kernel in self.kernels]
@@ -129,8 +137,10 @@ def parse_manifest(text: str, where: str) -> Manifest:
         The text is not a manifest, has another format version, or was altered.
     """
     try:
-        data = json.loads(text)
-    except ValueError as e:
+        data = json.loads(text, parse_constant=_refuse_constant)
+        text.encode()  # no lone surrogates, which JSON can name
+        json.dumps(data, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as e:
         raise ArtifactError(f"{where} is not valid JSON ({e}); the artifact is damaged, compile it again") from e
     if not isinstance(data, dict) or data.get("format") != FORMAT_NAME:
         raise ArtifactError(f'{where} is not the manifest of an artifact (no "format": "{FORMAT_NAME}")')
@@ -147,11 +157,21 @@ def parse_manifest(text: str, where: str) -> Manifest:
             "compile the model again"
         )
     try:
-        return _reader().validate_python(data)
+        manifest = _reader().validate_python(data)
     except ValidationError as e:
         first = e.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ArtifactError(f"{where}: {place}: {first['msg']}. The artifact is damaged; compile it again") from e
+    for spec in (*manifest.inputs, *manifest.outputs):
+        try:
+            numpy_dtype(spec.dtype)
+        except TypeError as e:
+            raise ArtifactError(f"{where}: {spec.name}: no dtype is called {spec.dtype!r}; compile it again") from e
+    return manifest
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,10 +24,13 @@ from relaxtune.pipeline.artifact.input_check import check_inputs
 from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
+from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.threads import configure_threads, default_threads
 from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
 
 _MAIN = "main"
+# What TVM says when its code gets other tensors than it was compiled for.
+_REFUSALS = ("ErrorContext(fn=", "Mismatched ", "Invoking function")
 
 # What the virtual machine calls before and after each call it makes: (function, its name, whether before, what it
 # returned, arguments) -> a `tvm.runtime.vm.VMInstrumentReturnKind`.
@@ -69,6 +71,7 @@ class Module:
         self._threads = threads if threads is not None else default_threads()
         self._turn = threading.Lock()
         self._router: Router | None = None
+        self._outputs_checked = False
         self._buffers = self._fixed_inputs() if manifest.target.cuda_graph else None
         if self._buffers is not None:
             # Saved with its arguments, so that a run does not hand over every weight again.
@@ -256,14 +259,40 @@ class Module:
     def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # TVM keeps one thread pool for each calling thread, so every thread sets its own.
         configure_threads(self._threads)
-        if self._buffers is None:
-            result = self._main(*tensors, *self._weights)
-        else:
-            for buffer, tensor in zip(self._buffers, tensors, strict=True):
-                if tensor is not buffer:
-                    tensor.copyto(buffer)
-            result = self._saved_main()
-        return (result,) if isinstance(result, Tensor) else tuple(result)
+        try:
+            if self._buffers is None:
+                result = self._main(*tensors, *self._weights)
+            else:
+                for buffer, tensor in zip(self._buffers, tensors, strict=True):
+                    if tensor is not buffer:
+                        tensor.copyto(buffer)
+                result = self._saved_main()
+        except (TypeError, ValueError, RuntimeError) as e:
+            if not any(sign in str(e) for sign in _REFUSALS):
+                raise
+            if all(spec.is_static for spec in self.inputs):
+                raise self._lies(_last_line(e)) from e
+            raise PipelineError(f"the code of {self._manifest.model} refuses these sizes: {_last_line(e)}") from e
+        outputs = (result,) if isinstance(result, Tensor) else tuple(result)
+        if not self._outputs_checked:
+            self._check_outputs(outputs)
+        return outputs
+
+    def _check_outputs(self, outputs: tuple[Tensor, ...]) -> None:
+        """Check once that the code gives what the manifest states."""
+        if len(outputs) != len(self.outputs):
+            raise self._lies(f"{len(outputs)} outputs instead of {len(self.outputs)}")
+        for spec, tensor in zip(self.outputs, outputs, strict=True):
+            sizes = zip(spec.shape, tensor.shape, strict=False)
+            fits = len(spec.shape) == len(tensor.shape) and all(a == b for a, b in sizes if isinstance(a, int))
+            if str(tensor.dtype) != spec.dtype or not fits:
+                raise self._lies(f"output {spec} is {tensor.dtype}{list(tensor.shape)}")
+        self._outputs_checked = True
+
+    def _lies(self, what: str) -> ArtifactError:
+        return ArtifactError(
+            f"the code of {self._manifest.model} is not what its manifest states: {what}; compile the model again"
+        )
 
     def _fixed_inputs(self) -> tuple[Tensor, ...] | None:
         """Return a tensor on the device for each input, or None when one has a symbolic shape."""
@@ -278,7 +307,7 @@ def _load_code(path: Path) -> tvm.runtime.Module:
     The loader takes a path that it has opened before for the same file, also when another artifact has been written
     there since; so it gets a name that was never used: a second one of the file, or on another file system a copy.
     """
-    with tempfile.TemporaryDirectory(prefix="relaxtune-") as directory:
+    with temporary_folder() as directory:
         named = Path(directory) / path.name
         try:
             named.hardlink_to(path)
@@ -295,7 +324,7 @@ def _load_weights(directory: Path, manifest: Manifest, device: Device) -> dict[s
         return {}
     try:
         arrays = safetensors.numpy.load_file(directory / PARAMS_FILE)
-    except (OSError, safetensors.SafetensorError) as e:
+    except (OSError, safetensors.SafetensorError, ValueError, TypeError, KeyError) as e:
         raise ArtifactError(f"{directory / PARAMS_FILE} cannot be read: {e}; compile the model again") from e
     missing = [name for name in names if name not in arrays]
     if missing:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from tvm.runtime import Tensor, _ffi_api
 from relaxtune.pipeline.bisect.trace import CallSite, Replacement, output_tensors
 from relaxtune.pipeline.codegen.finish import finish_kernels
 from relaxtune.pipeline.tasks.extract import as_workload, untunable_reason
+from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.measure.mismatch import find_mismatch
 from relaxtune.pipeline.validate.tolerances import KernelTolerance, kernel_tolerance, symbolic_kernel_tolerance
 from relaxtune.schedules.fallback import apply_fallback
@@ -84,7 +84,7 @@ def load_code(executable: tvm.runtime.Executable) -> tvm.runtime.Module:
         packed.write_to_file(str(path))
         return str(path)
 
-    with tempfile.TemporaryDirectory(prefix="relaxtune-bisect-") as folder:
+    with temporary_folder() as folder:
         path = Path(folder) / "code.so"
         executable.export_library(str(path), fpack_imports=pack_imports)
         return tvm.runtime.load_module(str(path))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from relaxtune.pipeline.importer.normalise import node_label
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.passes import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.validate.tolerances import Tolerance
 from relaxtune.pipeline.validate.validation import validate
 from relaxtune.tuning_db.urls import DatabasePlace, without_secrets
@@ -120,7 +120,7 @@ class _Request:
         """Whether a model, compiled now, gives wrong results; False also for one that cannot be compiled."""
         try:
             model = load_model(path)
-            with tempfile.TemporaryDirectory(prefix="relaxtune-bisect-") as made:
+            with temporary_folder() as made:
                 request = ModelRequest(path, target=self.target, lowering=self.options)
                 compile_model(request, Path(made) / "artifact", database=self.database, samples=0)
                 module = Module.load(Path(made) / "artifact")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import NORM_ROWS_MAX, LoweredModule, LoweringOptions
 from relaxtune.pipeline.tasks.extract import extract_tasks
+from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Mode, Route
 from relaxtune.tuning_db.store import SqlDatabase
@@ -141,7 +141,7 @@ def _without_graph(
         if opened is not None:
             opened.close()
     compiled = compile_module(lowered, choices, target, cuda_graph=False)
-    with tempfile.TemporaryDirectory(prefix="relaxtune-bisect-") as folder:
+    with temporary_folder() as folder:
         again = write_artifact(compiled, Path(folder) / "artifact")
         made = {kernel.function: kernel.decision_sha256 for kernel in again.kernels}
         others = [kernel.function for kernel in manifest.kernels if made.get(kernel.function) != kernel.decision_sha256]

@@ -10,7 +10,6 @@ models by turns. The form that won is recorded as a measurement of the model (`p
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.prepare import PreparedModel
 from relaxtune.pipeline.tasks.extract import extract_tasks, list_untunable
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.tuning_db.contract import TuningDatabase
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def choose_form(
     """
     prepared, choices = forms[default]
     launches = {}
-    with tempfile.TemporaryDirectory(prefix="relaxtune-forms-") as folder:
+    with temporary_folder() as folder:
         first = compiled_arm(prepared, choices, Path(folder) / "default")
         arms = {_BEFORE: first}
         for number, (name, (form, chosen)) in enumerate(forms.items()):

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import logging
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,6 +35,7 @@ from relaxtune.pipeline.choose.selection import template_default
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.prepare import PreparedModel
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route, TuningRecord
 
@@ -180,7 +180,7 @@ def _try(
     turn: AbstractContextManager[object] | None,
 ) -> _Tried:
     """Return what variants of a model take, after as many turns as it takes to tell whether they gain."""
-    folder = held.enter_context(tempfile.TemporaryDirectory(prefix="relaxtune-rerank-"))
+    folder = held.enter_context(temporary_folder())
     plain, *others = compiled_arms(prepared, choices, variants, Path(folder) / "model")
     arms = {_BEFORE: plain, **{str(number): arm for number, arm in enumerate(others)}, _AFTER: plain}
     with turn or contextlib.nullcontext():

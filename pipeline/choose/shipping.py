@@ -8,7 +8,6 @@ artifact that compiling without records makes, "relaxtune" is the artifact that 
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from relaxtune.pipeline.bench.measure import (
 from relaxtune.pipeline.bench.paired_gain import PairedGain, is_gain, paired_gain
 from relaxtune.pipeline.choose.model_arm import load_arm, timed_inputs
 from relaxtune.pipeline.prepare import PreparedModel
+from relaxtune.pipeline.temporary import temporary_folder
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def decide(prepared: PreparedModel, tuned: CompiledModule, untuned: CompiledModu
     ArtifactError
         One of them does not load here.
     """
-    with tempfile.TemporaryDirectory(prefix="relaxtune-shipping-") as folder:
+    with temporary_folder() as folder:
         same = tuned.kernel_hashes == untuned.kernel_hashes
         module, arm = load_arm(tuned, prepared.model, Path(folder) / "tuned")
         other = arm if same else load_arm(untuned, prepared.model, Path(folder) / "untuned")[1]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import re
 import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import tvm
 from relaxtune.pipeline.codegen.cuda_source import DeviceSource, prepare_source
 from relaxtune.pipeline.codegen.mma_fragments import with_fragments
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.temporary import temporary_folder
 
 ELF_MAGIC = b"\x7fELF"
 
@@ -117,7 +117,7 @@ def compile_with_nvcc(
     LoweringError
         nvcc refused the source or cannot be run; the message has its errors.
     """
-    with tempfile.TemporaryDirectory(prefix="relaxtune-") as folder:
+    with temporary_folder() as folder:
         source, cubin = Path(folder) / "kernels.cu", Path(folder) / "kernels.cubin"
         source.write_text(with_fragments(code))
         command = [

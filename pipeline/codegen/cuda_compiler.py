@@ -15,7 +15,6 @@ import importlib.util
 import logging
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from relaxtune.pipeline.codegen.cuda_compile import ELF_MAGIC, OnLog, compile_wi
 from relaxtune.pipeline.codegen.cuda_libraries import DRIVER, load_cuda_runtime, load_library, pypi_root
 from relaxtune.pipeline.codegen.wgmma_check import count_early_reads
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.temporary import temporary_folder
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ def _load_stand_in() -> None:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise LoweringError("compiling for CUDA without a driver needs a C compiler; install gcc or clang")
-    with tempfile.TemporaryDirectory(prefix="relaxtune-") as folder:
+    with temporary_folder() as folder:
         library = Path(folder) / DRIVER
         command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{DRIVER}", "-x", "c", "-", "-o", str(library)]
         outcome = subprocess.run(command, input=_STAND_IN_SOURCE, capture_output=True, text=True, check=False)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ import tvm_ffi.libinfo
 from tvm import tirx
 
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.schedules.libraries.vendors import library_sources
 from relaxtune.schedules.marks import SOURCES_ATTR
 
@@ -62,7 +62,7 @@ def compile_library_objects(sources: Sequence[Path], directory: Path) -> list[Pa
 def _compiled(compiler: str, source: Path) -> bytes:
     """Return the object file of a source, made once a process: a process that builds candidates needs it for each."""
     folders = [f"-I{folder}" for folder in tvm_ffi.libinfo.include_paths()]
-    with tempfile.TemporaryDirectory(prefix="relaxtune-") as directory:
+    with temporary_folder() as directory:
         made = Path(directory) / f"{source.stem}.o"
         command = [compiler, *_FLAGS, *folders, str(source), "-o", str(made)]
         finished = subprocess.run(command, capture_output=True, text=True, check=False)

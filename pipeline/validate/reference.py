@@ -14,7 +14,6 @@ The two uses want different sessions:
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +29,7 @@ from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.precision.graph_dtypes import HALF_TYPES, computes_in_half
 from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
 from relaxtune.pipeline.precision.recorded import PolicyEntry
+from relaxtune.pipeline.temporary import temporary_folder
 
 # ONNX Runtime's errors have no base class below Exception.
 _ORT_ERRORS = (
@@ -307,7 +307,7 @@ def _loadable(proto: onnx.ModelProto) -> Iterator[bytes | str]:
     if sum(len(tensor.raw_data) for tensor in proto.graph.initializer) < PROTOBUF_LIMIT_BYTES:
         yield proto.SerializeToString()
         return
-    with tempfile.TemporaryDirectory(prefix="relaxtune-") as folder:
+    with temporary_folder() as folder:
         path = Path(folder) / "model.onnx"
         onnx.save_model(proto, str(path), save_as_external_data=True, location="weights.bin")
         yield str(path)

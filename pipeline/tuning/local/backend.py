@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.devices import pinned
 from relaxtune.pipeline.tuning.local.measuring_process import MeasuringProcess
 from relaxtune.pipeline.tuning.local.process import ForkServer
@@ -74,7 +74,7 @@ class LocalBackend(MeasureBackend):
         self._broken: Outcome | None = None
         options, stop = options or MeasureOptions(), stop or StopSignal()
         with contextlib.ExitStack() as stack:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="relaxtune-")))
+            directory = Path(stack.enter_context(temporary_folder()))
             self.processes = [
                 stack.enter_context(
                     contextlib.closing(

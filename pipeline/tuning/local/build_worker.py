@@ -12,12 +12,12 @@ import importlib
 import pickle
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def start() -> Callable[[object], object]:
                 lambda: tvm.compile(finished, target, tir_pipeline=tir_pipeline_for(finished))
             )
         sources = list_library_sources(finished.functions.values())
-        with tempfile.TemporaryDirectory(prefix="relaxtune-") as directory:
+        with temporary_folder() as directory:
             path = _link(executable.mod, request.stem, compile_library_objects(sources, Path(directory)))
         resources = replace(parse_compiler_log("\n".join(log), dynamic.bytes), kernel_hash=built)
         return BuildReply(BuiltArtifact(path, hashlib.sha256(Path(path).read_bytes()).hexdigest(), resources))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.backend import LocalBackend
 from relaxtune.pipeline.tuning.local.build_pool import BUILD_MODULE, BuilderLimits, BuildPool
 from relaxtune.pipeline.tuning.local.devices import choose_devices
@@ -46,7 +46,7 @@ def this_machine(
         `options.devices` names a device that cannot be used.
     """
     with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="relaxtune-")))
+        directory = Path(stack.enter_context(temporary_folder()))
         server = None
         if options.fork and ForkServer.available():
             server = stack.enter_context(contextlib.closing(ForkServer([BUILD_MODULE, MEASURE_MODULE])))

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,6 +151,7 @@ def test_write_takes_an_empty_directory(tmp_path: Path, artifact: Path) -> None:
 
     def write_files(directory: Path) -> Manifest:
         (directory / "model.so").write_bytes(b"code")
+        (directory / "params.safetensors").write_bytes(b"weights")
         return load_manifest(artifact)
 
     written = write_directory(destination, write_files)
@@ -180,14 +184,11 @@ def test_the_old_artifact_comes_back_when_the_rename_fails(
 ) -> None:
     directory = artifact_copy()
     before = verify_artifact(directory)
-    rename = Path.rename
 
-    def fail(path: Path, target: Path) -> Path:
-        if ".staging-" in path.name:
-            raise OSError(16, "Device or resource busy")
-        return rename(path, target)
+    def fail(first: Path, second: Path) -> None:
+        raise OSError(16, "Device or resource busy")
 
-    monkeypatch.setattr(Path, "rename", fail)
+    monkeypatch.setattr("relaxtune.pipeline.artifact.directory._exchange", fail)
     with pytest.raises(ArtifactError, match="Device or resource busy"):
         write_artifact(compiled, directory)
     monkeypatch.undo()
@@ -200,3 +201,61 @@ def test_record_validation_keeps_the_artifact_valid(artifact_copy: Maker) -> Non
     record_validation(directory, {"passed": True, "outputs": []})
     assert verify_artifact(directory).validation == {"passed": True, "outputs": []}
     assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", "model.so", "params.safetensors"]
+
+
+def test_a_file_that_the_manifest_does_not_know_is_refused(artifact_copy: Maker) -> None:
+    directory = artifact_copy()
+    (directory / "extra.so").write_bytes(b"code")
+    with pytest.raises(ArtifactError, match=r"holds what its manifest does not know: extra\.so"):
+        verify_artifact(directory)
+
+
+@pytest.mark.parametrize("left_out", ["model.so", "params.safetensors"])
+def test_a_manifest_without_the_hash_of_a_file_is_refused(artifact_copy: Maker, left_out: str) -> None:
+    directory = artifact_copy()
+    manifest = load_manifest(directory)
+    (directory / "manifest.json").write_text(
+        manifest.with_files({name: entry for name, entry in manifest.files.items() if name != left_out}).to_json()
+    )
+    with pytest.raises(ArtifactError, match=f"has no hash of {left_out}"):
+        load_manifest(directory)
+
+
+@pytest.mark.parametrize(
+    "value", ["NaN", '"\\ud800"', "[" * 100_000, '{"a":' * 100_000], ids=["nan", "surrogate", "lists", "objects"]
+)
+def test_json_that_cannot_be_read_or_hashed_is_refused(tmp_path: Path, value: str) -> None:
+    text = f'{{"format": "relaxtune-artifact", "format_version": 1, "seed": {value}}}'
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(ArtifactError, match="is not valid JSON"):
+        load_manifest(tmp_path)
+
+
+def test_a_reader_always_finds_an_artifact_while_it_is_replaced(artifact_copy: Maker) -> None:
+    """A kill at any moment leaves what a reader sees at that moment."""
+    directory = artifact_copy()
+    write = "import sys; from pathlib import Path; from relaxtune.pipeline.artifact.directory import _move_into_place\n"
+    other = directory.with_name("other")
+    shutil.copytree(directory, other)
+    write += "import shutil\nfor n in range(60):\n    shutil.copytree(sys.argv[2], sys.argv[1] + '.s')\n"
+    write += "    _move_into_place(Path(sys.argv[1] + '.s'), Path(sys.argv[1]))\n"
+    with subprocess.Popen([sys.executable, "-c", write, str(directory), str(other)]) as writer:
+        seen = 0
+        while writer.poll() is None:
+            seen += (directory / "manifest.json").exists()
+            assert directory.is_dir()
+    assert writer.returncode == 0
+    assert seen
+    assert verify_artifact(directory) == verify_artifact(other)
+    assert not directory.with_name(directory.name + ".s").exists()
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_write(artifact_copy: Maker, compiled: CompiledModule) -> None:
+    directory = artifact_copy()
+    left, young = (directory.parent / f".{directory.name}.staging-{name}" for name in ("left", "young"))
+    for path in (left, young):
+        path.mkdir()
+        (path / "model.so").write_bytes(b"half")
+    os.utime(left, (0, 0))
+    write_artifact(compiled, directory)
+    assert sorted(path.name for path in directory.parent.iterdir()) == [young.name, directory.name]

@@ -1,0 +1,71 @@
+"""Folders for a while: removed in the end, and where a run was killed by the next one.
+
+Each is locked (flock) as long as its process lives. A folder that nothing locks was left by a killed run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PREFIX = "relaxtune-tmp-"
+# Between making a folder and locking it lies a moment in which no other run may take it for an old one.
+_LEFT_AFTER_S = 60.0
+
+_swept: set[int] = set()
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Give a new folder of the system's place for them, removed in the end; the first call sweeps what was left."""
+    place = Path(tempfile.gettempdir())
+    if os.getpid() not in _swept:
+        _swept.add(os.getpid())
+        sweep(place, PREFIX)
+    with locked_folder(place, PREFIX) as folder:
+        yield folder
+
+
+@contextmanager
+def locked_folder(place: Path, prefix: str) -> Iterator[Path]:
+    """Give a new folder in `place`, removed in the end if it is there still."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+    descriptor: int | None = None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(OSError):  # a file system without locks: nothing is swept there
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def sweep(place: Path, prefix: str) -> None:
+    """Remove the folders in `place` that begin with `prefix`, are ours, and were left by killed processes."""
+    with suppress(OSError):
+        for path in place.glob(f"{prefix}*"):
+            with suppress(OSError):
+                _remove_if_left(path)
+
+
+def _remove_if_left(path: Path) -> None:
+    status = path.lstat()
+    if path.is_symlink() or status.st_uid != os.getuid() or time.time() - status.st_mtime < _LEFT_AFTER_S:
+        return
+    if not path.is_dir():
+        path.unlink()
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(descriptor)
