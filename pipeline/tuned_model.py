@@ -213,16 +213,6 @@ def _tune(
     return job.id, summary
 
 
-def _require_something(summary: TuningSummary) -> None:
-    if not summary.interrupted:
-        require_valid(summary)
-    elif summary.tasks and all(task.after_us is None for task in summary.tasks):
-        raise InterruptedEarlyError(
-            "interrupted before anything was measured; no artifact was written. Run the same command again, or "
-            "`relaxtune compile`, which measures nothing"
-        )
-
-
 def choose_kernels(
     prepared: PreparedModel,
     database: TuningDatabase | None,
