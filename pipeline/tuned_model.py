@@ -26,7 +26,7 @@ from relaxtune.pipeline.choose.norm_forms import (
 )
 from relaxtune.pipeline.choose.rerank import RerankReport, rerank
 from relaxtune.pipeline.choose.selection import select_kernels
-from relaxtune.pipeline.choose.stale import without_stale
+from relaxtune.pipeline.choose.stale_records import without_stale
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import InterruptedEarlyError, NothingMeasuredError
 from relaxtune.pipeline.passes.module import LoweredModule

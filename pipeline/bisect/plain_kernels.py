@@ -18,7 +18,7 @@ from relaxtune.pipeline.bisect.trace import CallSite, Replacement, output_tensor
 from relaxtune.pipeline.codegen.finish import finish_kernels
 from relaxtune.pipeline.tasks.extract import as_workload, untunable_reason
 from relaxtune.pipeline.temporary import temporary_folder
-from relaxtune.pipeline.tuning.measure.mismatch import find_mismatch
+from relaxtune.pipeline.tuning.measure.wrong_result import find_mismatch
 from relaxtune.pipeline.validate.tolerances import KernelTolerance, kernel_tolerance, symbolic_kernel_tolerance
 from relaxtune.schedules.fallback import apply_fallback
 

@@ -7,7 +7,7 @@ measured in (`tuning_db.standing`).
 
 from __future__ import annotations
 
-from relaxtune.pipeline.choose.plausible import believable_records
+from relaxtune.pipeline.choose.plausible_latency import believable_records
 from relaxtune.pipeline.choose.replay import without_stale_fallbacks
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.tasks.task import TuningTask

@@ -27,7 +27,7 @@ from relaxtune.pipeline.validate.drift import (
     measure_drift,
     measure_perplexity,
 )
-from relaxtune.pipeline.validate.poison import poisoned_kernels
+from relaxtune.pipeline.validate.fill_with_nan import poisoned_kernels
 from relaxtune.pipeline.validate.reference import Reference, longest_reduction
 from relaxtune.pipeline.validate.report import OutputReport, RepeatReport, ValidationReport
 from relaxtune.pipeline.validate.tolerances import Tolerance, model_tolerance, storage_roundoff

@@ -40,9 +40,9 @@ from relaxtune.pipeline.tuning.measure.arguments import (
     with_partial_sums,
 )
 from relaxtune.pipeline.tuning.measure.device_check import SMALLEST, DeviceCheck
-from relaxtune.pipeline.tuning.measure.mismatch import absolute_bound, find_mismatch
 from relaxtune.pipeline.tuning.measure.rotation import RotatedTimer, can_rotate, launches, sets_needed
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions, Timer, is_hopeless, runs_for, time_adaptively
+from relaxtune.pipeline.tuning.measure.wrong_result import absolute_bound, find_mismatch
 
 _ENTRY = "main"
 # Arguments stay allocated up to so much in one set of each: those of all tasks of a common model.

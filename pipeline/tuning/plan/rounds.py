@@ -26,10 +26,10 @@ from relaxtune.pipeline.tuning.plan.baseline import (
     reference_on_device,
     take_reference,
 )
-from relaxtune.pipeline.tuning.plan.batches import Batch, Tag
+from relaxtune.pipeline.tuning.plan.end_of_task import reason_to_end
+from relaxtune.pipeline.tuning.plan.in_flight import Batch, Tag
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.plan.search_pool import Proposal, SearchPool
-from relaxtune.pipeline.tuning.plan.settling import reason_to_end
 from relaxtune.pipeline.tuning.plan.state import (
     Contender,
     TaskState,

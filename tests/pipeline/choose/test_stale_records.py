@@ -8,7 +8,7 @@ import pytest
 
 from relaxtune.pipeline.choose.candidates import CandidateLookup
 from relaxtune.pipeline.choose.selection import select_kernels
-from relaxtune.pipeline.choose.stale import without_stale
+from relaxtune.pipeline.choose.stale_records import without_stale
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.schedules import fallback
 from relaxtune.schedules.cpu.plain import Plain

@@ -12,7 +12,7 @@ from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
 from relaxtune.pipeline.tasks.extract import extract_tasks, list_untunable, untunable_reason
 from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec, make_arrays
-from relaxtune.pipeline.tuning.measure.mismatch import find_mismatch
+from relaxtune.pipeline.tuning.measure.wrong_result import find_mismatch
 from relaxtune.pipeline.validate.tolerances import KernelTolerance
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.tir.index_ranges import ALL_BYTES, index_ranges

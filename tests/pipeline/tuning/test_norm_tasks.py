@@ -18,9 +18,9 @@ from relaxtune.pipeline.tuning.local.backend import LocalBackend
 from relaxtune.pipeline.tuning.local.build_pool import BuildPool
 from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec, make_arrays, with_column_sums, with_partial_sums
 from relaxtune.pipeline.tuning.measure.backend import Outcome
-from relaxtune.pipeline.tuning.measure.mismatch import find_mismatch
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.measure.workload_spec import WorkloadSpec
+from relaxtune.pipeline.tuning.measure.wrong_result import find_mismatch
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.baseline import own_tolerances, reference_mods, take_reference
 from relaxtune.pipeline.tuning.plan.state import TaskState

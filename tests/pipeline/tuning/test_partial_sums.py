@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec, make_arrays, with_partial_sums
-from relaxtune.pipeline.tuning.measure.mismatch import find_mismatch
+from relaxtune.pipeline.tuning.measure.wrong_result import find_mismatch
 from relaxtune.pipeline.validate.tolerances import kernel_tolerance
 from relaxtune.schedules.tir.dependent_arguments import partial_sums_of_rows
 from tests.schedules.templates.matmul_cases import MatmulCase

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from relaxtune.pipeline.tuning.options import TaskSummary, TuningSummary
-from relaxtune.pipeline.tuning.plan.settling import reason_to_end
+from relaxtune.pipeline.tuning.plan.end_of_task import reason_to_end
 from relaxtune.pipeline.tuning.plan.state import Contender, TaskState, choose_task
 from relaxtune.pipeline.tuning.progress import ConsoleProgress, ProgressEvent, SilentProgress, describe, estimate_left
 from relaxtune.pipeline.tuning.result_table import shorten_nodes, summary_table, to_data, to_json

@@ -10,7 +10,7 @@ from tvm import te, tirx
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec, make_arrays
-from relaxtune.pipeline.tuning.measure.mismatch import find_mismatch
+from relaxtune.pipeline.tuning.measure.wrong_result import find_mismatch
 from relaxtune.pipeline.validate.reference import longest_reduction
 from relaxtune.pipeline.validate.tolerances import (
     EXACT,

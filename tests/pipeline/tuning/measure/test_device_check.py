@@ -18,8 +18,8 @@ from relaxtune.pipeline.tuning.local.build_pool import BuildPool
 from relaxtune.pipeline.tuning.local.requests import MeasureReply, MeasureRequest, ReferenceRequest
 from relaxtune.pipeline.tuning.measure import device_check
 from relaxtune.pipeline.tuning.measure.device_check import SMALLEST, DeviceCheck, check_module
-from relaxtune.pipeline.tuning.measure.mismatch import absolute_bound, find_mismatch
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+from relaxtune.pipeline.tuning.measure.wrong_result import absolute_bound, find_mismatch
 from relaxtune.pipeline.validate.tolerances import KernelTolerance
 from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, built, spec_of

@@ -1,4 +1,4 @@
-"""When a task is left alone before the run's limits are reached."""
+"""When the search of a task ends before the limits of the run are reached."""
 
 from __future__ import annotations
 

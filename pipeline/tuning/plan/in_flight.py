@@ -1,4 +1,4 @@
-"""What is on its way between the search and the measuring process."""
+"""Candidates in flight: submitted to be built and measured, and not back yet."""
 
 from __future__ import annotations
 

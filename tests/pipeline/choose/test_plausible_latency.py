@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from relaxtune.pipeline.choose.candidates import CandidateLookup
-from relaxtune.pipeline.choose.plausible import believable_records, least_latency_us
+from relaxtune.pipeline.choose.plausible_latency import believable_records, least_latency_us
 from relaxtune.pipeline.choose.selection import select_kernels
-from relaxtune.pipeline.choose.stale import without_stale
+from relaxtune.pipeline.choose.stale_records import without_stale
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.tuning_db.store import SqlDatabase
 from tests.pipeline.artifact.test_compile import keep, matmul, parallel_trace, record_of

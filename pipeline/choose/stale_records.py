@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, CandidateLookup
-from relaxtune.pipeline.choose.plausible import believable_records
+from relaxtune.pipeline.choose.plausible_latency import believable_records
 from relaxtune.pipeline.choose.replay import replay_record, without_stale_fallbacks
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.tasks.task import TuningTask

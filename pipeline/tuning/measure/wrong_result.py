@@ -1,4 +1,4 @@
-"""Whether an output is what is expected of it."""
+"""Whether a candidate computed a wrong result: its output against the reference, within the tolerance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latencies that no device reaches: a record that has one was not measured, or not of this kernel."""
+"""Latencies that no device reaches: a record that has one was never measured, or belongs to another kernel."""
 
 from __future__ import annotations
 
