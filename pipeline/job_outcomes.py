@@ -1,4 +1,4 @@
-"""What jobs made, noted in the tuning database: artifacts, how they validated, how fast they ran.
+"""Records what jobs made in the tuning database: artifacts, how they validated, how fast they ran.
 
 An artifact is known by the hashes of its files, so that validations and benchmarks of a later day, from its directory
 alone and by a later version, are noted of the same one.

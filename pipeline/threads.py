@@ -24,7 +24,7 @@ _configured = threading.local()
 
 
 def default_threads() -> int:
-    """Return the threads used when nobody says how many: one for each physical core this process may use."""
+    """Return the threads used by default: one for each physical core this process may use."""
     return physical_cores()
 
 

@@ -1,4 +1,4 @@
-"""From a model in its tasks to the kernels that it is made of: tuned, in the form and with the kernels that suit it.
+"""Tunes the tasks of a model, then chooses its form and its kernels by timing the whole model.
 
 `tune_prepared` measures; `select_as_measured` picks from records alone, as the newest record of the whole model says.
 """

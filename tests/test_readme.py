@@ -83,6 +83,14 @@ def test_links_of_a_page_lead_to_files(page) -> None:
             assert ((ROOT / page).parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", TEXTS)
+def test_files_that_a_page_names_exist(page) -> None:
+    rooms = "benchmarks|docs|models|notebooks|pipeline|relaxtune|requirements|schedules|tests|tuning_db"
+    named = re.findall(rf"`((?:{rooms})/[\w./-]*)`", TEXTS[page])
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert named or page != "docs/house.md"
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_make_target_of_a_page_exists(target) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)

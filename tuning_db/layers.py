@@ -2,7 +2,7 @@
 
 The first layer alone is written; the others are opened read-only. A question about records or workloads goes to every
 layer, and the answers are put together as if they were one database: a record that several layers hold is one record,
-that of the upper layer. Every record found names in `layer` the database it comes from. A record of a workload that
+the upper layer's. Every record found names in `layer` the database it comes from. A record of a workload that
 only a lower layer has takes the workload along.
 """
 

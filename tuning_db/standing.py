@@ -1,4 +1,4 @@
-"""Which records of a kernel count when it was measured more than once, and beside those measured once."""
+"""Which latency of a kernel counts when it was measured more than once."""
 
 from __future__ import annotations
 

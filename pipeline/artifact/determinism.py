@@ -1,6 +1,6 @@
 """What an artifact promises about equal bits: the same inputs give the same outputs, run after run, on one machine.
 
-The promise rests on three things, of which the first two are looked up in the scheduled kernels:
+The promise rests on three things. The first two are looked up in the scheduled kernels:
 
 - no atomic operation: their order is the hardware's, and floating point sums depend on it;
 - no code from elsewhere: a vendor's library may choose its kernel or its order by what it finds at run time;

@@ -1,4 +1,4 @@
-"""Whether one of two things that took turns is faster, and by how much at least: a sign test on differences by turns.
+"""Whether one of two arms, timed alternately, is faster, and by how much at least: a sign test over the turns.
 
 Turns share what disturbs a machine for longer than a turn (clocks, heat, a neighbour), so each turn gives one relative
 difference. Of these only the order counts: the bound below holds for any distribution, with outliers too, while the

@@ -72,7 +72,7 @@ class TensorMatcher:
         return places
 
     def guess(self, trace: Iterable[TracedCall]) -> dict[Place, str]:
-        """Return which tensor each place of an imported graph should hold: that of its node, by shape.
+        """Return which tensor each place of an imported graph should hold: its node's, by shape.
 
         Before any pass, the last binding of a node is what the node writes.
         """

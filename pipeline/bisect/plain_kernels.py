@@ -77,7 +77,7 @@ def load_code(executable: tvm.runtime.Executable) -> tvm.runtime.Module:
     """
 
     def pack_imports(module: tvm.runtime.Module, _system_lib: bool, prefix: str, folder: str) -> str:
-        # TVM takes unoptimised code for that of a system library, which would be registered for good.
+        # TVM takes unoptimised code for a system library's, which would be registered for good.
         host = next(one for one in module.imports if one.kind == "llvm")
         packed = _ffi_api.ModulePackImportsToLLVM(module, False, str(host.get_function("_get_target_string")()), prefix)
         path = Path(folder) / "imports.o"

@@ -1,4 +1,4 @@
-"""What was measured of a whole model and says how it is compiled: where its norms are done, kernels that suit it best.
+"""Records of whole models, which decide how a model is compiled: the form of its norms, and re-ranked kernels.
 
 A kernel timed alone may mislead, and so may the sum of a model's kernels. What a tuning run finds out in the compiled
 model (`pipeline.choose.norm_forms`, `pipeline.choose.rerank`) is recorded as a measurement of a workload of its own,

@@ -1,10 +1,10 @@
 """Norms inside the matmuls around them, or apart: both forms of a model compete where fusing may not pay.
 
 Taking a norm into matmuls saves a kernel and makes the matmuls' epilogues longer; which is faster depends on the rows,
-the widths and the device. `LoweringOptions.norm_rows_max` is a guess for models that nobody measured. A tuning run
+the widths and the device. `LoweringOptions.norm_rows_max` is a guess for models that were not measured. A tuning run
 that is asked to (`TuningOptions.norm_forms`) lowers the other forms too, tunes the kernels of all, and times the whole
-models by turns. The form that won is recorded as a measurement of the model (`pipeline.choose.model_records`), so that
-`relaxtune compile` takes it too.
+models alternately. The form that won is recorded as a measurement of the model (`pipeline.choose.model_records`), so
+that `relaxtune compile` takes it too.
 """
 
 from __future__ import annotations

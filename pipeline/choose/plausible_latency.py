@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 # EPYC at 5 GHz). An empty kernel of a CUDA graph takes 1.3 to 2.5 us on an H100 or H200.
 _CALL_US = {"cpu": 0.002, "cuda": 0.5}
 # About ten times what the fastest device of today does, caches and 4-bit arithmetic included. Bytes are those of all
-# parameters, of which a gather reads a part only.
+# parameters; a gather reads a part of them only.
 _BYTES_PER_US = 1e9
 _FLOPS_PER_US = 1e11
 

@@ -1,4 +1,4 @@
-"""The last word of a tuning run: the hottest kernels' best candidates, tried inside the whole model.
+"""Re-ranks the candidates of the hottest kernels inside the whole model, at the end of a tuning run.
 
 A kernel timed alone may mislead: in the model its neighbours leave other data in the caches, other kernels beside it on
 the device, and fewer or more multiprocessors to the one that starts while it ends. So for each of the hottest tasks the

@@ -129,7 +129,7 @@ def _unmeasured(
     why: str,
     failed: frozenset[str] = frozenset(),
 ) -> KernelChoice:
-    """Return a kernel that nobody measured: the first that a template proposes and that has not failed yet.
+    """Return a kernel without any measurement: the first that a template proposes and that has not failed yet.
 
     Where no template makes the function, it is the fallback.
     """

@@ -1,4 +1,4 @@
-"""Records of kernels that templates no longer make: what was measured is not what a decision gives by now."""
+"""Finds stale records: their decision makes another kernel today than the one that was measured."""
 
 from __future__ import annotations
 

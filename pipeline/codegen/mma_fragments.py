@@ -1,6 +1,6 @@
 """What TVM's calls of CUDA's `mma.h` mean: `ldmatrix` and `mma.sync`.
 
-NVRTC's packages have the outer half of that header only, and CUDA's own says nothing of which registers are what. This
+NVRTC's packages have the outer half of that header only, and CUDA's own does not say what each register holds. This
 is the part that `schedules.search.tensor_tile` needs, for tiles of 16 x 16 x 16, summed in float32, from compute
 capability 8.0 on: float16 and bfloat16 by m16n8k16, float32 in tf32 by m16n8k8. The left operand is stored in rows, the
 right one in rows or columns. TVM has no fragments of operands in float32: they are accumulators' to it, and wrapped

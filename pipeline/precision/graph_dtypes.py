@@ -18,7 +18,7 @@ def computes_in_half(model: OnnxModel) -> bool:
 
 
 def compute_dtype(model: OnnxModel) -> str:
-    """Return the float dtype in which the graph computes: that of most of its weights' bytes, else of its outputs."""
+    """Return the graph's float dtype: its weights', by most bytes, or its outputs' where it has no weights."""
     sizes: dict[str, int] = {}
     for tensor in model.proto.graph.initializer:
         name = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}.get(tensor.data_type)

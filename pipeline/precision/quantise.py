@@ -1,4 +1,4 @@
-"""Quantisation of weight matrices in groups along K, in NumPy; the layout is that of ONNX Runtime's MatMulNBits.
+"""Quantisation of weight matrices in groups along K, in NumPy; laid out as ONNX Runtime's MatMulNBits.
 
 ::
 

@@ -94,7 +94,7 @@ def tune(
     progress : ProgressListener or None
         Told of every finished candidate.
     still_true : callable or None
-        Leaves out stale records (`pipeline.choose.stale_records.without_stale`); None takes all records of earlier runs.
+        Leaves out stale records (`pipeline.choose.stale_records`); None takes all records of earlier runs.
     builder, backend : optional
         Others than the processes of this machine, for example of a cluster; they are not closed here.
 

@@ -231,8 +231,8 @@ def measure_perplexity(
     count = ids.size // length
     if length < 2 or not count:
         raise UsageError(
-            f"--tokens {options.tokens} has {ids.size} ids; {model.name} reads sequences of {length}, of which one has "
-            "to have 2 and fit"
+            f"--tokens {options.tokens} has {ids.size} ids; {model.name} reads sequences of {length}: "
+            "one sequence of 2 or more ids must fit"
         )
     sequences = ids[: count * length].reshape(count, length)
     logits = _logits_output(model, options, (batch, length, vocabulary))

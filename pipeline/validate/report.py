@@ -62,8 +62,8 @@ class RepeatReport:
     differing
         Outputs that were not the same bit for bit, with how many elements differed.
     poisoned
-        Whether one of the runs had every kernel's output filled with NaN before, so that memory nobody wrote shows;
-        not done where kernels cannot be watched (CUDA graphs).
+        Whether one of the runs had every kernel's output filled with NaN before, so that unwritten memory shows; not
+        done where kernels cannot be watched (CUDA graphs).
     promised
         Whether the artifact's manifest promises equal bits (`pipeline.artifact.determinism`); None where it says
         nothing.
@@ -142,7 +142,7 @@ class ValidationReport:
             names = ", ".join(f"{name!r} in {count} elements" for name, count in self.repeats.differing.items())
             again = (
                 f"{self.model} gave other bits when it was run again on the same inputs: {names}. A kernel reads "
-                "memory that nobody wrote, or sums in an order that changes; `relaxtune validate --bisect` looks for it"
+                "unwritten memory, or sums in an order that changes; `relaxtune validate --bisect` looks for it"
             )
             raise ValidationFailedError(
                 again if not failed else f"{again}. It also disagrees with ONNX Runtime: {failed}"

@@ -1,4 +1,4 @@
-"""The last CPU rule that schedules anything: never clever.
+"""The CPU rule for every function that no other rule takes: valid and modest.
 
 Data-parallel blocks are inlined and scheduled as in `elementwise`; a reduction gets its data-parallel loops fused and
 parallel, and keeps its reduction loops serial inside, where LLVM may vectorise them. Anything that is not a plain

@@ -1,6 +1,6 @@
-"""The rule after the last: a function stays as it came, which is valid, serial code on a CPU.
+"""The last CPU rule: the function stays as it is, which is valid, serial code.
 
-What is left for it are functions in which TVM's own schedule primitives fail: fused loops over sums of symbolic sizes,
+It takes functions in which TVM's own schedule primitives fail: fused loops over sums of symbolic sizes,
 for instance, which TVM cannot prove to divide one another.
 """
 

@@ -1,4 +1,4 @@
-"""Vector loops that LLVM must not see: branches by lane beside an index that wraps at a power of two, on a CPU.
+"""Avoids vector loops that LLVM compiles wrongly: branches by lane beside an index that wraps at a power of two.
 
 A rotary embedding of heads of 8 elements on 16 lanes, say:
 

@@ -42,8 +42,8 @@ class AttentionError(ScheduleError):
 class HeadLayout:
     """Where element `[b, h, i, d]` of Q, K, V or O lies in a parameter: strides in elements, those of d being 1.
 
-    `param` is the parameter's position among the PrimFunc's, `offset` that of element [0, 0, 0, 0] in it; the strides
-    are the distances of neighbours along b, i and h.
+    `param` is the parameter's position among the PrimFunc's, `offset` the place of element [0, 0, 0, 0] in it; the
+    strides are the distances of neighbours along b, i and h.
     """
 
     param: int

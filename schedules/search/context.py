@@ -1,4 +1,4 @@
-"""A MetaSchedule TuneContext that starts at once."""
+"""A MetaSchedule TuneContext without the start-up work that our searches do not need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workloads as texts: structural hash, IR as JSON, and what is said of a module that nobody described."""
+"""Workloads as texts: structural hash, IR as JSON, and the workload made from a module's IR alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ir_from_json(text: str) -> tvm.ir.IRModule:
 
 
 def describe_unknown(mod: tvm.ir.IRModule) -> Workload:
-    """Return a workload of which nothing but its IR is known; FLOPs and bytes are 0."""
+    """Return the workload of a module without a description, made from its IR; FLOPs and bytes are 0."""
     key = workload_hash(mod)
     names = sorted(str(var.name_hint) for var in mod.get_global_vars())
     signature = {"family": UNKNOWN_FAMILY, "workload_hash": key, "tvm_version": tvm.__version__}

@@ -121,7 +121,7 @@ def _last_benchmarks(session: Session, artifact_id: int) -> tuple[ArmSummary, ..
     runs: dict[str, list[ArmSummary]] = {}
     for arm, device_name, latency_us, created_at in session.execute(statement):
         run = runs.setdefault(device_name, [])
-        # Arms of different runs did not take turns: beside each other they would say what nobody measured.
+        # Arms of different runs were not timed alternately, so that their latencies must not be compared.
         if run and run[0].created_at != created_at:
             run.clear()
         run.append(ArmSummary(arm, device_name, float(latency_us or 0.0), created_at))

@@ -156,7 +156,7 @@ def job_cost(database: TuningDatabase, job_id: str) -> JobCost:
 def regressions(
     database: TuningDatabase, before: RecordFilter, after: RecordFilter, *, threshold: float = REGRESSION_RATIO
 ) -> tuple[Regression, ...]:
-    """Return the tasks whose best record of `after` is slower than that of `before`, the worst first.
+    """Return the tasks whose best record of `after` is slower than the best of `before`, the worst first.
 
     Two TVM versions, two spans of time, or anything else that two filters tell apart. Only tasks with valid records of
     both are compared, on devices of the same architecture and name. `threshold` 0 returns all of them.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FilterOptions:
-    """Which records a command is about; the order is that of `--help`."""
+    """Which records a command is about; in the order of `--help`."""
 
     model: str | None = option(None, "Only workloads that a job found in this model.")
     family: str | None = option(None, "Only this operator family: matmul, softmax, ...")

@@ -1,4 +1,4 @@
-"""Where the time of a run goes when its stages overlap."""
+"""Clocks for stages that overlap: the seconds in which each had work."""
 
 from __future__ import annotations
 

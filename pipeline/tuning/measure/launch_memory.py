@@ -16,7 +16,7 @@ _PASS = "tirx.MakePackedAPI"
 
 @tvm.instrument.pass_instrument
 class DynamicSharedMemory:
-    """A pass instrument that notes the dynamic shared memory of the kernels; `bytes` is that of the largest."""
+    """A pass instrument that notes the dynamic shared memory of the kernels; `bytes` is the largest."""
 
     def __init__(self) -> None:
         self.bytes = 0

@@ -43,7 +43,7 @@ def parse_compiler_log(log: str, dynamic_bytes: int = 0) -> Resources:
     log : str
         The compiler's log; one without ptxas' figures gives unknowns.
     dynamic_bytes : int
-        Shared memory asked for at launch, of which ptxas knows nothing.
+        Shared memory asked for at launch, which ptxas does not know.
     """
     registers = [int(count) for count in _REGISTERS.findall(log)]
     if not registers:

@@ -1,4 +1,4 @@
-"""What a search cannot beat: the arithmetic of a GPU without its tensor cores."""
+"""The least time of a searched matmul: its arithmetic on a GPU's ordinary lanes, without tensor cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that was freed, given back to the system.
+"""Gives memory that was freed back to the system.
 
 TVM's schedules are small objects made and freed by many threads. glibc keeps what a thread freed for that thread, in
 heaps of their own, so that a process that searches for long takes more than it uses (`malloc_trim(3)`, `mallopt(3)`).

@@ -27,7 +27,7 @@ from relaxtune.schedules.tir.expressions import dtype_of
 class Frame:
     """The parameters of a kernel under construction.
 
-    `flat` has the kernel's view of each flat buffer of the function's dataflow, `written` that of each output
+    `flat` has the kernel's view of each flat buffer of the function's dataflow, `written` its view of each output
     parameter, by position.
     """
 
