@@ -1,4 +1,4 @@
-"""What is asked of a written artifact: is it right, how fast is it, how far is it from another build."""
+"""The jobs on a written artifact: validate it, measure it, compare it with another build."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def compare_builds(
     Raises
     ------
     UsageError
-        One side are outputs, and nothing says of which inputs.
+        One side are outputs, and their inputs are not given.
     """
     modules = [Module.load(side) if isinstance(side, Path) else None for side in (first, second)]
     a, b = modules
@@ -202,7 +202,7 @@ def compare_builds(
         given = sample_inputs(reference_model(a, source), samples=samples, seed=seed)
     elif a is not None or b is not None:
         raise UsageError(
-            f"{shown[0] if a is None else shown[1]} holds outputs, and nothing says of which inputs; give those that "
+            f"{shown[0] if a is None else shown[1]} holds outputs, and their inputs are not given; give those that "
             "it was run on with --inputs X.npz"
         )
     outputs = [

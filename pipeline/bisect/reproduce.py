@@ -1,4 +1,4 @@
-"""A fault as small as it can be shown: a model, its inputs, and a script that exits 3 while the fault is there.
+"""The smallest reproducer of a fault: a model, its inputs, and a script that exits 3 while the fault is there.
 
 Tried in this order, the first that shows the fault is kept: the ONNX nodes to blame alone, their inputs taken from the
 run in which the fault was found; the graph up to the first wrong tensor; the whole model; the artifact as it is.

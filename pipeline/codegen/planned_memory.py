@@ -1,4 +1,4 @@
-"""What the static memory plan of a module comes to."""
+"""The bytes that the static memory plan of a module takes."""
 
 from __future__ import annotations
 

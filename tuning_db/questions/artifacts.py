@@ -1,4 +1,4 @@
-"""What became of compiled modules: the answer of `relaxtune db artifacts`."""
+"""Compiled modules, how they validated and how fast they ran: the answer of `relaxtune db artifacts`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was built, and what it takes of a GPU: registers, shared memory and spills, told by compiler and launch."""
+"""The resources that a kernel takes of a GPU: registers, shared memory and spills, told by compiler and launch."""
 
 from __future__ import annotations
 
