@@ -139,7 +139,7 @@ def test_compare_says_what_it_lacks(relaxtune, builds, tmp_path) -> None:
     np.savez(tmp_path / "y.npz", y=np.zeros((2, 12, 16), np.float32))
     outcome = relaxtune("compare", builds.right, tmp_path / "y.npz")
     assert outcome.code == 2
-    assert "nothing says of which inputs" in outcome.stderr
+    assert "their inputs are not given" in outcome.stderr
     outcome = relaxtune("compare", builds.right, tmp_path / "missing.npz", "--inputs", tmp_path / "y.npz")
     assert outcome.code == 2
     assert "missing.npz cannot be read" in outcome.stderr
