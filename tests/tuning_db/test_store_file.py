@@ -155,9 +155,28 @@ def test_writer_waits_and_reader_does_not_when_another_holds_the_lock(path, samp
         assert database.has_workload("hash1")
 
 
+def test_a_writer_that_met_the_lock_thirty_times_still_gets_its_turn(path, samples, monkeypatch):
+    with SqlDatabase.open(path) as database:
+        holder = sqlite3.connect(path, isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")
+        pauses = []
+
+        def sleep(seconds):
+            pauses.append(seconds)
+            if len(pauses) == 30:
+                holder.execute("ROLLBACK")
+
+        monkeypatch.setattr("relaxtune.tuning_db.sql.transactions.sleep", sleep)
+        database.record_workload(samples.workload())
+        holder.close()
+        assert len(pauses) == 30
+        # The pauses of those who wait long are no longer than those of newcomers.
+        assert max(pauses) <= 0.05
+
+
 def test_busy_error_is_raised_when_the_lock_is_never_free(path, samples, monkeypatch):
     monkeypatch.setattr("relaxtune.tuning_db.sql.engine.BUSY_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("relaxtune.tuning_db.sql.transactions.LOCK_ATTEMPTS", 3)
+    monkeypatch.setattr("relaxtune.tuning_db.sql.transactions.LOCK_WAIT_S", 0.1)
     with SqlDatabase.open(path) as database:
         holder = sqlite3.connect(path, isolation_level=None)
         holder.execute("BEGIN IMMEDIATE")

@@ -28,6 +28,7 @@ from sqlalchemy.sql import Insert
 
 from relaxtune.tuning_db.errors import (
     DatabaseBusyError,
+    DatabaseLostError,
     DatabaseOpenError,
     DatabaseUrlError,
     DatabaseWriteError,
@@ -35,8 +36,8 @@ from relaxtune.tuning_db.errors import (
 )
 from relaxtune.tuning_db.urls import DatabasePlace, DatabaseUrl, hide_secrets
 
-#: One wait for SQLite's write lock; the store retries a bounded number of times after it.
-BUSY_TIMEOUT_S = 5.0
+#: SQLite's own wait for a lock, which is short: its pauses grow, so who waits long is served last. See `transactions`.
+BUSY_TIMEOUT_S = 0.02
 #: Most memory for pages of a SQLite file; taken as it is needed.
 CACHE_KIB = 64 * 1024
 #: Rows from which on PostgreSQL gets them by COPY.
@@ -51,6 +52,8 @@ URL_FORMS = "a path such as tuning.db, sqlite:///tuning.db, sqlite:// (memory), 
 # What a server's URL begins with, or a connection string: no path, and its password must not be shown as one.
 _SERVER_WORDS = re.compile(r"postgres(ql)?(\+\w+)?:|.*\b(password|passwd)\s*=", re.IGNORECASE)
 _RETRIABLE_SQLSTATES = frozenset({"40001", "40P01", "55P03"})
+# The server stops, crashed, is starting, or closed the connection.
+_LOST_SQLSTATES = re.compile(r"57P0[1-5]|08\w{3}")
 _FULL_SQLSTATES = frozenset({"53100"})
 _READ_ONLY_SQLSTATES = frozenset({"25006", "42501"})
 
@@ -310,6 +313,8 @@ def translate_error(error: BaseException | None, location: Location) -> TuningDa
         return DatabaseOpenError(
             f"Cannot open the database {where} ({said}). Check that the file and its folder can be read and written."
         )
+    if state is not None and _LOST_SQLSTATES.fullmatch(state):
+        return DatabaseLostError(f"The server of the database {where} went away ({said}). Run the command again.")
     if state is None and primary is None and location.dialect == "postgresql":
         return DatabaseOpenError(
             f"Cannot reach the database {where} ({said}). Check host, port, user and database name."

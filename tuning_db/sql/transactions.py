@@ -6,9 +6,9 @@ import logging
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic, sleep
 from typing import TypeVar
 
 from sqlalchemy import Engine
@@ -16,17 +16,26 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
-from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseWriteError, TuningDatabaseError
+from relaxtune.tuning_db.errors import (
+    DatabaseBusyError,
+    DatabaseLostError,
+    DatabaseOpenError,
+    DatabaseWriteError,
+    TuningDatabaseError,
+)
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.sql.engine import Location, transaction_options, translate_error
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Attempts of a transaction that meets a lock; each waits up to `engine.BUSY_TIMEOUT_S` by itself.
-LOCK_ATTEMPTS = 8
-#: First pause between attempts; it doubles, and each pause is drawn from 0.5 to 1.5 times its length.
-LOCK_PAUSE_S = 0.02
+#: How long a transaction waits for other writers.
+LOCK_WAIT_S = 120.0
+#: Longest pause between attempts. It does not grow: all who wait have the same chance whenever the lock is free.
+LOCK_PAUSE_S = 0.05
+#: How long a server that had answered, and went away, is waited for.
+RECONNECT_WAIT_S = 30.0
+RECONNECT_PAUSE_S = 0.5
 
 
 class Transactions:
@@ -41,6 +50,7 @@ class Transactions:
         # A memory database has one connection, so its transactions take turns.
         self._memory_turn = threading.RLock()
         self._writes = 0
+        self._answered = False
 
     def close(self) -> None:
         """Close all connections; a memory database is gone."""
@@ -105,16 +115,30 @@ class Transactions:
             self._writes += 1
 
     def _retrying(self, work: Callable[[Session], T], *, write: bool, single: bool) -> T:
-        for attempt in range(LOCK_ATTEMPTS):
+        """Run `work` again after a lock, and after a server that had answered went away: what it wrote is keyed."""
+        began = monotonic()
+        while True:
             try:
                 with self._transaction(write=write, single=single) as session:
-                    return work(session)
-            except DatabaseBusyError:
-                if attempt == LOCK_ATTEMPTS - 1:
+                    result = work(session)
+            except DatabaseBusyError as e:
+                self._pause(e, began, LOCK_WAIT_S, LOCK_PAUSE_S)
+            except DatabaseOpenError as e:
+                if not self._answered or self._location.dialect == "sqlite":
                     raise
-                time.sleep(LOCK_PAUSE_S * 2**attempt * random.uniform(0.5, 1.5))
-                _LOG.debug("database %s is locked, attempt %d", self._location.shown, attempt + 2)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+                lost = DatabaseLostError(str(e))
+                lost.__cause__ = e
+                self._pause(lost, began, RECONNECT_WAIT_S, RECONNECT_PAUSE_S)
+            else:
+                self._answered = True
+                return result
+
+    def _pause(self, error: TuningDatabaseError, began: float, wait_s: float, pause_s: float) -> None:
+        """Wait a moment before the next attempt, or raise `error` when all waiting was in vain."""
+        if monotonic() - began > wait_s:
+            raise error
+        _LOG.debug("again: %s", error)
+        sleep(random.uniform(0.02, 1.0) * pause_s)
 
     def _follow_fork(self) -> None:
         if self._pid == os.getpid():

@@ -160,7 +160,9 @@ def require_jobs(session: Session, wanted: set[str]) -> None:
 
 
 def put_job(session: Session, job: Job) -> None:
-    """Insert a job."""
+    """Insert a job; one already known stays as it is."""
+    if session.get(JobRow, job.id) is not None:
+        return
     targets = put_keyed(session, TargetRow, {job.target.key: target_columns(job.target)})
     session.add(
         JobRow(

@@ -12,7 +12,7 @@ from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.options import TaskSummary
 from relaxtune.tuning_db.contract import TuningDatabase
-from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseWriteError
+from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseLostError, DatabaseWriteError
 from relaxtune.tuning_db.lookup import DeviceRank, device_rank, versions_match
 from relaxtune.tuning_db.metaschedule import ir_to_json
 from relaxtune.tuning_db.records import (
@@ -33,6 +33,11 @@ _US_PER_S = 1e6
 _FLUSH_SHARE = 0.005
 _FLUSH_MIN_S = 1.0
 _FLUSH_MAX_S = 10.0
+# While a server is away its return is asked for less and less often, as each try waits for it.
+_RETRY_MAX_S = 300.0
+_CLOSE_WAIT_S = 300.0
+# What may be over the next time: a full disk, other writers, a server that restarts.
+_PASSING = (DatabaseWriteError, DatabaseBusyError, DatabaseLostError)
 
 
 def describe_workload(task: TuningTask) -> Workload:
@@ -79,6 +84,7 @@ class Recorder:
         self._signature_keys: dict[str, str] = {}
         self._pending: list[TuningRecord] = []
         self._interval_s = _FLUSH_MIN_S
+        self._failed_s = 0.0
         # What was known of the run's tasks when it first asked, by workload.
         self._known: dict[str, list[TuningRecord]] | None = None
 
@@ -173,6 +179,7 @@ class Recorder:
         try:
             self._database.record_measurements(self._pending)
             self._pending = []
+            self._failed_s = 0.0
         finally:
             took = time.monotonic() - began
             self._seconds["database"] += took
@@ -182,8 +189,30 @@ class Recorder:
         """Write what is pending, or keep it for the next time: a full disk may be emptied while a run goes on."""
         try:
             self.flush()
-        except (DatabaseWriteError, DatabaseBusyError) as e:
+        except _PASSING as e:
+            self._interval_s = min(_RETRY_MAX_S, 2 * max(self._failed_s, _FLUSH_MAX_S))
+            self._failed_s = self._interval_s
             logger.warning("%d measurements wait for the database: %s", len(self._pending), e)
+
+    def close(self) -> None:
+        """Write what is pending, at the end of a run: a server that is away is waited for.
+
+        Raises
+        ------
+        TuningDatabaseError
+            It cannot be written, or the server did not come back.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                self.flush()
+            except (DatabaseLostError, DatabaseBusyError) as e:
+                if time.monotonic() - began > _CLOSE_WAIT_S:
+                    raise
+                logger.warning("%d measurements wait for the database: %s", len(self._pending), e)
+                time.sleep(1.0)
+            else:
+                return
 
 
 def _job_task(task: TuningTask, seconds: float) -> JobTask:

@@ -4,6 +4,7 @@ import pytest
 
 from relaxtune.pipeline.tuning.measure.backend import Outcome
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
+from relaxtune.tuning_db.errors import DatabaseLostError
 from relaxtune.tuning_db.records import Route, Status
 from tests.pipeline.tuning.tuning_cases import matmul_task
 
@@ -36,3 +37,29 @@ def test_known_records_of_all_tasks_are_read_at_once(place, database, monkeypatc
     second.start(tasks)
     assert [len(second.known(task)) for task in tasks] == [1, 1, 0]
     assert len(asked) == 1
+
+
+def test_measurements_wait_for_a_server_that_is_away_and_are_written_in_the_end(place, database, monkeypatch):
+    task = matmul_task(16, 16, 16)
+    recorder = Recorder(database, place.key, place.environment, job_id=None, seed=0, seconds={"database": 0.0})
+    recorder.start([task])
+    recorder.add(task, Route.FALLBACK, "{}", Outcome(Status.OK, (1e-6,)))
+    monkeypatch.setattr("relaxtune.pipeline.tuning.plan.recorder.time.sleep", lambda seconds: None)
+    tries = []
+    record_measurements = database.record_measurements
+
+    def away_four_times(records):
+        tries.append(len(records))
+        if len(tries) <= 4:
+            raise DatabaseLostError("away")
+        return record_measurements(records)
+
+    monkeypatch.setattr(database, "record_measurements", away_four_times)
+    waits = []
+    for _ in range(2):
+        recorder.try_flush()
+        waits.append(recorder.flush_interval_s)
+    assert waits[0] < waits[1]
+    recorder.close()
+    assert tries == [1] * 5
+    assert database.count_records() == 1

@@ -1,0 +1,48 @@
+"""A server that is restarted while it is in use: nothing is lost, and the run goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from relaxtune.tuning_db.errors import DatabaseLostError, DatabaseOpenError
+from relaxtune.tuning_db.store import SqlDatabase
+from tests.tuning_db.postgres_server import Server, restartable_server
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with restartable_server() as started:
+        yield started
+
+
+def test_reads_and_writes_wait_for_a_server_that_is_restarted(server, samples):
+    with SqlDatabase.open(server.url) as database:
+        database.record_workload(samples.workload())
+        database.record_measurement(samples.record(seed=0))
+        server.stop()
+        back = threading.Timer(1.0, server.start)
+        back.start()
+        began = time.monotonic()
+        database.record_measurements([samples.record(seed=seed) for seed in range(1, 300)])
+        assert time.monotonic() - began > 0.9
+        back.join()
+        assert database.count_records() == 300
+
+
+def test_a_server_that_stays_away_is_told_and_its_return_is_enough(server, samples, monkeypatch):
+    monkeypatch.setattr("relaxtune.tuning_db.sql.transactions.RECONNECT_WAIT_S", 0.5)
+    with SqlDatabase.open(server.url) as database:
+        database.record_workload(samples.workload())
+        server.stop()
+        with pytest.raises(DatabaseLostError):
+            database.record_measurement(samples.record(seed=0))
+        with pytest.raises(DatabaseOpenError) as raised:
+            SqlDatabase.open(server.url)
+        assert not isinstance(raised.value, DatabaseLostError)
+        server.start()
+        database.record_measurement(samples.record(seed=0))
+        assert database.count_records() == 1
