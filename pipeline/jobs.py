@@ -75,6 +75,7 @@ class TuneResult:
     """A tuning run and the artifact made of its records.
 
     `shipping` is None when it was not asked for, as is `rerank`; `norm_forms` also where there is one form only.
+    `missed` is the limit that the artifact does not keep, None without one.
     """
 
     job_id: str
@@ -83,6 +84,27 @@ class TuneResult:
     shipping: Shipping | None
     rerank: RerankReport | None = None
     norm_forms: NormFormsReport | None = None
+    missed: str | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an artifact keeps to, else it stays in `DIR.rejected`.
+
+    Attributes
+    ----------
+    max_latency_ms
+        Median latency of the whole model; None sets no limit.
+    rtol, atol
+        What may differ from ONNX Runtime; None takes the table of tolerances.
+    """
+
+    max_latency_ms: float | None = None
+    rtol: float | None = None
+    atol: float | None = None
+
+
+NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -104,6 +126,8 @@ class TuneRequest:
         Databases under it, by file or URL: they are read and never written.
     record
         Whether the artifact, its validation and its benchmark are noted in the database, as measurements always are.
+    limits
+        What the artifact is to keep; a limit of its latency needs `benchmark`.
     """
 
     database: DatabasePlace
@@ -112,6 +136,7 @@ class TuneRequest:
     samples: int = 3
     shared: tuple[DatabasePlace, ...] = ()
     record: bool = True
+    limits: Limits = NO_LIMITS
 
 
 def compile_model(
@@ -176,42 +201,78 @@ def tune_model(
     urls = [tune_request.database, *tune_request.shared]
     with open_databases(urls, mode=tune_request.tuning.mode) as database:
         prepared = prepare_model(request)
-        if not prepared.can_run:
-            raise PipelineError(
-                f"tuning measures on the device, and {prepared.target.arch} is not on this machine; run the tune where "
-                "it is, or make the artifact from records alone with `relaxtune compile`"
-            )
+        require_device(prepared)
         tuned = tune_prepared(prepared, tune_request.tuning, database, progress or SilentProgress())
-        job_id, asked = tuned.job_id, prepared
-        prepared, choices, shipping = tuned.prepared, tuned.choices, None
-        if tune_request.benchmark:
-            shipping = _decide_shipping(asked, tuned)
-            if not shipping.tuned:
-                prepared, choices = asked, shipping.compiled.choices
-            record_shipped(
-                asked,
-                prepared,
-                choices,
-                database,
-                untuned=not shipping.tuned,
-                latencies_ms=shipping.report.arm(OWN_ARM).latencies_ms,
-                tuning=tune_request.tuning,
-                job_id=job_id,
-            )
-        compiled = _compile(
-            prepared,
-            database,
-            out,
-            tune_request.samples,
-            choices,
-            record=tune_request.record,
-            job_id=job_id,
-            module=shipping.compiled if shipping is not None else None,
+        return finish_tuned(prepared, tuned, tune_request, database, out)
+
+
+def require_device(prepared: PreparedModel) -> None:
+    """Check that a model can be measured on this machine.
+
+    Raises
+    ------
+    PipelineError
+        Its target is another.
+    """
+    if not prepared.can_run:
+        raise PipelineError(
+            f"tuning measures on the device, and {prepared.target.arch} is not on this machine; run the tune where "
+            "it is, or make the artifact from records alone with `relaxtune compile`"
         )
-        if shipping is not None and tune_request.record:
-            artifact = artifact_of(compiled.manifest, out, job_id)
-            note_benchmark(database, artifact, prepared.environment, shipping.report)
-    return TuneResult(job_id, tuned.summary, compiled, shipping, tuned.rerank, tuned.norm_forms)
+
+
+def finish_tuned(
+    asked: PreparedModel, tuned: TunedModel, request: TuneRequest, database: TuningDatabase, out: Path
+) -> TuneResult:
+    """Make the artifact of a tuned model: compile, compare with the untuned one, export, validate.
+
+    Parameters
+    ----------
+    asked, tuned : PreparedModel, TunedModel
+        The model as its request says, and what tuning made of it.
+    database : TuningDatabase
+        Where records are, and where what was made is noted.
+    """
+    prepared, choices, shipping, missed = tuned.prepared, tuned.choices, None, None
+    if request.benchmark:
+        shipping = _decide_shipping(asked, tuned)
+        if not shipping.tuned:
+            prepared, choices = asked, shipping.compiled.choices
+        own = shipping.report.arm(OWN_ARM)
+        missed = _missed(own.median_ms, request.limits)
+        record_shipped(
+            asked,
+            prepared,
+            choices,
+            database,
+            untuned=not shipping.tuned,
+            latencies_ms=own.latencies_ms,
+            tuning=request.tuning,
+            job_id=tuned.job_id,
+        )
+    compiled = _compile(
+        prepared,
+        database,
+        out,
+        request.samples,
+        choices,
+        record=request.record,
+        job_id=tuned.job_id,
+        module=shipping.compiled if shipping is not None else None,
+        limits=request.limits,
+        missed=missed,
+    )
+    if shipping is not None and request.record:
+        artifact = artifact_of(compiled.manifest, compiled.directory, tuned.job_id)
+        note_benchmark(database, artifact, prepared.environment, shipping.report)
+    return TuneResult(tuned.job_id, tuned.summary, compiled, shipping, tuned.rerank, tuned.norm_forms, missed)
+
+
+def _missed(latency_ms: float, limits: Limits) -> str | None:
+    """Return the limit that a latency is above."""
+    if limits.max_latency_ms is None or latency_ms <= limits.max_latency_ms:
+        return None
+    return f"the model takes {latency_ms:.4g} ms, and max_latency_ms is {limits.max_latency_ms:g}"
 
 
 def _decide_shipping(asked: PreparedModel, tuned: TunedModel) -> Shipping:
@@ -233,12 +294,14 @@ def _compile(
     record: bool,
     job_id: str | None = None,
     module: CompiledModule | None = None,
+    limits: Limits = NO_LIMITS,
+    missed: str | None = None,
 ) -> CompileResult:
     with stage("compile"):
         compiled = module or compile_module(prepared.lowered, choices, prepared.target)
         buckets = [_compile_bucket(prepared, bucket, database) for bucket in prepared.buckets]
     validates = bool(samples) and prepared.can_run
-    place = rejected_place(out) if validates else out
+    place = rejected_place(out) if validates or missed is not None else out
     with stage("export"):
         manifest = write_artifact(compiled, place, buckets)
     if database is not None and record:
@@ -246,19 +309,20 @@ def _compile(
     validation = None
     if validates:
         with stage("validate"):
-            validation = _validate(place, prepared.model, samples)
+            validation = _validate(place, prepared.model, samples, limits)
         manifest = record_validation(place, validation.to_json())
-        if validation.passed:
-            accept(place, out)
-        else:
-            logger.error("the artifact failed validation: it is in %s, and %s is as it was", place, out)
-            out = place
+        if not validation.passed:
+            missed = "the artifact failed validation"
         if database is not None and record:
             note_validation(database, artifact_of(manifest, out, job_id), prepared.environment, validation)
     elif samples:
         logger.warning("not validated: %s cannot run on this machine", prepared.target.arch)
+    if missed is not None:
+        logger.error("%s: it is in %s, and %s is as it was", missed, place, out)
+    elif place != out:
+        accept(place, out)
     every = (*choices, *(choice for bucket in buckets for choice in bucket.compiled.choices))
-    return CompileResult(out, manifest, choices, tasks_without_record(every), validation)
+    return CompileResult(place if missed else out, manifest, choices, tasks_without_record(every), validation)
 
 
 def _compile_bucket(prepared: PreparedModel, bucket: PreparedBucket, database: TuningDatabase | None) -> CompiledBucket:
@@ -266,10 +330,10 @@ def _compile_bucket(prepared: PreparedModel, bucket: PreparedBucket, database: T
     return CompiledBucket(bucket.bucket, compile_module(bucket.lowered, choices, prepared.target))
 
 
-def _validate(out: Path, model: OnnxModel, samples: int) -> ValidationReport:
+def _validate(out: Path, model: OnnxModel, samples: int, limits: Limits) -> ValidationReport:
     """Validate an artifact; of one with buckets, first find out where padding is allowed, then go by every route."""
-    module = Module.load(out)
-    if module.manifest.buckets is None:
-        return validate(module, model, samples=samples)
-    module = prove_and_record(out, module, model)
-    return validate(module, model, samples=samples, inputs=route_inputs(module, model, samples=samples, seed=0))
+    module, inputs = Module.load(out), None
+    if module.manifest.buckets is not None:
+        module = prove_and_record(out, module, model)
+        inputs = route_inputs(module, model, samples=samples, seed=0)
+    return validate(module, model, samples=samples, inputs=inputs, rtol=limits.rtol, atol=limits.atol)

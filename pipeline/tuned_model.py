@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +35,30 @@ from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.progress import ProgressListener
 from relaxtune.pipeline.tuning.session import require_valid, tune
+from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.contract import TuningDatabase
-from relaxtune.tuning_db.records import Route
+from relaxtune.tuning_db.records import Environment, Route
+
+
+@dataclass(frozen=True)
+class TuningJob:
+    """What a tuning run is of: the next run of the same one goes on where this one broke off.
+
+    Attributes
+    ----------
+    model, model_sha256
+        What `relaxtune db jobs` calls it, and what tells it from others of that name.
+    target, environment
+        What is compiled for, and the machine that measures.
+    asked
+        What is noted of the request beside the tuning options, as plain JSON data.
+    """
+
+    model: str
+    model_sha256: str
+    target: ResolvedTarget
+    environment: Environment
+    asked: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -67,11 +89,40 @@ def tune_prepared(
         Ctrl-C or SIGTERM came before that.
     """
     model = measured_model(prepared)
-    tuned = _tune_forms(prepared, model, tuning, database, progress)
+    return _reranked(_tune_forms(prepared, model, tuning, database, progress), model, tuning, database)
+
+
+def select_tuned(
+    prepared: PreparedModel, tuning: TuningOptions, database: TuningDatabase, job_id: str, summary: TuningSummary
+) -> TunedModel:
+    """Return a model with the kernels that a run of `tune_tasks` found for its tasks, after a look inside it if asked.
+
+    Parameters
+    ----------
+    job_id, summary : str, TuningSummary
+        That run, which may have tuned the tasks of other models too.
+    """
+    model = measured_model(prepared)
+    decision = model.find(database)
+    tuned = _with_records(_as_decided(prepared, decision), decision, database, job_id, summary)
+    return _reranked(tuned, model, tuning, database)
+
+
+def _reranked(tuned: TunedModel, model: MeasuredModel, tuning: TuningOptions, database: TuningDatabase) -> TunedModel:
     if not tuning.rerank or tuned.summary.interrupted:
         return tuned
     choices, report = rerank_prepared(tuned.prepared, tuned.choices, database, tuning, model=model, job_id=tuned.job_id)
     return dataclasses.replace(tuned, choices=choices, rerank=report)
+
+
+def _with_records(
+    prepared: PreparedModel,
+    decision: ModelDecision | None,
+    database: TuningDatabase,
+    job_id: str,
+    summary: TuningSummary,
+) -> TunedModel:
+    return TunedModel(job_id, summary, prepared, choose_kernels(prepared, database, decision=decision))
 
 
 def rerank_prepared(
@@ -147,7 +198,7 @@ def _tune_forms(
         decision = model.find(database)
         prepared = _as_decided(prepared, decision)
         job_id, summary = _tune(prepared, prepared.tasks, tuning, database, progress)
-        return TunedModel(job_id, summary, prepared, choose_kernels(prepared, database, decision=decision))
+        return _with_records(prepared, decision, database, job_id, summary)
     forms = dict(zip((default_form(prepared), *others), with_common_tasks([prepared, *others.values()]), strict=True))
     job_id, summary = _tune(prepared, all_tasks(list(forms.values())), tuning, database, progress)
     selected = {name: (form, choose_kernels(form, database)) for name, form in forms.items()}
@@ -180,24 +231,48 @@ def _tune(
     database: TuningDatabase,
     progress: ProgressListener,
 ) -> tuple[str, TuningSummary]:
-    tuning = dataclasses.replace(tuning, routes=tuning.routes & prepared.request.routes)
-    options = {"source": str(prepared.request.source), "target": prepared.request.target, **_plain(tuning)}
-    job = database.start_job(
+    job = TuningJob(
         model=prepared.model.name,
         model_sha256=prepared.lowered.graph.source_sha256,
-        target=target_key(prepared.target),
+        target=prepared.target,
+        environment=prepared.environment,
+        asked={"source": str(prepared.request.source), "target": prepared.request.target},
+    )
+    tuning = dataclasses.replace(tuning, routes=tuning.routes & prepared.request.routes)
+    return tune_tasks(job, tasks, tuning, database, progress)
+
+
+def tune_tasks(
+    of: TuningJob,
+    tasks: Sequence[TuningTask],
+    tuning: TuningOptions,
+    database: TuningDatabase,
+    progress: ProgressListener,
+) -> tuple[str, TuningSummary]:
+    """Tune tasks as a job of the database; return the job's id and what came of it.
+
+    Raises
+    ------
+    NothingMeasuredError, InterruptedEarlyError
+        As `tune_prepared`; the job says so too.
+    """
+    options = {**of.asked, **_plain(tuning)}
+    job = database.start_job(
+        model=of.model,
+        model_sha256=of.model_sha256,
+        target=target_key(of.target),
         options=json.dumps(options, default=str),
     )
     try:
         summary = tune(
             tasks,
-            target=prepared.target,
+            target=of.target,
             database=database,
-            environment=prepared.environment,
+            environment=of.environment,
             options=tuning,
             job_id=job.id,
             progress=progress,
-            still_true=partial(without_stale, CandidateLookup(database, prepared.target, prepared.environment)),
+            still_true=partial(without_stale, CandidateLookup(database, of.target, of.environment)),
         )
         require_kept(summary)
     except NothingMeasuredError:

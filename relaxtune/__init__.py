@@ -4,6 +4,8 @@ The words of the command line, for Python:
 
 `tune`, `compile`
     A model to an artifact: with measuring, or from records alone.
+`batch`
+    Many models by one plan.
 `load`
     An artifact to a `Module`, whose `run` takes and returns NumPy arrays by name. Loading runs the artifact's code.
 `validate`, `bench`, `compare`, `report`
@@ -26,7 +28,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from relaxtune.api import (
         ArtifactError,
+        BatchResult,
         BenchmarkReport,
+        CellResult,
         Comparison,
         CompileResult,
         Effort,
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
         UsageError,
         ValidationFailedError,
         ValidationReport,
+        batch,
         bench,
         compare,
         compile,
@@ -68,7 +73,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArtifactError",
+    "BatchResult",
     "BenchmarkReport",
+    "CellResult",
     "Comparison",
     "CompileResult",
     "Effort",
@@ -93,6 +100,7 @@ __all__ = [
     "ValidationFailedError",
     "ValidationReport",
     "__version__",
+    "batch",
     "bench",
     "compare",
     "compile",

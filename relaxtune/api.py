@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -12,6 +12,8 @@ import numpy as np
 from relaxtune.models import ModelError, OnnxModel, list_models, load_model, random_inputs
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact_jobs import ValidationRequest, bench_artifact, compare_builds, validate_artifact
+from relaxtune.pipeline.batch.plan import read_plan
+from relaxtune.pipeline.batch.run import BatchResult, CellResult, run_batch
 from relaxtune.pipeline.bench.measure import BenchmarkReport
 from relaxtune.pipeline.errors import (
     ArtifactError,
@@ -40,7 +42,9 @@ from relaxtune.tuning_db.urls import DatabaseUrl
 
 __all__ = [
     "ArtifactError",
+    "BatchResult",
     "BenchmarkReport",
+    "CellResult",
     "Comparison",
     "CompileResult",
     "Effort",
@@ -64,6 +68,7 @@ __all__ = [
     "UsageError",
     "ValidationFailedError",
     "ValidationReport",
+    "batch",
     "bench",
     "compare",
     "compile",
@@ -180,6 +185,22 @@ def compile(
     """
     asked = _request(source, options)
     return compile_model(asked, Path(out), database=database, shared=shared, record=record, samples=samples)
+
+
+def batch(
+    plan: str | Path, *, fail_fast: bool = False, on_cell: Callable[[CellResult], None] | None = None
+) -> BatchResult:
+    """Tune, compile, compare and validate the cells of a plan, a TOML file; each task that cells share is tuned once.
+
+    `on_cell` is told of each cell when it is finished. `fail_fast` ends with the first that is not accepted.
+
+    Raises
+    ------
+    UsageError, ArtifactError, TuningDatabaseError
+        The plan, an artifact's place or the database cannot be had; nothing is started then. What is wrong with one
+        cell is in its result.
+    """
+    return run_batch(read_plan(plan), fail_fast=fail_fast, on_cell=on_cell)
 
 
 def inspect(source: str | Path, **options: Unpack[ModelOptions]) -> Inspection:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import tvm
@@ -49,7 +49,7 @@ def extract_tasks(modules: Sequence[LoweredModule]) -> list[TuningTask]:
             if key in found:
                 found[key] = _merged(found[key], lowered.graph.name, name, calls)
             else:
-                unique = _unique_name(name, taken)
+                unique = unique_name(name, taken)
                 taken.add(unique)
                 found[key] = make_task(
                     unique, mod, model=lowered.graph.name, function=name, calls=[call.onnx_nodes for call in calls]
@@ -155,7 +155,8 @@ def _nodes(calls: tuple[KernelCall, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(node for call in calls for node in call.onnx_nodes))
 
 
-def _unique_name(name: str, taken: set[str]) -> str:
+def unique_name(name: str, taken: Container[str]) -> str:
+    """Return a name that is not taken: `name`, or with the first free number behind it."""
     unique, count = name, 1
     while unique in taken:
         count += 1

@@ -22,8 +22,8 @@ def test_a_failed_artifact_lies_aside_and_the_good_one_stays(tmp_path: Path, mon
     assert (good.directory, rejected.exists()) == (out, False)
     validate = jobs._validate
 
-    def against_other_weights(place: Path, _: OnnxModel, samples: int) -> ValidationReport:
-        return validate(place, load_model("vit-tiny", shapes=SHAPES, seed=1), samples)
+    def against_other_weights(place: Path, _: OnnxModel, samples: int, limits: jobs.Limits) -> ValidationReport:
+        return validate(place, load_model("vit-tiny", shapes=SHAPES, seed=1), samples, limits)
 
     monkeypatch.setattr(jobs, "_validate", against_other_weights)
     failed = jobs.compile_model(REQUEST, out, samples=1)

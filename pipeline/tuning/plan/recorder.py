@@ -95,14 +95,14 @@ class Recorder:
         began = time.monotonic()
         self._database.record_all(workloads=workloads, records=[])
         if self._job_id is not None:
-            self._database.record_job_tasks(self._job_id, [_job_task(task, 0.0) for task in tasks])
+            self._database.record_job_tasks(self._job_id, [job_task(task) for task in tasks])
         self._seconds["database"] += time.monotonic() - began
 
     def finish(self, summaries: Sequence[TaskSummary]) -> None:
         """Record the seconds that each task of the job took."""
         began = time.monotonic()
         if self._job_id is not None:
-            self._database.record_job_tasks(self._job_id, [_job_task(s.task, s.seconds) for s in summaries])
+            self._database.record_job_tasks(self._job_id, [job_task(s.task, s.seconds) for s in summaries])
         self._seconds["database"] += time.monotonic() - began
 
     def known(self, task: TuningTask) -> list[TuningRecord]:
@@ -215,5 +215,6 @@ class Recorder:
                 return
 
 
-def _job_task(task: TuningTask, seconds: float) -> JobTask:
+def job_task(task: TuningTask, seconds: float = 0.0) -> JobTask:
+    """Return the database's form of a task of a job."""
     return JobTask(task.workload_hash, tvm.__version__, task.weight, task.onnx_nodes, seconds)

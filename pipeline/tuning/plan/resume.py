@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, TuningOptions
 from relaxtune.pipeline.tuning.plan.state import TaskState, decision_key
 from relaxtune.tuning_db.contract import TuningDatabase
-from relaxtune.tuning_db.records import Job, Route, Status, TuningRecord
+from relaxtune.tuning_db.records import Job, Route, Status, TargetKey, TuningRecord
 
 DONE = "done"
 # Jobs of the model that are looked at, the newest first.
@@ -42,11 +42,25 @@ def find_earlier_runs(
     if job_id is None:
         return EarlierRuns(broken_off=frozenset({None}))
     this = database.get_job(job_id)
+    return find_runs(database, this.model, this.model_sha256, this.target, workload_hashes, options, but=job_id)
+
+
+def find_runs(
+    database: TuningDatabase,
+    model: str,
+    model_sha256: str,
+    target: TargetKey,
+    workload_hashes: Iterable[str],
+    options: TuningOptions,
+    *,
+    but: str | None = None,
+) -> EarlierRuns:
+    """Return the jobs that did, or began, what a job of these kernels of a model would do; `but` is left out."""
     wanted = set(workload_hashes)
     finished: set[str] = set()
     broken_off: set[str | None] = set()
-    for job in database.list_jobs(model=this.model, limit=_JOBS_MAX):
-        if job.id == job_id or job.model_sha256 != this.model_sha256 or job.target != this.target:
+    for job in database.list_jobs(model=model, limit=_JOBS_MAX):
+        if job.id == but or job.model_sha256 != model_sha256 or job.target != target:
             continue
         if not wanted <= {task.workload_hash for task in database.list_job_tasks(job.id)}:
             continue

@@ -1,0 +1,230 @@
+"""The cells of a plan: each model in one shape, in one precision, for one target."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from relaxtune.models import ModelError, parse_shape_override
+from relaxtune.models.buckets import parse_bucket
+from relaxtune.models.dims import Dim
+from relaxtune.models.errors import ModelShapeError
+from relaxtune.models.zoo import get_preset
+from relaxtune.pipeline.batch.plan import (
+    OWN_PRECISION,
+    PRECISIONS,
+    CellsTable,
+    DefaultsTable,
+    LimitsTable,
+    Plan,
+    nearest,
+    plan_error,
+)
+from relaxtune.pipeline.batch.toml_lines import Place
+from relaxtune.pipeline.jobs import Limits
+from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.schedules.errors import ScheduleError
+from relaxtune.schedules.targets import resolve_target
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One artifact that a plan asks for.
+
+    Attributes
+    ----------
+    name
+        Unique in the plan; the artifact's directory in the plan's folder `out`.
+    source, shape, buckets, precision, target
+        As the plan says them; of a file, `source` is its path. `shape` "" keeps the model's own, `precision` `graph`
+        the graph's dtypes.
+    importance
+        How many times each call of its kernels counts.
+    limits
+        What its artifact must keep.
+    seed
+        Of the weights of a zoo model.
+    """
+
+    name: str
+    source: str
+    shape: str
+    buckets: tuple[str, ...]
+    precision: str
+    target: str
+    importance: int
+    limits: Limits
+    tags: tuple[str, ...]
+    seed: int = 0
+
+    @property
+    def request(self) -> ModelRequest:
+        """What is asked of the pipeline."""
+        return ModelRequest(
+            source=self.source,
+            shapes=_parse_shape(self.shape),
+            target=self.target,
+            lowering=LoweringOptions(precision=None if self.precision == OWN_PRECISION else self.precision),
+            seed=self.seed,
+            buckets=dict(map(parse_bucket, self.buckets)),
+        )
+
+
+def list_cells(plan: Plan) -> tuple[Cell, ...]:
+    """Return the cells of a plan, in its order. No model is loaded.
+
+    Raises
+    ------
+    PlanError
+        A model, shape, bucket, precision or target is not known, or a cell is there twice.
+    """
+    table = plan.table
+    faults = _faults_of(plan, table.defaults, ("defaults",))
+    places: dict[tuple[object, ...], Place] = {}
+    cells: list[Cell] = []
+    for number, matrix in enumerate(table.cells):
+        place: Place = ("cells", number)
+        faults += _faults_of(plan, matrix, place)
+        sources: list[str] = []
+        for text in matrix.models:
+            found = _find_models(plan, text)
+            sources += found if isinstance(found, list) else []
+            if isinstance(found, str):
+                faults.append(plan.fault((*place, "models"), found, text))
+        if faults:
+            continue
+        faults += _unknown_inputs(plan, sources, matrix, place)
+        for cell in _expand(plan, matrix, sources):
+            key = (cell.source, cell.shape, cell.buckets, cell.precision, cell.target)
+            if key in places:
+                line = plan.lines.find(places[key])
+                told = f"{Path(cell.source).stem} {cell.shape} {cell.precision} {cell.target} is there twice"
+                faults.append(plan.fault(place, f"{told}, also at line {line}; keep one of them"))
+                continue
+            places[key] = place
+            cells.append(cell)
+    if faults:
+        raise plan_error(faults)
+    return tuple(replace(cell, name=name) for cell, name in zip(cells, _names(cells), strict=True))
+
+
+def _expand(plan: Plan, matrix: CellsTable, sources: Sequence[str]) -> Iterator[Cell]:
+    defaults = plan.table.defaults
+    limits = {**_given(defaults.limits), **_given(matrix.limits)}
+    for source in sources:
+        for shape in matrix.shapes or defaults.shapes or [""]:
+            for precision in matrix.precisions or defaults.precisions or [OWN_PRECISION]:
+                for target in matrix.targets or defaults.targets or ["auto"]:
+                    yield Cell(
+                        name="",
+                        source=source,
+                        shape=shape,
+                        buckets=tuple(defaults.buckets or () if matrix.buckets is None else matrix.buckets),
+                        precision=precision,
+                        target=target,
+                        importance=matrix.importance or defaults.importance or 1,
+                        limits=Limits(**limits),
+                        tags=tuple(dict.fromkeys([*(defaults.tags or ()), *(matrix.tags or ())])),
+                        seed=plan.table.seed,
+                    )
+
+
+def _given(limits: LimitsTable) -> dict[str, float]:
+    return {name: float(value) for name, value in limits.model_dump().items() if value is not None}
+
+
+def _find_models(plan: Plan, text: str) -> list[str] | str:
+    """Return what a text of `models` names, or what is wrong with it."""
+    if not text.endswith(".onnx") and "/" not in text:
+        try:
+            get_preset(text.partition(":")[0])
+        except ModelError as e:
+            return str(e)
+        return [text]
+    path = plan.path.parent / text
+    if glob.has_magic(text):
+        found = sorted(glob.glob(str(path), recursive=True))
+        return found or f"no file matches {text!r} in {plan.path.parent.absolute()}"
+    if path.is_file():
+        return [str(path)]
+    near = nearest(path.name, [file.name for file in path.parent.glob("*.onnx")])
+    return f"there is no file {path}{near or '; expected an .onnx file, relative to the plan, or a zoo name'}"
+
+
+def _faults_of(plan: Plan, table: DefaultsTable, place: Place) -> list[str]:
+    """Return what is wrong with shapes, buckets, precisions and targets."""
+    found: list[str] = []
+    for shape in table.shapes or ():
+        try:
+            _parse_shape(shape)
+        except ModelError as e:
+            found.append(plan.fault((*place, "shapes"), str(e), shape))
+    for bucket in table.buckets or ():
+        try:
+            parse_bucket(bucket)
+        except ModelError as e:
+            found.append(plan.fault((*place, "buckets"), str(e), bucket))
+    for precision in table.precisions or ():
+        if precision not in PRECISIONS:
+            told = f"unknown precision {precision!r}; expected one of {', '.join(PRECISIONS)}"
+            found.append(plan.fault((*place, "precisions"), told + nearest(precision, PRECISIONS), precision))
+    for target in table.targets or ():
+        try:
+            resolve_target(target)
+        except ScheduleError as e:
+            found.append(plan.fault((*place, "targets"), str(e), target))
+    return found
+
+
+def _unknown_inputs(plan: Plan, sources: Sequence[str], matrix: CellsTable, place: Place) -> list[str]:
+    """Return which shapes name inputs that a zoo model does not have; a file tells when it is loaded."""
+    found = []
+    presets = [get_preset(source.partition(":")[0]) for source in sources if not source.endswith(".onnx")]
+    own = matrix.shapes is not None
+    for shape in matrix.shapes or plan.table.defaults.shapes or ():
+        for preset in presets:
+            known = [spec.name for spec in preset.inputs]
+            for name in _parse_shape(shape).keys() - set(known):
+                told = f"{preset.name} has no input {name!r}; expected {', '.join(known)}{nearest(name, known)}"
+                found.append(plan.fault((*(place if own else ("defaults",)), "shapes"), told, shape))
+    return found
+
+
+def _parse_shape(text: str) -> dict[str, tuple[Dim, ...]]:
+    parts = [parse_shape_override(part) for part in text.split(",")] if text else []
+    twice = [name for name, count in Counter(name for name, _ in parts).items() if count > 1]
+    if twice:
+        raise ModelShapeError(f"shape {text!r} names input {twice[0]!r} twice; give each input once")
+    return dict(parts)
+
+
+def _names(cells: Sequence[Cell]) -> list[str]:
+    """Return names for the cells, the shortest that tell them apart."""
+    short = [_name(cell, Path(cell.source).stem, _sizes(cell.shape)) for cell in cells]
+    counts = Counter(short)
+    long = [
+        name if counts[name] == 1 else _name(cell, "-".join(Path(cell.source).with_suffix("").parts[-2:]), cell.shape)
+        for cell, name in zip(cells, short, strict=True)
+    ]
+    counts, seen = Counter(long), Counter[str]()
+    names = []
+    for name in long:
+        seen[name] += 1
+        names.append(name if counts[name] == 1 else f"{name}-{seen[name]}")
+    return names
+
+
+def _name(cell: Cell, model: str, shape: str) -> str:
+    parts = [model, shape, *cell.buckets, cell.precision.replace(OWN_PRECISION, ""), cell.target]
+    return "-".join(filter(None, (re.sub(r"[^A-Za-z0-9_.]+", "-", part).strip("-") for part in parts)))
+
+
+def _sizes(shape: str) -> str:
+    """Return the sizes of a shape alone, where all inputs have the same."""
+    sizes = {part.rpartition("=")[2].strip() for part in shape.split(",")}
+    return sizes.pop() if len(sizes) == 1 else shape

@@ -1,0 +1,212 @@
+"""The plan of a batch: what its TOML file may say, and the messages for what it may not.
+
+This file checks names, types and ranges. `cells` checks what they mean: models, shapes, targets.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from relaxtune.pipeline.batch.toml_lines import TomlLines
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.precision.policy import POLICY_NAMES
+from relaxtune.pipeline.tuning.options import Effort
+from relaxtune.tuning_db.urls import DatabaseUrl, hide_secrets
+
+#: The precision that keeps the dtypes of the graph.
+OWN_PRECISION = "graph"
+PRECISIONS = (OWN_PRECISION, *POLICY_NAMES)
+
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+
+class PlanError(UsageError):
+    """A plan cannot be carried out as written; the message has a line for each fault, with the file's line."""
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class LimitsTable(_Table):
+    """What an artifact must keep to be accepted; see `pipeline.jobs.Limits`."""
+
+    max_latency_ms: float | None = Field(default=None, gt=0)
+    rtol: float | None = Field(default=None, ge=0)
+    atol: float | None = Field(default=None, ge=0)
+
+
+class BudgetTable(_Table):
+    """What tuning may take, over the whole plan."""
+
+    seconds: float | None = Field(default=None, gt=0)
+    candidates: int | None = Field(default=None, gt=0)
+
+
+class DefaultsTable(_Table):
+    """What a `[[cells]]` table has that does not say it itself.
+
+    Attributes
+    ----------
+    shapes
+        Each as `--shape` has it: `input_ids=1x128`. `""` keeps the model's own.
+    buckets
+        Each as `--bucket` has it: `sequence=128,256`. All of them are of every cell.
+    importance
+        How many times each call of a cell's kernels counts in the choice of what to tune.
+    """
+
+    shapes: list[str] | None = Field(default=None, min_length=1)
+    buckets: list[str] | None = None
+    precisions: Texts | None = None
+    targets: Texts | None = None
+    importance: int | None = Field(default=None, ge=1)
+    limits: LimitsTable = LimitsTable()
+    tags: list[str] | None = None
+
+
+class CellsTable(DefaultsTable):
+    """A matrix: each model in each shape, in each precision, for each target."""
+
+    models: Texts
+
+
+class PlanTable(_Table):
+    """The whole file; paths that are not absolute are relative to it."""
+
+    name: str | None = Field(default=None, min_length=1)
+    database: str = Field(default="relaxtune.db", min_length=1, repr=False)
+    out: str = Field(default="out", min_length=1)
+    effort: Annotated[Effort, Field(strict=False)] = Effort.NORMAL
+    samples: int = Field(default=3, ge=1)
+    seed: int = 0
+    budget: BudgetTable = BudgetTable()
+    defaults: DefaultsTable = DefaultsTable()
+    cells: list[CellsTable] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan that was read: its file, what it says, and where it says it."""
+
+    path: Path
+    table: PlanTable
+    lines: TomlLines
+
+    @property
+    def name(self) -> str:
+        """The plan's name; its file's name where it has none."""
+        return self.table.name or self.path.stem
+
+    @property
+    def out(self) -> Path:
+        """The folder of the artifacts."""
+        return self.path.parent / self.table.out
+
+    @property
+    def database(self) -> DatabaseUrl:
+        """File or URL of the tuning database."""
+        text = self.table.database
+        return DatabaseUrl.of(text if "://" in text else self.path.parent / text)
+
+    def fault(self, place: Sequence[str | int], told: str, value: object = None) -> str:
+        """Return a line of a `PlanError`: where, which key, what."""
+        line = self.lines.find(place, value)
+        return f"{self.path}:{line}: {_shown(place)}: {told}" if place else f"{self.path}:{line}: {told}"
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Return the plan in a file; nothing is loaded or started.
+
+    Raises
+    ------
+    PlanError
+        The file cannot be read, is no TOML, or has a key or a value that a plan does not have.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise PlanError(f"the plan {path} cannot be read ({e}); expected a TOML file, see docs/batch.md") from e
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        found = re.search(r"at line (\d+)", str(e))
+        line = int(found[1]) if found else len(text.splitlines()) or 1
+        raise PlanError(f"{path}:{line}: this is no TOML: {e}") from e
+    lines = TomlLines(text)
+    try:
+        return Plan(path, PlanTable.model_validate(data), lines)
+    except ValidationError as e:
+        plan = Plan(path, PlanTable.model_construct(), lines)
+        raise plan_error(plan.fault(one["loc"], _told(one), one.get("input")) for one in e.errors()) from e
+
+
+def plan_error(faults: Iterable[str]) -> PlanError:
+    """Return the error that tells all faults, a line each."""
+    return PlanError("\n".join(faults))
+
+
+def nearest(text: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" where one of the known names is near, else ""."""
+    close = difflib.get_close_matches(text.lower(), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _told(error: ErrorDetails) -> str:
+    """Return what is wrong, what was expected, and what is near."""
+    place, given = error["loc"], hide_secrets(repr(error["input"]))
+    if error["type"] == "extra_forbidden":
+        known = _keys_at(place)
+        return f"no such key; expected one of {', '.join(known)}{nearest(str(place[-1]), known)}"
+    if error["type"] == "missing":
+        what = "a [[cells]] table" if place == ("cells",) else "this key"
+        return f"{what} is missing; expected {_EXPECTED[str(place[-1])]}"
+    if error["type"] == "enum":
+        efforts = [effort.value for effort in Effort]
+        return f"got {given}, expected one of {', '.join(efforts)}{nearest(given, efforts)}"
+    wanted = error["msg"].removeprefix("Input should be ")
+    hint = _EXPECTED.get(str(next((part for part in reversed(place) if isinstance(part, str)), "")))
+    return f"got {given}, expected {wanted}" + (f": {hint}" if hint else "")
+
+
+_EXPECTED = {
+    "models": 'a list of models, such as models = ["bert-tiny", "exports/*.onnx"]',
+    "cells": "at least one [[cells]] table with models",
+    "shapes": 'a list of shapes, such as shapes = ["input_ids=1x128", "input_ids=8x128"]',
+    "buckets": 'a list of buckets, such as buckets = ["sequence=128,256"]',
+    "precisions": f"a list of precisions out of {', '.join(PRECISIONS)}",
+    "targets": 'a list of targets, such as targets = ["llvm"]',
+    "tags": 'a list of words, such as tags = ["nightly"]',
+    "importance": "how many times its kernels count, 1 or more",
+}
+
+
+def _keys_at(place: Sequence[str | int]) -> list[str]:
+    """Return the keys of the table that an unknown key is in."""
+    around = place[-2] if len(place) > 1 else None
+    if isinstance(around, int):
+        around = place[-3]
+    tables: dict[str | int | None, type[_Table]] = {
+        None: PlanTable,
+        "budget": BudgetTable,
+        "defaults": DefaultsTable,
+        "limits": LimitsTable,
+        "cells": CellsTable,
+    }
+    return sorted(tables.get(around, PlanTable).model_fields)
+
+
+def _shown(place: Sequence[str | int]) -> str:
+    """Return a place as people write it: `cells[1].limits.rtol`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    return text.removeprefix(".")

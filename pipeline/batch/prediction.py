@@ -1,0 +1,151 @@
+"""What a batch will take, by what the database knows: nothing is measured, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from relaxtune.pipeline.batch.cells import list_cells
+from relaxtune.pipeline.batch.plan import Plan
+from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, TaskGroup, group_cells, prepare_cell, share_budget
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.plan.resume import DONE, find_runs
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.layers import open_databases
+from relaxtune.tuning_db.questions.insights import job_cost
+from relaxtune.tuning_db.records import Job, Mode, RecordFilter
+from relaxtune.tuning_db.sql.engine import parse_location
+
+# Jobs whose cost is looked at, the newest first.
+_JOBS_MAX = 100
+
+
+@dataclass(frozen=True)
+class History:
+    """What jobs of one target took, by the database; None where it has none.
+
+    Attributes
+    ----------
+    candidate_s
+        Seconds of tuning for each candidate, over all tuning jobs that ended.
+    cell_s
+        Seconds in which a cell of a batch was compiled, compared and validated.
+    jobs
+        How many jobs tell so.
+    """
+
+    candidate_s: float | None = None
+    cell_s: float | None = None
+    jobs: int = 0
+
+
+@dataclass(frozen=True)
+class GroupPreview:
+    """The cells of one target before they are tuned.
+
+    Attributes
+    ----------
+    records
+        Workload hash -> records of the task on this target.
+    ended_by
+        The job that did the same already, None without one: nothing will be measured.
+    candidates
+        How many will be measured at most; None where only time limits them.
+    tuning_s, finishing_s
+        Predicted seconds of tuning, and of compiling, comparing and validating the cells; None where the database
+        has no history that tells.
+    """
+
+    group: TaskGroup
+    options: TuningOptions
+    records: Counter[str]
+    ended_by: str | None
+    candidates: int | None
+    tuning_s: float | None
+    finishing_s: float | None
+    history: History
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A plan before it is run: its cells, and the targets that can be measured here."""
+
+    plan: Plan
+    cells: tuple[CellTasks | CellFault, ...]
+    groups: tuple[GroupPreview, ...]
+
+
+def preview(plan: Plan) -> Preview:
+    """Return what a plan would do; models are imported and lowered, nothing is measured.
+
+    Raises
+    ------
+    PlanError, TuningDatabaseError
+        The plan, or the database, cannot be had.
+    """
+    cells = [prepare_cell(cell) for cell in list_cells(plan)]
+    groups = group_cells([one for one in cells if isinstance(one, CellTasks)])
+    here = [group for group in groups if group.can_run]
+    with _open(plan) as database:
+        shown = [
+            _preview_group(plan, group, options, database)
+            for group, options in zip(here, share_budget(plan, here), strict=True)
+        ]
+    return Preview(plan, tuple(cells), tuple(shown))
+
+
+def _open(plan: Plan) -> TuningDatabase | nullcontext[None]:
+    path = parse_location(plan.database).path
+    if path is not None and not path.exists():
+        return nullcontext()
+    return open_databases([plan.database], mode=Mode.READ_ONLY, create=False)
+
+
+def _preview_group(
+    plan: Plan, group: TaskGroup, options: TuningOptions, database: TuningDatabase | None
+) -> GroupPreview:
+    if database is None:
+        return GroupPreview(group, options, Counter(), None, options.trials, options.time_budget_s, None, History())
+    hashes = [task.workload_hash for task in group.tasks]
+    place = RecordFilter(target_kind=group.key.kind, arch=group.key.arch)
+    records = Counter(one.workload_hash for one in database.list_known(place, workload_hashes=hashes))
+    job = group.job(plan)
+    ended = find_runs(database, job.model, job.model_sha256, group.key, hashes, options).finished
+    history = read_history(database, group)
+    candidates = 0 if ended else options.trials
+    cells = None if history.cell_s is None else history.cell_s * len(group.cells)
+    seconds = _tuning_seconds(candidates, options.time_budget_s, history.candidate_s)
+    return GroupPreview(group, options, records, min(ended, default=None), candidates, seconds, cells, history)
+
+
+def _tuning_seconds(candidates: int | None, budget_s: float | None, candidate_s: float | None) -> float | None:
+    if candidates == 0:
+        return 0.0
+    by_rate = None if candidates is None or candidate_s is None else candidates * candidate_s
+    return min((one for one in (by_rate, budget_s) if one is not None), default=None)
+
+
+def read_history(database: TuningDatabase, group: TaskGroup) -> History:
+    """Return what earlier jobs of a group's target took."""
+    jobs = [job for job in database.list_jobs(limit=_JOBS_MAX) if job.target == group.key and job.finished_at]
+    cells = [job for job in jobs if "cell" in json.loads(job.options) and job.outcome == DONE]
+    costs = [job_cost(database, job.id) for job in jobs if job not in cells]
+    measured = [cost for cost in costs if cost.candidates]
+    candidates = sum(cost.candidates for cost in measured)
+    tuning_s = sum(cost.wall_s or 0.0 for cost in measured)
+    return History(
+        tuning_s / candidates if candidates else None,
+        _mean([_wall_s(job) for job in cells]),
+        len(measured) + len(cells),
+    )
+
+
+def _wall_s(job: Job) -> float:
+    return (job.finished_at - job.started_at).total_seconds() if job.finished_at is not None else 0.0
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,182 @@
+"""What a plan may say, and how each thing that it may not say is told: file, line, key, what is accepted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from relaxtune.pipeline.batch.cells import list_cells
+from relaxtune.pipeline.batch.plan import PlanError, read_plan
+from relaxtune.pipeline.batch.toml_lines import TomlLines
+from relaxtune.pipeline.cli.app import main
+from relaxtune.tuning_db.urls import DatabaseUrl
+
+GOOD = """\
+name = "night"
+database = "records.db"
+effort = "quick"
+
+[budget]
+seconds = 60
+candidates = 100
+
+[defaults]
+targets = ["llvm"]
+shapes = [
+    "input_ids=1x16",  # short
+    "input_ids=8x128",
+]
+limits = { rtol = 0.1, max_latency_ms = 9 }
+tags = ["nightly"]
+
+[[cells]]
+models = ["bert-tiny", "gpt2-tiny"]
+precisions = ["graph", "fp16"]
+importance = 4
+
+[[cells]]
+models = ["exports/*.onnx"]
+shapes = [""]
+buckets = ["sequence=128,256"]
+tags = ["mine"]
+
+[cells.limits]
+max_latency_ms = 2.5
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "night.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def exports(folder: Path, *names: str) -> None:
+    for name in names:
+        path = folder / "exports" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def test_cells_are_the_product_of_a_matrix(tmp_path: Path) -> None:
+    exports(tmp_path, "one.onnx", "two.onnx")
+    plan = read_plan(write(tmp_path, GOOD))
+    cells = list_cells(plan)
+    assert [cell.name for cell in cells] == [
+        "bert-tiny-1x16-llvm",
+        "bert-tiny-1x16-fp16-llvm",
+        "bert-tiny-8x128-llvm",
+        "bert-tiny-8x128-fp16-llvm",
+        "gpt2-tiny-1x16-llvm",
+        "gpt2-tiny-1x16-fp16-llvm",
+        "gpt2-tiny-8x128-llvm",
+        "gpt2-tiny-8x128-fp16-llvm",
+        "one-sequence-128-256-llvm",
+        "two-sequence-128-256-llvm",
+    ]
+    assert {cell.importance for cell in cells[:8]} == {4}
+    assert cells[0].limits.max_latency_ms == 9
+    assert (cells[-1].limits.max_latency_ms, cells[-1].limits.rtol) == (2.5, 0.1)
+    assert cells[-1].tags == ("nightly", "mine")
+    assert (plan.out, plan.database) == (tmp_path / "out", DatabaseUrl.of(tmp_path / "records.db"))
+    request = cells[1].request
+    assert (request.shapes, request.lowering.precision) == ({"input_ids": (1, 16)}, "fp16")
+    assert (cells[0].request.lowering.precision, cells[-1].request.buckets) == (None, {"sequence": (128, 256)})
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    exports(tmp_path, "bert/model.onnx", "vit/model.onnx")
+    plan = read_plan(write(tmp_path, '[[cells]]\nmodels = ["exports/**/*.onnx"]\ntargets = ["llvm"]'))
+    assert [cell.name for cell in list_cells(plan)] == ["bert-model-llvm", "vit-model-llvm"]
+
+
+def test_lines_of_keys_are_found() -> None:
+    lines = TomlLines(GOOD)
+    assert lines.find(("budget", "candidates")) == 7
+    assert lines.find(("defaults", "shapes"), "input_ids=8x128") == 13
+    assert lines.find(("defaults", "limits", "rtol")) == 15
+    assert lines.find(("cells", 0, "importance")) == 21
+    assert lines.find(("cells", 1, "models", 0)) == 24
+    assert lines.find(("cells", 1, "limits", "max_latency_ms")) == 30
+    assert lines.find(("cells", 1, "precisions")) == 23
+    assert lines.find(("nowhere",)) == 1
+
+
+CELLS = '[[cells]]\nmodels = ["bert-tiny"]\ntargets = ["llvm"]\n'
+BAD = {
+    "no TOML": ("[budget]\nseconds = = 3\n", 2, ["this is no TOML"]),
+    "no cells": ('name = "a"\n', 1, ["cells", "is missing", "[[cells]] table with models"]),
+    "empty models": ("[[cells]]\nmodels = []\n", 2, ["cells[0].models", "bert-tiny"]),
+    "no models": ('[[cells]]\ntargets = ["llvm"]\n', 1, ["cells[0].models", "is missing"]),
+    "unknown key": (CELLS + 'precision = ["fp16"]\n', 4, ["cells[0].precision", "did you mean precisions?"]),
+    "unknown table": (CELLS + "[budgets]\nseconds = 3\n", 4, ["budgets", "did you mean budget?"]),
+    "unknown limit": (CELLS + "limits = { max_latency = 3 }\n", 4, ["limits.max_latency", "max_latency_ms?"]),
+    "unknown budget": ("[budget]\ntrials = 3\n" + CELLS, 2, ["budget.trials", "candidates, seconds"]),
+    "text for a number": ('[budget]\ncandidates = "many"\n' + CELLS, 2, ["budget.candidates", "'many'", "integer"]),
+    "negative budget": ("[budget]\nseconds = -1\n" + CELLS, 2, ["budget.seconds", "-1", "greater than 0"]),
+    "no importance": (CELLS + "importance = 0\n", 4, ["cells[0].importance", "greater than or equal to 1"]),
+    "text for a list": ('[[cells]]\nmodels = "bert-tiny"\n', 2, ["cells[0].models", "list of models"]),
+    "unknown effort": ('effort = "quik"\n' + CELLS, 1, ["effort", "quick, normal, thorough", "did you mean quick?"]),
+    "unknown model": ('[[cells]]\nmodels = ["bert-tniy"]\n', 2, ["bert-tniy", "Did you mean bert-tiny"]),
+    "missing file": ('[[cells]]\nmodels = ["exports/on.onnx"]\n', 2, ["exports/on.onnx", "did you mean one.onnx?"]),
+    "empty glob": ('[[cells]]\nmodels = ["none/*.onnx"]\n', 2, ["no file matches 'none/*.onnx'"]),
+    "unknown precision": (CELLS + 'precisions = ["fp61"]\n', 4, ["'fp61'", "graph, fp32", "did you mean fp16?"]),
+    "unknown target": (
+        '[[cells]]\nmodels = ["bert-tiny"]\ntargets = [\n  "llvm",\n  "rocm:x"\n]\n',
+        5,
+        ["cells[0].targets", "rocm:x"],
+    ),
+    "unreadable shape": (CELLS + 'shapes = ["input_ids:1x16"]\n', 4, ["cells[0].shapes", "input_ids=1x128"]),
+    "shape twice": (CELLS + 'shapes = ["a=1,a=2"]\n', 4, ["names input 'a' twice"]),
+    "unknown input": (CELLS + 'shapes = ["input_id=1x16"]\n', 4, ["no input 'input_id'", "did you mean input_ids?"]),
+    "unreadable bucket": (CELLS + 'buckets = ["sequence"]\n', 4, ["cells[0].buckets", "sequence=128,256"]),
+    "cell twice": (CELLS + CELLS, 4, ["is there twice, also at line 1"]),
+    "no database": ("database = 3\n" + CELLS, 1, ["database", "string"]),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_plan_is_told_with_its_line_and_nothing_is_started(kind: str, tmp_path: Path, capsys) -> None:
+    text, line, parts = BAD[kind]
+    exports(tmp_path, "one.onnx")
+    path = write(tmp_path, text)
+    with pytest.raises(SystemExit) as ended:
+        main(["batch", "run", str(path)])
+    told = capsys.readouterr()
+    assert ended.value.code == 2
+    assert f"{path}:{line}: " in told.err
+    for part in parts:
+        assert part in told.err
+    assert "Traceback" not in told.err
+    assert not told.out
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["exports", "night.toml"]
+
+
+def test_a_password_of_a_plan_is_not_shown(tmp_path: Path) -> None:
+    plan = read_plan(write(tmp_path, 'database = "postgresql://me:hunter2@host/records"\n' + CELLS))
+    assert "hunter2" not in f"{plan} {plan!r} {plan.database}"
+    assert plan.database.reveal() == "postgresql://me:hunter2@host/records"
+    with pytest.raises(PlanError) as raised:
+        read_plan(write(tmp_path, 'database = ["postgresql://me:hunter2@host/records"]\n' + CELLS))
+    assert "hunter2" not in str(raised.value)
+
+
+def test_a_message_has_all_faults_of_a_plan(tmp_path: Path) -> None:
+    path = write(tmp_path, '[[cells]]\nmodels = ["bert-tniy"]\nprecisions = ["fp61"]\ntargets = ["rocm:x"]\n')
+    with pytest.raises(PlanError) as raised:
+        list_cells(read_plan(path))
+    assert {line.split(":")[1] for line in str(raised.value).splitlines() if str(path) in line} == {"2", "3", "4"}
+
+
+def test_the_plan_of_the_page_is_one(tmp_path: Path) -> None:
+    page = Path(__file__).parents[3] / "docs/batch.md"
+    (text,) = re.findall(r"^```toml\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    exports(tmp_path, "one.onnx", "two.onnx")
+    assert len(list_cells(read_plan(write(tmp_path, text)))) == 6
+
+
+def test_a_plan_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"none\.toml cannot be read .* expected a TOML file"):
+        read_plan(tmp_path / "none.toml")
