@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from tvm.runtime import Device, Tensor
 from tvm.runtime.vm import VirtualMachine
 
 from relaxtune.models import TensorSpec
+from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.artifact.bucket_routing import Router, RouteStatistics
 from relaxtune.pipeline.artifact.device_choice import device_for
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
@@ -71,7 +73,8 @@ class Module:
         self._threads = threads if threads is not None else default_threads()
         self._turn = threading.Lock()
         self._router: Router | None = None
-        self._outputs_checked = False
+        # Numbers of the outputs that lie in memory of others; what they are is known from the first call on.
+        self._shared_outputs: frozenset[int] | None = None
         self._buffers = self._fixed_inputs() if manifest.target.cuda_graph else None
         if self._buffers is not None:
             # Saved with its arguments, so that a run does not hand over every weight again.
@@ -274,12 +277,15 @@ class Module:
                 raise self._lies(_last_line(e)) from e
             raise PipelineError(f"the code of {self._manifest.model} refuses these sizes: {_last_line(e)}") from e
         outputs = (result,) if isinstance(result, Tensor) else tuple(result)
-        if not self._outputs_checked:
+        if self._shared_outputs is None:
             self._check_outputs(outputs)
-        return outputs
+            self._shared_outputs = _shared(outputs, [*tensors, *(self._buffers or ()), *self._weights])
+        if not self._shared_outputs:
+            return outputs
+        return tuple(_copied(one) if n in self._shared_outputs else one for n, one in enumerate(outputs))
 
     def _check_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        """Check once that the code gives what the manifest states."""
+        """Check that the code gives what the manifest states."""
         if len(outputs) != len(self.outputs):
             raise self._lies(f"{len(outputs)} outputs instead of {len(self.outputs)}")
         for spec, tensor in zip(self.outputs, outputs, strict=True):
@@ -287,7 +293,6 @@ class Module:
             fits = len(spec.shape) == len(tensor.shape) and all(a == b for a, b in sizes if isinstance(a, int))
             if str(tensor.dtype) != spec.dtype or not fits:
                 raise self._lies(f"output {spec} is {tensor.dtype}{list(tensor.shape)}")
-        self._outputs_checked = True
 
     def _lies(self, what: str) -> ArtifactError:
         return ArtifactError(
@@ -332,6 +337,35 @@ def _load_weights(directory: Path, manifest: Manifest, device: Device) -> dict[s
             f"{directory / PARAMS_FILE} lacks the weights {', '.join(missing)}; compile the model again"
         )
     return {name: tvm.runtime.tensor(arrays[name], device=device) for name in names}
+
+
+def _shared(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> frozenset[int]:
+    """Return which outputs lie in memory of an input, a weight or an earlier output: a caller who writes one must not.
+
+    Such an output is an input, a weight, a reshape of one, or the same tensor twice. That is how the code was compiled,
+    so it is the same in each call.
+    """
+    taken = [_span(tensor) for tensor in others]
+    found = set()
+    for number, tensor in enumerate(outputs):
+        start, end = _span(tensor)
+        if any(start < other_end and other_start < end for other_start, other_end in taken):
+            found.add(number)
+        else:
+            taken.append((start, end))
+    return frozenset(found)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first and the last address of a tensor's memory."""
+    start = int(tensor.data_ptr())
+    return start, start + (math.prod(tensor.shape) * numpy_dtype(str(tensor.dtype)).itemsize if tensor.shape else 1)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    copy = tvm.runtime.empty(tensor.shape, tensor.dtype, tensor.device)
+    tensor.copyto(copy)
+    return copy
 
 
 def _last_line(error: Exception) -> str:

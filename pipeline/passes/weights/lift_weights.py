@@ -10,7 +10,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, constants_in, main_of, with_functions
+from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, constants_in, is_op, main_of, with_functions
 from relaxtune.pipeline.passes.kit.rewrite import replace_constants
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
@@ -35,7 +35,8 @@ def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
 def lift_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with each constant of `weight_bytes_min` bytes or more as a parameter after the inputs.
 
-    Equal constants share one parameter. A weight is called after the initialiser with the same content, else (folded,
+    So is a constant that is an output, or that a view is made of: `Module` gives out copies of its parameters. Equal
+    constants share one parameter. A weight is called after the initialiser with the same content, else (folded,
     transposed, combined or cast) after the initialisers that the ONNX nodes of its first reader take, else `weight_N`.
     The function attribute `num_input` is the number of inputs: what follows is constant from run to run.
     """
@@ -44,16 +45,23 @@ def lift_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     if state.options.embed_weights:
         return mod
     readers: dict[tvm.ir.Expr, str] = {}
+    given_out: set[tvm.ir.Expr] = set()
     for binding in bindings_of(main):
         for constant in constants_in(binding.value):
             readers.setdefault(constant, binding.var.name)
+            if (
+                isinstance(binding.value, relax.Tuple)
+                or binding.value.same_as(constant)
+                or is_op(binding.value, "reshape")
+            ):
+                given_out.add(constant)
     names = _Names(state, {param.name for param in main.params})
     lifted: list[relax.Var] = []
     params: dict[tvm.ir.Expr, relax.Var] = {}
     shared: dict[Fingerprint, list[relax.Var]] = {}
     for constant, reader in readers.items():
         array = array_of(constant)
-        if array.nbytes < state.options.weight_bytes_min:
+        if array.nbytes < state.options.weight_bytes_min and constant not in given_out:
             continue
         alike = shared.setdefault(_fingerprint(array), [])
         param = next((var for var in alike if _same_bytes(state.weights[var.name], array)), None)
