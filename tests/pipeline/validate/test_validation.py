@@ -204,3 +204,10 @@ def test_a_graph_that_cancels_passes_and_a_wrong_one_of_that_kind_says_how_wrong
     wrong = judged(np.roll(honest, 1, axis=0), moved)
     assert not wrong.passed
     assert "times as far as ONNX Runtime moves" in wrong.outputs[0].reason
+
+
+def test_half_precision_numbers_below_the_normal_ones_may_be_a_step_of_their_grid_off() -> None:
+    step = np.float16(6e-8)
+    expected = np.float32(step) * np.asarray([[1.0, -2.0, 7.0, 3.0]], np.float32)
+    assert report_of(expected, (expected + np.float32(step)).astype(np.float16)).passed
+    assert not report_of(expected, (expected + 4 * np.float32(step)).astype(np.float16)).passed
