@@ -155,6 +155,18 @@ class TestHostileArchive:
         end = json.dumps({"lines": len(lines), "sha256": hashlib.sha256(body).hexdigest()})
         path.write_bytes(gzip.compress(body + b'["end",' + end.encode() + b"]\n"))
 
+    def test_half_a_surrogate_pair_is_refused(self, archive):
+        self.rewrite(archive, lambda lines: [line.replace("matmul1", "\\ud800") for line in lines])
+        self.refused(archive, r"line \d+: not JSON .*surrogates not allowed")
+
+    def test_nested_json_is_refused(self, archive):
+        self.rewrite(archive, lambda lines: [*lines, '["job",' + '{"a":' * 200_000 + "1" + "}" * 200_001])
+        self.refused(archive, r"line \d+: not JSON")
+
+    def test_too_many_places_are_refused(self, archive, monkeypatch):
+        monkeypatch.setattr("relaxtune.tuning_db.exchange.archive.MAX_PLACES", 1)
+        self.refused(archive, "more than 1 targets and environments")
+
     def test_flipped_bytes_are_refused_wherever_they_are(self, archive):
         whole = archive.read_bytes()
         # The header of gzip holds bytes without meaning: time, flags, system.

@@ -44,7 +44,9 @@ from relaxtune.tuning_db.sql.rows import latencies_from_text, latencies_to_text
 FORMAT = "relaxtune-archive"
 VERSION = 1
 #: No true line is longer; a hostile one would otherwise fill the memory.
-MAX_LINE_BYTES = 256 * 2**20
+MAX_LINE_BYTES = 64 * 2**20
+#: Targets and environments, which are held in memory while the rest is read.
+MAX_PLACES = 100_000
 
 _END = b'["end",'
 
@@ -225,6 +227,8 @@ def read_archive(path: Path, position: _Position | None = None) -> Iterator[Entr
         entry = _decode(*_parse(line, where), places, where)
         if isinstance(entry, TargetKey | Environment):
             places.append(entry)
+            if len(places) > MAX_PLACES:
+                raise ExchangeError(f"{where}: more than {MAX_PLACES} targets and environments; refused.")
         else:
             yield entry
 
@@ -250,6 +254,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _parse(line: bytes, where: str) -> tuple[str, Fields]:
     try:
         value = json.loads(line, parse_constant=_refuse_constant)
+        if b"\\u" in line:
+            # JSON can name half of a surrogate pair, which is no text and which no database stores.
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
         raise ExchangeError(f"{where}: not JSON ({e}). The archive is damaged.") from e
     match value:
