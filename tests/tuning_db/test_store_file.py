@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event
 
-from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseOpenError, DatabaseWriteError
+from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseOpenError, DatabaseWriteError, TuningDatabaseError
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.store import SqlDatabase
 
@@ -287,3 +287,20 @@ def test_sqlite_file_has_wal_and_checks_foreign_keys(path):
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
         assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["status = 'nix'", "created_at = '2026-11k22'", "decision = CAST(x'ff' AS TEXT)"],
+)
+def test_a_row_that_cannot_be_read_is_one_error(path, samples, damage):
+    with SqlDatabase.open(path) as database:
+        database.record_workload(samples.workload())
+        database.record_measurement(samples.record())
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA ignore_check_constraints = ON")
+    connection.execute(f"UPDATE records SET {damage}")
+    connection.commit()
+    connection.close()
+    with SqlDatabase.open(path) as database, pytest.raises(TuningDatabaseError):
+        database.list_records()

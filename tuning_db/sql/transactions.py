@@ -21,6 +21,7 @@ from relaxtune.tuning_db.errors import (
     DatabaseLostError,
     DatabaseOpenError,
     DatabaseWriteError,
+    InvalidRecordError,
     TuningDatabaseError,
 )
 from relaxtune.tuning_db.records import Mode
@@ -90,6 +91,14 @@ class Transactions:
         except self._engine.dialect.loaded_dbapi.Error as e:
             # Of what is done past SQLAlchemy, which is COPY.
             raise translate_error(e, self._location) from e
+        except UnicodeEncodeError as e:
+            raise InvalidRecordError(f"A text is not Unicode and cannot be stored ({e}).") from e
+        except (ValueError, LookupError) as e:
+            # Dates, names of enums, JSON and UTF-8 that a row no longer holds.
+            raise DatabaseOpenError(
+                f"{self._location.shown} is damaged: a row cannot be read ({type(e).__name__}: {e}). Restore it from a "
+                "copy, or name another file."
+            ) from e
         except PoolTimeoutError as e:
             raise DatabaseBusyError(f"All connections to {self._location.shown} are in use ({e}).") from e
         finally:
