@@ -1,9 +1,10 @@
-"""What every test has: bytecode that its processes share, and loggers of its own."""
+"""What every test has: bytecode that its processes share, loggers and signal handlers of its own."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,10 @@ if sys.dont_write_bytecode:
     sys.dont_write_bytecode = False
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / ".pytest_cache/bytecode")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+# A shell without job control starts what runs in the background with Ctrl-C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)
@@ -31,10 +36,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _loggers_as_they_were() -> Iterator[None]:
+def _process_as_it_was() -> Iterator[None]:
     """Undo what a command of the test configured: the command line owns its process, a test does not."""
     logger = logging.getLogger("relaxtune")
     level = logger.level
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     logger.handlers = []
     logger.setLevel(level)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

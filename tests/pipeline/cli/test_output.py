@@ -65,7 +65,8 @@ def test_no_control_character_reaches_the_terminal(capsys: pytest.CaptureFixture
         emit(form, [{"name": HOSTILE}], view)
     stdout_console().print(HOSTILE)
     print_error(HOSTILE)
-    logging.getLogger("relaxtune").warning("%s", HOSTILE)
+    # pytest keeps what is logged, and its processes cannot send half a surrogate pair to each other.
+    logging.getLogger("relaxtune").warning("%s", HOSTILE.replace("\ud800", "\x1b"))
     captured = capsys.readouterr()
     written = captured.out + captured.err
     assert not set(written) & set("\x1b\x07\x9b\u202e\ud800")
