@@ -10,8 +10,8 @@ from relaxtune.tuning_db.records import TuningRecord
 
 logger = logging.getLogger(__name__)
 
-# The smallest CPU kernels (a row of 128 floats) take 5 ns where many calls are timed together (measured, 2 cores of an
-# EPYC at 5 GHz). An empty kernel of a CUDA graph takes 1.3 to 2.5 us on an H100 or H200.
+# The smallest CPU kernels (a row of 128 floats) take 5.5 to 9 ns where many calls are timed together (measured, 2 cores
+# of a Zen 5 EPYC). An empty kernel of a CUDA graph takes 1.3 to 2.5 us on an H100 or H200.
 _CALL_US = {"cpu": 0.002, "cuda": 0.5}
 # About ten times what the fastest device of today does, caches and 4-bit arithmetic included. Bytes are those of all
 # parameters; a gather reads a part of them only.
