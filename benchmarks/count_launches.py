@@ -60,13 +60,13 @@ class Case:
         config = replace(get_preset(self.preset).config, layers=layers)  # type: ignore[type-var]
         if hasattr(config, "vocab"):
             config = replace(config, vocab=VOCABULARY)
-        build, options = _BUILD[self.preset.split("-")[0]], {"decode": True} if "decode" in self.preset else {}
+        build, options = BUILDERS[self.preset.split("-")[0]], {"decode": True} if "decode" in self.preset else {}
         proto = build(self.preset, config, dict(self.dims), self.precision, 0, **options)
         check_and_infer(proto)
         return make_model(self.preset, proto, path=None, data_dir=None, seed=0)
 
 
-_BUILD: Mapping[str, Callable[..., onnx.ModelProto]] = {
+BUILDERS: Mapping[str, Callable[..., onnx.ModelProto]] = {
     "bert": build_bert,
     "gpt2": build_gpt2,
     "llama": build_llama,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import onnx
 
-from benchmarks.count_launches import _BUILD
+from benchmarks.count_launches import BUILDERS
 from relaxtune.models import OnnxModel
 from relaxtune.models.inference import check_and_infer
 from relaxtune.models.loading import make_model
@@ -30,7 +30,6 @@ from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.schedules.fallback import fallback_with_rules
 from relaxtune.schedules.gpu.binding import count_launches
-from relaxtune.schedules.marks import is_scheduled
 from relaxtune.schedules.targets import resolve_target
 
 _SIZES: Mapping[str, int] = {"batch": 2, "sequence": 16, "past_sequence": 15}
@@ -64,7 +63,7 @@ def zoo_model(name: str, dims: Mapping[str, Dim], layers: int = 2) -> OnnxModel:
     """Return a model of the zoo with some layers."""
     config = replace(get_preset(name).config, layers=layers)  # type: ignore[type-var]
     options = {"decode": True} if "decode" in name else {}
-    proto = _BUILD[name.split("-")[0]](name, config, dict(dims), Precision.FP32, 0, **options)
+    proto = BUILDERS[name.split("-")[0]](name, config, dict(dims), Precision.FP32, 0, **options)
     check_and_infer(proto)
     return make_model(name, proto, path=None, data_dir=None, seed=0)
 
@@ -85,7 +84,7 @@ def count(model: OnnxModel, target_name: str, precision: str | None) -> Count:
     mod, rules = fallback_with_rules(chosen, target.target)
     makers: Counter[str] = Counter()
     for name, calls in lowered.kernels.items():
-        makers[rules.get(name, "template" if is_scheduled(chosen[name]) else "?")] += len(calls)
+        makers[rules.get(name, "template")] += len(calls)
     launches = sum(count_launches(mod[name]) * len(calls) for name, calls in lowered.kernels.items())
     names = tuple(f"{name} x{len(calls)}" for name, calls in lowered.kernels.items())
     return Count(sum(map(len, lowered.kernels.values())), launches, makers, names)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import tvm
+import tvm_ffi
 from tvm import tirx
 from tvm.s_tir import SBlock, SBlockRealize
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.tir.expressions import constant_value
+
+# Of an axis: a number, or an expression of variables that the shapes of parameters define.
+Size: TypeAlias = "int | tirx.Expr"
 
 _LETTERS = {tirx.IterVar.DataPar: "S", tirx.IterVar.CommReduce: "R"}
 
@@ -62,6 +67,11 @@ class Block:
         return tuple(static_extent(axis.dom.extent) for axis in self.stmt.iter_vars)
 
     @property
+    def sizes(self) -> tuple[Size, ...]:
+        """The sizes of all axes."""
+        return tuple(_size(axis.dom.extent) for axis in self.stmt.iter_vars)
+
+    @property
     def spatial_sizes(self) -> tuple[int, ...]:
         """The sizes of the data-parallel axes, which must be static."""
         return self._sizes("S")
@@ -106,9 +116,12 @@ def list_blocks(func: tirx.PrimFunc) -> list[Block]:
     return [block for block in blocks if block.stores]
 
 
-def plain_blocks(func: tirx.PrimFunc) -> list[Block] | Refusal:
-    """Return the blocks of a function as FuseTIR leaves it: one assignment a block, plain loops, static shapes."""
-    if any(static_shape(param) is None for param in func.params):
+def plain_blocks(func: tirx.PrimFunc, *, symbolic: bool = False) -> list[Block] | Refusal:
+    """Return the blocks of a function as FuseTIR leaves it: one assignment a block, plain loops.
+
+    Shapes are static; with `symbolic` they may hold variables, which may be parameters too.
+    """
+    if not symbolic and any(static_shape(param) is None for param in func.params):
         return Refusal("a parameter is no tensor of static shape")
     found = _all_blocks(func)
     inner = [block for block in found if block.axes]
@@ -120,7 +133,7 @@ def plain_blocks(func: tirx.PrimFunc) -> list[Block] | Refusal:
             return Refusal(f"block {block.name} is guarded, or more than one assignment")
         if not all(isinstance(value, tirx.Var) for value in values if constant_value(value) != 0):
             return Refusal(f"block {block.name} is scheduled already: its axes are not plain loops")
-        if None in block.extents:
+        if None in block.extents and not symbolic:
             return Refusal(f"block {block.name} has an axis of symbolic size")
     return inner
 
@@ -170,6 +183,19 @@ def static_shape(buffer: tirx.Var) -> tuple[int, ...] | None:
     return tuple(int(size) for size in shape)
 
 
+def shape_of(buffer: tirx.Var) -> tuple[Size, ...] | None:
+    """Return a buffer's shape, its numbers as `int`; None for a scalar parameter."""
+    shape = getattr(buffer.ty, "shape", None)
+    return None if shape is None else tuple(map(_size, shape))
+
+
+def same_sizes(left: Sequence[Size] | None, right: Sequence[Size] | None) -> bool:
+    """Whether two shapes are known and equal."""
+    if left is None or right is None or len(left) != len(right):
+        return False
+    return all(_same_size(one, other) for one, other in zip(left, right, strict=True))
+
+
 def static_extent(extent: tirx.Expr) -> int | None:
     """Return the value of a constant extent, None for a symbolic one."""
     return int(extent) if isinstance(extent, tirx.IntImm) else None
@@ -187,6 +213,16 @@ def buffer_bytes(buffer: tirx.Var) -> int:
         count *= int(dim)
     dtype = tvm.DataType(str(buffer.dtype))
     return count * ((int(dtype.bits) * int(dtype.lanes) + 7) // 8)
+
+
+def _size(extent: tirx.Expr) -> Size:
+    return int(extent) if isinstance(extent, tirx.IntImm) else extent
+
+
+def _same_size(left: Size, right: Size) -> bool:
+    if isinstance(left, int) or isinstance(right, int):
+        return isinstance(left, int) and isinstance(right, int) and left == right
+    return bool(tvm_ffi.structural_equal(left, right))
 
 
 def _all_blocks(func: tirx.PrimFunc) -> list[Block]:

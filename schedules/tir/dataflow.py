@@ -28,7 +28,15 @@ from tvm.sym import Analyzer, detect_linear_equation
 from tvm_ffi import StructuralKey
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.tir.blocks import Block, plain_blocks, position_of, static_shape
+from relaxtune.schedules.tir.blocks import (
+    Block,
+    Size,
+    plain_blocks,
+    position_of,
+    same_sizes,
+    shape_of,
+    static_shape,
+)
 from relaxtune.schedules.tir.expressions import (
     UnsupportedExpressionError,
     constant_value,
@@ -53,10 +61,10 @@ _FLOATS = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of the space: its variable (int64) and its size."""
+    """An axis of the space: its variable (int64) and its size, an expression where symbolic."""
 
     var: tirx.Var
-    size: int
+    size: Size
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ class Dataflow:
         return self.axes[-1]
 
     @property
-    def rows(self) -> int:
+    def rows(self) -> Size:
         """Number of rows: the product of the other axes."""
         return math.prod(axis.size for axis in self.axes[:-1])
 
@@ -111,9 +119,13 @@ class Dataflow:
         return ranged_analyzer((axis.var, axis.size) for axis in self.axes)
 
 
-def recognise_dataflow(func: tirx.PrimFunc) -> Dataflow | Refusal:
-    """Return what a function computes, or why it is not made of rows and elements."""
-    blocks = plain_blocks(func)
+def recognise_dataflow(func: tirx.PrimFunc, *, symbolic: bool = False) -> Dataflow | Refusal:
+    """Return what a function computes, or why it is not made of rows and elements.
+
+    With `symbolic`, axes other than the columns of reductions may have a symbolic size. Whether a tensor has more
+    elements than 32 bits count is then known only when the kernel is called.
+    """
+    blocks = plain_blocks(func, symbolic=symbolic)
     if isinstance(blocks, Refusal):
         return blocks
     if any(math.prod(static_shape(param) or ()) > _ELEMENTS_MAX for param in func.params):
@@ -142,30 +154,32 @@ class _Reader:
     def read(self) -> Dataflow:
         func = self._func
         written = [position for buffer in self._blocks if (position := position_of(func, buffer)) is not None]
-        shapes = {static_shape(func.params[position]) or () for position in written}
-        largest = max(shapes, key=math.prod)
-        reduced = {extent for block in self._blocks.values() for extent in block.reduced_sizes}
+        largest = _largest([shape_of(func.params[position]) or () for position in written])
+        reductions = [block for block in self._blocks.values() if block.reduced]
+        if any(None in block.extents[len(block.spatial) :] for block in reductions):
+            raise UnsupportedExpressionError("it reduces over rows of a symbolic size")
+        reduced = {extent for block in reductions for extent in block.reduced_sizes}
         if len(reduced) > 1:
             raise UnsupportedExpressionError(f"its reductions are over rows of different sizes: {sorted(reduced)}")
         axes = [Axis(tirx.Var(f"a{index}", "int64"), size) for index, size in enumerate(largest)]
         per_row = False
         if reduced:
             (length,) = reduced
-            rows = {math.prod(block.spatial_sizes) for block in self._blocks.values() if block.init is not None}
-            if len(rows) != 1:
-                raise UnsupportedExpressionError(f"its reductions have different numbers of rows: {sorted(rows)}")
-            per_row = math.prod(largest) == rows.pop() and length > 1
+            rows = [math.prod(block.sizes[: len(block.spatial)]) for block in reductions if block.init is not None]
+            if not rows or not all(_equal(count, rows[0]) for count in rows):
+                raise UnsupportedExpressionError(f"its reductions have different numbers of rows: {rows}")
+            per_row = _equal(math.prod(largest), rows[0]) and length > 1
             if per_row:
                 axes.append(Axis(tirx.Var("column", "int64"), length))
-            elif not axes or axes[-1].size != length:
+            elif not axes or not same_sizes([axes[-1].size], [length]):
                 raise UnsupportedExpressionError(f"it reduces over {length} elements, its output's rows are others")
             self._columns = axes[-1]
         self._analyzer = ranged_analyzer((axis.var, axis.size) for axis in axes)
         inner = axes[:-1] if per_row else axes
         outputs = []
         for position in written:
-            shape = static_shape(func.params[position])
-            if shape != largest:
+            shape = shape_of(func.params[position])
+            if not same_sizes(shape, largest):
                 raise UnsupportedExpressionError(f"its outputs differ in shape: {shape} and {largest}")
             value = self._value(func.params[position], [axis.var for axis in inner])
             outputs.append(Output(position, value, per_row))
@@ -195,7 +209,7 @@ class _Reader:
             return self._reduction(block, at)
         if not block.is_spatial:
             raise UnsupportedExpressionError(f"block {block.name} is neither elementwise nor a reduction")
-        if block.spatial_sizes != static_shape(buffer):
+        if not same_sizes(block.sizes, shape_of(buffer)):
             raise UnsupportedExpressionError(f"block {block.name} writes a part of its output")
         return self._expand(store.value, at)
 
@@ -212,11 +226,13 @@ class _Reader:
         return self._analyzer.simplify(self._expand(index, at))
 
     def _load(self, buffer: tirx.Var, indices: Sequence[tirx.Expr]) -> tirx.Expr:
-        shape, position = static_shape(buffer), position_of(self._func, buffer)
+        shape, position = shape_of(buffer), position_of(self._func, buffer)
         if shape is None or position is None:
             raise UnsupportedExpressionError(f"it reads {buffer.name}, which nothing computes before it")
         if buffer not in self._flat:
-            flat = tirx.decl_buffer((max(1, math.prod(shape)),), dtype_of(buffer), buffer.name)
+            elements = math.prod(shape)
+            size = max(1, elements) if isinstance(elements, int) else elements
+            flat = tirx.decl_buffer((size,), dtype_of(buffer), buffer.name)
             self._flat[buffer] = position, flat
         index: tirx.Expr = tirx.IntImm("int64", 0)
         for size, one in zip(shape, indices, strict=True):
@@ -244,6 +260,21 @@ class _Reader:
         return result if dtype == "float32" else tirx.Cast(dtype, result)
 
 
+def _largest(shapes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
+    """Return the shape of most elements; a symbolic one is refused beside another."""
+    if all(same_sizes(shape, shapes[0]) for shape in shapes):
+        return shapes[0]
+    if not all(isinstance(size, int) for shape in shapes for size in shape):
+        raise UnsupportedExpressionError("its outputs differ in shape, and are symbolic")
+    return max(shapes, key=math.prod)
+
+
+def _equal(left: Size, right: Size) -> bool:
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    return bool(Analyzer().can_prove_equal(left, right))
+
+
 def _combined(block: Block) -> tuple[str, float, tirx.Expr]:
     """Return how a reduction combines its elements, what it starts from, and the element."""
     store, start = block.store, None if block.init is None else constant_value(block.init.value)
@@ -258,7 +289,7 @@ def _combined(block: Block) -> tuple[str, float, tirx.Expr]:
 
 def _merge_axes(flow: Dataflow) -> Dataflow:
     """Return the function over fewer axes, where the loads allow it."""
-    kept = [axis for axis in flow.axes[:-1] if axis.size > 1] + [flow.axes[-1]]
+    kept = [axis for axis in flow.axes[:-1] if not same_sizes([axis.size], [1])] + [flow.axes[-1]]
     gone = {axis.var: tirx.IntImm("int64", 0) for axis in flow.axes if axis not in kept}
     flow = _with_axes(flow, tuple(kept), gone)
     position = 0
@@ -297,8 +328,7 @@ def _are_one(flow: Dataflow, outer: Axis, inner: Axis) -> bool:
             found = detect_linear_equation(index, [outer.var, inner.var])
             if not found:
                 return False
-            outer_step, inner_step = (constant_value(step) for step in found[:2])
-            if outer_step is None or inner_step is None or outer_step != inner_step * inner.size:
+            if not _equal(found[0], found[1] * inner.size):
                 return False
     return True
 

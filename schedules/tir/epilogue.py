@@ -28,7 +28,15 @@ from tvm.ir.expr import TensorLoad
 from tvm.sym import Analyzer
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.tir.blocks import Block, plain_blocks, position_of, static_shape
+from relaxtune.schedules.tir.blocks import (
+    Block,
+    Size,
+    plain_blocks,
+    position_of,
+    same_sizes,
+    shape_of,
+    static_shape,
+)
 from relaxtune.schedules.tir.contraction import are_axes, find_factors
 from relaxtune.schedules.tir.expressions import constant_value, depends_on, substitute, tree_size
 from relaxtune.schedules.tir.rotated_matmul import partner_column, possible_heads, product_column
@@ -59,7 +67,7 @@ class Epilogue:
     axes
         One variable per output axis.
     shape
-        The output's shape.
+        The output's shape; all but the last axis may be symbolic.
     head
         Columns of each head of a function that rotates heads (see `rotated_matmul`), 0 in others.
     """
@@ -67,7 +75,7 @@ class Epilogue:
     value: tirx.Expr
     accumulator: tirx.Var
     axes: tuple[tirx.Var, ...]
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     second: tirx.Var | None = None
     head: int = 0
 
@@ -96,7 +104,7 @@ class Epilogue:
 
     def is_aligned(self, load: TensorLoad) -> bool:
         """Whether the load reads, of a buffer shaped like the output, the element at the output's own position."""
-        return static_shape(load.source) == self.shape and _same_position(load.indices, self.axes, self.shape)
+        return same_sizes(shape_of(load.source), self.shape) and _same_position(load.indices, self.axes, self.shape)
 
     def is_per_column(self, load: TensorLoad) -> bool:
         """Whether the load reads the output's last axis alone, all of it (a bias)."""
@@ -109,8 +117,8 @@ class Epilogue:
 
     def is_per_row(self, load: TensorLoad) -> bool:
         """Whether the load reads, of a buffer of a few elements for each row of the output, one of them."""
-        shape, last = static_shape(load.source), len(self.axes) - 1
-        if not shape or shape[:-1] != self.shape[:-1] or constant_value(load.indices[-1]) is None:
+        shape, last = shape_of(load.source), len(self.axes) - 1
+        if not shape or not same_sizes(shape[:-1], self.shape[:-1]) or constant_value(load.indices[-1]) is None:
             return False
         return _same_position(load.indices[:-1], self.axes[:last], self.shape[:last])
 
@@ -119,7 +127,8 @@ class Epilogue:
 class MatmulFunction:
     """`C[M, N] = epilogue(A[M, K] @ B)` with B as `[K, N]`, or as `[N, K]` when `b_transposed`.
 
-    `a`, `b` and `output` are positions of the function's parameters; `input_dtype` is A's dtype, `b_dtype` B's, which
+    `m` is the number of rows; of a function with symbolic rows, those that it was asked about, and `rows` the expression
+    of how many there are. `a`, `b` and `output` are positions of the function's parameters; `input_dtype` is A's dtype, `b_dtype` B's, which
     may be another where both have 8 bits; `norm` are statistics of A's rows that the epilogue reads, `partials` sums of
     C's rows that are an output too, None where there are none.
     """
@@ -137,6 +146,7 @@ class MatmulFunction:
     epilogue: Epilogue
     norm: RowNorm | None = None
     partials: PartialSums | None = None
+    rows: tirx.Expr | None = None
 
     @property
     def columns(self) -> int:
@@ -160,9 +170,12 @@ def value_column(column: tirx.Expr) -> tirx.Expr:
     return gate_column(column) + 8
 
 
-def recognise_matmul(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
-    """Return the matmul that a function is, or why it is none with an elementwise epilogue."""
-    blocks = plain_blocks(func)
+def recognise_matmul(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction | Refusal:
+    """Return the matmul that a function is, or why it is none with an elementwise epilogue.
+
+    A function with symbolic rows is refused unless `rows` says for how many of them a kernel is to be good.
+    """
+    blocks = plain_blocks(func, symbolic=rows is not None)
     if isinstance(blocks, Refusal):
         return blocks
     norm, partials = find_row_norm(func, blocks), find_partial_sums(func, blocks)
@@ -185,12 +198,15 @@ def recognise_matmul(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     if value.head and (partials is not None or str(func.params[output].ty.dtype) not in _ROTATED):
         return Refusal(f"the epilogue rotates heads and sums up rows, or its output is none of {', '.join(_ROTATED)}")
     operand_a, operand_b, transposed, (m, n, k) = core
+    symbolic = None if isinstance(m, int) else m
+    if symbolic is not None and (norm is not None or partials is not None):
+        return Refusal("statistics of a symbolic number of rows")
     return MatmulFunction(
         a=operand_a,
         b=operand_b,
         output=output,
         b_transposed=transposed,
-        m=m,
+        m=m if isinstance(m, int) else rows or 1,
         n=n,
         k=k,
         input_dtype=str(func.params[operand_a].ty.dtype),
@@ -199,10 +215,11 @@ def recognise_matmul(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
         epilogue=value,
         norm=norm,
         partials=partials,
+        rows=symbolic,
     )
 
 
-Core = tuple[int, int, bool, tuple[int, int, int]]
+Core = tuple[int, int, bool, tuple[Size, int, int]]
 
 
 def _core(func: tirx.PrimFunc, block: Block) -> Core | Refusal:
@@ -240,13 +257,13 @@ def _core(func: tirx.PrimFunc, block: Block) -> Core | Refusal:
         transposed = True
     else:
         return Refusal("the right operand is neither [k, n] nor [n, k] (a batched matmul has its own template)")
-    shape_a, shape_b = static_shape(a.source), static_shape(b.source)
-    if shape_a is None or shape_b is None or static_shape(store.buffer) is None:
-        return Refusal("an operand has a symbolic shape")
+    shape_a, shape_b = shape_of(a.source), static_shape(b.source)
+    if shape_a is None or shape_b is None:
+        return Refusal("the right operand has a symbolic shape")
     n, k = shape_b if transposed else reversed(shape_b)
-    if block.extents != (*shape_a[:-1], n, k) or k != shape_a[-1]:
+    if not same_sizes(block.sizes, (*shape_a[:-1], n, k)) or k != shape_a[-1]:
         return Refusal(f"block {name} sums over a part of an operand")
-    return positions[0], positions[1], transposed, (math.prod(shape_a[:-1]), n, shape_a[-1])
+    return positions[0], positions[1], transposed, (math.prod(shape_a[:-1]), n, k)
 
 
 def _operands(store: tirx.BufferStore) -> tuple[TensorLoad, TensorLoad] | None:
@@ -268,11 +285,11 @@ def _inline(func: tirx.PrimFunc, blocks: Sequence[Block], norm: RowNorm | None) 
     output = written[-1]
     if output is None or any(position is not None for position in written[:-1]):
         return Refusal("expected the last block alone to write a parameter (one output)")
-    shape = static_shape(last.store.buffer)
-    product = static_shape(matmul.store.buffer)
-    gated = shape is not None and product == (*shape[:-1], 2 * shape[-1])
-    if shape is None or (shape != product and not gated):
-        return Refusal(f"the output's shape {shape} is not the matmul's {static_shape(matmul.store.buffer)}")
+    shape, product = shape_of(last.store.buffer), shape_of(matmul.store.buffer)
+    width = shape[-1] if shape else None
+    gated = shape is not None and isinstance(width, int) and same_sizes(product, (*shape[:-1], 2 * width))
+    if shape is None or not isinstance(width, int) or not (gated or same_sizes(shape, product)):
+        return Refusal(f"the output's shape {shape} is not the matmul's {product}")
     if last is matmul:
         accumulator = tirx.Var("accumulator", dtype)
         return output, Epilogue(accumulator, accumulator, matmul.spatial, shape)
@@ -285,7 +302,7 @@ def _inline(func: tirx.PrimFunc, blocks: Sequence[Block], norm: RowNorm | None) 
         if not block.is_spatial:
             return Refusal(f"block {block.name} is not elementwise")
         # A scalar's block has an axis of one element.
-        if block.extents != (static_shape(block.store.buffer) or (1,)):
+        if not same_sizes(block.sizes, shape_of(block.store.buffer) or (1,)):
             return Refusal(f"block {block.name} writes a part of its output")
         producers[block.store.buffer] = block.store
     axes = tuple(last.store.indices)
@@ -298,7 +315,7 @@ def _inline(func: tirx.PrimFunc, blocks: Sequence[Block], norm: RowNorm | None) 
 
     found = inlined(Epilogue(accumulator, accumulator, axes, shape, second if gated else None))
     # What reads other columns than it writes may rotate heads.
-    heads = iter(possible_heads(shape[-1]) if isinstance(found, Refusal) and not gated else ())
+    heads = iter(possible_heads(width) if isinstance(found, Refusal) and not gated else ())
     while isinstance(found, Refusal) and (head := next(heads, 0)):
         rotated = inlined(Epilogue(accumulator, accumulator, axes, shape, second, head))
         found = found if isinstance(rotated, Refusal) else rotated
@@ -371,9 +388,9 @@ class _Inliner:
         return form.accumulator
 
 
-def _same_position(indices: Sequence[tirx.Expr], axes: Sequence[tirx.Var], shape: Sequence[int]) -> bool:
+def _same_position(indices: Sequence[tirx.Expr], axes: Sequence[tirx.Var], shape: Sequence[Size]) -> bool:
     """Whether the indices are the axes; an axis of size 1 may be written as 0."""
     return len(indices) == len(axes) and all(
-        index.same_as(axis) or (size == 1 and constant_value(index) == 0)
+        index.same_as(axis) or (isinstance(size, int) and size == 1 and constant_value(index) == 0)
         for index, axis, size in zip(indices, axes, shape, strict=True)
     )

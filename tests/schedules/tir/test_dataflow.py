@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from tvm import te, tirx, topi
 from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
+from tvm.sym import Analyzer
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.tir.dataflow import Dataflow, recognise_dataflow
@@ -173,3 +175,24 @@ def test_matmul_is_a_reduction_over_scattered_rows() -> None:
     flow = recognise_dataflow(MatmulCase((8,), 16, 4, ("bias",)).func())
     assert isinstance(flow, Dataflow)
     assert [output.per_row for output in flow.outputs] == [True]
+
+
+@pytest.mark.parametrize("case", [cases.layer_norm, cases.rms_norm, cases.silu])
+def test_symbolic_rows_are_one_axis(case: Callable[[tuple[int, ...]], MemoryCase]) -> None:
+    batch, sequence = (tirx.Var(name, "int64") for name in ("batch", "sequence"))
+    func = case((batch, sequence, 8)).func()
+    assert isinstance(recognise_dataflow(func), Refusal)
+    flow = recognise_dataflow(func, symbolic=True)
+    assert isinstance(flow, Dataflow), flow
+    elements = math.prod(axis.size for axis in flow.axes)
+    assert Analyzer().can_prove_equal(elements, batch * sequence * 8)
+    if flow.reductions:
+        assert flow.columns.size == 8
+        assert len(flow.axes) == 2
+
+
+def test_reductions_over_a_symbolic_axis_are_refused() -> None:
+    columns = tirx.Var("columns", "int64")
+    found = recognise_dataflow(cases.rms_norm((4, columns)).func(), symbolic=True)
+    assert isinstance(found, Refusal)
+    assert found.reason == "it reduces over rows of a symbolic size"

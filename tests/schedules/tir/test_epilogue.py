@@ -223,3 +223,21 @@ def test_operand_computed_inside_is_refused() -> None:
     late = te.compute((8, 8), lambda m, n: te.sum(doubled[m, k].astype("float32") * b[k, n].astype("float32"), axis=k))
     assert "an operand is computed inside" in refused(te.create_prim_func([a, b, late]))
     assert isinstance(recognise_matmul(te.create_prim_func([a, b, total])), MatmulFunction)
+
+
+def test_symbolic_rows_are_recognised_where_asked_for() -> None:
+    batch, sequence = (tirx.Var(name, "int64") for name in ("batch", "sequence"))
+    func = replace(ALL, rows=(batch, sequence), epilogue=("bias", "gelu", "residual")).func()
+    assert "no tensor of static shape" in refused(func)
+    found = recognise_matmul(func, rows=128)
+    assert isinstance(found, MatmulFunction), found
+    assert (found.m, found.n, found.k) == (128, 24, 16)
+    assert tvm.sym.Analyzer().can_prove_equal(found.rows, batch * sequence)
+    kinds = {
+        str(load.source.name): (found.epilogue.is_aligned(load), found.epilogue.is_per_column(load))
+        for load in found.epilogue.loads()
+    }
+    assert kinds == {"bias": (False, True), "residual": (True, False)}
+    static = recognise_matmul(ALL.func(), rows=128)
+    assert isinstance(static, MatmulFunction)
+    assert (static.m, static.rows) == (24, None)
