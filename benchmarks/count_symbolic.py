@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import onnx
-
 from benchmarks.count_launches import BUILDERS
 from relaxtune.models import OnnxModel
 from relaxtune.models.inference import check_and_infer

@@ -127,8 +127,8 @@ class Epilogue:
 class MatmulFunction:
     """`C[M, N] = epilogue(A[M, K] @ B)` with B as `[K, N]`, or as `[N, K]` when `b_transposed`.
 
-    `m` is the number of rows; of a function with symbolic rows, those that it was asked about, and `rows` the expression
-    of how many there are. `a`, `b` and `output` are positions of the function's parameters; `input_dtype` is A's dtype, `b_dtype` B's, which
+    `m` is the number of rows. Where it is symbolic, `rows` is its expression, and `m` the number that was asked about.
+    `a`, `b` and `output` are positions of the function's parameters; `input_dtype` is A's dtype, `b_dtype` B's, which
     may be another where both have 8 bits; `norm` are statistics of A's rows that the epilogue reads, `partials` sums of
     C's rows that are an output too, None where there are none.
     """
