@@ -34,7 +34,7 @@ from relaxtune.pipeline.prepare import PreparedModel, stage
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.progress import ProgressListener
-from relaxtune.pipeline.tuning.session import require_valid, tune
+from relaxtune.pipeline.tuning.session import OpenMachine, require_valid, tune
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Environment, Route
@@ -248,8 +248,9 @@ def tune_tasks(
     tuning: TuningOptions,
     database: TuningDatabase,
     progress: ProgressListener,
+    machine: OpenMachine | None = None,
 ) -> tuple[str, TuningSummary]:
-    """Tune tasks as a job of the database; return the job's id and what came of it.
+    """Tune tasks as a job of the database; return the job's id and what came of it. `machine` is as in `tune`.
 
     Raises
     ------
@@ -273,6 +274,7 @@ def tune_tasks(
             job_id=job.id,
             progress=progress,
             still_true=partial(without_stale, CandidateLookup(database, of.target, of.environment)),
+            machine=machine,
         )
         require_kept(summary)
     except NothingMeasuredError:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from relaxtune.pipeline.artifact.directory import check_destination
 from relaxtune.pipeline.batch.cells import Cell, list_cells
+from relaxtune.pipeline.batch.executors import Executors, open_executors
 from relaxtune.pipeline.batch.plan import Plan
 from relaxtune.pipeline.batch.tasks import (
     CellFault,
@@ -115,8 +116,9 @@ def run_batch(
     fail_fast: bool = False,
     on_cell: Callable[[CellResult], None] | None = None,
     progress: ProgressListener | None = None,
+    cluster: str | None = None,
 ) -> BatchResult:
-    """Carry out a plan on this machine.
+    """Carry out a plan.
 
     Parameters
     ----------
@@ -126,6 +128,8 @@ def run_batch(
         Told of each cell when it is finished.
     progress : ProgressListener or None
         Told of each candidate.
+    cluster : str or None
+        See `open_executors`.
 
     Notes
     -----
@@ -146,8 +150,8 @@ def run_batch(
     found: dict[str, CellResult] = {}
     tuning: list[TuningSummary] = []
     why = "the run was interrupted before it"
-    with open_databases([plan.database]) as database:
-        results = _results(plan, cells, database, progress or SilentProgress(), tuning)
+    with open_executors(cluster) as executors, open_databases([plan.database]) as database:
+        results = _results(plan, cells, database, executors, progress or SilentProgress(), tuning)
         with closing(results):
             for result in results:
                 found[result.cell.name] = result
@@ -168,6 +172,7 @@ def _results(
     plan: Plan,
     cells: Sequence[Cell],
     database: TuningDatabase,
+    executors: Executors,
     progress: ProgressListener,
     tuning: list[TuningSummary],
 ) -> Generator[CellResult]:
@@ -186,7 +191,7 @@ def _results(
         logger.info("%s: %d tasks of %d cells, %d before merging", group.target.arch, len(group.tasks),
                     len(group.cells), alone)  # fmt: skip
         try:
-            job_id, summary = tune_tasks(group.job(plan), group.tasks, options, database, progress)
+            job_id, summary = tune_tasks(group.job(plan), group.tasks, options, database, progress, executors.backends)
         except InterruptedEarlyError:
             raise
         except PipelineError as error:

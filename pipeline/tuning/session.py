@@ -20,7 +20,7 @@ from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import NothingMeasuredError, UsageError
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.local.devices import choose_devices
-from relaxtune.pipeline.tuning.local.machine import this_machine
+from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
 from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend
 from relaxtune.pipeline.tuning.measure.evaluate import Evaluator
 from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests
@@ -60,6 +60,10 @@ _SEEDS = 64
 # Tasks searched at the same time, where that disturbs no measurement.
 _SEARCHES_MAX = 4
 
+# Starts what builds and measures for one run, and ends it.
+OpenMachine = Callable[
+    [ResolvedTarget, Environment, TuningOptions, StopSignal], contextlib.AbstractContextManager[Machine]
+]
 # Returns those of a task's records that are still true of the kernels that this version makes.
 StillTrue = Callable[[TuningTask, Sequence[TuningRecord]], Sequence[TuningRecord]]
 
@@ -76,6 +80,7 @@ def tune(
     still_true: StillTrue | None = None,
     builder: Builder | None = None,
     backend: MeasureBackend | None = None,
+    machine: OpenMachine | None = None,
 ) -> TuningSummary:
     """Return what came of tuning some tasks; every candidate is in the database by then.
 
@@ -97,6 +102,8 @@ def tune(
         Leaves out stale records (`pipeline.choose.stale_records`); None takes all records of earlier runs.
     builder, backend : optional
         Others than the processes of this machine, for example of a cluster; they are not closed here.
+    machine : callable or None
+        Starts another builder and backend than this machine's; the run ends them.
 
     Notes
     -----
@@ -110,7 +117,7 @@ def tune(
         Neither `trials` nor `time_budget_s` limits the run, or the mode is read-only.
     """
     _check(options)
-    if backend is None:
+    if backend is None and machine is None:
         choose_devices(target, options.devices)
     if Route.LIBRARY in options.routes:
         for library in VENDOR_LIBRARIES:
@@ -126,8 +133,13 @@ def tune(
         stack.enter_context(ctrl_c_requests(stop))
         if session.prepare():
             if builder is None or backend is None:
-                machine = stack.enter_context(this_machine(target, environment, options, stop, builder, backend))
-                builder, backend = machine.builder, machine.backend
+                opened = (
+                    this_machine(target, environment, options, stop, builder, backend)
+                    if machine is None
+                    else machine(target, environment, options, stop)
+                )
+                started = stack.enter_context(opened)
+                builder, backend = started.builder, started.backend
             overlap = options.overlap if options.overlap is not None else target.kind == "cuda"
             session.run(Evaluator(builder, backend, target.target, exclusive=not overlap), began)
         return session.summary(began)

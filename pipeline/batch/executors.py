@@ -1,0 +1,94 @@
+"""Where the candidates of a plan are built and measured: this machine, or a cluster.
+
+    plan ── open_executors(cluster) ──▶ Executors ── backends(target, ...) ──▶ Machine(builder, backend)
+
+A batch asks for builders and backends here and nowhere else. A new place to measure is a class in this file's shape and
+a line in `open_executors`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Self
+
+from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.tuning_db.records import Environment
+
+
+class Executors(ABC):
+    """Gives each target of a plan its builder and its backend. A context manager: leaving it ends what it started."""
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    @abstractmethod
+    def find_environment(self, target: ResolvedTarget) -> Environment | None:
+        """Return what measurements for a target are true for; None where no device of it can be had."""
+
+    @abstractmethod
+    def backends(
+        self, target: ResolvedTarget, environment: Environment, options: TuningOptions, stop: StopSignal
+    ) -> AbstractContextManager[Machine]:
+        """Start what builds and measures candidates of a target; leaving the context ends it.
+
+        Parameters
+        ----------
+        environment : Environment
+            What `find_environment` returned for the target.
+        options, stop : TuningOptions, StopSignal
+            Of the tuning run.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what was started here."""
+
+
+class LocalExecutors(Executors):
+    """The machine that drives the plan: build processes on its cores, a measuring process for each device."""
+
+    def find_environment(self, target: ResolvedTarget) -> Environment | None:
+        """Return this machine's environment."""
+        found = detect_environment(target)
+        return None if found.device_name == UNKNOWN_DEVICE else found
+
+    def backends(
+        self, target: ResolvedTarget, environment: Environment, options: TuningOptions, stop: StopSignal
+    ) -> AbstractContextManager[Machine]:
+        """Start build and measuring processes."""
+        return this_machine(target, environment, options, stop)
+
+    def close(self) -> None:
+        """Do nothing: each run ends its own processes."""
+
+
+def open_executors(cluster: str | None = None) -> Executors:
+    """Return where a plan is carried out.
+
+    Parameters
+    ----------
+    cluster : str or None
+        Address of a cluster; None is this machine.
+
+    Raises
+    ------
+    UsageError
+        The cluster cannot be used.
+    """
+    if cluster is not None:
+        raise UsageError(f"--cluster {cluster}: this version measures on this machine only; leave --cluster out")
+    return LocalExecutors()
