@@ -7,6 +7,7 @@
     jobs 1──n job_tasks n──1 workloads            jobs 1──n records (a record may have no job)
     jobs 1──n artifacts 1──n validations, benchmarks n──1 environments
     records 1──n features (what a cost model sees of a candidate; can be computed again)
+    batches 1──n cells 1──n attempts              jobs 1──n cells (the job that made the cell's artifact)
 
 Every table with content of its own has a natural key that is unique: a sha256, or (workload_hash, tvm_version).
 A record keeps the signature it was measured under, since the signature of a workload may be refined later.
@@ -37,10 +38,11 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
+from relaxtune.tuning_db.cell_states import CellState
 from relaxtune.tuning_db.records import Route, Status
 
 #: The revision that this package writes and reads; a test holds it equal to the head of the migrations.
-HEAD_REVISION = "0004"
+HEAD_REVISION = "0005"
 #: Not Alembic's default name, so that a database of another application is never taken for ours.
 VERSION_TABLE = "relaxtune_schema_version"
 KEY_LENGTH = 64
@@ -55,6 +57,8 @@ NAMING_CONVENTION = {
 
 #: The condition of the index by signature, in the very words that a query repeats.
 BY_SIGNATURE = text("route IN ('template', 'library')")
+#: A batch that is not over.
+OPEN = text("finished_at IS NULL")
 _LOOKUP_ORDER = ("status", "target_id", "latency_us", "route", "environment_id")
 
 
@@ -284,3 +288,78 @@ class BenchmarkRow(Base):
     latency_kind: Mapped[NumberKind] = mapped_column(text_enum(NumberKind))
     latencies: Mapped[str] = mapped_column(Text)
     conditions: Mapped[str] = mapped_column(Text)
+
+
+class BatchRow(Base):
+    """A plan that was begun."""
+
+    __tablename__ = "batches"
+    __table_args__ = (
+        # A plan is carried out once at a time, whoever asks.
+        Index("uq_batches_open", "key", unique=True, sqlite_where=OPEN, postgresql_where=OPEN),
+    )
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    key: Mapped[str] = mapped_column(String(KEY_LENGTH), index=True)
+    name: Mapped[str] = mapped_column(Text)
+    path: Mapped[str] = mapped_column(Text)
+    host: Mapped[str] = mapped_column(Text)
+    pid: Mapped[int] = mapped_column(BigInteger)
+    heartbeat_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    started_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    finished_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    outcome: Mapped[str | None] = mapped_column(Text)
+    plan: Mapped[str] = mapped_column(Text)
+
+
+class CellRow(Base):
+    """A model in one shape, in one precision, for one target, of one batch."""
+
+    __tablename__ = "cells"
+    __table_args__ = (UniqueConstraint("batch_id", "name"), Index(None, "key", "state"))
+    id: Mapped[int] = mapped_column(primary_key=True)
+    batch_id: Mapped[str] = mapped_column(ForeignKey("batches.id"))
+    position: Mapped[int]
+    name: Mapped[str] = mapped_column(Text)
+    key: Mapped[str] = mapped_column(String(KEY_LENGTH))
+    source: Mapped[str] = mapped_column(Text)
+    shape: Mapped[str] = mapped_column(Text)
+    buckets: Mapped[str] = mapped_column(Text)
+    precision: Mapped[str] = mapped_column(String(16))
+    effort: Mapped[str] = mapped_column(String(16))
+    target: Mapped[str] = mapped_column(Text)
+    importance: Mapped[int]
+    tags: Mapped[str] = mapped_column(Text)
+    max_latency_ms: Mapped[float | None] = mapped_column(Double)
+    rtol: Mapped[float | None] = mapped_column(Double)
+    atol: Mapped[float | None] = mapped_column(Double)
+    state: Mapped[CellState] = mapped_column(text_enum(CellState))
+    updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    error: Mapped[str | None] = mapped_column(Text)
+    model: Mapped[str | None] = mapped_column(Text)
+    artifact: Mapped[str | None] = mapped_column(Text)
+    artifact_key: Mapped[str | None] = mapped_column(String(KEY_LENGTH))
+    size_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    validated: Mapped[bool | None]
+    untuned_ms: Mapped[float | None] = mapped_column(Double)
+    shipped_ms: Mapped[float | None] = mapped_column(Double)
+    peer: Mapped[str | None] = mapped_column(String(64))
+    peer_ms: Mapped[float | None] = mapped_column(Double)
+    seconds: Mapped[float | None] = mapped_column(Double)
+    job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), index=True)
+
+
+class AttemptRow(Base):
+    """One attempt at a cell by one driver."""
+
+    __tablename__ = "attempts"
+    __table_args__ = (UniqueConstraint("cell_id", "number"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    cell_id: Mapped[int] = mapped_column(ForeignKey("cells.id"))
+    number: Mapped[int]
+    host: Mapped[str] = mapped_column(Text)
+    pid: Mapped[int] = mapped_column(BigInteger)
+    started_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    heartbeat_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    finished_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    state: Mapped[CellState] = mapped_column(text_enum(CellState))
+    error: Mapped[str | None] = mapped_column(Text)

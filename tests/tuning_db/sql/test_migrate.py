@@ -11,8 +11,19 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from sqlalchemy import MetaData, create_engine, text
 
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
+from relaxtune.tuning_db.batches import (
+    get_batch,
+    list_attempts,
+    list_batches,
+    list_cells,
+    move_cell,
+    start_batch,
+    take_batch,
+)
+from relaxtune.tuning_db.cell_states import CellSpec, CellState, Driver
 from relaxtune.tuning_db.errors import DatabaseOpenError, SchemaVersionError
 from relaxtune.tuning_db.features import list_features, record_features
 from relaxtune.tuning_db.lookup import Question
@@ -62,63 +73,110 @@ def test_stored_database_is_upgraded_and_used(path, samples, revision):
     assert upgrade(path) == revision
     assert upgrade(path) == HEAD_REVISION
     with SqlDatabase.open(path) as database:
-        workload = database.get_workload("hash1")
-        assert workload == samples.workload()
-        best = database.find_best(
-            Question(
-                workload_hash="hash1", signature_key=None, target=samples.target(), environment=samples.environment()
-            )
-        )
-        assert best.latencies_us == (12.5, 11.5, 13.5)
-        assert best.created_at.isoformat() == "2026-11-20T12:00:00.000001+00:00"
-        failure = next(r for r in database.list_records() if r.status is Status.RUN_ERROR)
-        assert [repr(value) for value in failure.latencies_us] == ["nan", "inf", "-inf"]
-        assert failure.error == "CUDA_ERROR_ILLEGAL_ADDRESS"
-        (job,) = database.list_jobs()
-        assert (job.model, job.outcome) == ("bert-base", "ok")
-        assert database.list_job_tasks(job.id) == [
-            JobTask("hash1", workload.tvm_version, 12, ("/layer.0/MatMul",), 1.5)
-        ]
-        database.record_measurement(samples.record(route=Route.TEMPLATE, latencies_us=(1.0,)))
-        assert database.count_records() == 3
-        artifact = Artifact("bert-base", "0" * 64, samples.target(), '{"kernels":[]}', "out/bert", job.id, MADE)
-        database.record_artifact(artifact)
-        validation = Validation(artifact.key, samples.environment(), False, 3, math.inf, "{}", MADE)
-        database.record_validation(validation)
-        database.record_benchmark(Benchmark(artifact.key, samples.environment(), "ort", (9.0, 8.0), "{}", MADE))
-        # The databases of schema 0002 and later have them already, so they are kept once.
-        assert database.list_artifacts() == [artifact]
-        assert database.list_validations() == [validation]
-        assert [benchmark.latency_us for benchmark in database.list_benchmarks()] == [8.5]
-        record_features(database, "per-store/2", {1: np.array([[1.5, 0.0], [2.0, 3.0]])})
-        (features,) = list_features(database, "per-store/2", samples.target())
-        assert features.values.tolist() == [[1.5, 0.0], [2.0, 3.0]]
+        check_stored(database, samples, revision)
 
 
-@pytest.mark.parametrize("revision", sorted(known_revisions() - {HEAD_REVISION}))
-def test_older_schema_is_upgraded_in_postgresql_too(empty_postgres, samples, monkeypatch, revision):
+@pytest.mark.parametrize("revision", sorted(known_revisions()))
+def test_stored_database_is_upgraded_and_used_in_postgresql_too(empty_postgres, path, samples, revision):
     location = parse_location(empty_postgres)
     engine = make_engine(location, read_only=False, create=False)
     with engine.begin() as connection:
         config = alembic_config()
         config.attributes["connection"] = connection
         command.upgrade(config, revision)
+        copy_rows(restore(revision, path), connection)
     engine.dispose()
-    with pytest.raises(SchemaVersionError, match=rf"has schema revision {revision}, .*relaxtune db upgrade --db"):
-        SqlDatabase.open(empty_postgres)
+    if revision != HEAD_REVISION:
+        with pytest.raises(SchemaVersionError, match=rf"has schema revision {revision}, .*relaxtune db upgrade --db"):
+            SqlDatabase.open(empty_postgres)
     assert upgrade(empty_postgres) == revision
     with SqlDatabase.open(empty_postgres) as database:
-        database.record_workload(samples.workload())
-        assert database.record_measurement(samples.record()) == 1
+        check_stored(database, samples, revision)
         with database._engine.connect() as connection:
             options = {"target_metadata": Base.metadata, "version_table": VERSION_TABLE}
             assert compare_metadata(MigrationContext.configure(connection, opts=options), Base.metadata) == []
 
 
+def copy_rows(path, connection):
+    """Copy the rows of a SQLite database into the same tables of PostgreSQL, and let its sequences follow."""
+    source = create_engine(f"sqlite:///{path}")
+    stored = MetaData()
+    stored.reflect(source)
+    there = MetaData()
+    there.reflect(connection)
+    with source.connect() as opened:
+        for table in there.sorted_tables:
+            if table.name == VERSION_TABLE:
+                continue
+            rows = [dict(row._mapping) for row in opened.execute(stored.tables[table.name].select())]
+            if rows:
+                # SQLite's times have no zone, and they are UTC.
+                utc = [{k: v.replace(tzinfo=UTC) if isinstance(v, datetime) else v for k, v in r.items()} for r in rows]
+                connection.execute(table.insert(), utc)
+            if "id" in table.c and table.c.id.type.python_type is int and rows:
+                connection.execute(
+                    text(f"SELECT setval(pg_get_serial_sequence('{table.name}', 'id'), max(id)) FROM {table.name}")
+                )
+    source.dispose()
+
+
+def check_stored(database, samples, revision):
+    workload = database.get_workload("hash1")
+    assert workload == samples.workload()
+    best = database.find_best(
+        Question(workload_hash="hash1", signature_key=None, target=samples.target(), environment=samples.environment())
+    )
+    assert best.latencies_us == (12.5, 11.5, 13.5)
+    assert best.created_at.isoformat() == "2026-11-20T12:00:00.000001+00:00"
+    failure = next(r for r in database.list_records() if r.status is Status.RUN_ERROR)
+    assert [repr(value) for value in failure.latencies_us] == ["nan", "inf", "-inf"]
+    assert failure.error == "CUDA_ERROR_ILLEGAL_ADDRESS"
+    (job,) = database.list_jobs()
+    assert (job.model, job.outcome) == ("bert-base", "ok")
+    assert database.list_job_tasks(job.id) == [JobTask("hash1", workload.tvm_version, 12, ("/layer.0/MatMul",), 1.5)]
+    database.record_measurement(samples.record(route=Route.TEMPLATE, latencies_us=(1.0,)))
+    assert database.count_records() == 3
+    artifact = Artifact("bert-base", "0" * 64, samples.target(), '{"kernels":[]}', "out/bert", job.id, MADE)
+    database.record_artifact(artifact)
+    validation = Validation(artifact.key, samples.environment(), False, 3, math.inf, "{}", MADE)
+    database.record_validation(validation)
+    database.record_benchmark(Benchmark(artifact.key, samples.environment(), "ort", (9.0, 8.0), "{}", MADE))
+    # The databases of schema 0002 and later have them already, so they are kept once.
+    assert database.list_artifacts() == [artifact]
+    assert database.list_validations() == [validation]
+    assert [benchmark.latency_us for benchmark in database.list_benchmarks()] == [8.5]
+    record_features(database, "per-store/2", {1: np.array([[1.5, 0.0], [2.0, 3.0]])})
+    (features,) = list_features(database, "per-store/2", samples.target())
+    assert features.values.tolist() == [[1.5, 0.0], [2.0, 3.0]]
+    check_batches(database, job.id, there=revision >= "0005")
+
+
+def check_batches(database, job_id, *, there):
+    """What a driver left of a batch is there to be taken up; an older database begins with none."""
+    assert len(list_batches(database)) == there
+    if not there:
+        specs = [CellSpec("bert", "bert.onnx", "", "", "graph", "quick", "llvm", 1, "", "b" * 64)]
+        batch = start_batch(database, key="b" * 64, name="night", path="night.toml", plan="", cells=specs)
+        assert [cell.state for cell in list_cells(database, batch.id)] == [CellState.QUEUED]
+        return
+    batch = get_batch(database, "night")
+    bert, gpt = list_cells(database, batch.id)
+    assert (bert.state, bert.facts.shipped_ms, bert.facts.job_id, bert.dead) == (CellState.DONE, 1.25, job_id, False)
+    assert (gpt.state, gpt.dead, gpt.driver, gpt.spec.max_latency_ms) == (
+        CellState.TUNING,
+        True,
+        Driver("far-host", 7),
+        2.5,
+    )
+    take_batch(database, batch.id)
+    move_cell(database, batch.id, "gpt", CellState.IMPORTING)
+    assert [one.number for one in list_attempts(database, batch.id)] == [1, 1, 2]
+
+
 def test_older_schema_is_refused_with_the_command_that_upgrades_it(path):
     restore("0001", path)
     command = rf"Run: relaxtune db upgrade --db sqlite:///{path}$"
-    with pytest.raises(SchemaVersionError, match=r"has schema revision 0001, this relaxtune needs 0004\. " + command):
+    with pytest.raises(SchemaVersionError, match=r"has schema revision 0001, this relaxtune needs 0005\. " + command):
         SqlDatabase.open(path)
 
 
