@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import tvm
 
@@ -48,3 +51,8 @@ class TuningTask:
     onnx_nodes: tuple[str, ...]
     functions: Mapping[str, tuple[str, ...]]
     index_ranges: Mapping[int, int]
+
+    @cached_property
+    def pickled_mod(self) -> builtins.bytes:
+        """`mod` for another process: each of the task's candidates takes it there."""
+        return pickle.dumps(self.mod)

@@ -29,7 +29,10 @@ from relaxtune.pipeline.tuning.measure.backend import (
     Outcome,
     Unmeasured,
 )
+from relaxtune.pipeline.tuning.measure.recipe import Buildable, scheduled
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
+from relaxtune.schedules.templates.base import TemplateError
+from relaxtune.tuning_db.metaschedule import REPLAY_ERRORS
 from relaxtune.tuning_db.records import Environment, Status
 
 
@@ -65,9 +68,12 @@ class MetaScheduleBuilder(Builder):
         """Candidates that the builder was not given yet."""
         return self._jobs.qsize()
 
-    def submit(self, mod: tvm.ir.IRModule, target: tvm.target.Target, on_built: OnBuilt) -> None:
+    def submit(self, what: Buildable, target: tvm.target.Target, on_built: OnBuilt) -> None:
         """Build a candidate; `on_built` is called in another thread."""
-        self._jobs.put((ms.builder.BuilderInput(mod, target), on_built))
+        try:
+            self._jobs.put((ms.builder.BuilderInput(scheduled(what), target), on_built))
+        except (TemplateError, *REPLAY_ERRORS) as e:
+            on_built(Built(Status.BUILD_ERROR, error=f"{type(e).__name__}: {e}"))
 
     def discard(self, artifact: BuiltArtifact) -> None:
         """Remove an artifact's file, if it is on this machine."""

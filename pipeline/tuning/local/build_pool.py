@@ -23,6 +23,7 @@ import tvm
 from relaxtune.pipeline.tuning.local.build_worker import BuildReply, BuildRequest
 from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer, Reply
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt, Unmeasured
+from relaxtune.pipeline.tuning.measure.recipe import Buildable
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.tuning_db.records import Status
@@ -127,11 +128,11 @@ class BuildPool(Builder):
         """Jobs that no process has yet."""
         return len(self._waiting)
 
-    def submit(self, mod: tvm.ir.IRModule, target: tvm.target.Target, on_built: OnBuilt) -> None:
+    def submit(self, what: Buildable, target: tvm.target.Target, on_built: OnBuilt) -> None:
         """Build a candidate; `on_built` is called in the pool's thread."""
         self._serial += 1
         stem = str(self._directory / f"candidate-{self._serial:06d}")
-        job = _Job(BuildRequest(pickle.dumps(mod), pickle.dumps(target), stem), on_built)
+        job = _Job(BuildRequest(pickle.dumps(what), pickle.dumps(target), stem), on_built)
         with self._lock:
             self._waiting.append(job)
         self._waker.send(None)

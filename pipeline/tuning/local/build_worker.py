@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """A pickled IRModule with one PrimFunc `main`, the pickled target, and the file to write, without suffix."""
+    """A pickled `Buildable`, the pickled target, and the file to write, without suffix."""
 
-    mod: bytes
+    what: bytes
     target: bytes
     stem: str
 
@@ -47,13 +47,14 @@ def start() -> Callable[[object], object]:
     from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
     from relaxtune.pipeline.codegen.library_objects import compile_library_objects, list_library_sources
     from relaxtune.pipeline.tuning.measure.launch_memory import DynamicSharedMemory
+    from relaxtune.pipeline.tuning.measure.recipe import scheduled
     from relaxtune.pipeline.tuning.measure.resources import parse_compiler_log
     from relaxtune.schedules.templates.lowering import tir_pipeline_for
 
     def build(request: object) -> object:
         if not isinstance(request, BuildRequest):
             raise TypeError(f"expected a BuildRequest, got {type(request).__name__}")
-        mod = pickle.loads(request.mod)
+        mod = scheduled(pickle.loads(request.what))
         target = pickle.loads(request.target)
         finished = finish_kernels(mod, target)
         built = kernel_hash(finished["main"], target.kind.name)

@@ -1,6 +1,6 @@
 """The protocol of measuring: plain values go in and out, on this machine, over Ray or to a board.
 
-    scheduled module ── Builder ──▶ BuiltArtifact ── MeasureBackend ──▶ Outcome
+    module or recipe ── Builder ──▶ BuiltArtifact ── MeasureBackend ──▶ Outcome
 
 Builders and backends answer through callbacks, from threads of their own, in the order in which things are finished.
 Nothing above this file knows where a candidate is built or measured.
@@ -19,6 +19,7 @@ from queue import SimpleQueue
 import tvm
 
 from relaxtune.pipeline.tuning.measure.clock import BusyClock
+from relaxtune.pipeline.tuning.measure.recipe import Buildable
 from relaxtune.pipeline.tuning.measure.resources import NO_RESOURCES, Resources
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.tuning_db.records import Environment, Status
@@ -102,8 +103,8 @@ class Builder(ABC):
         """Candidates that no process has yet."""
 
     @abstractmethod
-    def submit(self, mod: tvm.ir.IRModule, target: tvm.target.Target, on_built: OnBuilt) -> None:
-        """Build the PrimFunc `main` of a scheduled module; returns at once."""
+    def submit(self, what: Buildable, target: tvm.target.Target, on_built: OnBuilt) -> None:
+        """Build the PrimFunc `main` of a scheduled module, or of the one that a recipe makes; returns at once."""
 
     @abstractmethod
     def discard(self, artifact: BuiltArtifact) -> None:

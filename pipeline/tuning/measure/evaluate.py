@@ -16,6 +16,7 @@ import tvm
 from relaxtune.pipeline.errors import MeasuringBrokenError
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, MeasureBackend, Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.clock import BusyClock
+from relaxtune.pipeline.tuning.measure.recipe import Buildable
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.tuning_db.records import Status
 
@@ -27,9 +28,9 @@ _ATTEMPTS_MAX = 2
 
 @dataclass(frozen=True)
 class Job:
-    """A scheduled module to build and measure, and the workload that it computes."""
+    """What to build and measure, and the workload that it computes."""
 
-    mod: tvm.ir.IRModule
+    what: Buildable
     spec: WorkloadSpec
 
 
@@ -129,7 +130,7 @@ class Evaluator:
         self.pending += len(jobs)
         for job, tag in jobs:
             ticket = _Ticket(job, tag)
-            self.builder.submit(job.mod, self._target, lambda built, ticket=ticket: self._built(ticket, built))  # type: ignore[misc]
+            self.builder.submit(job.what, self._target, lambda built, ticket=ticket: self._built(ticket, built))  # type: ignore[misc]
 
     def take(self, timeout_s: float | None) -> Finished | None:
         """Return a finished candidate; None when there is none within the time, or after a call of `wake`.

@@ -42,9 +42,7 @@ from relaxtune.pipeline.tuning.progress import ProgressEvent, ProgressListener, 
 from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES
 from relaxtune.schedules.search.space import find_refusal
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import TemplateError
-from relaxtune.tuning_db.metaschedule import REPLAY_ERRORS
-from relaxtune.tuning_db.records import Route, Status
+from relaxtune.tuning_db.records import Route
 
 logger = logging.getLogger(__name__)
 
@@ -238,17 +236,12 @@ class Rounds:
         if state.templates is None or size == 0:
             return
         spec = self._spec_of(state)
-        jobs: list[tuple[Job, Tag]] = []
         chosen = state.templates.propose(size)
         batch = Batch(state, len(chosen), len(chosen))
-        for one in chosen:
-            tag = Tag(state, one.route, one.decision, batch)
-            try:
-                jobs.append((Job(one.make(self._target), spec), tag))
-            except (TemplateError, *REPLAY_ERRORS) as e:
-                state.in_flight += 1
-                self._take(Finished(tag, Outcome(Status.BUILD_ERROR, error=f"{type(e).__name__}: {e}")))
-        self._hand_in(state, jobs)
+        tags = [Tag(state, one.route, one.decision, batch) for one in chosen]
+        self._hand_in(
+            state, [(Job(one.recipe(self._target), spec), tag) for one, tag in zip(chosen, tags, strict=True)]
+        )
 
     def _take_proposal(self, proposal: Proposal) -> None:
         """Hand in what a task's search proposed."""

@@ -7,10 +7,9 @@ from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 
-import tvm
-
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.schedules.registry import LIBRARIES, TEMPLATES, apply_decision, list_candidates
+from relaxtune.pipeline.tuning.measure.recipe import Recipe
+from relaxtune.schedules.registry import LIBRARIES, TEMPLATES, list_candidates
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Template
 from relaxtune.tuning_db.records import Route
@@ -24,21 +23,15 @@ OFFERED_ROUTES = frozenset(_MAKERS)
 
 @dataclass(frozen=True)
 class TemplateCandidate:
-    """Parameters of a template for a task: the decision that is recorded; the kernel is made when it is measured."""
+    """Parameters of a template for a task: the decision that is recorded; the kernel is made where it is built."""
 
     task: TuningTask
     decision: str
     route: Route = Route.TEMPLATE
 
-    def make(self, target: ResolvedTarget) -> tvm.ir.IRModule:
-        """Return the module with the kernel as `main`.
-
-        Raises
-        ------
-        TemplateError
-            The template does not make it after all.
-        """
-        return tvm.IRModule({"main": apply_decision(self.task.mod["main"], target, self.decision)})
+    def recipe(self, target: ResolvedTarget) -> Recipe:
+        """Return what a builder makes the kernel of."""
+        return Recipe(self.task.pickled_mod, target, self.decision)
 
 
 def template_candidates(

@@ -53,16 +53,16 @@ def measured(task, target):
         replace(
             template_record(task, one.decision, target),
             latencies_us=(float(number),),
-            kernel_hash=made_hash(one.make(target)["main"], target.target),
+            kernel_hash=made_hash(one.recipe(target).make()["main"], target.target),
         )
         for number, one in enumerate(candidates, 1)
     ]
 
 
-def built_hash(mod, target, directory: Path) -> str | None:
+def built_hash(what, target, directory: Path) -> str | None:
     """Return the hash that the tuner's build process tells of a candidate."""
     stem = str(directory / "candidate")
-    reply = start()(BuildRequest(pickle.dumps(mod), pickle.dumps(target.target), stem))
+    reply = start()(BuildRequest(pickle.dumps(what), pickle.dumps(target.target), stem))
     return reply.artifact.resources.kernel_hash
 
 
@@ -82,7 +82,7 @@ def entries_of(lowered, task, record, target, directory: Path, routes=DEFAULT_RO
 
 def test_a_template_has_one_hash_in_the_build_process_and_in_an_artifact(lowered, task, target, tmp_path: Path) -> None:
     candidate = template_candidates(task, target)[0]
-    told = built_hash(candidate.make(target), target, tmp_path)
+    told = built_hash(candidate.recipe(target), target, tmp_path)
     record = replace(template_record(task, candidate.decision, target), kernel_hash=told)
     assert {entry.kernel_hash for entry in entries_of(lowered, task, record, target, tmp_path)} == {told}
 
@@ -124,7 +124,7 @@ def other_gpu(target: ResolvedTarget) -> Environment:
 
 def test_earlier_hashes_hold_while_code_generation_is_what_it_was(task, target, measured, monkeypatch) -> None:
     """Earlier records keep 64 bits: of the scheduled function, or of a fallback's finished one."""
-    scheduled = template_candidates(task, target)[0].make(target)["main"]
+    scheduled = template_candidates(task, target)[0].recipe(target).make()["main"]
     finished = finish_kernels(tvm.IRModule({"main": scheduled}), target.target)["main"]
     for func in (scheduled, finished):
         bare = func.without_attr("global_symbol").without_attr("tirx.is_scheduled")
@@ -138,7 +138,7 @@ def test_earlier_hashes_hold_while_code_generation_is_what_it_was(task, target, 
 
 
 def test_the_name_of_a_kernel_takes_no_part_and_its_code_does(task, target) -> None:
-    first, second = (one.make(target)["main"] for one in template_candidates(task, target)[:2])
+    first, second = (one.recipe(target).make()["main"] for one in template_candidates(task, target)[:2])
     assert kernel_hash(first, "cuda") == kernel_hash(first.with_attr("global_symbol", "another"), "cuda")
     assert kernel_hash(first, "cuda") != kernel_hash(second, "cuda")
 

@@ -13,6 +13,7 @@ from tvm.s_tir import meta_schedule as ms
 
 from relaxtune.pipeline.errors import NothingMeasuredError, UsageError
 from relaxtune.pipeline.tuning import session as session_module
+from relaxtune.pipeline.tuning.measure.recipe import Recipe
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TaskSummary, TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
@@ -21,15 +22,21 @@ from relaxtune.pipeline.tuning.result_table import to_json
 from relaxtune.pipeline.tuning.search import evolution as search_module
 from relaxtune.pipeline.tuning.search.evolution import Candidate, TaskSearch
 from relaxtune.pipeline.tuning.session import require_valid, tune
-from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import TemplateError
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import DatabaseWriteError
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status, TuningRecord
 from relaxtune.tuning_db.standing import standing_records
-from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, extern_mod, matmul_task, task_of, unbuildable_mod
+from tests.pipeline.tuning.tuning_cases import (
+    MadeUpRecipe,
+    Place,
+    add_one_mod,
+    extern_mod,
+    matmul_task,
+    task_of,
+    unbuildable_mod,
+)
 
 OPTIONS = TuningOptions(
     trials=6,
@@ -216,10 +223,8 @@ class OfferedCandidate:
     broken: bool
     route: Route = Route.TEMPLATE
 
-    def make(self, target: ResolvedTarget) -> tvm.ir.IRModule:
-        if self.broken:
-            raise TemplateError("the tile is wider than the matrix")
-        return apply_fallback(add_one_mod(size=64), target.target)
+    def recipe(self, target: ResolvedTarget) -> Recipe:
+        return MadeUpRecipe(b"", target, self.decision, self.broken)
 
 
 def test_tune_records_a_template_that_cannot_be_made(

@@ -12,8 +12,11 @@ from relaxtune.pipeline.tasks.extract import as_workload, make_task
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.measure.arguments import argument_specs
 from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend, Outcome, build_all
+from relaxtune.pipeline.tuning.measure.recipe import Recipe
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
+from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.base import TemplateError
 from relaxtune.tuning_db.records import Environment, TargetKey
 
 
@@ -52,6 +55,18 @@ def extern_mod(symbol: str, *arguments: object, size: int = 16) -> tvm.ir.IRModu
 def add_one_mod(offset: float = 1.0, size: int = 16) -> tvm.ir.IRModule:
     a = te.placeholder((size,), name="A")
     return as_workload(te.create_prim_func([a, te.compute((size,), lambda i: a[i] + offset, name="C")]))
+
+
+@dataclass(frozen=True)
+class MadeUpRecipe(Recipe):
+    """A recipe without a template: the fallback's schedule of `C = A + 1`, or nothing at all."""
+
+    broken: bool = False
+
+    def make(self) -> tvm.ir.IRModule:
+        if self.broken:
+            raise TemplateError("the tile is wider than the matrix")
+        return apply_fallback(add_one_mod(size=64), self.target.target)
 
 
 def spec_of(mod: tvm.ir.IRModule, workload: str = "any", **more: object) -> WorkloadSpec:

@@ -1,0 +1,59 @@
+"""What a builder is given: a scheduled module, or the recipe of one.
+
+A template takes 30 to 150 ms to make a kernel, and a kernel takes as long to pickle. A recipe is small, and the process
+that compiles the kernel makes it: the thread that tunes hands in ten times as many candidates a second.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import tvm
+
+from relaxtune.schedules.registry import apply_decision
+from relaxtune.schedules.targets import ResolvedTarget
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A kernel that a template or a library makes of a function.
+
+    Attributes
+    ----------
+    mod
+        The pickled module with the unscheduled function as `main`.
+    target
+        What the kernel is made for.
+    decision
+        The parameters, as they are recorded.
+    """
+
+    mod: bytes
+    target: ResolvedTarget
+    decision: str
+
+    def make(self) -> tvm.ir.IRModule:
+        """Return the module with the kernel as `main`.
+
+        Raises
+        ------
+        TemplateError
+            The template does not make it after all.
+        """
+        return tvm.IRModule({"main": apply_decision(pickle.loads(self.mod)["main"], self.target, self.decision)})
+
+
+Buildable: TypeAlias = tvm.ir.IRModule | Recipe
+
+
+def scheduled(what: Buildable) -> tvm.ir.IRModule:
+    """Return the scheduled module that is to be built.
+
+    Raises
+    ------
+    TemplateError
+        See `Recipe.make`.
+    """
+    return what.make() if isinstance(what, Recipe) else what
