@@ -133,7 +133,7 @@ def specification(case: Case) -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
         params.append(((case.batch, 1, 1, case.keys), "float16"))
     output = HeadLayout(len(params), 0, case.queries * heads * d, heads * d, d)
     params.append(((case.batch, case.queries, heads * d), "float16"))
-    sizes = (case.batch, heads, shared, case.queries, case.keys, d)
+    sizes = (case.batch, heads, shared, case.queries, case.keys, d, d)
     return AttentionSpec(*sizes, d**-0.5, case.causal, 0, query, key, value, output, bias), params
 
 

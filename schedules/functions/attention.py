@@ -4,9 +4,9 @@ Notation
 --------
 ::
 
-    s[b, h, i, j] = scale * sum_d Q[b, h, i, d] * K[b, g, j, d] (+ bias[b, h, i, j])
+    s[b, h, i, j] = scale * sum_d Q[b, h, i, d] * K[b, g, j, d] (+ bias[b, h, i, j])     d < head_dim
     p[b, h, i, j] = exp(s[b, h, i, j] - max_j s[b, h, i, j])
-    O[b, h, i, d] = sum_j dtype(p[b, h, i, j]) * V[b, g, j, d] / sum_j p[b, h, i, j]
+    O[b, h, i, d] = sum_j dtype(p[b, h, i, j]) * V[b, g, j, d] / sum_j p[b, h, i, j]     d < value_dim
     g = h // (heads / kv_heads)
 
 All sums are float32; `dtype` is the dtype of V. Query i stands at position `i + keys - queries` among the keys. A key
@@ -100,8 +100,8 @@ class AttentionSpec:
 
     Attributes
     ----------
-    batch, heads, kv_heads, queries, keys, head_dim
-        Sizes; `heads` is a multiple of `kv_heads`.
+    batch, heads, kv_heads, queries, keys, head_dim, value_dim
+        Sizes; `heads` is a multiple of `kv_heads`. Q and K are `head_dim` wide, V and O `value_dim`.
     scale
         Factor of the products.
     causal
@@ -122,6 +122,7 @@ class AttentionSpec:
     queries: int
     keys: int
     head_dim: int
+    value_dim: int
     scale: float
     causal: bool
     window: int
@@ -150,6 +151,10 @@ class AttentionSpec:
             layouts |= {"new key": self.growth.new_key, "new value": self.growth.new_value}
         return layouts
 
+    def heads_of(self, role: str) -> int:
+        """Return the heads of the tensor of a role."""
+        return self.heads if role in ("query", "output") else self.kv_heads
+
     def positions(self, role: str) -> int:
         """Return the positions of the tensor of a role."""
         if role in ("query", "output"):
@@ -158,9 +163,20 @@ class AttentionSpec:
             return self.keys
         return self.growth.past if role.startswith("past") else self.keys - self.growth.past
 
+    def width(self, role: str) -> int:
+        """Return the width of the tensor of a role."""
+        return self.value_dim if role == "output" or role.endswith("value") else self.head_dim
+
+    def fields(self) -> dict[str, Any]:
+        """Return all fields; of one width, `value_dim` is left out, as older texts leave it out."""
+        fields = asdict(self)
+        if self.value_dim == self.head_dim:
+            del fields["value_dim"]
+        return fields
+
     def to_json(self) -> str:
         """Return canonical JSON text."""
-        document = asdict(self)
+        document = self.fields()
         if self.growth is None:
             del document["growth"]
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
@@ -179,6 +195,7 @@ class AttentionSpec:
             layouts = {role: HeadLayout(**document[role]) for role in ("query", "key", "value", "output")}
             bias = ScoreBias(**document["bias"]) if document["bias"] is not None else None
             growth = _growth_from(document.pop("growth")) if "growth" in document else None
+            document.setdefault("value_dim", document["head_dim"])
             return cls(**{**document, **layouts, "bias": bias, "growth": growth})
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise AttentionError(f"{text!r} is no attention specification of this version ({error!r}).") from error
@@ -212,10 +229,9 @@ def refuse_layouts(spec: AttentionSpec, func: tirx.PrimFunc, dtypes: Collection[
     if len(set(found.values())) > 1 or found["query"] not in dtypes:
         return Refusal(f"the dtypes are {found}, expected {' or '.join(dtypes)} for all")
     for role, layout in layouts.items():
-        of_queries = role in ("query", "output")
         axes = (
             ("batch", spec.batch, layout.batch_stride),
-            ("head", spec.heads if of_queries else spec.kv_heads, layout.head_stride),
+            ("head", spec.heads_of(role), layout.head_stride),
             ("position", spec.positions(role), layout.position_stride),
         )
         for axis, extent, stride in axes:
@@ -234,7 +250,8 @@ def check_spec(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ...], str]
     AttentionError
         They do not; the message says which and what was expected.
     """
-    sizes = {name: getattr(spec, name) for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")}
+    names = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
+    sizes = {name: getattr(spec, name) for name in names}
     if min(sizes.values()) < 1 or spec.heads % spec.kv_heads:
         raise AttentionError(f"sizes {sizes}: expected positive ones, and heads a multiple of kv_heads.")
     if spec.window < 0:
@@ -243,44 +260,29 @@ def check_spec(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ...], str]
     if spec.output.param != first:
         which = "the last" if spec.growth is None else "the third from the last"
         raise AttentionError(f"the output is parameter {spec.output.param}, expected {which}, {first}.")
-    roles = [
-        ("query", spec.query, spec.heads, spec.queries),
-        ("key", spec.key, spec.kv_heads, spec.keys),
-        ("value", spec.value, spec.kv_heads, spec.keys),
-        ("output", spec.output, spec.heads, spec.queries),
-    ]
     if spec.growth is not None:
-        roles += _check_growth(spec, spec.growth, params)
-    for role, layout, heads, positions in roles:
+        _check_growth(spec, spec.growth, params)
+    for role, layout in spec.layouts().items():
         steps = [layout.batch_stride, layout.head_stride, layout.position_stride, 1]
-        _check_inside(role, layout.param, layout.offset, steps, (spec.batch, heads, positions, spec.head_dim), params)
+        extents = (spec.batch, spec.heads_of(role), spec.positions(role), spec.width(role))
+        _check_inside(role, layout.param, layout.offset, steps, extents, params)
     if spec.bias is not None:
         bias = spec.bias
         steps = [bias.batch_stride, bias.head_stride, bias.query_stride, bias.key_stride]
         _check_inside("bias", bias.param, 0, steps, (spec.batch, spec.heads, spec.queries, spec.keys), params)
         if bias.kind not in ("add", "keep"):
             raise AttentionError(f"the bias is of kind {bias.kind!r}, expected 'add' or 'keep'.")
-    _check_written("output", spec.output, (spec.batch, spec.heads, spec.queries, spec.head_dim), params[first][0])
+    _check_written("output", spec.output, (spec.batch, spec.heads, spec.queries, spec.value_dim), params[first][0])
 
 
-def _check_growth(
-    spec: AttentionSpec, growth: CacheGrowth, params: Sequence[tuple[tuple[int, ...], str]]
-) -> list[tuple[str, HeadLayout, int, int]]:
-    """Return what K and V are made of, as roles with their heads and positions."""
+def _check_growth(spec: AttentionSpec, growth: CacheGrowth, params: Sequence[tuple[tuple[int, ...], str]]) -> None:
+    """Check that K and V are the last parameters, and all of them."""
     if not 0 < growth.past < spec.keys:
         raise AttentionError(f"the caches have {growth.past} positions, expected 1 to {spec.keys - 1}.")
-    sizes = (spec.batch, spec.kv_heads, spec.keys, spec.head_dim)
     for role, layout, param in (("key", spec.key, len(params) - 2), ("value", spec.value, len(params) - 1)):
         if layout.param != param:
             raise AttentionError(f"the {role} that is written is parameter {layout.param}, expected {param}.")
-        _check_written(role, layout, sizes, params[param][0])
-    new = spec.keys - growth.past
-    return [
-        ("past key", growth.past_key, spec.kv_heads, growth.past),
-        ("past value", growth.past_value, spec.kv_heads, growth.past),
-        ("new key", growth.new_key, spec.kv_heads, new),
-        ("new value", growth.new_value, spec.kv_heads, new),
-    ]
+        _check_written(role, layout, (spec.batch, spec.kv_heads, spec.keys, spec.width(role)), params[param][0])
 
 
 def _check_inside(
@@ -303,13 +305,13 @@ def _check_inside(
 
 
 def _check_written(role: str, layout: HeadLayout, sizes: tuple[int, int, int, int], shape: Sequence[int]) -> None:
-    """Check that a tensor of some batch, heads, positions and head_dim is all of the parameter it is written to."""
-    batch, heads, positions, head_dim = sizes
+    """Check that a tensor of some batch, heads, positions and width is all of the parameter it is written to."""
+    batch, heads, positions, width = sizes
     axes = [
         (layout.batch_stride, batch),
         (layout.head_stride, heads),
         (layout.position_stride, positions),
-        (1, head_dim),
+        (1, width),
     ]
     filled = 1
     for stride, extent in sorted((stride, extent) for stride, extent in axes if extent > 1):

@@ -43,10 +43,11 @@ def attention_function(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ..
     total = _row_sums(spec, weights)
     dtype = params[spec.value.param][1]
     last = te.reduce_axis((0, spec.keys), name="j")
-    dims = (spec.batch, spec.heads, spec.queries, spec.head_dim)
+    dims = (spec.batch, spec.heads, spec.queries, spec.value_dim)
 
     def weigh(b: tirx.Var, h: tirx.Var, i: tirx.Var, d: tirx.Var) -> tirx.Expr:
-        value = _element(tensors, spec.value, (b, last.var, h // spec.group, d), _bounds(spec, b, h, d=d, j=last.var))
+        bounds = _bounds(spec, b, h, j=last.var) | {d: spec.value_dim}
+        value = _element(tensors, spec.value, (b, last.var, h // spec.group, d), bounds)
         return te.sum(weights[b, h, i, last].astype(dtype).astype("float32") * value, axis=last)
 
     values = te.compute(dims, weigh, name="values")
@@ -65,11 +66,12 @@ def _grown(
     spec: AttentionSpec, inputs: Sequence[te.Tensor], params: Sequence[tuple[tuple[int, ...], str]]
 ) -> list[te.Tensor]:
     """Return K and V as they are written."""
-    growth, sizes = spec.growth, (spec.batch, spec.kv_heads, spec.keys, spec.head_dim)
+    growth = spec.growth
     assert growth is not None
 
-    def grow(role: str, layout: HeadLayout, past: HeadLayout, new: HeadLayout) -> te.Tensor:
+    def grow(role: str, name: str, layout: HeadLayout, past: HeadLayout, new: HeadLayout) -> te.Tensor:
         shape, dtype = params[layout.param]
+        sizes = (spec.batch, spec.kv_heads, spec.keys, spec.width(role))
 
         def element(*indices: tirx.Var) -> tirx.Expr:
             b, h, j, d = _position(layout, sizes, indices, shape)
@@ -80,11 +82,11 @@ def _grown(
             of_cache = _at(inputs[past.param], before, bounds)
             return tirx.if_then_else(j < growth.past, of_cache, _at(inputs[new.param], after, bounds)).astype(dtype)
 
-        return te.compute(shape, element, name=role)
+        return te.compute(shape, element, name=name)
 
     return [
-        grow("keys", spec.key, growth.past_key, growth.new_key),
-        grow("values_grown", spec.value, growth.past_value, growth.new_value),
+        grow("key", "keys", spec.key, growth.past_key, growth.new_key),
+        grow("value", "values_grown", spec.value, growth.past_value, growth.new_value),
     ]
 
 
@@ -183,7 +185,7 @@ def _position(
     layout: HeadLayout, sizes: tuple[int, int, int, int], indices: Sequence[tirx.Var], shape: Sequence[int]
 ) -> tuple[tirx.Expr, tirx.Expr, tirx.Expr, tirx.Expr]:
     """Return batch, head, position and d of an element of a tensor that is all of a parameter."""
-    batch, heads, positions, head_dim = sizes
+    batch, heads, positions, width = sizes
     analyzer = tvm.sym.Analyzer()
     flat: tirx.Expr = tirx.IntImm("int32", 0)
     for axis, (index, size) in enumerate(zip(indices, shape, strict=True)):
@@ -197,5 +199,5 @@ def _position(
         coordinate(layout.batch_stride, batch),
         coordinate(layout.head_stride, heads),
         coordinate(layout.position_stride, positions),
-        coordinate(1, head_dim),
+        coordinate(1, width),
     )

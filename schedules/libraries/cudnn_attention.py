@@ -102,6 +102,8 @@ def _recognise(func: tirx.PrimFunc) -> AttentionSpec | Refusal:
         return Refusal("the function is not marked as an attention")
     if spec.growth is not None:
         return Refusal("cuDNN does not write caches of K and V")
+    if spec.value_dim != spec.head_dim:
+        return Refusal(f"value_dim is {spec.value_dim}, expected head_dim, {spec.head_dim}")
     if spec.head_dim % _VECTOR or spec.head_dim > _HEAD_DIM_MAX:
         return Refusal(f"head_dim is {spec.head_dim}, expected a multiple of {_VECTOR} up to {_HEAD_DIM_MAX}")
     if (spec.causal or spec.window) and spec.queries > spec.keys:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import tvm
 from tvm import tirx
@@ -42,7 +42,7 @@ def describe_kernel(func: tirx.PrimFunc) -> KernelMeaning:
     """
     attention = spec_of(func)
     if attention is not None:
-        return _described(func, "attention", {"attention": asdict(attention)})
+        return _described(func, "attention", {"attention": attention.fields()})
     blocks = list_blocks(func)
     names = _canonical_names(func, blocks)
     contractions = [(position, c) for position, block in enumerate(blocks) if (c := find_contraction(block))]

@@ -27,6 +27,7 @@ class AttentionCase:
     queries: int = 8
     keys: int = 8
     head_dim: int = 16
+    value_dim: int = 0
     kv_heads: int = 0
     dtype: str = "float32"
     causal: bool = False
@@ -35,6 +36,10 @@ class AttentionCase:
     heads_first: bool = False
     bias: tuple[str, str, tuple[int, int, int, int]] | None = None
     past: int = 0
+
+    @property
+    def value_width(self) -> int:
+        return self.value_dim or self.head_dim
 
     @property
     def shared(self) -> int:
@@ -47,20 +52,23 @@ class AttentionCase:
         """A packed product of the new positions, caches, perhaps a mask; then the output and the grown caches."""
         first, (product, *mask, output) = replace(self, past=0, packed=True)._reading()
         assert self.queries == self.keys - self.past
-        sizes = (self.batch, self.shared, self.past, self.head_dim), (self.batch, self.shared, self.keys, self.head_dim)
-        params = [product, (sizes[0], self.dtype), (sizes[0], self.dtype), *mask, output]
-        params += [(sizes[1], self.dtype)] * 2
+        widths = (self.head_dim, self.value_width)
+        past, grown = (
+            [((self.batch, self.shared, positions, width), self.dtype) for width in widths]
+            for positions in (self.past, self.keys)
+        )
+        params = [product, *past, *mask, output, *grown]
         count = len(params)
 
-        def cache(param: int, positions: int) -> HeadLayout:
-            d = self.head_dim
-            return HeadLayout(param, 0, self.shared * positions * d, d, positions * d)
+        def cache(param: int) -> HeadLayout:
+            (_, heads, positions, width), _ = params[param]
+            return HeadLayout(param, 0, heads * positions * width, width, positions * width)
 
-        growth = CacheGrowth(self.past, cache(1, self.past), cache(2, self.past), first.key, first.value)
+        growth = CacheGrowth(self.past, cache(1), cache(2), first.key, first.value)
         spec = replace(
             first,
-            key=cache(count - 2, self.keys),
-            value=cache(count - 1, self.keys),
+            key=cache(count - 2),
+            value=cache(count - 1),
             output=replace(first.output, param=count - 3),
             bias=None if first.bias is None else replace(first.bias, param=3),
             growth=growth,
@@ -68,19 +76,20 @@ class AttentionCase:
         return spec, params
 
     def _reading(self) -> tuple[AttentionSpec, Params]:
-        heads, shared, d = self.heads, self.shared, self.head_dim
+        heads, shared, d, wide = self.heads, self.shared, self.head_dim, self.value_width
         if self.packed:
-            width = (heads + 2 * shared) * d
+            width = heads * d + shared * (d + wide)
             params: Params = [((self.batch, self.queries, width), self.dtype)]
             layouts = [
-                HeadLayout(0, offset, self.queries * width, width, d) for offset in (0, heads * d, (heads + shared) * d)
+                HeadLayout(0, offset, self.queries * width, width, own)
+                for offset, own in ((0, d), (heads * d, d), ((heads + shared) * d, wide))
             ]
         else:
             params, layouts = [], []
-            for index, (count, positions) in enumerate(
-                ((heads, self.queries), (shared, self.keys), (shared, self.keys))
+            for index, (count, positions, own) in enumerate(
+                ((heads, self.queries, d), (shared, self.keys, d), (shared, self.keys, wide))
             ):
-                shape, layout = self._tensor(index, count, positions)
+                shape, layout = self._tensor(index, count, positions, own)
                 params.append((shape, self.dtype))
                 layouts.append(layout)
         bias = None
@@ -89,14 +98,13 @@ class AttentionCase:
             steps = [math.prod(shape[axis + 1 :]) if size > 1 else 0 for axis, size in enumerate(shape)]
             bias = ScoreBias(len(params), kind, *steps)  # type: ignore[arg-type]
             params.append((shape, dtype))
-        output_shape, output = self._tensor(len(params), heads, self.queries)
+        output_shape, output = self._tensor(len(params), heads, self.queries, wide)
         params.append((output_shape, self.dtype))
-        sizes = (self.batch, heads, shared, self.queries, self.keys, d)
+        sizes = (self.batch, heads, shared, self.queries, self.keys, d, wide)
         spec = AttentionSpec(*sizes, 1 / math.sqrt(d), self.causal, self.window, *layouts, output, bias)
         return spec, params
 
-    def _tensor(self, param: int, heads: int, positions: int) -> tuple[tuple[int, ...], HeadLayout]:
-        d = self.head_dim
+    def _tensor(self, param: int, heads: int, positions: int, d: int) -> tuple[tuple[int, ...], HeadLayout]:
         if self.heads_first:
             layout = HeadLayout(param, 0, heads * positions * d, d, positions * d)
             return (self.batch, heads, positions, d), layout
@@ -111,6 +119,7 @@ CASES = {
     "grouped": replace(PLAIN, heads=4, kv_heads=2, queries=3, keys=11),
     "causal": replace(PLAIN, causal=True),
     "causal decode": replace(PLAIN, batch=3, queries=1, keys=9, causal=True),
+    "values of another width": replace(PLAIN, batch=2, heads=4, kv_heads=2, value_dim=24, causal=True),
     "window": replace(PLAIN, causal=True, window=3, queries=6, keys=9),
     "window of both sides": replace(PLAIN, window=2),
     "key padding": replace(PLAIN, batch=2, bias=("add", "float32", (2, 1, 1, 8))),
@@ -121,6 +130,7 @@ CASES = {
     "caches that grow by several": replace(
         PLAIN, queries=3, keys=9, past=6, causal=True, bias=("add", "float32", (1, 1, 1, 9))
     ),
+    "caches of two widths that grow": replace(PLAIN, queries=1, keys=6, value_dim=8, past=5),
     "half": replace(PLAIN, batch=2, queries=4, keys=17, dtype="float16", bias=("add", "float16", (2, 1, 1, 17))),
 }
 
@@ -143,10 +153,9 @@ def draw(params: Params, spec: AttentionSpec, seed: int) -> list[np.ndarray]:
     return drawn
 
 
-def _heads(
-    spec: AttentionSpec, inputs: Sequence[np.ndarray], layout: HeadLayout, heads: int, positions: int
-) -> np.ndarray:
-    shape = (spec.batch, heads, positions, spec.head_dim)
+def _heads(spec: AttentionSpec, inputs: Sequence[np.ndarray], role: str) -> np.ndarray:
+    layout = spec.layouts()[role]
+    shape = (spec.batch, spec.heads_of(role), spec.positions(role), spec.width(role))
     steps = (layout.batch_stride, layout.head_stride, layout.position_stride, 1)
     return _strided(inputs[layout.param], layout.offset, shape, steps)
 
@@ -154,22 +163,16 @@ def _heads(
 def keys_and_values(spec: AttentionSpec, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return K and V [B, H, S, D], grown where they grow."""
     if spec.growth is None:
-        return [_heads(spec, inputs, layout, spec.kv_heads, spec.keys) for layout in (spec.key, spec.value)]
-    growth, new = spec.growth, spec.keys - spec.growth.past
-    pairs = ((growth.past_key, growth.new_key), (growth.past_value, growth.new_value))
-    parts = [
-        [
-            _heads(spec, inputs, layout, spec.kv_heads, count)
-            for layout, count in zip(pair, (growth.past, new), strict=True)
-        ]
-        for pair in pairs
+        return [_heads(spec, inputs, role) for role in ("key", "value")]
+    return [
+        np.concatenate([_heads(spec, inputs, f"{age} {role}") for age in ("past", "new")], axis=2)
+        for role in ("key", "value")
     ]
-    return [np.concatenate(pair, axis=2) for pair in parts]
 
 
 def reference(spec: AttentionSpec, params: Params, inputs: Sequence[np.ndarray]) -> np.ndarray:
     """Return the output in float64, of the output's shape."""
-    query = _heads(spec, inputs, spec.query, spec.heads, spec.queries).astype(np.float64)
+    query = _heads(spec, inputs, "query").astype(np.float64)
     key, value = (part.astype(np.float64).repeat(spec.group, axis=1) for part in keys_and_values(spec, inputs))
     scores = query @ key.swapaxes(2, 3) * spec.scale
     ahead = np.arange(spec.keys) - np.arange(spec.queries)[:, None] - (spec.keys - spec.queries)

@@ -60,7 +60,7 @@ def results_of(pair: tuple[Grown, Grown]) -> list[relax.Var]:
 
 
 def caches_of(call: tvm.ir.Expr, graph: Graph) -> tuple[Grown, Grown] | None:
-    """Return the caches of an attention that both grow in this graph, to one shape."""
+    """Return the caches of an attention that both grow in this graph, to as many positions."""
     callee = called_function(call)
     spec = spec_of(graph.mod[callee]) if callee is not None and isinstance(graph.mod[callee], tirx.PrimFunc) else None
     if (
@@ -72,7 +72,7 @@ def caches_of(call: tvm.ir.Expr, graph: Graph) -> tuple[Grown, Grown] | None:
         return None
     operands = call.args[1].fields
     key, value = (_grown(operands[layout.param], graph) for layout in (spec.key, spec.value))
-    if key is None or value is None or (key.shape, key.axis) != (value.shape, value.axis):
+    if key is None or value is None or (key.shape[:-1], key.axis) != (value.shape[:-1], value.axis):
         return None
     return (key, value) if key.results[0] != value.results[0] else None
 

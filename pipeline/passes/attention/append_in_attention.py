@@ -73,7 +73,7 @@ def _attention(
     past, other = (_positions(grown.past, grown.axis) for grown in pair)
     if past is None or past != other:
         return None
-    layouts = [_grown_layouts(spec, layout, grown) for layout, grown in zip((spec.key, spec.value), pair, strict=True)]
+    layouts = [_grown_layouts(spec, role, grown) for role, grown in zip(("key", "value"), pair, strict=True)]
     given = list(call.args[1].fields)
     operands: list[tvm.ir.Expr] = []
 
@@ -106,12 +106,13 @@ def _attention(
     return _Attention(results, tuple(operands), attention_function(appended, params))
 
 
-def _grown_layouts(spec: AttentionSpec, layout: HeadLayout, grown: Grown) -> tuple[HeadLayout, HeadLayout] | None:
+def _grown_layouts(spec: AttentionSpec, role: str, grown: Grown) -> tuple[HeadLayout, HeadLayout] | None:
     """Return where a cache's past and its new positions lie; None unless its axes are batch, heads, positions and d.
 
     Heads and positions may change places. Of an axis of size 1 any stride will do.
     """
-    sizes = (spec.batch, spec.kv_heads, spec.keys, spec.head_dim)
+    layout, width = spec.layouts()[role], spec.width(role)
+    sizes = (spec.batch, spec.kv_heads, spec.keys, width)
     for axes in ((0, 1, 2, 3), (0, 2, 1, 3)):
         if tuple(grown.shape[axis] for axis in axes) != sizes or axes[2] != grown.axis:
             continue
@@ -119,7 +120,7 @@ def _grown_layouts(spec: AttentionSpec, layout: HeadLayout, grown: Grown) -> tup
             continue
         before = static_shape(grown.past)
         batch, head, position, unit = (grown.strides[axis] for axis in axes)
-        if before is None or (unit != 1 and spec.head_dim > 1):
+        if before is None or (unit != 1 and width > 1):
             return None
         return _dense(before, axes), HeadLayout(0, grown.offset, batch, position, head)
     return None

@@ -50,7 +50,7 @@ class Attention:
         The variables that it computes, in order.
     dtype
         Of operands and result.
-    batch, heads, queries, keys, head_dim, scale
+    batch, heads, queries, keys, head_dim, value_dim, scale
         As of `schedules.functions.attention.AttentionSpec`.
     query, key, value, output
         Where the heads lie; the output's base is `result`.
@@ -68,6 +68,7 @@ class Attention:
     queries: int
     keys: int
     head_dim: int
+    value_dim: int
     scale: float
     query: Heads
     key: Heads
@@ -177,14 +178,10 @@ def _laid_out(
     first, second, shape = (static_shape(var) for var in (scores.product, weights[-1], result))
     if first is None or second is None or shape is None:
         raise NotAttentionError("its shape is symbolic")
-    (*leading, queries, keys), (*outer, _, head_dim) = first, second
+    (*leading, queries, keys), (*outer, _, value_dim) = first, second
     if len(first) < 3 or math.prod(leading) != math.prod(outer):
         raise NotAttentionError(f"its products have the shapes {first} and {second}, expected leading axes")
-    wide = (static_shape(operands[0]) or (0,))[-1]
-    if wide != head_dim:
-        raise NotAttentionError(
-            f"its queries and keys are {wide} wide, its values {head_dim}: no kernel has two widths"
-        )
+    head_dim = (static_shape(operands[0]) or (0,))[-1]
     back = inverse([graph.values[var] for var in chain], second, shape)
     if back is None:
         raise NotAttentionError("its result is moved in a way that no strides describe")
@@ -218,6 +215,7 @@ def _laid_out(
             queries=queries,
             keys=keys,
             head_dim=head_dim,
+            value_dim=value_dim,
             scale=scores.scale * query[0].scale * key[0].scale,
             query=Heads(query[0].base, strides[0]),
             key=Heads(key[0].base, strides[1]),

@@ -105,7 +105,7 @@ class Strides:
 
 @dataclass(frozen=True)
 class Planes:
-    """A tensor as planes [positions, head_dim], counted by one axis: batch and heads together."""
+    """A tensor as planes [positions, width], counted by one axis: batch and heads together."""
 
     leading: Factors
     offset: int
@@ -119,9 +119,9 @@ class Planes:
 
 
 def planes_of(view: StridedView, leading: Sequence[int], *, transposed: bool = False) -> Planes | None:
-    """Return a matmul operand [leading..., positions, head_dim] (transposed: the last two swapped) as planes.
+    """Return a matmul operand [leading..., positions, width] (transposed: the last two swapped) as planes.
 
-    None when rows of `head_dim` do not lie together.
+    None when rows of a head do not lie together.
     """
     last = view.axes[-2:]
     wide = view.broadcast([*leading, *view.shape[-2:]])

@@ -68,6 +68,7 @@ def kernel_of(attention: Attention, masking: Masking) -> AttentionKernel:
         queries=attention.queries,
         keys=attention.keys,
         head_dim=attention.head_dim,
+        value_dim=attention.value_dim,
         scale=attention.scale,
         causal=masking.causal,
         window=masking.window,

@@ -24,14 +24,14 @@ _VECTOR = 8
 
 
 def copy_block(
-    plan: AttentionPlan, tensor_map: tirx.Var, block: tirx.Expr, tile: tirx.Var, stage: tirx.Expr, at: Tile
+    plan: AttentionPlan, tensor_map: tirx.Var, chunks: int, block: tirx.Expr, tile: tirx.Var, stage: tirx.Expr, at: Tile
 ) -> None:
     """Emit the copy of a block of keys, or values, of the caches from shared memory; it is not waited for.
 
-    `tensor_map` is of the caches' positions in what is written; the block lies in a stage of `tile`.
+    `tensor_map` is of the caches' positions in what is written; the block lies in a stage of `tile`, in `chunks`.
     """
     block_k = plan.parameters.block_k
-    for chunk in range(plan.chunks):
+    for chunk in range(chunks):
         source = tile.ptr_to([stage, chunk * block_k * CHUNK])
         store_tile(tensor_map, (chunk * CHUNK, at.kv_head, block * block_k, at.batch), source)
 
@@ -39,12 +39,15 @@ def copy_block(
 class NewPositions:
     """Emits the putting of new keys, or values, where the multiplications and the results want them.
 
-    They come from `new`; `result` is K or V as it is written; `params` are the kernel's.
+    `role` is "key" or "value"; `params` are the kernel's.
     """
 
-    def __init__(self, plan: AttentionPlan, new: HeadLayout, result: HeadLayout, params: list[tirx.Var]) -> None:
+    def __init__(self, plan: AttentionPlan, role: str, params: list[tirx.Var]) -> None:
         assert plan.spec.growth is not None
+        layouts = plan.spec.layouts()
+        new, result = layouts[f"new {role}"], layouts[role]
         self._plan = plan
+        self._width = plan.spec.width(role)
         self._past = plan.spec.growth.past
         self._new, self._result = new, result
         self._from, self._to = (_flat(params[layout.param]) for layout in (new, result))
@@ -52,7 +55,7 @@ class NewPositions:
     def put(self, thread: tirx.Expr, block: tirx.Expr, tile: tirx.Var, stage: tirx.Expr, at: Tile) -> None:
         """Emit it for one block of keys whose cached positions have arrived, by all of a warpgroup."""
         spec, block_k = self._plan.spec, self._plan.parameters.block_k
-        across = spec.head_dim // _VECTOR
+        across = self._width // _VECTOR
         items = (spec.keys - self._past) * across
         start = block * block_k
         with T.If(start + block_k > self._past), T.Then():

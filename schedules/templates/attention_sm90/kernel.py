@@ -89,22 +89,23 @@ class _Kernel:
         spec, plan, p = self._spec, self._plan, self._p
         queries, keys = (CHUNK, plan.group, plan.tile_queries), (CHUNK, 1, p.block_k)
         stored = (CHUNK, plan.group, ROWS // plan.group)
-        map_q = self._encode("map_q", spec.query, spec.heads, spec.queries, queries)
+        map_q = self._encode("map_q", "query", spec.query, spec.queries, queries)
         key, value, loaded = spec.key, spec.value, spec.keys
         to_k = to_v = map_o = None
         if spec.growth is not None:
             key, value, loaded = spec.growth.past_key, spec.growth.past_value, spec.growth.past
-            to_k = self._encode("to_k", spec.key, spec.kv_heads, loaded, keys)
-            to_v = self._encode("to_v", spec.value, spec.kv_heads, loaded, keys)
-        map_k = self._encode("map_k", key, spec.kv_heads, loaded, keys)
-        map_v = self._encode("map_v", value, spec.kv_heads, loaded, keys)
+            to_k = self._encode("to_k", "key", spec.key, loaded, keys)
+            to_v = self._encode("to_v", "value", spec.value, loaded, keys)
+        map_k = self._encode("map_k", "key", key, loaded, keys)
+        map_v = self._encode("map_v", "value", value, loaded, keys)
         if p.split == 1:
-            map_o = self._encode("map_o", spec.output, spec.heads, spec.queries, stored)
+            map_o = self._encode("map_o", "output", spec.output, spec.queries, stored)
         return Maps(map_q, map_k, map_v, map_o, to_k, to_v)
 
-    def _encode(self, name: str, layout: HeadLayout, heads: int, positions: int, box: tuple[int, int, int]) -> tirx.Var:
+    def _encode(self, name: str, role: str, layout: HeadLayout, positions: int, box: tuple[int, int, int]) -> tirx.Var:
         """Emit the encoding of a tensor map with axes d, head, position, batch."""
-        sizes = (self._spec.head_dim, heads, positions, self._spec.batch)
+        spec = self._spec
+        sizes = (spec.width(role), spec.heads_of(role), positions, spec.batch)
         strides = (layout.head_stride, layout.position_stride, layout.batch_stride)
         # Of an axis of size 1 any stride will do, but TMA takes no 0.
         strides_bytes = [max(stride * ELEMENT_BYTES, 16) for stride in strides]
@@ -129,7 +130,7 @@ class _Kernel:
         group = self._thread // WARPGROUP if p.consumers > 1 else tirx.IntImm("int32", 0)
         self._scores = T.alloc_local([p.block_k // 2], "float32")
         self._weights = T.alloc_local([p.block_k // 4], "uint32")
-        self._sums = T.alloc_local([spec.head_dim // 2], "float32")
+        self._sums = T.alloc_local([spec.value_dim // 2], "float32")
         bias = None if spec.bias is None else self._params[spec.bias.param]
         self._softmax = OnlineSoftmax(plan, bias, self._dtype, lane)
         self._multiply = AttentionMultiply(plan, self._dtype)
@@ -140,8 +141,8 @@ class _Kernel:
         if p.dependent and (bias is not None or spec.growth is not None):
             T.evaluate(T.ptx.griddepcontrol.wait())
         if spec.growth is not None:
-            self._new_keys = NewPositions(plan, spec.growth.new_key, spec.key, self._params)
-            self._new_values = NewPositions(plan, spec.growth.new_value, spec.value, self._params)
+            self._new_keys = NewPositions(plan, "key", self._params)
+            self._new_values = NewPositions(plan, "value", self._params)
         if p.pingpong:
             # The first turn is the first warpgroup's.
             with T.If(group == 0), T.Then():
@@ -152,7 +153,7 @@ class _Kernel:
             self._tile = tile
             self._query_stage, phase = self._memory.query_ring(tile)
             self._find_rows(group, lane)
-            for index in range(spec.head_dim // 2):
+            for index in range(spec.value_dim // 2):
                 T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
             T.evaluate(T.cuda.mbarrier_wait(self._memory.full_q.ptr_to([self._query_stage]), phase))
             self._sum(group)
@@ -217,7 +218,7 @@ class _Kernel:
             self._end_scores(0)
             self._weigh(step)
             with T.If(step > 0), T.Then():
-                self._softmax.rescale(self._sums, self._spec.head_dim // 2)
+                self._softmax.rescale(self._sums, self._spec.value_dim // 2)
             self._softmax.convert(self._scores, self._weights)
             self._begin_values(step)
             self._end_values()
@@ -243,7 +244,7 @@ class _Kernel:
             self._end_scores(1)
             self._weigh(step + 1)
             self._end_values()
-            self._softmax.rescale(self._sums, self._spec.head_dim // 2)
+            self._softmax.rescale(self._sums, self._spec.value_dim // 2)
             self._softmax.convert(self._scores, self._weights)
         self._begin_values(self._tile.block_count - 1)
         self._end_values()
@@ -284,7 +285,7 @@ class _Kernel:
 
     def _end_values(self) -> None:
         T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
-        pin(self._sums, self._spec.head_dim // 2)
+        pin(self._sums, self._spec.value_dim // 2)
         with T.If(self._leader), T.Then():
             arrive(self._memory.empty_v.ptr_to([self._ring_v.stage]))
         self._ring_v.advance()

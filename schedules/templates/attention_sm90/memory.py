@@ -43,10 +43,9 @@ class Memory:
         # Tiles start at multiples of 1024 bytes, as swizzle atoms need: on sm_90 the system reserves the first KiB of a
         # block's shared memory, and the kernel has no static shared memory.
         pool = T.SMEMPool()
-        row = plan.chunks * CHUNK
-        self.tile_q = pool.alloc((plan.query_stages, plan.rows * row), dtype, align=1024)
-        self.tile_k = pool.alloc((p.stages, p.block_k * row), dtype, align=1024)
-        self.tile_v = pool.alloc((p.stages, p.block_k * row), dtype, align=1024)
+        self.tile_q = pool.alloc((plan.query_stages, plan.rows * plan.query_chunks * CHUNK), dtype, align=1024)
+        self.tile_k = pool.alloc((p.stages, p.block_k * plan.chunks * CHUNK), dtype, align=1024)
+        self.tile_v = pool.alloc((p.stages, p.block_k * plan.value_chunks * CHUNK), dtype, align=1024)
         self.partial = pool.alloc((plan.partial_floats,), "float32", align=128) if p.split > 1 else None
         self.full_q, self.empty_q = (pool.alloc((plan.query_stages,), "uint64", align=8) for _ in range(2))
         self.full_k, self.full_v, self.empty_k, self.empty_v = (

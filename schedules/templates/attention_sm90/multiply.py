@@ -27,7 +27,7 @@ class AttentionMultiply:
         kind = PTX_TYPES[dtype]
         instruction = "wgmma.mma_async.sync.aligned.m64n{}k16.f32." + f"{kind}.{kind}"
         self._scores = instruction.format(plan.parameters.block_k)
-        self._values = instruction.format(plan.spec.head_dim)
+        self._values = instruction.format(plan.spec.value_dim)
 
     def describe(self, query: tirx.Expr, key: tirx.Expr, value: tirx.Expr) -> None:
         """Emit the descriptors of a warpgroup's first row of Q and of the first stages of K and V."""
@@ -40,7 +40,7 @@ class AttentionMultiply:
         plan = self._plan
         rows, keys = plan.rows, plan.parameters.block_k
         first = stage * (plan.chunks * keys * _ROW_UNITS)
-        first_query = query_stage * (plan.chunks * rows * _ROW_UNITS)
+        first_query = query_stage * (plan.query_chunks * rows * _ROW_UNITS)
         lanes = [scores[lane] for lane in range(keys // 2)]
         T.evaluate(T.ptx.wgmma.fence.sync.aligned())
         for step in range(plan.columns // 16):
@@ -54,8 +54,8 @@ class AttentionMultiply:
         """Emit `output += P V` for the keys of a stage, P in registers, not waited for."""
         plan = self._plan
         keys = plan.parameters.block_k
-        first = stage * (plan.chunks * keys * _ROW_UNITS)
-        lanes = [output[lane] for lane in range(plan.spec.head_dim // 2)]
+        first = stage * (plan.value_chunks * keys * _ROW_UNITS)
+        lanes = [output[lane] for lane in range(plan.spec.value_dim // 2)]
         T.evaluate(T.ptx.wgmma.fence.sync.aligned())
         for step in range(keys // 16):
             value = self._value.at(first + step * 16 * _ROW_UNITS)

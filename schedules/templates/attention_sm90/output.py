@@ -60,7 +60,7 @@ class AttentionOutput:
             T.buffer_store(scales, reciprocal(softmax.total[row]), [row])
         barrier = tirx.Cast("uint32", group + GROUP_BARRIER)
         T.evaluate(T.ptx.bar.sync(barrier, WARPGROUP))
-        for eight in range(math.ceil(plan.spec.head_dim / 8)):
+        for eight in range(math.ceil(plan.spec.value_dim / 8)):
             chunk, unit = divmod(eight, CHUNK // 8)
             for row in range(2):
                 # The swizzle: 16-byte units of a row change places by the row's number in its 8.
@@ -72,7 +72,7 @@ class AttentionOutput:
         T.evaluate(T.ptx.bar.sync(barrier, WARPGROUP))
         first = at.query + group * (ROWS // plan.group)
         with T.If(tirx.all(self._thread % WARPGROUP == 0, first < plan.spec.queries)), T.Then():
-            for chunk in range(plan.chunks):
+            for chunk in range(plan.value_chunks):
                 source = tile.ptr_to([stage, chunk * plan.rows * CHUNK + group * (ROWS * CHUNK)])
                 store_tile(tensor_map, (chunk * CHUNK, at.head, first, at.batch), source)
             T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
@@ -95,7 +95,7 @@ class AttentionOutput:
             with T.If(self._line + row * 8 < self._plan.used_rows), T.Then():
                 self._send_row(output, softmax, memory, rank, row)
         wait_for_cluster()
-        across = self._plan.spec.head_dim // _VECTOR
+        across = self._plan.spec.value_dim // _VECTOR
         items, threads = self._plan.share_rows * across, p.consumers * WARPGROUP
         lines = tirx.min(self._plan.spec.queries - at.query, self._plan.tile_queries) * self._plan.group
         with T.serial(math.ceil(items / threads)) as turn:
@@ -116,7 +116,7 @@ class AttentionOutput:
             window = T.cuda.cvta_generic_to_shared(memory.ptr_to([element]))
             T.evaluate(T.ptx.mapa.shared__cluster.u32(remote[index], window, owner))
         store = T.ptx["st.shared::cluster.v2.f32"]
-        for eight in range(plan.spec.head_dim // 8):
+        for eight in range(plan.spec.value_dim // 8):
             pair = [output[eight * 4 + row * 2 + index] for index in range(2)]
             T.evaluate(store(remote[0] + tirx.const(eight * 32, "uint32"), *pair))
         with T.If(self._lane % 4 == 0), T.Then():

@@ -95,10 +95,10 @@ class AttentionPlan:
         Of all groups of heads, those whose tiles are made together, the longest tiles first (`causal`).
     key_blocks
         Blocks of keys.
-    chunks
-        Parts of 64 columns of a head.
+    chunks, value_chunks
+        Parts of 64 columns of a head of Q and K, and of V and O.
     columns
-        Columns of a head, rounded up to what an instruction sums.
+        Columns of a head of Q and K, rounded up to what an instruction sums.
     threads
         Of a block: the consumers, and a warp or a warpgroup for the producer.
     """
@@ -112,6 +112,7 @@ class AttentionPlan:
     section: int
     key_blocks: int
     chunks: int
+    value_chunks: int
     columns: int
     threads: int
 
@@ -147,12 +148,18 @@ class AttentionPlan:
         return 2 if self.paired or self.blocks < self.items else 1
 
     @property
+    def query_chunks(self) -> int:
+        """Parts of 64 columns of a tile of Q in shared memory, which O takes later."""
+        return max(self.chunks, self.value_chunks)
+
+    @property
     def shared_bytes(self) -> int:
         """Of a block's dynamic shared memory."""
         p = self.parameters
-        rows = self.query_stages * self.rows + 2 * p.stages * p.block_k
+        queries = self.query_stages * self.rows * self.query_chunks
+        keys = p.stages * p.block_k * (self.chunks + self.value_chunks)
         partial = _ALIGNMENT * math.ceil(self.partial_floats * 4 / _ALIGNMENT) if p.split > 1 else 0
-        return rows * self.chunks * CHUNK * ELEMENT_BYTES + partial + 8 * (4 * p.stages + 4)
+        return (queries + keys) * CHUNK * ELEMENT_BYTES + partial + 8 * (4 * p.stages + 4)
 
     @property
     def used_rows(self) -> int:
@@ -212,6 +219,7 @@ def make_plan(
         section=_section(spec, heads),
         key_blocks=key_blocks,
         chunks=math.ceil(spec.head_dim / CHUNK),
+        value_chunks=math.ceil(spec.value_dim / CHUNK),
         columns=16 * math.ceil(spec.head_dim / 16),
         threads=p.consumers * WARPGROUP + (WARPGROUP if p.consumers > 1 else 32),
     )
@@ -245,7 +253,7 @@ def registers_needed(spec: AttentionSpec, p: AttentionParameters, bias_bytes: in
         # the last is there.
         lines = 2 if spec.bias.query_stride or (p.pack and spec.bias.head_stride) else 1
         weights += lines * p.block_k // 8 * max(1, bias_bytes // 2) * 3 // 4
-    return p.block_k // 2 + weights + spec.head_dim // 2 + _REGISTERS_BESIDE
+    return p.block_k // 2 + weights + spec.value_dim // 2 + _REGISTERS_BESIDE
 
 
 def registers_available(p: AttentionParameters, limits: CudaLimits) -> int:
@@ -260,12 +268,12 @@ def registers_available(p: AttentionParameters, limits: CudaLimits) -> int:
 
 def partial_columns(spec: AttentionSpec) -> int:
     """Return the floats of a row of partial output: padded so that rows start in different banks."""
-    return spec.head_dim + 4
+    return spec.value_dim + 4
 
 
 def _section(spec: AttentionSpec, heads: int) -> int:
     total = spec.batch * heads
-    each = 2 * spec.keys * spec.head_dim * ELEMENT_BYTES
+    each = spec.keys * (spec.head_dim + spec.value_dim) * ELEMENT_BYTES
     most = max(1, _SECTION_BYTES // each * (heads // min(heads, spec.kv_heads)))
     return max(size for size in range(1, min(total, most) + 1) if total % size == 0)
 

@@ -87,12 +87,12 @@ class Producer:
     def _copy(self, ring: Ring, step: tirx.Expr) -> None:
         """Emit the copies of a block of keys and of values, once they have arrived, as one group."""
         block = self._tile.first_block + step
-        for full, tile, target in (
-            (self._memory.full_k, self._memory.tile_k, self._maps.to_k),
-            (self._memory.full_v, self._memory.tile_v, self._maps.to_v),
+        for full, tile, target, chunks in (
+            (self._memory.full_k, self._memory.tile_k, self._maps.to_k, self._plan.chunks),
+            (self._memory.full_v, self._memory.tile_v, self._maps.to_v, self._plan.value_chunks),
         ):
             T.evaluate(T.cuda.mbarrier_wait(full.ptr_to([ring.stage]), ring.phase))
-            copy_block(self._plan, target, block, tile, ring.stage, self._tile)
+            copy_block(self._plan, target, chunks, block, tile, ring.stage, self._tile)
         T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
         ring.advance()
 
@@ -102,31 +102,40 @@ class Producer:
         if plan.query_stages > 1:
             T.evaluate(T.cuda.mbarrier_wait(self._memory.empty_q.ptr_to([stage]), phase ^ 1))
         full = self._memory.full_q.ptr_to([stage])
-        self._expect(full, plan.tile_queries * plan.group)
+        self._expect(full, plan.tile_queries * plan.group, plan.chunks)
         for chunk in range(plan.chunks):
             to = self._memory.tile_q.ptr_to([stage, chunk * plan.rows * CHUNK])
             load_tile(to, self._maps.q, (chunk * CHUNK, at.head, at.query, at.batch), full)
 
     def _load_keys(self, ring: Ring, step: tirx.Expr | int) -> None:
-        self._load_block(ring, step, self._memory.tile_k, self._maps.k, self._memory.full_k, self._memory.empty_k)
+        memory = self._memory
+        self._load_block(ring, step, memory.tile_k, self._maps.k, self._plan.chunks, memory.full_k, memory.empty_k)
 
     def _load_values(self, ring: Ring, step: tirx.Expr | int) -> None:
-        self._load_block(ring, step, self._memory.tile_v, self._maps.v, self._memory.full_v, self._memory.empty_v)
+        memory, chunks = self._memory, self._plan.value_chunks
+        self._load_block(ring, step, memory.tile_v, self._maps.v, chunks, memory.full_v, memory.empty_v)
 
     def _load_block(
-        self, ring: Ring, step: tirx.Expr | int, tile: tirx.Var, source: tirx.Var, full: tirx.Var, empty: tirx.Var
+        self,
+        ring: Ring,
+        step: tirx.Expr | int,
+        tile: tirx.Var,
+        source: tirx.Var,
+        chunks: int,
+        full: tirx.Var,
+        empty: tirx.Var,
     ) -> None:
-        plan, block_k = self._plan, self._p.block_k
+        block_k = self._p.block_k
         T.evaluate(T.cuda.mbarrier_wait(empty.ptr_to([ring.stage]), ring.phase ^ 1))
         barrier = full.ptr_to([ring.stage])
-        self._expect(barrier, block_k)
-        for chunk in range(plan.chunks):
+        self._expect(barrier, block_k, chunks)
+        for chunk in range(chunks):
             to = tile.ptr_to([ring.stage, chunk * block_k * CHUNK])
             key = (self._tile.first_block + step) * block_k
             position = (chunk * CHUNK, self._tile.kv_head, key, self._tile.batch)
             load_tile(to, source, position, barrier)
         ring.advance()
 
-    def _expect(self, barrier: tirx.Expr, rows: int) -> None:
-        size = T.uint32(rows * self._plan.chunks * CHUNK * ELEMENT_BYTES)
+    def _expect(self, barrier: tirx.Expr, rows: int, chunks: int) -> None:
+        size = T.uint32(rows * chunks * CHUNK * ELEMENT_BYTES)
         T.evaluate(T.ptx.mbarrier.arrive.expect_tx.shared.b64(barrier, size))

@@ -28,7 +28,7 @@ aligned to 1024 bytes. Heads whose size is no multiple of 64 take whole chunks, 
 
     tile_q   [1 or 2, chunks, 64 * consumers, 64]       later O, from where TMA stores it
     tile_k   [stages, chunks, block_k, 64]      "K-major" to wgmma
-    tile_v   [stages, chunks, block_k, 64]      "MN-major"
+    tile_v   [stages, value_chunks, block_k, 64]      "MN-major"
     full_q, full_k, full_v          one mbarrier a tile: one arrival (the producer) and the tile's bytes
     empty_q, empty_k, empty_v       one mbarrier a tile: one arrival by each warpgroup
     partial     rows of O, m and the sum of P from every block of the cluster (`split`)
@@ -130,8 +130,9 @@ def _recognise(func: tirx.PrimFunc) -> AttentionSpec | Refusal:
     spec = spec_of(func)
     if spec is None:
         return Refusal("the function is not marked as an attention")
-    if spec.head_dim % 8 or spec.head_dim > _HEAD_DIM_MAX:
-        return Refusal(f"head_dim is {spec.head_dim}, expected a multiple of 8 up to {_HEAD_DIM_MAX}")
+    for name, width in (("head_dim", spec.head_dim), ("value_dim", spec.value_dim)):
+        if width % 8 or width > _HEAD_DIM_MAX:
+            return Refusal(f"{name} is {width}, expected a multiple of 8 up to {_HEAD_DIM_MAX}")
     if spec.scale <= 0:
         return Refusal(f"scale is {spec.scale}, expected a positive one (the largest product has the largest score)")
     if any(math.prod(int(size) for size in param.ty.shape) > _INDEX_MAX for param in func.params):
@@ -166,7 +167,7 @@ def _proposals(spec: AttentionSpec, sm_count: int) -> Iterator[AttentionParamete
         for consumers in (1, 2, 3):
             if consumers > 1 and rows <= ROWS * (consumers - 1):
                 continue
-            if consumers == 3 and spec.head_dim > _THIRD_HEAD_DIM_MAX:
+            if consumers == 3 and spec.value_dim > _THIRD_HEAD_DIM_MAX:
                 continue
             for block_k in (64, 80, 96, 112, 128):
                 if block_k > 64 and block_k >= 2 * spec.keys:
@@ -215,7 +216,7 @@ def _predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
     rounds, together = _rounds(plan, limits)
     steps = _mean_steps(plan)
     # 2048 multiply-adds and 16 powers of 2 a cycle at best, by all warpgroups of a multiprocessor.
-    products = ROWS * p.block_k * (plan.columns + spec.head_dim) / 2048
+    products = ROWS * p.block_k * (plan.columns + spec.value_dim) / 2048
     powers = ROWS * p.block_k / 16
     # What a warpgroup waits for on its own.
     alone = max(products, powers) + 155 if p.overlap else products + powers + 215
@@ -229,7 +230,8 @@ def _predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
     cycles = rounds * (begin + steps * (alone + shared))
     if p.split > 1:
         cycles += 800 + 40 * plan.used_rows
-    elements = spec.batch * spec.head_dim * (2 * spec.heads * spec.queries + 2 * spec.kv_heads * spec.keys)
+    heads = spec.heads * spec.queries + spec.kv_heads * spec.keys
+    elements = spec.batch * (spec.head_dim + spec.value_dim) * heads
     memory = elements * ELEMENT_BYTES / (16 * sm_count) + 2000
     # Where memory is the limit, what leaves it the most time comes first.
     return max(cycles, memory) + 0.2 * cycles

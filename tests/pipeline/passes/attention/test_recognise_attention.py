@@ -257,6 +257,26 @@ def values_wider_than_keys() -> OnnxModel:
     return f.model(f.linear(flat, 2 * HIDDEN, HIDDEN), (BATCH, LENGTH, HIDDEN))
 
 
+def latent_attention() -> OnnxModel:
+    """DeepSeek-V3's: keys are a part of a product and rotary positions that all heads share; values the other part."""
+    f = Form()
+    x = f.x()
+    nope, rope, wide = 2 * SIZE, SIZE, 2 * SIZE
+    query = f.op("Reshape", f.linear(x, HIDDEN, HEADS * (nope + rope)), [BATCH, LENGTH, HEADS, nope + rope])
+    query = f.op("Transpose", query, perm=[0, 2, 1, 3])
+    latent, shared = f.ops("Split", f.linear(x, HIDDEN, HIDDEN + rope), [HIDDEN, rope], outputs=2, axis=-1)
+    product = f.op("Reshape", f.linear(latent, HIDDEN, HEADS * (nope + wide)), [BATCH, LENGTH, HEADS, nope + wide])
+    product = f.op("Transpose", product, perm=[0, 2, 1, 3])
+    key, value = f.ops("Split", product, [nope, wide], outputs=2, axis=-1)
+    shared = f.op("Expand", f.op("Reshape", shared, [BATCH, 1, LENGTH, rope]), [BATCH, HEADS, LENGTH, rope])
+    scores = f.op("Mul", f.scores(query, f.op("Concat", key, shared, axis=-1)), (nope + rope) ** -0.5)
+    hidden = np.triu(np.full((LENGTH, LENGTH), -np.inf), 1)
+    weights = f.op("Softmax", f.op("Add", scores, hidden), axis=-1)
+    weighted = f.op("Transpose", f.op("MatMul", weights, value), perm=[0, 2, 1, 3])
+    flat = f.op("Reshape", weighted, [BATCH, LENGTH, HEADS * wide])
+    return f.model(f.linear(flat, HEADS * wide, HIDDEN), (BATCH, LENGTH, HIDDEN))
+
+
 def queries_that_see_no_key() -> OnnxModel:
     f = Form()
     x = f.x()
@@ -271,11 +291,12 @@ def queries_that_see_no_key() -> OnnxModel:
 
 
 @pytest.mark.usefixtures("any_target")
-def test_recognise_attention_leaves_values_of_another_width_alone() -> None:
-    model = values_wider_than_keys()
+@pytest.mark.parametrize("form", [values_wider_than_keys, latent_attention])
+def test_recognise_attention_takes_values_of_another_width(form: Callable[[], OnnxModel]) -> None:
+    model = form()
     lowered = lower(import_model(model), LLVM, FP16)
-    assert not specs_of(lowered)
-    assert "its queries and keys are 8 wide, its values 16: no kernel has two widths" in notes_of(lowered)[0]
+    (spec,) = specs_of(lowered)
+    assert (spec.head_dim, spec.value_dim) == ((8, 16) if form is values_wider_than_keys else (24, 16))
     feeds = random_inputs(model, seed=1)
     assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
 

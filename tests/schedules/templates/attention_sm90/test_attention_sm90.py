@@ -83,6 +83,8 @@ def test_dependent_launch_waits_before_every_read(
         replace(BERT, head_dim=96, queries=1, keys=1),
         replace(LONG, head_dim=256, window=100),
         replace(DECODE, queries=7, kv_heads=32),
+        replace(LONG, head_dim=192, value_dim=128, causal=True),
+        replace(DECODE, head_dim=64, value_dim=256),
     ],
 )
 def test_candidates_fit_and_differ(case: AttentionCase, target: ResolvedTarget) -> None:
@@ -144,6 +146,7 @@ SPEC: AttentionSpec = BERT.made()[0]
         (function(replace(BERT, dtype="float32")), "expected float16 or bfloat16 for all"),
         (function(replace(BERT, head_dim=20)), "head_dim is 20, expected a multiple of 8 up to 256"),
         (function(replace(BERT, head_dim=264)), "head_dim is 264"),
+        (function(replace(BERT, value_dim=20)), "value_dim is 20, expected a multiple of 8 up to 256"),
         (changed(BERT, scale=-1.0), "scale is -1.0, expected a positive one"),
         (changed(BERT, key=replace(SPEC.key, head_stride=60)), "the key's head stride is 60"),
         (changed(BERT, value=replace(SPEC.value, position_stride=0)), "the value's position stride is 0"),
@@ -228,6 +231,16 @@ def test_sections_are_a_divisor_of_all_heads_whose_keys_fit_the_cache() -> None:
         )
         assert batch * heads % made.section == 0
         assert made.section == 1 or made.section * keys * 128 * 4 <= 16 << 20
+
+
+def test_plan_sizes_shared_memory_by_both_widths() -> None:
+    wide, narrow = replace(LONG, head_dim=192), replace(LONG, head_dim=128)
+    p = AttentionParameters(block_k=64)
+    # Q, which O takes later, is as wide as the wider; of each key, K and V are 320 wide together.
+    made = [plan(replace(LONG, head_dim=d, value_dim=v), p) for d, v in ((192, 128), (128, 192))]
+    assert [(one.chunks, one.value_chunks, one.query_chunks) for one in made] == [(3, 2, 3), (2, 3, 3)]
+    assert made[0].shared_bytes == made[1].shared_bytes < plan(wide, p).shared_bytes
+    assert made[0].shared_bytes > plan(narrow, p).shared_bytes
 
 
 GROWING = replace(DECODE, keys=1024, past=1023)

@@ -62,8 +62,9 @@ def target() -> ResolvedTarget:
             168,
         ),
         (replace(LONG, head_dim=256), AttentionParameters(2, 80, 2, pingpong=True), 168),
+        (replace(LONG, head_dim=192, value_dim=128, causal=True), AttentionParameters(2, 128, 2, pingpong=True), 168),
     ],
-    ids=["small", "mask", "causal", "three consumers", "decode", "decode that appends", "window", "wide"],
+    ids=["small", "mask", "causal", "three consumers", "decode", "decode that appends", "window", "wide", "two widths"],
 )
 def test_cubin_has_wgmma_and_no_spills(
     case: AttentionCase, parameters: AttentionParameters, registers_max: int, target: ResolvedTarget

@@ -73,6 +73,22 @@ CASES = {
     "split": (replace(PRIME, queries=130, keys=300, causal=True), AttentionParameters(2, 64, 2, split=3)),
     "split mask": (replace(PRIME, bias=("add", "float32", (2, 1, 1, 131))), replace(SMALL, split=3)),
     **{f"head of {d}": (replace(PRIME, head_dim=d, packed=True, keys=127), SMALL) for d in (32, 72, 80, 96)},
+    **{
+        f"widths of {d} and {v}": (replace(PRIME, head_dim=d, value_dim=v, causal=d > v), p)
+        for d, v, p in ((192, 128, WIDE), (128, 64, SMALL), (64, 128, SMALL), (24, 16, SMALL), (40, 200, SMALL))
+    },
+    "two widths, several tiles": (
+        replace(PRIME, queries=500, keys=500, head_dim=64, value_dim=128, causal=True, packed=True),
+        replace(WIDE, blocks=5),
+    ),
+    "two widths, decode": (
+        replace(PRIME, heads=8, kv_heads=2, queries=1, keys=1009, head_dim=192, value_dim=128, heads_first=True),
+        replace(SMALL, stages=2, split=4, pack=True),
+    ),
+    "two widths, caches that grow": (
+        replace(PRIME, heads=8, kv_heads=2, queries=1, keys=309, past=308, head_dim=192, value_dim=128),
+        replace(SMALL, stages=2, split=2, pack=True),
+    ),
     "head of 256": (replace(PRIME, head_dim=256, causal=True), AttentionParameters(2, 80, 2)),
 }
 
