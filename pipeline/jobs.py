@@ -26,6 +26,7 @@ from relaxtune.pipeline.choose.shipping import Shipping, decide
 from relaxtune.pipeline.errors import PipelineError, UsageError
 from relaxtune.pipeline.job_outcomes import artifact_of, note_benchmark, note_validation
 from relaxtune.pipeline.prepare import ModelRequest, PreparedBucket, PreparedModel, prepare_model, stage
+from relaxtune.pipeline.refutation import refute_kernels
 from relaxtune.pipeline.tuned_model import (
     TunedModel,
     choose_kernels,
@@ -38,7 +39,7 @@ from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
 from relaxtune.pipeline.validate.padding_proof import prove_and_record, route_inputs
 from relaxtune.pipeline.validate.report import ValidationReport
-from relaxtune.pipeline.validate.validation import validate
+from relaxtune.pipeline.validate.validation import sample_inputs, validate
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.records import Mode
@@ -180,7 +181,7 @@ def compile_model(
     with open_databases(urls, mode=Mode.TUNE if record else Mode.READ_ONLY, create=False) as opened:
         prepared = prepare_model(request)
         prepared, choices = select_as_measured(prepared, opened)
-        return _compile(prepared, opened, out, samples, choices, record=record)
+        return _compile(prepared, opened, out, samples, choices, record=record, places=urls)
 
 
 def tune_model(
@@ -261,6 +262,7 @@ def finish_tuned(
         module=shipping.compiled if shipping is not None else None,
         limits=request.limits,
         missed=missed,
+        places=(request.database, *request.shared),
     )
     if shipping is not None and request.record:
         artifact = artifact_of(compiled.manifest, compiled.directory, tuned.job_id)
@@ -296,6 +298,7 @@ def _compile(
     module: CompiledModule | None = None,
     limits: Limits = NO_LIMITS,
     missed: str | None = None,
+    places: Sequence[DatabasePlace] = (),
 ) -> CompileResult:
     with stage("compile"):
         compiled = module or compile_module(prepared.lowered, choices, prepared.target)
@@ -313,6 +316,10 @@ def _compile(
         manifest = record_validation(place, validation.to_json())
         if not validation.passed:
             missed = "the artifact failed validation"
+            if database is not None:
+                with stage("refute"):
+                    wrong = sample_inputs(prepared.model, samples=samples, seed=0)[validation.failed_sample or 0]
+                    refute_kernels(prepared, choices, wrong, database, places)
         if database is not None and record:
             note_validation(database, artifact_of(manifest, out, job_id), prepared.environment, validation)
     elif samples:

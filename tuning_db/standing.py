@@ -33,9 +33,14 @@ def standing_records(
         Records of wrong results of the same kernel, found as `TuningDatabase.list_failed` finds them.
     """
     newest: dict[tuple[object, ...], TuningRecord] = {}
-    for record in [*records, *refuted]:
+    for record in records:
         key = _measured(record)
         if key not in newest or record.created_at > newest[key].created_at:
+            newest[key] = record
+    for record in refuted:
+        key = _measured(record)
+        # Of equal times the refutation counts: it may have been given the time of what it refutes.
+        if key not in newest or record.created_at >= newest[key].created_at:
             newest[key] = record
     here = device_of(environment)
     wrong = {key for key, record in newest.items() if any(record is one for one in refuted)}

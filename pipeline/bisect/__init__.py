@@ -1,8 +1,7 @@
-"""From a wrong result to what brought it in: the ONNX node, the pass, the kernel, and a script that shows it."""
+"""From a wrong result to what brought it in: the ONNX node, the pass, the kernel."""
 
 from __future__ import annotations
 
-from relaxtune.pipeline.bisect.reproduce import Reproduction, write_reproduction
 from relaxtune.pipeline.bisect.result import Bisection, Culprit, FaultyKernel, FaultyPass, render
 from relaxtune.pipeline.bisect.search import bisect, check_kernels
 
@@ -11,9 +10,7 @@ __all__ = [
     "Culprit",
     "FaultyKernel",
     "FaultyPass",
-    "Reproduction",
     "bisect",
     "check_kernels",
     "render",
-    "write_reproduction",
 ]

@@ -216,7 +216,8 @@ def _bisect(
 
     A bisection that is not possible is told and changes nothing: the validation has failed all the same.
     """
-    from relaxtune.pipeline.bisect import bisect, write_reproduction
+    from relaxtune.pipeline.bisect import bisect
+    from relaxtune.pipeline.reproduction import write_reproduction
 
     module, model, report = done.module, done.model, done.report
     if report.passed:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import sys
@@ -369,6 +370,28 @@ def test_trace_that_does_not_replay_is_skipped_and_counted(database, adapter, sa
 def test_replay_is_refused_when_the_decision_does_not_fit(decision):
     with pytest.raises(InvalidRecordError, match=r"cannot replay a stored trace on workload \d+ .*tune the task again"):
         replay_decision(matmul(), decision)
+
+
+def nested_splits(count: int) -> str:
+    """Return the trace of one loop that is split again and again."""
+    instructions = [["GetSBlock", [], ["C", "main"], ["b0"]], ["GetLoops", ["b0"], [], ["l1", "l2", "l3"]]]
+    loops = ["l1", *(f"l{4 + 2 * i}" for i in range(count))]
+    instructions += [
+        ["Split", [outer, None, 1], [1, 0], [inner, f"l{5 + 2 * i}"]]
+        for i, (outer, inner) in enumerate(itertools.pairwise(loops))
+    ]
+    return json.dumps([instructions, []])
+
+
+def test_a_trace_that_takes_too_long_to_apply_is_given_up():
+    with pytest.raises(InvalidRecordError, match=r"longer than 0\.01 s to apply: \d+ of 122 instructions"):
+        replay_decision(matmul(), nested_splits(120), limit_s=0.01)
+    assert len(replay_decision(matmul(), nested_splits(20)).trace.insts) == 22
+
+
+def test_a_trace_of_very_many_instructions_is_not_read():
+    with pytest.raises(InvalidRecordError, match=r"has 10002 instructions, expected at most 500"):
+        replay_decision(matmul(), nested_splits(10000))
 
 
 def test_records_without_ir_are_left_out_of_the_full_list(database, samples, environment):

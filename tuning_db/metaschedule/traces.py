@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import tvm
 from tvm.s_tir import Schedule, Trace
@@ -14,6 +15,12 @@ from relaxtune.tuning_db.errors import InvalidRecordError
 from relaxtune.tuning_db.metaschedule.texts import REPLAY_ERRORS, first_line, workload_hash
 from relaxtune.tuning_db.records import canonical_json
 
+# Seconds that a trace may take to apply. Traces that a search finds take 0.01 to 0.1 s.
+REPLAY_LIMIT_S = 10.0
+# A search's traces have up to 70 instructions before its postprocessing. TVM reads a trace in time that grows with the
+# cube of their number: 400 nested splits take 0.7 s, 1600 take 26 s.
+INSTRUCTIONS_MAX = 500
+
 
 def trace_to_json(trace: Trace) -> str:
     """Return a trace as JSON text: the decision of a record of the route `metaschedule`."""
@@ -22,17 +29,31 @@ def trace_to_json(trace: Trace) -> str:
     return canonical_json(record.as_json()[0])
 
 
-def replay_decision(mod: tvm.ir.IRModule, decision: str) -> Schedule:
+def replay_decision(mod: tvm.ir.IRModule, decision: str, *, limit_s: float = REPLAY_LIMIT_S) -> Schedule:
     """Return `mod` scheduled by a stored decision.
 
     Raises
     ------
     InvalidRecordError
-        The decision is not a trace, or does not fit this module.
+        The decision is not a trace, does not fit this module, or takes longer than `limit_s` to apply.
     """
     record = rebuild_record(ms.database.Workload(mod), decision, run_secs=None, target=None)
     schedule = Schedule(mod)
-    record.trace.apply_to_schedule(schedule, remove_postproc=False)
+    end = time.monotonic() + limit_s
+    done = 0
+
+    def in_time(_instruction: object, _inputs: object, _attributes: object, decided: object) -> object:
+        # TVM calls this before each instruction. An instruction takes milliseconds, a hand-made trace has any number.
+        nonlocal done
+        if time.monotonic() > end:
+            raise InvalidRecordError(
+                f"A stored trace takes longer than {limit_s:g} s to apply: {done} of {len(record.trace.insts)} "
+                "instructions are done. Remove its record with `relaxtune db delete ID`."
+            )
+        done += 1
+        return decided
+
+    record.trace.apply_to_schedule(schedule, remove_postproc=False, decision_provider=in_time)
     return schedule
 
 
@@ -48,10 +69,12 @@ def rebuild_record(
     Raises
     ------
     InvalidRecordError
-        The decision is not a trace of this TVM.
+        The decision is not a trace of this TVM, or one of more than `INSTRUCTIONS_MAX` instructions.
     """
     try:
-        record = ms.database.TuningRecord.from_json([json.loads(decision), run_secs, None, None], workload)
+        trace = json.loads(decision)
+        _require_short(trace)
+        record = ms.database.TuningRecord.from_json([trace, run_secs, None, None], workload)
         args_info = ms.arg_info.ArgInfo.from_entry_func(workload.mod, remove_preproc=True)
     except REPLAY_ERRORS as e:
         raise InvalidRecordError(
@@ -59,6 +82,15 @@ def rebuild_record(
             f"({first_line(e)}). The record is of no use here; tune the task again."
         ) from e
     return ms.database.TuningRecord(record.trace, workload, run_secs, target, args_info)
+
+
+def _require_short(trace: object) -> None:
+    match trace:
+        case [list() as instructions, _] if len(instructions) > INSTRUCTIONS_MAX:
+            raise InvalidRecordError(
+                f"A stored trace has {len(instructions)} instructions, expected at most {INSTRUCTIONS_MAX}: reading it "
+                "would take minutes. Remove its record with `relaxtune db delete ID`."
+            )
 
 
 def check_trace(trace: object) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relaxtune.pipeline.bisect import bisect, write_reproduction
+from relaxtune.pipeline.bisect import bisect
 from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.reproduction import write_reproduction
 from relaxtune.pipeline.validate.validation import default_tolerance, sample_inputs
 from relaxtune.schedules.targets import ResolvedTarget
 from tests.pipeline.faults.planting import build
