@@ -18,14 +18,17 @@ from relaxtune.schedules.templates.base import Parameters, Template, TemplateErr
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.gemv.stream import GemvStream
 from relaxtune.schedules.templates.gemv.template import Gemv
+from relaxtune.schedules.templates.ranges import Ranges
 from relaxtune.schedules.templates.rows.elementwise import Elementwise
 from relaxtune.schedules.templates.rows.template import Rows
 
 # Where several make a function and none was measured, the first one's first proposal is taken. Of 8- and 4-bit weights
 # with K from 2048 on, those that stream were faster in each case on an H200 (`benchmarks/results/h200-gemv.json`).
-TEMPLATES: Mapping[str, Template] = {
+_KERNELS: Mapping[str, Template] = {
     template.name: template for template in (GemmSm90(), GemvStream(), Gemv(), AttentionSm90(), Rows(), Elementwise())
 }
+_RANGES = Ranges(_KERNELS)
+TEMPLATES: Mapping[str, Template] = {**_KERNELS, _RANGES.name: _RANGES}
 
 LIBRARIES: Mapping[str, Template] = {library.name: library for library in (CublasLt(), CudnnAttention())}
 

@@ -21,8 +21,10 @@ from relaxtune.pipeline.choose.replay import as_scheduled, last_line, replay_rec
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.module import LoweredModule
+from relaxtune.pipeline.tasks.extract import as_workload
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.schedules.marks import is_scheduled
 from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Parameters, TemplateError
@@ -68,7 +70,7 @@ def select_kernels(
     for function in lowered.kernels:
         task = by_function.get(function)
         if task is None:
-            choice = KernelChoice(function, None, Route.FALLBACK, note="not tunable: it has no tuning task")
+            choice = _untuned(function, as_workload(lowered.mod[function])["main"], target, routes)
         elif lookup is None:
             choice = _unmeasured(function, task, target, routes, why)
         else:
@@ -121,6 +123,14 @@ def _choose(
     return replace(choice, unusable=tuple(number for number, _ in passed_over))
 
 
+def _untuned(function: str, func: tirx.PrimFunc, target: ResolvedTarget, routes: frozenset[Route]) -> KernelChoice:
+    """Return a kernel for a function that has no tuning task, such as one of symbolic shapes."""
+    why = "not tunable: it has no tuning task"
+    fallback = KernelChoice(function, None, Route.FALLBACK, note=why)
+    candidates, _ = list_candidates(func, target) if Route.TEMPLATE in routes and not is_scheduled(func) else ([], [])
+    return _default(fallback, func, target, candidates[0], why) if candidates else fallback
+
+
 def _unmeasured(
     function: str,
     task: TuningTask,
@@ -135,18 +145,22 @@ def _unmeasured(
     """
     fallback = KernelChoice(function, task.name, Route.FALLBACK, note=why)
     first = template_default(task, target, failed) if Route.TEMPLATE in routes else None
-    if first is None:
-        return fallback
+    return fallback if first is None else _default(fallback, task.mod["main"], target, first, why)
+
+
+def _default(
+    fallback: KernelChoice, func: tirx.PrimFunc, target: ResolvedTarget, first: Parameters, why: str
+) -> KernelChoice:
+    """Return the kernel of what a template proposes first; the fallback where it cannot be made."""
     decision = first.to_json()
     try:
-        scheduled = apply_decision(task.mod["main"], target, decision)
+        scheduled = apply_decision(func, target, decision)
     except (TemplateError, *TVM_ERRORS) as e:
         reason = f"the default of template {first.template} cannot be made: {last_line(e)}"
-        logger.warning("task %s: %s", task.name, reason)
+        logger.warning("kernel %s: %s", fallback.task or fallback.function, reason)
         return replace(fallback, note=f"{why}; {reason}")
-    return KernelChoice(
-        function=function,
-        task=task.name,
+    return replace(
+        fallback,
         route=Route.TEMPLATE,
         decision=decision,
         note=f"{why}; default of template {first.template}",

@@ -20,6 +20,8 @@ from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
 from relaxtune.schedules.targets.capabilities import lowest_with
 
 ParameterValue = int | bool | str
+#: From so many rows on, a kernel for a symbolic number of rows takes more rows than it is planned for, too.
+OPEN_ROWS = 1024
 # In the metadata of a field.
 _ADDED = "added"
 # The field of parameters that asks for dependent launch.
@@ -87,12 +89,24 @@ class Template(Protocol):
         """Name in decisions and reports."""
         ...
 
-    def candidates(self, func: PrimFunc, target: ResolvedTarget) -> Sequence[Parameters] | Refusal:
-        """Return the parameters worth measuring, the most promising first, or why there are none."""
+    def candidates(
+        self, func: PrimFunc, target: ResolvedTarget, rows: int | None = None
+    ) -> Sequence[Parameters] | Refusal:
+        """Return the parameters worth measuring, the most promising first, or why there are none.
+
+        A function whose number of rows is symbolic is refused unless `rows` is given: the most rows that the kernel is
+        for (or, from `OPEN_ROWS` on, those that it is planned for).
+        """
         ...
 
-    def apply(self, func: PrimFunc, target: ResolvedTarget, parameters: Parameters) -> PrimFunc | Refusal:
+    def apply(
+        self, func: PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int | None = None
+    ) -> PrimFunc | Refusal:
         """Return the scheduled PrimFunc (same parameters in the same order), or why it cannot be made."""
+        ...
+
+    def predict_us(self, func: PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int) -> float | None:
+        """Return a time of the kernel for so many rows, to compare with others of this template; None where unknown."""
         ...
 
     def parse(self, decision: str) -> Parameters:
@@ -130,16 +144,22 @@ class KernelTemplate(ABC, Generic[Found, Own]):
     def make(self, func: PrimFunc, found: Found, target: ResolvedTarget, parameters: Own) -> PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
 
-    def candidates(self, func: PrimFunc, target: ResolvedTarget) -> Sequence[Own] | Refusal:
+    def recognise_rows(self, func: PrimFunc, target: ResolvedTarget, rows: int) -> Found | Refusal:
+        """Return what a function of a symbolic number of rows computes, for a kernel of up to `rows` of them."""
+        return Refusal(f"template {self.name} makes functions of known sizes only")
+
+    def candidates(self, func: PrimFunc, target: ResolvedTarget, rows: int | None = None) -> Sequence[Own] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
-        found = self.recognise(func, target)
+        found = self._find(func, target, rows)
         proposed = found if isinstance(found, Refusal) else self.propose(func, found, target)
         if isinstance(proposed, Refusal) or Feature.DEPENDENT_LAUNCH in target.features:
             return proposed
         independent: dict[str, Any] = {_DEPENDENT: False}
         return [replace(one, **independent) if _is_dependent(one) else one for one in proposed]
 
-    def apply(self, func: PrimFunc, target: ResolvedTarget, parameters: Parameters) -> PrimFunc | Refusal:
+    def apply(
+        self, func: PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int | None = None
+    ) -> PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made.
 
         Raises
@@ -149,10 +169,17 @@ class KernelTemplate(ABC, Generic[Found, Own]):
         """
         if not isinstance(parameters, self.parameters):
             raise TemplateError(f"template {self.name} got {parameters!r}; expected {self.parameters.__name__}.")
-        found = self.recognise(func, target)
+        found = self._find(func, target, rows)
         if not isinstance(found, Refusal) and _is_dependent(parameters):
             found = refuse_target(target, Feature.DEPENDENT_LAUNCH) or found
         return found if isinstance(found, Refusal) else self.make(func, found, target, parameters)
+
+    def _find(self, func: PrimFunc, target: ResolvedTarget, rows: int | None) -> Found | Refusal:
+        return self.recognise(func, target) if rows is None else self.recognise_rows(func, target, rows)
+
+    def predict_us(self, func: PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int) -> float | None:
+        """Return a time of the kernel for so many rows, to compare with others of this template; None where unknown."""
+        return None
 
     def parse(self, decision: str) -> Own:
         """Return the parameters of a decision; TemplateError when it is not one of this template's."""

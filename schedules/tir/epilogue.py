@@ -149,6 +149,11 @@ class MatmulFunction:
     rows: tirx.Expr | None = None
 
     @property
+    def extent(self) -> Size:
+        """Rows as code counts them: their number, or its expression where that is symbolic."""
+        return self.m if self.rows is None else self.rows
+
+    @property
     def columns(self) -> int:
         """Columns of the output: N, or half of it where gates and values are interleaved."""
         return self.n // self.epilogue.accumulators

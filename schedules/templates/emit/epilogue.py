@@ -18,7 +18,8 @@ from relaxtune.schedules.tir.expressions import dtype_of, substitute
 def output_axes(epilogue: Epilogue, row: tirx.Expr, column: tirx.Expr) -> dict[tirx.Var, tirx.Expr]:
     """Return the position along each axis of the output, in the axes' dtypes, of a row and a column."""
     indices: list[tirx.Expr] = [column]
-    for size in reversed(epilogue.shape[:-1]):
+    for whole in reversed(epilogue.shape[:-1]):
+        size = whole if isinstance(whole, int) else tirx.Cast("int32", whole)
         indices.insert(0, row % size)
         row = row // size
     return {axis: tirx.Cast(dtype_of(axis), index) for axis, index in zip(epilogue.axes, indices, strict=True)}

@@ -8,6 +8,8 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.tir.blocks import Size
+
 _TMA_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
 
 # Keeps the compiler from moving a use of an accumulator above the wait for the wgmma that writes it.
@@ -40,8 +42,8 @@ def encode_tensor(
     name: str,
     tensor: tirx.Var,
     dtype: str,
-    sizes: Sequence[int],
-    strides: Sequence[int],
+    sizes: Sequence[Size],
+    strides: Sequence[Size],
     box: Sequence[int],
     swizzle: int,
     *,
@@ -58,7 +60,8 @@ def encode_tensor(
     dtype : str
         Of its elements as TMA is told; any of 8 bits is uint8.
     sizes, box : sequence of int
-        Elements along each axis of the tensor and of what one load copies, the contiguous axis first.
+        Elements along each axis of the tensor and of what one load copies, the contiguous axis first; sizes may be
+        expressions of the host.
     strides : sequence of int
         Bytes from one element to the next along each axis but the first.
     swizzle : int

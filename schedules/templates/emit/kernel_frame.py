@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from tvm import tirx
@@ -19,8 +20,9 @@ from relaxtune.schedules.marks import (
     constant_params,
 )
 from relaxtune.schedules.templates.emit.accesses import Access
-from relaxtune.schedules.tir.blocks import element_bytes, static_shape
+from relaxtune.schedules.tir.blocks import element_bytes, shape_of, static_shape
 from relaxtune.schedules.tir.dataflow import Axis, Dataflow
+from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import dtype_of
 
 
@@ -77,8 +79,19 @@ def build_function(
 
 
 def declare_params(func: tirx.PrimFunc) -> list[tirx.Var]:
-    """Declare the function's parameters as the kernel's, and return those."""
-    return [T.arg(p.name, T.Buffer(list(static_shape(p) or ()), dtype_of(p))) for p in func.params]
+    """Declare the function's parameters as the kernel's, and return those.
+
+    Variables of symbolic shapes are the function's own.
+    """
+    return [
+        T.arg(p.name, p) if (shape := shape_of(p)) is None else T.arg(p.name, T.Buffer(list(shape), dtype_of(p)))
+        for p in func.params
+    ]
+
+
+def bind_rows(matmul: MatmulFunction) -> MatmulFunction:
+    """Return a matmul with its number of rows, where that is symbolic, in a variable of the host code, int32."""
+    return matmul if matmul.rows is None else replace(matmul, rows=T.Bind(tirx.Cast("int32", matmul.rows)))
 
 
 def finish_kernel(made: tirx.PrimFunc, func: tirx.PrimFunc, *, dependent: bool) -> tirx.PrimFunc:

@@ -18,7 +18,7 @@ from relaxtune.schedules.templates.emit.hopper import (
     uniform,
     wait_for_cluster,
 )
-from relaxtune.schedules.templates.emit.kernel_frame import declare_params, finish_kernel
+from relaxtune.schedules.templates.emit.kernel_frame import bind_rows, declare_params, finish_kernel
 from relaxtune.schedules.templates.gemm_sm90.cluster import ClusterSum
 from relaxtune.schedules.templates.gemm_sm90.memory import Memory
 from relaxtune.schedules.templates.gemm_sm90.multiply import Multiply
@@ -33,7 +33,7 @@ from relaxtune.schedules.templates.gemm_sm90.plan import (
 from relaxtune.schedules.templates.gemm_sm90.producer import Producer
 from relaxtune.schedules.templates.gemm_sm90.row_statistics import RowStatistics
 from relaxtune.schedules.templates.gemm_sm90.stream_k import StreamPart, StreamSum, StreamTiles
-from relaxtune.schedules.templates.gemm_sm90.tiles import Part, Tiles
+from relaxtune.schedules.templates.gemm_sm90.tiles import GridSizes, Part, Tiles
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.row_norm import RowNorm
 
@@ -68,10 +68,12 @@ class _Kernel:
         with IRBuilder() as builder, T.prim_func():
             T.func_name("main")
             self._params = declare_params(self._func)
-            self._output = OutputTile(self._matmul, self._func.params, self._params, plan.shares, self._constants)
+            self._matmul = matmul = bind_rows(self._matmul)
+            sizes = GridSizes.of(plan, matmul.extent)
+            self._output = OutputTile(matmul, self._func.params, self._params, plan.shares, self._constants)
             maps = self._encode_maps()
             T.device_entry()
-            block = T.cta_id([plan.blocks * plan.cluster])
+            block = T.cta_id([sizes.blocks * plan.cluster])
             if plan.cluster > 1:
                 T.cta_id_in_cluster([plan.cluster])
             self._thread = T.thread_id([plan.threads])
@@ -83,10 +85,10 @@ class _Kernel:
                 self._tiles: Tiles = StreamTiles(plan, block)
                 self._stream_sum = StreamSum(plan, self._output, self._thread, block)
             else:
-                self._tiles = Tiles(plan, block // plan.cluster, self._rank)
+                self._tiles = Tiles(plan, sizes, block // plan.cluster, self._rank)
             self._cluster_sum = ClusterSum(plan, self._output, self._thread, self._rank)
             self._memory = Memory(plan, self._allocate_for_output)
-            self._producer = Producer(self._matmul, plan, self._tiles, self._memory, maps, self._rank)
+            self._producer = Producer(matmul, plan, self._tiles, self._memory, maps, self._rank)
             self._initialise()
             if self._p.dependent:
                 T.evaluate(T.ptx.griddepcontrol.launch_dependents())
@@ -169,7 +171,7 @@ class _Kernel:
             partials = self._params[self._norm.partials]
             self._statistics = RowStatistics(self._matmul, self._norm, partials, plan.m_blocks)
         if p.dependent:
-            if plan.blocks == plan.tiles and not p.stream_k:
+            if plan.one_each:
                 first_column = self._first_column(self._tiles.first())
                 self._output.copies.begin(first_column, self._thread // 32, self._thread % 32)
             T.evaluate(T.ptx.griddepcontrol.wait())
@@ -264,7 +266,8 @@ class _Kernel:
     @property
     def _ragged_rows(self) -> bool:
         """Whether a tile may have rows that do not exist."""
-        return self._matmul.m % (self._p.block_m * self._p.multicast) != 0
+        rows = self._matmul.extent
+        return not isinstance(rows, int) or rows % (self._p.block_m * self._p.multicast) != 0
 
     def _finish(self, accumulators: tirx.Var, part: Part) -> None:
         if not isinstance(part, StreamPart):

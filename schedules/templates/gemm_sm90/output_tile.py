@@ -51,7 +51,7 @@ from relaxtune.schedules.templates.gemm_sm90.output_shares import (
     scalar_loads,
 )
 from relaxtune.schedules.templates.gemm_sm90.row_statistics import share_of_four_sums
-from relaxtune.schedules.tir.blocks import element_bytes
+from relaxtune.schedules.tir.blocks import Size, element_bytes
 from relaxtune.schedules.tir.epilogue import Epilogue, MatmulFunction
 from relaxtune.schedules.tir.expressions import constant_value, dtype_of, substitute
 from relaxtune.schedules.tir.rotated_matmul import output_column
@@ -144,17 +144,17 @@ class OutputTile:
 
     def _read_rows(self, load: TensorLoad) -> dict[tuple[int, int], tirx.Expr]:
         """Emit the loads of one element for each of a lane's rows; return the registers by block and half."""
-        source = _matrix(self._renamed[load.source], self._matmul.m, int(load.source.ty.shape[-1]))
+        source = _matrix(self._renamed[load.source], self._matmul.extent, int(load.source.ty.shape[-1]))
         registers, size = T.alloc_local([self._shares.m_blocks * 2], dtype_of(load)), element_bytes(dtype_of(load))
         places = [(block, half) for block in range(self._shares.m_blocks) for half in range(2)]
         for number, (block, half) in enumerate(places):
-            row = tirx.min(self._row + block * 64 + half * 8 + self._lane // 4, self._matmul.m - 1)
+            row = tirx.min(self._row + block * 64 + half * 8 + self._lane // 4, self._matmul.extent - 1)
             load_bytes(registers.ptr_to([number]), source.ptr_to([row, load.indices[-1]]), size)
         return {place: registers[number] for number, place in enumerate(places)}
 
     def rows_exist(self, block: int) -> AbstractContextManager[None]:
         """Emit what the block emits for those warps that have rows of the output in a block of 64 rows."""
-        return when([self._row + block * 64 < self._matmul.m] if self._ragged_rows else [])
+        return when([self._row + block * 64 < self._matmul.extent] if self._ragged_rows else [])
 
     def write(self, accumulators: tirx.Var, *, ragged_columns: bool, column_end: tirx.Expr | int) -> None:
         """Emit the evaluation and writing of this warp's part.
@@ -171,7 +171,7 @@ class OutputTile:
         """
         self._ragged_columns = ragged_columns
         self._column_end = column_end
-        self._output = _matrix(self._output_param, self._matmul.m, self._matmul.columns)
+        self._output = _matrix(self._output_param, self._matmul.extent, self._matmul.columns)
         shares = self._shares
         self.copies.wait(self._warp)
         for block in range(shares.m_blocks):
@@ -204,11 +204,11 @@ class OutputTile:
         """Emit reads of a chunk of every residual into registers, 4 words a vector."""
         for index, load in enumerate(self._residuals):
             dtype = dtype_of(load)
-            source = _matrix(self._renamed[load.source], self._matmul.m, self._matmul.columns)
+            source = _matrix(self._renamed[load.source], self._matmul.extent, self._matmul.columns)
             vectors = self._vectors(dtype, width)
             words = T.alloc_local([4 * len(vectors)], "uint32")
             for number, (line, inside, lanes, _) in enumerate(vectors):
-                at_row = tirx.min(self._row + block * 64 + line, self._matmul.m - 1)
+                at_row = tirx.min(self._row + block * 64 + line, self._matmul.extent - 1)
                 at_column = tirx.min(self._column + start + inside, self._matmul.columns - lanes)
                 registers = [words[number * 4 + word] for word in range(4)]
                 T.evaluate(T.ptx["ld.global.v4.u32"](*registers, source.ptr_to([at_row, at_column])))
@@ -254,7 +254,7 @@ class OutputTile:
         """Emit the sums over the four lanes of a row, and their writing."""
         matmul, lane, group = self._matmul, self._lane, partials.group
         data = self._params[partials.output].data
-        target = T.decl_buffer((matmul.columns // group, matmul.m, COUNT), "float32", data=data)
+        target = T.decl_buffer((matmul.columns // group, matmul.extent, COUNT), "float32", data=data)
         # Of a row and the one 8 below, each of four lanes writes one of the sums.
         row, which = self._row + block * 64 + lane % 4 // COUNT * 8 + lane // 4, lane % COUNT
         shares = T.alloc_local([groups], "float32")
@@ -263,7 +263,7 @@ class OutputTile:
             T.buffer_store(shares, share_of_four_sums(lane, values), [number])
         for number in range(groups):
             column = self._column + start + number * group
-            guards = [row < matmul.m] if self._ragged_rows else []
+            guards = [row < matmul.extent] if self._ragged_rows else []
             if self._ragged_columns:
                 guards.append(column < self._column_end)
             with when(guards):
@@ -281,7 +281,7 @@ class OutputTile:
                 self._read_tables(block, eight, half)
         results = []
         for (eight, half), residual in zip(places, residuals, strict=True):
-            at_row = tirx.min(self._row + block * 64 + self._lane // 4 + half * 8, self._matmul.m - 1)
+            at_row = tirx.min(self._row + block * 64 + self._lane // 4 + half * 8, self._matmul.extent - 1)
             at_column = self._output_column(eight) + two
             tables = self._held_tables[block, eight, half]
             first = self._registers(block, eight, half)
@@ -304,7 +304,7 @@ class OutputTile:
 
     def _read_tables(self, block: int, eight: int, half: int) -> None:
         """Emit the loads of a pair of neighbouring elements of every table of heads into registers."""
-        row = tirx.min(self._row + block * 64 + self._lane // 4 + half * 8, self._matmul.m - 1)
+        row = tirx.min(self._row + block * 64 + self._lane // 4 + half * 8, self._matmul.extent - 1)
         column = self._output_column(eight) + self._lane % 4 * 2
         axes = output_axes(self._epilogue, row, column)
         pairs = []
@@ -370,7 +370,7 @@ class OutputTile:
             row, column = self._row + block * 64 + line, self._column + start + inside
             guards = [line < 16] if partial else []
             if self._ragged_rows:
-                guards.append(row < self._matmul.m)
+                guards.append(row < self._matmul.extent)
             if self._ragged_columns:
                 guards.append(column < self._column_end)
             target = output_column(column, self._epilogue.head) if self._epilogue.head else column
@@ -386,6 +386,6 @@ class OutputTile:
             T.buffer_store(self._output, value, [row, column + lane])
 
 
-def _matrix(buffer: tirx.Var, rows: int, columns: int) -> tirx.Var:
+def _matrix(buffer: tirx.Var, rows: Size, columns: int) -> tirx.Var:
     """Return a two-dimensional view of a parameter."""
     return T.decl_buffer((rows, columns), str(buffer.ty.dtype), data=buffer.data)

@@ -12,6 +12,7 @@ from relaxtune.schedules.templates.base import Parameters, added
 from relaxtune.schedules.templates.gemm_sm90.operands import ROW_BYTES, Operands, operands_of
 from relaxtune.schedules.templates.gemm_sm90.output_shares import Shares, residual_registers, share_unit, shared_bytes
 from relaxtune.schedules.templates.gemm_sm90.row_statistics import statistics_registers
+from relaxtune.schedules.tir.blocks import Size
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 WARPGROUP = 128
@@ -96,7 +97,7 @@ class TensorMap:
 
     name: str
     param: int
-    sizes: tuple[int, ...]
+    sizes: tuple[Size, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
@@ -118,6 +119,9 @@ class GemmPlan:
         Of a block: the consumers, and a warp or a warpgroup for the producer.
     cluster
         Blocks of a cluster.
+    symbolic
+        Whether the number of rows is known only when the kernel is called. `tiles_m`, `blocks` and, with them, `tiles`
+        are then of the number that was planned for, and the kernel's own are of `GridSizes`.
     tiles_m, tiles_n
         Rows and columns of tiles of C; with `multicast`, a row is what a cluster makes.
     blocks
@@ -152,6 +156,7 @@ class GemmPlan:
     columns: int
     threads: int
     cluster: int
+    symbolic: bool
     tiles_m: int
     tiles_n: int
     blocks: int
@@ -175,13 +180,21 @@ class GemmPlan:
         return self.tiles_m * self.tiles_n
 
     @property
+    def one_each(self) -> bool:
+        """Whether every block makes one tile."""
+        return not self.parameters.stream_k and (
+            self.parameters.blocks == 0 if self.symbolic else self.blocks == self.tiles
+        )
+
+    @property
     def refills(self) -> bool:
         """Whether stages are loaded more than once; where not, multiplications need not be waited for one by one.
 
         On an H200, 12 layers of BERT-base with 128 tokens, whose stages are loaded once, took 255 us with those waits
         and 233 us without.
         """
-        return self.blocks < self.tiles or self.k_share > self.parameters.stages
+        fewer = self.parameters.blocks > 0 if self.symbolic else self.blocks < self.tiles
+        return fewer or self.k_share > self.parameters.stages
 
 
 def make_plan(
@@ -200,6 +213,8 @@ def make_plan(
     instruction_columns = operands.columns(p.block_n)
     if instruction_columns is None:
         return Refusal(f"block_n is {p.block_n}, but neither all nor half of it is an N of wgmma for {operands.a}")
+    if p.stream_k and matmul.rows is not None:
+        return Refusal("stream_k shares the sums of a known number of tiles, the rows are symbolic")
     block_k = operands.block_k
     k_tiles = math.ceil(matmul.k / block_k)
     tiles_n = math.ceil(matmul.n / p.block_n)
@@ -250,6 +265,7 @@ def make_plan(
         columns=instruction_columns,
         threads=threads,
         cluster=p.split_k * p.multicast,
+        symbolic=matmul.rows is not None,
         tiles_m=tiles_m,
         tiles_n=tiles_n,
         blocks=blocks,
@@ -277,7 +293,7 @@ def tensor_maps(matmul: MatmulFunction, plan: GemmPlan) -> tuple[TensorMap, Tens
     """
     p, chunk, size, block_k = plan.parameters, plan.chunk, plan.operands.bytes, plan.operands.block_k
     depth = (matmul.k * size,)
-    a = TensorMap("map_a", matmul.a, (matmul.k, matmul.m), depth, (block_k, plan.rows_a), 3)
+    a = TensorMap("map_a", matmul.a, (matmul.k, matmul.extent), depth, (block_k, plan.rows_a), 3)
     if matmul.b_transposed:
         box: tuple[int, ...] = (block_k, p.block_n // p.multicast)
         return a, TensorMap("map_b", matmul.b, (matmul.k, matmul.n), depth, box, 3)
@@ -290,7 +306,10 @@ def tensor_maps(matmul: MatmulFunction, plan: GemmPlan) -> tuple[TensorMap, Tens
 
 
 def _loaded_rows(matmul: MatmulFunction, p: GemmParameters) -> int:
-    """Return how many rows of A a stage holds: whole swizzle atoms of 8 rows."""
+    """Return how many rows of A a stage holds: whole swizzle atoms of 8 rows.
+
+    Where the number of rows is symbolic, it is the planned one at most, or that is a tile's at least.
+    """
     rows = 8 * math.ceil(matmul.m / 8)
     # What is read beyond the last stage of A lies in the stages of B.
     return rows if rows < p.block_m <= rows + p.stages * p.block_n else p.block_m

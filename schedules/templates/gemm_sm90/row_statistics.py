@@ -61,7 +61,7 @@ class RowStatistics:
 
     def __init__(self, matmul: MatmulFunction, norm: RowNorm, partials: tirx.Var, m_blocks: int) -> None:
         self._matmul, self._norm, self._m_blocks = matmul, norm, m_blocks
-        shape = (norm.groups, matmul.m, COUNT)
+        shape = (norm.groups, matmul.extent, COUNT)
         self._partials = T.decl_buffer(shape, "float32", data=partials.data)
 
     def read(self, row: tirx.Expr, lane: tirx.Expr) -> None:
@@ -70,7 +70,7 @@ class RowStatistics:
         self._held = T.alloc_local([statistics_registers(self._norm, self._m_blocks)], "float32")
         reads = _reads(self._norm)
         for number in range(self._m_blocks * _HALVES):
-            at_row = tirx.min(self._row_of(number), self._matmul.m - 1)
+            at_row = tirx.min(self._row_of(number), self._matmul.extent - 1)
             for turn in range(reads):
                 first = (number * reads + turn) * COUNT
                 registers = [self._held[first + which] for which in range(COUNT)]
@@ -98,10 +98,10 @@ class RowStatistics:
 
     def write(self, param: tirx.Var) -> None:
         """Emit the writing of the statistics to a parameter [rows..., COUNT]."""
-        target = T.decl_buffer((self._matmul.m, COUNT), "float32", data=param.data)
+        target = T.decl_buffer((self._matmul.extent, COUNT), "float32", data=param.data)
         for number in range(self._m_blocks * _HALVES):
             row = self._row_of(number)
-            with T.If(tirx.all(self._lane % _LANES == 0, row < self._matmul.m)), T.Then():
+            with T.If(tirx.all(self._lane % _LANES == 0, row < self._matmul.extent)), T.Then():
                 for which in range(COUNT):
                     T.buffer_store(target, self._statistics[number * COUNT + which], [row, which])
 

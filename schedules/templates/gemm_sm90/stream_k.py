@@ -38,7 +38,7 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.gemm_sm90.output_tile import OutputTile
 from relaxtune.schedules.templates.gemm_sm90.plan import WARPGROUP, GemmPlan
-from relaxtune.schedules.templates.gemm_sm90.tiles import Part, Tiles
+from relaxtune.schedules.templates.gemm_sm90.tiles import GridSizes, Part, Tiles
 
 # Each function's source has all of them: the guard keeps one copy, in whatever order a module's kernels call them.
 _SOURCE = """
@@ -92,7 +92,7 @@ class StreamTiles(Tiles):
     """The parts of a block's run, from the last to the first."""
 
     def __init__(self, plan: GemmPlan, block: tirx.Expr) -> None:
-        super().__init__(plan, block, tirx.IntImm("int32", 0))
+        super().__init__(plan, GridSizes.of(plan, plan.tiles_m), block, tirx.IntImm("int32", 0))
         # The first `_longer` blocks have one tile of K more.
         self._share, self._longer = divmod(plan.tiles * plan.k_tiles, plan.blocks)
 

@@ -62,7 +62,7 @@ from tvm import tirx
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
-from relaxtune.schedules.templates.base import KernelTemplate, cuda_limits, refuse_target
+from relaxtune.schedules.templates.base import KernelTemplate, Parameters, cuda_limits, refuse_target
 from relaxtune.schedules.templates.gemm_sm90.cost import predicted_us
 from relaxtune.schedules.templates.gemm_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.gemm_sm90.operands import operands_of
@@ -118,9 +118,23 @@ class GemmSm90(KernelTemplate[MatmulFunction, GemmParameters]):
         """Return the function's matmul when this template can make it with some parameters."""
         return refuse_target(target, Feature.WGMMA, Feature.TMA) or _recognise(func)
 
+    def recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> MatmulFunction | Refusal:
+        """Return the matmul of a function with a symbolic number of rows."""
+        return refuse_target(target, Feature.WGMMA, Feature.TMA) or _recognise(func, rows)
 
-def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
-    matmul = recognise_matmul(func)
+    def predict_us(
+        self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
+    ) -> float | None:
+        """Return the cost model's time of the kernel for so many rows; None where it cannot be made."""
+        found, limits = self.recognise_rows(func, target, rows), cuda_limits(target)
+        if isinstance(found, Refusal) or not isinstance(parameters, GemmParameters):
+            return None
+        plan = make_plan(found, parameters, limits, constant_b=found.b in constant_params(func))
+        return None if isinstance(plan, Refusal) else predicted_us(found, plan, limits.likely_sm_count)
+
+
+def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction | Refusal:
+    matmul = recognise_matmul(func, rows)
     if isinstance(matmul, Refusal):
         return matmul
     operands = operands_of(matmul.input_dtype, matmul.b_dtype, transposed=matmul.b_transposed)
@@ -164,7 +178,8 @@ def _proposals(matmul: MatmulFunction, sm_count: int) -> Iterator[GemmParameters
                 yield one
             for split_k in (2, 3, 4, 6, 8) if tiles <= sm_count else ():
                 yield replace(one, split_k=split_k)
-            if block_m == 128 and block_n >= 128 and tiles % sm_count and 1 < tiles / sm_count < _STREAM_WAVES:
+            whole = tiles % sm_count == 0 or matmul.rows is not None
+            if block_m == 128 and block_n >= 128 and not whole and 1 < tiles / sm_count < _STREAM_WAVES:
                 yield replace(one, blocks=sm_count, stream_k=True)
             if tiles > sm_count and block_m == 128 and block_n >= 192 and rows % 2 == 0:
                 yield replace(one, blocks=sm_count // 2, multicast=2, group=min(rows // 2, _ROWS // 2))

@@ -9,6 +9,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmPlan
+from relaxtune.schedules.tir.blocks import Size
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,40 @@ class Part:
     count: tirx.Expr | int
 
 
+@dataclass(frozen=True)
+class GridSizes:
+    """What of a plan's sizes follows from the number of rows, as code: numbers, or int32 expressions of the host.
+
+    `tiles_m` are rows of tiles (with `multicast`, of clusters of them), `blocks` the clusters of the grid, and a block
+    makes every `step`-th tile.
+    """
+
+    tiles_m: Size
+    tiles: Size
+    blocks: Size
+    step: Size
+
+    @classmethod
+    def of(cls, plan: GemmPlan, rows: Size) -> GridSizes:
+        """Return the sizes for a number of rows."""
+        if isinstance(rows, int):
+            return cls(plan.tiles_m, plan.tiles, plan.blocks, plan.blocks)
+        p = plan.parameters
+        height = p.block_m * p.multicast
+        tiles_m = T.Bind((rows + (height - 1)) // height)
+        tiles = tiles_m * plan.tiles_n
+        return cls(tiles_m, tiles, tirx.min(tiles, p.blocks) if p.blocks else tiles, p.blocks or tiles)
+
+
 class Tiles:
     """The tiles of a block (with a cluster, of its blocks together), every `plan.blocks`-th; emits loops over them.
 
     `block` is the number of the block's cluster in the grid, `rank` the block's number in its cluster.
     """
 
-    def __init__(self, plan: GemmPlan, block: tirx.Expr, rank: tirx.Expr) -> None:
+    def __init__(self, plan: GemmPlan, sizes: GridSizes, block: tirx.Expr, rank: tirx.Expr) -> None:
         self._plan = plan
+        self._sizes = sizes
         self._block = block
         self._rank = rank
 
@@ -43,27 +70,28 @@ class Tiles:
 
     def each(self, make: Callable[[Part], None], *, first: tirx.Expr | int = 0, every: int = 1) -> None:
         """Emit the loop over the block's parts, from `first` on every `every`-th; `make` emits the making of one."""
-        plan = self._plan
-        if plan.blocks == plan.tiles and every == 1:
+        sizes = self._sizes
+        if self._plan.one_each and every == 1:
             make(self.first())
             return
         # (tiles - block) / blocks tiles are left from this block's first on, rounded up; never negative.
-        left = plan.tiles - self._block + (every - first) * plan.blocks - 1
-        with T.serial(left // (every * plan.blocks)) as number:
+        left = sizes.tiles - self._block + (every - first) * sizes.step - 1
+        with T.serial(left // (every * sizes.step)) as number:
             turn = number * every + first
-            make(self._part(turn, self._block + turn * plan.blocks))
+            make(self._part(turn, self._block + turn * sizes.step))
 
     def place(self, tile: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
         """Return the row and column, in tiles, of this block's part of a cluster's tile."""
         plan, p = self._plan, self._plan.parameters
-        height = min(p.group, plan.tiles_m)
+        tiles_m = self._sizes.tiles_m
+        height = min(p.group, tiles_m) if isinstance(tiles_m, int) else p.group
         if height == 1:
             row, column = tile // plan.tiles_n, tile % plan.tiles_n
         else:
             group, inside = tile // (height * plan.tiles_n), tile % (height * plan.tiles_n)
             rows: tirx.Expr | int = height
-            if plan.tiles_m % height:
-                rows = tirx.min(height, plan.tiles_m - group * height)
+            if not isinstance(tiles_m, int) or tiles_m % height:
+                rows = tirx.min(height, tiles_m - group * height)
             row, column = group * height + inside % rows, inside // rows
         return (row if p.multicast == 1 else row * p.multicast + self._rank), column
 

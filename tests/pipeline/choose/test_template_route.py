@@ -180,3 +180,18 @@ def test_fallback_stands_in_and_says_why_when_a_default_cannot_be_made(lowered, 
     expected = "no database was given; the default of template gemm_sm90 cannot be made: no room for it"
     assert sum(choice.note == expected for choice in choices) >= 4
     assert all(choice.scheduled is None for choice in choices)
+
+
+def test_matmuls_of_symbolic_rows_are_tables_of_kernels_without_a_task(target: ResolvedTarget) -> None:
+    graph = import_model(load_model("bert-tiny", shapes={"input_ids": ("batch", "sequence")}))
+    symbolic = lower(graph, target.target, LoweringOptions(precision="fp16"))
+    environment = detect_environment(target)
+    choices = select_kernels(symbolic, extract_tasks([symbolic]), database=None, target=target, environment=environment)
+    tables = [choice for choice in choices if choice.decision and '"template":"ranges"' in choice.decision]
+    assert len(tables) >= 4
+    assert {choice.task for choice in tables} == {None}
+    assert all(choice.route is Route.TEMPLATE and choice.scheduled is not None for choice in tables)
+    without = select_kernels(
+        symbolic, (), database=None, target=target, environment=environment, routes=frozenset({Route.FALLBACK})
+    )
+    assert {choice.route for choice in without} == {Route.FALLBACK}

@@ -14,7 +14,7 @@ from relaxtune.schedules.tir.epilogue import gate_column, value_column
 class MatmulCase:
     """Shape, dtypes and epilogue of a fused matmul; `rows` are the leading axes of A and C."""
 
-    rows: tuple[int, ...]
+    rows: tuple[int | tirx.Var, ...]
     n: int
     k: int
     epilogue: Sequence[str] = ()

@@ -16,7 +16,7 @@ from relaxtune.schedules.templates.base import Parameters, TemplateError
 from relaxtune.schedules.templates.emit import fast_math
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
-from relaxtune.schedules.templates.gemm_sm90.tiles import Tiles
+from relaxtune.schedules.templates.gemm_sm90.tiles import GridSizes, Tiles
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
 from tests.schedules.templates.matmul_cases import MatmulCase
 
@@ -244,7 +244,9 @@ def test_every_tile_is_made_once_and_a_group_of_rows_column_by_column(group: int
     places = []
     for tile in range(found.tiles):
         for rank in range(multicast):
-            place = Tiles(found, ZERO, tirx.IntImm("int32", rank)).place(tirx.IntImm("int32", tile))
+            place = Tiles(found, GridSizes.of(found, 700), ZERO, tirx.IntImm("int32", rank)).place(
+                tirx.IntImm("int32", tile)
+            )
             places.append(tuple(int(Analyzer().simplify(tirx.convert(index))) for index in place))
     rows = multicast * found.tiles_m
     assert sorted(places) == [(row, column) for row in range(rows) for column in range(5)]

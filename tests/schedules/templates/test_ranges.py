@@ -1,0 +1,85 @@
+"""Tables of kernels for a symbolic number of rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tvm import tirx
+
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.marks import LAUNCH_ATTR
+from relaxtune.schedules.registry import TEMPLATES
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.schedules.templates.base import TemplateError
+from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
+from relaxtune.schedules.templates.ranges import Ranges, RangesParameters, SizeRange, symbolic_rows
+from tests.schedules.templates.matmul_cases import MatmulCase
+
+BATCH, LENGTH = tirx.Var("batch", "int64"), tirx.Var("length", "int64")
+CASE = MatmulCase((BATCH, LENGTH), 768, 768, ("bias", "residual"))
+FEW = GemmParameters(64, 64, 3, 1, split_k=4)
+MANY = GemmParameters(128, 128, 4, 2, blocks=132, group=8)
+
+
+@pytest.fixture(scope="module")
+def target() -> ResolvedTarget:
+    return resolve_target("cuda:sm_90a")
+
+
+def table(*ranges: tuple[int, GemmParameters]) -> RangesParameters:
+    return RangesParameters(tuple(SizeRange(most, one.to_json()) for most, one in ranges))
+
+
+def test_table_is_json_and_back() -> None:
+    parameters = table((64, FEW), (4096, MANY))
+    assert RangesParameters.from_json(parameters.to_json()) == parameters
+    assert parameters.to_json().startswith('{"ranges":[{"decision":{"block_m":64,')
+
+
+@pytest.mark.parametrize(
+    "ranges", ["[]", "3", '[{"most":4096}]', '[{"most":64,"decision":{}}]', '[{"most":"64","decision":{}}]']
+)
+def test_table_that_is_none_is_refused(ranges: str) -> None:
+    with pytest.raises(TemplateError, match="measure the task again"):
+        RangesParameters.from_json(f'{{"template":"ranges","ranges":{ranges}}}')
+
+
+def test_every_range_has_a_kernel_of_one_function(target: ResolvedTarget) -> None:
+    func = CASE.func()
+    made = Ranges(TEMPLATES).apply(func, target, table((64, FEW), (4096, MANY)))
+    assert isinstance(made, tirx.PrimFunc)
+    assert [str(param.name) for param in made.params] == [str(param.name) for param in func.params]
+    text = made.script()
+    assert text.count("tirx.device_entry") == 2
+    assert "if batch * length <= T.int64(64):" in text
+    # Of 2**31 elements of 768 columns.
+    assert "batch * length <= T.int64(2796202)" in text
+
+
+def test_a_kernel_that_waits_for_none_makes_all_wait(target: ResolvedTarget) -> None:
+    dependent = replace(FEW, dependent=True)
+    both = table((64, dependent), (4096, replace(MANY, dependent=True)))
+    assert LAUNCH_ATTR in Ranges(TEMPLATES).apply(CASE.func(), target, both).attrs
+    made = Ranges(TEMPLATES).apply(CASE.func(), target, table((64, dependent), (4096, MANY)))
+    assert LAUNCH_ATTR not in made.attrs
+    assert "griddepcontrol" not in made.script()
+
+
+def test_default_has_fewer_kernels_than_ranges_and_is_for_any_number(target: ResolvedTarget) -> None:
+    (default,) = Ranges(TEMPLATES).candidates(CASE.func(), target)
+    assert 2 <= len(default.ranges) <= 8
+    assert isinstance(Ranges(TEMPLATES).apply(CASE.func(), target, default), tirx.PrimFunc)
+
+
+def test_static_functions_and_shared_sums_are_refused(target: ResolvedTarget) -> None:
+    static = replace(CASE, rows=(64,)).func()
+    assert symbolic_rows(static) is None
+    assert isinstance(Ranges(TEMPLATES).candidates(static, target), Refusal)
+    made = Ranges(TEMPLATES).apply(CASE.func(), target, table((4096, replace(MANY, stream_k=True))))
+    assert isinstance(made, Refusal)
+    assert "of up to 4096 rows: stream_k" in made.reason
+
+
+def test_rows_are_all_axes_of_the_output_but_the_last() -> None:
+    assert str(symbolic_rows(CASE.func())) == "batch * length"
