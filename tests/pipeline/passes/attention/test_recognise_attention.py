@@ -301,6 +301,12 @@ def test_recognise_attention_takes_values_of_another_width(form: Callable[[], On
     assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
 
 
+def test_template_makes_latent_attention_of_an_export_of_any_size() -> None:
+    lowered = lower(import_model(latent_attention()), resolve_target("cuda:sm_90a").target, FP16)
+    (spec,) = specs_of(lowered)
+    assert (spec.head_dim, spec.value_dim, spec.causal, spec.bias) == (24, 16, True, None)
+
+
 @pytest.mark.usefixtures("any_target")
 def test_recognise_attention_reads_a_causal_mask_whose_first_queries_see_no_key() -> None:
     model = queries_that_see_no_key()
