@@ -8,7 +8,7 @@ compared with float32 arithmetic. Then all arms of a case are timed by turns, as
 
 - ours: the candidates that the template proposes; "first" is the one that is taken untuned;
 - cudnn, flash, efficient: `scaled_dot_product_attention` with one backend each, on the same tensors (flash takes no
-  mask; efficient is run where there is one).
+  mask; efficient is run where there is one, or where V has another width).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ ELEMENT_BYTES = 2
 class Case:
     """Sizes; Q, K and V are slices of one product where `packed`, else K and V are [batch, kv_heads, keys, d].
 
-    `masked`: there is a mask of padding [batch, 1, 1, keys] to be added, in float16.
+    `masked`: there is a mask of padding [batch, 1, 1, keys] to be added, in float16. `value_dim` is V's width; 0 for
+    that of Q and K.
     """
 
     batch: int
@@ -56,6 +57,7 @@ class Case:
     causal: bool = False
     packed: bool = True
     masked: bool = False
+    value_dim: int = 0
 
 
 def square(length: int, head_dim: int, *, causal: bool) -> Case:
@@ -82,6 +84,17 @@ CASES = {
     "2048-d80": Case(8, 26, 26, 2048, 2048, 80),
     "2048-d96": Case(8, 21, 21, 2048, 2048, 96),
     "2048-d256": Case(8, 8, 8, 2048, 2048, 256),
+    # DeepSeek-V3's heads, 16 of them: of 8192 tokens, and of one new token.
+    **{
+        f"{length}-d192-128{'-causal' if causal else ''}": Case(
+            max(1, 8192 // length), 16, 16, length, length, 192, causal, value_dim=128
+        )
+        for causal in (False, True)
+        for length in (512, 1024, 2048, 4096, 8192)
+    },
+    "decode-4x2048-d192-128": Case(4, 16, 16, 1, 2048, 192, packed=False, value_dim=128),
+    "2048-d128-64": Case(8, 16, 16, 2048, 2048, 128, value_dim=64),
+    "2048-d64-128": Case(8, 16, 16, 2048, 2048, 64, value_dim=128),
     **{
         f"{length}-d{head_dim}{'-causal' if causal else ''}": square(length, head_dim, causal=causal)
         for head_dim in (64, 128)
@@ -91,8 +104,8 @@ CASES = {
 }
 
 
-def build(directory: Path, candidates: int) -> None:
-    """Compile the first candidates of every case and describe them in a manifest."""
+def build(directory: Path, candidates: int, only: str) -> None:
+    """Compile the first candidates of every case whose name has a text in it, and describe them in a manifest."""
     from relaxtune.schedules.errors import Refusal
     from relaxtune.schedules.functions.plain_attention import attention_function
     from relaxtune.schedules.targets import resolve_target
@@ -100,7 +113,7 @@ def build(directory: Path, candidates: int) -> None:
 
     target, template = resolve_target("cuda:sm_90a"), AttentionSm90()
     with cubin_writer(directory, target) as writer:
-        for name, case in CASES.items():
+        for name, case in ((name, case) for name, case in CASES.items() if only in name):
             spec, params = specification(case)
             func = attention_function(spec, params)
             found = template.candidates(func, target)
@@ -116,24 +129,26 @@ def specification(case: Case) -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
     """Return the AttentionSpec of a case, and shape and dtype of its parameters."""
     from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, ScoreBias
 
-    heads, shared, d = case.heads, case.kv_heads, case.head_dim
+    heads, shared, d, wide = case.heads, case.kv_heads, case.head_dim, case.value_dim or case.head_dim
     if case.packed:
-        width = (heads + 2 * shared) * d
+        width = (heads + shared) * d + shared * wide
         params = [((case.batch, case.queries, width), "float16")]
-        starts = (0, heads * d, (heads + shared) * d)
-        query, key, value = (HeadLayout(0, start, case.queries * width, width, d) for start in starts)
+        starts = ((0, d), (heads * d, d), ((heads + shared) * d, wide))
+        query, key, value = (HeadLayout(0, start, case.queries * width, width, own) for start, own in starts)
     else:
         params = [((case.batch, case.queries, heads * d), "float16")]
-        params += [((case.batch, shared, case.keys, d), "float16")] * 2
+        params += [((case.batch, shared, case.keys, own), "float16") for own in (d, wide)]
         query = HeadLayout(0, 0, case.queries * heads * d, heads * d, d)
-        key, value = (HeadLayout(param, 0, shared * case.keys * d, d, case.keys * d) for param in (1, 2))
+        key, value = (
+            HeadLayout(param, 0, shared * case.keys * own, own, case.keys * own) for param, own in ((1, d), (2, wide))
+        )
     bias = None
     if case.masked:
         bias = ScoreBias(len(params), "add", case.keys, 0, 0, 1)
         params.append(((case.batch, 1, 1, case.keys), "float16"))
-    output = HeadLayout(len(params), 0, case.queries * heads * d, heads * d, d)
-    params.append(((case.batch, case.queries, heads * d), "float16"))
-    sizes = (case.batch, heads, shared, case.queries, case.keys, d, d)
+    output = HeadLayout(len(params), 0, case.queries * heads * wide, heads * wide, wide)
+    params.append(((case.batch, case.queries, heads * wide), "float16"))
+    sizes = (case.batch, heads, shared, case.queries, case.keys, d, wide)
     return AttentionSpec(*sizes, d**-0.5, case.causal, 0, query, key, value, output, bias), params
 
 
@@ -160,7 +175,8 @@ def heads_of(entry: dict[str, Any], tensors: dict[str, Any], role: str) -> Any:
     layout = spec[role]
     heads, positions = ("kv_heads", "keys") if role in ("key", "value") else ("heads", "queries")
     tensor = tensors[entry["params"][layout["param"]][0]]
-    shape = (spec["batch"], spec[heads], spec[positions], spec["head_dim"])
+    width = spec["head_dim"] if role in ("query", "key") else spec.get("value_dim", spec["head_dim"])
+    shape = (spec["batch"], spec[heads], spec[positions], width)
     strides = (layout["batch_stride"], layout["head_stride"], layout["position_stride"], 1)
     return tensor.as_strided(shape, strides, layout["offset"])
 
@@ -247,7 +263,8 @@ def graphs_of(case: Case, kernels: dict[str, Kernel], entry: dict[str, Any]) -> 
     sets = [first, *(inputs(entry) for _ in range(max(1, min(LAUNCHES_PER_GRAPH, BYTES_PER_TURN // size))))]
     repeats = max(1, LAUNCHES_PER_GRAPH // len(sets)) if size < BYTES_PER_TURN else 1
     arms: dict[str, list[Callable[[], Any]]] = {}
-    for backend in ("cudnn", "efficient") if case.masked else ("cudnn", "flash"):
+    peers = ("cudnn", "efficient") if case.masked else BACKENDS if case.value_dim else ("cudnn", "flash")
+    for backend in peers:
         arms[backend] = [torch_arm(backend, case, entry, tensors) for tensors in sets]
     for decision, kernel in kernels.items():
         arms[decision] = [kernel.bind(tensors) for tensors in sets]
@@ -264,7 +281,8 @@ def graphs_of(case: Case, kernels: dict[str, Kernel], entry: dict[str, Any]) -> 
 
 def flops(case: Case) -> float:
     """Return the operations of both products, of a causal one those that are needed."""
-    full = 4.0 * case.batch * case.heads * case.queries * case.keys * case.head_dim
+    widths = case.head_dim + (case.value_dim or case.head_dim)
+    full = 2.0 * case.batch * case.heads * case.queries * case.keys * widths
     return full / 2 if case.causal else full
 
 
@@ -322,10 +340,11 @@ def main() -> None:
     parser, building, running = build_and_run_parser(__doc__)
     building.add_argument("--candidates", type=int, default=4)
     running.add_argument("--rounds", type=int, default=100)
-    running.add_argument("--only", default="", help="cases whose name has this in it")
+    for part in (building, running):
+        part.add_argument("--only", default="", help="cases whose name has this in it")
     arguments = parser.parse_args()
     if arguments.command == "build":
-        build(arguments.directory, arguments.candidates)
+        build(arguments.directory, arguments.candidates, arguments.only)
     else:
         sys.exit(run(arguments.directory, arguments.rounds, arguments.out, arguments.only))
 
