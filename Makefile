@@ -37,7 +37,7 @@ test: $(VENV)/.installed-dev  ## what CI runs; tests that compare times come las
 test-all: $(VENV)/.installed-dev  ## every test that needs no GPU; the exports need `pip install -e .[export]`
 	$(BIN)/python -m pytest -m "not gpu and not nightly"
 
-nightly: $(VENV)/.installed-dev  ## two thousand fuzzed calls of five artifacts against ONNX Runtime
+nightly: $(VENV)/.installed-dev  ## fuzzed calls of artifacts, random graphs and near misses against ONNX Runtime
 	$(BIN)/python -m pytest -m nightly
 
 lock:  ## the newest versions that pyproject.toml allows, with hashes, for Python 3.11 and 3.12

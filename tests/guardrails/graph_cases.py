@@ -4,69 +4,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
-from relaxtune.models import OnnxModel, TensorSpec
+from tests.guardrails.drawing import Drawing, Drawn
 
-Shape = tuple[int, ...]
-UNARY = ("Relu", "Tanh", "Sigmoid", "Erf", "Abs", "Neg", "Softplus", "Elu", "Sign", "Floor", "Identity")
+UNARY = (
+    "Relu",
+    "Tanh",
+    "Sigmoid",
+    "Erf",
+    "Abs",
+    "Neg",
+    "Softplus",
+    "Elu",
+    "Celu",
+    "ThresholdedRelu",
+    "Sign",
+    "Floor",
+    "Identity",
+)
 SIZES = (1, 2, 3, 4, 8, 16)
 # Equal sizes on different axes are where an index is taken for another one.
 SQUARE = 0.4
-
-
-@dataclass
-class Drawing:
-    """A graph that is being drawn; `shapes` holds the float tensors so far, axis 0 first of `batch` where symbolic."""
-
-    rng: np.random.Generator
-    symbolic: bool
-    shapes: dict[str, Shape] = field(default_factory=dict)
-    nodes: list[onnx.NodeProto] = field(default_factory=list)
-    constants: dict[str, np.ndarray] = field(default_factory=dict)
-
-    def constant(self, array: np.ndarray) -> str:
-        name = f"c{len(self.constants)}"
-        self.constants[name] = array
-        return name
-
-    def floats(self, *shape: int) -> str:
-        return self.constant(self.rng.standard_normal(shape).astype("float32"))
-
-    def node(self, operator: str, *inputs: str, **attributes: object) -> str:
-        name = f"t{len(self.nodes)}"
-        self.nodes.append(helper.make_node(operator, list(inputs), [name], name=f"n{len(self.nodes)}", **attributes))
-        return name
-
-    def keep(self, name: str, shape: Shape) -> None:
-        self.shapes[name] = shape
-
-    def pick(self, least: int = 1) -> tuple[str, Shape]:
-        """Return a tensor of at least so many axes, the newest most often."""
-        fit = [item for item in self.shapes.items() if len(item[1]) >= least]
-        if not fit:
-            raise LookupError
-        return fit[-1] if self.rng.random() < 0.7 else fit[self.rng.integers(len(fit))]
-
-    def axis(self, shape: Shape) -> int:
-        """Return an axis; never the first of a symbolic graph."""
-        first = 1 if self.symbolic and len(shape) > 1 else 0
-        return int(self.rng.integers(first, len(shape)))
-
-    def broadcastable(self, shape: Shape) -> Shape:
-        """Return a shape that is broadcast to another one, some of its axes 1 or left out."""
-        start = int(self.rng.integers(1 if self.symbolic else 0, len(shape) + 1))
-        return tuple(1 if self.rng.random() < 0.3 else size for size in shape[start:])
-
-    def chance(self, share: float) -> bool:
-        return bool(self.rng.random() < share)
-
-    def choice(self, *items: object) -> object:
-        return items[self.rng.integers(len(items))]
 
 
 def unary(d: Drawing) -> None:
@@ -92,7 +53,7 @@ def divide(d: Drawing) -> None:
 def where(d: Drawing) -> None:
     x, shape = d.pick()
     condition = d.node(str(d.choice("Less", "Greater", "LessOrEqual")), x, d.floats(*d.broadcastable(shape)))
-    filled = d.constant(np.float32(d.choice(0.0, -1e4, 1.0)).reshape((1,) * int(d.rng.integers(2))))
+    filled = d.constant(np.float32(d.choice(0.0, -1e4, 1.0, np.nan)).reshape((1,) * int(d.rng.integers(2))))
     d.keep(d.node("Where", condition, x, filled), shape)
 
 
@@ -114,6 +75,17 @@ def reduction(d: Drawing) -> None:
     result = tuple(1 if axis in axes else size for axis, size in enumerate(shape) if keep or axis not in axes)
     if result:
         d.keep(d.node(operator, x, d.constant(np.array(axes)), keepdims=keep), result)
+
+
+def arg_reduction(d: Drawing) -> None:
+    """The place of the largest or smallest, as a number again."""
+    x, shape = d.pick(2)
+    axis = d.axis(shape)
+    if d.symbolic and axis == 0:
+        return
+    last = int(d.chance(0.3))
+    place = d.node(str(d.choice("ArgMax", "ArgMin")), x, axis=axis, keepdims=1, select_last_index=last)
+    d.keep(d.node("Cast", place, to=TensorProto.FLOAT), (*shape[:axis], 1, *shape[axis + 1 :]))
 
 
 def matmul(d: Drawing) -> None:
@@ -275,47 +247,26 @@ def attention(d: Drawing) -> None:
 
 
 STEPS: tuple[Callable[[Drawing], None], ...] = (
-    unary, binary, binary, divide, where, softmax, softmax, reduction, matmul, matmul, transpose, reshape, cut, join,
-    gather, scatter, top_k, layer_norm, layer_norm, fused_norm, gelu, half, attention,
+    unary, binary, binary, divide, where, softmax, softmax, reduction, arg_reduction, matmul, matmul, transpose,
+    reshape, cut, join, gather, scatter, top_k, layer_norm, layer_norm, fused_norm, gelu, half, attention,
 )  # fmt: skip
 
 
-def _nodes_for(output: str, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """Return the nodes that an output needs; ONNX Runtime 1.32 refuses some graphs with nodes that nothing reads."""
-    needed, kept = {output}, []
-    for node in reversed(nodes):
-        if needed & set(node.output):
-            needed.update(node.input)
-            kept.append(node)
-    return kept[::-1]
-
-
-def draw_graph(seed: int) -> tuple[OnnxModel, dict[str, np.ndarray]]:
+def draw_graph(seed: int) -> Drawn:
     """Return a graph of about ten steps and one input for it; every third graph has a symbolic batch."""
     rng = np.random.default_rng([seed, 7])
     drawing = Drawing(rng, symbolic=seed % 3 == 0)
     rank = int(rng.integers(2, 5))
     one = int(rng.choice(SIZES[1:]))
     shape = tuple(one if rng.random() < SQUARE else int(rng.choice(SIZES)) for _ in range(rank))
-    drawing.keep("x", shape)
+    x = drawing.fed(*shape)
+    drawing.keep(x, shape)
     for _ in range(int(rng.integers(3, 12))):
         _, current = next(reversed(drawing.shapes.items()))
         with contextlib.suppress(LookupError):  # no tensor has the rank that the step needs
             if int(np.prod(current)) < 20_000:
                 STEPS[rng.integers(len(STEPS))](drawing)
     last, result = next(reversed(drawing.shapes.items()))
-    if last == "x":
-        last = drawing.node("Identity", "x")
-    axes = ["batch", *shape[1:]] if drawing.symbolic else list(shape)
-    outputs: list[int | str] = ["batch", *result[1:]] if drawing.symbolic else list(result)
-    graph = helper.make_graph(
-        _nodes_for(last, drawing.nodes),
-        f"seed{seed}",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, axes)],
-        [helper.make_tensor_value_info(last, TensorProto.FLOAT, outputs)],
-        [numpy_helper.from_array(np.asarray(array), name) for name, array in drawing.constants.items()],
-    )
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
-    specs = TensorSpec("x", "float32", tuple(axes)), TensorSpec(last, "float32", tuple(outputs))
-    model = OnnxModel(f"seed{seed}", proto, None, "0" * 64, specs[:1], specs[1:])
-    return model, {"x": rng.standard_normal(shape).astype("float32")}
+    if last == x:
+        last = drawing.node("Identity", x)
+    return drawing.model(f"seed{seed}", (last, result)), drawing.inputs

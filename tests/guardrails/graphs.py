@@ -1,107 +1,78 @@
-"""Compare random graphs of transformers' operators with ONNX Runtime, on LLVM without schedules.
+"""Compare random graphs of transformers' operators, and near misses of what the passes look for, with ONNX Runtime.
 
-    python -m tests.guardrails.graphs [--count 300] [--seed 0]
+    python -m tests.guardrails.graphs [--mode steps | near-misses] [--count 300] [--seed 0] [--workers 1]
+                                      [--target llvm | cuda:...] [--compile] [--limit 60] [--json FILE]
 
-Prints what is wrong or crashed by seed, and how many graphs were refused, by reason; exits 1 when any was wrong or
-crashed. Ten thousand of them are the test marked `nightly`.
+Without `--compile`, kernels run on this CPU without schedules, whichever target's passes made them. With it, they are
+compiled as the product does, and run where the device is here. Prints what is wrong or crashed by seed, and how many
+graphs were refused, by reason; exits 1 when any was wrong or crashed. Ten thousand of them are the tests marked
+`nightly`.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
-import multiprocessing
+import json
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
-import numpy as np
-
-from relaxtune.pipeline.errors import ImportFailedError
-from relaxtune.pipeline.importer import import_model
-from relaxtune.pipeline.passes import lower
-from tests.guardrails.graph_cases import draw_graph
-from tests.pipeline.passes.pass_cases import UNOPTIMISED, run_lowered, run_reference
+from tests.guardrails.graph_judge import FAULTS, Outcome, Plan, Status
+from tests.guardrails.graph_workers import try_graphs
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a graph: "right", "wrong", "crashed", "refused", or "invalid" where ONNX Runtime refuses it."""
-
-    seed: int
-    status: str
-    reason: str = ""
-
-
-def try_graph(seed: int) -> Outcome:
-    """Draw a graph, compile and run it, and compare."""
-    logging.disable(logging.WARNING)
-    model, feeds = draw_graph(seed)
-    try:
-        wanted = run_reference(model, feeds)[0]
-    except Exception as e:  # ONNX Runtime's errors have no common base; the drawing is at fault
-        return Outcome(seed, "invalid", _line(e))
-    try:
-        got = run_lowered(lower(import_model(model), UNOPTIMISED), feeds)[0]
-    except ImportFailedError as e:
-        return Outcome(seed, "refused", str(e).partition("Cause: ")[2].splitlines()[0][:150])
-    except Exception as e:  # whatever comes out where ONNX Runtime answers is a finding
-        return Outcome(seed, "crashed", _line(e))
-    if got.shape != wanted.shape:
-        return Outcome(seed, "wrong", f"expected shape {wanted.shape}, got {got.shape}")
-    halves = any(node.op_type == "Cast" for node in model.proto.graph.node)
-    finite = wanted[np.isfinite(wanted)]
-    size = max(1.0, float(np.sqrt(np.mean(finite.astype("float64") ** 2)))) if finite.size else 1.0
-    limit = 2e-2 if halves else 1e-3
-    if not np.allclose(got, wanted, rtol=limit, atol=limit * size, equal_nan=True):
-        return Outcome(seed, "wrong", f"largest difference {np.nanmax(np.abs(got - wanted)):.3g}, RMS {size:.3g}")
-    return Outcome(seed, "right")
+def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
+    """Return the counts, the refusals by reason, and the graphs at fault."""
+    counts = Counter(outcome.status.value for outcome in outcomes)
+    reasons = {
+        status.value: dict(Counter(outcome.reason for outcome in outcomes if outcome.status is status).most_common())
+        for status in (Status.REFUSED, Status.INVALID)
+    }
+    kept = (*FAULTS, Status.UNSTABLE)
+    return {
+        "counts": {status.value: counts[status.value] for status in Status},
+        "reasons": reasons,
+        "seeds": [asdict(outcome) for outcome in sorted(outcomes, key=_seed) if outcome.status in kept],
+    }
 
 
-def try_graphs(seeds: range) -> list[Outcome]:
-    """Try graphs in a process of their own, which one that dies takes along."""
-    outcomes: list[Outcome] = []
-    left = list(seeds)
-    context = multiprocessing.get_context("spawn")
-    while left:
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
-            futures = [(seed, pool.submit(try_graph, seed)) for seed in left]
-            for seed, future in futures:
-                try:
-                    outcomes.append(future.result())
-                except BrokenProcessPool:
-                    outcomes.append(Outcome(seed, "crashed", "the process died"))
-                    left.remove(seed)
-                    break
-                left.remove(seed)
-    return outcomes
-
-
-def _line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1].strip()[:200] if lines else ''}"
+def _seed(outcome: Outcome) -> int:
+    return outcome.seed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--mode", choices=("steps", "near-misses"), default="steps")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="of the first graph")
+    parser.add_argument("--workers", type=int, default=1, help="processes at a time")
+    parser.add_argument("--target", default="llvm", help="whose passes run")
+    parser.add_argument("--compile", action="store_true", help="compile the kernels, and run them on their device")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for a graph")
+    parser.add_argument("--json", type=Path, help="where the counts and the failing seeds go")
     args = parser.parse_args()
+    plan = Plan(args.mode == "near-misses", args.target, args.compile)
     started = time.perf_counter()
-    outcomes = try_graphs(range(args.seed, args.seed + args.count))
-    for outcome in outcomes:
-        if outcome.status in ("wrong", "crashed"):
-            print(f"seed {outcome.seed}: {outcome.status}: {outcome.reason}")
-    counts = Counter(outcome.status for outcome in outcomes)
-    for status in ("refused", "invalid"):
-        for reason, count in Counter(outcome.reason for outcome in outcomes if outcome.status == status).items():
+    outcomes = []
+    seeds = range(args.seed, args.seed + args.count)
+    for outcome in try_graphs(seeds, plan, workers=args.workers, limit_s=args.limit):
+        outcomes.append(outcome)
+        if outcome.status in FAULTS:
+            print(f"seed {outcome.seed} {outcome.name}: {outcome.status.value}: {outcome.reason}", flush=True)
+    found = summary(outcomes)
+    for status, reasons in found["reasons"].items():  # type: ignore[attr-defined]
+        for reason, count in reasons.items():
             print(f"{status} x{count}: {reason}")
-    seconds = time.perf_counter() - started
-    print(", ".join(f"{count} {status}" for status, count in counts.most_common()), f"in {seconds:.0f} s")
-    sys.exit(bool(counts["wrong"] or counts["crashed"]))
+    seconds = round(time.perf_counter() - started, 1)
+    print(", ".join(f"{count} {status}" for status, count in found["counts"].items() if count), f"in {seconds} s")  # type: ignore[attr-defined]
+    if args.json:
+        asked = {"mode": args.mode, "seed": args.seed, "count": args.count, "target": args.target}
+        asked |= {"compile": args.compile, "seconds": seconds}
+        args.json.write_text(json.dumps({**asked, **found}, indent=1) + "\n")
+    sys.exit(any(outcome.status in FAULTS for outcome in outcomes))
 
 
 if __name__ == "__main__":

@@ -1,37 +1,59 @@
-"""Random graphs agree with ONNX Runtime: a dozen in every run, ten thousand by `-m nightly`."""
+"""Random graphs and near misses agree with ONNX Runtime: some in every run, ten thousand and more by `-m nightly`."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 
-from tests.guardrails import graphs
-from tests.guardrails.graph_cases import draw_graph
-from tests.guardrails.graphs import try_graph, try_graphs
+from tests.guardrails import graph_judge
+from tests.guardrails.graph_judge import FAULTS, Outcome, Plan, Status, try_graph
+from tests.guardrails.graph_workers import try_graphs
+from tests.guardrails.graphs import summary
+from tests.guardrails.near_misses import PATTERNS
 
-# ONNX Runtime refuses a graph in a thousand for a node that its own optimiser left behind.
-FAULTS = ("wrong", "crashed")
+STEPS, NEAR = Plan(), Plan(near_misses=True)
+HOPPER = Plan(near_misses=True, target="cuda:sm_90a")
+
+
+def faults(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    return [outcome for outcome in outcomes if outcome.status in FAULTS]
 
 
 def test_twelve_random_graphs_agree_with_onnx_runtime() -> None:
-    outcomes = [try_graph(seed) for seed in range(12)]
-    assert [outcome for outcome in outcomes if outcome.status in FAULTS] == []
+    assert faults(try_graph(seed, STEPS) for seed in range(12)) == []
 
 
-def test_graph_is_the_same_for_its_seed() -> None:
-    (first, feeds), (second, _) = draw_graph(5), draw_graph(5)
+@pytest.mark.parametrize("plan", [NEAR, HOPPER], ids=["llvm", "passes of Hopper"])
+def test_a_near_miss_of_each_pattern_agrees_with_onnx_runtime(plan: Plan) -> None:
+    assert faults(try_graph(seed, plan) for seed in range(len(PATTERNS))) == []
+
+
+@pytest.mark.parametrize("plan", [STEPS, NEAR])
+def test_graph_is_the_same_for_its_seed(plan: Plan) -> None:
+    (first, feeds), (second, _) = plan.draw(5), plan.draw(5)
     assert first.proto.SerializeToString() == second.proto.SerializeToString()
-    assert feeds["x"].dtype == np.float32
+    assert feeds["x0"].dtype == np.float32
 
 
 def test_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = graphs.run_lowered
-    monkeypatch.setattr(graphs, "run_lowered", lambda *given: [array + np.float32(0.1) for array in run(*given)])
-    assert try_graph(5).status == "wrong"
+    run = graph_judge.run_lowered
+    monkeypatch.setattr(graph_judge, "run_lowered", lambda *given: [array + np.float32(0.1) for array in run(*given)])
+    assert try_graph(5, STEPS).status is Status.WRONG
+
+
+def test_graph_that_takes_too_long_is_lost_and_no_other() -> None:
+    outcomes = list(try_graphs([5], STEPS, limit_s=-1000))
+    assert [(outcome.seed, outcome.status) for outcome in outcomes] == [(5, Status.CRASHED)]
+    assert summary(outcomes)["counts"]["crashed"] == 1  # type: ignore[index]
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(4 * 3600)
-def test_ten_thousand_random_graphs_agree_with_onnx_runtime() -> None:
-    outcomes = try_graphs(range(10_000))
-    assert [outcome for outcome in outcomes if outcome.status in FAULTS] == []
+@pytest.mark.timeout(6 * 3600)
+@pytest.mark.parametrize(
+    ("plan", "count"), [(STEPS, 10_000), (NEAR, 2000), (HOPPER, 2000)], ids=["steps", "near misses", "of Hopper"]
+)
+def test_thousands_of_random_graphs_agree_with_onnx_runtime(plan: Plan, count: int) -> None:
+    assert faults(try_graphs(range(count), plan, workers=os.cpu_count() or 1)) == []

@@ -1,4 +1,4 @@
-"""Activations: ONNX Runtime's GELU family (domain com.microsoft) and ONNX's Swish.
+"""Activations: ONNX Runtime's GELU family (domain com.microsoft), and ONNX's Swish, Celu and ThresholdedRelu.
 
 Formulas: ONNX Runtime, docs/ContribOperators.md; ONNX, Operators.md (Swish, opset 24).
 """
@@ -48,6 +48,21 @@ def convert_swish(node: ConverterInput) -> tvm.ir.Expr:
     return _sigmoid_product(node, float_attribute(node, "alpha", 1.0))
 
 
+def convert_celu(node: ConverterInput) -> tvm.ir.Expr:
+    """Return max(0, x) + min(0, alpha * (exp(x / alpha) - 1))."""
+    data, alpha = node.input(0), float_attribute(node, "alpha", 1.0)
+    zero, one, by = (scalar_like(number, data) for number in (0.0, 1.0, alpha))
+    bent = relax.op.multiply(relax.op.subtract(relax.op.exp(relax.op.divide(data, by)), one), by)
+    return relax.op.add(relax.op.maximum(data, zero), relax.op.minimum(bent, zero))
+
+
+def convert_thresholded_relu(node: ConverterInput) -> tvm.ir.Expr:
+    """Return x where it is above alpha, else 0: of NaN and -inf too, which TVM's product makes NaN."""
+    data = node.input(0)
+    above = relax.op.greater(data, scalar_like(float_attribute(node, "alpha", 1.0), data))
+    return relax.op.where(above, data, scalar_like(0.0, data))
+
+
 def _sigmoid_product(node: ConverterInput, alpha: float) -> tvm.ir.Expr:
     data = node.input(0)
     scaled = data if alpha == 1.0 else relax.op.multiply(data, scalar_like(alpha, data))
@@ -84,7 +99,9 @@ def activate(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
 
 
 ACTIVATION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("", "Celu"): convert_celu,
     ("", "Swish"): convert_swish,
+    ("", "ThresholdedRelu"): convert_thresholded_relu,
     ("com.microsoft", "Gelu"): convert_gelu,
     ("com.microsoft", "BiasGelu"): convert_bias_gelu,
     ("com.microsoft", "FastGelu"): convert_fast_gelu,

@@ -1,16 +1,11 @@
-"""ReduceMax and ReduceMin of what TVM's own reductions get wrong: rows of nothing but infinities, and truth values.
-
-TVM starts at the least finite number: the maximum of a row of -inf, such as a mask that hides every key, would be
--3.4e38. Its bool has no least number at all.
-"""
+"""ReduceMax and ReduceMin of truth values, which have no least number in TVM, and over no axes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import tvm
-from tvm import relax, te, tirx
+from tvm import relax
 
 from relaxtune.pipeline.importer.converter_input import (
     Converter,
@@ -20,25 +15,18 @@ from relaxtune.pipeline.importer.converter_input import (
     int_attribute,
 )
 
-_MAXIMUM = te.comm_reducer(lambda a, b: tirx.max(a, b), lambda dtype: tirx.const(-math.inf, dtype), name="maximum")
-_MINIMUM = te.comm_reducer(lambda a, b: tirx.min(a, b), lambda dtype: tirx.const(math.inf, dtype), name="minimum")
 
+def extreme(operator: Callable[..., tvm.ir.Expr]) -> Converter:
+    """Return the converter of ReduceMax or ReduceMin."""
 
-def extreme(reducer: Callable[..., tvm.ir.Expr], of_integers: Callable[..., tvm.ir.Expr]) -> Converter:
-    """Return the converter of ReduceMax or ReduceMin; integers other than truth values are left to TVM."""
-
-    def convert(node: ConverterInput) -> tvm.ir.Expr | None:
-        data = node.input(0)
-        dtype = dtype_of(data)
-        if dtype != "bool" and not dtype.startswith(("float", "bfloat")):
-            return None
-        axes, kept = _axes(node), bool(int_attribute(node, "keepdims", 1))
+    def convert(node: ConverterInput) -> tvm.ir.Expr:
+        data, axes, kept = node.input(0), _axes(node), bool(int_attribute(node, "keepdims", 1))
         if not axes:
             return data
-        if dtype == "bool":
-            wide = node.builder.emit(relax.op.astype(data, "int8"))
-            return relax.op.astype(node.builder.emit(of_integers(wide, axes, kept)), "bool")
-        return _reduce(node, data, axes, reducer, kept=kept)
+        if dtype_of(data) != "bool":
+            return operator(data, axes, kept)
+        wide = node.builder.emit(relax.op.astype(data, "int8"))
+        return relax.op.astype(node.builder.emit(operator(wide, axes, kept)), "bool")
 
     return convert
 
@@ -64,24 +52,7 @@ def _axes(node: ConverterInput) -> list[int]:
     return sorted({int(axis) % rank for axis in listed})
 
 
-def _reduce(
-    node: ConverterInput, data: tvm.ir.Expr, axes: Sequence[int], reducer: Callable[..., tvm.ir.Expr], *, kept: bool
-) -> tvm.ir.Expr:
-    def compute(x: te.Tensor) -> te.Tensor:
-        inner = {axis: te.reduce_axis((0, x.shape[axis]), name=f"k{axis}") for axis in axes}
-        outer = [axis for axis in range(len(x.shape)) if kept or axis not in inner]
-        shape = [1 if axis in inner else x.shape[axis] for axis in outer]
-
-        def at(*places: tirx.Var) -> tvm.ir.Expr:
-            by_axis = dict(zip(outer, places, strict=True)) | {axis: one.var for axis, one in inner.items()}
-            return reducer(x(*(by_axis[axis] for axis in range(len(x.shape)))), list(inner.values()))
-
-        return te.compute(shape, at, name="reduce")
-
-    return node.builder.emit_te(compute, data, primfunc_name_hint="reduce")
-
-
 REDUCTION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "ReduceMax"): extreme(_MAXIMUM, relax.op.max),
-    ("", "ReduceMin"): extreme(_MINIMUM, relax.op.min),
+    ("", "ReduceMax"): extreme(relax.op.max),
+    ("", "ReduceMin"): extreme(relax.op.min),
 }

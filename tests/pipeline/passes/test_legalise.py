@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from onnx import helper
@@ -23,6 +25,7 @@ BOUND, LOW = np.array(0.5, "float32"), np.array(-0.5, "float32")
         ("Relu", {"x": X}, {}),
         ("Sign", {"x": X}, {}),
         ("Elu", {"x": X}, {"alpha": 0.5}),
+        ("Celu", {"x": X}, {"alpha": 0.5}),
         ("HardSigmoid", {"x": X}, {}),
         ("Max", {"x": X, "z": Z}, {}),
         ("Min", {"z": Z, "x": X}, {}),
@@ -50,3 +53,52 @@ def test_bounds_given_when_the_model_runs_are_scalars() -> None:
     feeds = {"x": X, "high": BOUND}
     (got,) = run_lowered(lower(import_model(model), UNOPTIMISED), feeds)
     np.testing.assert_array_equal(got, np.minimum(X, BOUND))
+
+
+LINES = np.array([[np.nan, -2, np.inf, 0, 1], [1, -np.inf, -0.5, np.nan, np.inf], [-np.inf] * 5], "float32")
+
+
+def run_one(operator: str, outputs: dict[str, tuple[str, tuple[int, ...]]], **attributes: int) -> list[np.ndarray]:
+    constants = {"k": np.array([outputs["y"][1][1]])} if operator == "TopK" else {}
+    node = helper.make_node(operator, ["x", *constants], list(outputs), **attributes)
+    model = make_model([node], {"x": ("float32", LINES.shape)}, outputs, constants)
+    return run_lowered(lower(import_model(model), UNOPTIMISED), {"x": LINES})
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("operator", "wanted"), [("ReduceMax", np.max), ("ReduceMin", np.min)])
+def test_reduction_keeps_a_nan_as_numpy_does(operator: str, wanted: Callable[..., np.ndarray], axis: int) -> None:
+    """ONNX Runtime's own keeps it or loses it by its place."""
+    expected = wanted(LINES, axis)
+    node = helper.make_node(operator, ["x", "axes"], ["y"], keepdims=0)
+    model = make_model(
+        [node], {"x": ("float32", LINES.shape)}, {"y": ("float32", expected.shape)}, {"axes": np.array([axis])}
+    )
+    np.testing.assert_array_equal(run_lowered(lower(import_model(model), UNOPTIMISED), {"x": LINES})[0], expected)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("operator", "wanted"), [("ArgMax", np.argmax), ("ArgMin", np.argmin)])
+def test_place_is_that_of_the_first_nan_and_one_of_the_row(
+    operator: str, wanted: Callable[..., np.ndarray], axis: int
+) -> None:
+    expected = wanted(LINES, axis)
+    (got,) = run_one(operator, {"y": ("int64", expected.shape)}, axis=axis, keepdims=0)
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("largest", [0, 1])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_nan_is_above_all_in_top_k(count: int, largest: int) -> None:
+    values, places = run_one("TopK", {"y": ("float32", (3, count)), "i": ("int64", (3, count))}, largest=largest)
+    order = np.argsort(LINES, axis=1, kind="stable")
+    expected = np.take_along_axis(LINES, order, 1)
+    expected = expected[:, ::-1][:, :count] if largest else expected[:, :count]
+    np.testing.assert_array_equal(values, expected)
+    np.testing.assert_array_equal(np.take_along_axis(LINES, places, 1), expected)
+
+
+def test_threshold_makes_zeros_of_what_is_not_above_it() -> None:
+    """TVM's product makes NaN of -inf and NaN."""
+    (got,) = run_one("ThresholdedRelu", {"y": ("float32", LINES.shape)})
+    np.testing.assert_array_equal(got, np.where(LINES > 1, LINES, np.float32(0)))

@@ -1,0 +1,105 @@
+"""Processes that try graphs: one that dies, or takes too long, loses its graph and no other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+
+from tests.guardrails.graph_judge import Outcome, Plan, Status, try_graph
+
+_CONTEXT = multiprocessing.get_context("spawn")
+# Graphs of a process before a new one takes its place: compiled code is not given back.
+_GRAPHS_MAX = 400
+# The first graph of a process waits for the imports.
+_START_S = 120.0
+
+
+def _serve(pipe: Connection, plan: Plan) -> None:
+    while (seed := pipe.recv()) is not None:
+        pipe.send(try_graph(seed, plan))
+
+
+@dataclass
+class _Worker:
+    plan: Plan
+    pipe: Connection = field(init=False)
+    process: SpawnProcess = field(init=False)
+    seed: int | None = None
+    deadline: float = 0.0
+    tried: int = 0
+
+    def __post_init__(self) -> None:
+        self.pipe, theirs = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(target=_serve, args=(theirs, self.plan), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def give(self, seed: int, limit_s: float) -> None:
+        self.seed, self.deadline = seed, time.monotonic() + limit_s + (0 if self.tried else _START_S)
+        self.tried += 1
+        self.pipe.send(seed)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def try_graphs(seeds: Iterable[int], plan: Plan, *, workers: int = 1, limit_s: float = 60.0) -> Iterator[Outcome]:
+    """Yield what becomes of graphs, in the order in which they are done.
+
+    Parameters
+    ----------
+    seeds, plan
+        Which graphs, and how they are tried.
+    workers
+        Processes at a time.
+    limit_s
+        Seconds for a graph; one that takes longer is `crashed`.
+    """
+    left = iter(seeds)
+    running: list[_Worker] = []
+    try:
+        while True:
+            while len(running) < workers and (seed := next(left, None)) is not None:
+                running.append(_Worker(plan))
+                running[-1].give(seed, limit_s)
+            if not running:
+                return
+            soonest = min(worker.deadline for worker in running)
+            wait([worker.pipe for worker in running], max(0.0, soonest - time.monotonic()))
+            for worker in list(running):
+                outcome = _outcome(worker)
+                if outcome is None:
+                    continue
+                yield outcome
+                seed = next(left, None) if worker.process.is_alive() and worker.tried < _GRAPHS_MAX else None
+                if seed is None:
+                    running.remove(worker)
+                    worker.end()
+                else:
+                    worker.give(seed, limit_s)
+    finally:
+        for worker in running:
+            worker.end()
+
+
+def _outcome(worker: _Worker) -> Outcome | None:
+    """Return what became of a worker's graph, None while it is not known; a lost worker is killed."""
+    assert worker.seed is not None
+    if worker.pipe.poll():
+        try:
+            found: Outcome = worker.pipe.recv()
+        except EOFError:
+            worker.process.join()
+            return Outcome(worker.seed, Status.CRASHED, f"its process died with {worker.process.exitcode}")
+        return found
+    if time.monotonic() > worker.deadline:
+        worker.process.kill()
+        worker.process.join()
+        return Outcome(worker.seed, Status.CRASHED, "it took too long and was killed")
+    return None
