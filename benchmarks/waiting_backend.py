@@ -56,7 +56,9 @@ class WaitingBackend(MeasureBackend):
     @property
     def capabilities(self) -> Capabilities:
         """What it is taken for."""
-        return Capabilities(self._environment.device_kind, self._environment.device_name, compares=False)
+        return Capabilities(
+            self._environment.device_kind, self._environment.device_name, compares=False, undisturbed=True
+        )
 
     @property
     def capacity(self) -> int:

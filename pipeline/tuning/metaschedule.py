@@ -64,6 +64,11 @@ class MetaScheduleBuilder(Builder):
         self._thread.start()
 
     @property
+    def capacity(self) -> int:
+        """Candidates that the builder gets at a time."""
+        return self._batch
+
+    @property
     def waiting(self) -> int:
         """Candidates that the builder was not given yet."""
         return self._jobs.qsize()
@@ -133,7 +138,13 @@ class MetaScheduleBackend(MeasureBackend):
     def capabilities(self) -> Capabilities:
         """What it measures on."""
         environment = self._environment
-        return Capabilities(environment.device_kind, environment.device_name, checks_results=False, compares=False)
+        return Capabilities(
+            environment.device_kind,
+            environment.device_name,
+            checks_results=False,
+            compares=False,
+            undisturbed=environment.device_kind != "cpu",
+        )
 
     @property
     def capacity(self) -> int:

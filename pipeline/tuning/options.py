@@ -64,8 +64,7 @@ class TuningOptions:
         Fork build and measuring processes from one that has done their imports, where that works (Linux); else each is
         started afresh, which takes seconds.
     overlap
-        Build and measure at the same time; None does so on a GPU only, since on a CPU building would disturb the
-        clock.
+        Build and measure at the same time; None does so where that disturbs no clock, as on a GPU, and not on a CPU.
     device_references
         Compute what the candidates of large tasks are compared with on the GPU, by its default schedule; the CPU, which
         takes seconds for some, is asked only when a candidate differs.

@@ -140,7 +140,7 @@ def tune(
                 )
                 started = stack.enter_context(opened)
                 builder, backend = started.builder, started.backend
-            overlap = options.overlap if options.overlap is not None else target.kind == "cuda"
+            overlap = options.overlap if options.overlap is not None else backend.capabilities.undisturbed
             session.run(Evaluator(builder, backend, target.target, exclusive=not overlap), began)
         return session.summary(began)
 
@@ -245,7 +245,7 @@ class _Session:
             self.options,
             self.progress,
             self.stop,
-            workers=workers,
+            workers=evaluator.builder.capacity,
             spent=self._spent,
             searches=searches,
         )

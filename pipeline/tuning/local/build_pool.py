@@ -124,15 +124,24 @@ class BuildPool(Builder):
         return [slot.process.pid for slot in self._slots]
 
     @property
+    def capacity(self) -> int:
+        """The number of processes."""
+        return len(self._slots)
+
+    @property
     def waiting(self) -> int:
         """Jobs that no process has yet."""
         return len(self._waiting)
 
     def submit(self, what: Buildable, target: tvm.target.Target, on_built: OnBuilt) -> None:
         """Build a candidate; `on_built` is called in the pool's thread."""
+        self.submit_pickled(pickle.dumps(what), pickle.dumps(target), on_built)
+
+    def submit_pickled(self, what: bytes, target: bytes, on_built: OnBuilt) -> None:
+        """Do the same with a `Buildable` and a target that are pickled already."""
         self._serial += 1
         stem = str(self._directory / f"candidate-{self._serial:06d}")
-        job = _Job(BuildRequest(pickle.dumps(what), pickle.dumps(target), stem), on_built)
+        job = _Job(BuildRequest(what, target, stem), on_built)
         with self._lock:
             self._waiting.append(job)
         self._waker.send(None)

@@ -72,6 +72,10 @@ class MeasuringProcess:
         Where artifacts are written that come as bytes.
     server : ForkServer or None
         What forks the process, which is not closed here; without one it is started afresh.
+    references : Path or None
+        Where references that come as bytes are written, and what they compute; None is `directory`.
+    name : str or None
+        Of the device outside of its process; None is its name in there.
     """
 
     def __init__(
@@ -84,19 +88,27 @@ class MeasuringProcess:
         seed: int,
         directory: Path,
         server: ForkServer | None = None,
+        *,
+        references: Path | None = None,
+        name: str | None = None,
     ) -> None:
         self.device = device
+        self.name = name or device.name
+        # One for all devices of this machine.
+        self.host = ""
         self._environment = environment
         self._options = options
         self._timeout_s = timeout_s
         self._stop = stop
         self._seed = seed
         self._directory = directory
+        self._references = references or directory
         self._server = server
         self.restarts = 0
         # Workloads that the CPU computes no reference for: the device's decides.
         self._final: set[str] = set()
         self._closed = False
+        self._warm = False
         self._process = self._start()
 
     @property
@@ -104,9 +116,14 @@ class MeasuringProcess:
         """Process id of the present process."""
         return self._process.pid
 
-    def warm(self) -> None:
-        """Set the device up; a failure comes again, and is told, with the first candidate."""
-        self._outcome_of(lambda: self._ask(WarmRequest(self.device.name, self._options), _REFERENCE_TIMEOUT_S, bool))
+    def ready(self) -> bool:
+        """Set the device up the first time; a failure comes again, and is told, with the first candidate."""
+        if not self._warm:
+            self._warm = True
+            self._outcome_of(
+                lambda: self._ask(WarmRequest(self.device.name, self._options), _REFERENCE_TIMEOUT_S, bool)
+            )
+        return not self._closed
 
     def prepare_reference(self, spec: WorkloadSpec) -> None:
         """Compute a workload's reference; a failure is told with the first candidate."""
@@ -142,7 +159,7 @@ class MeasuringProcess:
 
     def request(self, path: str, spec: WorkloadSpec) -> MeasureRequest:
         """Return the request to measure a file as a candidate."""
-        reference, host = (one and place(one, self._directory) for one in (spec.reference, spec.host_reference))
+        reference, host = (one and place(one, self._references) for one in (spec.reference, spec.host_reference))
         spec = replace(spec, reference=reference, host_reference=host)
         return MeasureRequest(path, self.device.name, spec, self._options, self._seed)
 

@@ -9,8 +9,9 @@ Nothing above this file knows where a candidate is built or measured.
 from __future__ import annotations
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -99,6 +100,11 @@ class Builder(ABC):
 
     @property
     @abstractmethod
+    def capacity(self) -> int:
+        """Candidates that it builds at the same time."""
+
+    @property
+    @abstractmethod
     def waiting(self) -> int:
         """Candidates that no process has yet."""
 
@@ -127,12 +133,15 @@ class Capabilities:
         It compares the outputs of candidates with the workload's reference.
     compares
         It can time several candidates alternately on one device.
+    undisturbed
+        Building at the same time does not disturb its clock: it is a GPU, or the builders are on other machines.
     """
 
     device_kind: str
     device_model: str
     checks_results: bool = True
     compares: bool = True
+    undisturbed: bool = False
 
 
 class MeasureBackend(ABC):
@@ -146,6 +155,11 @@ class MeasureBackend(ABC):
     def restarts(self) -> int:
         """Processes that were replaced."""
         return 0
+
+    @property
+    def busy_s(self) -> Mapping[str, float]:
+        """Seconds in which each device had something to do, by its name; empty where that is not known."""
+        return {}
 
     @property
     @abstractmethod
@@ -194,7 +208,8 @@ def place(artifact: BuiltArtifact, directory: Path) -> BuiltArtifact:
         found = hashlib.sha256(artifact.content).hexdigest()
         if found != artifact.sha256:
             raise OSError(f"an artifact came damaged: expected sha256 {artifact.sha256}, got {found}")
-        partial = path.with_suffix(".partial")
+        # Processes of several devices may write the same one.
+        partial = path.with_suffix(f".{os.getpid()}.partial")
         partial.write_bytes(artifact.content)
         partial.rename(path)
     return replace(artifact, content=str(path))

@@ -1,0 +1,228 @@
+"""Measuring on several devices side by side: the next candidate goes to whichever device is free.
+
+    submit ── waiting work ──▶ a thread for each place of a device ── Measurer ──▶ outcome
+
+What a device is, a process of this machine or an actor of a cluster, is the `Measurer`'s business.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from relaxtune.pipeline.tuning.measure.backend import (
+    Capabilities,
+    MeasureBackend,
+    OnCompared,
+    OnMeasured,
+    Outcome,
+    Unmeasured,
+)
+from relaxtune.pipeline.tuning.measure.clock import BusyClock
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
+
+logger = logging.getLogger(__name__)
+
+
+class Measurer(Protocol):
+    """One device that does one thing at a time.
+
+    Attributes
+    ----------
+    name
+        Of the device, for logs and figures.
+    host
+        Where its reference outputs are kept: what one device of a host has computed, the others find there.
+    restarts
+        How often its process was replaced.
+    """
+
+    name: str
+    host: str
+    restarts: int
+
+    def ready(self) -> bool:
+        """Wait until it can measure; False once it was left. It raises where it never will."""
+        ...
+
+    def prepare_reference(self, spec: WorkloadSpec) -> None:
+        """Compute a workload's reference; a failure is told with the first candidate."""
+        ...
+
+    def measure(self, artifact: BuiltArtifact, spec: WorkloadSpec) -> Outcome:
+        """Check and time a candidate."""
+        ...
+
+    def compare(self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int) -> Sequence[Outcome] | None:
+        """Check candidates of one workload and time them alternately; None when they could not all be run."""
+        ...
+
+    def leave(self) -> None:
+        """Give up what is in hand and everything after it, within a moment; safe between threads."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """Something for a device to do; `fail` tells that no device is left to do it."""
+
+    workload: str
+    do: Callable[[Measurer], None]
+    fail: Callable[[Outcome], None]
+
+
+class SideBySide(MeasureBackend):
+    """Devices of one model, each served by threads of its own.
+
+    A device that cannot be used is left alone; the others go on.
+
+    Parameters
+    ----------
+    measurers : sequence of Measurer
+        The devices; they are closed with this backend.
+    capabilities : Capabilities
+        What they are.
+    depth : int
+        Things given to one device at a time: what is on the way to it when it becomes free. It does them one by one.
+    """
+
+    def __init__(self, measurers: Sequence[Measurer], capabilities: Capabilities, depth: int = 1) -> None:
+        self._measurers = tuple(measurers)
+        self._capabilities = capabilities
+        self._changed = threading.Condition()
+        self._waiting: deque[_Work] = deque()
+        # Host and workload. A workload's first work on a host computes its reference; other devices do other work.
+        self._preparing: set[tuple[str, str]] = set()
+        self._prepared: set[tuple[str, str]] = set()
+        self._closed = False
+        self._broken: Outcome | None = None
+        self._clocks = {id(one): BusyClock() for one in self._measurers}
+        self._threads = [
+            threading.Thread(target=self._serve, args=(one,), name=f"relaxtune-measure-{number}", daemon=True)
+            for number, one in enumerate(one for one in self._measurers for _ in range(depth))
+        ]
+        self._alive = len(self._threads)
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it measures on."""
+        return self._capabilities
+
+    @property
+    def capacity(self) -> int:
+        """The number of devices."""
+        return len(self._measurers)
+
+    @property
+    def restarts(self) -> int:
+        """Processes that were replaced."""
+        return sum(one.restarts for one in self._measurers)
+
+    @property
+    def busy_s(self) -> Mapping[str, float]:
+        """Seconds in which each device had something to do."""
+        return {one.name: self._clocks[id(one)].seconds for one in self._measurers}
+
+    def prepare_reference(self, spec: WorkloadSpec) -> None:
+        """Compute a workload's reference after what was handed in before."""
+        self._put(_Work(spec.workload, lambda device: device.prepare_reference(spec), lambda _: None))
+
+    def submit(self, artifact: BuiltArtifact, spec: WorkloadSpec, on_measured: OnMeasured) -> None:
+        """Measure a candidate on the next free device."""
+        self._put(_Work(spec.workload, lambda device: on_measured(device.measure(artifact, spec)), on_measured))
+
+    def compare(
+        self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int, on_compared: OnCompared
+    ) -> None:
+        """Time candidates of one workload alternately on the next free device."""
+        self._put(
+            _Work(
+                spec.workload,
+                lambda device: on_compared(device.compare(artifacts, spec, rounds)),
+                lambda _: on_compared(None),
+            )
+        )
+
+    def close(self) -> None:
+        """End the devices' processes and the threads that feed them."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for one in self._measurers:
+            one.leave()
+        for thread in self._threads:
+            thread.join()
+        for one in self._measurers:
+            one.close()
+
+    def _put(self, work: _Work) -> None:
+        with self._changed:
+            refused = Outcome(Unmeasured.STOPPED, error="the backend is closed") if self._closed else self._broken
+            if refused is None:
+                self._waiting.append(work)
+                self._changed.notify()
+        if refused is not None:
+            work.fail(refused)
+
+    def _serve(self, device: Measurer) -> None:
+        work = None
+        clock = self._clocks[id(device)]
+        # The border of a thread: a device that is gone must not take its work along.
+        try:
+            while (device.ready() or self._closed) and (work := self._next(device.host)) is not None:
+                clock.enter()
+                try:
+                    work.do(device)
+                finally:
+                    clock.leave()
+                self._done(work, device.host)
+                work = None
+        except Exception as e:
+            logger.exception("%s is left alone: it cannot be measured on", device.name)
+            self._leave(work, device.host, Outcome(Unmeasured.BROKEN, error=str(e)))
+
+    def _next(self, host: str) -> _Work | None:
+        """Wait for work that no other device of the host stands in the way of; None at the end."""
+        with self._changed:
+            while True:
+                work = next((one for one in self._waiting if (host, one.workload) not in self._preparing), None)
+                if work is not None:
+                    self._waiting.remove(work)
+                    if (host, work.workload) not in self._prepared:
+                        self._preparing.add((host, work.workload))
+                    return work
+                if self._closed and not self._waiting:
+                    return None
+                self._changed.wait()
+
+    def _done(self, work: _Work, host: str) -> None:
+        with self._changed:
+            if (host, work.workload) in self._preparing:
+                self._preparing.discard((host, work.workload))
+                self._changed.notify_all()
+            self._prepared.add((host, work.workload))
+
+    def _leave(self, work: _Work | None, host: str, broken: Outcome) -> None:
+        """Give back the work of a device that is gone; without any device, all work fails."""
+        given_up: list[_Work] = []
+        with self._changed:
+            self._alive -= 1
+            if work is not None:
+                self._preparing.discard((host, work.workload))
+                self._waiting.appendleft(work)
+            if not self._alive:
+                self._broken = broken
+                given_up, self._waiting = list(self._waiting), deque()
+            self._changed.notify_all()
+        for one in given_up:
+            one.fail(broken)

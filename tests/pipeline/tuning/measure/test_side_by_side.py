@@ -1,0 +1,105 @@
+"""Devices side by side: who takes which work, and what becomes of the work of a device that is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import closing
+from queue import SimpleQueue
+
+from relaxtune.pipeline.tuning.measure.backend import Capabilities, Outcome, Unmeasured
+from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
+from relaxtune.tuning_db.records import Status
+
+CODE = BuiltArtifact(b"code", "0")
+
+
+class Device:
+    """Answers once it is told to, and keeps a list of what it was given."""
+
+    def __init__(self, name: str, host: str = "") -> None:
+        self.name, self.host, self.restarts = name, host, 0
+        self.usable, self.go, self.begun = threading.Event(), threading.Event(), threading.Event()
+        self.usable.set()
+        self.given: list[str] = []
+        self.left = False
+        self.gone: Exception | None = None
+
+    def ready(self) -> bool:
+        self.usable.wait(30)
+        if self.gone is not None:
+            raise self.gone
+        return not self.left
+
+    def prepare_reference(self, spec: WorkloadSpec) -> None:
+        self._do(f"reference {spec.workload}")
+
+    def measure(self, artifact: BuiltArtifact, spec: WorkloadSpec) -> Outcome:
+        self._do(spec.workload)
+        return Outcome(Unmeasured.STOPPED) if self.left else Outcome(Status.OK, (1e-6,))
+
+    def compare(self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int) -> Sequence[Outcome] | None:
+        return None
+
+    def _do(self, what: str) -> None:
+        self.given.append(what)
+        self.begun.set()
+        self.go.wait(30)
+
+    def leave(self) -> None:
+        self.left = True
+        self.go.set()
+        self.usable.set()
+
+    def close(self) -> None:
+        self.go.set()
+
+
+def side_by_side(*devices: Device) -> SideBySide:
+    return SideBySide(devices, Capabilities("cpu", "any"))
+
+
+def workload(name: str) -> WorkloadSpec:
+    return WorkloadSpec(name, (), ())
+
+
+def test_a_reference_is_waited_for_on_its_host_only() -> None:
+    first, same, other = Device("first", "a"), Device("same", "a"), Device("other", "b")
+    same.usable.clear()
+    other.usable.clear()
+    with closing(side_by_side(first, same, other)) as backend:
+        backend.prepare_reference(workload("w"))
+        assert first.begun.wait(30)
+        backend.submit(CODE, workload("w"), lambda _: None)
+        backend.submit(CODE, workload("v"), lambda _: None)
+        same.usable.set()
+        assert same.begun.wait(30)
+        other.usable.set()
+        assert other.begun.wait(30)
+        assert (first.given, same.given, other.given) == (["reference w"], ["v"], ["w"])
+        assert all(backend.busy_s[one.name] > 0 for one in (first, same, other))
+
+
+def test_a_device_that_is_not_ready_takes_no_work() -> None:
+    away, here = Device("away"), Device("here")
+    away.usable.clear()
+    here.go.set()
+    done: SimpleQueue[Outcome] = SimpleQueue()
+    with closing(side_by_side(away, here)) as backend:
+        for number in range(4):
+            backend.submit(CODE, workload(str(number)), done.put)
+        assert [done.get(timeout=30).status for _ in range(4)] == [Status.OK] * 4
+        assert away.given == []
+        assert backend.busy_s["away"] == 0.0
+
+
+def test_work_fails_as_broken_once_every_device_is_gone() -> None:
+    gone = Device("gone")
+    gone.gone = OSError("no such device any more")
+    done: SimpleQueue[Outcome] = SimpleQueue()
+    with closing(side_by_side(gone)) as backend:
+        backend.submit(CODE, workload("w"), done.put)
+        outcome = done.get(timeout=30)
+        assert outcome.status is Unmeasured.BROKEN
+        assert outcome.error == "no such device any more"
