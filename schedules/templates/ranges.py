@@ -29,8 +29,8 @@ from relaxtune.schedules.tir.blocks import shape_of, static_shape, written_param
 
 #: The most rows of each range where nothing was measured; the last one is for all above, too.
 DEFAULT_RANGES = (16, 64, 128, 256, 512, 1024, 2048, 8192)
-# A range has a kernel of its own where the one of the range above would take longer by more than this factor.
-_GOOD_ENOUGH = 1.04
+# A range has a kernel of its own where the one of the range above takes longer by more than this factor and time.
+_GOOD_ENOUGH, _GOOD_ENOUGH_US = 1.04, 0.1
 _INDEX_MAX = 2**31 - 1
 
 
@@ -95,7 +95,7 @@ class Ranges:
     ) -> Sequence[RangesParameters] | Refusal:
         """Return the table of what the templates propose first for each range, or why there is none."""
         if symbolic_rows(func) is None:
-            return Refusal("its number of rows is known (the templates make such functions)")
+            return Refusal("its output's shape is known (the other templates make such functions)")
         found: list[tuple[int, Template, Parameters]] = []
         for most in reversed(DEFAULT_RANGES if rows is None else (rows,)):
             first = self._first(func, target, most)
@@ -120,7 +120,7 @@ class Ranges:
             raise TemplateError(f"template {self.name} got {parameters!r}; expected {RangesParameters.__name__}.")
         count = symbolic_rows(func)
         if count is None:
-            return Refusal("its number of rows is known, expected a symbolic one")
+            return Refusal("its output's shape is known, expected a symbolic one")
         chosen = [(one.most, *self._parsed(one.decision)) for one in parameters.ranges]
         # Launch attributes are those of the whole PrimFunc.
         if not all(getattr(own, "dependent", False) for _, _, own in chosen):
@@ -168,7 +168,7 @@ class Ranges:
         if own.template != larger.template:
             return False
         others, least = (maker.predict_us(func, target, one, rows) for one in (larger, own))
-        return others is not None and least is not None and others <= _GOOD_ENOUGH * least
+        return others is not None and least is not None and others <= _GOOD_ENOUGH * least + _GOOD_ENOUGH_US
 
     def _parsed(self, decision: str) -> tuple[Template, Parameters]:
         name = template_of(decision)
@@ -179,16 +179,16 @@ class Ranges:
 
 
 def symbolic_rows(func: tirx.PrimFunc) -> tirx.Expr | None:
-    """Return the expression of a function's number of rows, None where it is known or there is no output.
+    """Return the expression of a function's number of rows, None where its output's shape is known.
 
-    Rows are all axes but the last of the output with the longest last axis.
+    Rows are all axes but the last of the output with the longest last axis; where they are known, all its elements.
     """
     shapes = [shape for position in written_params(func) if (shape := shape_of(func.params[position]))]
     if not shapes:
         return None
     widest = max(shapes, key=lambda shape: shape[-1] if isinstance(shape[-1], int) else 0)
-    rows = math.prod(widest[:-1])
-    return None if isinstance(rows, int) else rows
+    rows, elements = math.prod(widest[:-1]), math.prod(widest)
+    return next((count for count in (rows, elements) if not isinstance(count, int)), None)
 
 
 def _launch_one(

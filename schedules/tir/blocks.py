@@ -196,6 +196,18 @@ def same_sizes(left: Sequence[Size] | None, right: Sequence[Size] | None) -> boo
     return all(_same_size(one, other) for one, other in zip(left, right, strict=True))
 
 
+def narrow(size: Size) -> Size:
+    """Return a size as code counts in 32 bits: a number as it is, an expression in int32."""
+    return size if isinstance(size, int) else tirx.Cast("int32", size)
+
+
+def is_multiple(size: Size, divisor: int) -> bool:
+    """Whether a size is known to be a multiple of a number."""
+    if isinstance(size, int):
+        return size % divisor == 0
+    return constant_value(tirx.floormod(size, tirx.IntImm("int64", divisor))) == 0
+
+
 def static_extent(extent: tirx.Expr) -> int | None:
     """Return the value of a constant extent, None for a symbolic one."""
     return int(extent) if isinstance(extent, tirx.IntImm) else None

@@ -92,13 +92,15 @@ class Dataflow:
 
     `axes` are the space, row-major; with reductions the last one is the columns. Loads in `reductions` and `outputs`
     are of the one-dimensional buffers in `flat`, which has the position of the parameter that each stands for; results
-    of reductions are variables.
+    of reductions are variables. Where the number of rows of the output is symbolic, `planned` is the number that a
+    kernel is to be good for; 0 where it is known.
     """
 
     axes: tuple[Axis, ...]
     reductions: tuple[Reduction, ...]
     outputs: tuple[Output, ...]
     flat: Mapping[tirx.Var, int]
+    planned: int = 0
 
     @property
     def columns(self) -> Axis:

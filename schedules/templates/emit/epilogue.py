@@ -11,6 +11,7 @@ from tvm.ir.expr import TensorLoad
 
 from relaxtune.schedules.templates.emit.fast_gelu import fast_gelu
 from relaxtune.schedules.templates.emit.fast_math import fast_call
+from relaxtune.schedules.tir.blocks import narrow
 from relaxtune.schedules.tir.epilogue import Epilogue
 from relaxtune.schedules.tir.expressions import dtype_of, substitute
 
@@ -19,7 +20,7 @@ def output_axes(epilogue: Epilogue, row: tirx.Expr, column: tirx.Expr) -> dict[t
     """Return the position along each axis of the output, in the axes' dtypes, of a row and a column."""
     indices: list[tirx.Expr] = [column]
     for whole in reversed(epilogue.shape[:-1]):
-        size = whole if isinstance(whole, int) else tirx.Cast("int32", whole)
+        size = narrow(whole)
         indices.insert(0, row % size)
         row = row // size
     return {axis: tirx.Cast(dtype_of(axis), index) for axis, index in zip(epilogue.axes, indices, strict=True)}

@@ -20,7 +20,7 @@ from relaxtune.schedules.marks import (
     constant_params,
 )
 from relaxtune.schedules.templates.emit.accesses import Access
-from relaxtune.schedules.tir.blocks import element_bytes, shape_of, static_shape
+from relaxtune.schedules.tir.blocks import Size, element_bytes, narrow, shape_of
 from relaxtune.schedules.tir.dataflow import Axis, Dataflow
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import dtype_of
@@ -48,12 +48,13 @@ Emit = Callable[[Frame, tirx.Expr, tirx.Expr], None]
 
 
 def build_kernel(
-    func: tirx.PrimFunc, flow: Dataflow, blocks: int, threads: int, dependent: bool, emit: Emit
+    func: tirx.PrimFunc, flow: Dataflow, blocks: Size, threads: int, dependent: bool, emit: Emit
 ) -> tirx.PrimFunc:
     """Return a kernel with the parameters and attributes of the memory-bound function it computes.
 
-    It has `blocks` blocks of `threads` threads; `dependent` kernels may start before the kernel before has ended.
-    `emit` gets the frame, the block's and the thread's index, and emits the body.
+    It has `blocks` blocks (a number, or an expression of symbolic sizes) of `threads` threads; `dependent` kernels may
+    start before the kernel before has ended. `emit` gets the frame, the block's and the thread's index, and emits the
+    body.
     """
     return build_function(func, blocks, threads, dependent, lambda params: partial(emit, Frame(func, flow, params)))
 
@@ -62,7 +63,7 @@ EmitBody = Callable[[tirx.Expr, tirx.Expr], None]
 
 
 def build_function(
-    func: tirx.PrimFunc, blocks: int, threads: int, dependent: bool, begin: Callable[[list[tirx.Var]], EmitBody]
+    func: tirx.PrimFunc, blocks: Size, threads: int, dependent: bool, begin: Callable[[list[tirx.Var]], EmitBody]
 ) -> tirx.PrimFunc:
     """Return a kernel with the parameters and attributes of any function; see `build_kernel`.
 
@@ -72,7 +73,7 @@ def build_function(
         T.func_name("main")
         emit = begin(declare_params(func))
         T.device_entry()
-        block = T.cta_id([blocks])
+        block = T.cta_id([narrow(blocks)])
         thread = T.thread_id([threads])
         emit(block, thread)
     return finish_kernel(builder.get(), func, dependent=dependent)
@@ -111,23 +112,31 @@ def wait_for_predecessor(dependent: bool) -> None:
         T.evaluate(T.ptx.griddepcontrol.wait())
 
 
-def tensor_bytes(func: tirx.PrimFunc) -> int:
-    """Return the bytes of all parameters."""
-    return sum(math.prod(static_shape(param) or ()) * element_bytes(dtype_of(param)) for param in func.params)
+def tensor_bytes(func: tirx.PrimFunc, rows: int = 1) -> int:
+    """Return the bytes of all parameters; of symbolic shapes, about those of so many rows."""
+    shapes = [(param, shape) for param in func.params if (shape := shape_of(param)) is not None]
+    return sum(
+        math.prod(size for size in shape if isinstance(size, int))
+        * (1 if all(isinstance(size, int) for size in shape) else rows)
+        * element_bytes(dtype_of(param))
+        for param, shape in shapes
+    )
 
 
 def unflatten(position: tirx.Expr, axes: Sequence[Axis]) -> Mapping[tirx.Var, tirx.Expr]:
     """Return the position along each of some axes, the last one the fastest."""
     places: dict[tirx.Var, tirx.Expr] = {}
     for number, axis in reversed(list(enumerate(axes))):
-        places[axis.var] = position % axis.size if number else position
-        position = position // axis.size
+        size = narrow(axis.size)
+        places[axis.var] = position % size if number else position
+        position = position // size
     return places
 
 
 def flat_view(param: tirx.Var) -> tirx.Var:
     """Return a flat view of a parameter of the kernel."""
-    size = max(1, math.prod(static_shape(param) or ()))
+    elements = math.prod(shape_of(param) or ())
+    size = max(1, elements) if isinstance(elements, int) else elements
     dtype = dtype_of(param)
     view = T.decl_buffer((size,), "uint8" if dtype == "bool" else dtype, data=param.data)
     IRBuilder.name(str(param.name), view)

@@ -16,7 +16,7 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Access, Accesses, Guard
 from relaxtune.schedules.templates.emit.fast_math import fast_call
 from relaxtune.schedules.templates.emit.global_access import load_bytes, store_bytes
-from relaxtune.schedules.tir.blocks import element_bytes
+from relaxtune.schedules.tir.blocks import element_bytes, narrow
 from relaxtune.schedules.tir.dataflow import Dataflow
 from relaxtune.schedules.tir.expressions import (
     BINARY,
@@ -95,7 +95,11 @@ class Lanes:
         if isinstance(expr, tirx.IntImm):
             return expr
         if isinstance(expr, tirx.Var):
-            return self._results[expr] if expr in self._results else tirx.Cast("int64", self._places(lane)[expr])
+            if expr in self._results:
+                return self._results[expr]
+            place = self._places(lane).get(expr)
+            # Else it is a symbolic size.
+            return expr if place is None else tirx.Cast("int64", place)
         if is_branch(expr):
             condition, when_true, when_false = expr.args
             return tirx.Select(
@@ -120,7 +124,7 @@ class Lanes:
         places = self._places(0)
         flat: tirx.Expr = tirx.IntImm("int32", 0)
         for axis in self._flow.axes:
-            flat = flat * axis.size + places[axis.var]
+            flat = flat * narrow(axis.size) + places[axis.var]
         return flat
 
     def store(self, buffer: tirx.Var, index: tirx.Expr, values: Sequence[tirx.Expr], dtype: str) -> None:
@@ -175,7 +179,9 @@ class Lanes:
 
         def wide(node: tirx.Expr) -> tirx.Expr:
             if isinstance(node, tirx.Var):
-                return loaded[node] if node in loaded else tirx.Cast(dtype_of(node), places[node])
+                if node in loaded:
+                    return loaded[node]
+                return tirx.Cast(dtype_of(node), places[node]) if node in places else node
             return rebuild(node, wide)
 
         def narrow(node: tirx.Expr) -> tirx.Expr:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tvm import tirx
@@ -39,7 +39,7 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
 )
 from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
 from relaxtune.schedules.templates.emit.registers import Lanes, refuse_dtypes, when
-from relaxtune.schedules.tir.blocks import element_bytes
+from relaxtune.schedules.tir.blocks import element_bytes, is_multiple, narrow, shape_of
 from relaxtune.schedules.tir.dataflow import Axis, Dataflow, recognise_dataflow
 from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, constant_value, substitute
 
@@ -84,11 +84,12 @@ class Elementwise(KernelTemplate[Dataflow, ElementwiseParameters]):
         self, func: tirx.PrimFunc, found: Dataflow, target: ResolvedTarget
     ) -> Sequence[ElementwiseParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
-        flow, elements = found, math.prod(axis.size for axis in found.axes)
-        widest, sm_count, moved = _lanes(flow, func), cuda_limits(target).likely_sm_count, tensor_bytes(func)
+        flow, elements = found, _elements(func, found)
+        widest, sm_count = _lanes(flow, func), cuda_limits(target).likely_sm_count
+        moved = tensor_bytes(func, flow.planned)
         proposals: list[tuple[float, ElementwiseParameters]] = []
         for lanes in {widest, widest // 2, widest * 2}:
-            if not 1 <= lanes <= _LANES_MAX or flow.columns.size % lanes:
+            if not 1 <= lanes <= _LANES_MAX or not is_multiple(flow.columns.size, lanes):
                 continue
             accesses = Accesses(flow, lanes)
             for vectors in (1, 2, 4):
@@ -110,11 +111,27 @@ class Elementwise(KernelTemplate[Dataflow, ElementwiseParameters]):
         """Return what the function computes when this template can make it with some parameters."""
         return refuse_target(target) or _recognise(func)
 
+    def recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> Dataflow | Refusal:
+        """Return what a function with a symbolic number of rows computes."""
+        return refuse_target(target) or _recognise(func, rows)
 
-def _recognise(func: tirx.PrimFunc) -> Dataflow | Refusal:
-    flow = recognise_dataflow(func)
+    def predict_us(
+        self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
+    ) -> float | None:
+        """Return a time of the kernel for so many rows; None where it cannot be made."""
+        found, p = self.recognise_rows(func, target, rows), parameters
+        if isinstance(found, Refusal) or not isinstance(p, ElementwiseParameters):
+            return None
+        blocks = math.ceil(_elements(func, found) / (p.lanes * p.vectors * p.threads))
+        accesses, sm_count = Accesses(found, p.lanes), cuda_limits(target).likely_sm_count
+        return _predicted(p, blocks, accesses, _lanes(found, func), tensor_bytes(func, rows), sm_count)
+
+
+def _recognise(func: tirx.PrimFunc, rows: int = 0) -> Dataflow | Refusal:
+    flow = recognise_dataflow(func, symbolic=rows > 0)
     if isinstance(flow, Refusal):
         return flow
+    flow = replace(flow, planned=rows)
     if flow.reductions:
         return Refusal("it has reductions (the template for rows makes those)")
     try:
@@ -126,7 +143,7 @@ def _recognise(func: tirx.PrimFunc) -> Dataflow | Refusal:
 
 
 def _refuse_parameters(p: ElementwiseParameters, flow: Dataflow) -> Refusal | None:
-    if not 1 <= p.lanes <= _LANES_MAX or flow.columns.size % p.lanes:
+    if not 1 <= p.lanes <= _LANES_MAX or not is_multiple(flow.columns.size, p.lanes):
         return Refusal(f"lanes is {p.lanes}, expected 1 to {_LANES_MAX} and a divisor of {flow.columns.size}")
     if not 1 <= p.vectors <= _VECTORS_MAX or p.vectors * p.lanes > _ELEMENTS_MAX:
         return Refusal(f"vectors is {p.vectors}, expected 1 to {_VECTORS_MAX} of {_ELEMENTS_MAX} elements together")
@@ -140,7 +157,17 @@ def _lanes(flow: Dataflow, func: tirx.PrimFunc) -> int:
     outputs = [str(func.params[output.param].ty.dtype) for output in flow.outputs]
     loads = [access.dtype for access in Accesses(flow, 1).found if not access.per_row]
     lanes = VECTOR_BYTES // max(element_bytes(dtype) for dtype in (*outputs, *loads))
-    return math.gcd(lanes, flow.columns.size)
+    while not is_multiple(flow.columns.size, lanes):
+        lanes //= 2
+    return lanes
+
+
+def _elements(func: tirx.PrimFunc, flow: Dataflow) -> int:
+    """Return the elements of the output; of a symbolic number of rows, about as many as are planned for."""
+    if not flow.planned:
+        return int(math.prod(axis.size for axis in flow.axes))
+    last = [(shape_of(func.params[output.param]) or (1,))[-1] for output in flow.outputs]
+    return flow.planned * max((size for size in last if isinstance(size, int)), default=flow.planned)
 
 
 def _predicted(
@@ -177,14 +204,16 @@ class _Kernel:
 
     def build(self) -> tirx.PrimFunc:
         p = self._p
-        blocks = math.ceil(self._total / (p.threads * p.vectors))
+        each = p.threads * p.vectors
+        blocks = (self._total + (each - 1)) // each
         return build_kernel(self._func, self._flow, blocks, p.threads, p.dependent, self._emit)
 
     def _emit(self, frame: Frame, block: tirx.Expr, thread: tirx.Expr) -> None:
         p, flow = self._p, self._flow
         places = [(block * p.vectors + turn) * p.threads + thread for turn in range(p.vectors)]
-        ragged = self._total % (p.threads * p.vectors) != 0
-        lanes = [self._lanes(frame, tirx.min(place, self._total - 1) if ragged else place) for place in places]
+        ragged = not isinstance(self._total, int) or self._total % (p.threads * p.vectors) != 0
+        total = narrow(self._total)
+        lanes = [self._lanes(frame, tirx.min(place, total - 1) if ragged else place) for place in places]
         early = [access for access in self._accesses.found if p.dependent and frame.is_constant(access)]
         self._load(lanes, early)
         wait_for_predecessor(p.dependent)
@@ -193,7 +222,7 @@ class _Kernel:
             dtype = str(self._func.params[output.param].ty.dtype)
             for place, one in zip(places, lanes, strict=True):
                 values = [one.value(output.value, lane) for lane in range(p.lanes)]
-                with when([place < self._total] if ragged else []):
+                with when([place < total] if ragged else []):
                     one.store(frame.written[output.param], self._position(one, place), values, dtype)
 
     def _lanes(self, frame: Frame, place: tirx.Expr) -> Lanes:

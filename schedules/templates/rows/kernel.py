@@ -13,6 +13,7 @@ from relaxtune.schedules.templates.emit.accesses import Accesses
 from relaxtune.schedules.templates.emit.kernel_frame import Frame, build_kernel, unflatten, wait_for_predecessor
 from relaxtune.schedules.templates.emit.registers import Lanes, tree, when
 from relaxtune.schedules.templates.rows.plan import RowsPlan
+from relaxtune.schedules.tir.blocks import narrow
 from relaxtune.schedules.tir.dataflow import Dataflow, Output, Reduction
 from relaxtune.schedules.tir.expressions import dtype_of
 
@@ -27,7 +28,9 @@ _COMBINE: dict[str, Callable[[tirx.Expr, tirx.Expr], tirx.Expr]] = {
 def build_rows_kernel(func: tirx.PrimFunc, flow: Dataflow, accesses: Accesses, plan: RowsPlan) -> tirx.PrimFunc:
     """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
     kernel = _Kernel(func, flow, accesses, plan)
-    return build_kernel(func, flow, plan.blocks, plan.threads, plan.parameters.dependent, kernel.emit)
+    rows, each = flow.rows, plan.parameters.rows
+    blocks = plan.blocks if isinstance(rows, int) else (rows + (each - 1)) // each
+    return build_kernel(func, flow, blocks, plan.threads, plan.parameters.dependent, kernel.emit)
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,9 @@ class _Kernel:
         self._frame, self._thread = frame, thread
         self._own = thread % p.threads
         self._row = block * p.rows + thread // p.threads
-        self._ragged_rows = flow.rows % p.rows != 0
-        row = tirx.min(self._row, flow.rows - 1) if self._ragged_rows else self._row
+        self._rows = narrow(flow.rows)
+        self._ragged_rows = p.rows > 1 and not (isinstance(flow.rows, int) and flow.rows % p.rows == 0)
+        row = tirx.min(self._row, self._rows - 1) if self._ragged_rows else self._row
         self._outer = unflatten(row, flow.axes[:-1])
         if plan.warps > 1:
             pool = T.SMEMPool()
@@ -141,7 +145,7 @@ class _Kernel:
 
     def _write(self, output: Output) -> None:
         buffer, dtype = self._frame.written[output.param], dtype_of(self._func.params[output.param])
-        rows = [self._row < self._flow.rows] if self._ragged_rows else []
+        rows = [self._row < self._rows] if self._ragged_rows else []
         if output.per_row:
             lanes = self._chunks[0].lanes
             with when([self._own == 0, *rows]):

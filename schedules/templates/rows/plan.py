@@ -110,7 +110,7 @@ def make_plan(flow: Dataflow, accesses: Accesses, p: RowsParameters, limits: Cud
         chunks=chunks,
         together=together,
         warps=max(1, p.threads // _WARP),
-        blocks=math.ceil(flow.rows / p.rows),
+        blocks=math.ceil((flow.planned or flow.rows) / p.rows),
         threads=block,
         registers=registers,
     )

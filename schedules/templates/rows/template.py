@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import KernelTemplate, cuda_limits, refuse_target
+from relaxtune.schedules.templates.base import KernelTemplate, Parameters, cuda_limits, refuse_target
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Accesses
 from relaxtune.schedules.templates.emit.kernel_frame import tensor_bytes
 from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
@@ -53,7 +54,7 @@ class Rows(KernelTemplate[Dataflow, RowsParameters]):
         self, func: tirx.PrimFunc, found: Dataflow, target: ResolvedTarget
     ) -> Sequence[RowsParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
-        flow, limits, moved = found, cuda_limits(target), tensor_bytes(func)
+        flow, limits, moved = found, cuda_limits(target), tensor_bytes(func, found.planned)
         plans: list[tuple[float, RowsParameters]] = []
         for lanes in _lanes(flow, func):
             accesses = Accesses(flow, lanes)
@@ -82,11 +83,29 @@ class Rows(KernelTemplate[Dataflow, RowsParameters]):
         """Return the function's rows when this template can make them with some parameters."""
         return refuse_target(target) or _recognise(func)
 
+    def recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> Dataflow | Refusal:
+        """Return the rows of a function with a symbolic number of them."""
+        return refuse_target(target) or _recognise(func, rows)
 
-def _recognise(func: tirx.PrimFunc) -> Dataflow | Refusal:
-    flow = recognise_dataflow(func)
+    def predict_us(
+        self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
+    ) -> float | None:
+        """Return a time of the kernel for so many rows; None where it cannot be made."""
+        found, limits = self.recognise_rows(func, target, rows), cuda_limits(target)
+        if isinstance(found, Refusal) or not isinstance(parameters, RowsParameters):
+            return None
+        accesses = Accesses(found, parameters.lanes)
+        plan = make_plan(found, accesses, parameters, limits)
+        if isinstance(plan, Refusal):
+            return None
+        return _predicted(plan, tensor_bytes(func, rows), accesses, limits.likely_sm_count)
+
+
+def _recognise(func: tirx.PrimFunc, rows: int = 0) -> Dataflow | Refusal:
+    flow = recognise_dataflow(func, symbolic=rows > 0)
     if isinstance(flow, Refusal):
         return flow
+    flow = replace(flow, planned=rows)
     if not flow.reductions:
         return Refusal("it has no reductions (the template for elementwise functions makes those)")
     if any(_is_contraction(one) for one in flow.reductions):
