@@ -9,7 +9,7 @@ from typing import Self
 Monomial = tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Polynomial:
     """A sum of products; `terms` holds (sorted names, coefficient) without zeros, sorted."""
 
@@ -32,17 +32,39 @@ class Polynomial:
             total[names] = total.get(names, 0) + factor
         return cls(tuple(sorted((names, factor) for names, factor in total.items() if factor)))
 
-    def __add__(self, other: Self) -> Self:
+    def _read(self, other: Self | int) -> Self:
+        return self.number(other) if isinstance(other, int) else other
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both are the same size; a constant equals its number."""
+        return (
+            self.value == other
+            if isinstance(other, int)
+            else isinstance(other, Polynomial) and self.terms == other.terms
+        )
+
+    def __hash__(self) -> int:
+        """Return a hash that a constant shares with its number."""
+        return hash(self.terms if self.value is None else self.value)
+
+    def __add__(self, other: Self | int) -> Self:
         """Return the sum."""
-        return self._of((*self.terms, *other.terms))
+        return self._of((*self.terms, *self._read(other).terms))
 
-    def __sub__(self, other: Self) -> Self:
+    def __sub__(self, other: Self | int) -> Self:
         """Return the difference."""
-        return self._of((*self.terms, *((names, -factor) for names, factor in other.terms)))
+        return self._of((*self.terms, *((names, -factor) for names, factor in self._read(other).terms)))
 
-    def __mul__(self, other: Self) -> Self:
+    def __mul__(self, other: Self | int) -> Self:
         """Return the product."""
-        return self._of((tuple(sorted((*a, *b))), x * y) for a, x in self.terms for b, y in other.terms)
+        return self._of((tuple(sorted((*a, *b))), x * y) for a, x in self.terms for b, y in self._read(other).terms)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __rsub__(self, other: int) -> Self:
+        """Return the difference of a number and this."""
+        return self._read(other) - self
 
     @property
     def value(self) -> int | None:
@@ -55,6 +77,11 @@ class Polynomial:
     def names(self) -> tuple[str, ...]:
         """The names in it."""
         return tuple(dict.fromkeys(name for names, _ in self.terms for name in names))
+
+    @property
+    def leading(self) -> tuple[Monomial, int]:
+        """The product of most names; of two polynomials, their product has the product of both."""
+        return max(self.terms, key=lambda term: (len(term[0]), term[0]))
 
     @property
     def is_positive(self) -> bool:
@@ -74,12 +101,13 @@ class Polynomial:
         return result
 
     def divided(self, divisor: Self) -> Self | None:
-        """Return the quotient by a single product such as `32 * batch`, None where it is none of whole coefficients."""
-        if len(divisor.terms) != 1:
+        """Return the quotient, None where it is no polynomial of whole coefficients."""
+        if not divisor.terms:
             return None
-        ((below, number),) = divisor.terms
-        result = []
-        for names, factor in self.terms:
+        below, number = divisor.leading
+        rest, result = self, self.number(0)
+        while rest.terms:
+            names, factor = rest.leading
             left = list(names)
             for name in below:
                 if name not in left:
@@ -87,8 +115,9 @@ class Polynomial:
                 left.remove(name)
             if factor % number:
                 return None
-            result.append((tuple(left), factor // number))
-        return self._of(result)
+            step = self._of([(tuple(left), factor // number)])
+            result, rest = result + step, rest - step * divisor
+        return result
 
     def solved_for(self, name: str) -> Self | None:
         """Return what a name is where this is zero; None where it stands in a product, or with a factor."""

@@ -24,14 +24,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeAlias
 
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal, ScheduleError
 from relaxtune.schedules.marks import ATTENTION_ATTR
+from relaxtune.schedules.sizes import Size, are_equal, is_positive, parse_size, size_text, variables_of
+
+# Shape and dtype of a parameter; or a scalar, a variable that is no axis of an input by itself.
+Param: TypeAlias = "tuple[tuple[Size, ...], str] | tirx.Var"
 
 
 class AttentionError(ScheduleError):
@@ -47,10 +51,10 @@ class HeadLayout:
     """
 
     param: int
-    offset: int
-    batch_stride: int
-    position_stride: int
-    head_stride: int
+    offset: Size
+    batch_stride: Size
+    position_stride: Size
+    head_stride: Size
 
 
 @dataclass(frozen=True)
@@ -69,15 +73,16 @@ class ScoreBias:
 
     param: int
     kind: Literal["add", "keep"]
-    batch_stride: int
-    head_stride: int
-    query_stride: int
-    key_stride: int
+    batch_stride: Size
+    head_stride: Size
+    query_stride: Size
+    key_stride: Size
 
     @property
     def of_padding(self) -> bool:
         """Whether all heads and queries have the same mask, one element a key."""
-        return self.query_stride == 0 and self.head_stride == 0 and self.key_stride == 1
+        strides = (self.query_stride, self.head_stride, self.key_stride)
+        return all(isinstance(stride, int) for stride in strides) and strides == (0, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class CacheGrowth:
     The caches lie in `past_key` and `past_value`; the positions after them come from `new_key` and `new_value`.
     """
 
-    past: int
+    past: Size
     past_key: HeadLayout
     past_value: HeadLayout
     new_key: HeadLayout
@@ -96,7 +101,9 @@ class CacheGrowth:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """An attention of static shape.
+    """An attention.
+
+    Batch, queries, keys and strides may be symbolic: expressions of the variables in the function's shapes.
 
     Attributes
     ----------
@@ -116,11 +123,11 @@ class AttentionSpec:
         What K and V, then the last two parameters, are made of; None where they are inputs.
     """
 
-    batch: int
+    batch: Size
     heads: int
     kv_heads: int
-    queries: int
-    keys: int
+    queries: Size
+    keys: Size
     head_dim: int
     value_dim: int
     scale: float
@@ -151,11 +158,16 @@ class AttentionSpec:
             layouts |= {"new key": self.growth.new_key, "new value": self.growth.new_value}
         return layouts
 
+    @property
+    def is_static(self) -> bool:
+        """Whether all sizes and strides are numbers."""
+        return not any(isinstance(value, tirx.Expr) for value in _values(self))
+
     def heads_of(self, role: str) -> int:
         """Return the heads of the tensor of a role."""
         return self.heads if role in ("query", "output") else self.kv_heads
 
-    def positions(self, role: str) -> int:
+    def positions(self, role: str) -> Size:
         """Return the positions of the tensor of a role."""
         if role in ("query", "output"):
             return self.queries
@@ -168,37 +180,69 @@ class AttentionSpec:
         return self.value_dim if role == "output" or role.endswith("value") else self.head_dim
 
     def fields(self) -> dict[str, Any]:
-        """Return all fields; of one width, `value_dim` is left out, as older texts leave it out."""
-        fields = asdict(self)
+        """Return all fields as JSON values, a symbolic size as text; of one width, `value_dim` is left out.
+
+        Older texts leave it out too.
+
+        Raises
+        ------
+        ValueError
+            A size is no sum, product or quotient of axes.
+        """
+        fields: dict[str, Any] = _document(self)
         if self.value_dim == self.head_dim:
             del fields["value_dim"]
         return fields
 
     def to_json(self) -> str:
-        """Return canonical JSON text."""
+        """Return canonical JSON text, see `fields`."""
         document = self.fields()
         if self.growth is None:
             del document["growth"]
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> AttentionSpec:
-        """Return the specification that `to_json` wrote.
+    def from_json(cls, text: str, variables: Mapping[str, tirx.Var] | None = None) -> AttentionSpec:
+        """Return the specification that `to_json` wrote, its symbolic sizes over the given variables.
 
         Raises
         ------
         AttentionError
-            The text is none.
+            The text is none, or names another variable.
         """
         try:
-            document = json.loads(text)
+            document = _with_sizes(json.loads(text), variables or {})
             layouts = {role: HeadLayout(**document[role]) for role in ("query", "key", "value", "output")}
             bias = ScoreBias(**document["bias"]) if document["bias"] is not None else None
             growth = _growth_from(document.pop("growth")) if "growth" in document else None
             document.setdefault("value_dim", document["head_dim"])
             return cls(**{**document, **layouts, "bias": bias, "growth": growth})
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (json.JSONDecodeError, AttributeError, KeyError, TypeError, SyntaxError) as error:
             raise AttentionError(f"{text!r} is no attention specification of this version ({error!r}).") from error
+
+
+def _values(part: object) -> list[object]:
+    """Return the values of a specification, those of its parts too."""
+    if not is_dataclass(part):
+        return [part]
+    return [value for field in fields(part) for value in _values(getattr(part, field.name))]
+
+
+def _document(part: object) -> Any:
+    if is_dataclass(part):
+        return {field.name: _document(getattr(part, field.name)) for field in fields(part)}
+    return size_text(part) if isinstance(part, tirx.Expr) else part
+
+
+def _with_sizes(document: dict[str, Any], variables: Mapping[str, tirx.Var]) -> dict[str, Any]:
+    """Return the values of a document with sizes in the place of texts."""
+
+    def value(name: str, given: Any) -> Any:
+        if isinstance(given, dict):
+            return _with_sizes(given, variables)
+        return parse_size(given, variables) if isinstance(given, str) and name != "kind" else given
+
+    return {name: value(name, given) for name, given in document.items()}
 
 
 def _growth_from(document: dict[str, Any]) -> CacheGrowth:
@@ -215,15 +259,20 @@ def spec_of(func: tirx.PrimFunc) -> AttentionSpec | None:
         The mark cannot be read.
     """
     text = func.attrs.get(ATTENTION_ATTR) if func.attrs else None
-    return None if text is None else AttentionSpec.from_json(str(text))
+    if text is None:
+        return None
+    variables = variables_of(getattr(param.ty, "shape", None) or (param,) for param in func.params)
+    return AttentionSpec.from_json(str(text), variables)
 
 
 def refuse_layouts(spec: AttentionSpec, func: tirx.PrimFunc, dtypes: Collection[str], vector: int) -> Refusal | None:
     """Return why a kernel that copies vectors of some elements does not take an attention's tensors.
 
-    All must be of one of `dtypes`; their strides along axes of several elements, and their starts, are multiples of
-    `vector` elements.
+    All must be static and of one of `dtypes`. Their strides along axes of several elements, and their starts, are
+    multiples of `vector` elements.
     """
+    if not spec.is_static:
+        return Refusal("its sizes are symbolic")
     layouts = spec.layouts()
     found = {role: str(func.params[layout.param].ty.dtype) for role, layout in layouts.items()}
     if len(set(found.values())) > 1 or found["query"] not in dtypes:
@@ -242,7 +291,20 @@ def refuse_layouts(spec: AttentionSpec, func: tirx.PrimFunc, dtypes: Collection[
     return None
 
 
-def check_spec(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ...], str]]) -> None:
+def shapes_of(params: Sequence[Param]) -> list[tuple[Size, ...]]:
+    """Return the shapes of parameters; a scalar is its own."""
+    return [(param,) if isinstance(param, tirx.Var) else param[0] for param in params]
+
+
+def scalars_of(inputs: Sequence[Param], result: tuple[Size, ...]) -> list[tirx.Var]:
+    """Return the variables that an attention's inputs and result need as scalar parameters, after the inputs."""
+    shapes = shapes_of(inputs)
+    axes = [size for shape in shapes for size in shape if isinstance(size, tirx.Var)]
+    variables = variables_of([*shapes, result]).values()
+    return [var for var in variables if not any(var.same_as(axis) for axis in axes)]
+
+
+def check_spec(spec: AttentionSpec, params: Sequence[Param]) -> None:
     """Check that an attention's tensors lie within the parameters.
 
     Raises
@@ -252,7 +314,7 @@ def check_spec(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ...], str]
     """
     names = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
     sizes = {name: getattr(spec, name) for name in names}
-    if min(sizes.values()) < 1 or spec.heads % spec.kv_heads:
+    if not all(map(is_positive, sizes.values())) or spec.heads % spec.kv_heads:
         raise AttentionError(f"sizes {sizes}: expected positive ones, and heads a multiple of kv_heads.")
     if spec.window < 0:
         raise AttentionError(f"window is {spec.window}, expected 0 (none) or a positive number of keys.")
@@ -272,39 +334,42 @@ def check_spec(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ...], str]
         _check_inside("bias", bias.param, 0, steps, (spec.batch, spec.heads, spec.queries, spec.keys), params)
         if bias.kind not in ("add", "keep"):
             raise AttentionError(f"the bias is of kind {bias.kind!r}, expected 'add' or 'keep'.")
-    _check_written("output", spec.output, (spec.batch, spec.heads, spec.queries, spec.value_dim), params[first][0])
+    shape = shapes_of(params)[first]
+    _check_written("output", spec.output, (spec.batch, spec.heads, spec.queries, spec.value_dim), shape)
 
 
-def _check_growth(spec: AttentionSpec, growth: CacheGrowth, params: Sequence[tuple[tuple[int, ...], str]]) -> None:
+def _check_growth(spec: AttentionSpec, growth: CacheGrowth, params: Sequence[Param]) -> None:
     """Check that K and V are the last parameters, and all of them."""
-    if not 0 < growth.past < spec.keys:
+    if not is_positive(growth.past) or not is_positive(spec.keys - growth.past):
         raise AttentionError(f"the caches have {growth.past} positions, expected 1 to {spec.keys - 1}.")
     for role, layout, param in (("key", spec.key, len(params) - 2), ("value", spec.value, len(params) - 1)):
         if layout.param != param:
             raise AttentionError(f"the {role} that is written is parameter {layout.param}, expected {param}.")
-        _check_written(role, layout, (spec.batch, spec.kv_heads, spec.keys, spec.width(role)), params[param][0])
+        sizes = (spec.batch, spec.kv_heads, spec.keys, spec.width(role))
+        _check_written(role, layout, sizes, shapes_of(params)[param])
 
 
 def _check_inside(
     role: str,
     param: int,
-    offset: int,
-    steps: Sequence[int],
-    extents: Sequence[int],
-    params: Sequence[tuple[tuple[int, ...], str]],
+    offset: Size,
+    steps: Sequence[Size],
+    extents: Sequence[Size],
+    params: Sequence[Param],
 ) -> None:
     if not 0 <= param < len(params):
         raise AttentionError(f"the {role} is parameter {param}, expected one of the {len(params)} there are.")
     last = offset + sum(step * (extent - 1) for step, extent in zip(steps, extents, strict=True))
-    shape = params[param][0]
-    if offset < 0 or min(steps) < 0 or last >= math.prod(shape):
+    shape = shapes_of(params)[param]
+    negative = any(isinstance(number, int) and number < 0 for number in (offset, *steps))
+    if negative or not is_positive(math.prod(shape) - last):
         raise AttentionError(
             f"the {role} spans elements {offset} to {last} (strides {list(steps)} of {list(extents)}), "
             f"parameter {param} of shape {list(shape)} has {math.prod(shape)}."
         )
 
 
-def _check_written(role: str, layout: HeadLayout, sizes: tuple[int, int, int, int], shape: Sequence[int]) -> None:
+def _check_written(role: str, layout: HeadLayout, sizes: tuple[Size, int, Size, int], shape: Sequence[Size]) -> None:
     """Check that a tensor of some batch, heads, positions and width is all of the parameter it is written to."""
     batch, heads, positions, width = sizes
     axes = [
@@ -313,12 +378,12 @@ def _check_written(role: str, layout: HeadLayout, sizes: tuple[int, int, int, in
         (layout.position_stride, positions),
         (1, width),
     ]
-    filled = 1
-    for stride, extent in sorted((stride, extent) for stride, extent in axes if extent > 1):
-        if stride != filled:
-            break
-        filled *= extent
-    if layout.offset or filled != math.prod(shape):
+    filled: Size = 1
+    left = [axis for axis in axes if not are_equal(axis[1], 1)]
+    while following := [axis for axis in left if are_equal(axis[0], filled)]:
+        left.remove(following[0])
+        filled = filled * following[0][1]
+    if not are_equal(layout.offset, 0) or left or not are_equal(filled, math.prod(shape)):
         raise AttentionError(
             f"the {role} {layout} leaves elements of {list(shape)} out or writes them twice; expected offset 0 and "
             "the strides of a permutation of batch, heads and positions."

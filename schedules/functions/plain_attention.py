@@ -11,22 +11,24 @@ from collections.abc import Mapping, Sequence
 import tvm
 from tvm import te, tirx
 
-from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, check_spec
+from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, Param, check_spec
 from relaxtune.schedules.marks import ATTENTION_ATTR
+from relaxtune.schedules.sizes import Size, are_equal
 
 # TVM's OpPatternKind.kOpaque: fused with nothing.
 _OPAQUE = 8
 
 
-def attention_function(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ...], str]]) -> tirx.PrimFunc:
+def attention_function(spec: AttentionSpec, params: Sequence[Param]) -> tirx.PrimFunc:
     """Return the PrimFunc of an attention: one block a step, marked, fused with nothing.
 
     Parameters
     ----------
     spec : AttentionSpec
         What to compute.
-    params : sequence of (shape, dtype)
-        The inputs, then the output, whose every element must be one of O; then K and V, where they are written.
+    params : sequence of (shape, dtype), and of variables
+        The inputs, those that `scalars_of` returns, then the output, whose every element must be one of O; then K and
+        V, where they are written.
 
     Raises
     ------
@@ -35,7 +37,10 @@ def attention_function(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ..
     """
     check_spec(spec, params)
     own = len(params) - spec.outputs
-    inputs = [te.placeholder(shape, dtype, name=f"p{index}") for index, (shape, dtype) in enumerate(params[:own])]
+    inputs = [
+        param if isinstance(param, tirx.Var) else te.placeholder(*param, name=f"p{index}")
+        for index, param in enumerate(params[:own])
+    ]
     grown = _grown(spec, inputs, params) if spec.growth is not None else []
     # K and V follow the output among the parameters; nothing reads the output's place.
     tensors = [*inputs, *grown[:1], *grown]
@@ -62,9 +67,7 @@ def attention_function(spec: AttentionSpec, params: Sequence[tuple[tuple[int, ..
     return func.with_attr(ATTENTION_ATTR, spec.to_json()).with_attr("op_pattern", _OPAQUE)
 
 
-def _grown(
-    spec: AttentionSpec, inputs: Sequence[te.Tensor], params: Sequence[tuple[tuple[int, ...], str]]
-) -> list[te.Tensor]:
+def _grown(spec: AttentionSpec, inputs: Sequence[te.Tensor], params: Sequence[Param]) -> list[te.Tensor]:
     """Return K and V as they are written."""
     growth = spec.growth
     assert growth is not None
@@ -76,7 +79,8 @@ def _grown(
         def element(*indices: tirx.Var) -> tirx.Expr:
             b, h, j, d = _position(layout, sizes, indices, shape)
             bounds = dict(zip(indices, shape, strict=True))
-            added = tirx.max(j - growth.past, 0) if spec.keys - growth.past > 1 else tirx.IntImm("int32", 0)
+            one = are_equal(spec.keys - growth.past, 1)
+            added = tirx.IntImm("int32", 0) if one else tirx.max(j - growth.past, 0)
             before = _flat(past, (b, tirx.min(j, growth.past - 1), h, d))
             after = _flat(new, (b, added, h, d))
             of_cache = _at(inputs[past.param], before, bounds)
@@ -146,7 +150,7 @@ def _element(
     inputs: Sequence[te.Tensor],
     layout: HeadLayout,
     position: tuple[tirx.Expr, tirx.Expr, tirx.Expr, tirx.Expr],
-    bounds: Mapping[tirx.Var, int],
+    bounds: Mapping[tirx.Var, Size],
 ) -> tirx.Expr:
     """Return Q, K or V at batch, position, head and d, as float32."""
     return _at(inputs[layout.param], _flat(layout, position), bounds).astype("float32")
@@ -166,23 +170,23 @@ def _bounds(
     i: tirx.Var | None = None,
     j: tirx.Var | None = None,
     d: tirx.Var | None = None,
-) -> dict[tirx.Var, int]:
+) -> dict[tirx.Var, Size]:
     sizes = ((b, spec.batch), (h, spec.heads), (i, spec.queries), (j, spec.keys), (d, spec.head_dim))
     return {var: size for var, size in sizes if var is not None}
 
 
-def _at(tensor: te.Tensor, flat: tirx.Expr, bounds: Mapping[tirx.Var, int]) -> tirx.Expr:
+def _at(tensor: te.Tensor, flat: tirx.Expr, bounds: Mapping[tirx.Var, Size]) -> tirx.Expr:
     """Return the element of a tensor at a row-major position."""
     analyzer = tvm.sym.Analyzer()
     for var, size in bounds.items():
         analyzer.bind(var, tvm.ir.Range(0, size))
-    shape = [int(size) for size in tensor.shape]
+    shape = [int(size) if isinstance(size, tirx.IntImm) else size for size in tensor.shape]
     inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     return tensor[tuple(analyzer.simplify(flat // step % size) for step, size in zip(inner, shape, strict=True))]
 
 
 def _position(
-    layout: HeadLayout, sizes: tuple[int, int, int, int], indices: Sequence[tirx.Var], shape: Sequence[int]
+    layout: HeadLayout, sizes: tuple[Size, int, Size, int], indices: Sequence[tirx.Var], shape: Sequence[Size]
 ) -> tuple[tirx.Expr, tirx.Expr, tirx.Expr, tirx.Expr]:
     """Return batch, head, position and d of an element of a tensor that is all of a parameter."""
     batch, heads, positions, width = sizes
@@ -192,8 +196,10 @@ def _position(
         analyzer.bind(index, tvm.ir.Range(0, size))
         flat = flat + index * math.prod(shape[axis + 1 :])
 
-    def coordinate(stride: int, extent: int) -> tirx.Expr:
-        return analyzer.simplify(flat // stride % extent) if extent > 1 else tirx.IntImm("int32", 0)
+    def coordinate(stride: Size, extent: Size) -> tirx.Expr:
+        if are_equal(extent, 1):
+            return tirx.IntImm("int32", 0)
+        return analyzer.simplify(flat // stride % extent)
 
     return (
         coordinate(layout.batch_stride, batch),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import tvm
 import tvm_ffi
@@ -12,10 +11,8 @@ from tvm import tirx
 from tvm.s_tir import SBlock, SBlockRealize
 
 from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.sizes import Size as Size
 from relaxtune.schedules.tir.expressions import constant_value
-
-# Of an axis: a number, or an expression of variables that the shapes of parameters define.
-Size: TypeAlias = "int | tirx.Expr"
 
 _LETTERS = {tirx.IterVar.DataPar: "S", tirx.IterVar.CommReduce: "R"}
 

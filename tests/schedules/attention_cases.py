@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from relaxtune.schedules.functions.attention import AttentionSpec, CacheGrowth, HeadLayout, ScoreBias
+from relaxtune.schedules.functions.attention import AttentionSpec, CacheGrowth, HeadLayout, ScoreBias, scalars_of
+from relaxtune.schedules.sizes import are_equal
 
 Params = list[tuple[tuple[int, ...], str]]
 
@@ -20,6 +21,7 @@ class AttentionCase:
     `packed`: Q, K and V are slices of one parameter. `heads_first`: [B, H, S, D] instead of [B, S, H * D].
     `bias`: the kind, dtype and shape [B, H, Q, K], in which a 1 broadcasts.
     `past`: positions of caches [B, H, S, D] that grow by the keys and values of a packed product.
+    Batch, queries, keys and past may be variables.
     """
 
     batch: int = 1
@@ -46,12 +48,12 @@ class AttentionCase:
         return self.kv_heads or self.heads
 
     def made(self) -> tuple[AttentionSpec, Params]:
-        return self._growing() if self.past else self._reading()
+        return self._reading() if isinstance(self.past, int) and self.past == 0 else self._growing()
 
     def _growing(self) -> tuple[AttentionSpec, Params]:
         """A packed product of the new positions, caches, perhaps a mask; then the output and the grown caches."""
         first, (product, *mask, output) = replace(self, past=0, packed=True)._reading()
-        assert self.queries == self.keys - self.past
+        assert are_equal(self.queries, self.keys - self.past)
         widths = (self.head_dim, self.value_width)
         past, grown = (
             [((self.batch, self.shared, positions, width), self.dtype) for width in widths]
@@ -95,9 +97,11 @@ class AttentionCase:
         bias = None
         if self.bias is not None:
             kind, dtype, shape = self.bias
-            steps = [math.prod(shape[axis + 1 :]) if size > 1 else 0 for axis, size in enumerate(shape)]
+            ones = [isinstance(size, int) and size == 1 for size in shape]
+            steps = [0 if one else math.prod(shape[axis + 1 :]) for axis, one in enumerate(ones)]
             bias = ScoreBias(len(params), kind, *steps)  # type: ignore[arg-type]
             params.append((shape, dtype))
+        params += scalars_of(params, (self.batch, self.queries))
         output_shape, output = self._tensor(len(params), heads, self.queries, wide)
         params.append((output_shape, self.dtype))
         sizes = (self.batch, heads, shared, self.queries, self.keys, d, wide)

@@ -11,10 +11,13 @@ from tvm import relax, te, tirx
 
 from relaxtune.pipeline.passes.attention.head_layout import readings_of
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import called_function, dtype_of, is_op, static_shape
+from relaxtune.pipeline.passes.kit.ir import called_function, dtype_of, is_op
 from relaxtune.pipeline.passes.kit.rewrite import DONE, OPAQUE, Done, Rewriter, replace_found
+from relaxtune.pipeline.passes.kit.sizes import Shape, Size, Symbols, size_of, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.functions.attention import spec_of
+from relaxtune.schedules.tir.blocks import static_extent
+from relaxtune.schedules.tir.expressions import used_vars
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,12 @@ class Grown:
     """`concat(past, new)` along an axis, as the tensors `results` of some dtypes; `new` is a view of `base`."""
 
     results: tuple[relax.Var, ...]
-    shape: tuple[int, ...]
+    shape: Shape
     axis: int
     past: relax.Var
     base: relax.Var
-    offset: int
-    strides: tuple[int, ...]
+    offset: Size
+    strides: tuple[Size, ...]
 
 
 def append_caches(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -82,8 +85,8 @@ def _grown(operand: tvm.ir.Expr, graph: Graph) -> Grown | None:
     value = graph.value(results[0]) if results else None
     if not is_op(value, "concat") or not isinstance(value.args[0], relax.Tuple):
         return None
-    fields, shape = list(value.args[0].fields), static_shape(results[0])
-    if len(fields) != 2 or shape is None or not isinstance(fields[0], relax.Var) or static_shape(fields[0]) is None:
+    fields, shape = list(value.args[0].fields), sizes_of(results[0])
+    if len(fields) != 2 or shape is None or not isinstance(fields[0], relax.Var) or sizes_of(fields[0]) is None:
         return None
     for reading in readings_of(fields[1], graph, scaled=False):
         axes = reading.view.axes
@@ -127,34 +130,40 @@ def _append(pair: tuple[Grown, Grown]) -> Callable[..., list[te.Tensor]]:
         for number, grown in enumerate(pair):
             past, base = tensors[2 * number : 2 * number + 2]
             for dtype in dtypes[number]:
-                outputs.append(te.compute(grown.shape, _element(grown, past, base, dtype), name="append"))
+                shape = _symbols(past, base).shape(grown.shape)
+                outputs.append(te.compute(shape, _element(grown, past, base, dtype), name="append"))
         return outputs
 
     return compute
 
 
 def _element(grown: Grown, past: te.Tensor, base: te.Tensor, dtype: str) -> Callable[..., tirx.Expr]:
-    before = int(past.shape[grown.axis])
-    added = grown.shape[grown.axis] - before
+    before, size = past.shape[grown.axis], size_of(past.shape[grown.axis])
+    one = size is not None and grown.shape[grown.axis] - size == 1
+    offset, *strides = _symbols(past, base).shape((grown.offset, *grown.strides))
 
     def element(*index: tirx.Var) -> tirx.Expr:
         place = [*index]
-        place[grown.axis] = tirx.IntImm("int64", 0) if added == 1 else index[grown.axis] - before
-        flat = sum((at * stride for at, stride in zip(place, grown.strides, strict=True)), start=grown.offset)
-        new = base[_unflattened(flat, base, grown, index)]
+        place[grown.axis] = tirx.IntImm("int64", 0) if one else index[grown.axis] - before
+        flat = sum((at * stride for at, stride in zip(place, strides, strict=True)), start=offset)
+        new = base[_unflattened(flat, past, base, grown, index)]
         return tirx.if_then_else(index[grown.axis] < before, past(*index), new).astype(dtype)
 
     return element
 
 
+def _symbols(*tensors: te.Tensor) -> Symbols:
+    return Symbols(var for tensor in tensors for axis in tensor.shape for var in used_vars(axis))
+
+
 def _unflattened(
-    flat: tirx.Expr | int, base: te.Tensor, grown: Grown, index: Sequence[tirx.Var]
+    flat: tirx.Expr | int, past: te.Tensor, base: te.Tensor, grown: Grown, index: Sequence[tirx.Var]
 ) -> tuple[tirx.Expr, ...]:
     """Return the indices of a row-major position."""
     analyzer = tvm.sym.Analyzer()
-    for var, size in zip(index, grown.shape, strict=True):
+    for var, size in zip(index, _symbols(past, base).shape(grown.shape), strict=True):
         analyzer.bind(var, tvm.ir.Range(0, size))
-    shape = [int(size) for size in base.shape]
+    shape = [size if static_extent(size) is None else int(size) for size in base.shape]
     inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     position = flat if isinstance(flat, tirx.Expr) else tirx.IntImm("int64", flat)
     return tuple(

@@ -8,18 +8,28 @@ import tvm
 from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.attention.append_caches import Grown, caches_of, results_of
-from relaxtune.pipeline.passes.attention.kernel import Param, template_refusal
+from relaxtune.pipeline.passes.attention.kernel import param_shape, template_refusal
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import called_function, dtype_of, static_shape
+from relaxtune.pipeline.passes.kit.ir import called_function, dtype_of, shape_of
 from relaxtune.pipeline.passes.kit.rewrite import DONE, Done, Rewriter, replace_found
+from relaxtune.pipeline.passes.kit.sizes import Shape, Size, Symbols, plain, size_of, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.schedules.functions.attention import AttentionSpec, CacheGrowth, HeadLayout, spec_of
+from relaxtune.schedules.functions.attention import (
+    AttentionSpec,
+    CacheGrowth,
+    HeadLayout,
+    Param,
+    scalars_of,
+    shapes_of,
+    spec_of,
+)
 from relaxtune.schedules.functions.plain_attention import attention_function
+from relaxtune.schedules.sizes import variables_of
 
 
 @dataclass(frozen=True)
 class _Attention:
-    """An attention with the caches that it writes: its result, then keys and values; operands in order."""
+    """An attention with the caches that it writes: its result, then keys and values; operands and scalars in order."""
 
     results: tuple[relax.Var, relax.Var, relax.Var]
     operands: tuple[tvm.ir.Expr, ...]
@@ -49,7 +59,7 @@ def append_in_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IR
         readers = [reader for var in results_of(pair) for reader in graph.readers(var)]
         if any(order.get(reader, len(order)) < order[binding.var] for reader in readers):
             continue
-        made = _attention(mod, binding.var, binding.value, pair)
+        made = _attention(mod, binding.var, binding.value, pair, graph.symbols)
         if made is None:
             continue
         reason = template_refusal(made.func, state.target)
@@ -65,7 +75,7 @@ def append_in_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IR
 
 
 def _attention(
-    mod: tvm.ir.IRModule, result: relax.Var, call: relax.Call, pair: tuple[Grown, Grown]
+    mod: tvm.ir.IRModule, result: relax.Var, call: relax.Call, pair: tuple[Grown, Grown], symbols: Symbols
 ) -> _Attention | None:
     """Return the attention that writes a pair of caches, or None where they do not lie as it wants them."""
     spec = spec_of(mod[called_function(call)])
@@ -87,11 +97,15 @@ def _attention(
     for grown, layout in zip(pair, layouts, strict=True):
         if layout is None:
             return None
-        cache, new = layout
+        cache, new = (_expressed(one, symbols) for one in layout)
         parts.append((replace(cache, param=position(grown.past)), replace(new, param=position(grown.base))))
     bias = None if spec.bias is None else replace(spec.bias, param=position(given[spec.bias.param]))
-    count = len(operands)
-    growth = CacheGrowth(past, parts[0][0], parts[1][0], parts[0][1], parts[1][1])
+    results = (result, pair[0].results[0], pair[1].results[0])
+    inputs, outputs = ([(param_shape(expr), dtype_of(expr)) for expr in exprs] for exprs in (operands, results))
+    scalars = scalars_of(inputs, outputs[0][0])
+    params: list[Param] = [*inputs, *scalars, *outputs]
+    count = len(inputs) + len(scalars)
+    growth = CacheGrowth(symbols.expression(past), parts[0][0], parts[1][0], parts[0][1], parts[1][1])
     appended = replace(
         spec,
         query=query,
@@ -101,24 +115,29 @@ def _attention(
         bias=bias,
         growth=growth,
     )
-    results = (result, pair[0].results[0], pair[1].results[0])
-    params: list[Param] = [(static_shape(expr) or (), dtype_of(expr)) for expr in (*operands, *results)]
-    return _Attention(results, tuple(operands), attention_function(appended, params))
+    # The variables of the function that is replaced may be others.
+    appended = AttentionSpec.from_json(appended.to_json(), variables_of(shapes_of(params)))
+    return _Attention(results, (*operands, *scalars), attention_function(appended, params))
+
+
+def _expressed(layout: HeadLayout, symbols: Symbols) -> HeadLayout:
+    strides = (layout.offset, layout.batch_stride, layout.position_stride, layout.head_stride)
+    return HeadLayout(layout.param, *symbols.shape([plain(stride) for stride in strides]))
 
 
 def _grown_layouts(spec: AttentionSpec, role: str, grown: Grown) -> tuple[HeadLayout, HeadLayout] | None:
     """Return where a cache's past and its new positions lie; None unless its axes are batch, heads, positions and d.
 
-    Heads and positions may change places. Of an axis of size 1 any stride will do.
+    Heads and positions may change places. Of an axis of size 1 any stride will do. Strides are those of passes.
     """
     layout, width = spec.layouts()[role], spec.width(role)
-    sizes = (spec.batch, spec.kv_heads, spec.keys, width)
+    sizes = tuple(map(size_of, (spec.batch, spec.kv_heads, spec.keys, width)))
     for axes in ((0, 1, 2, 3), (0, 2, 1, 3)):
         if tuple(grown.shape[axis] for axis in axes) != sizes or axes[2] != grown.axis:
             continue
         if not _lies(layout, _dense(grown.shape, axes), sizes):
             continue
-        before = static_shape(grown.past)
+        before = sizes_of(grown.past)
         batch, head, position, unit = (grown.strides[axis] for axis in axes)
         if before is None or (unit != 1 and width > 1):
             return None
@@ -126,33 +145,33 @@ def _grown_layouts(spec: AttentionSpec, role: str, grown: Grown) -> tuple[HeadLa
     return None
 
 
-def _positions(cache: relax.Var, axis: int) -> int | None:
-    shape = static_shape(cache)
+def _positions(cache: relax.Var, axis: int) -> Size | None:
+    shape = sizes_of(cache)
     return None if shape is None else shape[axis]
 
 
-def _dense(shape: tuple[int, ...], axes: tuple[int, ...]) -> HeadLayout:
+def _dense(shape: Shape, axes: tuple[int, ...]) -> HeadLayout:
     """Return where the elements of a row-major tensor lie whose axes are batch, heads and positions, in some order."""
-    strides = [1] * len(shape)
+    strides: list[Size] = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * shape[axis + 1]
     return HeadLayout(0, 0, strides[axes[0]], strides[axes[2]], strides[axes[1]])
 
 
-def _lies(layout: HeadLayout, expected: HeadLayout, sizes: tuple[int, int, int, int]) -> bool:
+def _lies(layout: HeadLayout, expected: HeadLayout, sizes: tuple[Size | None, ...]) -> bool:
     pairs = (
         (layout.batch_stride, expected.batch_stride, sizes[0]),
         (layout.head_stride, expected.head_stride, sizes[1]),
         (layout.position_stride, expected.position_stride, sizes[2]),
     )
-    return layout.offset == 0 and all(got == wanted or size == 1 for got, wanted, size in pairs)
+    return size_of(layout.offset) == 0 and all(size_of(got) == wanted or size == 1 for got, wanted, size in pairs)
 
 
 def _emit(new: Rewriter, _binding: relax.VarBinding, attention: _Attention | None) -> Done:
     if attention is None:
         return DONE
     operands = relax.Tuple([new.of(operand) for operand in attention.operands])
-    types = [relax.TensorType(static_shape(var), dtype_of(var)) for var in attention.results]
+    types = [relax.TensorType(shape_of(var), dtype_of(var)) for var in attention.results]
     function = new.function(attention.func.without_attr("global_symbol"), "attention")
     name = f"{attention.results[0].name}__appended"
     made = new.extra(name, relax.call_tir(function, operands, types), attention.results)

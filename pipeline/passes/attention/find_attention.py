@@ -24,7 +24,8 @@ from relaxtune.pipeline.passes.attention.remove_nan_guards import guarded_by
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError, Scores, ScoreStep, scores_of
 from relaxtune.pipeline.passes.attention.strided_view import is_view
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, is_op, static_shape
+from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, is_op
+from relaxtune.pipeline.passes.kit.sizes import Size, quotient, sizes_of
 
 # Ways tried of reading three operands, the furthest back first.
 _READINGS_MAX = 64
@@ -63,10 +64,10 @@ class Attention:
     result: relax.Var
     path: tuple[relax.Var, ...]
     dtype: str
-    batch: int
+    batch: Size
     heads: int
-    queries: int
-    keys: int
+    queries: Size
+    keys: Size
     head_dim: int
     value_dim: int
     scale: float
@@ -98,9 +99,9 @@ def match_attention(softmax: relax.Var, graph: Graph) -> Attention:
         It is not one that a kernel can make, and why.
     """
     call = graph.values[softmax]
-    rank = len(static_shape(softmax) or ())
+    rank = len(sizes_of(softmax) or ())
     if not rank:
-        raise NotAttentionError("its scores have a symbolic shape")
+        raise NotAttentionError("its scores have an unknown shape")
     if int(call.attrs.axis) not in (-1, rank - 1):
         raise NotAttentionError(f"its softmax is over axis {int(call.attrs.axis)} of {rank}, expected the last")
     scores = scores_of(call.args[0], graph)
@@ -135,7 +136,7 @@ def _weights(softmax: relax.Var, graph: Graph) -> tuple[list[relax.Var], bool]:
         if is_op(value, "matmul") and value.args[0] == last:
             return [*path, readers[0]], guarded
         regrouped = is_op(value, "reshape", "expand_dims", "squeeze") and (
-            (static_shape(readers[0]) or ())[-2:] == (static_shape(last) or ())[-2:]
+            (sizes_of(readers[0]) or ())[-2:] == (sizes_of(last) or ())[-2:]
         )
         if not is_op(value, "astype") and not regrouped:
             raise NotAttentionError("its weights are not multiplied by values")
@@ -153,7 +154,7 @@ def _moves(product: relax.Var, dtype: str, graph: Graph) -> list[relax.Var]:
         value = graph.value(reader)
         narrows = is_op(value, "astype") and dtype_of(reader) == dtype
         # What leaves elements out is no move of the whole.
-        moves = is_view(value) and math.prod(static_shape(reader) or (0,)) == math.prod(static_shape(current) or ())
+        moves = is_view(value) and math.prod(sizes_of(reader) or (0,)) == math.prod(sizes_of(current) or ())
         if not narrows and not moves:
             break
         chain.append(reader)
@@ -175,13 +176,15 @@ def _laid_out(
     guarded: bool,
     graph: Graph,
 ) -> Attention:
-    first, second, shape = (static_shape(var) for var in (scores.product, weights[-1], result))
+    first, second, shape = (sizes_of(var) for var in (scores.product, weights[-1], result))
     if first is None or second is None or shape is None:
-        raise NotAttentionError("its shape is symbolic")
+        raise NotAttentionError("its shape is not known")
     (*leading, queries, keys), (*outer, _, value_dim) = first, second
     if len(first) < 3 or math.prod(leading) != math.prod(outer):
         raise NotAttentionError(f"its products have the shapes {first} and {second}, expected leading axes")
-    head_dim = (static_shape(operands[0]) or (0,))[-1]
+    head_dim = (sizes_of(operands[0]) or (0,))[-1]
+    if not isinstance(head_dim, int) or not isinstance(value_dim, int):
+        raise NotAttentionError(f"its heads are {head_dim} and {value_dim} wide, expected numbers")
     back = inverse([graph.values[var] for var in chain], second, shape)
     if back is None:
         raise NotAttentionError("its result is moved in a way that no strides describe")
@@ -210,7 +213,7 @@ def _laid_out(
             result=result,
             path=(*scores.path, *weights, *chain),
             dtype=dtype_of(result),
-            batch=output.count // heads,
+            batch=quotient(output.count, heads) or 1,
             heads=heads,
             queries=queries,
             keys=keys,
@@ -228,7 +231,7 @@ def _laid_out(
 
 
 def _strides(
-    operands: tuple[Planes, Planes, Planes], output: Planes, leading: Sequence[int]
+    operands: tuple[Planes, Planes, Planes], output: Planes, leading: Sequence[Size]
 ) -> tuple[int, tuple[Strides, Strides, Strides, Strides]] | None:
     """Return the number of heads and the strides of query, key, value and output."""
     for heads in head_counts(leading, [*operands, output]):

@@ -16,12 +16,13 @@ from relaxtune.pipeline.passes.attention.strided_view import (
     is_view,
     merged,
     regrouped,
-    size_of,
+    size_of_axis,
     view_through,
     whole,
 )
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, is_op, numbers_beside, static_shape
+from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, is_op, numbers_beside
+from relaxtune.pipeline.passes.kit.sizes import Size, order, quotient, sizes_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def readings_of(expr: tvm.ir.Expr, graph: Graph, *, scaled: bool) -> list[Readin
     readings: list[Reading] = []
     current = expr
     while True:
-        shape = static_shape(current)
+        shape = sizes_of(current)
         if shape is None:
             break
         reading = _apply(chain, Reading(current, whole(shape)))
@@ -96,10 +97,10 @@ def _apply(chain: Sequence[relax.Call], reading: Reading) -> Reading | None:
 class Strides:
     """Of batch, head and position; `heads` counts those that differ."""
 
-    offset: int
-    batch: int
-    head: int
-    position: int
+    offset: Size
+    batch: Size
+    head: Size
+    position: Size
     heads: int
 
 
@@ -108,17 +109,17 @@ class Planes:
     """A tensor as planes [positions, width], counted by one axis: batch and heads together."""
 
     leading: Factors
-    offset: int
+    offset: Size
     positions: Factors
-    unit: int
+    unit: Size
 
     @property
-    def count(self) -> int:
+    def count(self) -> Size:
         """How many planes there are."""
-        return size_of(self.leading)
+        return size_of_axis(self.leading)
 
 
-def planes_of(view: StridedView, leading: Sequence[int], *, transposed: bool = False) -> Planes | None:
+def planes_of(view: StridedView, leading: Sequence[Size], *, transposed: bool = False) -> Planes | None:
     """Return a matmul operand [leading..., positions, width] (transposed: the last two swapped) as planes.
 
     None when rows of a head do not lie together.
@@ -134,7 +135,7 @@ def planes_of(view: StridedView, leading: Sequence[int], *, transposed: bool = F
 
 def strides_of(planes: Planes, heads: int, *, shared: bool) -> Strides | None:
     """Return strides when each `heads` planes are one batch element; heads may be `shared` by neighbours."""
-    parts = regrouped(planes.leading, (planes.count // heads, heads))
+    parts = regrouped(planes.leading, (quotient(planes.count, heads) or 1, heads))
     if parts is None or len(parts[0]) > 1:
         return None
     batch, own = parts
@@ -150,45 +151,54 @@ def strides_of(planes: Planes, heads: int, *, shared: bool) -> Strides | None:
         batch=_stride(batch, planes.unit),
         head=_stride(own, planes.unit),
         position=_stride(planes.positions, planes.unit),
-        heads=size_of(own) if shared else heads,
+        heads=_count(own) if shared else heads,
     )
 
 
-def _stride(factors: Factors, of_one: int) -> int:
+def _count(factors: Factors) -> int:
+    """Return how many of a number of heads differ."""
+    size = size_of_axis(factors)
+    assert isinstance(size, int)
+    return size
+
+
+def _stride(factors: Factors, of_one: Size) -> Size:
     return factors[0][1] if factors else of_one
 
 
-def head_counts(leading: Sequence[int], planes: Sequence[Planes]) -> list[int]:
+def head_counts(leading: Sequence[Size], planes: Sequence[Planes]) -> list[int]:
     """Return how many planes could be the heads of one batch element, the likeliest first."""
     count = math.prod(leading)
     cuts = [math.prod(leading[1:])] if len(leading) > 1 else []
     for one in planes:
-        inner = 1
+        inner: Size = 1
         for size, _ in reversed(one.leading):
-            inner *= size
+            inner = inner * size
             cuts.append(inner)
     cuts += [count, 1]
-    return list(dict.fromkeys(cut for cut in cuts if count % cut == 0))
+    return list(dict.fromkeys(cut for cut in cuts if isinstance(cut, int) and quotient(count, cut) is not None))
 
 
-def inverse(chain: Sequence[relax.Call], shape: Sequence[int], result: Sequence[int]) -> StridedView | None:
+def inverse(chain: Sequence[relax.Call], shape: Sequence[Size], result: Sequence[Size]) -> StridedView | None:
     """Return where a tensor's elements lie in the result of a chain of moves; None when some are lost."""
     view: StridedView | None = whole(shape)
     for call in chain:
         if view is not None and not is_op(call, "astype"):
             view = view_through(call, view)
-    if view is None or view.offset or math.prod(result) != math.prod(shape):
+    if view is None or view.offset != 0 or math.prod(result) != math.prod(shape):
         return None
-    moved: list[tuple[int, Factor]] = []
-    inner = math.prod(result)
+    moved: list[tuple[Size, Factor]] = []
+    inner: Size | None = math.prod(result)
     for axis in view.axes:
         for size, stride in axis:
-            inner //= size
+            inner = None if inner is None else quotient(inner, size)
+            if inner is None:
+                return None
             moved.append((stride, (size, inner)))
-    moved.sort(reverse=True)
-    expected = math.prod(shape)
+    moved.sort(key=lambda one: order(one[0]), reverse=True)
+    expected: Size | None = math.prod(shape)
     for stride, (size, _) in moved:
-        expected //= size
+        expected = None if expected is None else quotient(expected, size)
         if stride != expected:
             return None
     parts = regrouped(merged(factor for _, factor in moved), shape)

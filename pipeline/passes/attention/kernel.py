@@ -7,18 +7,16 @@ from dataclasses import dataclass
 import tvm
 from tvm import tirx
 
-from relaxtune.pipeline.passes.attention.find_attention import Attention, Heads
+from relaxtune.pipeline.passes.attention.find_attention import Attention
 from relaxtune.pipeline.passes.attention.head_layout import Strides
 from relaxtune.pipeline.passes.attention.kernel_mask import Masking
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError
-from relaxtune.pipeline.passes.kit.ir import dtype_of, static_shape
-from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, ScoreBias
+from relaxtune.pipeline.passes.kit.ir import dtype_of, shape_of
+from relaxtune.pipeline.passes.kit.sizes import Size, Symbols, plain
+from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, Param, ScoreBias, scalars_of
 from relaxtune.schedules.functions.plain_attention import attention_function
 from relaxtune.schedules.registry import list_candidates
 from relaxtune.schedules.targets import ResolvedTarget, target_limits
-
-# Shape and dtype.
-Param = tuple[tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,14 @@ class AttentionKernel:
     bases: tuple[tvm.ir.Expr, ...]
 
 
-def kernel_of(attention: Attention, masking: Masking) -> AttentionKernel:
-    """Return the kernel of an attention and its mask."""
+def kernel_of(attention: Attention, masking: Masking, symbols: Symbols) -> AttentionKernel:
+    """Return the kernel of an attention and its mask.
+
+    Raises
+    ------
+    NotAttentionError
+        Two axes of the graph have the name of one of its sizes.
+    """
     bases: list[tvm.ir.Expr] = []
 
     def position(base: tvm.ir.Expr) -> int:
@@ -51,22 +55,31 @@ def kernel_of(attention: Attention, masking: Masking) -> AttentionKernel:
             bases.append(base)
         return bases.index(base)
 
-    def layout(heads: Heads) -> HeadLayout:
-        return _layout(position(heads.base), heads.strides)
+    def size(given: Size) -> int | tirx.Expr:
+        if not symbols.knows(given):
+            raise NotAttentionError(f"more than one axis, or none, is called by a name of its size {given}")
+        return symbols.expression(plain(given))
 
-    query, key, value = (layout(heads) for heads in (attention.query, attention.key, attention.value))
-    params = [(static_shape(base) or (), attention.dtype) for base in bases]
+    def layout(param: int, strides: Strides) -> HeadLayout:
+        return HeadLayout(param, *map(size, (strides.offset, strides.batch, strides.position, strides.head)))
+
+    query, key, value = (
+        layout(position(heads.base), heads.strides) for heads in (attention.query, attention.key, attention.value)
+    )
+    params: list[Param] = [(param_shape(base), attention.dtype) for base in bases]
     bias = None
     if masking.strides is not None:
-        bias = ScoreBias(len(params), masking.kind, *masking.strides)
+        bias = ScoreBias(len(params), masking.kind, *map(size, masking.strides))
         dtype = "float32" if masking.source is None else dtype_of(masking.source)
-        params.append((masking.shape, dtype))
+        params.append((tuple(map(size, masking.shape)), dtype))
+    result = param_shape(attention.result)
+    scalars = scalars_of(params, result)
     spec = AttentionSpec(
-        batch=attention.batch,
+        batch=size(attention.batch),
         heads=attention.heads,
         kv_heads=attention.key.strides.heads,
-        queries=attention.queries,
-        keys=attention.keys,
+        queries=size(attention.queries),
+        keys=size(attention.keys),
         head_dim=attention.head_dim,
         value_dim=attention.value_dim,
         scale=attention.scale,
@@ -75,15 +88,16 @@ def kernel_of(attention: Attention, masking: Masking) -> AttentionKernel:
         query=query,
         key=key,
         value=value,
-        output=_layout(len(params), attention.output.strides),
+        output=layout(len(params) + len(scalars), attention.output.strides),
         bias=bias,
     )
-    params.append((static_shape(attention.result) or (), attention.dtype))
+    params += [*scalars, (result, attention.dtype)]
     return AttentionKernel(attention, masking, spec, tuple(params), tuple(bases))
 
 
-def _layout(param: int, strides: Strides) -> HeadLayout:
-    return HeadLayout(param, strides.offset, strides.batch, strides.position, strides.head)
+def param_shape(expr: tvm.ir.Expr) -> tuple[int | tirx.Expr, ...]:
+    """Return a tensor's shape as that of a parameter."""
+    return tuple(int(axis) if isinstance(axis, tirx.IntImm) else axis for axis in shape_of(expr) or ())
 
 
 class AttentionFunctions:
@@ -91,7 +105,7 @@ class AttentionFunctions:
 
     def __init__(self, target: tvm.target.Target) -> None:
         self._target = target
-        self._made: dict[tuple[AttentionSpec, tuple[Param, ...]], tirx.PrimFunc] = {}
+        self._made: dict[tuple[str, str], tirx.PrimFunc] = {}
 
     def get(self, kernel: AttentionKernel) -> tirx.PrimFunc:
         """Return the PrimFunc of a kernel.
@@ -101,9 +115,9 @@ class AttentionFunctions:
         NotAttentionError
             No template makes it.
         """
-        key = (kernel.spec, kernel.params)
+        key = (kernel.spec.to_json(), str(kernel.params))
         if key not in self._made:
-            func = attention_function(*key)
+            func = attention_function(kernel.spec, kernel.params)
             reason = template_refusal(func, self._target)
             if reason is not None:
                 raise NotAttentionError(reason)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import tvm
@@ -16,10 +17,11 @@ from relaxtune.pipeline.passes.attention.read_mask import Condition, Mask, MaskR
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError, ScoreStep
 from relaxtune.pipeline.passes.attention.strided_view import StridedView, merged, regrouped, whole
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import array_of, is_constant, static_shape
+from relaxtune.pipeline.passes.kit.ir import array_of, is_constant
+from relaxtune.pipeline.passes.kit.sizes import Shape, Size, Symbols, order, sizes_of
 
 # Of batch, head, query and key.
-BiasStrides = tuple[int, int, int, int]
+BiasStrides: TypeAlias = "tuple[Size, Size, Size, Size]"
 
 # Takes the place of -inf where rows that see no key must not become NaN.
 _FINITE_FILL = -1e30
@@ -50,10 +52,10 @@ class Masking:
     addends: tuple[tuple[tvm.ir.Expr, float], ...] = ()
     conditions: tuple[Condition, ...] = ()
     fill: float = 0.0
-    shape: tuple[int, ...] = ()
+    shape: Shape = ()
 
     @property
-    def elements(self) -> int:
+    def elements(self) -> Size:
         """How many the tensor has."""
         return 0 if self.strides is None else math.prod(self.shape)
 
@@ -74,7 +76,7 @@ def masking_of(attention: Attention, graph: Graph) -> Masking:
     if not attention.steps:
         return Masking()
     shape = max((step.shape for step in attention.steps), key=len)
-    attention = replace(attention, steps=tuple(_of_shape(step, shape) for step in attention.steps))
+    attention = replace(attention, steps=tuple(_of_shape(step, shape, graph.symbols) for step in attention.steps))
     reader = MaskReader(graph, attention.queries, attention.keys)
     masks = [_mask_of(step, reader) for step in attention.steps]
     whole_mask = Mask()
@@ -93,18 +95,19 @@ def masking_of(attention: Attention, graph: Graph) -> Masking:
     if whole_mask.causal or whole_mask.window or (attention.guarded and infinite):
         return apart
     as_it_is = _as_it_is(attention, shape, graph)
-    return apart if apart.elements < as_it_is.elements else as_it_is
+    return apart if order(apart.elements) < order(as_it_is.elements) else as_it_is
 
 
-def _of_shape(step: ScoreStep, shape: tuple[int, ...]) -> ScoreStep:
+def _of_shape(step: ScoreStep, shape: Shape, symbols: Symbols) -> ScoreStep:
     """Return a step for scores whose leading axes are grouped otherwise (batch and heads as one axis, say)."""
-    own = static_shape(step.expr)
+    own = sizes_of(step.expr)
     if step.shape == shape:
         return step
     if own is None or len(own) < 2 or (own[:-2] != step.shape[:-2] and math.prod(own[:-2]) != 1):
         raise NotAttentionError(f"its masks are for scores of different shapes, {step.shape} and {shape}")
-    leading = shape[:-2] if math.prod(own[:-2]) > 1 else (1,) * (len(shape) - 2)
-    regrouped = relax.BlockBuilder().normalize(relax.op.reshape(step.expr, (*leading, *own[-2:])))
+    leading = (1,) * (len(shape) - 2) if math.prod(own[:-2]) == 1 else shape[:-2]
+    target = symbols.shape((*leading, *own[-2:]))
+    regrouped = relax.BlockBuilder().normalize(relax.op.reshape(step.expr, target))
     return replace(step, expr=regrouped, shape=shape)
 
 
@@ -117,7 +120,7 @@ def _mask_of(step: ScoreStep, reader: MaskReader) -> Mask:
     return mask if known else Mask(addends=(step.expr,))
 
 
-def _as_it_is(attention: Attention, shape: tuple[int, ...], graph: Graph) -> Masking:
+def _as_it_is(attention: Attention, shape: Shape, graph: Graph) -> Masking:
     """Return the mask with its tensors read, or added up, as they stand in the graph."""
     steps = attention.steps
     if len(steps) == 1 and steps[0].kind == "where" and np.isneginf(steps[0].fill):
@@ -138,7 +141,7 @@ def _as_it_is(attention: Attention, shape: tuple[int, ...], graph: Graph) -> Mas
 
 def _taken_apart(
     attention: Attention,
-    shape: tuple[int, ...],
+    shape: Shape,
     graph: Graph,
     mask: Mask,
     addends: tuple[tuple[tvm.ir.Expr, float], ...],
@@ -158,7 +161,7 @@ def _taken_apart(
 
 def _read(
     attention: Attention,
-    shape: tuple[int, ...],
+    shape: Shape,
     graph: Graph,
     expr: tvm.ir.Expr,
     kind: Literal["add", "keep"],
@@ -168,27 +171,27 @@ def _read(
     for reading in readings_of(expr, graph, scaled=False):
         strides = _strides(attention, reading.view, shape)
         if strides is not None:
-            lies_in = static_shape(reading.base) or ()
+            lies_in = sizes_of(reading.base) or ()
             return replace(masking, kind=kind, strides=strides, source=reading.base, shape=lies_in)
-    raise NotAttentionError(f"its mask {static_shape(expr)} lies in a way that no strides describe")
+    raise NotAttentionError(f"its mask {sizes_of(expr)} lies in a way that no strides describe")
 
 
-def _made(attention: Attention, shape: tuple[int, ...], masking: Masking) -> Masking:
+def _made(attention: Attention, shape: Shape, masking: Masking) -> Masking:
     """Return a masking whose tensor is still to be made."""
-    parts = [static_shape(expr) for expr, _ in masking.addends]
-    parts += [static_shape(condition.expr) for condition in masking.conditions]
-    if any(part is None for part in parts):
-        raise NotAttentionError("its mask has a symbolic shape")
-    made = np.broadcast_shapes(*(part or () for part in parts))
+    parts = [sizes_of(expr) for expr, _ in masking.addends]
+    parts += [sizes_of(condition.expr) for condition in masking.conditions]
+    made = _broadcast(parts)
+    if made is None:
+        raise NotAttentionError("its mask has an unknown shape")
     strides = _strides(attention, whole(made), shape)
     if strides is None:
         raise NotAttentionError(f"its mask {made} lies in a way that no strides describe")
     return replace(masking, strides=strides, shape=made)
 
 
-def _strides(attention: Attention, view: StridedView, shape: tuple[int, ...]) -> BiasStrides | None:
+def _strides(attention: Attention, view: StridedView, shape: Shape) -> BiasStrides | None:
     wide = view.broadcast(shape)
-    if wide is None or view.offset:
+    if wide is None or view.offset != 0:
         return None
     leading = merged(factor for axis in wide.axes[:-2] for factor in axis)
     parts = regrouped(leading, (attention.batch, attention.heads))
@@ -199,6 +202,19 @@ def _strides(attention: Attention, view: StridedView, shape: tuple[int, ...]) ->
         return None
     batch, head, query, key = (axis[0][1] if axis else 0 for axis in axes)
     return batch, head, query, key
+
+
+def _broadcast(shapes: Sequence[Shape | None]) -> Shape | None:
+    """Return what some shapes broadcast to, None where that is not known."""
+    if any(shape is None for shape in shapes):
+        return None
+    made: list[Size] = [1] * max(len(shape or ()) for shape in shapes)
+    for shape in shapes:
+        for place, size in enumerate(reversed(shape or ()), start=1):
+            if 1 not in (size, made[-place]) and size != made[-place]:
+                return None
+            made[-place] = size if made[-place] == 1 else made[-place]
+    return tuple(made)
 
 
 def _is_finite(expr: tvm.ir.Expr) -> bool:

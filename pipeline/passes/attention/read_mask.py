@@ -22,8 +22,8 @@ from relaxtune.pipeline.passes.kit.ir import (
     is_op,
     number_of,
     numbers_beside,
-    static_shape,
 )
+from relaxtune.pipeline.passes.kit.sizes import Size, sizes_of
 
 # A score this low leaves its key out: the weight is exp(-10000) of a visible key's, 0 in float32.
 MASKED = -1e4
@@ -78,8 +78,8 @@ class MaskReader:
     """Takes the masks of scores [..., queries, keys] apart."""
 
     graph: Graph
-    queries: int
-    keys: int
+    queries: Size
+    keys: Size
 
     def condition(self, expr: tvm.ir.Expr, *, negated: bool, fill: float) -> Mask:
         """Return the parts of `where(expr, scores, fill)`, or when negated of `where(expr, fill, scores)`."""
@@ -167,6 +167,8 @@ class MaskReader:
             return Mask(conditions=(condition,))
         if kept.all():
             return Mask()
+        if not isinstance(self.queries, int) or not isinstance(self.keys, int):
+            return Mask(conditions=(condition,))
         ahead = np.arange(self.keys)[None, :] - np.arange(self.queries)[:, None] - (self.keys - self.queries)
         causal = ahead <= 0
         # A kernel skips keys that no query sees: each query needs one that it sees, or nothing is computed for it.
@@ -188,7 +190,8 @@ class MaskReader:
         rows, columns = planes.shape[1:]
         if rows not in (1, self.queries) or columns not in (1, self.keys) or (planes != planes[:1]).any():
             return None
-        return np.broadcast_to(planes[0], (self.queries, self.keys))
+        # A symbolic axis is one along which the condition does not change.
+        return np.broadcast_to(planes[0], [size if isinstance(size, int) else 1 for size in (self.queries, self.keys)])
 
     def _value(self, expr: tvm.ir.Expr) -> tvm.ir.Expr | None:
         return self.graph.values.get(expr, expr) if isinstance(expr, relax.Var) else expr
@@ -212,7 +215,7 @@ class MaskReader:
 
 def _differ_in_leading_ones(left: tvm.ir.Expr, right: tvm.ir.Expr) -> bool:
     """Return whether two tensors have one shape but for axes of size 1 in front."""
-    shapes = [static_shape(expr) for expr in (left, right)]
+    shapes = [sizes_of(expr) for expr in (left, right)]
     if shapes[0] is None or shapes[1] is None:
         return False
     first, second = (list(shape or ()) for shape in shapes)

@@ -61,7 +61,7 @@ def attention_as_kernels(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.I
             continue
         try:
             attention = match_attention(var, graph)
-            kernel = kernel_of(attention, masking_of(attention, graph))
+            kernel = kernel_of(attention, masking_of(attention, graph), graph.symbols)
             functions.get(kernel)
         except NotAttentionError as e:
             state.note(f"attention not recognised at {var.name}: {e}")
@@ -95,6 +95,7 @@ class _Emit:
         func = self._functions.get(kernel)
         if func not in self._added:
             self._added[func] = new.function(func.without_attr("global_symbol"), "attention")
+        operands += [param for param in kernel.params if isinstance(param, tirx.Var)]
         return relax.call_tir(self._added[func], relax.Tuple(operands), relax.TensorType(*kernel.params[-1]))
 
     def _mask(self, new: Rewriter, masking: Masking) -> tvm.ir.Expr:

@@ -12,9 +12,11 @@ from relaxtune.pipeline.passes.attention.head_layout import readings_of
 from relaxtune.pipeline.passes.attention.rounded_copies import Roundings
 from relaxtune.pipeline.passes.attention.strided_view import StridedView, is_view
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, either_way, is_op, numbers_beside, static_shape
+from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, either_way, is_op, numbers_beside
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
+from relaxtune.pipeline.passes.kit.sizes import Shape, Size, listed_sizes, plain, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.schedules.tir.blocks import static_extent
 
 # A PrimFunc's attribute: first column that is rotated, how many are, and columns of a head.
 ROTARY_ATTR = "relaxtune.rotary"
@@ -27,7 +29,7 @@ class _Rotation:
     result: relax.Var
     base: relax.Var
     start: int
-    shape: tuple[int, int, int, int]
+    shape: tuple[Size, int, Size, int]
     dtype: str
     cos: tvm.ir.Expr
     sin: tvm.ir.Expr
@@ -76,16 +78,22 @@ def _side_by_side(rotations: Sequence[_Rotation]) -> list[_Rotation]:
 
 
 def _rotation(var: relax.Var, graph: Graph) -> _Rotation | None:
-    value, shape = graph.value(var), static_shape(var)
-    if not is_op(value, "add") or shape is None or len(shape) != 4 or shape[-1] % 2:
+    value, shape = graph.value(var), sizes_of(var)
+    if not is_op(value, "add") or shape is None or len(shape) != 4 or _half(shape) is None:
         return None
-    for plain, turned in either_way(value):
-        for data, cos in _products(plain, graph):
+    for straight, turned in either_way(value):
+        for data, cos in _products(straight, graph):
             for half, sin in _products(turned, graph):
                 steps = _turned_steps(half, data, graph)
                 if steps is not None and _is_table(cos, shape) and _is_table(sin, shape):
-                    return _placed(var, data, shape, cos, sin, (plain, turned, half, *steps), graph)
+                    return _placed(var, data, shape, cos, sin, (straight, turned, half, *steps), graph)
     return None
+
+
+def _half(shape: Shape) -> int | None:
+    """Return half the size of the last axis, None where it is odd or symbolic."""
+    size = shape[-1]
+    return size // 2 if isinstance(size, int) and size % 2 == 0 else None
 
 
 def _products(expr: tvm.ir.Expr, graph: Graph) -> list[tuple[relax.Var, tvm.ir.Expr]]:
@@ -96,7 +104,7 @@ def _products(expr: tvm.ir.Expr, graph: Graph) -> list[tuple[relax.Var, tvm.ir.E
 
 def _turned_steps(expr: relax.Var, data: relax.Var, graph: Graph) -> tuple[relax.Var, ...] | None:
     """Return the steps of `concat(-data[D/2:], data[:D/2])`, None when `expr` is something else."""
-    value, shape = graph.value(expr), static_shape(data)
+    value, shape = graph.value(expr), sizes_of(data)
     if not is_op(value, "concat") or not isinstance(value.args[0], relax.Tuple) or shape is None:
         return None
     parts = list(value.args[0].fields)
@@ -105,35 +113,36 @@ def _turned_steps(expr: relax.Var, data: relax.Var, graph: Graph) -> tuple[relax
     negative = graph.value(parts[0])
     if not is_op(negative, "negative"):
         return None
-    half = shape[-1] // 2
+    half = _half(shape)
     high, low = negative.args[0], parts[1]
     if _last_axis_slice(high, data, graph) == (half, shape) and _last_axis_slice(low, data, graph) == (0, shape):
         return parts[0], high, low
     return None
 
 
-def _last_axis_slice(expr: tvm.ir.Expr, data: relax.Var, graph: Graph) -> tuple[int, tuple[int, ...]] | None:
+def _last_axis_slice(expr: tvm.ir.Expr, data: relax.Var, graph: Graph) -> tuple[Size, Shape] | None:
     """Return where the half of the last axis of `data` that `expr` is starts, and the shape of `data`."""
-    value, shape = graph.value(expr), static_shape(data)
+    value, shape = graph.value(expr), sizes_of(data)
     if not is_op(value, "strided_slice") or value.args[0] != data or shape is None:
         return None
-    if static_shape(expr) != (*shape[:-1], shape[-1] // 2):
+    if sizes_of(expr) != (*shape[:-1], _half(shape)):
         return None
-    axes, starts = ([int(field) for field in arg.fields] for arg in value.args[1:3])
-    start = starts[0] + shape[-1] if starts[0] < 0 else starts[0]
-    return (start, shape) if len(axes) == 1 and axes[0] in (-1, len(shape) - 1) else None
+    axes, starts = (listed_sizes(arg) for arg in value.args[1:3])
+    if axes not in ([-1], [len(shape) - 1]) or starts is None or not isinstance(starts[0], int):
+        return None
+    return (plain(starts[0] + shape[-1]) if starts[0] < 0 else starts[0]), shape
 
 
-def _is_table(expr: tvm.ir.Expr, shape: tuple[int, ...]) -> bool:
+def _is_table(expr: tvm.ir.Expr, shape: Shape) -> bool:
     """Return whether a tensor is [1 or batch, 1, positions, size]."""
-    own = static_shape(expr)
+    own = sizes_of(expr)
     return own is not None and len(own) == 4 and own[0] in (1, shape[0]) and own[1:] == (1, *shape[2:])
 
 
 def _placed(
     var: relax.Var,
     data: relax.Var,
-    shape: tuple[int, ...],
+    shape: Shape,
     cos: tvm.ir.Expr,
     sin: tvm.ir.Expr,
     steps: tuple[tvm.ir.Expr, ...],
@@ -141,16 +150,18 @@ def _placed(
 ) -> _Rotation | None:
     batch, heads, positions, size = shape
     dtype = rounded_dtype(var, graph)
-    if dtype is None:
+    if dtype is None or not isinstance(heads, int) or not isinstance(size, int):
         return None
     for reading in readings_of(data, graph, scaled=False):
-        base = static_shape(reading.base)
+        base = sizes_of(reading.base)
         if not isinstance(reading.base, relax.Var) or base is None or len(base) != 3 or base[:2] != (batch, positions):
             continue
         width, start = base[2], reading.view.offset
+        if not isinstance(width, int) or not isinstance(start, int) or start + heads * size > width:
+            continue
         expected = ((batch, positions * width), (heads, size), (positions, width), (size, 1))
-        if start + heads * size <= width and reading.view == StridedView(
-            start, tuple(((count, stride),) if count > 1 else () for count, stride in expected)
+        if reading.view == StridedView(
+            start, tuple(() if count == 1 else ((count, stride),) for count, stride in expected)
         ):
             path = tuple(step for step in (*steps, data) if isinstance(step, relax.Var))
             return _Rotation(var, reading.base, start, (batch, heads, positions, size), dtype, cos, sin, path)
@@ -190,7 +201,7 @@ class _Emit:
         first = group[0]
         if first.result not in self._rotated:
             self._rotated[first.result] = self._emit(new, group)
-        batch, heads, positions, size = rotation.shape
+        batch, heads, positions, size = binding.var.ty.shape.values
         start = rotation.start - first.start
         part = relax.op.strided_slice(
             self._rotated[first.result], [2], [start], [start + rotation.columns], assume_inbound=True
@@ -219,7 +230,7 @@ class _Emit:
     def _table(self, new: Rewriter, expr: tvm.ir.Expr) -> tvm.ir.Expr:
         """Return cos or sin as [1 or batch, positions, size]."""
         if expr not in self._tables:
-            batch, _, positions, size = static_shape(expr) or ()
+            batch, _, positions, size = expr.ty.shape.values
             self._tables[expr] = new.emit(relax.op.reshape(new.of(expr), (batch, positions, size)))
         return self._tables[expr]
 
@@ -234,7 +245,7 @@ def rotary(start: int, columns: int, size: int) -> Callable[[te.Tensor, te.Tenso
     def compute(x: te.Tensor, cos: te.Tensor, sin: te.Tensor) -> te.Tensor:
         def element(b: tirx.Var, s: tirx.Var, c: tirx.Var) -> tirx.Expr:
             place = c % size
-            row = b if int(cos.shape[0]) > 1 else 0
+            row = 0 if static_extent(cos.shape[0]) == 1 else b
             turned = tirx.if_then_else(
                 place < size // 2,
                 -x[b, s, start + c + size // 2].astype("float32"),

@@ -10,7 +10,8 @@ from tvm import relax
 
 from relaxtune.pipeline.passes.attention.read_mask import MASKED
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import either_way, is_op, number_of, numbers_beside, static_shape
+from relaxtune.pipeline.passes.kit.ir import either_way, is_op, number_of, numbers_beside
+from relaxtune.pipeline.passes.kit.sizes import Shape, sizes_of
 
 _DEPTH_MAX = 32
 
@@ -34,7 +35,7 @@ class ScoreStep:
 
     kind: Literal["add", "where", "where_not"]
     expr: tvm.ir.Expr
-    shape: tuple[int, ...]
+    shape: Shape
     factor: float = 1.0
     fill: float = 0.0
 
@@ -136,14 +137,14 @@ class _Trace:
         return replace(found, steps=(*found.steps, step))
 
 
-def _shape(expr: tvm.ir.Expr) -> tuple[int, ...]:
-    shape = static_shape(expr)
+def _shape(expr: tvm.ir.Expr) -> Shape:
+    shape = sizes_of(expr)
     if shape is None:
-        raise NotAttentionError("its scores have a symbolic shape")
+        raise NotAttentionError("its scores have an unknown shape")
     return shape
 
 
 def _keeps_planes(call: relax.Call) -> bool:
     """Return whether a reshape groups the axes before the last two otherwise and changes nothing else."""
-    before, after = static_shape(call.args[0]), static_shape(call)
+    before, after = sizes_of(call.args[0]), sizes_of(call)
     return before is not None and after is not None and len(after) > 1 and before[-2:] == after[-2:]

@@ -8,6 +8,7 @@ import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, is_op, main_of, users_of, values_of
+from relaxtune.pipeline.passes.kit.sizes import Symbols
 
 
 class Graph:
@@ -23,6 +24,11 @@ class Graph:
     def order(self) -> dict[relax.Var, int]:
         """Variable -> place of its binding."""
         return {binding.var: place for place, binding in enumerate(self.bindings)}
+
+    @cached_property
+    def symbols(self) -> Symbols:
+        """The symbolic axes of the inputs."""
+        return Symbols(relax.analysis.defined_symbolic_vars(self.main))
 
     @cached_property
     def users(self) -> dict[relax.Var, list[relax.Var]]:

@@ -130,6 +130,8 @@ def _recognise(func: tirx.PrimFunc) -> AttentionSpec | Refusal:
     spec = spec_of(func)
     if spec is None:
         return Refusal("the function is not marked as an attention")
+    if not spec.is_static:
+        return Refusal("its sizes are symbolic")
     for name, width in (("head_dim", spec.head_dim), ("value_dim", spec.value_dim)):
         if width % 8 or width > _HEAD_DIM_MAX:
             return Refusal(f"{name} is {width}, expected a multiple of 8 up to {_HEAD_DIM_MAX}")

@@ -80,11 +80,21 @@ def run_lowered(
     lowered: LoweredModule, feeds: Mapping[str, np.ndarray], target: Target = UNOPTIMISED
 ) -> list[np.ndarray]:
     """Return the outputs of a lowered module, its kernels compiled without a schedule."""
+    return run_compiled(compiled(lowered, target), lowered, feeds)
+
+
+def compiled(lowered: LoweredModule, target: Target = UNOPTIMISED) -> relax.VirtualMachine:
+    """Return a lowered module compiled without schedules."""
     # As compiling does: TVM's own tanh is off by 6e-8 of 1, however small the result.
     register_vector_math()
     with target, tvm.transform.PassContext(opt_level=3):
         mod = tvm.transform.Sequential(plan_memory_passes(target, cuda_graph=False))(lowered.mod)
-        machine = relax.VirtualMachine(tvm.compile(mod, target, relax_pipeline=None), tvm.cpu())
+        return relax.VirtualMachine(tvm.compile(mod, target, relax_pipeline=None), tvm.cpu())
+
+
+def run_compiled(
+    machine: relax.VirtualMachine, lowered: LoweredModule, feeds: Mapping[str, np.ndarray]
+) -> list[np.ndarray]:
     arguments = [*(feeds[spec.name] for spec in lowered.graph.inputs), *lowered.weights.values()]
     return _arrays(machine["main"](*[tvm.runtime.tensor(np.asarray(a, order="C")) for a in arguments]))
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,13 +11,17 @@ from tvm import tirx
 from relaxtune.schedules.functions.attention import AttentionError, AttentionSpec, ScoreBias, check_spec, spec_of
 from relaxtune.schedules.functions.plain_attention import attention_function
 from relaxtune.schedules.marks import ATTENTION_ATTR
+from relaxtune.schedules.sizes import parse_size, size_text
+from relaxtune.schedules.tir.blocks import is_buffer
 from tests.schedules.attention_cases import CASES, PLAIN, AttentionCase, draw, keys_and_values, reference
 
 
-def run(func: tirx.PrimFunc, inputs: list[np.ndarray], *written: tuple[tuple[int, ...], str]) -> list[np.ndarray]:
+def run(
+    func: tirx.PrimFunc, inputs: list[np.ndarray], *written: tuple[tuple[int, ...], str], scalars: Sequence[int] = ()
+) -> list[np.ndarray]:
     library = tirx.build(tvm.IRModule({"main": func.with_attr("global_symbol", "main")}), target="llvm")
     outputs = [tvm.runtime.tensor(np.full(shape, np.nan, dtype)) for shape, dtype in written]
-    library["main"](*(tvm.runtime.tensor(value) for value in inputs), *outputs)
+    library["main"](*(tvm.runtime.tensor(value) for value in inputs), *scalars, *outputs)
     return [output.numpy() for output in outputs]
 
 
@@ -29,6 +34,54 @@ def test_function_computes_attention(case: AttentionCase) -> None:
     np.testing.assert_allclose(found, reference(spec, params, inputs), rtol=tolerance, atol=tolerance)
     for cache, expected in zip(grown, keys_and_values(spec, inputs), strict=bool(grown)):
         np.testing.assert_array_equal(cache, expected)
+
+
+B, S, PAST = (tirx.Var(name, "int64") for name in ("batch", "sequence", "past"))
+SYMBOLIC = {
+    "packed": (replace(PLAIN, batch=B, queries=S, keys=S, packed=True, causal=True), [(3, 7, 0), (1, 1, 0)]),
+    "masked": (replace(PLAIN, batch=B, queries=S, keys=S, bias=("add", "float32", (B, 1, 1, S))), [(2, 9, 0)]),
+    "longer keys": (
+        replace(PLAIN, batch=B, queries=2, keys=PAST + 1, heads_first=True, bias=("keep", "bool", (1, 1, 1, PAST + 1))),
+        [(2, 0, 5)],
+    ),
+    "caches": (replace(PLAIN, batch=B, heads=4, kv_heads=2, queries=1, keys=PAST + 1, past=PAST), [(2, 0, 5)]),
+    "caches by several": (replace(PLAIN, queries=S, keys=PAST + S, past=PAST, causal=True), [(0, 3, 6), (0, 1, 2)]),
+}
+
+
+@pytest.mark.parametrize(("case", "sizes"), SYMBOLIC.values(), ids=SYMBOLIC.keys())
+def test_symbolic_function_computes_attention_at_any_size(
+    case: AttentionCase, sizes: list[tuple[int, int, int]]
+) -> None:
+    func = attention_function(*case.made())
+    spec = spec_of(func)
+    assert spec is not None
+    assert not spec.is_static
+    assert spec.to_json() == case.made()[0].to_json()
+    assert not any(static.is_static for static in (spec, case.made()[0]))
+    for batch, sequence, past in sizes:
+        values = {"batch": batch, "sequence": sequence, "past": past}
+
+        def number(size: object, values: dict[str, int] = values) -> object:
+            return parse_size(size_text(size), values) if isinstance(size, tirx.Expr) else size
+
+        bias = case.bias and (*case.bias[:2], tuple(map(number, case.bias[2])))
+        static = replace(
+            case, bias=bias, **{name: number(getattr(case, name)) for name in ("batch", "queries", "keys", "past")}
+        )
+        spec, params = static.made()
+        inputs = draw(params, spec, seed=0)
+        scalars = [values[param.name] for param in func.params if not is_buffer(param)]
+        found, *grown = run(func, inputs, *params[-spec.outputs :], scalars=scalars)
+        np.testing.assert_allclose(found, reference(spec, params, inputs), rtol=2e-6, atol=2e-6)
+        for cache, expected in zip(grown, keys_and_values(spec, inputs), strict=bool(grown)):
+            np.testing.assert_array_equal(cache, expected)
+
+
+def test_size_that_is_no_sum_or_product_is_an_error() -> None:
+    spec = replace(PLAIN, keys=tirx.max(S, B)).made()[0]
+    with pytest.raises(ValueError, match="no sum, product or quotient of axes"):
+        spec.to_json()
 
 
 def test_row_without_keys_is_nan_and_others_are_not() -> None:
