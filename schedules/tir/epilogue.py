@@ -204,8 +204,6 @@ def recognise_matmul(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunc
         return Refusal(f"the epilogue rotates heads and sums up rows, or its output is none of {', '.join(_ROTATED)}")
     operand_a, operand_b, transposed, (m, n, k) = core
     symbolic = None if isinstance(m, int) else m
-    if symbolic is not None and (norm is not None or partials is not None):
-        return Refusal("statistics of a symbolic number of rows")
     return MatmulFunction(
         a=operand_a,
         b=operand_b,

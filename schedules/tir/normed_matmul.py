@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tvm import te, tirx
 from tvm.ir.expr import TensorLoad
 
-from relaxtune.schedules.tir.blocks import position_of, static_shape
+from relaxtune.schedules.tir.blocks import Size, position_of, shape_of
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import find_all, list_loads, rebuild
 from relaxtune.schedules.tir.row_norm import COUNT, SCALE, SHIFT, partial_sums, row_statistics
@@ -148,13 +148,13 @@ class _Builder:
         self._matmul = matmul
         outputs = {matmul.output} | ({matmul.partials.output} if matmul.partials is not None else set())
         self.inputs: dict[int, te.Tensor] = {
-            position: te.placeholder(_sizes(static_shape(param) or ()), str(param.ty.dtype), name=str(param.name))
+            position: te.placeholder(_sizes(shape_of(param) or ()), str(param.ty.dtype), name=str(param.name))
             for position, param in enumerate(func.params)
             if position not in outputs
         }
         self._more: list[te.Tensor] = []
 
-    def input(self, shape: Sequence[int], dtype: str, name: str) -> te.Tensor:
+    def input(self, shape: Sequence[Size], dtype: str, name: str) -> te.Tensor:
         """Return a new parameter."""
         self._more.append(te.placeholder(_sizes(shape), dtype, name=name))
         return self._more[-1]
@@ -230,5 +230,5 @@ def _index(value: int) -> tirx.IntImm:
     return tirx.IntImm("int64", value)
 
 
-def _sizes(shape: Sequence[int]) -> list[tirx.IntImm]:
-    return [_index(size) for size in shape]
+def _sizes(shape: Sequence[Size]) -> list[tirx.Expr]:
+    return [_index(size) if isinstance(size, int) else size for size in shape]

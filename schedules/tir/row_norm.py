@@ -31,7 +31,7 @@ import tvm_ffi
 from tvm import te, tirx
 from tvm.ir import Call
 
-from relaxtune.schedules.tir.blocks import Block, position_of, static_shape
+from relaxtune.schedules.tir.blocks import Block, position_of, same_sizes, shape_of
 from relaxtune.schedules.tir.contraction import are_axes
 from relaxtune.schedules.tir.expressions import call_name, constant_value, find_all, list_loads
 
@@ -119,13 +119,13 @@ def row_statistics(partials: te.Tensor, size: int, *, centred: bool, epsilon: fl
 def find_partial_sums(func: tirx.PrimFunc, blocks: Sequence[Block]) -> PartialSums | None:
     """Return the partial sums that one of a function's blocks computes of a parameter, None when there are none."""
     for block in blocks:
-        store, shape = block.store, static_shape(block.store.buffer)
+        store, shape = block.store, shape_of(block.store.buffer)
         output, loads = position_of(func, store.buffer), list_loads(store.value)
         if block.init is None or output is None or shape is None or not _sums(block) or len(loads) < COUNT:
             continue
         source = position_of(func, loads[-1].source)
-        whole = None if source is None else static_shape(func.params[source])
-        if source is None or whole is None or len(shape) != len(whole) + 1 or whole[:-1] != shape[1:-1]:
+        whole = None if source is None else shape_of(func.params[source])
+        if source is None or not whole or not isinstance(whole[-1], int) or not same_sizes(whole[:-1], shape[1:-1]):
             continue
         group = block.reduced_sizes[-1]
         number, *row, which = store.indices
@@ -147,9 +147,11 @@ def find_row_norm(func: tirx.PrimFunc, blocks: Sequence[Block]) -> RowNorm | Non
 
 def _statistics_of(func: tirx.PrimFunc, blocks: Sequence[Block], block: Block) -> RowNorm | None:
     """Return the statistics that a block completes."""
-    store, shape = block.store, static_shape(block.store.buffer)
+    store, shape = block.store, shape_of(block.store.buffer)
     constants = _constants(store.value)
-    if block.init is not None or not shape or shape[-1] != COUNT or block.extents != shape or not constants:
+    if block.init is not None or not shape or not constants:
+        return None
+    if not same_sizes(shape[-1:], (COUNT,)) or not same_sizes(block.sizes, shape):
         return None
     size, epsilon = constants
     read = [load.source for load in list_loads(store.value)]
@@ -171,8 +173,10 @@ def _statistics_of(func: tirx.PrimFunc, blocks: Sequence[Block], block: Block) -
     if partials is None:
         return None
     given = func.params[partials]
-    groups, *rows, count = static_shape(given) or (0, 0)
-    if (*rows, count) != shape or any(one.extents != (*rows, groups) for one in sums):
+    groups, *rows = shape_of(given) or (0,)
+    if not isinstance(groups, int) or not same_sizes(rows, shape):
+        return None
+    if not all(same_sizes(one.sizes, (*rows[:-1], groups)) for one in sums):
         return None
     for one, kind in zip(sums, (SUM, SQUARES) if total is not None else (SQUARES,), strict=True):
         body, over = one.store, one.axes[-1]

@@ -12,7 +12,7 @@ from tvm import tirx
 from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
 
-from relaxtune.schedules.tir.blocks import static_shape
+from relaxtune.schedules.tir.blocks import same_sizes, shape_of
 from relaxtune.schedules.tir.dataflow import Dataflow, Reduction, recognise_dataflow
 from relaxtune.schedules.tir.expressions import constant_value, without_casts
 
@@ -48,18 +48,18 @@ class NormKernel:
 
 def find_norm(func: tirx.PrimFunc) -> NormKernel | None:
     """Return the norm that a PrimFunc with one output is, None when it is none."""
-    flow = recognise_dataflow(func)
+    flow = recognise_dataflow(func, symbolic=True)
     if not isinstance(flow, Dataflow) or len(flow.outputs) != 1 or flow.outputs[0].per_row:
         return None
-    shape = static_shape(func.params[flow.outputs[0].param])
+    shape = shape_of(func.params[flow.outputs[0].param])
     steps: list[tuple[bool, int]] = []
     value = without_casts(flow.outputs[0].value)
     while True:
         core = _core(value, flow)
         if core is not None:
             data, centred, epsilon = core
-            if static_shape(func.params[data]) != shape or any(
-                static_shape(func.params[position]) != (shape or ())[-1:] for _, position in steps
+            if not same_sizes(shape_of(func.params[data]), shape) or not all(
+                same_sizes(shape_of(func.params[position]), (shape or ())[-1:]) for _, position in steps
             ):
                 return None
             return NormKernel(data, centred, epsilon, tuple(reversed(steps)))

@@ -20,14 +20,14 @@ from relaxtune.pipeline.passes.kit.ir import (
     constants_in,
     dtype_of,
     is_constant,
-    static_shape,
 )
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.norms.find_norm_kernels import NormKernel, find_norm
 from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.tir.blocks import is_buffer
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
-from relaxtune.schedules.tir.expressions import UnsupportedExpressionError
+from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, substitute
 from relaxtune.schedules.tir.normed_matmul import (
     OperandNorm,
     adds_only,
@@ -42,6 +42,8 @@ _GROUPS = (16, 32, 64)
 _GROUPS_MAX = 64
 _FEW_ROWS = 256
 _FEW_ROWS_GROUP, _GROUP = 16, 32
+# A symbolic number of rows is taken for one that is neither few nor many.
+_SYMBOLIC_ROWS = 2 * _FEW_ROWS
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class _Fuser:
             return None
         if not all(is_constant(args[place]) for _, place in kernel.steps):
             return None
-        width = (static_shape(data) or (0,))[-1]
+        width = int(data.ty.shape.values[-1])
         gamma, beta = kernel.affine(width, lambda place: array_of(args[place]).astype("float64"))
         return _Norm(binding.var, kernel, data, gamma, beta)
 
@@ -309,8 +311,16 @@ def _plus(constant: tvm.ir.Expr, vector: np.ndarray) -> tvm.ir.Expr:
     return _constant(array + vector.reshape(array.shape))
 
 
-def _type_of(param: tirx.Var) -> relax.TensorType:
-    return relax.TensorType([int(size) for size in param.ty.shape], str(param.ty.dtype))
+def _output_types(func: tirx.PrimFunc, args: list[tvm.ir.Expr]) -> list[relax.TensorType]:
+    """Return the types of a function's outputs in a call, whose arguments say what its symbolic sizes are."""
+    sizes: dict[tirx.Var, tirx.Expr] = {}
+    for param, arg in zip(func.params, args, strict=False):
+        pairs = zip(param.ty.shape, arg.ty.shape.values, strict=True)
+        sizes |= {size: value for size, value in pairs if isinstance(size, tirx.Var)}
+    return [
+        relax.TensorType([substitute(size, sizes) for size in param.ty.shape], str(param.ty.dtype))
+        for param in func.params[len(args) :]
+    ]
 
 
 def _constant(array: np.ndarray) -> tvm.ir.Expr:
@@ -318,7 +328,7 @@ def _constant(array: np.ndarray) -> tvm.ir.Expr:
 
 
 def _described(name: str, func: tirx.PrimFunc) -> _Function | None:
-    matmul = recognise_matmul(func)
+    matmul = recognise_matmul(func, _SYMBOLIC_ROWS) if all(map(is_buffer, func.params)) else Refusal("it takes scalars")
     if isinstance(matmul, Refusal) or str(matmul.epilogue.accumulator.ty.dtype) != "float32":
         return None
     return _Function(name, func, matmul)
@@ -341,7 +351,7 @@ class _Emit:
         func, matmul = call.function.func, call.function.matmul
         args = [self._extras[arg] if isinstance(arg, _Extra) else new.of(arg) for arg in call.args]
         callee = new.function(func, f"{call.function.name}_norms")
-        types = [_type_of(param) for param in func.params[len(args) :]]
+        types = _output_types(func, args)
         made = relax.call_tir(callee, args, types if len(types) > 1 else types[0])
         if len(types) == 1:
             return made

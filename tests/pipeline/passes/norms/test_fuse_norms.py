@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from relaxtune.models import OnnxModel
+from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.inputs import random_inputs
+from relaxtune.models.zoo.presets import get_preset
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
 from relaxtune.pipeline.passes.kit.state import LoweringState
@@ -52,6 +53,16 @@ def test_fuse_norms_agrees_with_onnx_runtime_and_saves_a_kernel_a_norm(name: str
         assert notes_of(on) == (f"{fused} norms in the matmuls around them",)
     assert kernels(off) - kernels(on) == int(notes_of(on)[0].split()[0])
     feeds = random_inputs(model, seed=0)
+    assert_agrees(run_lowered(on, feeds), run_reference(model, feeds), 2e-2)
+
+
+@pytest.mark.usefixtures("any_target")
+@pytest.mark.parametrize(("name", "fused"), [("bert-tiny", 3), ("llama-tiny", 4)])
+def test_fuse_norms_takes_as_many_norms_of_symbolic_rows(name: str, fused: int) -> None:
+    model = load_model(name, shapes={spec.name: spec.shape for spec in get_preset(name).inputs})
+    on = lower(import_model(model), LLVM, FP16)
+    assert notes_of(on) == (f"{fused} norms in the matmuls around them",)
+    feeds = random_inputs(model, seed=0, dims={"batch": 2, "sequence": 7})
     assert_agrees(run_lowered(on, feeds), run_reference(model, feeds), 2e-2)
 
 

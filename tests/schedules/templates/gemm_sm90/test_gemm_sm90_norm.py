@@ -12,11 +12,13 @@ import tvm
 from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
+from relaxtune.schedules.registry import TEMPLATES
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.templates.gemm_sm90.row_statistics import statistics_registers
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
+from relaxtune.schedules.templates.ranges import RangesParameters, SizeRange
 from tests.schedules.templates.cubin import LOCAL_LOAD, LOCAL_STORE, WGMMA, Cubin, captured_cubins, read_cubin
 from tests.schedules.templates.matmul_cases import MatmulCase
 from tests.schedules.templates.norm_cases import OUTPUTS, NormCase, assert_right, known
@@ -180,6 +182,47 @@ def test_kernel_agrees_with_float32_and_with_itself(case: NormCase, parameters: 
             runs.append({name: tensors[name].numpy() for name in poisoned})
         assert_right(case, inputs, runs[0], 4e-3 if case.matmul.output == "bfloat16" else 6e-4)
         assert all(np.array_equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+@pytest.mark.parametrize(("case", "parameters"), CASES.values(), ids=CASES.keys())
+def test_statistics_of_symbolic_rows_can_be_made(case: NormCase, parameters: GemmParameters) -> None:
+    made = symbolic(case, parameters)
+    assert isinstance(made, Refusal if parameters.stream_k else tvm.tirx.PrimFunc), made
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not tvm.cuda(0).exist or str(tvm.cuda(0).compute_version) != "9.0", reason="needs a GPU of compute capability 9.0"
+)
+@pytest.mark.parametrize(
+    ("case", "parameters"),
+    [one for one in CASES.values() if not one[1].stream_k],
+    ids=[name for name, one in CASES.items() if not one[1].stream_k],
+)
+def test_statistics_of_any_number_of_rows_agree_with_float32(case: NormCase, parameters: GemmParameters) -> None:
+    with cuda_compiler("sm_90a"):
+        mod = tvm.IRModule({"main": symbolic(case, parameters).with_attr("global_symbol", "main")})
+        kernel = tvm.tirx.build(mod, target=TARGET.target, pipeline=register_mixed_pipeline())
+    rng, device = np.random.default_rng(0), tvm.cuda(0)
+    for rows in (1, 7, 16, 50, 64, 100, 128, 333, 512, 1000, 4097):
+        known_rows = replace(case, matmul=replace(case.matmul, rows=(1, rows)))
+        func, inputs = known_rows.func(), known_rows.inputs(rng)
+        poisoned = {
+            str(param.name): np.full([int(size) for size in param.ty.shape], np.nan, _numpy(str(param.ty.dtype)))
+            for param in func.params
+            if param.name in OUTPUTS
+        }
+        tensors = {name: tvm.runtime.tensor(array, device) for name, array in {**inputs, **poisoned}.items()}
+        kernel["main"](*(tensors[str(param.name)] for param in func.params))
+        found = {name: tensors[name].numpy() for name in poisoned}
+        assert_right(known_rows, inputs, found, 4e-3 if case.matmul.output == "bfloat16" else 8e-4)
+
+
+def symbolic(case: NormCase, parameters: GemmParameters) -> tvm.tirx.PrimFunc | Refusal:
+    """Return the kernel of a case for any number of rows."""
+    rows = tuple(tvm.tirx.Var(name, "int64") for name in ("batch", "length"))
+    func = replace(case, matmul=replace(case.matmul, rows=rows)).func().with_attr(CONSTANT_PARAMS_ATTR, [1])
+    return TEMPLATES["ranges"].apply(func, TARGET, RangesParameters((SizeRange(4096, parameters.to_json()),)))
 
 
 def _numpy(dtype: str) -> type | str:
