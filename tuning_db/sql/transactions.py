@@ -26,6 +26,7 @@ from relaxtune.tuning_db.errors import (
 )
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.sql.engine import Location, transaction_options, translate_error
+from relaxtune.tuning_db.sql.kept_file import KeptFile
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,9 +53,12 @@ class Transactions:
         self._memory_turn = threading.RLock()
         self._writes = 0
         self._answered = False
+        self._file = KeptFile(location.path) if location.path is not None and mode is not Mode.READ_ONLY else None
 
     def close(self) -> None:
         """Close all connections; a memory database is gone."""
+        if self._file is not None and self._pid == os.getpid():
+            self._file.close()
         self._engine.dispose(close=self._pid == os.getpid())
 
     @property
@@ -76,6 +80,8 @@ class Transactions:
     def _transaction(self, *, write: bool, single: bool) -> Iterator[Session]:
         """Begin, then commit or roll back, and turn driver errors into ours. Nothing else commits."""
         self._follow_fork()
+        if write and self._file is not None:
+            self._file.follow(self._engine.dispose)
         turn = self._memory_turn if self._location.is_memory else None
         if turn is not None:
             turn.acquire()
@@ -140,6 +146,8 @@ class Transactions:
                 self._pause(lost, began, RECONNECT_WAIT_S, RECONNECT_PAUSE_S)
             else:
                 self._answered = True
+                if write and self._file is not None:
+                    self._file.hold()
                 return result
 
     def _pause(self, error: TuningDatabaseError, began: float, wait_s: float, pause_s: float) -> None:
@@ -158,4 +166,6 @@ class Transactions:
                 "would be lost. Use a file (for instance --db tuning.db) to share records between processes."
             )
         self._engine.dispose(close=False)
+        if self._file is not None:
+            self._file.forget()
         self._pid = os.getpid()

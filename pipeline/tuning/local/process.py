@@ -366,7 +366,9 @@ def _popen(
 
 
 def _new_log() -> IO[bytes]:
-    return tempfile.TemporaryFile()
+    # In memory where that can be: what a child says of a full disk must not need the disk.
+    memory = hasattr(os, "memfd_create")
+    return os.fdopen(os.memfd_create("relaxtune-log"), "w+b") if memory else tempfile.TemporaryFile()
 
 
 def _tail(log: IO[bytes]) -> str:
