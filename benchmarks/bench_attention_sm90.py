@@ -4,7 +4,8 @@
     python -m benchmarks.bench_attention_sm90 run DIR [--rounds 100] [--out FILE.json]      on the GPU; needs no TVM
 
 `run` needs torch and cuda-bindings. Every kernel first runs on fresh random inputs into an output full of NaN, and is
-compared with float32 arithmetic. Then all arms of a case are timed by turns, as CUDA graphs over rotating buffers:
+compared with float32 arithmetic. Then all arms of a case are timed in alternation, as CUDA graphs over rotating
+buffers:
 
 - ours: the candidates that the template proposes; "first" is the one that is taken untuned;
 - cudnn, flash, efficient: `scaled_dot_product_attention` with one backend each, on the same tensors (flash takes no

@@ -9,7 +9,7 @@ of 1 billion parameters, with 1, 16, 128, 512 and 4096 rows, and 4096 cubed; in 
 int8 ("int8-...": requantised to int8, and 4096 cubed to int32 too) and float8_e4m3fn ("float8-...": to float16), whose
 weights are [N, K]. `run` needs torch and cuda-bindings. Every kernel first runs on fresh random inputs into a poisoned
 output, and is compared with a product in float32 (of 8 bits, in float64; integers must be equal). Then all arms of a
-shape are timed by turns, as CUDA graphs over rotating buffers that do not fit the L2 cache together:
+shape are timed in alternation, as CUDA graphs over rotating buffers that do not fit the L2 cache together:
 
 - ours: the candidates that the template proposes, epilogue included; "first" is the one that is taken untuned;
 - cublaslt: the algorithms that cuBLASLt's heuristic offers (up to 40), each with cuBLASLt's own epilogue; the three

@@ -5,7 +5,7 @@
 
 `run` needs a GPU, torch and cuda-bindings, no TVM. Every kernel first runs on fresh random inputs into an output full
 of NaN, and is compared with the product in float32 by the weights as the bytes and scales say. Then all arms of a case
-are timed by turns, as CUDA graphs over as many copies of the weights as do not fit into the L2 cache together:
+are timed in alternation, as CUDA graphs over as many copies of the weights as do not fit into the L2 cache together:
 
 - ours: the candidates that the templates `gemv` and `gemv_stream` propose, the first one of all is what a compilation
   takes unmeasured; with 16-bit weights also the first candidate of `gemm_sm90`;

@@ -4,7 +4,7 @@
     python -m benchmarks.bench_memory_bound run DIR [--rounds 100] [--inductor] [--cases REGEX] [--out FILE.json]
 
 `run` needs a GPU, torch and cuda-bindings, no TVM. Every kernel first runs on fresh random inputs into an output full
-of NaN, and is compared with torch in float32. Then all arms of a case are timed by turns, as CUDA graphs:
+of NaN, and is compared with torch in float32. Then all arms of a case are timed in alternation, as CUDA graphs:
 
 - ours: the candidates that the template proposes; the first one is what a compilation takes without a measurement;
 - copy: a device-to-device copy that moves as many bytes (read and written) as the function has to;

@@ -151,7 +151,7 @@ class CountingRunner(ms.runner.PyRunner):
 
 
 def run_stock(prepared: PreparedModel, tasks: Sequence[TuningTask], arm: Arm, folder: Path) -> None:
-    """Tune with stock MetaSchedule until somebody ends this process."""
+    """Tune with stock MetaSchedule until the process is ended."""
     target = prepared.target.target
     extracted = [ms.ExtractedTask(task.name, task.mod, target, [task.mod], task.weight) for task in tasks]
     moments = Moments(folder / "moments")

@@ -145,7 +145,7 @@ class AxisFlow:
         return by_text.get(dim) or self.new_symbol()
 
     def new_symbol(self) -> Polynomial:
-        """Return a size of which nothing is known."""
+        """Return a new symbol, for a size that is not known."""
         self._fresh += 1
         return Polynomial.symbol(f"?{self._fresh}")
 
@@ -313,7 +313,7 @@ _ON_SIZES: Mapping[str, Callable[..., Polynomial | None]] = {
 
 
 def _top(flow: AxisFlow, node: onnx.NodeProto, inputs: Sequence[Known]) -> Shape | None:
-    """Return the largest integer of a sum, of a product, and of indices of which the negative ones are turned."""
+    """Return the largest integer of a sum, a product, or indices whose negative values count from the end."""
     if node.op_type == "Less" and inputs[1].data == (ZERO,):
         flow._below_zero[node.output[0]] = node.input[0]
     if node.op_type == "Where" and flow._below_zero.get(node.input[0]) == node.input[2]:

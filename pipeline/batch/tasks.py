@@ -160,7 +160,7 @@ def share_budget(plan: Plan, groups: Sequence[TaskGroup]) -> tuple[TuningOptions
 
 
 def _trials_of(group: TaskGroup, trials: int) -> int:
-    """Return the candidates of a group, of which a cell alone has `trials`."""
+    """Return how many candidates a group gets; a cell alone gets `trials`."""
     seen: set[str] = set()
     parts = 0.0
     for one in group.cells:

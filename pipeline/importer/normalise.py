@@ -5,7 +5,7 @@ In order, each step from onnx-ir or onnxscript:
 1. model-local functions are inlined;
 2. shapes and dtypes are inferred, with the values of shape tensors propagated;
 3. constant expressions are folded: `Shape` of a static tensor and all arithmetic on it, position ids, constant masks;
-4. identities are dropped, then nodes and initializers nobody reads;
+4. identities are dropped, then nodes and initializers that nothing reads;
 5. every `Constant` node, whichever attribute it uses, becomes an initializer;
 6. every node gets a unique name, and `sources` says which nodes of the user's graph it stands for.
 

@@ -95,7 +95,7 @@ def import_archive(database: TuningDatabase, path: Path) -> Transfer:
         try:
             return merge_entries(session, read_archive(path, position))
         except NotFoundError as e:
-            # A record is written with those after it, so the line is not that of the record itself.
+            # Records are written in batches: the record may be on an earlier line.
             raise ExchangeError(
                 f"{path}, line {position.line} or before: {e} The archive was not made by relaxtune."
             ) from e

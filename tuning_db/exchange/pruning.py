@@ -31,7 +31,7 @@ class PruneRules:
     keep : int or None
         At each place, all but the `keep` best valid records and the `keep` latest failed ones.
     dominated : bool
-        Valid records of which a newer one of the same route and place is faster.
+        Valid records that a newer one of the same route and place beats.
     """
 
     before: datetime | None = None

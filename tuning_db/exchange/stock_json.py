@@ -283,6 +283,6 @@ def _target_of(written: Any, where: str) -> TargetKey:
             names = sorted(set(written) - {"kind", "keys", "tag", "host"})
             return TargetKey(kind, arch, canonical_json({name: written[name] for name in names}))
     raise ExchangeError(
-        f"{where}: the target {str(written)[:80]!r} has no mcpu or arch, without which nobody knows where the record "
-        "is true. Name the target it was measured for."
+        f"{where}: the target {str(written)[:80]!r} has no mcpu or arch, so it is not known where the record is "
+        "true. Name the target it was measured for."
     )

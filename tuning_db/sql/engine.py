@@ -190,7 +190,7 @@ def _sqlite_engine(location: Location, *, read_only: bool, create: bool) -> Engi
 
 
 def _is_frozen(path: Path) -> bool:
-    """Return whether SQLite must be told that nobody writes the file.
+    """Return whether SQLite must be told that the file has no writer.
 
     A reader of a WAL database makes a `-shm` file beside it. Where it cannot, and no writer has left a `-wal`, the file
     is read as it stands.

@@ -125,7 +125,7 @@ def prune(
         typer.Option("--keep", min=1, help="Keep the best and the last failed of each task and device."),
     ] = None,
     dominated: Annotated[
-        bool, typer.Option("--dominated", help="Forget records of which a newer one of the same kind is faster.")
+        bool, typer.Option("--dominated", help="Forget records when a newer one of the same kind is faster.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how many would go.")] = False,
 ) -> None:

@@ -55,8 +55,8 @@ def rotate_in_matmul(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
         x = half(data @ W);  y = rotary(x, cos, sin);  v = x[..., columns:]
         ->   y = half(rotary(data @ interleaved(W), cos, sin));  v = y[..., columns:]
 
-    The halves of each head stand by turns in the weight, 8 columns of each, so that one thread has both columns of a
-    pair; the result is in the graph's order and rounded once. Where x is read otherwise, of many rows (where a kernel
+    The weight alternates 8 columns of each half of a head, so that one thread has both columns of a pair; the
+    result is in the graph's order and rounded once. Where x is read otherwise, of many rows (where a kernel
     of its own costs no more), or where weights are to be quantised, rotations stay kernels.
     """
     policy = state.options.policy

@@ -131,7 +131,7 @@ def _read_by_views_only(var: relax.Var, graph: Graph) -> bool:
 
 
 def _is_view(var: relax.Var, graph: Graph) -> bool:
-    """Return whether a variable is a view, or a scale (that of queries, say) or a cast behind it before views."""
+    """Return whether a variable is a view, or a scale (of queries, say) or cast that views follow."""
     value = graph.value(var)
     if is_op(value, *_VIEWS):
         return True

@@ -60,7 +60,7 @@ def interleave_gates(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
 
         h = silu(x @ G) * (x @ U)   ->   p = x @ interleaved(G, U);  h[c] = silu(p[gate(c)]) * p[value(c)]
 
-    The weights stand by turns, 8 columns of gates and 8 of values, so that one thread has both; neither factor is
+    8 columns of gates and 8 of values alternate in the weight, so that one thread has both; neither factor is
     written to memory. gelu in its tanh form (GeGLU) is taken as well. Not where weights are to be quantised.
     """
     policy = state.options.policy
@@ -159,7 +159,7 @@ def _as_kernel(new: Rewriter, _binding: relax.VarBinding, gate: _Gate) -> tvm.ir
 
 
 def _interleaved(gates: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return two matrices [K, N] as one [K, 2 N], 8 columns of each by turns."""
+    """Return two matrices [K, N] as one [K, 2 N] that alternates 8 columns of each."""
     rows, columns = gates.shape
     parts = [matrix.reshape(rows, columns // _GROUP, _GROUP) for matrix in (gates, values)]
     return np.ascontiguousarray(np.stack(parts, axis=2).reshape(rows, 2 * columns))

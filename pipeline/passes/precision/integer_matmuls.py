@@ -8,7 +8,7 @@
 a are the 8-bit activations with one scale and one zero point (which may be computed: dynamic quantisation), b a
 constant matrix [K, N] with a scale and a zero point for all of it or for each column. b - zb is computed now, and held
 in int8 where it fits (always, for symmetric weights), else in int16; the sums of its columns are constants, too. What
-is summed is exact, so the result is that of the float graph but for its roundings.
+is summed is exact, so the result differs from the float graph's by its roundings only.
 
 Formulas: ONNX, Operators.md, DequantizeLinear and MatMulInteger; B. Jacob et al., "Quantization and Training of Neural
 Networks for Efficient Integer-Arithmetic-Only Inference", section 2.3 (zero points taken out of the product).

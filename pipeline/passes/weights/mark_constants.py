@@ -21,8 +21,8 @@ def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
 
     Templates read them: a kernel with dependent launch loads weights before `griddepcontrol.wait`, while the kernel
     before it still runs. For CUDA only; elsewhere nothing reads it, and it would tell apart kernels that are
-    the same. There they are not: equal functions of which one reads a weight where another reads an activation are two
-    tasks, as their best kernels differ. (A PrimFunc that is called both ways stays unmarked.)
+    the same. On CUDA they are not: where one function reads a weight and an equal one reads an activation, they are two
+    tasks, since their best kernels differ. (A PrimFunc that is called both ways stays unmarked.)
 
     Why this is safe. A weight is a constant of the module, or a parameter of `main` after its inputs: no kernel writes
     it, and it is in place before the first kernel starts. Everything else is read, and every output written, after the

@@ -38,7 +38,7 @@ def turn_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     any weight.
 
     Other weights in half precision stay. With all of more than 64 rows turned, chains of BERT-base's kernels on an H200
-    (one CUDA graph, by turns, first candidates; in brackets the best of four of each form) took 1.00 (1.00), 0.99
+    (one CUDA graph, alternating, first candidates; in brackets the best of four of each form) took 1.00 (1.00), 0.99
     (1.00), 1.03 (1.00) and 1.01 (1.00) times as long with 128, 512, 1024 and 4096 rows, Llama-1B's with 128 rows 1.01
     (1.01). Only tiles of 96 columns are faster so, and they are seldom the fastest.
     """

@@ -97,7 +97,7 @@ def attend_by_steps(
     softcap : float
         Scores become `softcap * tanh(scores / softcap)` before the additions, unless it is 0.
     guarded : bool
-        Whether a row of which every key is hidden by infinity gets weights of 0; else they are NaN.
+        Whether a row gets weights of 0 when infinity hides all its keys; else they are NaN.
     """
     emit, dtype = node.builder.emit, dtype_of(query)
     turned = emit(relax.op.permute_dims(key, [0, 1, 3, 2]))

@@ -91,7 +91,7 @@ def convert_dynamic_quantize_linear(node: ConverterInput) -> tvm.ir.Expr:
 
 
 def integer_type(node: ConverterInput, place: int) -> IntegerType:
-    """Return the quantised type of an input, such as a zero point, which says that of a result; uint8 without it.
+    """Return the quantised type of a result: its zero point's, an input; uint8 without one.
 
     Raises
     ------

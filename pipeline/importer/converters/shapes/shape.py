@@ -181,7 +181,7 @@ def _check_bounds(node: ConverterInput) -> None:
 
 
 def convert_range(node: ConverterInput) -> tvm.ir.Expr | None:
-    """Return int64 numbers between bounds of which at least one is symbolic."""
+    """Return int64 numbers between two bounds, where at least one bound is symbolic."""
     if not any(is_shape_value(item) for item in node.inputs):
         return None
     bounds = [size_list(item) for item in node.inputs]

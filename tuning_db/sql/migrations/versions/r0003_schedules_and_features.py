@@ -1,4 +1,4 @@
-"""Say of which default schedules a measurement is true, and keep the features of candidates.
+"""Keep the version of the default schedules with a measurement, and the features of candidates.
 
 A fallback's record has no decision: it is true for the code of the default schedules alone. Environments of earlier
 schemas do not know it (NULL), so their fallback records answer no look-up any more; nothing is deleted.
