@@ -307,8 +307,6 @@ def _compile(
     place = rejected_place(out) if validates or missed is not None else out
     with stage("export"):
         manifest = write_artifact(compiled, place, buckets)
-    if database is not None and record:
-        database.record_artifact(artifact_of(manifest, out, job_id))
     validation = None
     if validates:
         with stage("validate"):
@@ -320,16 +318,20 @@ def _compile(
                 with stage("refute"):
                     wrong = sample_inputs(prepared.model, samples=samples, seed=0)[validation.failed_sample or 0]
                     refute_kernels(prepared, choices, wrong, database, places)
-        if database is not None and record:
-            note_validation(database, artifact_of(manifest, out, job_id), prepared.environment, validation)
     elif samples:
         logger.warning("not validated: %s cannot run on this machine", prepared.target.arch)
     if missed is not None:
         logger.error("%s: it is in %s, and %s is as it was", missed, place, out)
     elif place != out:
         accept(place, out)
+    directory = out if missed is None else place
+    if database is not None and record:
+        artifact = artifact_of(manifest, directory, job_id)
+        database.record_artifact(artifact)
+        if validation is not None:
+            note_validation(database, artifact, prepared.environment, validation)
     every = (*choices, *(choice for bucket in buckets for choice in bucket.compiled.choices))
-    return CompileResult(place if missed else out, manifest, choices, tasks_without_record(every), validation)
+    return CompileResult(directory, manifest, choices, tasks_without_record(every), validation)
 
 
 def _compile_bucket(prepared: PreparedModel, bucket: PreparedBucket, database: TuningDatabase | None) -> CompiledBucket:

@@ -1,4 +1,4 @@
-"""An artifact that fails validation is not left where a good one is expected."""
+"""An artifact that fails validation is not left, nor recorded, where a good one is expected."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from relaxtune.pipeline import jobs
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.report import ValidationReport
+from relaxtune.tuning_db.records import Mode
+from relaxtune.tuning_db.store import SqlDatabase
 
 SHAPES = {"pixel_values": (1, 3, 32, 32)}
 REQUEST = ModelRequest("vit-tiny", SHAPES, "llvm")
@@ -18,6 +20,7 @@ REQUEST = ModelRequest("vit-tiny", SHAPES, "llvm")
 
 def test_a_failed_artifact_lies_aside_and_the_good_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, rejected = tmp_path / "artifact", tmp_path / "artifact.rejected"
+    SqlDatabase.open(tmp_path / "tuning.db").close()
     good = jobs.compile_model(REQUEST, out, samples=1)
     assert (good.directory, rejected.exists()) == (out, False)
     validate = jobs._validate
@@ -26,12 +29,15 @@ def test_a_failed_artifact_lies_aside_and_the_good_one_stays(tmp_path: Path, mon
         return validate(place, load_model("vit-tiny", shapes=SHAPES, seed=1), samples, limits)
 
     monkeypatch.setattr(jobs, "_validate", against_other_weights)
-    failed = jobs.compile_model(REQUEST, out, samples=1)
+    failed = jobs.compile_model(REQUEST, out, samples=1, database=tmp_path / "tuning.db", record=True)
     assert failed.validation is not None
     assert not failed.validation.passed
     assert failed.directory == rejected
     assert [load_manifest(place).validation["passed"] for place in (out, rejected)] == [True, False]
+    with SqlDatabase.open(tmp_path / "tuning.db", mode=Mode.READ_ONLY) as database:
+        assert [artifact.location for artifact in database.list_artifacts()] == [str(rejected)]
+        assert [validation.passed for validation in database.list_validations()] == [False]
     monkeypatch.undo()
     assert jobs.compile_model(REQUEST, out, samples=1).directory == out
     assert not rejected.exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("tuning.db")] == ["artifact"]
