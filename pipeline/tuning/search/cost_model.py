@@ -10,14 +10,17 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import xgboost as xgb
 from numpy.typing import NDArray
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.meta_schedule.cost_model.xgb_model import FeatureGroup, PackSum
 from tvm.s_tir.meta_schedule.utils import shash2hex
+
+if TYPE_CHECKING:
+    import xgboost as xgb
 
 # At the stock learning rate of 0.2 the training error has settled by then.
 _BOOST_ROUNDS = 80
@@ -102,6 +105,9 @@ class FastCostModel(ms.cost_model.XGBModel._cls):  # type: ignore[misc]
         self._train(features, np.concatenate([group.min_cost / group.costs for group in groups]))
 
     def _train(self, xs: list[np.ndarray], ys: np.ndarray) -> None:
+        # Half a second, with SciPy's sparse matrices: most commands, and runs of few candidates, never learn.
+        import xgboost as xgb
+
         packed = PackSum(xs=xs, ys=ys)
 
         def objective(predicted: np.ndarray, _data: xgb.DMatrix) -> tuple[np.ndarray, np.ndarray]:
