@@ -9,11 +9,14 @@ ARGS ?=
 # Processes of `make test`; 0 is none but pytest's own.
 JOBS ?= 2
 TESTED := not gpu and not slow and not export and not nightly
+# By file, in the order of their folders: files of one long test would else begin last.
+PARALLEL = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(TESTED) and not timing"
+TIMED = $(BIN)/python -m pytest -n 0 -m "$(TESTED) and timing" $$(grep -rl mark.timing --include='test_*.py' tests)
 # How `make lock` solves: setuptools, given on stdin, builds this project without a download of its own.
 LOCK := .venv-lock/bin/uv pip compile pyproject.toml - --universal --python-version 3.11 --generate-hashes --upgrade \
 	--no-annotate --custom-compile-command 'make lock' --quiet
 
-.PHONY: demo test test-all nightly lock latest check bench tune-gpu bench-gpu clean
+.PHONY: demo test coverage test-all nightly lock latest check bench tune-gpu bench-gpu clean
 
 # What the main job needs; the tests need more. Both are locked sets: `make lock` renews them.
 $(VENV)/.installed: pyproject.toml requirements/runtime.txt
@@ -31,8 +34,11 @@ demo: $(VENV)/.installed  ## the main job on the embedded default: this CPU, SQL
 	$(BIN)/relaxtune tune bert-tiny --target llvm --trials 64 --db .demo/tuning.db --out .demo/bert-tiny
 
 test: $(VENV)/.installed-dev  ## what CI runs; tests that compare times come last, alone
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(TESTED) and not timing" --cov --cov-report=
-	$(BIN)/python -m pytest -n 0 -m "$(TESTED) and timing" --cov --cov-append --cov-report=term:skip-covered
+	$(PARALLEL) $(COVER)
+	$(TIMED) $(COVER_MORE)
+
+coverage: $(VENV)/.installed-dev  ## the same with the lines that ran, a fifth slower; fails below 90 %
+	$(MAKE) test COVER='--cov --cov-report=' COVER_MORE='--cov --cov-append --cov-report=term:skip-covered'
 
 test-all: $(VENV)/.installed-dev  ## every test that needs no GPU; the exports need `pip install -e .[export]`
 	$(BIN)/python -m pytest -m "not gpu and not nightly"
