@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,19 +10,20 @@ from benchmarks import tune_gpu_cases
 ROOT = Path(__file__).parents[2]
 
 
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.tune_gpu_cases", *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_a_case_that_fails_is_told_and_the_others_go_on(jobs: str, tmp_path: Path) -> None:
+def test_a_case_that_fails_is_told_and_the_others_go_on(
+    jobs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     cases = ("bert-base-1x128", "gpt2-small-1x128")
     options = ["--cases", ",".join(cases), "--compile-only", "--target", "cuda:sm_90a", "--artifacts", str(tmp_path)]
-    ended = run(*options, "--jobs", jobs)
-    assert ended.returncode == 1, ended.stderr
-    told = sorted(line for line in ended.stdout.splitlines() if ": failed: There is no database" in line)
+    monkeypatch.setattr(sys, "argv", ["tune_gpu_cases", *options, "--jobs", jobs])
+    # For the processes of the cases.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        tune_gpu_cases.main()
+    assert ended.value.code == 1
+    told = sorted(line for line in capsys.readouterr().out.splitlines() if ": failed: There is no database" in line)
     assert [line.partition(":")[0] for line in told] == list(cases)
 
 
