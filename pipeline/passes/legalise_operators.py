@@ -12,7 +12,7 @@ from tvm import relax, te, tirx, topi
 from tvm.relax.transform.legalize_ops.common import _try_convert_to_scalar_const
 
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.legalise_reductions import Legaliser, is_nan, legalisers
+from relaxtune.pipeline.passes.legalise_reductions import Legaliser, reduction_legalisers
 
 
 def _relu(x: te.Tensor) -> te.Tensor:
@@ -47,7 +47,7 @@ def _extreme(
 
     def pick(*axes: tirx.Var) -> tvm.ir.Expr:
         x, y = _at(a, axes), _at(b, axes)
-        return tirx.Select(tirx.Or(wins(x, y), is_nan(x)), x, y)
+        return tirx.Select(tirx.Or(wins(x, y), _is_nan(x)), x, y)
 
     return te.compute(shape, pick, name="extreme", tag=topi.tag.BROADCAST)
 
@@ -61,6 +61,11 @@ def _at(tensor: te.Tensor, axes: tuple[tirx.Var, ...]) -> tvm.ir.Expr:
     own = axes[len(axes) - len(tensor.shape) :]
     one = [isinstance(size, int | tirx.IntImm) and int(size) == 1 for size in tensor.shape]
     return tensor(*(0 if is_one else axis for axis, is_one in zip(own, one, strict=True)))
+
+
+def _is_nan(value: tvm.ir.Expr) -> tvm.ir.Expr:
+    narrow = str(value.ty.dtype) in ("float16", "bfloat16")
+    return tirx.isnan(value.astype("float32") if narrow else value)
 
 
 def _legaliser(operator: str, function: Callable[..., te.Tensor]) -> Legaliser:
@@ -89,4 +94,4 @@ def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
         "relax.sign": _sign,
     }
     own = {operator: _legaliser(operator, function) for operator, function in functions.items()}
-    return relax.transform.LegalizeOps({**own, **legalisers()})(mod)
+    return relax.transform.LegalizeOps({**own, **reduction_legalisers()})(mod)

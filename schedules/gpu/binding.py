@@ -22,6 +22,11 @@ def list_unbound_blocks(func: tirx.PrimFunc) -> list[str]:
     return list(_unbound(func.body, bound=False))
 
 
+def launches_threads(func: tirx.PrimFunc) -> bool:
+    """Return whether any part of a PrimFunc runs on threads already."""
+    return _launches(func.body) > 0
+
+
 def count_launches(func: tirx.PrimFunc) -> int:
     """Return how many kernels a scheduled GPU PrimFunc launches; one that is no schedule of blocks is one kernel.
 

@@ -15,7 +15,7 @@ from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.gpu.binding import list_unbound_blocks
+from relaxtune.schedules.gpu.binding import launches_threads, list_unbound_blocks
 
 # dlight's rules check their assumptions with Python's asserts and whatever their Python code runs into.
 _MISJUDGED = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
@@ -59,6 +59,17 @@ class BindingRule(ScheduleRule):  # type: ignore[misc]
         return None if sch is None or list_unbound_blocks(sch.mod["main"]) else sch
 
 
+class Bound(ScheduleRule):  # type: ignore[misc]
+    """Code that names its threads itself (TVM's scatters): it is taken as it is."""
+
+    name = "bound"
+
+    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
+        """Return a schedule without a step, None for a function that leaves threads to be bound."""
+        del target, tunable
+        return Schedule(func) if launches_threads(func) and not list_unbound_blocks(func) else None
+
+
 def cuda_rules() -> list[tuple[str, ScheduleRule]]:
     """Return the rules with their names for reports; the last one takes every function that has blocks."""
     rules = [
@@ -69,4 +80,4 @@ def cuda_rules() -> list[tuple[str, ScheduleRule]]:
         Transpose(),
         dlight.gpu.Fallback(),
     ]
-    return [(rule.name, rule) for rule in map(BindingRule, rules)]
+    return [(rule.name, rule) for rule in (Bound(), *map(BindingRule, rules))]

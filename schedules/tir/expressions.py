@@ -82,12 +82,14 @@ def rebuild(expr: tirx.Expr, visit: Callable[[tirx.Expr], tirx.Expr]) -> tirx.Ex
 
 
 def _of_one_width(left: tirx.Expr, right: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
-    """Return two operands, of integers that differ in width the number in the width of the other."""
+    """Return two operands; of integers that differ in width, a number takes the other's, else the narrow one grows."""
     for number, other in ((left, right), (right, left)):
         dtypes = {dtype_of(number), dtype_of(other)}
         if isinstance(number, tirx.IntImm) and dtypes == {"int32", "int64"} and not isinstance(other, tirx.IntImm):
             wide = tirx.IntImm(dtype_of(other), int(number))
             return (wide, other) if number is left else (other, wide)
+    if {dtype_of(left), dtype_of(right)} == {"int32", "int64"}:
+        left, right = (one if dtype_of(one) == "int64" else tirx.Cast("int64", one) for one in (left, right))
     return left, right
 
 

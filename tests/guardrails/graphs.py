@@ -1,7 +1,8 @@
 """Compare random graphs of transformers' operators, and near misses of what the passes look for, with ONNX Runtime.
 
     python -m tests.guardrails.graphs [--mode steps | near-misses] [--count 300] [--seed 0] [--workers 1]
-                                      [--target llvm | cuda:...] [--compile] [--limit 60] [--json FILE]
+                                      [--target llvm | cuda:...] [--compile] [--limit 60] [--seconds 600]
+                                      [--json FILE]
 
 Without `--compile`, kernels run on this CPU without schedules, whichever target's passes made them. With it, they are
 compiled as the product does, and run where the device is here. Prints what is wrong or crashed by seed, and how many
@@ -12,6 +13,7 @@ graphs were refused, by reason; exits 1 when any was wrong or crashed. Ten thous
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -52,12 +54,14 @@ def main() -> None:
     parser.add_argument("--target", default="llvm", help="whose passes run")
     parser.add_argument("--compile", action="store_true", help="compile the kernels, and run them on their device")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for a graph")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no graph begins")
     parser.add_argument("--json", type=Path, help="where the counts and the failing seeds go")
     args = parser.parse_args()
     plan = Plan(args.mode == "near-misses", args.target, args.compile)
     started = time.perf_counter()
     outcomes = []
-    seeds = range(args.seed, args.seed + args.count)
+    end = args.seed + args.count
+    seeds = itertools.takewhile(lambda _: time.perf_counter() - started < args.seconds, range(args.seed, end))
     for outcome in try_graphs(seeds, plan, workers=args.workers, limit_s=args.limit):
         outcomes.append(outcome)
         if outcome.status in FAULTS:
@@ -69,7 +73,7 @@ def main() -> None:
     seconds = round(time.perf_counter() - started, 1)
     print(", ".join(f"{count} {status}" for status, count in found["counts"].items() if count), f"in {seconds} s")  # type: ignore[attr-defined]
     if args.json:
-        asked = {"mode": args.mode, "seed": args.seed, "count": args.count, "target": args.target}
+        asked = {"mode": args.mode, "seed": args.seed, "count": len(outcomes), "target": args.target}
         asked |= {"compile": args.compile, "seconds": seconds}
         args.json.write_text(json.dumps({**asked, **found}, indent=1) + "\n")
     sys.exit(any(outcome.status in FAULTS for outcome in outcomes))

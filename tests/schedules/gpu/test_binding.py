@@ -77,6 +77,17 @@ def test_every_block_is_bound_when_a_gather_has_several(target: tvm.target.Targe
     assert list_unbound_blocks(apply_fallback(module, target)["main"]) == []
 
 
+def test_code_that_names_its_threads_is_taken_as_it_is(target: tvm.target.Target) -> None:
+    """Mixtures of experts scatter their scores; before, a graph with ScatterElements had no kernel on a GPU."""
+    data, rows = te.placeholder((4, 6), "float32", name="data"), te.placeholder((4, 2), "int64", name="rows")
+    updates = te.placeholder((4, 2), "float32", name="updates")
+    with target:
+        func = prim_func([data, rows, updates, topi.gpu.scatter_elements(data, rows, updates, 1)])
+    module = tvm.IRModule({"main": func})
+    assert fallback_rule_names(module, target) == {"main": "bound"}
+    assert count_launches(apply_fallback(module, target)["main"]) == 2
+
+
 def test_fallback_refuses_when_no_rule_binds_every_block(
     transpose_and_join: tirx.PrimFunc, target: tvm.target.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

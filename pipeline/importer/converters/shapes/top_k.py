@@ -14,15 +14,15 @@ from relaxtune.pipeline.importer.converter_input import (
     constant_value,
     dtype_of,
     int_attribute,
-    scalar_like,
     sizes_of,
 )
+from relaxtune.pipeline.importer.ordered_keys import keys_of, numbers_of
 
 
 def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
     """Return the k greatest or least elements along an axis, sorted, and their places; NaN is above all, as in NumPy.
 
-    TVM's kernel compares, and orders nothing beside a NaN: it sorts numbers that stand for the elements. It writes as
+    TVM's kernel compares, and orders nothing beside a NaN: it sorts keys that stand for the elements. It writes as
     many as there are. Along a symbolic axis, the data gets k elements that lose to all others, so that none of the k is
     left unwritten; ONNX leaves an axis shorter than k undefined.
 
@@ -44,13 +44,15 @@ def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
         losing = relax.const(_least(dtype_of(data)) if largest else _greatest(dtype_of(data)), dtype_of(data))
         losers = node.builder.emit(relax.op.broadcast_to(losing, shape))
         data = node.builder.emit(relax.op.concat([data, losers], axis))
-    if not dtype_of(data).startswith(("float", "bfloat")):
-        return relax.op.topk(data, number, axis, ret_type="both", largest=largest, dtype="int64")
-    emit = node.builder.emit
-    finite = emit(relax.op.minimum(data, scalar_like(float(tirx.max_value(dtype_of(data)).value), data)))
-    keys = emit(relax.op.where(relax.op.isnan(data), scalar_like(math.inf, data), finite))
-    places = emit(relax.op.topk(keys, number, axis, ret_type="indices", largest=largest, dtype="int64"))
-    return emit(relax.Tuple([emit(relax.op.gather_elements(data, places, axis)), places]))
+    dtype, emit = dtype_of(data), node.builder.emit
+    floats = dtype.startswith(("float", "bfloat"))
+    keys = node.builder.emit_te(keys_of, data, primfunc_name_hint="keys") if floats else data
+    found = relax.op.topk(keys, number, axis, ret_type="both", largest=largest, dtype="int64")
+    if not floats:
+        return found
+    both = emit(found)
+    values = node.builder.emit_te(lambda one: numbers_of(one, dtype), emit(both[0]), primfunc_name_hint="numbers")
+    return emit(relax.Tuple([values, emit(both[1])]))
 
 
 def _least(dtype: str) -> float | int:
