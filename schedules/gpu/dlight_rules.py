@@ -80,4 +80,5 @@ def cuda_rules() -> list[tuple[str, ScheduleRule]]:
         Transpose(),
         dlight.gpu.Fallback(),
     ]
-    return [(rule.name, rule) for rule in (Bound(), *map(BindingRule, rules))]
+    own = Bound()
+    return [(own.name, own), *((rule.name, rule) for rule in map(BindingRule, rules))]
