@@ -11,6 +11,7 @@ from tvm.s_tir.dlight.base import ScheduleRule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
+from relaxtune.schedules.cpu.any_size import AnySizeMatmul
 from relaxtune.schedules.cpu.convolution import Convolution
 from relaxtune.schedules.cpu.elementwise import Elementwise
 from relaxtune.schedules.cpu.generic import Generic
@@ -67,7 +68,10 @@ def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
     """
     if target.kind.name == "llvm":
         register_vector_math()
-        rules = (Elementwise(), Matmul(), NormedMatmul(), Convolution(), RowReduction(), Generic(), Plain())
+        rules = (
+            *(Elementwise(), AnySizeMatmul(), Matmul(), NormedMatmul(), Convolution()),
+            *(RowReduction(), Generic(), Plain()),
+        )
         return [(rule.name, rule) for rule in rules]
     if target.kind.name == "cuda":
         return cuda_rules()

@@ -152,7 +152,7 @@ def isolate(
     not contiguous or `force_pack` says so.
     """
     block = con.block
-    epilogue = _find_epilogue(sch, con)
+    epilogue = find_epilogue(sch, con)
     pack: SBlockRV | None = None
     if pad_to is not None:
         sch.pad_einsum(block.rv, [pad_to if i == con.column else 1 for i in range(len(block.kinds))])
@@ -218,7 +218,7 @@ def place_pack(sch: Schedule, pack: SBlockRV, loop: LoopRV, lanes: int) -> None:
     vectorize_loop(sch, inner[at], lanes)
 
 
-def _find_epilogue(sch: Schedule, con: TiledContraction) -> SBlockRV | None:
+def find_epilogue(sch: Schedule, con: TiledContraction) -> SBlockRV | None:
     """Return the only reader of C when it walks C element by element in C's own order, else None."""
     readers = sch.get_consumers(con.block.rv)
     if len(readers) != 1:

@@ -43,7 +43,8 @@ def test_matmul_matches_numpy_when_right_operand_is_transposed(m, n, k, batch):
 )
 def test_matmul_matches_numpy_when_axes_are_symbolic(symbolic, batch, transposed):
     case = matmul_case(37, 53, 20, batch=batch, transposed=transposed, epilogue="gelu", symbolic=symbolic)
-    assert run(case) == "cpu-matmul"
+    # A right operand that is not contiguous along the columns is packed first.
+    assert run(case) == ("cpu-matmul" if transposed else "cpu-any-size-matmul")
 
 
 @given(m=st.integers(1, 40), n=st.integers(1, 70), k=st.integers(1, 40), epilogue=st.sampled_from(["none", "gelu"]))

@@ -1,0 +1,311 @@
+"""Matrix products of symbolic size on a CPU: packed weights, batches of two activations, any epilogue.
+
+    C[b..., m..., n] = epilogue(sum over k of L[b..., m..., k] * R[b..., k, n])
+
+Rows `m` of all axes are counted by one number M, which is known when the kernel is called; so may be columns and k.
+A tile of rows x vectors of C is kept in vector registers over the whole reduction:
+
+    parallel b..., column tile                     the last tile of columns begins early enough to be whole
+      for row tile in M // rows:     rows          no row is checked: one beyond the last is the last one again
+      the rest of M:                 rows, rows / 2 or rows / 4, the fewest that hold it
+        acc[rows, vectors] = 0
+        k: acc += L[row] (broadcast) * R[vector]
+        stage = acc                                constant indices, so that the accumulators are registers
+        C = epilogue(stage)
+
+Rows and columns that two tiles share are computed twice, to the same value. Columns of fewer than a tile run through
+a plain loop, which LLVM makes vectors of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir.expr import TensorLoad
+from tvm.s_tir import Schedule
+from tvm.script.ir_builder import IRBuilder
+from tvm.target import Target
+from tvm.tirx import PrimFunc
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
+from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, lanes_of
+from relaxtune.schedules.cpu.matmul import find_matmul
+from relaxtune.schedules.cpu.tiling import find_epilogue
+from relaxtune.schedules.sizes import Size
+from relaxtune.schedules.targets import CpuLimits
+from relaxtune.schedules.tir.blocks import position_of, shape_of, written_params
+from relaxtune.schedules.tir.expressions import substitute
+from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, block_facts, is_canonical, list_blocks
+
+# Vectors of columns that no panel and no size gives: two hide the latency of the multiply-add behind 14 rows.
+_VECTORS = 2
+_VECTORS_MAX = 4
+
+
+class AnySizeMatmul(CpuRule):
+    """Functions of one float32 matmul whose rows, columns or reduction have a symbolic size."""
+
+    name = "cpu-any-size-matmul"
+
+    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
+        """Return the kernel as a schedule of nothing more to do, None for any other function."""
+        sch, limits = Schedule(func), cpu_limits(target)
+        blocks = list_blocks(sch)
+        products = [block for block in blocks if not block.is_spatial]
+        if len(products) != 1 or not all(is_canonical(sch, block) for block in blocks):
+            return None
+        inline_spatial(sch)
+        blocks = list_blocks(sch)
+        product = next(block for block in blocks if not block.is_spatial)
+        con = find_matmul(product)
+        epilogue = None if con is None else find_epilogue(sch, con)
+        if con is None or len(blocks) != (1 if epilogue is None else 2):
+            return None
+        found = _find(sch.mod["main"], con, None if epilogue is None else block_facts(sch, epilogue), limits)
+        return None if found is None else Schedule(tvm.IRModule({"main": _Kernel(found).build()}))
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product to make: its function, roles and largest tile; `epilogue` is None where C is the sum itself."""
+
+    func: PrimFunc
+    con: TiledContraction
+    epilogue: ScheduledBlock | None
+    vectors: int
+    lanes: int
+    rows: int
+
+    @property
+    def block(self) -> ScheduledBlock:
+        return self.con.block
+
+    @property
+    def width(self) -> int:
+        return self.vectors * self.lanes
+
+    @property
+    def columns(self) -> Size:
+        """Columns of C, which may be fewer than those of whole panels."""
+        last = self.epilogue or self.block
+        place = self.block.spatial.index(self.block.axes[self.con.column])
+        return last.sizes[place]
+
+
+def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None, limits: CpuLimits) -> _Product | None:
+    block = con.block
+    operands = (con.left.source, con.right.source)
+    symbolic = [axis for axis in (*con.rows, con.column, *con.reduce) if block.extents[axis] is None]
+    if not symbolic or len(con.reduce) != 1 or not con.contiguous or block.init is None:
+        return None
+    if {str(buffer.dtype) for buffer in (*operands, block.store.buffer)} != {"float32"}:
+        return None
+    # Neither operand is made inside the function, and C is its only result.
+    written = written_params(func)
+    if any(position_of(func, buffer) is None or position_of(func, buffer) in written for buffer in operands):
+        return None
+    if [position_of(func, (epilogue or block).store.buffer)] != [*written]:
+        return None
+    lanes = lanes_of("float32", limits)
+    columns = block.extents[con.column]
+    vectors = _VECTORS if con.panel is None else con.panel // lanes
+    if con.panel is None and columns is not None:
+        fitting = [count for count in range(1, _VECTORS_MAX + 1) if columns % (count * lanes) == 0]
+        vectors = max(fitting, default=min(_VECTORS, columns // lanes))
+    if vectors < 1 or vectors > _VECTORS_MAX or vectors * lanes != (con.panel or vectors * lanes):
+        return None
+    rows = min(MAX_ROWS, (limits.vector_registers - 1 - vectors) // vectors)
+    return _Product(func, con, epilogue, vectors, lanes, rows)
+
+
+Values = Mapping[tirx.Var, tirx.Expr]
+
+
+class _Kernel:
+    def __init__(self, product: _Product) -> None:
+        self._product = product
+        # The fewest rows still hide some of the latency of the multiply-add.
+        self._tiles = sorted({product.rows, -(-product.rows // 2), -(-product.rows // 4)}, reverse=True)
+
+    def build(self) -> PrimFunc:
+        """Return the kernel with the parameters and attributes of its function."""
+        product, con, func = self._product, self._product.con, self._product.func
+        with IRBuilder() as builder, T.prim_func(s_tir=True):
+            T.func_name("main")
+            params = list(map(_declared, func.params))
+            self._buffers = dict(zip(func.params, params, strict=True))
+            sizes = product.block.sizes
+            batch = [sizes[axis] for axis in con.batch]
+            columns = product.columns
+            whole = isinstance(columns, int) and columns >= product.width
+            if whole:
+                self._parallel(batch, -(-columns // product.width), self._tile_of_columns)
+            else:
+                with T.If(columns >= product.width):
+                    with T.Then():
+                        tiles = tirx.floordiv(columns + (product.width - 1), product.width)
+                        self._parallel(batch, tiles, self._tile_of_columns)
+                    with T.Else():
+                        self._parallel(batch, 1, self._few_columns)
+        made = builder.get().without_attr("global_symbol")
+        for key, value in func.attrs.items() if func.attrs else ():
+            made = made.with_attr(key, value)
+        return made
+
+    def _parallel(self, batch: Sequence[Size], tiles: Size, body: Callable[[Values, tirx.Expr], None]) -> None:
+        """Run a body for each place of the batch axes and each tile of columns."""
+        con, block = self._product.con, self._product.block
+        count = math.prod(batch) * tiles
+        with T.parallel(0, _wide(count)) as job:
+            place = job
+            tile = place % tiles if not _is_one(tiles) else _wide(0)
+            place = place // tiles
+            values: dict[tirx.Var, tirx.Expr] = {}
+            for axis, size in reversed(list(zip(con.batch, batch, strict=True))):
+                values[block.axes[axis]] = _wide(0) if _is_one(size) else T.Bind(place % size)
+                place = place // size
+            body(values, tile)
+
+    def _tile_of_columns(self, values: Values, tile: tirx.Expr) -> None:
+        product = self._product
+        columns, width = product.columns, product.width
+        # A panel begins where it begins; its last columns may be no columns of C.
+        begin = tile * width if product.con.panel is not None else tirx.min(tile * width, columns - width)
+        start = T.Bind(begin)
+        self._rows(values, start)
+
+    def _rows(self, values: Values, start: tirx.Expr) -> None:
+        most, *fewer = self._tiles
+        half = fewer[0] if fewer else 0
+        rows = T.Bind(_wide(math.prod(self._product.block.sizes[axis] for axis in self._product.con.rows)))
+        whole = T.Bind((rows + (most - 1 - half)) // most)
+        with T.serial(0, whole) as number:
+            self._tile(values, start, T.Bind(number * most), rows, most)
+        rest = rows - whole * most
+        for count, least in zip(fewer, [*fewer[1:], 0], strict=True):
+            with T.If(tirx.all(rest > least, rest <= count)), T.Then():
+                self._tile(values, start, T.Bind(whole * most), rows, count)
+
+    def _tile(self, values: Values, start: tirx.Expr, first: tirx.Expr, rows: tirx.Expr, count: int) -> None:
+        product, con = self._product, self._product.con
+        lanes, vectors, column = product.lanes, product.vectors, product.block.axes[con.column]
+        acc = T.alloc_buffer([count * product.width], "float32", scope="local")
+        stage = T.alloc_buffer([count * product.width], "float32", scope="local")
+        places = [self._row({}, tirx.min(first + row, rows - 1)) for row in range(count)]
+
+        def each(body: Callable[[int, int, tirx.Expr, tirx.Expr], None]) -> None:
+            for row in range(count):
+                for vector in range(vectors):
+                    with T.vectorized(0, lanes) as lane:
+                        body(row, vector, lane, (row * vectors + vector) * lanes + lane)
+
+        each(lambda _row, _vector, _lane, at: T.buffer_store(acc, tirx.FloatImm("float32", 0.0), [at]))
+        with T.serial(0, _wide(product.block.sizes[con.reduce[0]])) as k:
+            known = {**values, product.block.axes[con.reduce[0]]: k}
+
+            def multiply(row: int, vector: int, lane: tirx.Expr, at: tirx.Expr) -> None:
+                here = {**known, **places[row], column: start + vector * lanes + _as_wide(lane)}
+                T.buffer_store(acc, acc[at] + self._load(con.left, here) * self._load(con.right, here), [at])
+
+            each(multiply)
+        each(lambda _row, _vector, _lane, at: T.buffer_store(stage, acc[at], [at]))
+        with T.serial(0, count) as number:
+            place = self._row({}, T.Bind(tirx.min(first + number, rows - 1)))
+
+            def finish(vector: tirx.Expr | int, lane: tirx.Expr) -> None:
+                offset = vector * lanes + lane
+                self._store(stage[number * product.width + offset], {**values, **place, column: start + offset})
+
+            self._columns_of_tile(start, finish)
+
+    def _columns_of_tile(self, start: tirx.Expr, finish: Callable[[tirx.Expr | int, tirx.Expr], None]) -> None:
+        """Run a body for the columns of a tile that are columns of C."""
+        product = self._product
+
+        def whole() -> None:
+            with T.serial(0, product.vectors) as vector, T.vectorized(0, product.lanes) as lane:
+                finish(vector, lane)
+
+        columns = product.columns
+        if product.con.panel is None or (isinstance(columns, int) and columns % product.width == 0):
+            whole()
+            return
+        with T.If(start + product.width <= columns):
+            with T.Then():
+                whole()
+            with T.Else(), T.serial(0, columns - start) as lane:
+                finish(0, lane)
+
+    def _few_columns(self, values: Values, _tile: tirx.Expr) -> None:
+        """Compute row after row, for fewer columns than a tile has."""
+        product, con = self._product, self._product.con
+        column, reduced = product.block.axes[con.column], product.block.axes[con.reduce[0]]
+        rows = T.Bind(_wide(math.prod(product.block.sizes[axis] for axis in con.rows)))
+        with T.serial(0, rows) as number:
+            acc = T.alloc_buffer([product.width], "float32", scope="local")
+            place = {**values, **self._row({}, number)}
+            with T.serial(0, product.columns) as j:
+                T.buffer_store(acc, tirx.FloatImm("float32", 0.0), [j])
+            with T.serial(0, _wide(product.block.sizes[con.reduce[0]])) as k, T.serial(0, product.columns) as j:
+                here = {**place, reduced: k, column: j}
+                T.buffer_store(acc, acc[j] + self._load(con.left, here) * self._load(con.right, here), [j])
+            with T.serial(0, product.columns) as j:
+                self._store(acc[j], {**place, column: j})
+
+    def _row(self, values: dict[tirx.Var, tirx.Expr], number: tirx.Expr) -> Values:
+        """Return the place of a row along each axis of rows."""
+        con, block = self._product.con, self._product.block
+        place = number
+        for count, axis in reversed(list(enumerate(con.rows))):
+            size = block.sizes[axis]
+            if _is_one(size):
+                values[block.axes[axis]] = _wide(0)
+                continue
+            values[block.axes[axis]] = T.Bind(place % size if count else place)
+            place = place // size
+        return values
+
+    def _load(self, load: TensorLoad, values: Values) -> tirx.Expr:
+        return self._buffers[load.source][tuple(substitute(index, values) for index in load.indices)]
+
+    def _store(self, total: tirx.Expr, values: Values) -> None:
+        """Store the epilogue of a sum at a place, given as values of the product's axes."""
+        product = self._product
+        if product.epilogue is None:
+            store, value = product.block.store, total
+            at = values
+        else:
+            # The epilogue walks the sums in their order.
+            at = {own: values[axis] for own, axis in zip(product.epilogue.axes, product.block.spatial, strict=True)}
+            store = product.epilogue.store
+            sums = product.block.store.buffer
+
+            def replaced(load: TensorLoad) -> tirx.Expr:
+                return total if load.source.same_as(sums) else self._load(load, {})
+
+            value = tvm_ffi.structural_map(substitute(store.value, at), (TensorLoad, replaced))
+        indices = [substitute(index, at) for index in store.indices]
+        T.buffer_store(self._buffers[store.buffer], value, indices)
+
+
+def _declared(param: tirx.Var) -> tirx.Var:
+    shape = shape_of(param)
+    return T.arg(param.name, param if shape is None else T.Buffer(list(shape), str(param.dtype)))
+
+
+def _wide(number: Size) -> tirx.Expr:
+    return tirx.IntImm("int64", number) if isinstance(number, int) else number
+
+
+def _as_wide(number: tirx.Expr) -> tirx.Expr:
+    return number if str(number.ty.dtype).startswith("int64") else tirx.Cast("int64", number)
+
+
+def _is_one(size: Size) -> bool:
+    return isinstance(size, int) and size == 1
