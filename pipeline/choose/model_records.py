@@ -28,6 +28,7 @@ from relaxtune.tuning_db.records import (
     Workload,
     canonical_json,
     content_key,
+    utc_now,
 )
 
 logger = logging.getLogger(__name__)
@@ -67,8 +68,7 @@ class MeasuredModel:
     target: TargetKey
     environment: Environment
 
-    def find(self, database: TuningDatabase) -> ModelDecision | None:
-        """Return the newest decision that is true here, None without one."""
+    def _newest(self, database: TuningDatabase) -> TuningRecord | None:
         records = database.list_top(
             Question(
                 workload_hash=self.workload.workload_hash,
@@ -78,7 +78,11 @@ class MeasuredModel:
             ),
             k=_LISTED,
         )
-        newest = max(records, key=lambda record: (record.created_at, record.id or 0), default=None)
+        return max(records, key=lambda record: (record.created_at, record.id or 0), default=None)
+
+    def find(self, database: TuningDatabase) -> ModelDecision | None:
+        """Return the newest decision that is true here, None without one."""
+        newest = self._newest(database)
         if newest is None:
             return None
         decision = json.loads(newest.decision)
@@ -104,6 +108,7 @@ class MeasuredModel:
         """Record what a model takes that is compiled by a decision, or why it does not compile."""
         kernels = {key: [str(route), text] for key, (route, text) in decision.kernels.items()}
         plain = {"template": FAMILY, "norm_rows_max": decision.norm_rows_max, "kernels": kernels}
+        before = self._newest(database)
         text = canonical_json({**plain, "untuned": True} if decision.untuned else plain)
         record = TuningRecord(
             workload_hash=self.workload.workload_hash,
@@ -117,6 +122,8 @@ class MeasuredModel:
             error=error,
             seed=seed,
             job_id=job_id,
+            # The newest counts, also where a clock was set back since.
+            created_at=utc_now() if before is None else max(utc_now(), before.created_at),
         )
         database.record_all(workloads=[self.workload], records=[record])
 

@@ -8,11 +8,12 @@ import threading
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from sqlalchemy import update
 
 from relaxtune.tuning_db.errors import NotFoundError, TuningDatabaseError
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import JobTask, RecordFilter, Route, Status
-from relaxtune.tuning_db.sql.schema import HEAD_REVISION
+from relaxtune.tuning_db.sql.schema import HEAD_REVISION, JobRow
 from relaxtune.tuning_db.store import SqlDatabase
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -275,6 +276,12 @@ class TestJobs:
         assert done.outcome == "ok"
         assert done.finished_at >= job.started_at
         assert database.list_jobs() == [done]
+
+    def test_job_does_not_end_before_it_began_when_the_clock_was_set_back(self, database, samples):
+        job = database.start_job(model="bert", model_sha256="0" * 64, target=samples.target())
+        moment = datetime.max.replace(tzinfo=UTC)
+        database.write(lambda session: session.execute(update(JobRow).values(started_at=moment)))
+        assert database.finish_job(job.id, "done").finished_at == moment
 
     def test_jobs_are_listed_newest_first_and_by_model(self, database, samples):
         jobs = [database.start_job(model=m, model_sha256="0" * 64, target=samples.target()) for m in ("a", "b", "a")]

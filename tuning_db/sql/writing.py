@@ -182,7 +182,8 @@ def finish_job(session: Session, job_id: str, outcome: str, moment: datetime) ->
     """Note the end of a job and return it."""
     require_jobs(session, {job_id})
     row = session.get_one(JobRow, job_id)
-    row.finished_at = moment
+    # A clock may be set back while a job runs.
+    row.finished_at = max(moment, row.started_at)
     row.outcome = outcome
     session.flush()
     return get_job(session, job_id)

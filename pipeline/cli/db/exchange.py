@@ -118,7 +118,7 @@ def prune(
     filters: FilterOptions,
     table: TableOptions,
     older_than_days: Annotated[
-        float | None, typer.Option("--older-than-days", min=0, help="Forget records older than this.")
+        float | None, typer.Option("--older-than-days", min=0, max=100_000, help="Forget records older than this.")
     ] = None,
     keep: Annotated[
         int | None,

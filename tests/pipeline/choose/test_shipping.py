@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import onnx
 import pytest
 
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
+from relaxtune.pipeline.choose.model_records import ModelDecision, measured_model
 from relaxtune.pipeline.choose.shipping import decide
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.tuned_model import record_shipped, select_as_measured, untuned_kernels
@@ -92,3 +94,17 @@ def test_compiling_from_records_ships_what_the_tuning_run_shipped(prepared, fast
         assert again == ship(untuned=True)
         assert not any("untuned" in note for note in ship(untuned=False))
         assert database.count_records() == 2
+
+
+def test_what_was_decided_last_counts_though_a_clock_was_set_back_since(prepared) -> None:
+    model = measured_model(prepared)
+    with SqlDatabase.open("sqlite://") as database:
+        model.record(database, ModelDecision(7, untuned=True), seed=0, job_id=None, latencies_ms=(1.0,))
+        (record,) = database.list_records()
+        for year in (2999, 9999):
+            moment = datetime(year, 12, 31, 23, 59, 59, 999999, tzinfo=UTC)
+            database.record_measurement(replace(record, created_at=moment))
+            model.record(database, ModelDecision(8), seed=0, job_id=None, latencies_ms=(1.0,))
+            found = model.find(database)
+            assert found is not None
+            assert (found.norm_rows_max, found.untuned) == (8, False)

@@ -271,6 +271,10 @@ def test_filtered_export_holds_what_was_asked_for(call, filled, tmp_path):
     assert read["records"] == 1
 
 
+def test_prune_refuses_more_days_than_there_are(call, filled):
+    assert "older-than-days" in call("db", "prune", "--older-than-days", 1e9, "--db", filled[0], code=2).err
+
+
 def test_prune_says_what_would_go_and_removes_it(call, filled):
     def prune(*arguments):
         return json.loads(call("db", "prune", *arguments, "--db", filled[0], "--format", "json").out)
