@@ -18,6 +18,7 @@ from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.signature import read_signing_key, sign_artifact
 from relaxtune.pipeline.bench.measure import OWN_ARM
 from relaxtune.pipeline.choose.norm_forms import NormFormsReport
 from relaxtune.pipeline.choose.rerank import RerankReport
@@ -129,6 +130,8 @@ class TuneRequest:
         Whether the artifact, its validation and its benchmark are noted in the database, as measurements always are.
     limits
         What the artifact is to keep; a limit of its latency needs `benchmark`.
+    sign
+        The private key (PEM) that the artifact is signed with, None leaves it unsigned.
     """
 
     database: DatabasePlace
@@ -138,6 +141,7 @@ class TuneRequest:
     shared: tuple[DatabasePlace, ...] = ()
     record: bool = True
     limits: Limits = NO_LIMITS
+    sign: Path | None = None
 
 
 def compile_model(
@@ -148,6 +152,7 @@ def compile_model(
     shared: Sequence[DatabasePlace] = (),
     record: bool = False,
     samples: int = 3,
+    sign: Path | None = None,
 ) -> CompileResult:
     """Compile a model from records alone; nothing is measured.
 
@@ -165,6 +170,8 @@ def compile_model(
         Whether the artifact and its validation are noted in `database`, which is else only read.
     samples : int
         Random inputs to validate with; 0 leaves the validation out.
+    sign : Path or None
+        As of `TuneRequest`.
 
     Raises
     ------
@@ -172,16 +179,17 @@ def compile_model(
         See `pipeline.errors`. Nothing is written then.
     """
     check_destination(out)
+    _check_key(sign)
     if record and database is None:
         raise UsageError("nothing says where to note the artifact: expected a database (--db URL) beside --record")
     urls = [*([database] if database is not None else []), *shared]
     if not urls:
         prepared = prepare_model(request)
-        return _compile(prepared, None, out, samples, choose_kernels(prepared, None), record=False)
+        return _compile(prepared, None, out, samples, choose_kernels(prepared, None), record=False, sign=sign)
     with open_databases(urls, mode=Mode.TUNE if record else Mode.READ_ONLY, create=False) as opened:
         prepared = prepare_model(request)
         prepared, choices = select_as_measured(prepared, opened)
-        return _compile(prepared, opened, out, samples, choices, record=record, places=urls)
+        return _compile(prepared, opened, out, samples, choices, record=record, places=urls, sign=sign)
 
 
 def tune_model(
@@ -199,12 +207,19 @@ def tune_model(
         See `pipeline.errors`.
     """
     check_destination(out)
+    _check_key(tune_request.sign)
     urls = [tune_request.database, *tune_request.shared]
     with open_databases(urls, mode=tune_request.tuning.mode) as database:
         prepared = prepare_model(request)
         require_device(prepared)
         tuned = tune_prepared(prepared, tune_request.tuning, database, progress or SilentProgress())
         return finish_tuned(prepared, tuned, tune_request, database, out)
+
+
+def _check_key(sign: Path | None) -> None:
+    """Refuse a key that cannot sign, before hours of work."""
+    if sign is not None:
+        read_signing_key(sign)
 
 
 def require_device(prepared: PreparedModel) -> None:
@@ -263,6 +278,7 @@ def finish_tuned(
         limits=request.limits,
         missed=missed,
         places=(request.database, *request.shared),
+        sign=request.sign,
     )
     if shipping is not None and request.record:
         artifact = artifact_of(compiled.manifest, compiled.directory, tuned.job_id)
@@ -299,12 +315,13 @@ def _compile(
     limits: Limits = NO_LIMITS,
     missed: str | None = None,
     places: Sequence[DatabasePlace] = (),
+    sign: Path | None = None,
 ) -> CompileResult:
     with stage("compile"):
         compiled = module or compile_module(prepared.lowered, choices, prepared.target)
         buckets = [_compile_bucket(prepared, bucket, database) for bucket in prepared.buckets]
     validates = bool(samples) and prepared.can_run
-    place = rejected_place(out) if validates or missed is not None else out
+    place = rejected_place(out) if validates or missed is not None or sign is not None else out
     with stage("export"):
         manifest = write_artifact(compiled, place, buckets)
     validation = None
@@ -323,6 +340,8 @@ def _compile(
     if missed is not None:
         logger.error("%s: it is in %s, and %s is as it was", missed, place, out)
     elif place != out:
+        if sign is not None:
+            sign_artifact(place, read_signing_key(sign))
         accept(place, out)
     directory = out if missed is None else place
     if database is not None and record:

@@ -5,6 +5,7 @@
     DIR/model.so              the compiled module
         params.safetensors    the weights that are not embedded in it
         manifest.json         what it is, and the sha256 of every file
+        manifest.sig          a signature of the manifest, where one was asked for (`pipeline.artifact.signature`)
 
 A new artifact is staged in a sibling directory, flushed to disk, checked by hash and renamed into place. An existing
 directory is replaced only when it is an artifact itself (or empty).
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from relaxtune.pipeline.artifact.entries import FileEntry, PaddingEntry
-from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, Manifest, parse_manifest
+from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, SIGNATURE_FILE, Manifest, parse_manifest
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.temporary import locked_folder, sweep
 
@@ -152,7 +153,8 @@ def verify_artifact(directory: Path) -> Manifest:
                 f"{path} was changed after it was written: expected {expected.bytes} bytes with sha256 "
                 f"{expected.sha256}, got {got.bytes} bytes with {got.sha256}; copy the artifact again, or recompile"
             )
-    foreign = sorted({path.name for path in directory.iterdir()} - manifest.files.keys() - {MANIFEST_FILE})
+    known = {*manifest.files, MANIFEST_FILE, SIGNATURE_FILE}
+    foreign = sorted({path.name for path in directory.iterdir()} - known)
     if foreign:
         raise ArtifactError(
             f"artifact {directory} holds what its manifest does not know: {', '.join(foreign[:5])}; remove it"

@@ -32,6 +32,7 @@ FORMAT_VERSION = 1
 FORMAT_NAME = "relaxtune-artifact"
 
 MANIFEST_FILE = "manifest.json"
+SIGNATURE_FILE = "manifest.sig"
 MODULE_FILE = "model.so"
 PARAMS_FILE = "params.safetensors"
 

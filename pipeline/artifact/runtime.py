@@ -24,6 +24,7 @@ from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
 from relaxtune.pipeline.artifact.entries import BucketEntry
 from relaxtune.pipeline.artifact.input_check import check_inputs
 from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
+from relaxtune.pipeline.artifact.signature import require_signature
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.temporary import temporary_folder
@@ -84,7 +85,13 @@ class Module:
 
     @classmethod
     def load(
-        cls, directory: Path | str, *, device: str | None = None, verify: bool = True, threads: int | None = None
+        cls,
+        directory: Path | str,
+        *,
+        device: str | None = None,
+        verify: bool = True,
+        threads: int | None = None,
+        verify_key: Path | str | None = None,
     ) -> Self:
         """Return the module of an artifact directory, its weights on the device.
 
@@ -98,13 +105,22 @@ class Module:
             Whether every file's sha256 is checked first; the manifest's always is.
         threads : int or None
             CPU threads; by default one for each physical core.
+        verify_key : Path, str or None
+            The public key (PEM) of who must have signed the artifact. It is checked before anything of it runs, and
+            so is every file's sha256.
 
         Raises
         ------
         ArtifactError
-            The artifact is missing, damaged, or for a target that this machine does not have.
+            The artifact is missing, damaged, not signed by `verify_key`, or for a target that this machine does not
+            have.
+        UsageError
+            `verify_key` is no public key.
         """
         directory = Path(directory)
+        if verify_key is not None:
+            require_signature(directory, Path(verify_key))
+            verify = True
         manifest = verify_artifact(directory) if verify else load_manifest(directory)
         chosen = device_for(manifest, device, directory)
         configure_threads(threads)

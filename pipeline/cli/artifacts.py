@@ -20,6 +20,8 @@ from relaxtune.pipeline.cli.options import (
     SamplesOption,
     SeedOption,
     ToleranceOptions,
+    VerifyKeyOption,
+    require_signed,
 )
 from relaxtune.pipeline.cli.output import OutputFormat, TableView, emit, print_json, print_table, stdout_console
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
@@ -64,6 +66,7 @@ def validate_command(
     tolerance: ToleranceOptions,
     options: ValidateOptions,
     model: ReferenceOption = None,
+    verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Compare an artifact with ONNX Runtime on random inputs. Exits 3 when they disagree.
@@ -77,6 +80,7 @@ def validate_command(
     from relaxtune.pipeline.validate.drift import render_drift
     from relaxtune.pipeline.validate.report import render
 
+    require_signed(verify_key, directory)
     done = validate_artifact(directory, model, options.request(tolerance))
     report = done.report
     data = report.to_json()
@@ -129,6 +133,7 @@ def compare(
     samples: SamplesOption = 3,
     seed: SeedOption = 0,
     exact: Annotated[bool, typer.Option("--exact", help="Exit 3 unless all bits are the same.")] = False,
+    verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Measure the drift between two builds of a model.
@@ -140,6 +145,7 @@ def compare(
     from relaxtune.pipeline.validate.comparison import render
     from relaxtune.pipeline.validate.tolerances import Tolerance
 
+    require_signed(verify_key, *(path for path in (first, second) if path.is_dir()))
     asked = limits.rtol is not None or limits.atol is not None
     tolerance = Tolerance(limits.rtol or 0.0, limits.atol or 0.0) if asked and not exact else None
     sides = [path if path.is_dir() else _read_arrays(path, _OUTPUTS_FILE) for path in (first, second)]
@@ -169,6 +175,7 @@ def bench(
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Runs of each arm before.")] = 10,
     seed: SeedOption = 0,
     db: OutcomeDatabaseOption = None,
+    verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Measure the latency of an artifact, of each shape bucket if it has any, side by side with peers, taking turns.
@@ -179,6 +186,7 @@ def bench(
     from relaxtune.pipeline.artifact_jobs import bench_artifact
     from relaxtune.pipeline.bench.measure import render
 
+    require_signed(verify_key, directory)
     peers = frozenset(name.strip() for name in against.split(",") if name.strip())
     module, reports = bench_artifact(directory, model, against=peers, runs=runs, warmup=warmup, seed=seed, database=db)
     bucketed = module.manifest.buckets is not None
@@ -196,12 +204,13 @@ def run(
     directory: ArtifactArgument,
     inputs: Annotated[Path, typer.Option("--inputs", metavar="X.npz", help="An array for each input, by name.")],
     outputs: Annotated[Path, typer.Option("--outputs", metavar="Y.npz", help="Where to write the outputs.")],
+    verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Run an artifact once on the arrays of a .npz file."""
     from relaxtune.pipeline.artifact.runtime import Module
 
-    module = Module.load(directory)
+    module = Module.load(directory, verify_key=verify_key)
     results = module.run(_read_arrays(inputs))
     _write_arrays(outputs, results)
     rows = tuple((name, str(array.dtype), "x".join(map(str, array.shape))) for name, array in results.items())

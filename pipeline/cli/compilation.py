@@ -55,6 +55,7 @@ class ArtifactOptions:
 
     out: Path | None = option(None, "Artifact directory. Default: out/MODEL-TARGET.", metavar="DIR")
     samples: int = option(3, "Random inputs to validate with; 0 leaves the validation out.", min=0)
+    sign: Path | None = option(None, "Sign it with this Ed25519 private key (PEM).", metavar="KEY")
 
     def directory(self, model: ModelOptions) -> Path:
         """Return the artifact's directory, by default named after the model and the target."""
@@ -117,7 +118,9 @@ def tune(
     from relaxtune.pipeline.tuning.progress import ConsoleProgress
 
     request = model.request()
-    asked = TuneRequest(db, search.tuning(request), bench, artifact.samples, tuple(shared_db or ()), record)
+    asked = TuneRequest(
+        db, search.tuning(request), bench, artifact.samples, tuple(shared_db or ()), record, sign=artifact.sign
+    )
     with ConsoleProgress(stderr_console()) as progress:
         result = tune_model(request, asked, artifact.directory(model), progress=progress)
     _print_tuned(result, output_format)
@@ -145,6 +148,7 @@ def compile_command(
         shared=shared_db or (),
         record=record,
         samples=artifact.samples,
+        sign=artifact.sign,
     )
     if output_format is OutputFormat.JSON:
         print_json(_compile_data(result))

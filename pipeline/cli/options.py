@@ -42,6 +42,15 @@ ReferenceOption = Annotated[
     str | None,
     typer.Option("--model", metavar="MODEL", help="The ONNX model. Default: the one it was compiled from."),
 ]
+VerifyKeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--verify-key",
+        envvar="RELAXTUNE_VERIFY_KEY",
+        metavar="KEY",
+        help="Refuse an artifact that the owner of this public key (PEM) did not sign.",
+    ),
+]
 SamplesOption = Annotated[int, typer.Option("--samples", min=1, help="Random inputs to compare.")]
 
 
@@ -112,6 +121,21 @@ class ToleranceOptions:
 
     rtol: float | None = option(None, "Relative tolerance.", min=0.0)
     atol: float | None = option(None, "Absolute tolerance, by the output's size.", min=0.0)
+
+
+def require_signed(verify_key: Path | None, *directories: Path) -> None:
+    """Check the signatures of artifacts, where a key is given, before any of their code runs.
+
+    Raises
+    ------
+    ArtifactError
+        One is not signed by the owner of the key.
+    """
+    if verify_key is not None:
+        from relaxtune.pipeline.artifact.signature import require_signature
+
+        for directory in directories:
+            require_signature(directory, verify_key)
 
 
 def parse_routes(text: str | None) -> frozenset[Route]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from relaxtune.pipeline.cli.db.common import open_for_reading
-from relaxtune.pipeline.cli.options import url_option
+from relaxtune.pipeline.cli.options import VerifyKeyOption, require_signed, url_option
 from relaxtune.pipeline.cli.output import TableView, first_of, print_json, print_table, stdout_console
 from relaxtune.pipeline.errors import PipelineError, UsageError
 from relaxtune.tuning_db.urls import DatabaseUrl
@@ -44,6 +44,7 @@ def report(
     ceilings: Annotated[
         Path | None, typer.Option("--ceilings", metavar="FILE", help="JSON of the device's measured ceilings.")
     ] = None,
+    verify_key: VerifyKeyOption = None,
     output_format: Annotated[
         ReportFormat, typer.Option("--format", help="html goes to a file, table and json to stdout.")
     ] = ReportFormat.HTML,
@@ -55,6 +56,8 @@ def report(
         raise UsageError("--profile runs the kernels of an artifact; name its directory")
     if out is not None and output_format is not ReportFormat.HTML:
         raise UsageError(f"--out is where the html page goes; --format {output_format.value} goes to stdout")
+    if directory is not None:
+        require_signed(verify_key, directory)
     reports = _reports(directory, db, ceilings, profile=profile)
     if output_format is ReportFormat.HTML:
         _write_page(reports, out or _default_out(directory))
