@@ -209,6 +209,15 @@ class TestHostileArchive:
         archive.unlink()
         self.refused(archive, "Cannot read the archive")
 
+    @pytest.mark.parametrize("limit", ["MAX_BYTES", "MAX_LINES"])
+    def test_archive_that_unpacks_to_too_much_is_refused_whole(self, archive, monkeypatch, limit):
+        monkeypatch.setattr(f"relaxtune.tuning_db.exchange.archive.{limit}", 3)
+        with (
+            SqlDatabase.open("sqlite://") as database,
+            pytest.raises(ExchangeError, match=r"line \d: the archive unpacks to more than"),
+        ):
+            import_archive(database, archive)
+
     def test_long_line_is_refused_before_it_fills_the_memory(self, archive, monkeypatch):
         monkeypatch.setattr("relaxtune.tuning_db.exchange.archive.MAX_LINE_BYTES", 1000)
         archive.write_bytes(gzip.compress(b" " * 10_000_000))

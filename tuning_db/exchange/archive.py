@@ -45,6 +45,9 @@ FORMAT = "relaxtune-archive"
 VERSION = 1
 #: No true line is longer; a hostile one would otherwise fill the memory.
 MAX_LINE_BYTES = 64 * 2**20
+#: All lines together, unpacked, and their number: what ten million records take. 8 MB may unpack to 8 GB.
+MAX_BYTES = 32 * 2**30
+MAX_LINES = 10_000_000
 #: Targets and environments, which are held in memory while the rest is read.
 MAX_PLACES = 100_000
 
@@ -234,13 +237,19 @@ def read_archive(path: Path, position: _Position | None = None) -> Iterator[Entr
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    number = 0
+    number = size = 0
     try:
         with gzip.open(path, "rb") as stream:
             while line := stream.readline(MAX_LINE_BYTES + 1):
                 number += 1
+                size += len(line)
                 if len(line) > MAX_LINE_BYTES:
                     raise ExchangeError(f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes; refused.")
+                if size > MAX_BYTES or number > MAX_LINES:
+                    raise ExchangeError(
+                        f"{path}, line {number}: the archive unpacks to more than {MAX_BYTES} bytes or {MAX_LINES} "
+                        "lines; refused. Export it in parts, for instance with --since and --until."
+                    )
                 yield number, line
     except (gzip.BadGzipFile, EOFError, zlib.error) as e:
         raise ExchangeError(
