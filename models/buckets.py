@@ -2,7 +2,7 @@
 
 A *bucket* gives numbers to some symbolic axes. A call whose sizes are a bucket's goes there as it is. A smaller one may
 be padded up to it, on one side of each axis, and its outputs cut back; whether that leaves the results alone depends on
-the graph, and is for the caller to have proved (`pipeline.validate.padding_proof`).
+the graph, and is for the caller to have tried (`pipeline.validate.padding_trials`).
 """
 
 from __future__ import annotations
@@ -154,6 +154,16 @@ def fill_values(rules: Sequence[InputRule]) -> dict[str, float]:
     """Return what padding of each input holds: 0 for a mask (nothing is attended to there), a valid index, 0."""
     fills = {InputKind.ADDITIVE_MASK: _PADDED_SCORE}
     return {rule.name: fills.get(rule.kind, float(rule.low)) for rule in rules}
+
+
+def list_masks(rules: Sequence[InputRule]) -> tuple[str, ...]:
+    """Return the names of the inputs that hide places."""
+    return tuple(rule.name for rule in rules if rule.kind in (InputKind.MASK, InputKind.ADDITIVE_MASK))
+
+
+def hides_a_row(inputs: Mapping[str, np.ndarray], masks: Sequence[str], fills: Mapping[str, float]) -> bool:
+    """Return whether a row of a mask hides all its places."""
+    return any(inputs[name].ndim > 0 and bool((inputs[name] <= fills[name]).all(-1).any()) for name in masks)
 
 
 def pad_inputs(

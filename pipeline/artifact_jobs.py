@@ -24,7 +24,7 @@ from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.job_outcomes import artifact_of, environment_of, note_benchmark, note_validation
 from relaxtune.pipeline.validate.comparison import Comparison, compare_manifests, compare_outputs
 from relaxtune.pipeline.validate.drift import DriftOptions
-from relaxtune.pipeline.validate.padding_proof import prove_and_record, route_inputs, route_sizes
+from relaxtune.pipeline.validate.padding_trials import route_inputs, route_sizes, try_and_record
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.pipeline.validate.tolerances import Tolerance
 from relaxtune.pipeline.validate.validation import (
@@ -116,7 +116,7 @@ def validate_artifact(
     # Opened first: a database that cannot be had is told before the work.
     with nullcontext() if asked.database is None else SqlDatabase.open(asked.database) as database:
         if module.manifest.buckets is not None:
-            module = prove_and_record(directory, module, model)
+            module = try_and_record(directory, module, model)
         inputs: Sequence[Arrays] = route_inputs(module, model, samples=asked.samples, seed=asked.seed)
         report = validate(
             module, model, rtol=asked.rtol, atol=asked.atol, samples=asked.samples, seed=asked.seed, drift=asked.drift,

@@ -38,7 +38,7 @@ from relaxtune.pipeline.tuned_model import (
 )
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
-from relaxtune.pipeline.validate.padding_proof import prove_and_record, route_inputs
+from relaxtune.pipeline.validate.padding_trials import route_inputs, try_and_record
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.pipeline.validate.validation import sample_inputs, validate
 from relaxtune.tuning_db.contract import TuningDatabase
@@ -362,6 +362,6 @@ def _validate(out: Path, model: OnnxModel, samples: int, limits: Limits) -> Vali
     """Validate an artifact; of one with buckets, first find out where padding is allowed, then go by every route."""
     module, inputs = Module.load(out), None
     if module.manifest.buckets is not None:
-        module = prove_and_record(out, module, model)
+        module = try_and_record(out, module, model)
         inputs = route_inputs(module, model, samples=samples, seed=0)
     return validate(module, model, samples=samples, inputs=inputs, rtol=limits.rtol, atol=limits.atol)

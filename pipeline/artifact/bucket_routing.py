@@ -16,7 +16,7 @@ from rich.table import Table
 from tvm.runtime import Tensor
 
 from relaxtune.models import TensorSpec
-from relaxtune.models.buckets import choose_bucket, cut_outputs, pad_inputs, read_sizes
+from relaxtune.models.buckets import choose_bucket, cut_outputs, hides_a_row, pad_inputs, read_sizes
 from relaxtune.pipeline.artifact.entries import BucketsEntry
 
 
@@ -102,7 +102,7 @@ class Router:
         self.modules = tuple(modules)
         self._buckets = [entry.bucket for entry in buckets.entries]
         self._sides = buckets.sides
-        self._fills = buckets.fills
+        self._fills, self._masks = buckets.fills, buckets.masks
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
         self._lock = threading.Lock()
         self._exact = [0] * len(self._buckets)
@@ -123,6 +123,8 @@ class Router:
         """Return the outputs of a call that a bucket takes, padded and cut back where needed; else None."""
         sizes = read_sizes({name: array.shape for name, array in inputs.items()}, self._inputs)
         chosen = choose_bucket(self._buckets, sizes, self._sides)
+        if chosen is not None and chosen[1] and hides_a_row(inputs, self._masks, self._fills):
+            chosen = choose_bucket(self._buckets, sizes, {})
         self._count(chosen, sizes)
         if chosen is None:
             return None

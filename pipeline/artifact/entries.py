@@ -258,11 +258,25 @@ class PaddingEntry:
 
 @dataclass(frozen=True)
 class BucketsEntry:
-    """All buckets of an artifact, the smallest first; `fills` is what padding of an input holds."""
+    """All buckets of an artifact, the smallest first.
+
+    Attributes
+    ----------
+    entries
+        The buckets.
+    fills
+        What padding of an input holds.
+    padding
+        The axes along which calls may be padded.
+    masks
+        The inputs that hide places. A row that hides all of them is a mean over every place, padding among them, so
+        such a call is not padded.
+    """
 
     entries: tuple[BucketEntry, ...]
     fills: Mapping[str, float]
     padding: tuple[PaddingEntry, ...] = ()
+    masks: tuple[str, ...] = ()
 
     @property
     def sides(self) -> dict[str, Side]:

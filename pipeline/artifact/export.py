@@ -19,7 +19,7 @@ import tvm_ffi
 
 from relaxtune import __version__
 from relaxtune.models import describe_inputs
-from relaxtune.models.buckets import Bucket, fill_values
+from relaxtune.models.buckets import Bucket, fill_values, list_masks
 from relaxtune.pipeline.artifact.compile import CompiledModule
 from relaxtune.pipeline.artifact.device_choice import vector_features
 from relaxtune.pipeline.artifact.directory import write_directory
@@ -79,10 +79,11 @@ def write_artifact(compiled: CompiledModule, destination: Path, buckets: Sequenc
         if not buckets:
             return manifest
         entries = tuple(_bucket_entry(n, one, names) for n, (one, names) in enumerate(zip(buckets, named, strict=True)))
-        fills = fill_values(describe_inputs(compiled.lowered.graph.model))
+        rules = describe_inputs(compiled.lowered.graph.model)
         size = sum(array.nbytes for array in weights.values())
         memory = MemoryEntry(compiled.planned_bytes, size)
-        return replace(manifest, memory=memory, buckets=BucketsEntry(entries, fills))
+        found = BucketsEntry(entries, fill_values(rules), masks=list_masks(rules))
+        return replace(manifest, memory=memory, buckets=found)
 
     return write_directory(destination, write_files)
 

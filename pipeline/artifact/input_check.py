@@ -32,9 +32,18 @@ def check_inputs(inputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) 
         if not _shape_fits(array.shape, spec, symbols):
             got = "x".join(str(size) for size in array.shape) or "a scalar"
             problems.append(f"input {spec.name!r}: expected shape {_shape_text(spec, symbols)}, got {got}")
+    if not problems:
+        empty = [axis for axis, (size, _) in symbols.items() if size == 0 and not _may_be_empty(axis, specs)]
+        problems = [f"axis {axis!r} has size 0 (from {symbols[axis][1]!r}), expected 1 or more" for axis in empty]
     if problems:
         expected = ", ".join(str(spec) for spec in specs)
         raise PipelineError(f"inputs do not fit the model: {'; '.join(problems)}. It takes: {expected}")
+
+
+def _may_be_empty(axis: str, specs: Sequence[TensorSpec]) -> bool:
+    """Return whether an axis may have no places: that of a cache before its first token, which no tokens have."""
+    held = [spec.shape for spec in specs if axis in spec.shape]
+    return all(len(shape) > 2 and shape[0] != axis for shape in held)
 
 
 def _shape_fits(shape: tuple[int, ...], spec: TensorSpec, symbols: dict[str, tuple[int, str]]) -> bool:

@@ -270,12 +270,12 @@ def _bucket_table(buckets: BucketsEntry) -> TableView:
         for entry in buckets.entries
     )
     padding = "; ".join(
-        f"{one.axis} is padded on the {one.side.value}, as {one.cases} cases showed"
+        f"{one.axis} is padded on the {one.side.value}, tried with {one.cases} calls"
         if one.side is not None
         else f"{one.axis} is not padded: {one.reason}"
         for one in buckets.padding
     )
-    title = f"shape buckets; {padding or 'nothing is padded, since it was not proved on this machine'}"
+    title = f"shape buckets; {padding or 'nothing is padded, since it was not tried on this machine'}"
     return TableView(title, ("bucket", "kernels", "routes"), rows)
 
 

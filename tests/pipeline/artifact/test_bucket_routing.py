@@ -1,4 +1,4 @@
-"""Artifacts with shape buckets: routing, padding that was proved, what is refused, and what is counted."""
+"""Artifacts with shape buckets: routing, padding that was tried, what is refused, and what is counted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_padding_of_bert_is_proved_and_weights_are_stored_once(bert: Path) -> None:
+def test_padding_of_bert_is_allowed_and_weights_are_stored_once(bert: Path) -> None:
     manifest = load_manifest(bert)
     assert manifest.buckets is not None
     (padding,) = manifest.buckets.padding
@@ -47,7 +47,7 @@ def test_padding_of_bert_is_proved_and_weights_are_stored_once(bert: Path) -> No
     assert any(name.startswith("sequence=8/") for name in large)
 
 
-def test_an_axis_without_smaller_calls_proves_nothing_and_is_not_padded(tmp_path: Path) -> None:
+def test_an_axis_without_smaller_calls_shows_nothing_and_is_not_padded(tmp_path: Path) -> None:
     buckets = {"batch": (1,), "sequence": (8,)}
     compile_model(ModelRequest("bert-tiny", target=UNOPTIMISED_TEXT, buckets=buckets), tmp_path / "bert", samples=1)
     found = load_manifest(tmp_path / "bert").buckets
@@ -84,7 +84,7 @@ def test_tensors_on_the_device_go_to_a_bucket_of_their_very_size_only(bert: Path
     assert module.statistics.slow_path == 1
 
 
-def test_what_was_not_proved_takes_the_slow_path(bert: Path, tmp_path: Path) -> None:
+def test_what_was_not_tried_takes_the_slow_path(bert: Path, tmp_path: Path) -> None:
     manifest = load_manifest(bert)
     assert manifest.buckets is not None
     copy = tmp_path / "copy"
@@ -116,7 +116,7 @@ def test_an_artifact_without_buckets_counts_nothing_and_takes_no_padding(tmp_pat
         record_padding(tmp_path / "plain", ())
 
 
-def test_causal_right_padding_and_repeated_rows_of_gpt2_are_proved(tmp_path: Path) -> None:
+def test_causal_right_padding_and_repeated_rows_of_gpt2_are_allowed(tmp_path: Path) -> None:
     request = ModelRequest("gpt2-tiny", target=UNOPTIMISED_TEXT, buckets={"batch": (1, 2), "sequence": (8,)})
     result = compile_model(request, tmp_path / "gpt2", samples=1)
     assert result.validation is not None
@@ -136,21 +136,19 @@ def test_the_cache_of_a_decode_step_is_padded_before(tmp_path: Path) -> None:
     assert buckets.sides == {"past_sequence": Side.LEFT}
 
 
-def write_mean(folder: Path) -> Path:
-    """Write a graph that takes the mean over its symbolic axis: padding it with anything changes the answer."""
-    graph = helper.make_graph(
-        [
-            helper.make_node("ReduceMean", ["x", "axes"], ["mean"], keepdims=1),
-            helper.make_node("Sub", ["x", "mean"], ["y"]),
-        ],
-        "mean",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, "sequence"])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, "sequence"])],
-        [onnx.numpy_helper.from_array(np.array([1]), "axes")],
-    )
-    path = folder / "mean.onnx"
+def write_graph(folder: Path, nodes: list[onnx.NodeProto]) -> Path:
+    """Write a graph from x to y, both [batch, sequence]; `axes` is 1."""
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", "sequence"]) for name in "xy")
+    graph = helper.make_graph(nodes, "graph", [x], [y], [onnx.numpy_helper.from_array(np.array([1]), "axes")])
+    path = folder / "graph.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
     return path
+
+
+def write_mean(folder: Path) -> Path:
+    """Write a graph that takes the mean over its symbolic axis: padding it with anything changes the answer."""
+    mean = helper.make_node("ReduceMean", ["x", "axes"], ["mean"], keepdims=1)
+    return write_graph(folder, [mean, helper.make_node("Sub", ["x", "mean"], ["y"])])
 
 
 def test_a_graph_that_padding_changes_is_never_padded(tmp_path: Path) -> None:
@@ -168,6 +166,44 @@ def test_a_graph_that_padding_changes_is_never_padded(tmp_path: Path) -> None:
     x = np.arange(10, dtype="float32").reshape(2, 5)
     np.testing.assert_allclose(module.run({"x": x})["y"], x - x.mean(axis=1, keepdims=True), rtol=1e-6)
     assert module.statistics.slow_path == 1
+
+
+def test_a_maximum_of_what_is_positive_is_not_padded(tmp_path: Path) -> None:
+    """Padded with zeros it is right for every input drawn: what the padding holds reaches the answer all the same."""
+    steps = [
+        helper.make_node("Abs", ["x"], ["size"]),
+        helper.make_node("ReduceMax", ["size", "axes"], ["top"], keepdims=1),
+        helper.make_node("Div", ["x", "top"], ["y"]),
+    ]
+    request = ModelRequest(write_graph(tmp_path, steps), target=UNOPTIMISED_TEXT, buckets={"sequence": (8,)})
+    compile_model(request, tmp_path / "top", samples=1)
+    buckets = load_manifest(tmp_path / "top").buckets
+    assert buckets is not None
+    (padding,) = buckets.padding
+    assert padding.side is None
+    assert "with other values in the padding" in padding.reason
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((0, 5), "batch"), ((2, 0), "sequence")])
+def test_call_without_rows_is_refused_by_the_name_of_its_axis(
+    tmp_path: Path, shape: tuple[int, int], axis: str
+) -> None:
+    request = ModelRequest(write_mean(tmp_path), target=UNOPTIMISED_TEXT, buckets={"batch": (4,)})
+    compile_model(request, tmp_path / "mean", samples=0)
+    with pytest.raises(PipelineError, match=f"axis '{axis}' has size 0 \\(from 'x'\\), expected 1 or more"):
+        Module.load(tmp_path / "mean").run({"x": np.zeros(shape, "float32")})
+
+
+def test_call_with_a_row_that_hides_all_places_is_not_padded(bert: Path) -> None:
+    """Such a row is a mean over all places: padded, over those of the padding too."""
+    module = Module.load(bert)
+    model = load_model("bert-tiny", shapes={"input_ids": (1, "sequence")})
+    inputs = random_inputs(model, seed=3, dims={"sequence": 5})
+    inputs["attention_mask"][:] = 0
+    got = module.run(inputs)
+    for name, want in Reference(model).run(inputs).items():
+        np.testing.assert_allclose(got[name], want, rtol=1e-4, atol=1e-4)
+    assert (module.statistics.hits, module.statistics.slow_path) == (0, 1)
 
 
 def test_weights_of_shapes_are_shared_when_equal_and_named_apart_when_not() -> None:
