@@ -109,8 +109,7 @@ def compile_module(
         determinism = describe_determinism({name: mod[name] for name in lowered.kernels}, choices, target)
         mod = finish_kernels(mod, target.target)
         hashes = {name: kernel_hash(mod[name], target.kind) for name in lowered.kernels}
-        # A graph is of one set of shapes: a module with symbolic ones launches its kernels one by one.
-        if not graph or not all(spec.is_static for spec in lowered.graph.inputs):
+        if not graph:
             mod = without_dependent_launch(mod)
         on_gpu = lowered.kernels if target.kind == "cuda" else ()
         launches = {name: count_launches(mod[name]) for name in on_gpu}

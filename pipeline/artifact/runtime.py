@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 import numpy as np
 import safetensors.numpy
@@ -25,6 +25,7 @@ from relaxtune.pipeline.artifact.entries import BucketEntry
 from relaxtune.pipeline.artifact.input_check import check_inputs
 from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.signature import require_signature
+from relaxtune.pipeline.artifact.size_graphs import SizeGraphs, Sizes
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.temporary import temporary_folder
@@ -32,6 +33,8 @@ from relaxtune.pipeline.threads import configure_threads, default_threads
 from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
 
 _MAIN = "main"
+# Sets of sizes whose memory the pool keeps at a time.
+_SIZES_MAX = 64
 # What TVM says when its code gets other tensors than it was compiled for.
 _REFUSALS = ("ErrorContext(fn=", "Mismatched ", "Invoking function")
 
@@ -47,7 +50,8 @@ class Module:
     outputs there; on CUDA such outputs live in memory that the next run writes again, so copy what must last.
 
     A module that runs as a CUDA graph reads its inputs at fixed addresses: tensors given to `run_device` are copied
-    into `input_buffers` first, except those that are these buffers themselves.
+    into `input_buffers` first, except those that are these buffers themselves. A module with symbolic sizes has a graph
+    for each set of sizes that comes again (`pipeline.artifact.size_graphs`).
 
     Threads may call one module; calls take turns, since a run works in buffers that belong to the module.
 
@@ -82,6 +86,10 @@ class Module:
             saved = f"relaxtune_saved_{entry}"
             machine.save_function(entry, saved, *self._buffers, *self._weights)
             self._saved_main = machine[saved]
+        self._run_sizes: Callable[[Sequence[Tensor]], object] = self._run_kernels
+        if self._buffers is None and manifest.target.cuda_graph:
+            self._run_sizes = SizeGraphs(machine, device, self._run_kernels)
+        self._sizes: set[Sizes] | None = None if all(spec.is_static for spec in manifest.inputs) else set()
 
     @classmethod
     def load(
@@ -280,7 +288,8 @@ class Module:
         configure_threads(self._threads)
         try:
             if self._buffers is None:
-                result = self._main(*tensors, *self._weights)
+                self._trim_pool(tensors)
+                result = self._run_sizes(tensors)
             else:
                 for buffer, tensor in zip(self._buffers, tensors, strict=True):
                     if tensor is not buffer:
@@ -292,13 +301,27 @@ class Module:
             if all(spec.is_static for spec in self.inputs):
                 raise self._lies(_last_line(e)) from e
             raise PipelineError(f"the code of {self._manifest.model} refuses these sizes: {_last_line(e)}") from e
-        outputs = (result,) if isinstance(result, Tensor) else tuple(result)
+        outputs: tuple[Tensor, ...] = (
+            (result,) if isinstance(result, Tensor) else tuple(cast("Sequence[Tensor]", result))
+        )
         if self._shared_outputs is None:
             self._check_outputs(outputs)
             self._shared_outputs = _shared(outputs, [*tensors, *(self._buffers or ()), *self._weights])
         if not self._shared_outputs:
             return outputs
         return tuple(_copied(one) if n in self._shared_outputs else one for n, one in enumerate(outputs))
+
+    def _run_kernels(self, tensors: Sequence[Tensor]) -> object:
+        return self._main(*tensors, *self._weights)
+
+    def _trim_pool(self, tensors: Sequence[Tensor]) -> None:
+        """Give memory back now and then: TVM's pool keeps what each set of sizes took for that very set."""
+        if self._sizes is None:
+            return
+        self._sizes.add(tuple(tuple(tensor.shape) for tensor in tensors))
+        if len(self._sizes) > _SIZES_MAX:
+            self._sizes.clear()
+            tvm.get_global_func("vm.builtin.memory_manager.clear")()
 
     def _check_outputs(self, outputs: tuple[Tensor, ...]) -> None:
         """Check that the code gives what the manifest states."""

@@ -1,0 +1,143 @@
+"""CUDA graphs of a module with symbolic sizes: one for each set of sizes that is called again.
+
+The first call of new sizes runs the kernels one by one; the second one captures them; later ones launch the graph. The
+least recently used graphs go. A graph reads its inputs from tensors of its own. What the module allocates while it is
+captured stays the graph's: the pool cannot give it to anything else, nor back to the device.
+
+Sizes for which the driver makes no graph (a call copies to the host, say) run their kernels one by one for ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm.runtime import Device, Tensor, empty
+from tvm.runtime.vm import VirtualMachine, VMInstrumentReturnKind
+
+from relaxtune.pipeline.codegen.cuda_libraries import DRIVER
+from relaxtune.pipeline.errors import PipelineError
+
+logger = logging.getLogger(__name__)
+
+#: Sets of sizes that have a graph at a time, and those whose first call is remembered.
+GRAPHS_MAX, REMEMBERED_MAX = 32, 1024
+_ALLOCATION = "vm.builtin.alloc_storage"
+# The driver's enumerations: CU_STREAM_CAPTURE_MODE_RELAXED. Allocations of other threads are no fault of a capture.
+_RELAXED = 2
+
+Result = object
+Sizes = tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class _Graph:
+    """An executable graph, the tensors it reads and what it returns; `storages` are the memory in between."""
+
+    handle: ctypes.c_void_p
+    inputs: tuple[Tensor, ...]
+    result: Result
+    storages: list[object]
+
+
+class SizeGraphs:
+    """Runs calls of any sizes, as graphs where sizes come again.
+
+    Parameters
+    ----------
+    machine, device
+        What runs, and where.
+    run
+        Takes the inputs and returns what the machine returns.
+    """
+
+    def __init__(self, machine: VirtualMachine, device: Device, run: Callable[[Sequence[Tensor]], Result]) -> None:
+        self._machine, self._device, self._run = machine, device, run
+        self._graphs: OrderedDict[Sizes, _Graph | None] = OrderedDict()
+        self._seen: OrderedDict[Sizes, None] = OrderedDict()
+        self.captured = 0
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Result:
+        """Return the result of one call."""
+        sizes = tuple(tuple(tensor.shape) for tensor in tensors)
+        if sizes in self._graphs:
+            graph = self._graphs[sizes]
+            self._graphs.move_to_end(sizes)
+        elif sizes in self._seen:
+            graph = self._graphs[sizes] = self._capture(sizes, tensors)
+            del self._seen[sizes]
+            self._forget()
+        else:
+            self._seen[sizes] = None
+            if len(self._seen) > REMEMBERED_MAX:
+                self._seen.popitem(last=False)
+            graph = None
+        if graph is None:
+            return self._run(tensors)
+        for tensor, own in zip(tensors, graph.inputs, strict=True):
+            tensor.copyto(own)
+        _check(_driver().cuGraphLaunch(graph.handle, ctypes.c_void_p(tvm_ffi.get_raw_stream(self._device))), "launch")
+        return graph.result
+
+    def _capture(self, sizes: Sizes, tensors: Sequence[Tensor]) -> _Graph | None:
+        """Return the graph of a call, None where there is none; nothing has run."""
+        inputs = tuple(empty(size, str(one.dtype), self._device) for size, one in zip(sizes, tensors, strict=True))
+        storages: list[object] = []
+        driver, captured, handle = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+        stream = self._device.create_raw_stream()
+        try:
+            with tvm_ffi.use_raw_stream(self._device, stream), self._held(storages):
+                _check(driver.cuStreamBeginCapture_v2(ctypes.c_void_p(stream), _RELAXED), "begin capture")
+                try:
+                    result = self._run(inputs)
+                finally:
+                    ended = driver.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(captured))
+            _check(ended, "end capture")
+            made = driver.cuGraphInstantiateWithFlags(ctypes.byref(handle), captured, ctypes.c_ulonglong(0))
+            _check(made, "instantiate")
+        except (PipelineError, RuntimeError) as e:
+            logger.warning("calls of sizes %s run without a CUDA graph: %s", sizes, str(e).strip().splitlines()[-1])
+            return None
+        finally:
+            if captured:
+                driver.cuGraphDestroy(captured)
+            self._device.free_raw_stream(stream)
+        self.captured += 1
+        return _Graph(handle, inputs, result, storages)
+
+    @contextmanager
+    def _held(self, storages: list[object]) -> Iterator[None]:
+        """Keep what the machine allocates inside the block."""
+
+        def note(_function: object, name: str, before: bool, returned: object, *_arguments: object) -> int:
+            if not before and name == _ALLOCATION:
+                storages.append(returned)
+            return int(VMInstrumentReturnKind.NO_OP)
+
+        self._machine.set_instrument(note)
+        try:
+            yield
+        finally:
+            self._machine.set_instrument(None)
+
+    def _forget(self) -> None:
+        """Give up the graphs that were not used for longest."""
+        while len(self._graphs) > GRAPHS_MAX:
+            _, graph = self._graphs.popitem(last=False)
+            if graph is not None:
+                self._device.sync()
+                _driver().cuGraphExecDestroy(graph.handle)
+
+
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL(DRIVER)
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise PipelineError(f"the CUDA driver's answer to {what} is error {status}")

@@ -1,0 +1,92 @@
+"""CUDA graphs of a module with symbolic sizes, on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.models.inputs import random_inputs
+from relaxtune.pipeline.artifact import size_graphs
+from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.size_graphs import SizeGraphs
+from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import LoweringOptions, lower
+from relaxtune.schedules.targets import resolve_target
+from tests.pipeline.passes.pass_cases import run_reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs a CUDA device")]
+
+SIZES = ((1, 7), (2, 16), (3, 1), (1, 64), (2, 33))
+
+
+@pytest.fixture(scope="module")
+def model() -> OnnxModel:
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    return load_model("bert-tiny", shapes=dict.fromkeys(names, ("batch", "sequence")))
+
+
+@pytest.fixture(scope="module")
+def artifact(model: OnnxModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = resolve_target("cuda")
+    lowered = lower(import_model(model), target.target, LoweringOptions(precision="fp16"))
+    environment = detect_environment(target)
+    choices = select_kernels(lowered, (), database=None, target=target, environment=environment)
+    directory = tmp_path_factory.mktemp("symbolic") / "artifact"
+    write_artifact(compile_module(lowered, choices, target), directory)
+    return directory
+
+
+def graphs_of(module: Module) -> SizeGraphs:
+    graphs = module._run_sizes
+    assert isinstance(graphs, SizeGraphs)
+    return graphs
+
+
+def feeds(model: OnnxModel, sizes: tuple[int, int], seed: int) -> dict[str, np.ndarray]:
+    return random_inputs(model, seed=seed, dims=dict(zip(("batch", "sequence"), sizes, strict=True)))
+
+
+def test_graphs_and_kernels_give_the_same_bits_and_onnx_runtimes_values(model: OnnxModel, artifact: Path) -> None:
+    module, alone = Module.load(artifact), Module.load(artifact)
+    alone._run_sizes = alone._run_kernels
+    # Twice without a graph or with its capture, twice with; the sizes come in turns, and share the pool.
+    for turn in range(4):
+        for sizes in SIZES:
+            given = feeds(model, sizes, turn)
+            found, right = module.run(given), alone.run(given)
+            for name, array in found.items():
+                np.testing.assert_array_equal(array, right[name])
+            for array, reference in zip(found.values(), run_reference(model, given), strict=True):
+                assert np.linalg.norm(array - reference) < 2e-2 * np.linalg.norm(reference)
+        assert graphs_of(module).captured == (0 if turn == 0 else len(SIZES))
+
+
+def test_least_recently_used_graphs_go(model: OnnxModel, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(size_graphs, "GRAPHS_MAX", 2)
+    module, alone = Module.load(artifact), Module.load(artifact)
+    alone._run_sizes = alone._run_kernels
+    for turn in range(5):
+        for sizes in SIZES[:3]:
+            given = feeds(model, sizes, turn)
+            for name, array in module.run(given).items():
+                np.testing.assert_array_equal(array, alone.run(given)[name])
+        assert len(graphs_of(module)._graphs) <= 2
+
+
+def test_memory_stays_the_same_over_many_sizes(model: OnnxModel, artifact: Path) -> None:
+    module, rng = Module.load(artifact), np.random.default_rng(0)
+    free = []
+    for number in range(900):
+        module.run(feeds(model, (int(rng.integers(1, 5)), int(rng.integers(1, 65))), number))
+        if number % 300 == 299:
+            free.append(tvm.cuda(0).available_global_memory)
+    # The pool holds 64 sets of sizes at most, of less than 4 MB each.
+    assert free[0] - free[-1] < 256 * 2**20
