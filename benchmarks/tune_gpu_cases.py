@@ -33,7 +33,6 @@ from pathlib import Path
 from benchmarks.bench_gpu import DEFAULT_ARTIFACTS
 from benchmarks.gpu_arms.artifact_facts import describe
 from benchmarks.gpu_arms.cases import Case, find_cases
-from benchmarks.gpu_arms.gpu_turn import GpuTurn
 from benchmarks.gpu_arms.short_models import prepare_short
 from relaxtune.pipeline.choose.model_records import measured_model
 from relaxtune.pipeline.choose.rerank import RerankReport
@@ -44,6 +43,7 @@ from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.jobs import CompileResult, TuneRequest, compile_model, tune_model
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.tuned_model import rerank_prepared, select_as_measured
+from relaxtune.pipeline.tuning.measure.device_turn import DeviceTurn
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.tuning_db.store import SqlDatabase
@@ -144,7 +144,7 @@ def make_artifact(case: Case, arguments: argparse.Namespace) -> CompileResult:
 
 def _turn(arguments: argparse.Namespace) -> AbstractContextManager[object]:
     """Return what to hold while kernels are measured: nothing where no other process does."""
-    return GpuTurn(arguments.turn) if arguments.turn is not None else nullcontext()
+    return DeviceTurn(arguments.turn) if arguments.turn is not None else nullcontext()
 
 
 def _in_processes(cases: Sequence[Case], arguments: argparse.Namespace) -> int:

@@ -7,7 +7,8 @@ its result; a validation that failed is in there too (`raise_if_failed`), and in
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
 from relaxtune.pipeline.validate.padding_trials import route_inputs, try_and_record
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.pipeline.validate.validation import sample_inputs, validate
+from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.records import Mode
@@ -231,14 +233,26 @@ def require_device(prepared: PreparedModel) -> None:
         Its target is another.
     """
     if not prepared.can_run:
-        raise PipelineError(
-            f"tuning measures on the device, and {prepared.target.arch} is not on this machine; run the tune where "
-            "it is, or make the artifact from records alone with `relaxtune compile`"
-        )
+        raise PipelineError(not_here(prepared.target))
+
+
+def not_here(target: ResolvedTarget) -> str:
+    """Return what is said where a target cannot be measured."""
+    return (
+        f"tuning measures on the device, and {target.arch} is not on this machine; run the tune where it is, or make "
+        "the artifact from records alone with `relaxtune compile`"
+    )
 
 
 def finish_tuned(
-    asked: PreparedModel, tuned: TunedModel, request: TuneRequest, database: TuningDatabase, out: Path
+    asked: PreparedModel,
+    tuned: TunedModel,
+    request: TuneRequest,
+    database: TuningDatabase,
+    out: Path,
+    *,
+    turn: AbstractContextManager[object] | None = None,
+    on_compiled: Callable[[], None] | None = None,
 ) -> TuneResult:
     """Make the artifact of a tuned model: compile, compare with the untuned one, export, validate.
 
@@ -248,10 +262,15 @@ def finish_tuned(
         The model as its request says, and what tuning made of it.
     database : TuningDatabase
         Where records are, and where what was made is noted.
+    turn : context manager or None
+        Held while the model is timed or validated.
+    on_compiled : callable or None
+        Called when the model is compiled, and about to be compared and validated.
     """
+    told = on_compiled or (lambda: None)
     prepared, choices, shipping, missed = tuned.prepared, tuned.choices, None, None
     if request.benchmark:
-        shipping = _decide_shipping(asked, tuned)
+        shipping = _decide_shipping(asked, tuned, turn, told)
         if not shipping.tuned:
             prepared, choices = asked, shipping.compiled.choices
         own = shipping.report.arm(OWN_ARM)
@@ -279,6 +298,8 @@ def finish_tuned(
         missed=missed,
         places=(request.database, *request.shared),
         sign=request.sign,
+        turn=turn,
+        on_compiled=None if request.benchmark else told,
     )
     if shipping is not None and request.record:
         artifact = artifact_of(compiled.manifest, compiled.directory, tuned.job_id)
@@ -293,13 +314,16 @@ def _missed(latency_ms: float, limits: Limits) -> str | None:
     return f"the model takes {latency_ms:.4g} ms, and max_latency_ms is {limits.max_latency_ms:g}"
 
 
-def _decide_shipping(asked: PreparedModel, tuned: TunedModel) -> Shipping:
+def _decide_shipping(
+    asked: PreparedModel, tuned: TunedModel, turn: AbstractContextManager[object] | None, told: Callable[[], None]
+) -> Shipping:
     """Compile a model tuned and untuned, and return which of them ships."""
     with stage("compile"):
         made = compile_module(tuned.prepared.lowered, tuned.choices, asked.target)
         untuned = compile_module(asked.lowered, untuned_kernels(asked), asked.target)
+    told()
     with stage("compare"):
-        return decide(asked, made, untuned)
+        return decide(asked, made, untuned, turn)
 
 
 def _compile(
@@ -316,17 +340,21 @@ def _compile(
     missed: str | None = None,
     places: Sequence[DatabasePlace] = (),
     sign: Path | None = None,
+    turn: AbstractContextManager[object] | None = None,
+    on_compiled: Callable[[], None] | None = None,
 ) -> CompileResult:
     with stage("compile"):
         compiled = module or compile_module(prepared.lowered, choices, prepared.target)
         buckets = [_compile_bucket(prepared, bucket, database) for bucket in prepared.buckets]
+    if on_compiled is not None:
+        on_compiled()
     validates = bool(samples) and prepared.can_run
     place = rejected_place(out) if validates or missed is not None or sign is not None else out
     with stage("export"):
         manifest = write_artifact(compiled, place, buckets)
     validation = None
     if validates:
-        with stage("validate"):
+        with stage("validate"), turn or nullcontext():
             validation = _validate(place, prepared.model, samples, limits)
         manifest = record_validation(place, validation.to_json())
         if not validation.passed:

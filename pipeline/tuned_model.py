@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,9 @@ from relaxtune.pipeline.errors import InterruptedEarlyError, NothingMeasuredErro
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.prepare import PreparedModel, stage
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
+from relaxtune.pipeline.tuning.plan.feed import TaskFeed
 from relaxtune.pipeline.tuning.progress import ProgressListener
 from relaxtune.pipeline.tuning.session import OpenMachine, require_valid, tune
 from relaxtune.schedules.targets import ResolvedTarget
@@ -93,7 +95,12 @@ def tune_prepared(
 
 
 def select_tuned(
-    prepared: PreparedModel, tuning: TuningOptions, database: TuningDatabase, job_id: str, summary: TuningSummary
+    prepared: PreparedModel,
+    tuning: TuningOptions,
+    database: TuningDatabase,
+    job_id: str,
+    summary: TuningSummary,
+    turn: AbstractContextManager[object] | None = None,
 ) -> TunedModel:
     """Return a model with the kernels that a run of `tune_tasks` found for its tasks, after a look inside it if asked.
 
@@ -101,17 +108,27 @@ def select_tuned(
     ----------
     job_id, summary : str, TuningSummary
         That run, which may have tuned the tasks of other models too.
+    turn : context manager or None
+        See `rerank`.
     """
     model = measured_model(prepared)
     decision = model.find(database)
     tuned = _with_records(_as_decided(prepared, decision), decision, database, job_id, summary)
-    return _reranked(tuned, model, tuning, database)
+    return _reranked(tuned, model, tuning, database, turn)
 
 
-def _reranked(tuned: TunedModel, model: MeasuredModel, tuning: TuningOptions, database: TuningDatabase) -> TunedModel:
+def _reranked(
+    tuned: TunedModel,
+    model: MeasuredModel,
+    tuning: TuningOptions,
+    database: TuningDatabase,
+    turn: AbstractContextManager[object] | None = None,
+) -> TunedModel:
     if not tuning.rerank or tuned.summary.interrupted:
         return tuned
-    choices, report = rerank_prepared(tuned.prepared, tuned.choices, database, tuning, model=model, job_id=tuned.job_id)
+    choices, report = rerank_prepared(
+        tuned.prepared, tuned.choices, database, tuning, model=model, job_id=tuned.job_id, turn=turn
+    )
     return dataclasses.replace(tuned, choices=choices, rerank=report)
 
 
@@ -248,9 +265,15 @@ def tune_tasks(
     tuning: TuningOptions,
     database: TuningDatabase,
     progress: ProgressListener,
+    *,
     machine: OpenMachine | None = None,
+    feed: TaskFeed | None = None,
+    stop: StopSignal | None = None,
+    on_job: Callable[[str], None] | None = None,
 ) -> tuple[str, TuningSummary]:
-    """Tune tasks as a job of the database; return the job's id and what came of it. `machine` is as in `tune`.
+    """Tune tasks as a job of the database; return the job's id and what came of it.
+
+    `machine`, `feed` and `stop` are as in `tune`; `on_job` is told the job's id first.
 
     Raises
     ------
@@ -265,6 +288,8 @@ def tune_tasks(
         options=json.dumps(options, default=str),
     )
     try:
+        if on_job is not None:
+            on_job(job.id)
         summary = tune(
             tasks,
             target=of.target,
@@ -275,6 +300,8 @@ def tune_tasks(
             progress=progress,
             still_true=partial(without_stale, CandidateLookup(database, of.target, of.environment)),
             machine=machine,
+            feed=feed,
+            stop=stop,
         )
         require_kept(summary)
     except NothingMeasuredError:

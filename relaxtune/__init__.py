@@ -28,9 +28,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from relaxtune.api import (
         ArtifactError,
+        BatchEvent,
         BatchResult,
+        BatchRun,
         BenchmarkReport,
-        CellResult,
+        CandidateEvent,
+        CellEvent,
         Comparison,
         CompileResult,
         Effort,
@@ -73,9 +76,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArtifactError",
+    "BatchEvent",
     "BatchResult",
+    "BatchRun",
     "BenchmarkReport",
-    "CellResult",
+    "CandidateEvent",
+    "CellEvent",
     "Comparison",
     "CompileResult",
     "Effort",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -12,8 +12,9 @@ import numpy as np
 from relaxtune.models import ModelError, OnnxModel, list_models, load_model, random_inputs
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact_jobs import ValidationRequest, bench_artifact, compare_builds, validate_artifact
+from relaxtune.pipeline.batch.events import BatchEvent, BatchResult, CandidateEvent, CellEvent
+from relaxtune.pipeline.batch.iteration import BatchRun
 from relaxtune.pipeline.batch.plan import read_plan
-from relaxtune.pipeline.batch.run import BatchResult, CellResult, run_batch
 from relaxtune.pipeline.bench.measure import BenchmarkReport
 from relaxtune.pipeline.errors import (
     ArtifactError,
@@ -42,9 +43,12 @@ from relaxtune.tuning_db.urls import DatabaseUrl
 
 __all__ = [
     "ArtifactError",
+    "BatchEvent",
     "BatchResult",
+    "BatchRun",
     "BenchmarkReport",
-    "CellResult",
+    "CandidateEvent",
+    "CellEvent",
     "Comparison",
     "CompileResult",
     "Effort",
@@ -187,20 +191,20 @@ def compile(
     return compile_model(asked, Path(out), database=database, shared=shared, record=record, samples=samples)
 
 
-def batch(
-    plan: str | Path, *, fail_fast: bool = False, on_cell: Callable[[CellResult], None] | None = None
-) -> BatchResult:
+def batch(plan: str | Path, *, fail_fast: bool = False, cluster: str | None = None) -> BatchRun:
     """Tune, compile, compare and validate the cells of a plan, a TOML file; each task that cells share is tuned once.
 
-    `on_cell` is told of each cell when it is finished. `fail_fast` ends with the first that is not accepted.
+    Iterate over what is returned: a `CellEvent` for each state of each cell, a `CandidateEvent` for each candidate. Its
+    `result()` carries the plan out to its end and returns a `BatchResult`. `fail_fast` ends with the first cell that is
+    not accepted; `cluster` is the address of a cluster.
 
     Raises
     ------
     UsageError, ArtifactError, TuningDatabaseError
         The plan, an artifact's place or the database cannot be had; nothing is started then. What is wrong with one
-        cell is in its result.
+        cell is in its event.
     """
-    return run_batch(read_plan(plan), fail_fast=fail_fast, on_cell=on_cell)
+    return BatchRun(read_plan(plan), fail_fast=fail_fast, cluster=cluster)
 
 
 def inspect(source: str | Path, **options: Unpack[ModelOptions]) -> Inspection:

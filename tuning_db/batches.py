@@ -191,6 +191,9 @@ def cancel_cell(database: TuningDatabase, batch_id: str, name: str) -> None:
     NotFoundError
         The batch has no such cell.
     """
+    state = next((one.state for one in list_cells(database, batch_id) if one.spec.name == name), None)
+    if state is CellState.CANCELLED:
+        raise TransitionError(name, state, CellState.CANCELLED)
     move_cell(database, batch_id, name, CellState.CANCELLED, CellFacts(error="cancelled"))
 
 

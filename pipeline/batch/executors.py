@@ -9,12 +9,15 @@ a line in `open_executors`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, closing
 from types import TracebackType
 from typing import Self
 
+from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.temporary import temporary_folder
+from relaxtune.pipeline.tuning.local.devices import choose_devices
 from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions
@@ -54,12 +57,25 @@ class Executors(ABC):
         """
 
     @abstractmethod
+    def workers(self, target: ResolvedTarget) -> CellWorkers | None:
+        """Return where cells of a target are imported and finished while others are tuned.
+
+        None where that would disturb measurements: cells are then imported and finished by the tuning thread itself,
+        at moments in which nothing is built or measured.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """End what was started here."""
 
 
 class LocalExecutors(Executors):
     """The machine that drives the plan: build processes on its cores, a measuring process for each device."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._stack = ExitStack()
+        self._turns = self._stack.enter_context(temporary_folder())
 
     def find_environment(self, target: ResolvedTarget) -> Environment | None:
         """Return this machine's environment."""
@@ -70,10 +86,17 @@ class LocalExecutors(Executors):
         self, target: ResolvedTarget, environment: Environment, options: TuningOptions, stop: StopSignal
     ) -> AbstractContextManager[Machine]:
         """Start build and measuring processes."""
-        return this_machine(target, environment, options, stop)
+        return this_machine(target, environment, options, stop, turns=self._turns if target.kind == "cuda" else None)
+
+    def workers(self, target: ResolvedTarget) -> CellWorkers | None:
+        """Return processes pinned to the GPUs; none for a CPU, whose clock they would disturb."""
+        if target.kind != "cuda":
+            return None
+        return self._stack.enter_context(closing(LocalWorkers(choose_devices(target), self._turns)))
 
     def close(self) -> None:
-        """Do nothing: each run ends its own processes."""
+        """End the processes that work on cells."""
+        self._stack.close()
 
 
 def open_executors(cluster: str | None = None) -> Executors:

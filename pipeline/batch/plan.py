@@ -96,11 +96,12 @@ class PlanTable(_Table):
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan that was read: its file, what it says, and where it says it."""
+    """A plan that was read: its file, what it says, where it says it, and its text."""
 
     path: Path
     table: PlanTable
     lines: TomlLines
+    text: str = ""
 
     @property
     def name(self) -> str:
@@ -137,6 +138,17 @@ def read_plan(path: str | Path) -> Plan:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise PlanError(f"the plan {path} cannot be read ({e}); expected a TOML file, see docs/batch.md") from e
+    return parse_plan(path, text)
+
+
+def parse_plan(path: Path, text: str) -> Plan:
+    """Return the plan that a file's text is; what is relative in it is relative to the file.
+
+    Raises
+    ------
+    PlanError
+        As `read_plan`.
+    """
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
@@ -145,7 +157,7 @@ def read_plan(path: str | Path) -> Plan:
         raise PlanError(f"{path}:{line}: this is no TOML: {e}") from e
     lines = TomlLines(text)
     try:
-        return Plan(path, PlanTable.model_validate(data), lines)
+        return Plan(path, PlanTable.model_validate(data), lines, text)
     except ValidationError as e:
         plan = Plan(path, PlanTable.model_construct(), lines)
         raise plan_error(plan.fault(one["loc"], _told(one), one.get("input")) for one in e.errors()) from e

@@ -112,7 +112,7 @@ def _preview_group(
     hashes = [task.workload_hash for task in group.tasks]
     place = RecordFilter(target_kind=group.key.kind, arch=group.key.arch)
     records = Counter(one.workload_hash for one in database.list_known(place, workload_hashes=hashes))
-    job = group.job(plan)
+    job = group.job(plan, list_cells(plan))
     ended = find_runs(database, job.model, job.model_sha256, group.key, hashes, options).finished
     history = read_history(database, group)
     candidates = 0 if ended else options.trials

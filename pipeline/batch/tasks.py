@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from relaxtune.models.errors import ModelError
 from relaxtune.pipeline.batch.cells import Cell
 from relaxtune.pipeline.batch.plan import Plan
+from relaxtune.pipeline.batch.sources import source_key
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.jobs import require_device
@@ -19,7 +20,7 @@ from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuned_model import TuningJob
 from relaxtune.pipeline.tuning.options import LEVELS, TuningOptions, options_for
 from relaxtune.schedules.errors import ScheduleError
-from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Environment, TargetKey, content_key
 
 logger = logging.getLogger(__name__)
@@ -76,15 +77,10 @@ class TaskGroup:
         """Whether its tasks can be measured on this machine."""
         return not self.cells[0].note
 
-    def job(self, plan: Plan) -> TuningJob:
-        """Return the tuning job of the group."""
-        return TuningJob(
-            model=f"batch {plan.name}",
-            model_sha256=content_key(sorted({one.model_sha256 for one in self.cells})),
-            target=self.target,
-            environment=self.cells[0].environment,
-            asked={"source": str(plan.path), "target": self.cells[0].cell.target, "cells": len(self.cells)},
-        )
+    def job(self, plan: Plan, cells: Sequence[Cell]) -> TuningJob:
+        """Return the tuning job of the group, which is of all cells of the plan for this target."""
+        own = next(found for target, found in group_targets(cells) if target_key(target) == self.key)
+        return group_job(plan, own, self.target, self.cells[0].environment)
 
 
 def prepare_cell(cell: Cell) -> CellTasks | CellFault:
@@ -109,6 +105,15 @@ def log_fault(cell: Cell, error: Exception) -> None:
     logger.error("cell %s: %s", cell.name, error, exc_info=not expected or logger.isEnabledFor(logging.DEBUG))
 
 
+def group_targets(cells: Sequence[Cell]) -> list[tuple[ResolvedTarget, list[Cell]]]:
+    """Return cells by target, in their order."""
+    groups: dict[TargetKey, tuple[ResolvedTarget, list[Cell]]] = {}
+    for cell in cells:
+        target = resolve_target(cell.target)
+        groups.setdefault(target_key(target), (target, []))[1].append(cell)
+    return list(groups.values())
+
+
 def group_cells(cells: Sequence[CellTasks]) -> tuple[TaskGroup, ...]:
     """Return the cells by target, in their order, with their tasks merged."""
     groups: dict[TargetKey, list[CellTasks]] = {}
@@ -131,40 +136,68 @@ def merge_tasks(cells: Sequence[CellTasks]) -> tuple[TuningTask, ...]:
                 taken.add(name)
                 found[task.workload_hash] = replace(task, name=name, weight=weight, functions=functions)
             else:
-                found[task.workload_hash] = replace(
-                    known,
-                    weight=known.weight + weight,
-                    functions={**known.functions, **functions},
-                    onnx_nodes=tuple(dict.fromkeys(known.onnx_nodes + task.onnx_nodes)),
-                )
+                found[task.workload_hash] = known.joined(replace(task, weight=weight, functions=functions))
     return tuple(sorted(found.values(), key=lambda t: (-t.weight * t.flops, -t.weight * t.bytes, t.name)))
 
 
-def share_budget(plan: Plan, groups: Sequence[TaskGroup]) -> tuple[TuningOptions, ...]:
-    """Return the tuning options of each group; the plan's budget is shared by the number of tasks.
+def group_options(plan: Plan, cells: int, every: int) -> TuningOptions:
+    """Return the tuning options of a target with so many of every cell; the plan's budget is shared by cells.
 
     Without a budget each cell has the candidates of the plan's effort, less the part of its tasks that cells before it
     have too. Norms are tuned in the form that the request or the newest record says, not in all forms.
     """
     budget, effort = plan.table.budget, plan.table.effort
-    every = sum(len(group.tasks) for group in groups)
+    share = cells / every
+    trials = None if budget.candidates is None else max(1, round(budget.candidates * share))
+    seconds = None if budget.seconds is None else budget.seconds * share
+    if trials is None and seconds is None:
+        trials = cells * (LEVELS[effort].trials or 0)
+    return replace(options_for(effort, trials, seconds), seed=plan.table.seed, norm_forms=False)
+
+
+def trials_of(plan: Plan, every: int) -> Callable[[Cell, float], int | None]:
+    """Return what tells how many candidates a cell may add to a run.
+
+    The callable is given the cell and the part of its tasks that no cell before it has.
+    """
+    budget, level = plan.table.budget, LEVELS[plan.table.effort].trials or 0
+    given = 0
+
+    def trials(cell: Cell, part: float) -> int | None:
+        nonlocal given
+        if budget.candidates is not None:
+            given += 1
+            return round(budget.candidates * given / every) - round(budget.candidates * (given - 1) / every)
+        return None if budget.seconds is not None else math.ceil(level * part)
+
+    return trials
+
+
+def share_budget(plan: Plan, groups: Sequence[TaskGroup]) -> tuple[TuningOptions, ...]:
+    """Return the tuning options of each group, and with them how many candidates its cells bring at most."""
+    every = sum(len(group.cells) for group in groups)
+    trials = trials_of(plan, every)
     made = []
     for group in groups:
-        share = len(group.tasks) / every if every else 1.0
-        trials = None if budget.candidates is None else max(1, round(budget.candidates * share))
-        seconds = None if budget.seconds is None else budget.seconds * share
-        if trials is None and seconds is None:
-            trials = _trials_of(group, LEVELS[effort].trials or 0)
-        made.append(replace(options_for(effort, trials, seconds), seed=plan.table.seed, norm_forms=False))
+        options = group_options(plan, len(group.cells), every)
+        seen: set[str] = set()
+        most: int | None = 0
+        for one in group.cells:
+            hashes = {task.workload_hash for task in one.tasks}
+            more = trials(one.cell, len(hashes - seen) / max(1, len(hashes)))
+            most = None if more is None or most is None else most + more
+            seen |= hashes
+        made.append(replace(options, trials=most))
     return tuple(made)
 
 
-def _trials_of(group: TaskGroup, trials: int) -> int:
-    """Return how many candidates a group gets; a cell alone gets `trials`."""
-    seen: set[str] = set()
-    parts = 0.0
-    for one in group.cells:
-        hashes = {task.workload_hash for task in one.tasks}
-        parts += len(hashes - seen) / max(1, len(hashes))
-        seen |= hashes
-    return max(1, math.ceil(trials * parts))
+def group_job(plan: Plan, cells: Sequence[Cell], target: ResolvedTarget, environment: Environment) -> TuningJob:
+    """Return the tuning job of a target's cells: all of the plan, so that a resumed batch goes on with the same."""
+    asked = [[source_key(cell.source), cell.shape, list(cell.buckets), cell.precision, cell.seed] for cell in cells]
+    return TuningJob(
+        model=f"batch {plan.name}",
+        model_sha256=content_key(sorted(asked, key=str)),
+        target=target,
+        environment=environment,
+        asked={"source": str(plan.path), "target": cells[0].target, "cells": len(cells)},
+    )

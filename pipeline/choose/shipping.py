@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -78,7 +79,12 @@ class Shipping:
         return {"tuned": self.tuned, "gain": gain, "verdict": self.verdict}
 
 
-def decide(prepared: PreparedModel, tuned: CompiledModule, untuned: CompiledModule) -> Shipping:
+def decide(
+    prepared: PreparedModel,
+    tuned: CompiledModule,
+    untuned: CompiledModule,
+    turn: AbstractContextManager[object] | None = None,
+) -> Shipping:
     """Return which of two compiled models ships, after timing both whole.
 
     Parameters
@@ -87,6 +93,8 @@ def decide(prepared: PreparedModel, tuned: CompiledModule, untuned: CompiledModu
         The model, for its inputs and for ONNX Runtime; it runs on this machine.
     tuned, untuned : CompiledModule
         The model with kernels from records, and as it is without any.
+    turn : context manager or None
+        Held while they are timed.
 
     Raises
     ------
@@ -98,7 +106,8 @@ def decide(prepared: PreparedModel, tuned: CompiledModule, untuned: CompiledModu
         module, arm = load_arm(tuned, prepared.model, Path(folder) / "tuned")
         other = arm if same else load_arm(untuned, prepared.model, Path(folder) / "untuned")[1]
         arms = {UNTUNED_ARM: other, OWN_ARM: arm, _AFTER: other, **_peer(prepared)}
-        report = measure(arms, runs=_affordable_runs(arms), warmup=_WARMUP, conditions=run_conditions(module))
+        with turn or nullcontext():
+            report = measure(arms, runs=_affordable_runs(arms), warmup=_WARMUP, conditions=run_conditions(module))
     before, after, timed = (report.arm(name) for name in (UNTUNED_ARM, _AFTER, OWN_ARM))
     gain = None if same else paired_gain(timed.latencies_ms, before.latencies_ms, after.latencies_ms, doubt=_DOUBT)
     taken = gain is not None and is_gain(gain)

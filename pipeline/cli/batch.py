@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.live import Live
 
-from relaxtune.pipeline.cli.options import FormatOption
-from relaxtune.pipeline.cli.output import OutputFormat, TableView, print_json, print_table, stderr_console
+from relaxtune.pipeline.cli.batch_view import BatchView, final_table, status_of, status_rows
+from relaxtune.pipeline.cli.db.batches import batch_data, cell_data
+from relaxtune.pipeline.cli.db.common import open_for_reading
+from relaxtune.pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption, FormatOption
+from relaxtune.pipeline.cli.output import (
+    OutputFormat,
+    TableView,
+    as_table,
+    emit,
+    print_json,
+    print_table,
+    stderr_console,
+    stdout_console,
+)
+from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
+    from relaxtune.pipeline.batch.events import BatchResult
     from relaxtune.pipeline.batch.prediction import GroupPreview, Preview
-    from relaxtune.pipeline.batch.run import BatchResult, CellResult
     from relaxtune.pipeline.tasks.task import TuningTask
+    from relaxtune.tuning_db.cell_states import Batch, BatchCell
 
 app = typer.Typer(help="Tune many models by one plan.", no_args_is_help=True)
 
@@ -40,49 +54,150 @@ def plan(file: PlanArgument, output_format: FormatOption = OutputFormat.TABLE) -
         raise typer.Exit(1)
 
 
+FailFastOption = Annotated[
+    bool,
+    typer.Option("--fail-fast/--keep-going", help="End at the first cell that is not accepted, or do the others."),
+]
+ClusterOption = Annotated[
+    str | None, typer.Option("--cluster", metavar="ADDRESS", help="Measure on a cluster. Default: on this machine.")
+]
+BatchArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[BATCH]", help="A plan's file, a batch's name or start of its id. Default: the newest."),
+]
+
+
 @app.command()
 def run(
     file: PlanArgument,
-    fail_fast: Annotated[
-        bool,
-        typer.Option("--fail-fast/--keep-going", help="End at the first cell that is not accepted, or do the others."),
-    ] = False,
+    fail_fast: FailFastOption = False,
+    cluster: ClusterOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Tune the tasks of a plan, then compile, compare and validate each cell. JSON is a line for each cell."""
+    from relaxtune.pipeline.batch.driver import run_batch
     from relaxtune.pipeline.batch.plan import read_plan
-    from relaxtune.pipeline.batch.run import run_batch
-    from relaxtune.pipeline.tuning.progress import ConsoleProgress
 
-    def told(result: CellResult) -> None:
-        if output_format is OutputFormat.JSON:
-            sys.stdout.write(json.dumps(result.to_json()) + "\n")
-            sys.stdout.flush()
-        stderr_console().print(f"{result.cell.name}: {result.status.value}", markup=False, soft_wrap=True)
+    read = read_plan(file)
+    with BatchView(stderr_console(), json_lines=output_format is OutputFormat.JSON) as view:
+        result = run_batch(read, fail_fast=fail_fast, on_event=view.take, cluster=cluster)
+    _end(result, output_format)
 
-    with ConsoleProgress(stderr_console()) as progress:
-        result = run_batch(read_plan(file), fail_fast=fail_fast, on_cell=told, progress=progress)
+
+@app.command()
+def resume(
+    batch: BatchArgument = None,
+    db: DatabaseOption = DEFAULT_DATABASE,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Do cells again that failed, were rejected or were cancelled.")
+    ] = False,
+    fail_fast: FailFastOption = False,
+    cluster: ClusterOption = None,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Go on with a batch whose driver is gone; what it measured is not measured again."""
+    from relaxtune.pipeline.batch.driver import resume_batch
+
+    place, start = _place(batch, db)
+    with BatchView(stderr_console(), json_lines=output_format is OutputFormat.JSON) as view:
+        result = resume_batch(place, start, retry=retry, fail_fast=fail_fast, on_event=view.take, cluster=cluster)
+    _end(result, output_format)
+
+
+@app.command()
+def status(
+    batch: BatchArgument = None,
+    db: DatabaseOption = DEFAULT_DATABASE,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Show how far the cells of a batch are. A cell is `dead` where its driver works no more."""
+    from relaxtune.tuning_db.batches import get_batch, list_cells
+
+    place, start = _place(batch, db)
+    with open_for_reading(place) as database:
+        found = get_batch(database, start)
+        cells = list_cells(database, found.id)
+    data = {**batch_data(found), "cells": [cell_data(cell) for cell in cells]}
+    emit(output_format, data, final_table(_title(found, cells), status_rows(cells)))
+
+
+@app.command()
+def watch(
+    batch: BatchArgument = None,
+    db: DatabaseOption = DEFAULT_DATABASE,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+) -> None:
+    """Show the cells of a batch until it is over, or its driver is gone."""
+    from relaxtune.tuning_db.batches import get_batch, list_cells
+
+    place, start = _place(batch, db)
+    console = stdout_console()
+    shown: dict[str, str] = {}
+    with open_for_reading(place) as database, Live(console=console, auto_refresh=False) as live:
+        while True:
+            found = get_batch(database, start)
+            start, cells = found.id, list_cells(database, found.id)
+            if console.is_terminal:
+                live.update(as_table(final_table(_title(found, cells), status_rows(cells))), refresh=True)
+            else:
+                for cell in cells:
+                    if shown.get(cell.spec.name) != (now := status_of(cell)):
+                        shown[cell.spec.name] = now
+                        typer.echo(f"{cell.spec.name}: {now}")
+            if not found.held:
+                break
+            time.sleep(every)
+    if not console.is_terminal:
+        typer.echo(_title(found, cells))
+
+
+@app.command()
+def cancel(
+    cell: Annotated[str, typer.Argument(metavar="CELL", help="The cell's name, from `relaxtune batch status`.")],
+    batch: BatchArgument = None,
+    db: DatabaseOption = DEFAULT_DATABASE,
+) -> None:
+    """Leave a cell out of a batch that goes on; its driver hears of it within seconds."""
+    from relaxtune.tuning_db.batches import cancel_cell, get_batch
+    from relaxtune.tuning_db.store import SqlDatabase
+
+    place, start = _place(batch, db)
+    with SqlDatabase.open(place, create=False) as database:
+        found = get_batch(database, start)
+        cancel_cell(database, found.id, cell)
+    typer.echo(f"{cell} of {found.name} is cancelled")
+
+
+def _place(batch: str | None, db: DatabaseUrl) -> tuple[DatabaseUrl, str | None]:
+    """Return the database of a batch and how it is called there; a plan's file says both."""
+    if batch is None or not batch.endswith(".toml"):
+        return db, batch
+    from relaxtune.pipeline.batch.plan import read_plan
+
+    plan = read_plan(batch)
+    return plan.database, plan.name
+
+
+def _end(result: BatchResult, output_format: OutputFormat) -> None:
+    """Print the table of all cells, unless each was told as JSON, and exit with the code of the batch."""
     if output_format is OutputFormat.TABLE:
-        _print_result(result)
+        tuned = sum(summary.candidates for summary in result.tuning)
+        seconds = sum(summary.seconds for summary in result.tuning)
+        title = (
+            f"{result.plan.name}: {result.accepted} of {len(result.cells)} cells accepted; "
+            f"{tuned} candidates in {seconds:.1f} s"
+        )
+        rows = [(one.cell.name, one.state.value, one.facts) for one in result.cells]
+        print_table(final_table(title, rows))
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 
 
-def _print_result(result: BatchResult) -> None:
-    columns = {
-        "cell": lambda one: one.cell.name,
-        "status": lambda one: one.status.value,
-        "validated": lambda one: None if one.validated is None else "yes" if one.validated else "NO",
-        "ms untuned": lambda one: _number(one.untuned_ms, ".4g"),
-        "ms shipped": lambda one: _number(one.shipped_ms, ".4g"),
-        "artifact": lambda one: one.artifact,
-        "why": lambda one: one.reason,
-    }
-    tuned = sum(summary.candidates for summary in result.tuning)
-    seconds = sum(summary.seconds for summary in result.tuning)
-    done = sum(one.status.value == "done" for one in result.cells)
-    title = f"{result.plan.name}: {done} of {len(result.cells)} cells done; {tuned} candidates in {seconds:.1f} s"
-    print_table(TableView.of(title, result.cells, columns))
+def _title(batch: Batch, cells: Sequence[BatchCell]) -> str:
+    states = [status_of(cell) for cell in cells]
+    counts = ", ".join(f"{states.count(one)} {one}" for one in dict.fromkeys(states))
+    how = batch.outcome or ("going on" if batch.held else "its driver is gone: relaxtune batch resume")
+    return f"{batch.name} ({batch.id[:8]}) on {batch.driver.host}, process {batch.driver.pid}: {how}; {counts}"
 
 
 def _print_preview(shown: Preview) -> None:
@@ -171,7 +286,3 @@ def _group_data(group: GroupPreview) -> dict[str, object]:
             "jobs": group.history.jobs,
         },
     }
-
-
-def _number(value: float | None, form: str) -> str | None:
-    return None if value is None else f"{value:{form}}"

@@ -128,15 +128,20 @@ def _safe(value: object) -> object:
     return printable(value) if isinstance(value, str) else value
 
 
-def print_table(view: TableView) -> None:
-    """Write `view` to stdout as a table."""
+def as_table(view: TableView) -> Table:
+    """Return what rich draws."""
     table = Table(title=Text(view.title, style="table.title"), title_justify="left")
     for column in view.columns:
         table.add_column(column, overflow="fold")
     for row in view.rows:
         # As plain text: names and messages may hold brackets, which rich would read as markup.
         table.add_row(*(Text(cell) for cell in row))
-    stdout_console().print(table)
+    return table
+
+
+def print_table(view: TableView) -> None:
+    """Write `view` to stdout as a table."""
+    stdout_console().print(as_table(view))
 
 
 def emit(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import tvm
@@ -56,3 +56,12 @@ class TuningTask:
     def pickled_mod(self) -> builtins.bytes:
         """`mod` for another process: each of the task's candidates takes it there."""
         return pickle.dumps(self.mod)
+
+    def joined(self, other: TuningTask) -> TuningTask:
+        """Return this task for the models of another of its workload too: weights, nodes and functions are joined."""
+        return replace(
+            self,
+            weight=self.weight + other.weight,
+            functions={**self.functions, **other.functions},
+            onnx_nodes=tuple(dict.fromkeys(self.onnx_nodes + other.onnx_nodes)),
+        )

@@ -30,6 +30,10 @@ class ProgressEvent:
     seconds_left
         Until the run ends: by the time budget, or by the rate so far for the candidates that are left, whichever
         comes first; None where nothing tells.
+    workload_hash
+        Of the task.
+    devices
+        How many devices measure.
     """
 
     task: str
@@ -39,6 +43,8 @@ class ProgressEvent:
     failed: int
     best_us: float | None
     seconds_left: float | None
+    workload_hash: str = ""
+    devices: int = 1
 
 
 def estimate_left(done: int, total: int | None, elapsed_s: float, budget_left_s: float | None) -> float | None:

@@ -25,7 +25,7 @@ from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend
 from relaxtune.pipeline.tuning.measure.evaluate import Evaluator
 from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
-from relaxtune.pipeline.tuning.plan.finals import hold_finals
+from relaxtune.pipeline.tuning.plan.feed import Arrival, TaskFeed
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.plan.resume import (
     EarlierRuns,
@@ -34,7 +34,7 @@ from relaxtune.pipeline.tuning.plan.resume import (
     measured_since,
     take_known,
 )
-from relaxtune.pipeline.tuning.plan.rounds import Rounds
+from relaxtune.pipeline.tuning.plan.rounds import Admitted, Rounds
 from relaxtune.pipeline.tuning.plan.search_pool import SearchPool
 from relaxtune.pipeline.tuning.plan.state import TaskState, summarise
 from relaxtune.pipeline.tuning.plan.warm_start import begin_with_records
@@ -59,6 +59,7 @@ logger = logging.getLogger(__name__)
 _SEEDS = 64
 # Tasks searched at the same time, where that disturbs no measurement.
 _SEARCHES_MAX = 4
+_FEED_WAIT_S = 0.2
 
 # Starts what builds and measures for one run, and ends it.
 OpenMachine = Callable[
@@ -81,6 +82,8 @@ def tune(
     builder: Builder | None = None,
     backend: MeasureBackend | None = None,
     machine: OpenMachine | None = None,
+    feed: TaskFeed | None = None,
+    stop: StopSignal | None = None,
 ) -> TuningSummary:
     """Return what came of tuning some tasks; every candidate is in the database by then.
 
@@ -104,6 +107,10 @@ def tune(
         Others than the processes of this machine, for example of a cluster; they are not closed here.
     machine : callable or None
         Starts another builder and backend than this machine's; the run ends them.
+    feed : TaskFeed or None
+        Gives more tasks while the run goes on, and candidates for them; `options.trials` then limits nothing.
+    stop : StopSignal or None
+        Ends the run from another thread; the time budget becomes its deadline.
 
     Notes
     -----
@@ -126,9 +133,10 @@ def tune(
         # Records of earlier runs name them.
         register_intrinsics()
     began = time.monotonic()
-    stop = StopSignal(began + options.time_budget_s if options.time_budget_s is not None else None)
+    stop = stop or StopSignal()
+    stop.deadline = began + options.time_budget_s if options.time_budget_s is not None else None
     listener = progress or SilentProgress()
-    session = _Session(list(tasks), target, database, environment, options, job_id, listener, stop, still_true)
+    session = _Session(list(tasks), target, database, environment, options, job_id, listener, stop, still_true, feed)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ctrl_c_requests(stop))
         if session.prepare():
@@ -183,11 +191,16 @@ class _Session:
     progress: ProgressListener
     stop: StopSignal
     still_true: StillTrue | None
+    feed: TaskFeed | None
 
     def __post_init__(self) -> None:
         self.seconds = dict.fromkeys(("start", "search", "build", "queue", "measure", "database"), 0.0)
         self._states: list[TaskState] = []
-        self._known: list[Sequence[TuningRecord]] = []
+        self._by_hash: dict[str, TaskState] = {}
+        self._known: dict[int, Sequence[TuningRecord]] = {}
+        self._models = 0
+        # A feed gives candidates with every model.
+        self._trials = self.options.trials if self.feed is None else 0
         key, seed = target_key(self.target), self.options.seed
         self._recorder = Recorder(
             self.database, key, self.environment, job_id=self.job_id, seed=seed, seconds=self.seconds
@@ -202,26 +215,83 @@ class _Session:
 
     def prepare(self) -> bool:
         """Record the workloads and take in what is known of each; return whether there is anything to measure."""
-        self._recorder.start(self.tasks)
+        if self.feed is None:
+            self._admit(Arrival(tuple(self.tasks), self.options.trials))
+            return self._has_work()
+        while not self.stop.due:
+            arrivals = self.feed.take(idle=True)
+            for arrival in arrivals:
+                admitted = self._admit(arrival)
+                told = [*admitted.new, *admitted.heavier]
+                self.feed.settled([one.task.workload_hash for one in told if one.skipped or one.ended])
+            if self._has_work():
+                return True
+            if not arrivals and not self.feed.arriving:
+                break
+            if not arrivals:
+                self.feed.wait(_FEED_WAIT_S)
+        return False
+
+    def _has_work(self) -> bool:
+        to_do = self._to_do()
+        begun = any(state.before_us is None for state in to_do)
+        return begun or bool(to_do and (self._trials is None or self._spent < self._trials))
+
+    def _admit(self, arrival: Arrival) -> Admitted:
+        """Take in tasks: record new ones, and let them begin with what is known; known ones get more weight."""
         options = self.options
+        heavier: list[TaskState] = []
+        fresh: list[TuningTask] = []
+        for task in arrival.tasks:
+            known_state = self._by_hash.get(task.workload_hash)
+            if known_state is None:
+                fresh.append(task)
+            else:
+                known_state.task = known_state.task.joined(task)
+                heavier.append(known_state)
+        self._recorder.start([*fresh, *(state.task for state in heavier)])
         records: list[TuningRecord] = []
         holding: list[TaskState] = []
+        new: list[TaskState] = []
         forced = options.mode is Mode.FORCE
-        hashes = [task.workload_hash for task in self.tasks]
+        hashes = [task.workload_hash for task in fresh]
         runs = EarlierRuns() if forced else find_earlier_runs(self.database, self.job_id, hashes, options)
-        for task in self.tasks:
-            state = TaskState(task)
-            self._states.append(state)
+        for task in fresh:
+            state = self._by_hash[task.workload_hash] = TaskState(task)
+            new.append(state)
             recorded = [] if forced else self._recorder.known(task)
             known = recorded if self.still_true is None else self.still_true(task, recorded)
             records += known
             if measured_since(known, recorded):
                 holding.append(state)
             self._spent += take_known(state, known, options, runs)
-            self._known.append(known)
+            self._known[id(state)] = known
         end_what_was_done(holding, records, runs)
-        begun = any(state.before_us is None for state in self._to_do())
-        return begun or bool(self._to_do() and (options.trials is None or self._spent < options.trials))
+        self._states += new
+        self._models += bool(arrival.tasks)
+        if self.feed is not None:
+            self._trials = (
+                None if None in (self._trials, arrival.trials) else (self._trials or 0) + (arrival.trials or 0)
+            )
+        dropped = [self._by_hash[one] for one in sorted(arrival.dropped & self._by_hash.keys())]
+        return Admitted(new, heavier, dropped, self._trials, self._spent, max(1, self._models))
+
+    def _admit_more(self, arrival: Arrival) -> Admitted:
+        """Take in tasks while the run goes on."""
+        admitted = self._admit(arrival)
+        self._begin(admitted.new)
+        return admitted
+
+    def _begin(self, states: Sequence[TaskState]) -> None:
+        """Give new tasks what templates offer, and what is known of near shapes."""
+        if self.options.routes & OFFERED_ROUTES:
+            for state in states:
+                state.templates = self._templates(state, self._known[id(state)])
+        to_do = [state for state in states if state.skipped is None and state.ended is None]
+        if self.options.warm_start_s and self.options.mode is not Mode.FORCE and to_do:
+            since = time.monotonic()
+            begin_with_records(self._cost_model, to_do, self.database, self.target, self.environment, self.options)
+            self.seconds["search"] += time.monotonic() - since
 
     def _to_do(self) -> list[TaskState]:
         return [state for state in self._states if state.skipped is None and state.ended is None]
@@ -229,10 +299,6 @@ class _Session:
     def run(self, evaluator: Evaluator, began: float) -> None:
         """Measure; what was finished is recorded when this returns or raises."""
         workers = self.options.workers or physical_cores()
-        if self.options.routes & OFFERED_ROUTES:
-            # Here and not before, since the processes start meanwhile.
-            for state, known in zip(self._states, self._known, strict=True):
-                state.templates = self._templates(state, known)
         threads = 1 if evaluator.exclusive else max(1, min(_SEARCHES_MAX, workers // 2))
         searches = SearchPool(
             threads, lambda state: self._new_search(state, max(1, workers // threads)), evaluator.wake
@@ -248,20 +314,16 @@ class _Session:
             workers=evaluator.builder.capacity,
             spent=self._spent,
             searches=searches,
+            feed=self.feed,
+            admit=self._admit_more,
         )
         try:
-            if self.options.warm_start_s and self.options.mode is not Mode.FORCE:
-                # The processes start meanwhile.
-                since = time.monotonic()
-                begin_with_records(
-                    self._cost_model, self._to_do(), self.database, self.target, self.environment, self.options
-                )
-                self.seconds["search"] += time.monotonic() - since
-            rounds.begin()
+            # The processes start meanwhile.
+            self._begin(self._states)
+            rounds.take(Admitted((), (), (), self._trials, self._spent, max(1, self._models)))
+            rounds.begin(self._states)
             self.seconds["start"] += time.monotonic() - began
             rounds.run()
-            if self.options.finals and evaluator.backend.capabilities.compares:
-                hold_finals(self._states, evaluator.backend, self._recorder, self.stop, rounds=self.options.finals)
         except KeyboardInterrupt:
             if self.stop.asked:
                 raise

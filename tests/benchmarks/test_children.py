@@ -11,8 +11,8 @@ import pytest
 from benchmarks.bench_gpu import child_environment
 from benchmarks.gpu_arms import children
 from benchmarks.gpu_arms.children import Child, ChildError
-from benchmarks.gpu_arms.gpu_turn import GpuTurn
 from benchmarks.gpu_arms.order import Order
+from relaxtune.pipeline.tuning.measure.device_turn import DeviceTurn
 
 # Stands in for the worker: dies in arm `bad`, hangs in arm `slow`, else reports which arms it timed.
 WORKER = """
@@ -82,7 +82,7 @@ def test_a_process_that_ends_while_timing_is_told(tmp_path: Path, environment: d
 def test_the_turn_may_be_taken_again_by_its_holder_and_keeps_others_out(tmp_path: Path) -> None:
     import fcntl
 
-    turn = GpuTurn(tmp_path / "lock")
+    turn = DeviceTurn(tmp_path / "lock")
     with (tmp_path / "lock").open("r+") as other:
         with turn:
             with turn:

@@ -11,6 +11,7 @@ from relaxtune.pipeline.tuning.local.devices import pinned
 from relaxtune.pipeline.tuning.local.measuring_process import MeasuringProcess
 from relaxtune.pipeline.tuning.local.process import ForkServer
 from relaxtune.pipeline.tuning.measure.backend import Capabilities
+from relaxtune.pipeline.tuning.measure.device_turn import turn_of
 from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
@@ -30,6 +31,8 @@ class LocalBackend(SideBySide):
         What outcomes are stamped with; all devices are of its model.
     options, timeout_s, stop, seed, server
         See `MeasuringProcess`.
+    turns : Path or None
+        The folder of the devices' turns (`DeviceTurn`), where other processes time something on them too.
     """
 
     def __init__(
@@ -41,19 +44,33 @@ class LocalBackend(SideBySide):
         stop: StopSignal | None = None,
         seed: int = 0,
         server: ForkServer | None = None,
+        turns: Path | None = None,
     ) -> None:
         options, stop = options or MeasureOptions(), stop or StopSignal()
         with contextlib.ExitStack() as stack:
             directory = Path(stack.enter_context(temporary_folder()))
+            turns_held = [
+                None if turns is None else stack.enter_context(contextlib.closing(turn_of(turns, one)))
+                for one in devices
+            ]
             self.processes = [
                 stack.enter_context(
                     contextlib.closing(
                         MeasuringProcess(
-                            pinned(one), environment, options, timeout_s, stop, seed, directory, server, name=one
+                            pinned(one),
+                            environment,
+                            options,
+                            timeout_s,
+                            stop,
+                            seed,
+                            directory,
+                            server,
+                            name=one,
+                            turn=held,
                         )
                     )
                 )
-                for one in devices
+                for one, held in zip(devices, turns_held, strict=True)
             ]
             capabilities = Capabilities(
                 environment.device_kind, environment.device_name, undisturbed=environment.device_kind != "cpu"

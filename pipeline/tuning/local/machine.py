@@ -37,8 +37,9 @@ def this_machine(
     stop: StopSignal,
     builder: Builder | None = None,
     backend: MeasureBackend | None = None,
+    turns: Path | None = None,
 ) -> Iterator[Machine]:
-    """Start build and measuring processes, those that are not given, and end them.
+    """Start build and measuring processes, those that are not given, and end them; `turns` is as in `LocalBackend`.
 
     Raises
     ------
@@ -58,7 +59,7 @@ def this_machine(
             # CUDA, which TVM initialises in the server, works in no process forked from it.
             forks = server if target.kind != "cuda" else None
             devices = choose_devices(target, options.devices)
-            own = LocalBackend(devices, environment, measure, options.run_timeout_s, stop, options.seed, forks)
+            own = LocalBackend(devices, environment, measure, options.run_timeout_s, stop, options.seed, forks, turns)
             backend = stack.enter_context(contextlib.closing(own))
         if builder is None:
             # Started last and so ended first: what it builds goes to the backend.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -76,6 +77,8 @@ class MeasuringProcess:
         Where references that come as bytes are written, and what they compute; None is `directory`.
     name : str or None
         Of the device outside of its process; None is its name in there.
+    turn : context manager or None
+        Held while the device is used, where other processes time something on it too.
     """
 
     def __init__(
@@ -91,8 +94,10 @@ class MeasuringProcess:
         *,
         references: Path | None = None,
         name: str | None = None,
+        turn: AbstractContextManager[object] | None = None,
     ) -> None:
         self.device = device
+        self._turn = turn or nullcontext()
         self.name = name or device.name
         # One for all devices of this machine.
         self.host = ""
@@ -127,15 +132,17 @@ class MeasuringProcess:
 
     def prepare_reference(self, spec: WorkloadSpec) -> None:
         """Compute a workload's reference; a failure is told with the first candidate."""
-        if not self._stop.due:
-            self._outcome_of(lambda: self._make_references(self.request("", spec)))
+        with self._turn:
+            if not self._stop.due:
+                self._outcome_of(lambda: self._make_references(self.request("", spec)))
 
     def measure(self, artifact: BuiltArtifact, spec: WorkloadSpec) -> Outcome:
         """Check and time a candidate."""
-        if self._stop.due:
-            return _STOPPED
-        began = time.monotonic()
-        answer = self._outcome_of(lambda: self._measure(artifact, spec))
+        with self._turn:
+            if self._stop.due:
+                return _STOPPED
+            began = time.monotonic()
+            answer = self._outcome_of(lambda: self._measure(artifact, spec))
         outcome = _outcome(answer) if isinstance(answer, MeasureReply) else answer
         return replace(outcome, duration_s=time.monotonic() - began, environment=self._environment)
 
@@ -145,8 +152,9 @@ class MeasuringProcess:
         A failure tells nothing about which candidate failed: each of them ran before. It may be asked after the
         deadline.
         """
-        began = time.monotonic()
-        answer = self._outcome_of(lambda: self._compare(artifacts, spec, rounds))
+        with self._turn:
+            began = time.monotonic()
+            answer = self._outcome_of(lambda: self._compare(artifacts, spec, rounds))
         if not isinstance(answer, CompareReply):
             if answer.status is not Unmeasured.STOPPED:
                 logger.warning("the final contenders could not be timed alternately: %s", answer.error)

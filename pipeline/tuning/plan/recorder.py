@@ -85,12 +85,14 @@ class Recorder:
         self._pending: list[TuningRecord] = []
         self._interval_s = _FLUSH_MIN_S
         self._failed_s = 0.0
-        # What was known of the run's tasks when it first asked, by workload.
-        self._known: dict[str, list[TuningRecord]] | None = None
+        # What was known of the run's tasks when each was first asked for, by workload.
+        self._known: dict[str, list[TuningRecord]] = {}
+        self._unread: set[str] = set()
 
     def start(self, tasks: Sequence[TuningTask]) -> None:
         """Record the workloads, and that the job has these tasks."""
         workloads = [describe_workload(task) for task in tasks]
+        self._unread |= {workload.workload_hash for workload in workloads} - self._signature_keys.keys()
         self._signature_keys |= {workload.workload_hash: workload.signature_key for workload in workloads}
         began = time.monotonic()
         self._database.record_all(workloads=workloads, records=[])
@@ -108,13 +110,13 @@ class Recorder:
     def known(self, task: TuningTask) -> list[TuningRecord]:
         """Return the records of a task that are true on this very device, failed ones included; those of all layers.
 
-        All tasks given to `start` are read at once, when the first is asked for.
+        All tasks given to `start` are read at once, when the first of them is asked for.
         """
-        if self._known is None:
-            self._known = self._read_known()
+        if task.workload_hash in self._unread:
+            self._read_known()
         return self._known.get(task.workload_hash, [])
 
-    def _read_known(self) -> dict[str, list[TuningRecord]]:
+    def _read_known(self) -> None:
         began = time.monotonic()
         place = RecordFilter(
             target_kind=self._target.kind,
@@ -122,14 +124,13 @@ class Recorder:
             tvm_version=self._environment.tvm_version,
             device_name=self._environment.device_name,
         )
-        records = self._database.list_known(place, workload_hashes=list(self._signature_keys))
-        known: dict[str, list[TuningRecord]] = {}
+        records = self._database.list_known(place, workload_hashes=sorted(self._unread))
+        self._unread = set()
         for record in records:
             same_device = device_rank(self._environment, record.environment) is DeviceRank.SAME_DEVICE
             if same_device and versions_match(self._environment, record.environment, record.route):
-                known.setdefault(record.workload_hash, []).append(record)
+                self._known.setdefault(record.workload_hash, []).append(record)
         self._seconds["database"] += time.monotonic() - began
-        return known
 
     def add(self, task: TuningTask, route: Route, decision: str, outcome: Outcome) -> None:
         """Keep a finished candidate for the next `flush`; one that nothing is known of leaves no record."""

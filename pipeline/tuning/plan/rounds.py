@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from relaxtune.pipeline.errors import MeasuringBrokenError, UsageError
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
@@ -26,18 +26,19 @@ from relaxtune.pipeline.tuning.plan.baseline import (
     reference_on_device,
     take_reference,
 )
-from relaxtune.pipeline.tuning.plan.end_of_task import reason_to_end
+from relaxtune.pipeline.tuning.plan.end_of_task import SETTLED
+from relaxtune.pipeline.tuning.plan.feed import Arrival, TaskFeed
+from relaxtune.pipeline.tuning.plan.finals import hold_finals
 from relaxtune.pipeline.tuning.plan.in_flight import Batch, Tag
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.plan.search_pool import Proposal, SearchPool
 from relaxtune.pipeline.tuning.plan.state import (
     Contender,
     TaskState,
-    choose_task,
     decision_key,
     median_latency_us,
-    model_us,
 )
+from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
 from relaxtune.pipeline.tuning.progress import ProgressEvent, ProgressListener, estimate_left
 from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES
 from relaxtune.schedules.search.space import find_refusal
@@ -60,6 +61,18 @@ _LOST_MAX = 16
 _WAIT_S = 0.2
 
 
+@dataclass(frozen=True)
+class Admitted:
+    """What an arrival means to a run: new tasks, known ones whose weight grew, and what limits the run from now on."""
+
+    new: Sequence[TaskState]
+    heavier: Sequence[TaskState]
+    dropped: Sequence[TaskState]
+    trials: int | None
+    spent: int
+    models: int
+
+
 class Rounds:
     """The loop of a run.
 
@@ -73,6 +86,8 @@ class Rounds:
         Candidates of earlier runs of the same job, which count against the trials.
     searches : SearchPool
         Where tasks are searched.
+    feed, admit : optional
+        What gives more tasks while the run goes on, and what makes states of them; `states` has them from then on.
     """
 
     def __init__(
@@ -88,8 +103,15 @@ class Rounds:
         workers: int,
         spent: int,
         searches: SearchPool,
+        feed: TaskFeed | None = None,
+        admit: Callable[[Arrival], Admitted] | None = None,
     ) -> None:
         self._states = states
+        self._queue = TaskQueue(target, options.min_gain)
+        self._queue.add(states)
+        self._feed = feed
+        self._admit = admit
+        self._trials = options.trials
         self._evaluator = evaluator
         self._recorder = recorder
         self._target = target
@@ -105,22 +127,24 @@ class Rounds:
         self._references: dict[int, int] = {}
         self._built: dict[tuple[int, bool], Finished] = {}
         self._later: list[TaskState] = []
+        # By the id of a task: its valid candidates when its final was held.
+        self._finals: dict[int, int] = {}
         self._began = time.monotonic()
         self._flushed = 0.0
 
-    def begin(self) -> None:
-        """Hand in the references of all tasks; what else is measured of a task follows its reference.
+    def begin(self, states: Sequence[TaskState]) -> None:
+        """Hand in the references of tasks; what else is measured of a task follows its reference.
 
         Where building disturbs no measurement, what the templates of all tasks propose first comes before any
         fallback, which may be slow. Else candidates wait for the fallback.
         """
-        states = [state for state in self._states if state.skipped is None and state.ended is None]
-        self._references_due = len(states)
+        states = [state for state in states if state.skipped is None and state.ended is None]
+        self._references_due += len(states)
         mods = reference_mods(states, self._target)
         tagged = [
             (mod, Tag(state, Route.FALLBACK, "", reference=True)) for state, mod in zip(states, mods, strict=True)
         ]
-        self._references = {id(state): 1 for state in states}
+        self._references |= {id(state): 1 for state in states}
         self._evaluator.submit_builds(tagged, host_target(self._target))
         if not self._options.device_references or self._evaluator.exclusive:
             return
@@ -185,14 +209,67 @@ class Rounds:
         self._began = time.monotonic()
         while not self._stop.due:
             self._take_back(0)
+            self._listen()
             state = self._next_task() if self._has_room() else None
             if state is not None:
                 self._round(state)
+                self._queue.touch(state)
             elif self._evaluator.pending or self._searches.running:
                 self._take_back(_WAIT_S)
-            else:
+            elif self._feed is not None and self._feed.arriving:
+                self._feed.wait(_WAIT_S)
+            elif self._feed is None or not self._end_all():
                 break
         self._drain()
+        self._hold_finals(self._queue.take_rest())
+
+    def take(self, admitted: Admitted) -> None:
+        """Go on with what came of an arrival."""
+        self._trials, self._spent, self._queue.models = admitted.trials, admitted.spent, admitted.models
+        self._queue.add(admitted.new)
+        for state in admitted.heavier:
+            if state.ended is not None and state.ended.startswith(SETTLED):
+                self._queue.reopen(state)
+            self._queue.touch(state)
+            self._queue.tell_again(state)
+        for state in admitted.dropped:
+            state.ended = state.ended or "no model wants it any more"
+            self._queue.touch(state)
+
+    def _listen(self) -> None:
+        """Take in tasks that came, and tell of those that are settled."""
+        if self._feed is None or self._admit is None:
+            return
+        while True:
+            idle = not self._evaluator.pending and not self._searches.running
+            self._queue.refresh(self._in_flight_max)
+            if idle or not self._evaluator.exclusive:
+                self._hold_finals(self._queue.take_settled())
+            arrivals = self._feed.take(idle=idle)
+            for arrival in arrivals:
+                admitted = self._admit(arrival)
+                self.take(admitted)
+                self.begin(admitted.new)
+            if not arrivals or not idle:
+                return
+
+    def _end_all(self) -> bool:
+        """End what is open, since the candidates are used up; return whether something was."""
+        self._queue.end_all("the candidates of the run are used up")
+        settled = self._queue.take_settled()
+        self._hold_finals(settled)
+        return bool(settled)
+
+    def _hold_finals(self, settled: Sequence[TaskState]) -> None:
+        """Time the contenders of settled tasks once more, record that, and tell the feed."""
+        fresh = [state for state in settled if self._finals.get(id(state)) != state.valid]
+        self._finals |= {id(state): state.valid for state in fresh}
+        if fresh and self._options.finals and self._evaluator.backend.capabilities.compares:
+            rounds = self._options.finals
+            hold_finals(fresh, self._evaluator.backend, self._recorder, self._stop, rounds=rounds)
+        if settled and self._feed is not None:
+            self._recorder.try_flush()
+            self._feed.settled([state.task.workload_hash for state in settled])
 
     def _has_room(self) -> bool:
         if self._evaluator.exclusive:
@@ -206,14 +283,11 @@ class Rounds:
         """Return the task to ask next; what is not worth another round is ended here."""
         if self._remaining() == 0:
             return None
-        total_us = model_us(self._states)
-        for state in self._states:
-            if state.open and state.in_flight == 0 and not state.searching:
-                state.ended = reason_to_end(state, total_us, self._options.min_gain, self._target)
-        return choose_task([state for state in self._states if self._may_go_on(state)])
+        return self._queue.choose(self._in_flight_max)
 
-    def _may_go_on(self, state: TaskState) -> bool:
-        return state.open and not state.searching and state.in_flight <= (1 - _QUORUM) * self._round_size()
+    @property
+    def _in_flight_max(self) -> float:
+        return (1 - _QUORUM) * self._round_size()
 
     def _round(self, state: TaskState) -> None:
         """Hand in the next candidates of one task: those of templates first, then of the search."""
@@ -285,6 +359,7 @@ class Rounds:
             finished = self._evaluator.take(0)
         for proposal in self._searches.take():
             self._take_proposal(proposal)
+            self._queue.touch(proposal.state)
         if time.monotonic() - self._flushed > self._recorder.flush_interval_s:
             self._recorder.try_flush()
             self._flushed = time.monotonic()
@@ -299,6 +374,7 @@ class Rounds:
         if not isinstance(tag, Tag):
             raise TypeError(f"expected a candidate of this run back, got {type(tag).__name__}")
         state, outcome = tag.state, finished.outcome
+        self._queue.touch(state)
         if tag.reference:
             self._take_reference(tag, finished)
             return
@@ -370,22 +446,34 @@ class Rounds:
     def _round_size(self) -> int:
         """Return the candidates of a round: fewer when the trials would not give every task one."""
         size = self._options.trials_per_iteration
-        if self._options.trials is None:
+        if self._trials is None:
             return size
-        return max(1, min(size, max(_ROUND_MIN, self._options.trials // max(1, len(self._states)))))
+        return max(1, min(size, max(_ROUND_MIN, self._trials // max(1, len(self._states)))))
 
     def _tell(self, state: TaskState) -> None:
         now = time.monotonic()
         budget_left = None if self._stop.deadline is None else max(0.0, self._stop.deadline - now)
-        valid, failed = sum(s.valid for s in self._states), sum(s.failed for s in self._states)
-        total = None if self._options.trials is None else max(self._options.trials - self._spent, valid + failed)
+        self._queue.touch(state)
+        self._queue.tally()
+        valid, failed = self._queue.valid, self._queue.failed
+        total = None if self._trials is None else max(self._trials - self._spent, valid + failed)
         left = estimate_left(valid + failed, total, now - self._began, budget_left)
         self._progress.candidate_measured(
-            ProgressEvent(state.task.name, valid + failed, total, valid, failed, state.best_us, left)
+            ProgressEvent(
+                state.task.name,
+                valid + failed,
+                total,
+                valid,
+                failed,
+                state.best_us,
+                left,
+                state.task.workload_hash,
+                self._evaluator.backend.capacity,
+            )
         )
 
     def _remaining(self) -> int | None:
-        if self._options.trials is None:
+        if self._trials is None:
             return None
-        asked = sum(state.valid + state.failed + state.in_flight + state.searching for state in self._states)
-        return max(0, self._options.trials - self._spent - asked)
+        self._queue.tally()
+        return max(0, self._trials - self._spent - self._queue.asked)

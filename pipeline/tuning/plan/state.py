@@ -1,4 +1,4 @@
-"""What a tuning run knows of each task while it runs, and which task is worth the next round."""
+"""What a tuning run knows of each task while it runs."""
 
 from __future__ import annotations
 
@@ -173,31 +173,6 @@ def median_latency_us(outcome: Outcome) -> float | None:
 def spread(seconds: Sequence[float]) -> float | None:
     """Return the distance from the fastest to the slowest run over the median, or None for fewer than two."""
     return (max(seconds) - min(seconds)) / statistics.median(seconds) if len(seconds) > 1 else None
-
-
-def model_us(states: Sequence[TaskState]) -> float:
-    """Return the microseconds of all kernels of one inference, with the best known of each."""
-    return sum(state.task.weight * (state.best_us or state.before_us or 0.0) for state in states)
-
-
-def choose_task(states: Sequence[TaskState]) -> TaskState | None:
-    """Return the open task whose next round promises most: time saved in the model per second of tuning.
-
-    Tasks that begin with one candidate of a near shape come before all others.
-    """
-    candidates = [state for state in states if state.open]
-    if not candidates:
-        return None
-    candidates = [state for state in candidates if state.begins_near] or candidates
-    rounds = sum(state.rounds for state in states)
-    usual = sum(state.seconds for state in states) / rounds if rounds else 1.0
-    return max(
-        candidates,
-        key=lambda state: (
-            state.expected_gain_us() / max(state.round_seconds(usual), 1e-3),
-            state.task.weight * (state.before_us or state.task.flops),
-        ),
-    )
 
 
 def summarise(states: Sequence[TaskState]) -> tuple[TaskSummary, ...]:

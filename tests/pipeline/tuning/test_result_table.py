@@ -9,7 +9,8 @@ from rich.console import Console
 
 from relaxtune.pipeline.tuning.options import TaskSummary, TuningSummary
 from relaxtune.pipeline.tuning.plan.end_of_task import reason_to_end
-from relaxtune.pipeline.tuning.plan.state import Contender, TaskState, choose_task
+from relaxtune.pipeline.tuning.plan.state import Contender, TaskState
+from relaxtune.pipeline.tuning.plan.task_queue import choose_among
 from relaxtune.pipeline.tuning.progress import ConsoleProgress, ProgressEvent, SilentProgress, describe, estimate_left
 from relaxtune.pipeline.tuning.result_table import shorten_nodes, summary_table, to_data, to_json
 from relaxtune.pipeline.tuning.search.template_candidates import TemplateCandidate
@@ -123,20 +124,20 @@ def state(weight: int, progress: list[float | None], before_us: float | None = N
 
 def test_choose_task_takes_what_is_unknown_then_follows_the_gain() -> None:
     heavy, light, new = state(10, [50.0]), state(1, [50.0]), state(1, [])
-    assert choose_task([heavy, light, new]) is new
-    assert choose_task([heavy, light]) is heavy
+    assert choose_among([heavy, light, new]) is new
+    assert choose_among([heavy, light]) is heavy
     settled, improving = state(1, [50.0] * 9), state(1, [90.0, 70.0, 60.0, 50.0])
-    assert choose_task([settled, improving]) is improving
+    assert choose_among([settled, improving]) is improving
     heavy.ended = "exhausted"
-    assert choose_task([heavy]) is None
-    assert choose_task([dataclasses.replace(new, ready=False)]) is None
+    assert choose_among([heavy]) is None
+    assert choose_among([dataclasses.replace(new, ready=False)]) is None
 
 
 def test_choose_task_weighs_the_gain_by_the_seconds_it_costs() -> None:
     slow, quick = state(3, [50.0], seconds=30.0), state(1, [50.0], seconds=1.0)
-    assert choose_task([slow, quick]) is quick
+    assert choose_among([slow, quick]) is quick
     # A small kernel that was never searched promises less than a large one that was.
-    assert choose_task([state(12, [100.0], seconds=1.0), state(1, [], before_us=2.0)]).task.weight == 12
+    assert choose_among([state(12, [100.0], seconds=1.0), state(1, [], before_us=2.0)]).task.weight == 12
 
 
 def test_a_final_keeps_the_best_few() -> None:
@@ -149,9 +150,9 @@ def test_a_final_keeps_the_best_few() -> None:
 def test_a_task_is_left_alone_when_a_round_promises_too_little(place: Place) -> None:
     task = state(1, [50.0] * 10)
     assert task.expected_gain_us() == pytest.approx(1.0)
-    assert reason_to_end(task, 500.0, 0.001, place.target) is None
-    assert "save 1.00 of 5000 us" in str(reason_to_end(task, 5000.0, 0.001, place.target))
-    assert reason_to_end(task, 5000.0, 0.0, place.target) is None
+    assert reason_to_end(task, 500.0, 0.001) is None
+    assert "save 1.00 of 5000 us" in str(reason_to_end(task, 5000.0, 0.001))
+    assert reason_to_end(task, 5000.0, 0.0) is None
     offered = [TemplateCandidate(task.task, f'{{"template":"made_up","tile":{n}}}') for n in (1, 2)]
     task.templates = TemplateSearch(offered, {})
-    assert reason_to_end(task, 5000.0, 0.001, place.target) is None
+    assert reason_to_end(task, 5000.0, 0.001) is None

@@ -10,7 +10,8 @@ from relaxtune.pipeline.tasks.similar_shapes import NearRecords, distance, near_
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.recorder import describe_workload
-from relaxtune.pipeline.tuning.plan.state import TaskState, choose_task
+from relaxtune.pipeline.tuning.plan.state import TaskState
+from relaxtune.pipeline.tuning.plan.task_queue import choose_among
 from relaxtune.pipeline.tuning.plan.warm_start import learn_from_records, spread_out
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
@@ -147,9 +148,9 @@ def test_what_a_near_shape_gained_from_is_tried_before_any_second_round() -> Non
     begun = TaskState(LONG, before_us=1000.0, best_us=1000.0, ready=True, near_begun=True, progress=[1000.0])
     light = TaskState(SHORT, before_us=1.0, ready=True, near=NearRecords(traces=("a",), saved=0.01))
     nothing = TaskState(SHORT, before_us=1.0, ready=True, near=NearRecords(traces=("a",), saved=0.0))
-    assert choose_task([begun, nothing, light]) is light
+    assert choose_among([begun, nothing, light]) is light
     light.near_begun = True
-    assert choose_task([begun, nothing, light]) is begun
+    assert choose_among([begun, nothing, light]) is begun
 
 
 def _steps(decision: str) -> str:

@@ -1,0 +1,144 @@
+"""A plan of twelve cells on one GPU and on two: cells an hour, candidates a second, and how busy each GPU is.
+
+    python -m benchmarks.bench_batch [--devices 1 2] [--candidates 360] [--cores 16] [--rounds 1] [--target cuda]
+        [--models bert-base-2-layers:fp16 ...] [--cluster ADDRESS] [--out FILE]
+
+Each run is a process of its own with a fresh database, pinned to its GPUs (CUDA_VISIBLE_DEVICES) and to so many cores
+a GPU. Busy is the share of the tuning in which a device measured, or waited for its turn while a cell was timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from relaxtune.pipeline.batch.driver import run_batch
+from relaxtune.pipeline.batch.events import BatchEvent, CandidateEvent, CellEvent
+from relaxtune.pipeline.batch.executors import LocalExecutors
+from relaxtune.pipeline.batch.plan import parse_plan
+
+MODELS = {
+    "bert-base-2-layers:fp16": ("input_ids=1x128", "input_ids=8x128"),
+    "gpt2-small-2-layers:fp16": ("input_ids=1x128", "input_ids=8x128"),
+    "llama-1b-2-layers:fp16": ("input_ids=1x128", "input_ids=4x128"),
+    "vit-base-2-layers:fp16": ("pixel_values=1x3x224x224", "pixel_values=8x3x224x224"),
+    "t5-small-2-layers:fp16": ("input_ids=1x128", "input_ids=8x128"),
+    "bert-large-2-layers:fp16": ("input_ids=1x128", "input_ids=8x128"),
+}
+
+
+def main() -> None:
+    """Run each arm, and print what it took."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--candidates", type=int, default=360)
+    parser.add_argument("--cores", type=int, default=16, help="Cores for each GPU.")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--target", default="cuda")
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--cluster")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--arm", action="store_true", help="Be one run (used by the script itself).")
+    arguments = parser.parse_args()
+    if arguments.arm:
+        print(json.dumps(run_arm(arguments)))
+        return
+    runs = []
+    for _ in range(arguments.rounds):
+        for count in arguments.devices:
+            runs.append({"devices": count, **start_arm(arguments, count)})
+            print(json.dumps({key: value for key, value in runs[-1].items() if key != "cells"}), flush=True)
+            if arguments.out:
+                arguments.out.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+
+
+def start_arm(arguments: argparse.Namespace, count: int) -> dict[str, object]:
+    """Run the plan in a process that sees so many GPUs and cores; return what it printed."""
+    cores = sorted(os.sched_getaffinity(0))[: count * arguments.cores]
+    command = [sys.executable, "-m", "benchmarks.bench_batch", "--arm", "--target", arguments.target]
+    command += ["--candidates", str(arguments.candidates), "--models", *arguments.models]
+    command += ["--cluster", arguments.cluster] if arguments.cluster else []
+    visible = ",".join(str(index) for index in range(count))
+    process = subprocess.run(
+        ["taskset", "-c", ",".join(map(str, cores)), *command],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": visible},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    lines = process.stdout.splitlines()
+    return json.loads(lines[-1]) if process.returncode == 0 else {"failed": process.returncode, "said": lines[-5:]}
+
+
+def plan_text(arguments: argparse.Namespace) -> str:
+    """Return the plan."""
+    cells = "".join(f"[[cells]]\nmodels = [{model!r}]\nshapes = {list(MODELS[model])}\n" for model in arguments.models)
+    return (
+        f'name = "twelve"\neffort = "quick"\nsamples = 1\n[budget]\ncandidates = {arguments.candidates}\n'
+        f'[defaults]\ntargets = ["{arguments.target}"]\n{cells}'
+    )
+
+
+def run_arm(arguments: argparse.Namespace) -> dict[str, object]:
+    """Carry the plan out in this process."""
+    busy: dict[str, float] = {}
+    moments: list[tuple[float, str, str]] = []
+    tuned: list[float] = []
+    backends = LocalExecutors.backends
+
+    @contextmanager
+    def watched(self, *asked):  # type: ignore[no-untyped-def]
+        with backends(self, *asked) as machine:
+            yield machine
+            busy.update(machine.backend.busy_s)
+
+    def told(event: BatchEvent) -> None:
+        if isinstance(event, CellEvent):
+            moments.append((time.monotonic() - began, event.cell.name, event.state.value))
+        elif isinstance(event, CandidateEvent):
+            tuned.append(time.monotonic() - began)
+
+    LocalExecutors.backends = watched  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        plan = parse_plan(Path(folder) / "twelve.toml", plan_text(arguments))
+        began = time.monotonic()
+        result = run_batch(plan, on_event=told, cluster=arguments.cluster)
+        seconds = time.monotonic() - began
+    candidates = sum(one.candidates for one in result.tuning)
+    tuning_s = sum(one.seconds for one in result.tuning)
+    return {
+        "accepted": result.accepted,
+        "seconds": seconds,
+        "cells_per_hour": 3600 * result.accepted / seconds,
+        "candidates": candidates,
+        "tuning_s": tuning_s,
+        "candidates_per_s": candidates / tuning_s if tuning_s else None,
+        "idle_share": {name: 1 - one / tuning_s for name, one in busy.items()},
+        "first_candidate_s": min(tuned, default=None),
+        "last_candidate_s": max(tuned, default=None),
+        "seconds_by_phase": [dict(one.seconds_by_phase) for one in result.tuning],
+        "tasks": sum(len(one.tasks) for one in result.tuning),
+        "moments": [(round(at, 1), name, state) for at, name, state in moments],
+        "cells": [
+            (
+                one.cell.name,
+                one.state.value,
+                one.facts.untuned_ms,
+                one.facts.shipped_ms,
+                one.facts.seconds,
+                one.facts.error,
+            )
+            for one in result.cells
+        ],
+    }
+
+
+if __name__ == "__main__":
+    main()

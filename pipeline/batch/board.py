@@ -1,0 +1,153 @@
+"""The states of a batch's cells: written to the database, told as events, and heard of when others cancel."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+
+from relaxtune.pipeline.batch.cells import Cell
+from relaxtune.pipeline.batch.events import CandidateEvent, CellEvent, OnEvent
+from relaxtune.pipeline.batch.tasks import CellTasks
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.pipeline.tuning.progress import ProgressEvent
+from relaxtune.tuning_db.batches import beat, list_cells, move_cell
+from relaxtune.tuning_db.cell_states import NO_FACTS, BatchHeldError, CellFacts, CellState, TransitionError
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseLostError, TuningDatabaseError
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two heartbeats, in which others' wishes to cancel are read too.
+BEAT_S = 5.0
+
+
+class Board:
+    """Moves cells from state to state. A context manager: while it is entered, a heartbeat says that we are at work.
+
+    Parameters
+    ----------
+    cells : mapping
+        Name -> cell, and the state that it is in.
+    stop : StopSignal
+        Asked for when the batch is taken by another driver, and by `fail_fast` at the first cell not accepted.
+    """
+
+    def __init__(
+        self,
+        database: TuningDatabase,
+        batch_id: str,
+        cells: Mapping[str, tuple[Cell, CellState, CellFacts]],
+        stop: StopSignal,
+        on_event: OnEvent,
+        *,
+        fail_fast: bool,
+    ) -> None:
+        self.stop = stop
+        self.failed_first: str | None = None
+        self._database = database
+        self._batch_id = batch_id
+        self._events = {name: CellEvent(cell, state, facts) for name, (cell, state, facts) in cells.items()}
+        self._on_event = on_event
+        self._fail_fast = fail_fast
+        self._lock = threading.RLock()
+        self._over = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="relaxtune-heartbeat", daemon=True)
+        self.lost: BatchHeldError | None = None
+        # By task: the cells that have it, with its weight there. Then the best microseconds known of each task.
+        self._weights: dict[str, dict[str, int]] = {}
+        self._of_cell: dict[str, dict[str, int]] = {}
+        self._best_us: dict[str, float] = {}
+
+    def __enter__(self) -> Board:
+        """Start the heartbeat."""
+        self._heart.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the heartbeat."""
+        self._over.set()
+        self._heart.join()
+
+    def state(self, cell: Cell) -> CellState:
+        """Return the state of a cell, as this driver knows it."""
+        return self._events[cell.name].state
+
+    def events(self) -> Sequence[CellEvent]:
+        """Return the newest event of each cell, in the plan's order."""
+        return tuple(self._events.values())
+
+    def require_held(self) -> None:
+        """Raise the error of a batch that another driver took."""
+        if self.lost is not None:
+            raise self.lost
+
+    def move(self, cell: Cell, state: CellState, facts: CellFacts = NO_FACTS, note: str = "") -> bool:
+        """Let a cell become what comes next; return False for one that was cancelled meanwhile."""
+        try:
+            move_cell(self._database, self._batch_id, cell.name, state, facts)
+        except TransitionError as e:
+            if e.state is not CellState.CANCELLED:
+                raise
+            self._tell(CellEvent(cell, CellState.CANCELLED, CellFacts(error="cancelled")))
+            return False
+        self._tell(CellEvent(cell, state, facts, note))
+        return True
+
+    def heard(self, cell: Cell, state: CellState, facts: CellFacts) -> None:
+        """Tell of a state that someone else wrote."""
+        self._tell(CellEvent(cell, state, facts))
+
+    def arrived(self, one: CellTasks) -> None:
+        """Note the tasks of a cell, for how fast its kernels are."""
+        with self._lock:
+            own = self._of_cell[one.cell.name] = {task.workload_hash: task.weight for task in one.tasks}
+            for key, weight in own.items():
+                self._weights.setdefault(key, {})[one.cell.name] = weight
+
+    def candidate_measured(self, event: ProgressEvent) -> None:
+        """Tell of a candidate."""
+        with self._lock:
+            key = event.workload_hash
+            if event.best_us is not None:
+                self._best_us[key] = event.best_us
+            found = {name: self._kernels_ms(name) for name in self._weights.get(key, ())}
+            told = CandidateEvent(event, {name: ms for name, ms in found.items() if ms is not None})
+            self._on_event(told)
+
+    def _kernels_ms(self, name: str) -> float | None:
+        own = self._of_cell[name]
+        known = [weight * self._best_us[key] for key, weight in own.items() if key in self._best_us]
+        return sum(known) / 1e3 if len(known) == len(own) else None
+
+    def _tell(self, event: CellEvent) -> None:
+        with self._lock:
+            if self._events[event.cell.name].state is event.state and not event.facts.error:
+                return
+            self._events[event.cell.name] = event
+            self._on_event(event)
+            bad = event.state.over and event.state not in (CellState.DONE, CellState.CANCELLED)
+            if bad and self._fail_fast and self.failed_first is None:
+                self.failed_first = f"--fail-fast: {event.cell.name} is {event.state.value}"
+                self.stop.request()
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_S):
+            # The border of a thread: a database that is away for a while must not end the run.
+            try:
+                beat(self._database, self._batch_id)
+                self._hear_cancelled()
+            except BatchHeldError as e:
+                self.lost = e
+                self.stop.request()
+                return
+            except (DatabaseBusyError, DatabaseLostError) as e:
+                logger.warning("no heartbeat: %s", e)
+            except TuningDatabaseError:
+                logger.exception("no heartbeat any more")
+                return
+
+    def _hear_cancelled(self) -> None:
+        for row in list_cells(self._database, self._batch_id):
+            if row.state is CellState.CANCELLED and row.spec.name in self._events:
+                self._tell(CellEvent(self._events[row.spec.name].cell, row.state, row.facts))

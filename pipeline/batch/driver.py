@@ -1,0 +1,257 @@
+"""A plan carried out: its batch held in the database, each target's tasks tuned once, each cell accepted by itself.
+
+A cell that cannot be had, fails validation or misses a limit does not stop the others, unless that is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from relaxtune.pipeline.artifact.directory import check_destination
+from relaxtune.pipeline.batch.board import Board
+from relaxtune.pipeline.batch.cells import Cell, list_cells
+from relaxtune.pipeline.batch.events import BatchEvent, BatchResult, OnEvent
+from relaxtune.pipeline.batch.executors import Executors, open_executors
+from relaxtune.pipeline.batch.feed import CellFeed
+from relaxtune.pipeline.batch.finishing import FinishRequest
+from relaxtune.pipeline.batch.plan import Plan, parse_plan
+from relaxtune.pipeline.batch.tasks import group_job, group_options, group_targets, trials_of
+from relaxtune.pipeline.batch.unchanged import cell_key, find_unchanged
+from relaxtune.pipeline.errors import InterruptedEarlyError, PipelineError
+from relaxtune.pipeline.jobs import not_here
+from relaxtune.pipeline.tuned_model import tune_tasks
+from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests
+from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.tuning_db import batches
+from relaxtune.tuning_db.batches import batch_key
+from relaxtune.tuning_db.cell_states import Batch, CellFacts, CellSpec, CellState
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.layers import open_databases
+from relaxtune.tuning_db.urls import DatabasePlace
+
+logger = logging.getLogger(__name__)
+
+
+def run_batch(
+    plan: Plan,
+    *,
+    fail_fast: bool = False,
+    on_event: OnEvent | None = None,
+    cluster: str | None = None,
+    stop: StopSignal | None = None,
+) -> BatchResult:
+    """Carry out a plan.
+
+    Parameters
+    ----------
+    fail_fast : bool
+        Whether the first cell that is not accepted ends the run; the others stay queued.
+    on_event : callable or None
+        Told of each state of each cell and of each candidate, from several threads, one at a time.
+    cluster : str or None
+        See `open_executors`.
+    stop : StopSignal or None
+        Ends the run from another thread.
+
+    Notes
+    -----
+    Ctrl-C keeps every finished measurement and every finished cell; `resume_batch` takes the others up.
+
+    Raises
+    ------
+    PlanError, ArtifactError, TuningDatabaseError
+        The plan says what cannot be, an artifact's place cannot be written, the database cannot be had, another driver
+        has the plan: before anything is started. TuningDatabaseError also later.
+    InterruptedEarlyError
+        Ctrl-C came before anything was measured or accepted.
+    """
+    cells = list_cells(plan)
+    for cell in cells:
+        check_destination(plan.out / cell.name)
+    with open_executors(cluster) as executors, open_databases([plan.database]) as database:
+        specs = [_spec(plan, cell) for cell in cells]
+        batch = batches.start_batch(
+            database,
+            key=batch_key(plan.name, plan.out),
+            name=plan.name,
+            path=str(plan.path.absolute()),
+            plan=plan.text,
+            cells=specs,
+        )
+        return _drive(plan, batch, cells, executors, database, stop or StopSignal(), on_event, fail_fast=fail_fast)
+
+
+def resume_batch(
+    database: DatabasePlace,
+    start: str | None = None,
+    *,
+    retry: bool = False,
+    fail_fast: bool = False,
+    on_event: OnEvent | None = None,
+    cluster: str | None = None,
+    stop: StopSignal | None = None,
+) -> BatchResult:
+    """Go on with a batch that another driver left.
+
+    Parameters
+    ----------
+    start : str or None
+        The batch's name or the start of its id; None is the newest.
+    retry : bool
+        Whether cells that failed, were rejected or were cancelled are done again.
+
+    Raises
+    ------
+    NotFoundError, BatchHeldError
+        There is no such batch; its driver works on it.
+    """
+    with open_executors(cluster) as executors, open_databases([database], create=False) as opened:
+        found = batches.get_batch(opened, start)
+        plan = parse_plan(Path(found.path), found.plan)
+        cells = list_cells(plan)
+        batch = batches.take_batch(opened, found.id)
+        if retry:
+            for row in batches.list_cells(opened, batch.id):
+                if row.state.over and row.state is not CellState.DONE:
+                    batches.move_cell(opened, batch.id, row.spec.name, CellState.QUEUED)
+        return _drive(plan, batch, cells, executors, opened, stop or StopSignal(), on_event, fail_fast=fail_fast)
+
+
+def _spec(plan: Plan, cell: Cell) -> CellSpec:
+    return CellSpec(
+        name=cell.name,
+        source=cell.source,
+        shape=cell.shape,
+        buckets=";".join(cell.buckets),
+        precision=cell.precision,
+        effort=plan.table.effort.value,
+        target=cell.target,
+        importance=cell.importance,
+        tags=",".join(cell.tags),
+        key=cell_key(plan, cell, plan.out / cell.name),
+        max_latency_ms=cell.limits.max_latency_ms,
+        rtol=cell.limits.rtol,
+        atol=cell.limits.atol,
+    )
+
+
+def _drive(
+    plan: Plan,
+    batch: Batch,
+    cells: Sequence[Cell],
+    executors: Executors,
+    database: TuningDatabase,
+    stop: StopSignal,
+    on_event: OnEvent | None,
+    *,
+    fail_fast: bool,
+) -> BatchResult:
+    rows = {row.spec.name: row for row in batches.list_cells(database, batch.id)}
+    known = {cell.name: (cell, rows[cell.name].state, rows[cell.name].facts) for cell in cells if cell.name in rows}
+    board = Board(database, batch.id, known, stop, on_event or _ignore, fail_fast=fail_fast)
+    tuning: list[TuningSummary] = []
+    outcome = "failed"
+    try:
+        with board, ctrl_c_requests(stop):
+            for cell in cells:
+                _take_unchanged(board, database, cell, rows[cell.name].spec.key)
+            for target, group in group_targets(cells):
+                options = group_options(plan, len(group), len(cells))
+                if not stop.asked:
+                    _carry_out(plan, batch, target, group, options, len(cells), board, executors, database, tuning)
+            for cell in cells:
+                if board.state(cell).working:
+                    board.move(cell, CellState.QUEUED)
+        board.require_held()
+        result = BatchResult(plan, batch.id, tuple(board.events()), tuple(tuning))
+        interrupted = stop.asked and board.failed_first is None
+        outcome = "interrupted" if interrupted else f"{result.accepted} of {len(cells)} accepted"
+        if interrupted and not result.accepted and not any(one.candidates for one in tuning):
+            raise InterruptedEarlyError(
+                f"interrupted before anything was measured; `relaxtune batch resume {plan.name}` goes on"
+            )
+        return result
+    finally:
+        if board.lost is None:
+            batches.finish_batch(database, batch.id, outcome)
+
+
+def _ignore(event: BatchEvent) -> None:
+    """Do nothing."""
+
+
+def _take_unchanged(board: Board, database: TuningDatabase, cell: Cell, key: str) -> None:
+    if board.state(cell) is not CellState.QUEUED:
+        return
+    same = find_unchanged(database, key)
+    if same is not None:
+        told = f"nothing changed since it was accepted at {same.updated_at:%Y-%m-%d %H:%M} UTC"
+        board.move(cell, CellState.DONE, replace(same.facts, seconds=0.0), told)
+
+
+def _carry_out(
+    plan: Plan,
+    batch: Batch,
+    target: ResolvedTarget,
+    group: Sequence[Cell],
+    options: TuningOptions,
+    share: int,
+    board: Board,
+    executors: Executors,
+    database: TuningDatabase,
+    tuning: list[TuningSummary],
+) -> None:
+    """Tune the tasks of one target's cells, and finish each of these."""
+    left = [cell for cell in group if board.state(cell) is CellState.QUEUED]
+    if not left:
+        return
+    environment = executors.find_environment(target)
+    if environment is None:
+        for cell in left:
+            board.move(cell, CellState.FAILED, CellFacts(error=not_here(target)))
+        return
+    job_id = ""
+
+    def begun(started: str) -> None:
+        nonlocal job_id
+        job_id = started
+
+    def request_of(cell: Cell) -> FinishRequest:
+        return FinishRequest(
+            cell,
+            plan.name,
+            batch.id,
+            plan.database,
+            plan.out / cell.name,
+            options,
+            plan.table.samples,
+            job_id,
+        )
+
+    feed = CellFeed(left, board, database, executors.workers(target), request_of, trials_of(plan, share))
+    try:
+        _, summary = tune_tasks(
+            group_job(plan, group, target, environment),
+            (),
+            options,
+            database,
+            board,
+            machine=executors.backends,
+            feed=feed,
+            stop=board.stop,
+            on_job=begun,
+        )
+    except InterruptedEarlyError:
+        return
+    except PipelineError as error:
+        logger.warning("%s: nothing could be tuned: %s", target.arch, error)
+        feed.fail_rest(error)
+        return
+    tuning.append(summary)
+    told = (target.arch, len(summary.tasks), len(left), summary.candidates)
+    logger.info("%s: %d tasks of %d cells, %d candidates", *told)
+    feed.finish_rest()

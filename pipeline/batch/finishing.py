@@ -1,0 +1,172 @@
+"""A cell whose tasks are tuned becomes an artifact: compiled, compared with the untuned model, validated, accepted."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from relaxtune.pipeline.batch.cells import Cell
+from relaxtune.pipeline.batch.tasks import log_fault
+from relaxtune.pipeline.bench.measure import ORT_ARM, OWN_ARM, UNTUNED_ARM
+from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.errors import ValidationFailedError
+from relaxtune.pipeline.job_outcomes import artifact_of
+from relaxtune.pipeline.jobs import TuneRequest, TuneResult, finish_tuned
+from relaxtune.pipeline.prepare import prepare_model
+from relaxtune.pipeline.tuned_model import select_tuned
+from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
+from relaxtune.pipeline.tuning.plan.recorder import job_task
+from relaxtune.tuning_db.batches import move_cell
+from relaxtune.tuning_db.cell_states import CellFacts, CellState, TransitionError
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.errors import TuningDatabaseError
+from relaxtune.tuning_db.urls import DatabaseUrl
+
+
+@dataclass(frozen=True)
+class FinishRequest:
+    """A cell to finish, as plain values: it may be done by another process.
+
+    Attributes
+    ----------
+    plan, batch_id
+        The plan's name, and its batch in the database.
+    out
+        The artifact's directory.
+    tuned_by
+        The job that tuned the cell's tasks.
+    """
+
+    cell: Cell
+    plan: str
+    batch_id: str
+    database: DatabaseUrl
+    out: Path
+    options: TuningOptions
+    samples: int
+    tuned_by: str
+
+
+@dataclass(frozen=True)
+class FinishedCell:
+    """What came of a cell."""
+
+    state: CellState
+    facts: CellFacts
+
+
+def finish_cell(
+    request: FinishRequest,
+    database: TuningDatabase,
+    turn: AbstractContextManager[object] | None = None,
+    on_validating: Callable[[], None] | None = None,
+) -> FinishedCell:
+    """Make the artifact of a cell; a job of its own says so in the database.
+
+    Parameters
+    ----------
+    turn : context manager or None
+        Held while something is timed.
+    on_validating : callable or None
+        Called when the database says that the cell is being validated.
+
+    Raises
+    ------
+    TuningDatabaseError
+        The database cannot be had. Whatever else goes wrong is the cell's own, and in what is returned.
+    """
+    began = time.monotonic()
+    try:
+        found = _finish(request, database, turn, on_validating or (lambda: None))
+    except TransitionError as error:
+        found = FinishedCell(error.state, CellFacts())
+    except TuningDatabaseError:
+        raise
+    except Exception as error:  # a cell's own: it must not end the others
+        log_fault(request.cell, error)
+        found = FinishedCell(CellState.FAILED, CellFacts(error=told(error)))
+    return replace(found, facts=replace(found.facts, seconds=time.monotonic() - began))
+
+
+def told(error: Exception) -> str:
+    """Return what an error says, else its type."""
+    return str(error) or type(error).__name__
+
+
+def _finish(
+    request: FinishRequest,
+    database: TuningDatabase,
+    turn: AbstractContextManager[object] | None,
+    on_validating: Callable[[], None],
+) -> FinishedCell:
+    cell = request.cell
+
+    def compiled() -> None:
+        move_cell(database, request.batch_id, cell.name, CellState.VALIDATING)
+        on_validating()
+
+    prepared = prepare_model(cell.request)
+    noted = {
+        "batch": request.plan,
+        "cell": cell.name,
+        "tags": list(cell.tags),
+        "source": cell.source,
+        "tuned_by": request.tuned_by,
+    }
+    job = database.start_job(
+        model=prepared.model.name,
+        model_sha256=prepared.lowered.graph.source_sha256,
+        target=target_key(prepared.target),
+        options=json.dumps(noted),
+    )
+    outcome = "interrupted"
+    try:
+        database.record_job_tasks(job.id, [job_task(task) for task in prepared.tasks])
+        nothing = TuningSummary((), 0.0, {}, interrupted=False)
+        tuned = select_tuned(prepared, request.options, database, request.tuned_by, nothing, turn)
+        asked = TuneRequest(request.database, request.options, samples=request.samples, limits=cell.limits)
+        made = finish_tuned(
+            prepared,
+            tuned,
+            asked,
+            database,
+            request.out,
+            turn=turn,
+            on_compiled=compiled,
+        )
+        found = _found(made)
+        outcome = found.state.value
+    except Exception as error:
+        outcome = f"failed: {type(error).__name__}"
+        raise
+    finally:
+        database.finish_job(job.id, outcome)
+    return replace(found, facts=replace(found.facts, job_id=job.id))
+
+
+def _found(made: TuneResult) -> FinishedCell:
+    validation, directory = made.compiled.validation, made.compiled.directory
+    reasons = [made.missed] if made.missed else []
+    if validation is not None and not validation.passed:
+        try:
+            validation.raise_if_failed()
+        except ValidationFailedError as error:
+            reasons.append(str(error))
+    medians = {} if made.shipping is None else {arm.name: arm.median_ms for arm in made.shipping.report.arms}
+    facts = CellFacts(
+        error="; ".join(reasons) or None,
+        model=made.compiled.manifest.model,
+        artifact=str(directory),
+        artifact_key=artifact_of(made.compiled.manifest, directory).key,
+        size_bytes=sum(path.stat().st_size for path in directory.iterdir()),
+        validated=None if validation is None else validation.passed,
+        untuned_ms=medians.get(UNTUNED_ARM),
+        shipped_ms=medians.get(OWN_ARM),
+        peer=ORT_ARM if ORT_ARM in medians else None,
+        peer_ms=medians.get(ORT_ARM),
+    )
+    return FinishedCell(CellState.REJECTED if reasons else CellState.DONE, facts)

@@ -1,0 +1,91 @@
+"""The queue chooses as a look at every task would, and ends what a look at every task would end."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.bench_task_queue import make_states
+from relaxtune.pipeline.tuning.plan.state import TaskState
+from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
+
+
+def best_of(states: list[TaskState]) -> float:
+    """The rank of the best open task, by looking at all of them."""
+    rounds = sum(state.rounds for state in states)
+    usual = sum(state.seconds for state in states) / rounds if rounds else 1.0
+    return max(rank_of(state, usual) for state in states if state.open)
+
+
+def rank_of(state: TaskState, usual: float) -> float:
+    return state.expected_gain_us() / max(state.round_seconds(usual), 1e-3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_next_task_is_the_one_that_a_look_at_all_of_them_finds(seed: int) -> None:
+    rng = random.Random(seed)
+    states = make_states(60, seed)
+    queue = TaskQueue()
+    queue.add(states[:40])
+    for step in range(300):
+        if step == 100:
+            queue.add(states[40:])
+        known = states[:40] if step < 100 else states
+        chosen = queue.choose()
+        assert chosen is not None
+        rounds = sum(state.rounds for state in known)
+        usual = sum(state.seconds for state in known) / rounds if rounds else 1.0
+        assert rank_of(chosen, usual) == pytest.approx(best_of(known))
+        chosen.seconds += rng.uniform(0.1, 3.0)
+        chosen.valid += 4
+        chosen.best_us = (chosen.best_us or chosen.before_us or 1.0) * rng.uniform(0.6, 1.0)
+        chosen.close_round()
+        if step % 17 == 0:
+            chosen.ended = "exhausted"
+        queue.touch(chosen)
+    queue.tally()
+    assert queue.valid == sum(state.valid for state in states)
+    assert queue.asked == queue.valid
+    assert queue.model_us == pytest.approx(
+        sum(state.task.weight * (state.best_us or state.before_us or 0.0) for state in states)
+    )
+
+
+def test_what_promises_less_than_the_part_of_a_model_ends_also_when_others_are_added() -> None:
+    small, large = make_states(2)
+    small.before_us, large.before_us = 1.0, 1e6
+    small.best_us, small.progress, small.rounds = 1.0, [1.0] * 10, 10
+    queue = TaskQueue(min_gain=0.001)
+    queue.add([small])
+    assert queue.choose() is small
+    queue.add([large])
+    assert queue.choose() is large
+    assert "settled: a round is expected to save" in str(small.ended)
+    assert queue.take_settled() == [small]
+    assert queue.take_settled() == []
+    # The part is of one model: with a million of them the small task is worth a round again.
+    queue.models = 10**6
+    queue.reopen(small)
+    large.ended = "exhausted"
+    queue.touch(large)
+    assert queue.choose() is small
+    assert queue.take_settled() == [large]
+    queue.tell_again(large)
+    queue.refresh()
+    assert queue.take_settled() == [large]
+
+
+def test_a_task_with_candidates_on_their_way_is_not_settled() -> None:
+    (state,) = make_states(1)
+    queue = TaskQueue()
+    queue.add([state])
+    state.in_flight, state.ended = 2, "exhausted"
+    queue.touch(state)
+    assert queue.choose() is None
+    assert queue.take_settled() == []
+    state.in_flight = 0
+    queue.touch(state)
+    queue.refresh()
+    assert queue.take_settled() == [state]
+    assert queue.take_rest() == []
