@@ -79,7 +79,8 @@ def start_arm(arguments: argparse.Namespace, count: int) -> dict[str, object]:
 
 def plan_text(arguments: argparse.Namespace) -> str:
     """Return the plan."""
-    cells = "".join(f"[[cells]]\nmodels = [{model!r}]\nshapes = {list(MODELS[model])}\n" for model in arguments.models)
+    shapes = {model: list(MODELS.get(model, ("",))) for model in arguments.models}
+    cells = "".join(f"[[cells]]\nmodels = [{model!r}]\nshapes = {own}\n" for model, own in shapes.items())
     return (
         f'name = "twelve"\neffort = "quick"\nsamples = 1\n[budget]\ncandidates = {arguments.candidates}\n'
         f'[defaults]\ntargets = ["{arguments.target}"]\n{cells}'

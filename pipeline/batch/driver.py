@@ -31,7 +31,7 @@ from relaxtune.tuning_db.batches import batch_key
 from relaxtune.tuning_db.cell_states import Batch, CellFacts, CellSpec, CellState
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.layers import open_databases
-from relaxtune.tuning_db.urls import DatabasePlace
+from relaxtune.tuning_db.urls import DatabasePlace, DatabaseUrl, hide_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def run_batch(
             key=batch_key(plan.name, plan.out),
             name=plan.name,
             path=str(plan.path.absolute()),
-            plan=plan.text,
+            plan=hide_secrets(plan.text),
             cells=specs,
         )
         return _drive(plan, batch, cells, executors, database, stop or StopSignal(), on_event, fail_fast=fail_fast)
@@ -111,7 +111,7 @@ def resume_batch(
     """
     with open_executors(cluster) as executors, open_databases([database], create=False) as opened:
         found = batches.get_batch(opened, start)
-        plan = parse_plan(Path(found.path), found.plan)
+        plan = replace(parse_plan(Path(found.path), found.plan), place=DatabaseUrl.of(database))
         cells = list_cells(plan)
         batch = batches.take_batch(opened, found.id)
         if retry:

@@ -9,7 +9,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -96,12 +96,16 @@ class PlanTable(_Table):
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan that was read: its file, what it says, where it says it, and its text."""
+    """A plan that was read: its file, what it says, where it says it, and its text.
+
+    `place` is a database in place of the one that it names: the text that a batch keeps has no password.
+    """
 
     path: Path
     table: PlanTable
     lines: TomlLines
-    text: str = ""
+    text: str = field(default="", repr=False)
+    place: DatabaseUrl | None = None
 
     @property
     def name(self) -> str:
@@ -116,6 +120,8 @@ class Plan:
     @property
     def database(self) -> DatabaseUrl:
         """File or URL of the tuning database."""
+        if self.place is not None:
+            return self.place
         text = self.table.database
         return DatabaseUrl.of(text if "://" in text else self.path.parent / text)
 

@@ -11,7 +11,7 @@ from relaxtune.pipeline.batch.cells import list_cells
 from relaxtune.pipeline.batch.plan import PlanError, read_plan
 from relaxtune.pipeline.batch.toml_lines import TomlLines
 from relaxtune.pipeline.cli.app import main
-from relaxtune.tuning_db.urls import DatabaseUrl
+from relaxtune.tuning_db.urls import DatabaseUrl, hide_secrets
 
 GOOD = """\
 name = "night"
@@ -156,7 +156,8 @@ def test_a_bad_plan_is_told_with_its_line_and_nothing_is_started(kind: str, tmp_
 
 def test_a_password_of_a_plan_is_not_shown(tmp_path: Path) -> None:
     plan = read_plan(write(tmp_path, 'database = "postgresql://me:hunter2@host/records"\n' + CELLS))
-    assert "hunter2" not in f"{plan} {plan!r} {plan.database}"
+    # The last is what the database keeps of it.
+    assert "hunter2" not in f"{plan} {plan!r} {plan.database} {hide_secrets(plan.text)}"
     assert plan.database.reveal() == "postgresql://me:hunter2@host/records"
     with pytest.raises(PlanError) as raised:
         read_plan(write(tmp_path, 'database = ["postgresql://me:hunter2@host/records"]\n' + CELLS))
