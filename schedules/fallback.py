@@ -11,7 +11,8 @@ from tvm.s_tir.dlight.base import ScheduleRule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.any_size import AnySizeMatmul
+from relaxtune.schedules.cpu.any_size.matmul import AnySizeMatmul
+from relaxtune.schedules.cpu.any_size.rows import AnySizeRows
 from relaxtune.schedules.cpu.convolution import Convolution
 from relaxtune.schedules.cpu.elementwise import Elementwise
 from relaxtune.schedules.cpu.generic import Generic
@@ -70,7 +71,7 @@ def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
         register_vector_math()
         rules = (
             *(Elementwise(), AnySizeMatmul(), Matmul(), NormedMatmul(), Convolution()),
-            *(RowReduction(), Generic(), Plain()),
+            *(AnySizeRows(), RowReduction(), Generic(), Plain()),
         )
         return [(rule.name, rule) for rule in rules]
     if target.kind.name == "cuda":

@@ -98,11 +98,11 @@ def looked_up() -> tirx.PrimFunc:
 
 
 KERNELS: dict[str, tuple[str, Callable[[], tirx.PrimFunc]]] = {
-    "softmax, isnan, where": ("cpu-reduction", masked_softmax),
+    "softmax, isnan, where": ("cpu-any-size-rows", masked_softmax),
     "softmax over 100": ("cpu-reduction", lambda: masked_softmax(100)),
-    "layer norm": ("cpu-reduction", lambda: rows_case("layer_norm", 1, 1, "rl").func),
+    "layer norm": ("cpu-any-size-rows", lambda: rows_case("layer_norm", 1, 1, "rl").func),
     "layer norm over 100": ("cpu-reduction", lambda: rows_case("layer_norm", 1, 100, "r").func),
-    "rms norm": ("cpu-reduction", lambda: rows_case("rms_norm", 1, 1, "rl").func),
+    "rms norm": ("cpu-any-size-rows", lambda: rows_case("rms_norm", 1, 1, "rl").func),
     "max": ("cpu-reduction", lambda: rows_case("max", 1, 1, "rl").func),
     "sum of two axes": ("cpu-reduction", lambda: reduced([1, 2])),
     "sum of integers": ("cpu-reduction", lambda: reduced([2], "int64")),

@@ -20,7 +20,7 @@ a plain loop, which LLVM makes vectors of.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import tvm
@@ -28,18 +28,18 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.s_tir import Schedule
-from tvm.script.ir_builder import IRBuilder
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.cpu.any_size.emit import Buffers, build_function, places, row_buffer, share_jobs, wide
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
 from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, lanes_of
 from relaxtune.schedules.cpu.matmul import find_matmul
 from relaxtune.schedules.cpu.tiling import find_epilogue
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.targets import CpuLimits
-from relaxtune.schedules.tir.blocks import position_of, shape_of, written_params
+from relaxtune.schedules.tir.blocks import position_of, written_params
 from relaxtune.schedules.tir.expressions import substitute
 from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, block_facts, is_canonical, list_blocks
 
@@ -135,42 +135,29 @@ class _Kernel:
 
     def build(self) -> PrimFunc:
         """Return the kernel with the parameters and attributes of its function."""
-        product, con, func = self._product, self._product.con, self._product.func
-        with IRBuilder() as builder, T.prim_func(s_tir=True):
-            T.func_name("main")
-            params = list(map(_declared, func.params))
-            self._buffers = dict(zip(func.params, params, strict=True))
-            sizes = product.block.sizes
-            batch = [sizes[axis] for axis in con.batch]
-            columns = product.columns
-            whole = isinstance(columns, int) and columns >= product.width
-            if whole:
-                self._parallel(batch, -(-columns // product.width), self._tile_of_columns)
-            else:
-                with T.If(columns >= product.width):
-                    with T.Then():
-                        tiles = tirx.floordiv(columns + (product.width - 1), product.width)
-                        self._parallel(batch, tiles, self._tile_of_columns)
-                    with T.Else():
-                        self._parallel(batch, 1, self._few_columns)
-        made = builder.get().without_attr("global_symbol")
-        for key, value in func.attrs.items() if func.attrs else ():
-            made = made.with_attr(key, value)
-        return made
+        return build_function(self._product.func, self._emit)
 
-    def _parallel(self, batch: Sequence[Size], tiles: Size, body: Callable[[Values, tirx.Expr], None]) -> None:
+    def _emit(self, buffers: Buffers) -> None:
+        columns, width = self._product.columns, self._product.width
+        self._buffers = buffers
+        if isinstance(columns, int):
+            self._share(-(-columns // width), self._tile_of_columns)
+            return
+        with T.If(columns >= width):
+            with T.Then():
+                self._share(tirx.floordiv(columns + (width - 1), width), self._tile_of_columns)
+            with T.Else():
+                self._share(1, self._few_columns)
+
+    def _share(self, tiles: Size, body: Callable[[Values, tirx.Expr], None]) -> None:
         """Run a body for each place of the batch axes and each tile of columns."""
         con, block = self._product.con, self._product.block
-        count = math.prod(batch) * tiles
-        with T.parallel(0, _wide(count)) as job:
-            place = job
-            tile = place % tiles if not _is_one(tiles) else _wide(0)
-            place = place // tiles
-            values: dict[tirx.Var, tirx.Expr] = {}
-            for axis, size in reversed(list(zip(con.batch, batch, strict=True))):
-                values[block.axes[axis]] = _wide(0) if _is_one(size) else T.Bind(place % size)
-                place = place // size
-            body(values, tile)
+
+        def job(found: list[tirx.Expr]) -> None:
+            *batch, tile = found
+            body({block.axes[axis]: place for axis, place in zip(con.batch, batch, strict=True)}, tile)
+
+        share_jobs([*(block.sizes[axis] for axis in con.batch), tiles], job)
 
     def _tile_of_columns(self, values: Values, tile: tirx.Expr) -> None:
         product = self._product
@@ -183,7 +170,7 @@ class _Kernel:
     def _rows(self, values: Values, start: tirx.Expr) -> None:
         most, *fewer = self._tiles
         half = fewer[0] if fewer else 0
-        rows = T.Bind(_wide(math.prod(self._product.block.sizes[axis] for axis in self._product.con.rows)))
+        rows = T.Bind(wide(math.prod(self._product.block.sizes[axis] for axis in self._product.con.rows)))
         whole = T.Bind((rows + (most - 1 - half)) // most)
         with T.serial(0, whole) as number:
             self._tile(values, start, T.Bind(number * most), rows, most)
@@ -195,28 +182,30 @@ class _Kernel:
     def _tile(self, values: Values, start: tirx.Expr, first: tirx.Expr, rows: tirx.Expr, count: int) -> None:
         product, con = self._product, self._product.con
         lanes, vectors, column = product.lanes, product.vectors, product.block.axes[con.column]
-        acc = T.alloc_buffer([count * product.width], "float32", scope="local")
-        stage = T.alloc_buffer([count * product.width], "float32", scope="local")
-        places = [self._row({}, tirx.min(first + row, rows - 1)) for row in range(count)]
+        # A buffer a row: TVM puts up to 1 KiB on the stack, where LLVM makes registers of it.
+        sums = [row_buffer(product.width) for _ in range(count)]
+        stage = row_buffer(count * product.width)
+        rows_of_tile = [self._row(tirx.min(first + row, rows - 1)) for row in range(count)]
 
-        def each(body: Callable[[int, int, tirx.Expr, tirx.Expr], None]) -> None:
+        def each(body: Callable[[int, tirx.Expr], None]) -> None:
             for row in range(count):
                 for vector in range(vectors):
                     with T.vectorized(0, lanes) as lane:
-                        body(row, vector, lane, (row * vectors + vector) * lanes + lane)
+                        body(row, vector * lanes + lane)
 
-        each(lambda _row, _vector, _lane, at: T.buffer_store(acc, tirx.FloatImm("float32", 0.0), [at]))
-        with T.serial(0, _wide(product.block.sizes[con.reduce[0]])) as k:
+        each(lambda row, at: T.buffer_store(sums[row], tirx.FloatImm("float32", 0.0), [at]))
+        with T.serial(0, wide(product.block.sizes[con.reduce[0]])) as k:
             known = {**values, product.block.axes[con.reduce[0]]: k}
 
-            def multiply(row: int, vector: int, lane: tirx.Expr, at: tirx.Expr) -> None:
-                here = {**known, **places[row], column: start + vector * lanes + _as_wide(lane)}
-                T.buffer_store(acc, acc[at] + self._load(con.left, here) * self._load(con.right, here), [at])
+            def multiply(row: int, at: tirx.Expr) -> None:
+                here = {**known, **rows_of_tile[row], column: start + wide(at)}
+                term = self._load(con.left, here) * self._load(con.right, here)
+                T.buffer_store(sums[row], sums[row][at] + term, [at])
 
             each(multiply)
-        each(lambda _row, _vector, _lane, at: T.buffer_store(stage, acc[at], [at]))
+        each(lambda row, at: T.buffer_store(stage, sums[row][at], [row * product.width + at]))
         with T.serial(0, count) as number:
-            place = self._row({}, T.Bind(tirx.min(first + number, rows - 1)))
+            place = self._row(T.Bind(tirx.min(first + number, rows - 1)))
 
             def finish(vector: tirx.Expr | int, lane: tirx.Expr) -> None:
                 offset = vector * lanes + lane
@@ -246,30 +235,23 @@ class _Kernel:
         """Compute row after row, for fewer columns than a tile has."""
         product, con = self._product, self._product.con
         column, reduced = product.block.axes[con.column], product.block.axes[con.reduce[0]]
-        rows = T.Bind(_wide(math.prod(product.block.sizes[axis] for axis in con.rows)))
+        rows = T.Bind(wide(math.prod(product.block.sizes[axis] for axis in con.rows)))
         with T.serial(0, rows) as number:
-            acc = T.alloc_buffer([product.width], "float32", scope="local")
-            place = {**values, **self._row({}, number)}
+            acc = row_buffer(product.width)
+            place = {**values, **self._row(number)}
             with T.serial(0, product.columns) as j:
                 T.buffer_store(acc, tirx.FloatImm("float32", 0.0), [j])
-            with T.serial(0, _wide(product.block.sizes[con.reduce[0]])) as k, T.serial(0, product.columns) as j:
+            with T.serial(0, wide(product.block.sizes[con.reduce[0]])) as k, T.serial(0, product.columns) as j:
                 here = {**place, reduced: k, column: j}
                 T.buffer_store(acc, acc[j] + self._load(con.left, here) * self._load(con.right, here), [j])
             with T.serial(0, product.columns) as j:
                 self._store(acc[j], {**place, column: j})
 
-    def _row(self, values: dict[tirx.Var, tirx.Expr], number: tirx.Expr) -> Values:
+    def _row(self, number: tirx.Expr) -> Values:
         """Return the place of a row along each axis of rows."""
         con, block = self._product.con, self._product.block
-        place = number
-        for count, axis in reversed(list(enumerate(con.rows))):
-            size = block.sizes[axis]
-            if _is_one(size):
-                values[block.axes[axis]] = _wide(0)
-                continue
-            values[block.axes[axis]] = T.Bind(place % size if count else place)
-            place = place // size
-        return values
+        found = places(number, [block.sizes[axis] for axis in con.rows])
+        return {block.axes[axis]: place for axis, place in zip(con.rows, found, strict=True)}
 
     def _load(self, load: TensorLoad, values: Values) -> tirx.Expr:
         return self._buffers[load.source][tuple(substitute(index, values) for index in load.indices)]
@@ -292,20 +274,3 @@ class _Kernel:
             value = tvm_ffi.structural_map(substitute(store.value, at), (TensorLoad, replaced))
         indices = [substitute(index, at) for index in store.indices]
         T.buffer_store(self._buffers[store.buffer], value, indices)
-
-
-def _declared(param: tirx.Var) -> tirx.Var:
-    shape = shape_of(param)
-    return T.arg(param.name, param if shape is None else T.Buffer(list(shape), str(param.dtype)))
-
-
-def _wide(number: Size) -> tirx.Expr:
-    return tirx.IntImm("int64", number) if isinstance(number, int) else number
-
-
-def _as_wide(number: tirx.Expr) -> tirx.Expr:
-    return number if str(number.ty.dtype).startswith("int64") else tirx.Cast("int64", number)
-
-
-def _is_one(size: Size) -> bool:
-    return isinstance(size, int) and size == 1

@@ -1,0 +1,1 @@
+"""Kernels of symbolic size on a CPU, written loop by loop: no primitive of a schedule cuts a symbolic loop well."""

@@ -1,0 +1,62 @@
+"""What kernels of symbolic size begin with: parameters, jobs shared among the cores, places along axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx import PrimFunc
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.sizes import Size
+from relaxtune.schedules.tir.blocks import shape_of
+
+Buffers = dict[tirx.Var, tirx.Var]
+
+
+def build_function(func: PrimFunc, emit: Callable[[Buffers], None]) -> PrimFunc:
+    """Return a function with the parameters and attributes of another; `emit` gets its buffers by the other's."""
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name("main")
+        emit(dict(zip(func.params, map(_declared, func.params), strict=True)))
+    made = builder.get().without_attr("global_symbol")
+    for key, value in func.attrs.items() if func.attrs else ():
+        made = made.with_attr(key, value)
+    return made
+
+
+def share_jobs(sizes: Sequence[Size], body: Callable[[list[tirx.Expr]], None]) -> None:
+    """Run a body on all cores for each place of a space, given along each axis."""
+    with T.parallel(0, wide(math.prod(sizes))) as job:
+        body(places(job, sizes))
+
+
+def places(number: tirx.Expr, sizes: Sequence[Size]) -> list[tirx.Expr]:
+    """Return the place along each axis of the element of that number, the last axis the fastest; in variables."""
+    found: list[tirx.Expr] = []
+    for count, size in reversed(list(enumerate(sizes))):
+        if isinstance(size, int) and size == 1:
+            found.append(wide(0))
+            continue
+        found.append(T.Bind(number % size if count else number))
+        number = number // size
+    return found[::-1]
+
+
+def row_buffer(elements: int) -> tirx.Var:
+    """Return a float32 buffer of the current loop. TVM puts one of scope "local" on the heap, however small it is."""
+    return T.alloc_buffer([elements], "float32", scope="global")
+
+
+def wide(number: Size) -> tirx.Expr:
+    """Return a size or an index as an expression in 64 bits."""
+    if isinstance(number, int):
+        return tirx.IntImm("int64", number)
+    return number if str(number.ty.dtype).startswith("int64") else tirx.Cast("int64", number)
+
+
+def _declared(param: tirx.Var) -> tirx.Var:
+    shape = shape_of(param)
+    return T.arg(param.name, param if shape is None else T.Buffer(list(shape), str(param.dtype)))
