@@ -67,7 +67,7 @@ def measure(case: Case, library: Any, rounds: int) -> dict[str, Any]:
     for arm, kernel in arms.items():
         for one in buffers:
             one["output"].fill_(math.nan)
-        graphs[arm] = _captured(kernel, [[one[name] for name in order] for one in buffers])
+        graphs[arm] = captured(kernel, [[one[name] for name in order] for one in buffers])
         graphs[arm].replay()
         torch.cuda.synchronize()
         errors[arm] = max(_error(case, one) for one in buffers[:2])
@@ -84,7 +84,8 @@ def measure(case: Case, library: Any, rounds: int) -> dict[str, Any]:
     return {**medians, "ratio": medians["symbolic"] / medians["static"], "errors": errors, "copies": copies}
 
 
-def _captured(kernel: Callable[..., None], calls: Sequence[Sequence[Any]]) -> Any:
+def captured(kernel: Callable[..., None], calls: Sequence[Sequence[Any]]) -> Any:
+    """Return a CUDA graph of calls of a kernel, after one call."""
     import torch
     import tvm_ffi
 

@@ -13,6 +13,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.libraries.cublaslt import CublasLt
 from relaxtune.schedules.libraries.cudnn_attention import CudnnAttention
 from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.attention_sm90.table import AttentionTable
 from relaxtune.schedules.templates.attention_sm90.template import AttentionSm90
 from relaxtune.schedules.templates.base import Parameters, Template, TemplateError, template_of
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
@@ -27,8 +28,8 @@ from relaxtune.schedules.templates.rows.template import Rows
 _KERNELS: Mapping[str, Template] = {
     template.name: template for template in (GemmSm90(), GemvStream(), Gemv(), AttentionSm90(), Rows(), Elementwise())
 }
-_RANGES = Ranges(_KERNELS)
-TEMPLATES: Mapping[str, Template] = {**_KERNELS, _RANGES.name: _RANGES}
+_TABLES: Sequence[Template] = (AttentionTable(), Ranges(_KERNELS))
+TEMPLATES: Mapping[str, Template] = {**_KERNELS, **{table.name: table for table in _TABLES}}
 
 LIBRARIES: Mapping[str, Template] = {library.name: library for library in (CublasLt(), CudnnAttention())}
 

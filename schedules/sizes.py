@@ -82,6 +82,11 @@ def are_equal(left: Size, right: Size) -> bool:
     return _terms(left) == _terms(right)
 
 
+def is_multiple(size: Size, of: int) -> bool:
+    """Whether a size is surely a multiple of a number."""
+    return all(factor % of == 0 for factor in _terms(size).values())
+
+
 def _terms(size: Size) -> dict[tuple[str, ...], int]:
     """Return a size as a sum of products: sorted names -> factor, none of them 0."""
     if isinstance(size, int | tirx.IntImm):

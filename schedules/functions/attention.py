@@ -32,7 +32,7 @@ from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal, ScheduleError
 from relaxtune.schedules.marks import ATTENTION_ATTR
-from relaxtune.schedules.sizes import Size, are_equal, is_positive, parse_size, size_text, variables_of
+from relaxtune.schedules.sizes import Size, are_equal, is_multiple, is_positive, parse_size, size_text, variables_of
 
 # Shape and dtype of a parameter; or a scalar, a variable that is no axis of an input by itself.
 Param: TypeAlias = "tuple[tuple[Size, ...], str] | tirx.Var"
@@ -268,11 +268,9 @@ def spec_of(func: tirx.PrimFunc) -> AttentionSpec | None:
 def refuse_layouts(spec: AttentionSpec, func: tirx.PrimFunc, dtypes: Collection[str], vector: int) -> Refusal | None:
     """Return why a kernel that copies vectors of some elements does not take an attention's tensors.
 
-    All must be static and of one of `dtypes`. Their strides along axes of several elements, and their starts, are
-    multiples of `vector` elements.
+    All must be of one of `dtypes`. Their strides along axes of several elements, and their starts, are multiples of
+    `vector` elements.
     """
-    if not spec.is_static:
-        return Refusal("its sizes are symbolic")
     layouts = spec.layouts()
     found = {role: str(func.params[layout.param].ty.dtype) for role, layout in layouts.items()}
     if len(set(found.values())) > 1 or found["query"] not in dtypes:
@@ -284,9 +282,9 @@ def refuse_layouts(spec: AttentionSpec, func: tirx.PrimFunc, dtypes: Collection[
             ("position", spec.positions(role), layout.position_stride),
         )
         for axis, extent, stride in axes:
-            if extent > 1 and (stride == 0 or stride % vector):
+            if not are_equal(extent, 1) and (are_equal(stride, 0) or not is_multiple(stride, vector)):
                 return Refusal(f"the {role}'s {axis} stride is {stride}, expected a positive multiple of {vector}")
-        if layout.offset % vector:
+        if not is_multiple(layout.offset, vector):
             return Refusal(f"the {role} starts at element {layout.offset}, expected a multiple of {vector}")
     return None
 

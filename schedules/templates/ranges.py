@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import tvm_ffi
 from tvm import tirx
@@ -32,6 +32,9 @@ DEFAULT_RANGES = (16, 64, 128, 256, 512, 1024, 2048, 8192)
 # A range has a kernel of its own where the one of the range above takes longer by more than this factor and time.
 _GOOD_ENOUGH, _GOOD_ENOUGH_US = 1.04, 0.1
 _INDEX_MAX = 2**31 - 1
+
+#: What must hold, and the text of the error where it does not.
+Check: TypeAlias = "tuple[tirx.Expr, str]"
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,10 @@ class Ranges:
             if isinstance(made, Refusal):
                 return Refusal(f"of up to {most} rows: {made.reason}")
             kernels.append(made)
-        return _launch_one(func, count, [most for most, _, _ in chosen], kernels)
+        within = [count <= tirx.IntImm("int64", most) for most, _, _ in chosen[:-1]]
+        most_rows = _most_rows(func)
+        why = f"too many rows: a tensor has 2**31 elements or more, this kernel takes {most_rows} rows"
+        return launch_first(func, within, kernels, count, [(count <= tirx.IntImm("int64", most_rows), why)])
 
     def predict_us(
         self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
@@ -191,22 +197,26 @@ def symbolic_rows(func: tirx.PrimFunc) -> tirx.Expr | None:
     return next((count for count in (rows, elements) if not isinstance(count, int)), None)
 
 
-def _launch_one(
-    func: tirx.PrimFunc, rows: tirx.Expr, sizes: Sequence[int], kernels: Sequence[tirx.PrimFunc]
+def launch_first(
+    func: tirx.PrimFunc,
+    conditions: Sequence[tirx.Expr],
+    kernels: Sequence[tirx.PrimFunc],
+    work: tirx.Expr,
+    checks: Sequence[Check],
 ) -> tirx.PrimFunc:
-    """Return the function that runs the first kernel whose range has the number of rows; none of no rows."""
+    """Return the function that runs the first kernel whose condition holds, the last where none does.
+
+    Conditions, checks and `work` are expressions of the function's variables. Without `work` (0), no kernel runs. Where
+    a check does not hold, its text is the error.
+    """
     first = kernels[0]
     bodies = [_with_params(kernel, first.params) for kernel in kernels]
     body = bodies[-1]
-    for most, smaller in reversed(list(zip(sizes[:-1], bodies[:-1], strict=True))):
-        body = tirx.IfThenElse(rows <= tirx.IntImm("int64", most), smaller, body)
-    checked = tirx.AssertStmt(
-        rows <= tirx.IntImm("int64", _most_rows(func)),
-        StringImm("ValueError"),
-        [StringImm(f"too many rows: a tensor has 2**31 elements or more, this kernel takes {_most_rows(func)} rows")],
-    )
+    for condition, other in reversed(list(zip(conditions, bodies[:-1], strict=True))):
+        body = tirx.IfThenElse(condition, other, body)
+    asserts = [tirx.AssertStmt(holds, StringImm("ValueError"), [StringImm(why)]) for holds, why in checks]
     # A grid has a block at least.
-    body = tirx.SeqStmt([checked, tirx.IfThenElse(rows > tirx.IntImm("int64", 0), body, None)])
+    body = tirx.SeqStmt([*asserts, tirx.IfThenElse(work > tirx.IntImm("int64", 0), body, None)])
     made = tirx.PrimFunc(first.params, body, first.ret_type)
     for key, value in first.attrs.items() if first.attrs else ():
         made = made.with_attr(key, value)

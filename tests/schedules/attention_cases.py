@@ -48,9 +48,9 @@ class AttentionCase:
         return self.kv_heads or self.heads
 
     def made(self) -> tuple[AttentionSpec, Params]:
-        return self._reading() if isinstance(self.past, int) and self.past == 0 else self._growing()
+        return self._reading() if isinstance(self.past, int) and self.past == 0 else self.growing()
 
-    def _growing(self) -> tuple[AttentionSpec, Params]:
+    def growing(self) -> tuple[AttentionSpec, Params]:
         """A packed product of the new positions, caches, perhaps a mask; then the output and the grown caches."""
         first, (product, *mask, output) = replace(self, past=0, packed=True)._reading()
         assert are_equal(self.queries, self.keys - self.past)

@@ -8,14 +8,13 @@ each head of K and V (with `split`, on some of its blocks of keys), so that ever
 
 from __future__ import annotations
 
-import math
-
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import HeadLayout
 from relaxtune.schedules.templates.attention_sm90.output import GROUP_BARRIER
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, WARPGROUP, AttentionPlan
+from relaxtune.schedules.templates.attention_sm90.sizes import ceil_div, flat_view
 from relaxtune.schedules.templates.attention_sm90.tiles import Tile
 from relaxtune.schedules.templates.emit.hopper import store_tile
 
@@ -50,7 +49,7 @@ class NewPositions:
         self._width = plan.spec.width(role)
         self._past = plan.spec.growth.past
         self._new, self._result = new, result
-        self._from, self._to = (_flat(params[layout.param]) for layout in (new, result))
+        self._from, self._to = (flat_view(params[layout.param]) for layout in (new, result))
 
     def put(self, thread: tirx.Expr, block: tirx.Expr, tile: tirx.Var, stage: tirx.Expr, at: Tile) -> None:
         """Emit it for one block of keys whose cached positions have arrived, by all of a warpgroup."""
@@ -59,7 +58,7 @@ class NewPositions:
         items = (spec.keys - self._past) * across
         start = block * block_k
         with T.If(start + block_k > self._past), T.Then():
-            with T.serial(math.ceil(items / WARPGROUP)) as turn:
+            with T.serial(ceil_div(items, WARPGROUP)) as turn:
                 item = turn * WARPGROUP + thread
                 row, vector = item // across, item % across
                 line = self._past + row - start
@@ -87,8 +86,3 @@ def _element(layout: HeadLayout, position: tirx.Expr, at: Tile) -> tirx.Expr:
     steps = (layout.batch_stride, layout.position_stride, layout.head_stride)
     places = (at.batch, position, at.kv_head)
     return sum((place * step for place, step in zip(places, steps, strict=True)), start=layout.offset)
-
-
-def _flat(param: tirx.Var) -> tirx.Var:
-    size = math.prod(int(axis) for axis in param.ty.shape)
-    return T.decl_buffer((size,), str(param.ty.dtype), data=param.data)

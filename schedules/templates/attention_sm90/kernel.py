@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import HeadLayout
 from relaxtune.schedules.marks import MIN_BLOCKS_ATTR, own_outputs, unwritten_params
+from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.templates.attention_sm90.growth import NewPositions
 from relaxtune.schedules.templates.attention_sm90.mask import Rows
 from relaxtune.schedules.templates.attention_sm90.memory import Maps, Memory
@@ -22,6 +25,7 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     AttentionPlan,
 )
 from relaxtune.schedules.templates.attention_sm90.producer import Producer
+from relaxtune.schedules.templates.attention_sm90.sizes import bind_sizes, most
 from relaxtune.schedules.templates.attention_sm90.softmax import OnlineSoftmax
 from relaxtune.schedules.templates.attention_sm90.tiles import Tile, each_tile, named
 from relaxtune.schedules.templates.emit.hopper import Ring, arrive, encode_tensor, pin
@@ -53,6 +57,9 @@ class _Kernel:
             T.func_name("main")
             self._params = declare_params(self._func)
             self._maps = self._encode_maps()
+            if plan.symbolic:
+                self._spec = bind_sizes(self._spec, self._func)
+                self._plan = plan = replace(plan, spec=self._spec)
             T.device_entry()
             self._block = T.cta_id([plan.blocks])
             if p.split > 1:
@@ -102,15 +109,21 @@ class _Kernel:
             map_o = self._encode("map_o", "output", spec.output, spec.queries, stored)
         return Maps(map_q, map_k, map_v, map_o, to_k, to_v)
 
-    def _encode(self, name: str, role: str, layout: HeadLayout, positions: int, box: tuple[int, int, int]) -> tirx.Var:
+    def _encode(self, name: str, role: str, layout: HeadLayout, positions: Size, box: tuple[int, int, int]) -> tirx.Var:
         """Emit the encoding of a tensor map with axes d, head, position, batch."""
         spec = self._spec
-        sizes = (spec.width(role), spec.heads_of(role), positions, spec.batch)
+        # TMA takes no axis of 0; of a cache without positions, what is loaded is not used.
+        sizes = (spec.width(role), spec.heads_of(role), most(positions, 1), spec.batch)
         strides = (layout.head_stride, layout.position_stride, layout.batch_stride)
         # Of an axis of size 1 any stride will do, but TMA takes no 0.
-        strides_bytes = [max(stride * ELEMENT_BYTES, 16) for stride in strides]
-        tensor = self._params[layout.param]
-        return encode_tensor(name, tensor, self._dtype, sizes, strides_bytes, (*box, 1), 3, offset=layout.offset)
+        strides_bytes = [most(stride * ELEMENT_BYTES, 16) for stride in strides]
+        tensor, empty = self._params[layout.param], None
+        if spec.growth is not None and not isinstance(positions, int):
+            # A tensor without elements may have no address.
+            empty = positions == 0, self._params[spec.query.param]
+        return encode_tensor(
+            name, tensor, self._dtype, sizes, strides_bytes, (*box, 1), 3, offset=layout.offset, empty=empty
+        )
 
     def _fetch_maps(self) -> None:
         """Emit the fetching of the tensor maps, before the kernel waits for the one before it."""
@@ -189,7 +202,7 @@ class _Kernel:
     def _masked(self, block: tirx.Expr) -> tirx.Expr | None:
         """Return whether some row of the warpgroup does not see all of a block of keys; None when never."""
         spec, p = self._spec, self._p
-        if not spec.causal and not spec.window and p.split == 1 and spec.keys % p.block_k == 0:
+        if not spec.causal and not spec.window and p.split == 1 and self._plan.whole_blocks:
             return None
         masked = (block + 1) * p.block_k > self._whole_end
         return masked if self._whole_first is None else tirx.any(masked, block * p.block_k < self._whole_first)

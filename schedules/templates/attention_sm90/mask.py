@@ -12,6 +12,7 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import ScoreBias
 from relaxtune.schedules.templates.attention_sm90.plan import AttentionPlan
+from relaxtune.schedules.templates.attention_sm90.sizes import ceil_div, flat_view, is_even, is_zero
 from relaxtune.schedules.templates.emit.registers import in_register
 
 LOG2_E = math.log2(math.e)
@@ -92,13 +93,15 @@ class PaddingSearch:
         self._keys, self._stride, self._lane = spec.keys, spec.bias.batch_stride, lane
         element_bytes = int(tvm.DataType(dtype).itemsize)
         self._vector = self.vector_of(plan, element_bytes)
-        size = math.prod(int(size) for size in param.ty.shape)
-        self._buffer = T.decl_buffer((size,), dtype, data=param.data)
-        self._loads = math.ceil(spec.keys / (32 * self._vector))
-        self._each = self._vector * element_bytes // 4
+        self._loads = ceil_div(spec.keys, 32 * self._vector)
+        self._buffer = flat_view(param, dtype)
+        # A single element of 2 bytes takes a word, too.
+        self._narrow = self._vector * element_bytes < 4
+        self._each = 1 if self._narrow else self._vector * element_bytes // 4
         self._batch_loads = _HELD_WORDS_MAX // self._each
         self._bits = T.alloc_local([1], "uint32")
-        self._words = T.alloc_local([min(self._loads, self._batch_loads) * self._each], "uint32")
+        held = self._batch_loads if self._is_long else self._loads
+        self._words = T.alloc_local([held * self._each], "uint32")
         if self._is_long:
             self._known = T.alloc_local([1], "int32")
             T.buffer_store(self._known, -1, [0])
@@ -111,13 +114,20 @@ class PaddingSearch:
             return False
         size = int(tvm.DataType(dtype).itemsize)
         vector = cls.vector_of(plan, size)
+        if not isinstance(plan.spec.keys, int):
+            return True
         return vector > 0 and math.ceil(plan.spec.keys / (32 * vector)) * vector * size <= 4 * _SEARCHED_WORDS_MAX
 
     @staticmethod
     def vector_of(plan: AttentionPlan, element_bytes: int) -> int:
-        """Return the elements of the widest loads that the rows of the mask allow; 0 for none of 4 bytes or more."""
+        """Return the elements of the widest loads that the rows of the mask allow; 0 for none of 4 bytes or more.
+
+        Rows of symbolic length may begin anywhere: 1.
+        """
         spec = plan.spec
         assert spec.bias is not None
+        if not isinstance(spec.keys, int):
+            return 1
         sizes = [size // element_bytes for size in (16, 8, 4)]
         # No wider than that all lanes have something to read.
         useful = [one for one in sizes if one * 32 <= spec.keys] or sizes[-1:]
@@ -126,7 +136,7 @@ class PaddingSearch:
 
     @property
     def _is_long(self) -> bool:
-        return self._loads > self._batch_loads
+        return not isinstance(self._loads, int) or self._loads > self._batch_loads
 
     def begin(self, batch: tirx.Expr) -> None:
         """Emit the reads for a tile."""
@@ -136,10 +146,12 @@ class PaddingSearch:
         with T.If(batch != self._known[0]), T.Then():
             T.buffer_store(self._known, batch, [0])
             T.buffer_store(self._bits, T.uint32(0), [0])
-            for first in range(0, self._loads, self._batch_loads):
-                count = min(self._batch_loads, self._loads - first)
-                self._read(batch, first, count)
-                T.buffer_store(self._bits, tirx.bitwise_or(self._bits[0], self._read_bits(count)), [0])
+            if isinstance(self._loads, int):
+                for first in range(0, self._loads, self._batch_loads):
+                    self._read_more(batch, first, min(self._batch_loads, self._loads - first))
+                return
+            with T.serial(ceil_div(self._loads, self._batch_loads)) as turn:
+                self._read_more(batch, turn * self._batch_loads, self._batch_loads)
 
     def found_nothing(self) -> tirx.Expr:
         """Return whether the tile's mask is zeros alone, the same in all lanes of a warp."""
@@ -148,11 +160,20 @@ class PaddingSearch:
         found = T.cuda.func_call(_ANY_LANE, self._bits[0], source_code=_ANY_LANE_SOURCE, return_type="int32")
         return hold(found) == 0
 
-    def _read(self, batch: tirx.Expr, first: int, count: int) -> None:
+    def _read_more(self, batch: tirx.Expr, first: tirx.Expr | int, count: int) -> None:
+        self._read(batch, first, count)
+        T.buffer_store(self._bits, tirx.bitwise_or(self._bits[0], self._read_bits(count)), [0])
+
+    def _read(self, batch: tirx.Expr, first: tirx.Expr | int, count: int) -> None:
         for load in range(count):
             key = tirx.min(((first + load) * 32 + self._lane) * self._vector, self._keys - self._vector)
+            at = batch * self._stride + key
+            if self._narrow:
+                word = tirx.Cast("uint32", tirx.reinterpret("uint16", self._buffer[at]))
+                T.buffer_store(self._words, word, [load])
+                continue
             registers = [self._words[load * self._each + word] for word in range(self._each)]
-            T.evaluate(T.ptx[_SCAN_LOADS[self._each]](*registers, self._buffer.ptr_to([batch * self._stride + key])))
+            T.evaluate(T.ptx[_SCAN_LOADS[self._each]](*registers, self._buffer.ptr_to([at])))
 
     def _read_bits(self, count: int) -> tirx.Expr:
         bits = self._words[0]
@@ -179,12 +200,11 @@ class BiasReader:
         bias = self._bias
         # TVM reads a bool as a byte, 0 or 1.
         self._dtype = str(param.ty.dtype).replace("bool", "int8")
-        size = math.prod(int(size) for size in param.ty.shape)
-        self._buffer = T.decl_buffer((size,), self._dtype, data=param.data)
+        self._buffer = flat_view(param, self._dtype)
         # One row of the mask may serve both rows of a thread.
-        self._lines = 1 if bias.query_stride == 0 and (bias.head_stride == 0 or plan.group == 1) else 2
+        self._lines = 1 if is_zero(bias.query_stride) and (is_zero(bias.head_stride) or plan.group == 1) else 2
         strides = (bias.batch_stride, bias.head_stride, bias.query_stride)
-        even = all(stride % 2 == 0 for stride in strides) and plan.spec.keys % 2 == 0
+        even = all(is_even(size) for size in (*strides, plan.spec.keys))
         load = _PAIR_LOADS.get(self._dtype) if bias.key_stride == 1 and even else None
         self._load = load[0] if load is not None else None
         words, kind = load[1:] if load is not None else (2, self._dtype)
@@ -195,11 +215,14 @@ class BiasReader:
             self._scanned = T.alloc_local([self._scan.words], "uint32")
         else:
             self._scan = None
+        # Most tiles have no mask of padding to read: where its rows begin anywhere, registers are not kept for it.
+        self._at_once = bias.of_padding and not isinstance(plan.spec.keys, int)
 
     def prefetch(self, block: tirx.Expr, rows: Rows) -> None:
         """Emit the reads of one block of keys that come before `find_added`."""
         if self._scan is None:
-            self._read_block(block, rows)
+            if not self._at_once:
+                self._read_block(block, rows)
             return
         scan, plan = self._scan, self._plan
         block_k = plan.parameters.block_k
@@ -223,7 +246,7 @@ class BiasReader:
             for line in range(self._lines)
         ]
         first = hold(block * block_k + self._column)
-        if spec.keys % block_k == 0 and self._plan.parameters.split == 1:
+        if self._plan.whole_blocks and self._plan.parameters.split == 1:
             self._read(starts, lambda pair: first + pair * 8)
             return
         with T.If(block * block_k + block_k <= spec.keys):
@@ -274,6 +297,9 @@ class BiasReader:
 
     def apply(self, scores: tirx.Var, block: tirx.Expr, rows: Rows) -> None:
         """Emit the adding to scaled products, or the masking of plain ones."""
+        if self._at_once:
+            self._apply_at_once(scores, block, rows)
+            return
         if self._scan is not None:
             self._read_block(block, rows)
         for line in range(self._lines):
@@ -283,6 +309,19 @@ class BiasReader:
                     for row in range(2) if self._lines == 1 else (line,):
                         at = pair * 4 + row * 2 + index
                         T.buffer_store(scores, self._masked(scores[at], element), [at])
+
+    def _apply_at_once(self, scores: tirx.Var, block: tirx.Expr, rows: Rows) -> None:
+        """Emit the reading and applying of one element after another, the same for both rows of a thread."""
+        start, last = hold(rows.batch * self._bias.batch_stride), self._plan.spec.keys - 1
+        first = hold(block * self._plan.parameters.block_k + self._column)
+        for place in range(2 * self._pairs):
+            pair, index = divmod(place, 2)
+            element = self._buffer[start + tirx.min(first + (pair * 8 + index), last)]
+            element = tirx.Cast("float32", element) if self._dtype in _FLOATS else element
+            held = in_register(element, str(element.ty.dtype))
+            for row in range(2):
+                at = pair * 4 + row * 2 + index
+                T.buffer_store(scores, self._masked(scores[at], held), [at])
 
     def _masked(self, product: tirx.Expr, element: tirx.Expr) -> tirx.Expr:
         if self.unit is None:

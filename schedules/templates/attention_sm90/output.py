@@ -8,6 +8,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, ROWS, WARPGROUP, AttentionPlan, partial_columns
+from relaxtune.schedules.templates.attention_sm90.sizes import ceil_div, flat_view
 from relaxtune.schedules.templates.attention_sm90.softmax import OnlineSoftmax, exp2, pack, reciprocal
 from relaxtune.schedules.templates.attention_sm90.tiles import Tile
 from relaxtune.schedules.templates.emit.hopper import store_tile, wait_for_cluster
@@ -98,7 +99,7 @@ class AttentionOutput:
         across = self._plan.spec.value_dim // _VECTOR
         items, threads = self._plan.share_rows * across, p.consumers * WARPGROUP
         lines = tirx.min(self._plan.spec.queries - at.query, self._plan.tile_queries) * self._plan.group
-        with T.serial(math.ceil(items / threads)) as turn:
+        with T.serial(ceil_div(items, threads)) as turn:
             item = turn * threads + self._thread
             line = rank * self._plan.share_rows + item // across
             with T.If(tirx.all(item < items, line < lines)), T.Then():
@@ -154,8 +155,7 @@ class AttentionOutput:
         T.buffer_store(total, reciprocal(total[0]), [0])
         words = [pack(sums[at] * total[0], sums[at + 1] * total[0], self._dtype) for at in range(0, _VECTOR, 2)]
         layout = plan.spec.output
-        size = math.prod(int(size) for size in self._param.ty.shape)
-        flat = T.decl_buffer((size,), self._dtype, data=self._param.data)
+        flat = flat_view(self._param)
         element = (
             at.batch * layout.batch_stride
             + (at.query + line // plan.group) * layout.position_stride

@@ -8,7 +8,15 @@ from typing import ClassVar
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec
+from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.targets import CudaLimits
+from relaxtune.schedules.templates.attention_sm90.sizes import (
+    ceil_div,
+    is_not_negative,
+    is_zero,
+    least,
+    simplified,
+)
 from relaxtune.schedules.templates.base import Parameters
 
 WARPGROUP = 128
@@ -79,7 +87,7 @@ class AttentionParameters(Parameters):
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Sizes of one kernel.
+    """Sizes of one kernel: numbers, or where they are symbolic int32 expressions of the host.
 
     Attributes
     ----------
@@ -87,14 +95,12 @@ class AttentionPlan:
         What it computes, and what it is made from.
     group
         Heads in one tile of queries.
-    tile_queries, tiles
-        Queries of a tile, and tiles of all queries.
+    tile_queries
+        Queries of a tile.
     heads
         Groups of heads of one batch element.
     section
         Of all groups of heads, those whose tiles are made together, the longest tiles first (`causal`).
-    key_blocks
-        Blocks of keys.
     chunks, value_chunks
         Parts of 64 columns of a head of Q and K, and of V and O.
     columns
@@ -107,10 +113,8 @@ class AttentionPlan:
     parameters: AttentionParameters
     group: int
     tile_queries: int
-    tiles: int
     heads: int
     section: int
-    key_blocks: int
     chunks: int
     value_chunks: int
     columns: int
@@ -122,29 +126,47 @@ class AttentionPlan:
         return ROWS * self.parameters.consumers
 
     @property
+    def symbolic(self) -> bool:
+        """Whether some sizes are known only when the kernel is called."""
+        return not self.spec.is_static
+
+    @property
+    def tiles(self) -> Size:
+        """Tiles of all queries."""
+        return ceil_div(self.spec.queries, self.tile_queries)
+
+    @property
+    def key_blocks(self) -> Size:
+        """Blocks of keys."""
+        return ceil_div(self.spec.keys, self.parameters.block_k)
+
+    @property
     def paired(self) -> bool:
         """Whether a block makes tiles in pairs, a long and a short one, so that all pairs take the same time."""
-        return self.parameters.blocks > 0 and self.spec.causal and self.tiles > 1
+        several = not isinstance(self.tiles, int) or self.tiles > 1
+        return self.parameters.blocks > 0 and self.spec.causal and several
 
     @property
-    def head_items(self) -> int:
+    def head_items(self) -> Size:
         """Tiles, or pairs of them, of one group of heads."""
-        return math.ceil(self.tiles / 2) if self.paired else self.tiles
+        return ceil_div(self.tiles, 2) if self.paired else self.tiles
 
     @property
-    def items(self) -> int:
+    def items(self) -> Size:
         """Tiles, or pairs of them, of all heads."""
         return self.spec.batch * self.heads * self.head_items
 
     @property
-    def blocks(self) -> int:
+    def blocks(self) -> Size:
         """Thread blocks of the grid."""
         p = self.parameters
-        return min(p.blocks, self.items) if p.blocks else self.items * p.split
+        return least(p.blocks, self.items) if p.blocks else self.items * p.split
 
     @property
     def query_stages(self) -> int:
         """Tiles of Q in shared memory: 2 where the next one is loaded while the last is worked on."""
+        if self.symbolic:
+            return 2 if self.parameters.blocks else 1
         return 2 if self.paired or self.blocks < self.items else 1
 
     @property
@@ -162,29 +184,47 @@ class AttentionPlan:
         return (queries + keys) * CHUNK * ELEMENT_BYTES + partial + 8 * (4 * p.stages + 4)
 
     @property
-    def used_rows(self) -> int:
+    def used_rows(self) -> Size:
         """Rows of a tile that are a query of some head."""
-        return min(self.tile_queries, self.spec.queries) * self.group
+        return least(self.tile_queries, self.spec.queries) * self.group
 
     @property
-    def share_rows(self) -> int:
+    def share_rows(self) -> Size:
         """Rows that one block of a cluster sums."""
-        return math.ceil(self.used_rows / self.parameters.split)
+        return ceil_div(self.used_rows, self.parameters.split)
+
+    @property
+    def share_rows_max(self) -> int:
+        """Rows that one block of a cluster sums at most: those that there is memory for."""
+        share = self.share_rows
+        return share if isinstance(share, int) else math.ceil(self.tile_queries * self.group / self.parameters.split)
 
     @property
     def statistics_start(self) -> int:
         """Floats of partial output in shared memory, before the rows' statistics."""
-        return self.parameters.split * self.share_rows * partial_columns(self.spec)
+        return self.parameters.split * self.share_rows_max * partial_columns(self.spec)
 
     @property
     def partial_floats(self) -> int:
         """Floats of the parts of a cluster's blocks, in each of them."""
-        return self.statistics_start + 2 * self.parameters.split * self.share_rows
+        return self.statistics_start + 2 * self.parameters.split * self.share_rows_max
 
     @property
-    def ahead(self) -> int:
+    def ahead(self) -> Size:
         """Position of the first query among the keys."""
-        return self.spec.keys - self.spec.queries
+        return simplified(self.spec.keys - self.spec.queries)
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether each block of keys is surely whole."""
+        keys = self.spec.keys
+        return isinstance(keys, int) and keys % self.parameters.block_k == 0
+
+    @property
+    def sees_nothing(self) -> bool:
+        """Whether there may be queries before all keys."""
+        ahead = self.ahead
+        return self.spec.causal and (ahead < 0 if isinstance(ahead, int) else not is_not_negative(ahead))
 
 
 def make_plan(
@@ -214,10 +254,8 @@ def make_plan(
         parameters=p,
         group=group,
         tile_queries=tile_queries,
-        tiles=math.ceil(spec.queries / tile_queries),
         heads=heads,
         section=_section(spec, heads),
-        key_blocks=key_blocks,
         chunks=math.ceil(spec.head_dim / CHUNK),
         value_chunks=math.ceil(spec.value_dim / CHUNK),
         columns=16 * math.ceil(spec.head_dim / 16),
@@ -247,12 +285,14 @@ def registers_needed(spec: AttentionSpec, p: AttentionParameters, bias_bytes: in
     """
     weights = p.block_k // 4 if p.overlap else 0
     if spec.bias is not None and spec.bias.kind == "add" and spec.bias.of_padding:
-        weights += _REGISTERS_TO_SCAN
+        weights += _REGISTERS_TO_SCAN if isinstance(spec.keys, int) else 3 * _REGISTERS_TO_SCAN
     elif spec.bias is not None:
         # Of each 8 keys a pair, for each row of a thread unless one row of the mask serves all; some are used up before
         # the last is there.
-        lines = 2 if spec.bias.query_stride or (p.pack and spec.bias.head_stride) else 1
-        weights += lines * p.block_k // 8 * max(1, bias_bytes // 2) * 3 // 4
+        lines = 1 if is_zero(spec.bias.query_stride) and (not p.pack or is_zero(spec.bias.head_stride)) else 2
+        pair = max(1, bias_bytes // 2)
+        # Of rows that begin anywhere, each element is a load and a register.
+        weights += lines * p.block_k // 8 * pair * 3 // 4 if isinstance(spec.keys, int) else lines * p.block_k // 4
     return p.block_k // 2 + weights + spec.value_dim // 2 + _REGISTERS_BESIDE
 
 

@@ -10,6 +10,7 @@ from relaxtune.schedules.templates.attention_sm90.memory import Maps, Memory
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, ELEMENT_BYTES, AttentionPlan
 from relaxtune.schedules.templates.attention_sm90.tiles import Tile, each_tile
 from relaxtune.schedules.templates.emit.hopper import Ring, load_tile
+from relaxtune.schedules.templates.emit.registers import when
 
 
 class Producer:
@@ -86,13 +87,16 @@ class Producer:
 
     def _copy(self, ring: Ring, step: tirx.Expr) -> None:
         """Emit the copies of a block of keys and of values, once they have arrived, as one group."""
-        block = self._tile.first_block + step
+        assert self._spec.growth is not None
+        block, past = self._tile.first_block + step, self._spec.growth.past
         for full, tile, target, chunks in (
             (self._memory.full_k, self._memory.tile_k, self._maps.to_k, self._plan.chunks),
             (self._memory.full_v, self._memory.tile_v, self._maps.to_v, self._plan.value_chunks),
         ):
             T.evaluate(T.cuda.mbarrier_wait(full.ptr_to([ring.stage]), ring.phase))
-            copy_block(self._plan, target, chunks, block, tile, ring.stage, self._tile)
+            # A block of new positions alone has nothing to be copied; of a cache without positions, that is the first.
+            with when([] if isinstance(past, int) else [block * self._p.block_k < past]):
+                copy_block(self._plan, target, chunks, block, tile, ring.stage, self._tile)
         T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
         ring.advance()
 

@@ -256,7 +256,7 @@ class OnlineSoftmax:
     def _may_see_nothing(self) -> bool:
         """Whether a row may not have seen any key after a block."""
         spec, p = self._plan.spec, self._plan.parameters
-        return self._bias is not None or spec.window > 0 or p.split > 1 or (spec.causal and spec.keys < spec.queries)
+        return self._bias is not None or spec.window > 0 or p.split > 1 or self._plan.sees_nothing
 
     def _power(self, score: tirx.Expr, row: int) -> tirx.Expr:
         """Return the power of 2 that is a score's weight."""

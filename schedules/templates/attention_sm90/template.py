@@ -71,10 +71,11 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     make_plan,
     registers_needed,
 )
+from relaxtune.schedules.templates.attention_sm90.sizes import INDEX_MAX
 from relaxtune.schedules.templates.base import KernelTemplate, cuda_limits, refuse_target
+from relaxtune.schedules.tir.blocks import static_shape
 
 _TMA_ALIGNMENT = 16
-_INDEX_MAX = 2**31 - 1
 _HEAD_DIM_MAX = 256
 _ADDED = ("float16", "bfloat16", "float32")
 _KEPT = (*_ADDED, "bool", "int8", "uint8", "int32", "int64")
@@ -95,53 +96,37 @@ class AttentionSm90(KernelTemplate[AttentionSpec, AttentionParameters]):
         self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget
     ) -> Sequence[AttentionParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
-        spec, limits, bias_bytes = found, cuda_limits(target), _bias_bytes(func, found)
-        sm_count = limits.likely_sm_count
-        deepest = [_deepest(spec, p, limits, bias_bytes) for p in _proposals(spec, sm_count)]
-        plans = [plan for plan in deepest if plan is not None]
-        # Of equals, those that are sure of their places come first, and those that take turns.
-        plans.sort(
-            key=lambda plan: (
-                _predicted_cycles(plan, limits),
-                -plan.parameters.residents,
-                not plan.parameters.pingpong,
-            )
-        )
-        distinct: dict[tuple[AttentionParameters, int], AttentionParameters] = {}
-        for plan in plans:
-            # Those that differ only in places that no block takes are the same.
-            places = min(_blocks_held(plan, limits), math.ceil(plan.blocks / sm_count))
-            distinct.setdefault((replace(plan.parameters, residents=1, stages=1), places), plan.parameters)
-        return list(distinct.values())[:_CANDIDATES_MAX] or Refusal("no tile fits this shape")
+        return propose_for(found, cuda_limits(target), bias_bytes(func, found)) or Refusal("no tile fits this shape")
 
     def make(
         self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget, parameters: AttentionParameters
     ) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
-        plan = make_plan(found, parameters, cuda_limits(target), bias_bytes=_bias_bytes(func, found))
+        plan = make_plan(found, parameters, cuda_limits(target), bias_bytes=bias_bytes(func, found))
         return plan if isinstance(plan, Refusal) else build_kernel(func, plan)
 
     def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
         """Return the function's attention when this template can make it with some parameters."""
-        return refuse_target(target, Feature.WGMMA, Feature.TMA) or _recognise(func)
+        found = recognise_attention(func, target)
+        return found if isinstance(found, Refusal) or found.is_static else Refusal("its sizes are symbolic")
 
 
-def _recognise(func: tirx.PrimFunc) -> AttentionSpec | Refusal:
+def recognise_attention(func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
+    """Return a function's attention, of known sizes or symbolic ones, when the kernel can make it."""
     spec = spec_of(func)
-    if spec is None:
-        return Refusal("the function is not marked as an attention")
-    if not spec.is_static:
-        return Refusal("its sizes are symbolic")
+    refusal = refuse_target(target, Feature.WGMMA, Feature.TMA)
+    if refusal is not None or spec is None:
+        return refusal or Refusal("the function is not marked as an attention")
     for name, width in (("head_dim", spec.head_dim), ("value_dim", spec.value_dim)):
         if width % 8 or width > _HEAD_DIM_MAX:
             return Refusal(f"{name} is {width}, expected a multiple of 8 up to {_HEAD_DIM_MAX}")
     if spec.scale <= 0:
         return Refusal(f"scale is {spec.scale}, expected a positive one (the largest product has the largest score)")
-    if any(math.prod(int(size) for size in param.ty.shape) > _INDEX_MAX for param in func.params):
+    if any(math.prod(static_shape(param) or ()) > INDEX_MAX for param in func.params):
         return Refusal("a parameter has 2**31 elements or more, the kernel counts in 32 bits")
     # TMA's strides and addresses are multiples of 16 bytes.
     vector = _TMA_ALIGNMENT // ELEMENT_BYTES
-    return refuse_layouts(spec, func, PTX_TYPES, vector) or _refuse_bias(func, spec) or spec
+    return refuse_layouts(spec, func, PTX_TYPES, vector) or _refuse_bias(func, spec) or _refuse_sizes(spec) or spec
 
 
 def _refuse_bias(func: tirx.PrimFunc, spec: AttentionSpec) -> Refusal | None:
@@ -154,10 +139,40 @@ def _refuse_bias(func: tirx.PrimFunc, spec: AttentionSpec) -> Refusal | None:
     return None
 
 
-def _bias_bytes(func: tirx.PrimFunc, spec: AttentionSpec) -> int:
+def _refuse_sizes(spec: AttentionSpec) -> Refusal | None:
+    if any(not isinstance(layout.offset, int) for layout in spec.layouts().values()):
+        return Refusal("a tensor starts at a symbolic place in its parameter")
+    if spec.growth is not None and not isinstance(spec.queries, int):
+        return Refusal("caches grow by a symbolic number of positions, expected a known one")
+    return None
+
+
+def bias_bytes(func: tirx.PrimFunc, spec: AttentionSpec) -> int:
+    """Return the bytes of an element of an attention's mask; 0 without one."""
     if spec.bias is None:
         return 0
     return int((tvm.DataType(str(func.params[spec.bias.param].ty.dtype)).bits + 7) // 8)
+
+
+def propose_for(spec: AttentionSpec, limits: CudaLimits, mask_bytes: int) -> list[AttentionParameters]:
+    """Return the parameters worth measuring for known sizes, the most promising first."""
+    sm_count = limits.likely_sm_count
+    deepest = [_deepest(spec, p, limits, mask_bytes) for p in _proposals(spec, sm_count)]
+    plans = [plan for plan in deepest if plan is not None]
+    # Of equals, those that are sure of their places come first, and those that take turns.
+    plans.sort(
+        key=lambda plan: (
+            predicted_cycles(plan, limits),
+            -plan.parameters.residents,
+            not plan.parameters.pingpong,
+        )
+    )
+    distinct: dict[tuple[AttentionParameters, int], AttentionParameters] = {}
+    for plan in plans:
+        # Those that differ only in places that no block takes are the same.
+        places = min(_blocks_held(plan, limits), math.ceil(plan.blocks / sm_count))
+        distinct.setdefault((replace(plan.parameters, residents=1, stages=1), places), plan.parameters)
+    return list(distinct.values())[:_CANDIDATES_MAX]
 
 
 def _proposals(spec: AttentionSpec, sm_count: int) -> Iterator[AttentionParameters]:
@@ -192,21 +207,21 @@ def _roles(spec: AttentionSpec, p: AttentionParameters, sm_count: int) -> Iterat
                 yield replace(p, stages=_STAGES_MAX, pingpong=True)
 
 
-def _deepest(spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, bias_bytes: int) -> AttentionPlan | None:
+def _deepest(spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, mask_bytes: int) -> AttentionPlan | None:
     """Return the plan with as many stages as fit beside the other residents and are of use, or None."""
     share = 2 * math.ceil(math.ceil(spec.keys / p.block_k) / p.split) if p.blocks else 0
     share = max(share, math.ceil(math.ceil(spec.keys / p.block_k) / p.split))
     # Of a multiprocessor's shared memory, the system takes 1 KiB a block.
     available = (limits.shared_bytes_optin + 1024) // p.residents - 1024
     for stages in range(min(p.stages, share), 0, -1):
-        plan = make_plan(spec, replace(p, stages=stages), limits, bias_bytes=bias_bytes)
+        plan = make_plan(spec, replace(p, stages=stages), limits, bias_bytes=mask_bytes)
         if isinstance(plan, AttentionPlan) and plan.shared_bytes <= available:
             # A fixed number of blocks is for more tiles than that.
             return plan if not p.blocks or plan.query_stages > 1 else None
     return None
 
 
-def _predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
+def predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
     """Return a time to order candidates by, in cycles of a multiprocessor.
 
     The figures are a least-squares fit (16 % root mean square) to 520 kernels of head sizes 64 and 128, with 1 to 8192

@@ -105,7 +105,8 @@ def _visible_blocks(plan: AttentionPlan, query: tirx.Expr) -> tuple[tirx.Expr, t
     """Return the first block of keys that a tile's queries may see, and the one after the last."""
     spec, block_k = plan.spec, plan.parameters.block_k
     first: tirx.Expr = tirx.IntImm("int32", 0)
-    end: tirx.Expr = tirx.IntImm("int32", plan.key_blocks)
+    key_blocks = plan.key_blocks
+    end: tirx.Expr = tirx.IntImm("int32", key_blocks) if isinstance(key_blocks, int) else key_blocks
     position = query + plan.ahead
     last = tirx.min(position + plan.tile_queries, spec.keys) - 1
     if spec.window:

@@ -8,7 +8,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.tir.blocks import Size
+from relaxtune.schedules.tir.blocks import Size, shape_of
 
 _TMA_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
 
@@ -48,6 +48,7 @@ def encode_tensor(
     swizzle: int,
     *,
     offset: int = 0,
+    empty: tuple[tirx.Expr, tirx.Var] | None = None,
 ) -> tirx.Var:
     """Emit the encoding of a tensor map of any number of axes (host code) and return the map.
 
@@ -68,14 +69,27 @@ def encode_tensor(
         TMA's mode: 0 none, 1, 2 and 3 for rows of 32, 64 and 128 bytes.
     offset : int
         Elements before the first one, at a multiple of 16 bytes.
+    empty : (Expr, Var), optional
+        When the tensor has no elements, and another one whose address is given then.
     """
     encoded = T.Bind(T.tvm_stack_alloca("tensormap", 1), T.handle("tensormap"))
     IRBuilder.name(name, encoded)
     axes = len(sizes)
     # After the boxes the element strides; interleave 0, the swizzle mode, L2 promotion 2 (128 bytes), fill 0 (zeros).
     numbers = (*sizes, *strides, *box, *[1] * axes, 0, swizzle, 2, 0)
+
+    def encode(address: tirx.Expr) -> None:
+        T.evaluate(T.call_packed("runtime.cuTensorMapEncodeTiled", encoded, dtype, axes, address, *numbers))
+
     address = tensor.data if offset == 0 else tensor.ptr_to(_unflatten(offset, tensor))
-    T.evaluate(T.call_packed("runtime.cuTensorMapEncodeTiled", encoded, dtype, axes, address, *numbers))
+    if empty is None:
+        encode(address)
+        return encoded
+    with T.If(empty[0]):
+        with T.Then():
+            encode(empty[1].data)
+        with T.Else():
+            encode(address)
     return encoded
 
 
@@ -204,10 +218,11 @@ class Ring:
             self.set(0, self.phase ^ 1)
 
 
-def _unflatten(offset: int, tensor: tirx.Var) -> list[int]:
+def _unflatten(offset: Size, tensor: tirx.Var) -> list[Size]:
     """Return the indices of the element at a row-major position."""
-    indices: list[int] = []
-    for size in reversed([int(size) for size in tensor.ty.shape]):
-        indices.insert(0, offset % size)
-        offset //= size
+    indices: list[Size] = []
+    for size in reversed(shape_of(tensor) or ()):
+        done = isinstance(offset, int) and offset == 0
+        indices.insert(0, 0 if done else offset % size)
+        offset = 0 if done else offset // size
     return indices

@@ -1,0 +1,295 @@
+"""Attention with symbolic sizes: a few kernels of `template.py`, and a table that says which one a call takes.
+
+::
+
+    batch <= 1   sequence <= 64     one warpgroup, 64 keys          the first line whose bounds a call keeps
+                 sequence <= 512    one warpgroup, 128 keys
+                 any                two warpgroups, 128 keys
+    any          any                ...
+
+Every kernel takes every size; the table only says which is fast. It is one PrimFunc: its host code finds the line, and
+launches that kernel. The lines are what `template.py` predicts at one point each, and the kernels are as few as serve
+all points nearly as well as each point's own, because each takes time to compile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar, Self
+
+from tvm import tirx
+
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.functions.attention import AttentionSpec
+from relaxtune.schedules.sizes import Size, variables_of
+from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
+from relaxtune.schedules.templates.attention_sm90.kernel import build_kernel
+from relaxtune.schedules.templates.attention_sm90.plan import (
+    AttentionParameters,
+    AttentionPlan,
+    make_plan,
+    registers_available,
+    registers_needed,
+)
+from relaxtune.schedules.templates.attention_sm90.sizes import INDEX_MAX, variables_in, with_values
+from relaxtune.schedules.templates.attention_sm90.template import (
+    bias_bytes,
+    predicted_cycles,
+    propose_for,
+    recognise_attention,
+)
+from relaxtune.schedules.templates.base import Parameters, TemplateError, cuda_limits, template_of
+from relaxtune.schedules.templates.ranges import Check, launch_first
+from relaxtune.schedules.tir.blocks import shape_of, static_shape
+
+# The points that kernels are planned for: each is the most of its line, and the last one is for all above, too.
+_BATCHES = (1, 8, 32)
+_LENGTHS = (16, 64, 128, 256, 512, 1024, 2048)
+# Positions of caches, beside lengths.
+_PAST = (64, 512, 2048)
+_PROPOSED_MAX = 3
+_KERNELS_MAX = 5
+# A point has a kernel of its own where the others would take longer by more than this factor.
+_GOOD_ENOUGH = 1.04
+
+
+@dataclass(frozen=True)
+class Line:
+    """Of the table: the most that each variable may be, those without a bound left out, and the number of a kernel."""
+
+    most: tuple[tuple[str, int], ...]
+    kernel: int
+
+
+@dataclass(frozen=True)
+class TableParameters(Parameters):
+    """Kernels, and lines of which the first that a call keeps to names one; the last line has no bounds."""
+
+    template: ClassVar[str] = "attention_sm90_table"
+
+    kernels: tuple[AttentionParameters, ...] = ()
+    lines: tuple[Line, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the parameters as canonical JSON text: the decision of a tuning record."""
+        document = {
+            "template": self.template,
+            "kernels": [json.loads(kernel.to_json()) for kernel in self.kernels],
+            "lines": [{"most": dict(line.most), "kernel": line.kernel} for line in self.lines],
+        }
+        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the parameters that `to_json` wrote.
+
+        Raises
+        ------
+        TemplateError
+            The text is of another template, or no such table.
+        """
+        if template_of(text) != cls.template:
+            raise TemplateError(f"decision {text!r} is not of template {cls.template!r}; measure the task again.")
+        document = json.loads(text)
+        try:
+            kernels = tuple(AttentionParameters.from_json(json.dumps(kernel)) for kernel in document["kernels"])
+            lines = tuple(Line(tuple(sorted(line["most"].items())), line["kernel"]) for line in document["lines"])
+        except (AttributeError, KeyError, TypeError) as error:
+            raise TemplateError(
+                f'decision {text!r}: expected "kernels", decisions of attention_sm90, and "lines", objects with "most" '
+                'and the number of a "kernel"; measure the task again.'
+            ) from error
+        if not lines or lines[-1].most or any(not 0 <= line.kernel < len(kernels) for line in lines):
+            raise TemplateError(
+                f"decision {text!r}: expected lines that name one of the {len(kernels)} kernels by its number, the "
+                "last one without bounds; measure the task again."
+            )
+        return cls(kernels, lines)
+
+
+class AttentionTable:
+    """The template; see `schedules.templates.base.Template`."""
+
+    name = TableParameters.template
+
+    def candidates(
+        self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int | None = None
+    ) -> Sequence[TableParameters] | Refusal:
+        """Return the table of the kernels that are best by prediction, or why there is none."""
+        spec = _recognise(func, target, rows)
+        if isinstance(spec, Refusal):
+            return spec
+        names = tuple(sorted(variables_in(func)))
+        found = _table(spec.to_json(), names, cuda_limits(target), bias_bytes(func, spec))
+        return [found] if found is not None else Refusal("no tile fits these shapes")
+
+    def apply(
+        self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int | None = None
+    ) -> tirx.PrimFunc | Refusal:
+        """Return the PrimFunc that launches the kernel of a call's line, or why it cannot be made.
+
+        Raises
+        ------
+        TemplateError
+            The parameters are another template's, or bound a variable that the function does not have.
+        """
+        if not isinstance(parameters, TableParameters):
+            raise TemplateError(f"template {self.name} got {parameters!r}; expected {TableParameters.__name__}.")
+        spec = _recognise(func, target, rows)
+        if isinstance(spec, Refusal):
+            return spec
+        variables = variables_in(func)
+        unknown = {name for line in parameters.lines for name, _ in line.most} - set(variables)
+        if unknown:
+            raise TemplateError(f"the table bounds {sorted(unknown)}, the function has {sorted(variables)}.")
+        kernels = []
+        for p in parameters.kernels:
+            plan = symbolic_plan(spec, p, cuda_limits(target), bias_bytes(func, spec))
+            if isinstance(plan, Refusal):
+                return plan
+            kernels.append(build_kernel(func, plan))
+        number: tirx.Expr = tirx.IntImm("int32", parameters.lines[-1].kernel)
+        for line in reversed(parameters.lines[:-1]):
+            keeps = [variables[name] <= tirx.IntImm("int64", most) for name, most in line.most]
+            number = tirx.Select(tirx.all(*keeps), tirx.IntImm("int32", line.kernel), number)
+        is_kernel = [number == kernel for kernel in range(len(kernels) - 1)]
+        work = spec.batch * spec.queries * spec.keys
+        return launch_first(func, is_kernel, kernels, work, _checks(func))
+
+    def predict_us(
+        self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
+    ) -> float | None:
+        """Return None: tables are not compared."""
+        return None
+
+    def parse(self, decision: str) -> TableParameters:
+        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
+        return TableParameters.from_json(decision)
+
+
+def symbolic_plan(
+    spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, mask_bytes: int
+) -> AttentionPlan | Refusal:
+    """Return the plan of a kernel for an attention of symbolic sizes, or why there is none with these parameters."""
+    if spec.growth is not None and p.blocks:
+        return Refusal("caches that grow take a block for each tile")
+    # What follows from sizes alone is taken of long sequences; tiles of one batch element are made together.
+    batch, variables = _names(spec.batch), _names(spec.batch, spec.queries, spec.keys)
+    found = make_plan(_at(spec, {name: 1 if name in batch else _LENGTHS[-1] for name in variables}), p, limits)
+    plan = found if isinstance(found, Refusal) else replace(found, spec=spec)
+    if isinstance(plan, Refusal):
+        return plan
+    needed, available = registers_needed(spec, p, mask_bytes), registers_available(p, limits)
+    if needed > available:
+        return Refusal(f"a thread needs {needed} registers, {available} exist")
+    if plan.shared_bytes > limits.shared_bytes_optin:
+        return Refusal(f"{plan.shared_bytes} bytes of shared memory, the target has {limits.shared_bytes_optin}")
+    return plan
+
+
+def _recognise(func: tirx.PrimFunc, target: ResolvedTarget, rows: int | None) -> AttentionSpec | Refusal:
+    spec = Refusal("expected no number of rows") if rows is not None else recognise_attention(func, target)
+    if not isinstance(spec, Refusal) and spec.is_static:
+        return Refusal("its sizes are known (attention_sm90 makes such functions)")
+    return spec
+
+
+@lru_cache(maxsize=64)
+def _table(text: str, names: tuple[str, ...], limits: CudaLimits, mask_bytes: int) -> TableParameters | None:
+    """Return the table of as few kernels as serve each point nearly as well as its own; None where nothing fits.
+
+    The attention comes as text: passes and the choice of kernels ask for the same one several times.
+    """
+    spec = AttentionSpec.from_json(text, {name: tirx.Var(name, "int64") for name in names})
+    axes = _axes(spec)
+    points = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*axes.values())]
+    plain = [_at(spec, point) for point in points]
+    pool: dict[AttentionParameters, list[float]] = {}
+    for point, one in zip(points, plain, strict=True):
+        # To propose takes a hundred times as long as to predict: at every other point.
+        if any(sizes.index(point[name]) % 2 for name, sizes in axes.items()):
+            continue
+        for p in propose_for(one, limits, mask_bytes)[:_PROPOSED_MAX]:
+            if p not in pool and isinstance(symbolic_plan(spec, p, limits, mask_bytes), AttentionPlan):
+                pool[p] = [_cycles(each, p, limits, mask_bytes) for each in plain]
+    if not pool or any(math.isinf(min(costs)) for costs in zip(*pool.values(), strict=True)):
+        return None
+    kernels = _cover(pool)
+    chosen = [min(range(len(kernels)), key=lambda k: pool[kernels[k]][place]) for place in range(len(points))]
+    used = sorted(set(chosen))
+    lines = _lines(axes, points, [used.index(kernel) for kernel in chosen])
+    return TableParameters(tuple(kernels[kernel] for kernel in used), lines)
+
+
+def _axes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of points along each variable: of the batch, of lengths, of what is before the queries."""
+    batch, queries, keys = (_names(size) for size in (spec.batch, spec.queries, spec.keys))
+    past = [name for name in keys if name not in queries]
+    before = _PAST if queries else _LENGTHS
+    axes: dict[str, tuple[int, ...]] = dict.fromkeys(batch, _BATCHES)
+    axes.update(dict.fromkeys(queries, _LENGTHS))
+    axes.update({name: before for name in past if name not in batch})
+    return axes
+
+
+def _cycles(spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, mask_bytes: int) -> float:
+    plan = make_plan(spec, p, limits, bias_bytes=mask_bytes)
+    return math.inf if isinstance(plan, Refusal) else predicted_cycles(plan, limits)
+
+
+def _cover(pool: Mapping[AttentionParameters, Sequence[float]]) -> list[AttentionParameters]:
+    """Return the kernels that serve the most points well, until all are, or there are enough."""
+    best = [min(costs) for costs in zip(*pool.values(), strict=True)]
+    served = {
+        p: {place for place, cost in enumerate(costs) if cost <= _GOOD_ENOUGH * best[place]}
+        for p, costs in pool.items()
+    }
+    chosen: list[AttentionParameters] = []
+    left = set(range(len(best)))
+    while left and len(chosen) < _KERNELS_MAX:
+        chosen.append(max(pool, key=lambda p: len(served[p] & left)))
+        left -= served[chosen[-1]]
+    # A point that none of them can have is served by its own.
+    for place in left:
+        if all(math.isinf(pool[p][place]) for p in chosen):
+            chosen.append(min(pool, key=lambda p: pool[p][place]))
+    return chosen
+
+
+def _lines(
+    axes: Mapping[str, Sequence[int]], points: Sequence[Mapping[str, int]], kernels: Sequence[int]
+) -> tuple[Line, ...]:
+    """Return the lines that give each point its kernel, none of which could be left out."""
+    lines = [
+        Line(tuple((name, size) for name, size in point.items() if size != axes[name][-1]), kernel)
+        for point, kernel in zip(points, kernels, strict=True)
+    ]
+    for line in lines[:-1]:
+        fewer = [one for one in lines if one is not line]
+        if [_found(fewer, point) for point in points] == list(kernels):
+            lines = fewer
+    return tuple(lines)
+
+
+def _found(lines: Sequence[Line], point: Mapping[str, int]) -> int:
+    return next(line.kernel for line in lines if all(point[name] <= most for name, most in line.most))
+
+
+def _names(*sizes: Size) -> list[str]:
+    return list(variables_of([sizes]))
+
+
+def _at(spec: AttentionSpec, point: Mapping[str, int]) -> AttentionSpec:
+    return with_values(spec, point)
+
+
+def _checks(func: tirx.PrimFunc) -> list[Check]:
+    """Return that 32 bits count the elements of each tensor."""
+    shapes = [shape for param in func.params if (shape := shape_of(param)) and static_shape(param) is None]
+    why = f"a tensor of attention has more than {INDEX_MAX} elements; make smaller batches"
+    return [(math.prod(shape) <= tirx.IntImm("int64", INDEX_MAX), why) for shape in shapes]
