@@ -84,14 +84,14 @@ def _cuda_environment(target: ResolvedTarget) -> Environment:
         device_name=str(device.device_name) if local else UNKNOWN_DEVICE,
         arch=target.arch,
         driver=nvidia_driver_version() if local else None,
-        cuda=_cuda_version(int(device.api_version)) if local else None,
+        cuda=cuda_version(int(device.api_version)) if local else None,
         tvm_version=tvm.__version__,
         tvm_ffi_version=tvm_ffi.__version__,
         cores=None,
     )
 
 
-def _cuda_version(number: int) -> str:
+def cuda_version(number: int) -> str:
     """Return 13.0 for 13000, the way CUDA's runtime numbers its versions."""
     return f"{number // 1000}.{number % 1000 // 10}"
 

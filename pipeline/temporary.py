@@ -48,6 +48,23 @@ def locked_folder(place: Path, prefix: str) -> Iterator[Path]:
             os.close(descriptor)
 
 
+@contextmanager
+def shared_folder(name: str) -> Iterator[Path]:
+    """Give a folder that processes of this machine share by its name; the last of them to leave removes it."""
+    folder = Path(tempfile.gettempdir()) / f"{PREFIX}{name}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield folder
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
 def sweep(place: Path, prefix: str) -> None:
     """Remove the folders in `place` that begin with `prefix`, are ours, and were left by killed processes."""
     with suppress(OSError):

@@ -42,6 +42,11 @@ class DatabaseUrl:
         """Return the form for people."""
         return f"DatabaseUrl({str(self)!r})"
 
+    @property
+    def on_server(self) -> bool:
+        """Whether it is a server's, which several machines can reach, and not a file."""
+        return self._text.startswith("postgres")
+
     def reveal(self) -> str:
         """Return the true text, which is for connecting alone."""
         return self._text

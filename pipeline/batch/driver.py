@@ -72,7 +72,7 @@ def run_batch(
     cells = list_cells(plan)
     for cell in cells:
         check_destination(plan.out / cell.name)
-    with open_executors(cluster) as executors, open_databases([plan.database]) as database:
+    with open_executors(cluster, plan.database) as executors, open_databases([plan.database]) as database:
         specs = [_spec(plan, cell) for cell in cells]
         batch = batches.start_batch(
             database,
@@ -109,7 +109,7 @@ def resume_batch(
     NotFoundError, BatchHeldError
         There is no such batch; its driver works on it.
     """
-    with open_executors(cluster) as executors, open_databases([database], create=False) as opened:
+    with open_executors(cluster, database) as executors, open_databases([database], create=False) as opened:
         found = batches.get_batch(opened, start)
         plan = replace(parse_plan(Path(found.path), found.plan), place=DatabaseUrl.of(database))
         cells = list_cells(plan)

@@ -15,14 +15,15 @@ from typing import Self
 
 from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
-from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.devices import choose_devices
 from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.ray.machine import RayCluster, require_server
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.records import Environment
+from relaxtune.tuning_db.urls import DatabasePlace, DatabaseUrl
 
 
 class Executors(ABC):
@@ -99,19 +100,48 @@ class LocalExecutors(Executors):
         self._stack.close()
 
 
-def open_executors(cluster: str | None = None) -> Executors:
+class ClusterExecutors(Executors):
+    """A Ray cluster: builders on all its cores, a measuring actor for each device; the driver needs none."""
+
+    def __init__(self, address: str) -> None:
+        self._cluster = RayCluster(address)
+
+    def find_environment(self, target: ResolvedTarget) -> Environment | None:
+        """Return the environment of the cluster's devices for a target."""
+        return self._cluster.find_environment(target)
+
+    def backends(
+        self, target: ResolvedTarget, environment: Environment, options: TuningOptions, stop: StopSignal
+    ) -> AbstractContextManager[Machine]:
+        """Start builders and measuring actors."""
+        return self._cluster.machine(target, environment, options, stop)
+
+    def workers(self, target: ResolvedTarget) -> CellWorkers | None:
+        """Return nothing yet: the driver imports and finishes the cells."""
+        return None
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        self._cluster.close()
+
+
+def open_executors(cluster: str | None = None, database: DatabasePlace | None = None) -> Executors:
     """Return where a plan is carried out.
 
     Parameters
     ----------
     cluster : str or None
-        Address of a cluster; None is this machine.
+        Address of a Ray cluster; None is this machine.
+    database : str, Path, DatabaseUrl or None
+        Where its records go: a cluster needs a server.
 
     Raises
     ------
     UsageError
-        The cluster cannot be used.
+        The cluster cannot be used, or the database is a file.
     """
-    if cluster is not None:
-        raise UsageError(f"--cluster {cluster}: this version measures on this machine only; leave --cluster out")
-    return LocalExecutors()
+    if cluster is None:
+        return LocalExecutors()
+    if database is not None:
+        require_server(DatabaseUrl.of(database))
+    return ClusterExecutors(cluster)

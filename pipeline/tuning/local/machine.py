@@ -15,6 +15,7 @@ from relaxtune.pipeline.tuning.local.measuring_process import MEASURE_MODULE
 from relaxtune.pipeline.tuning.local.process import ForkServer
 from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.targets.host import physical_cores
@@ -27,6 +28,13 @@ class Machine:
 
     builder: Builder
     backend: MeasureBackend
+
+
+def timing_options(target: ResolvedTarget, options: TuningOptions) -> MeasureOptions:
+    """Return how candidates are timed: on as many threads as the target has cores, unless the options say another."""
+    if options.measure.threads is not None:
+        return options.measure
+    return replace(options.measure, threads=getattr(target.limits, "cores", None))
 
 
 @contextlib.contextmanager
@@ -52,10 +60,7 @@ def this_machine(
         if options.fork and ForkServer.available():
             server = stack.enter_context(contextlib.closing(ForkServer([BUILD_MODULE, MEASURE_MODULE])))
         if backend is None:
-            cores = getattr(target.limits, "cores", None)
-            measure = (
-                options.measure if options.measure.threads is not None else replace(options.measure, threads=cores)
-            )
+            measure = timing_options(target, options)
             # CUDA, which TVM initialises in the server, works in no process forked from it.
             forks = server if target.kind != "cuda" else None
             devices = choose_devices(target, options.devices)

@@ -1,0 +1,1 @@
+"""Building and measuring on a Ray cluster."""

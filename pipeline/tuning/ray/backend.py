@@ -1,0 +1,224 @@
+"""Measuring on a cluster: an actor for each device, side by side."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from relaxtune.pipeline.errors import MeasuringBrokenError
+from relaxtune.pipeline.tuning.measure.backend import Capabilities, Outcome, Unmeasured
+from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
+from relaxtune.pipeline.tuning.ray.cluster import MeasuringPlace
+from relaxtune.pipeline.tuning.ray.measuring_actor import ActorSettings, MeasuringActor
+from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
+
+logger = logging.getLogger(__name__)
+
+# A device is waited for so long: at the start, and when its node is lost and Ray looks for another.
+AWAY_S = 300.0
+_POLL_S = 0.2
+# One candidate is measured while the next one is on its way.
+_DEPTH = 2
+_LEAVE_S = 5.0
+_STOPPED = Outcome(Unmeasured.STOPPED, error="the run was stopped")
+
+
+class _LostError(Exception):
+    """Ray gave no answer."""
+
+
+class ActorMeasurer:
+    """A measuring actor, which Ray starts again where there is such a device when it is lost.
+
+    Parameters
+    ----------
+    ray : module
+        Ray, connected to the cluster.
+    actor : handle
+        Of a `MeasuringActor`.
+    name : str
+        For logs and figures, until the host is known.
+    store : ArtifactStore
+        Where artifacts are kept.
+    stop : StopSignal
+        What is in flight is given up when the user stops the run; a deadline lets it finish.
+    away_s : float
+        Seconds that the actor may be away.
+    """
+
+    def __init__(
+        self, ray: ModuleType, actor: Any, name: str, store: ArtifactStore, stop: StopSignal, away_s: float = AWAY_S
+    ) -> None:
+        self._ray, self._actor, self._store, self._stop = ray, actor, store, stop
+        self.name, self.host, self.restarts = name, "", 0
+        self._away_s = away_s
+        self._lock = threading.Lock()
+        self._there = False
+        self._left = threading.Event()
+
+    def ready(self) -> bool:
+        """Wait until the actor lives on a device; False once it was left.
+
+        Raises
+        ------
+        MeasuringBrokenError
+            It is away for too long, or its device is not the run's.
+        """
+        with self._lock:
+            began = time.monotonic()
+            # When the run is stopped, what waits for the device is answered at once.
+            while not (self._there or self._left.is_set() or self._stop.due):
+                asked = self._actor.begin.remote()
+                try:
+                    while not self._ray.wait([asked], timeout=_POLL_S)[0]:
+                        if self._left.is_set() or self._stop.due:
+                            return not self._left.is_set()
+                        if time.monotonic() - began > self._away_s:
+                            raise MeasuringBrokenError(
+                                f"no device for {self.name} in {self._away_s:g} s: its node is lost, or others use it "
+                                "(`ray status` shows what is asked for and what is there)"
+                            )
+                    self.host = self._ray.get(asked)
+                    self._there = True
+                except self._ray.exceptions.ActorUnavailableError:
+                    time.sleep(_POLL_S)
+                except self._ray.exceptions.RayError as e:
+                    if self._left.is_set():
+                        return False
+                    raise MeasuringBrokenError(f"{self.name} cannot be used: {e}") from e
+            return not self._left.is_set()
+
+    def prepare_reference(self, spec: WorkloadSpec) -> None:
+        """Compute a workload's reference; a failure is told with the first candidate."""
+        if not self._stop.due:
+            self._ask(lambda: self._actor.prepare_reference.remote(_light(spec), *self._references(spec)))
+
+    def measure(self, artifact: BuiltArtifact, spec: WorkloadSpec) -> Outcome:
+        """Check and time a candidate."""
+        if self._stop.due:
+            return _STOPPED
+        answer = self._ask(
+            lambda: self._actor.measure.remote(
+                _bare(artifact), _light(spec), self._store.find(artifact), *self._references(spec)
+            )
+        )
+        if isinstance(answer, Outcome):
+            return answer
+        outcome, _ = answer
+        return outcome if isinstance(outcome, Outcome) else _STOPPED
+
+    def compare(self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int) -> Sequence[Outcome] | None:
+        """Check candidates of one workload and time them alternately; after a loss once more on what is there then."""
+        for _ in range(2):
+            if not self._there:
+                break
+            answer = self._ask(
+                lambda: self._actor.compare.remote(
+                    [_bare(one) for one in artifacts],
+                    _light(spec),
+                    rounds,
+                    *self._references(spec),
+                    *(self._store.find(one) for one in artifacts),
+                )
+            )
+            if not isinstance(answer, Outcome):
+                found, _ = answer
+                return found if isinstance(found, list) else None
+            if answer.status is not Unmeasured.LOST or not self.ready():
+                break
+        return None
+
+    def leave(self) -> None:
+        """Give up what is in hand and everything after it."""
+        self._left.set()
+
+    def close(self) -> None:
+        """End the actor."""
+        if self._there:
+            # Its folders are removed; what hangs is killed with it.
+            self._ray.wait([self._actor.leave.remote()], timeout=_LEAVE_S)
+        self._ray.kill(self._actor)
+
+    def _references(self, spec: WorkloadSpec) -> tuple[Any, Any]:
+        return self._store.find(spec.reference), self._store.find(spec.host_reference)
+
+    def _ask(self, call: Any) -> Any:
+        """Return the actor's answer, or as an outcome why there is none.
+
+        Raises
+        ------
+        RayTaskError
+            The actor raised: its child cannot be started, or a defect of ours. The device is left alone.
+        """
+        exceptions = self._ray.exceptions
+        asked = call()
+        while not self._ray.wait([asked], timeout=_POLL_S)[0]:
+            if self._left.is_set() or self._stop.asked:
+                return _STOPPED
+        try:
+            answer = self._ray.get(asked)
+        except exceptions.RayTaskError:
+            raise
+        except exceptions.RayActorError as e:
+            with self._lock:
+                if self._there:
+                    self._there = False
+                    self.restarts += 1
+                    logger.warning("%s is lost; Ray looks for another device", self.name)
+            return Outcome(Unmeasured.LOST, error=f"{self.name} on {self.host} was lost: {type(e).__name__}")
+        except exceptions.RayError as e:
+            return Outcome(Unmeasured.LOST, error=f"Ray: {type(e).__name__}: {e}")
+        return answer
+
+
+class RayBackend(SideBySide):
+    """Measures on the devices of a cluster that `place` names; the actors end with it.
+
+    Parameters
+    ----------
+    ray, store, stop
+        See `ActorMeasurer`.
+    place : MeasuringPlace
+        Which devices.
+    settings : ActorSettings
+        What each actor is made with.
+    """
+
+    def __init__(
+        self, ray: ModuleType, place: MeasuringPlace, settings: ActorSettings, store: ArtifactStore, stop: StopSignal
+    ) -> None:
+        environment = place.environment
+        made = ray.remote(max_restarts=-1, max_task_retries=0, **place.actor)(MeasuringActor)
+        measurers = [
+            ActorMeasurer(ray, made.remote(settings), f"{environment.device_name} {number}", store, stop)
+            for number in range(place.devices)
+        ]
+        capabilities = Capabilities(environment.device_kind, environment.device_name, undisturbed=place.undisturbed)
+        super().__init__(measurers, capabilities, depth=_DEPTH)
+
+
+def new_run() -> str:
+    """Return a name for a tuning run that no other has."""
+    return f"ray-{uuid.uuid4().hex[:12]}"
+
+
+def _bare(artifact: BuiltArtifact) -> BuiltArtifact:
+    """Return an artifact without its content, which goes beside it."""
+    return replace(artifact, content="")
+
+
+def _light(spec: WorkloadSpec) -> WorkloadSpec:
+    reference = None if spec.reference is None else _bare(spec.reference)
+    return replace(
+        spec,
+        reference=reference,
+        host_reference=None if spec.host_reference is None else _bare(spec.host_reference),
+    )

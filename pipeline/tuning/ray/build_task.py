@@ -1,0 +1,45 @@
+"""The builder's side on a node: a Ray worker that keeps one build process warm.
+
+A candidate may crash or hang its compiler. So the worker does not compile: a child of it does, with the limits, the
+time-outs and the statuses that builds have on one machine. When the Ray worker itself dies, no candidate did it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+
+from relaxtune.pipeline.temporary import temporary_folder
+from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits, BuildPool
+from relaxtune.pipeline.tuning.measure.backend import Built, Unmeasured
+
+_pools: dict[BuilderLimits, BuildPool] = {}
+
+
+def build(what: bytes, target: bytes, limits: BuilderLimits) -> tuple[Built, bytes]:
+    """Return what came of a build, and the bytes of the artifact apart from it."""
+    done: SimpleQueue[Built] = SimpleQueue()
+    try:
+        _pool(limits).submit_pickled(what, target, done.put)
+        built = done.get()
+        if built.artifact is None:
+            return built, b""
+        path = Path(str(built.artifact.content))
+        code = path.read_bytes()
+        path.unlink()
+    except OSError as e:
+        # The node's disk is full, or no process can be started.
+        return Built(Unmeasured.LOST, error=str(e)), b""
+    return replace(built, artifact=replace(built.artifact, content="")), code
+
+
+def _pool(limits: BuilderLimits) -> BuildPool:
+    if limits not in _pools:
+        stack = contextlib.ExitStack()
+        directory = Path(stack.enter_context(temporary_folder()))
+        _pools[limits] = stack.enter_context(contextlib.closing(BuildPool(1, directory, limits)))
+        atexit.register(stack.close)
+    return _pools[limits]

@@ -1,0 +1,140 @@
+"""Builds on a cluster: each candidate is a Ray task, on any node with a free core."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import tvm
+
+from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits
+from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt, Unmeasured
+from relaxtune.pipeline.tuning.measure.recipe import Buildable
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
+from relaxtune.pipeline.tuning.ray.build_task import build
+from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
+
+logger = logging.getLogger(__name__)
+
+# Ray builds again, elsewhere, what was lost with a node or a worker; it does so too when the bytes are lost later.
+_RETRIES = 3
+_POLL_S = 0.1
+_CAPACITY_EVERY_S = 5.0
+_STOPPED = Built(Unmeasured.STOPPED, error="the run was stopped")
+
+
+@dataclass(eq=False)
+class _Job:
+    """A build on its way: Ray's reference to the answer, and who waits for it."""
+
+    answer: Any
+    code: Any
+    on_built: OnBuilt
+
+
+class RayBuilder(Builder):
+    """Builders as tasks of a cluster.
+
+    Parameters
+    ----------
+    ray : module
+        Ray, connected to the cluster.
+    store : ArtifactStore
+        Where artifacts are kept.
+    limits : BuilderLimits
+        Time and memory of a build.
+    stop : StopSignal
+        When it is due, all builds are reported as stopped.
+    reserved : float
+        CPUs of the cluster that measuring actors take.
+    """
+
+    def __init__(
+        self, ray: ModuleType, store: ArtifactStore, limits: BuilderLimits, stop: StopSignal, reserved: float = 0.0
+    ) -> None:
+        super().__init__()
+        self._ray = ray
+        self._store = store
+        self._limits = limits
+        self._stop = stop
+        self._reserved = reserved
+        self._task = ray.remote(num_cpus=1, num_returns=2, max_retries=_RETRIES)(build)
+        self._lock = threading.Lock()
+        self._jobs: set[_Job] = set()
+        self._closed = threading.Event()
+        self._capacity, self._asked = 1, 0.0
+        self._watcher = threading.Thread(target=self._watch, name="relaxtune-build", daemon=True)
+        self._watcher.start()
+
+    @property
+    def capacity(self) -> int:
+        """CPUs of the living nodes, less those that measure."""
+        if time.monotonic() - self._asked > _CAPACITY_EVERY_S or not self._asked:
+            self._asked = time.monotonic()
+            self._capacity = max(1, int(self._ray.cluster_resources().get("CPU", 0) - self._reserved))
+        return self._capacity
+
+    @property
+    def waiting(self) -> int:
+        """Builds beyond what the cluster does at the same time."""
+        return max(0, len(self._jobs) - self.capacity)
+
+    def submit(self, what: Buildable, target: tvm.target.Target, on_built: OnBuilt) -> None:
+        """Build a candidate; `on_built` is called in another thread."""
+        if self._closed.is_set() or self._stop.due:
+            on_built(_STOPPED)
+            return
+        answer, code = self._task.remote(pickle.dumps(what), pickle.dumps(target), self._limits)
+        job = _Job(answer, code, on_built)
+        with self._lock:
+            self._jobs.add(job)
+        self.clock.enter()
+        answer.future().add_done_callback(lambda future: self._finish(job, _built(future)))
+
+    def discard(self, artifact: BuiltArtifact) -> None:
+        """Let Ray forget an artifact's bytes."""
+        self._store.drop(artifact)
+
+    def close(self) -> None:
+        """Cancel what is not built; it is reported as stopped."""
+        self._closed.set()
+        self._watcher.join()
+        self._give_up()
+
+    def _finish(self, job: _Job, built: Built) -> None:
+        with self._lock:
+            if job not in self._jobs:
+                return
+            self._jobs.discard(job)
+        self.clock.leave()
+        if built.artifact is not None:
+            built = replace(built, artifact=replace(built.artifact, content=self._store.keep(job.code)))
+        job.on_built(built)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_POLL_S):
+            if self._stop.due:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        with self._lock:
+            left = list(self._jobs)
+        for job in left:
+            self._ray.cancel(job.answer, force=False)
+            self._finish(job, _STOPPED)
+
+
+def _built(future: Future[Built]) -> Built:
+    """Return what came of a build; whatever Ray itself reports is no fault of the candidate."""
+    error = future.exception()
+    if error is None:
+        return future.result()
+    lines = str(error).strip().splitlines()
+    return Built(Unmeasured.LOST, error=f"Ray: {type(error).__name__}: {lines[-1] if lines else ''}")

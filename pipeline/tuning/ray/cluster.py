@@ -1,0 +1,266 @@
+"""A Ray cluster as this project sees it: its nodes, what each has, and which of them measure for a target.
+
+Ray places builders and actors, starts them again and finds out which nodes are lost. Here is only what it is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+from relaxtune.pipeline.environment import target_cores
+from relaxtune.pipeline.errors import PipelineError, UsageError
+from relaxtune.pipeline.tuning.ray.facts import NodeFacts, list_versions
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.targets.capabilities import is_of
+from relaxtune.tuning_db.records import Environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+logger = logging.getLogger(__name__)
+
+#: Custom resource of a node whose CPU is measured on: `ray start --resources '{"relaxtune_cpu": 1}'`.
+CPU_RESOURCE = "relaxtune_cpu"
+_MODEL_RESOURCE = "accelerator_type:"
+_FACTS_MODULE = "relaxtune.pipeline.tuning.ray.facts"
+_FACTS_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """A living node: Ray's id, its host, what it offers, and what it has or why that cannot be told."""
+
+    id: str
+    host: str
+    resources: dict[str, float]
+    facts: NodeFacts | None
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class MeasuringPlace:
+    """What measures for a target: nodes of one model of device.
+
+    Attributes
+    ----------
+    environment
+        Of all of them.
+    devices
+        How many devices they have.
+    actor
+        What Ray is asked for a measuring actor, so that it gets a device of this model.
+    undisturbed
+        Builders run elsewhere, or do not disturb the device's clock.
+    cpus
+        What the actors take from the builders.
+    """
+
+    environment: Environment
+    devices: int
+    actor: dict[str, object]
+    undisturbed: bool
+    cpus: float = 0.0
+
+
+def import_ray() -> ModuleType:
+    """Return Ray.
+
+    Raises
+    ------
+    UsageError
+        It is not installed.
+    """
+    try:
+        import ray
+    except ImportError as e:
+        raise UsageError("--cluster needs Ray, which is not installed: pip install 'relaxtune[cluster]'") from e
+    return cast(ModuleType, ray)
+
+
+@contextmanager
+def connected(address: str) -> Iterator[ModuleType]:
+    """Connect this process to a cluster; a connection that is there already is used and left open.
+
+    Raises
+    ------
+    UsageError
+        Ray is not installed, or no cluster answers at the address.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        yield ray
+        return
+    try:
+        ray.init(address=address, namespace="relaxtune", log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as e:
+        raise UsageError(
+            f"no Ray cluster can be used at {address}: {_last_line(e)}. Run `ray start --head --port 6379` on the "
+            "head and `ray start --address HEAD:6379` on every other node; the driver runs on any of them and needs no "
+            "GPU"
+        ) from e
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def list_nodes(ray: ModuleType) -> list[Node]:
+    """Return the living nodes, with what each has; they are asked at the same time."""
+    alive = [one for one in ray.nodes() if one["Alive"]]
+    probe = ray.remote(num_cpus=0, max_retries=1)(_probe_function())
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    asked = [
+        probe.options(scheduling_strategy=strategy(one["NodeID"], soft=False)).remote(_FACTS_MODULE, _FACTS_TIMEOUT_S)
+        for one in alive
+    ]
+    ray.wait(asked, num_returns=len(asked), timeout=2 * _FACTS_TIMEOUT_S)
+    nodes = []
+    for one, answer in zip(alive, asked, strict=True):
+        try:
+            told, fault = ray.get(answer, timeout=0)
+        except ray.exceptions.RayError as e:
+            told, fault = "", f"it does not answer: {_last_line(e)}"
+        facts = NodeFacts.from_json(told) if told else None
+        nodes.append(Node(one["NodeID"], one["NodeManagerHostname"], dict(one["Resources"]), facts, fault))
+    return nodes
+
+
+def other_versions(node: Node) -> dict[str, tuple[str, str]]:
+    """Return what a node has in another version than this process: its version, and the one here."""
+    if node.facts is None:
+        return {}
+    here = list_versions()
+    return {
+        name: (node.facts.versions.get(name, "none"), version)
+        for name, version in here.items()
+        if node.facts.versions.get(name) != version
+    }
+
+
+def require_equal(nodes: Sequence[Node]) -> None:
+    """Check that every node has what this process has.
+
+    Raises
+    ------
+    PipelineError
+        One does not; the message names it.
+    """
+    for node in nodes:
+        if node.facts is None:
+            raise PipelineError(f"node {node.host}: {node.fault}; see `relaxtune cluster check`")
+        for name, (there, here) in other_versions(node).items():
+            raise PipelineError(
+                f"node {node.host} has {name} {there}, the driver has {here}: code and records of the two differ. "
+                "Install the same on every node; `relaxtune cluster check` lists all differences"
+            )
+
+
+def find_place(nodes: Sequence[Node], target: ResolvedTarget) -> MeasuringPlace | None:
+    """Return what measures for a target; None where no node has a device for it.
+
+    Of several models that fit, the one with the most devices is taken.
+    """
+    return _gpu_place(nodes, target) if target.kind == "cuda" else _cpu_place(nodes, target)
+
+
+def _gpu_place(nodes: Sequence[Node], target: ResolvedTarget) -> MeasuringPlace | None:
+    found: dict[Environment, list[tuple[Node, int]]] = {}
+    for node in nodes:
+        facts = node.facts
+        offered = int(node.resources.get("GPU", 0))
+        if facts is None or not offered:
+            continue
+        for model in sorted({gpu.model for gpu in facts.gpus if is_of(target.arch, gpu.compute)}):
+            environment = _environment(facts, target, "cuda", model, None)
+            count = sum(gpu.model == model for gpu in facts.gpus)
+            found.setdefault(environment, []).append((node, min(offered, count)))
+    if not found:
+        return None
+    environment = max(found, key=lambda one: sum(count for _, count in found[one]))
+    if len(found) > 1:
+        logger.info("measuring on %s", environment.device_name)
+    chosen = found[environment]
+    names = {name for node, _ in chosen for name in node.resources if name.startswith(_MODEL_RESOURCE)}
+    actor: dict[str, object] = {"num_gpus": 1, "num_cpus": 0}
+    # Ray tells models apart by this resource, which it finds out itself.
+    if len(names) == 1:
+        actor["resources"] = {names.pop(): 0.001}
+    elif len(nodes) > len(chosen):
+        logger.warning("Ray does not tell the GPU models of this cluster apart; actors that get another one end")
+    return MeasuringPlace(environment, sum(count for _, count in chosen), actor, undisturbed=True)
+
+
+def _cpu_place(nodes: Sequence[Node], target: ResolvedTarget) -> MeasuringPlace | None:
+    fitting = [one for one in nodes if one.facts is not None and one.facts.cpu_arch == target.arch]
+    marked = [one for one in fitting if one.resources.get(CPU_RESOURCE)]
+    if not marked:
+        if fitting:
+            logger.warning(
+                "no node with %s is marked to measure on: start one with ray start --resources '{\"%s\": 1}'",
+                target.arch,
+                CPU_RESOURCE,
+            )
+        return None
+    first = marked[0]
+    assert first.facts is not None
+    environment = _environment(first.facts, target, "cpu", first.facts.cpu_name, target_cores(target))
+    same = [one for one in marked if one.facts is not None and one.facts.cpu_name == first.facts.cpu_name]
+    elsewhere = sum(one.resources.get("CPU", 0) for one in nodes if one not in same)
+    # A measured node builds nothing, as long as another one can.
+    cpus = min(one.resources.get("CPU", 0) for one in same) if elsewhere else 0
+    actor: dict[str, object] = {"num_cpus": cpus, "resources": {CPU_RESOURCE: 1}}
+    taken = sum(one.resources.get("CPU", 0) for one in same) if elsewhere else 0
+    return MeasuringPlace(environment, len(same), actor, undisturbed=bool(elsewhere), cpus=taken)
+
+
+def _environment(facts: NodeFacts, target: ResolvedTarget, kind: str, name: str, cores: int | None) -> Environment:
+    return Environment(
+        device_kind=kind,
+        device_name=name,
+        arch=target.arch,
+        driver=facts.driver if kind == "cuda" else None,
+        cuda=facts.cuda if kind == "cuda" else None,
+        tvm_version=facts.versions["apache-tvm"],
+        tvm_ffi_version=facts.versions["apache-tvm-ffi"],
+        cores=cores,
+    )
+
+
+def _probe_function() -> Callable[[str, float], tuple[str, str]]:
+    """Return a function that is sent by value: it runs where this package is missing too."""
+
+    def probe(module: str, timeout_s: float) -> tuple[str, str]:
+        import os
+        import subprocess
+        import sys
+
+        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        environment["PYTHONPATH"] = os.pathsep.join(one or os.getcwd() for one in sys.path)
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", module],
+                capture_output=True,
+                text=True,
+                env=environment,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return "", f"its facts were not there after {timeout_s:g} s"
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode == 0 and lines:
+            return lines[-1], ""
+        told = done.stderr.strip().splitlines()
+        return "", told[-1] if told else f"{sys.executable} ended with exit status {done.returncode}"
+
+    return probe
+
+
+def _last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip().rstrip(".") if lines else type(error).__name__

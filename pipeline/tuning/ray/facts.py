@@ -1,0 +1,129 @@
+"""What a node has: versions, processor, GPUs, compiler. `python -m relaxtune.pipeline.tuning.ray.facts` prints it.
+
+It runs as a process of its own, outside of Ray's pinning: a task that asked for no GPU would see none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: its product name, and its compute capability such as 9.0."""
+
+    model: str
+    compute: str
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node has.
+
+    Attributes
+    ----------
+    versions
+        Of all that must be the same on every node: what makes code, and what sends it.
+    cpu_name, cpu_arch, cores
+        The processor, as LLVM calls it too, and the cores that may be used.
+    driver, cuda
+        Of the GPUs; None without any.
+    compiler
+        The CUDA compiler and where it is, or why there is none.
+    """
+
+    versions: Mapping[str, str]
+    cpu_name: str
+    cpu_arch: str
+    cores: int
+    gpus: tuple[Gpu, ...]
+    driver: str | None
+    cuda: str | None
+    compiler: str
+
+    @classmethod
+    def from_json(cls, text: str) -> NodeFacts:
+        """Return what `main` printed."""
+        data = json.loads(text)
+        return cls(**{**data, "gpus": tuple(Gpu(**one) for one in data["gpus"])})
+
+
+def list_versions() -> dict[str, str]:
+    """Return the versions of this process that must be the same on every node of a cluster."""
+    import ray
+    import tvm
+    import tvm_ffi
+
+    import relaxtune
+
+    return {
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "relaxtune": relaxtune.__version__,
+        "its code": hash_of_code(Path(relaxtune.__file__).parent),
+        "apache-tvm": tvm.__version__,
+        "apache-tvm-ffi": tvm_ffi.__version__,
+        "numpy": importlib.metadata.version("numpy"),
+        "ray": ray.__version__,
+    }
+
+
+def hash_of_code(package: Path) -> str:
+    """Return a hash of a package's Python files: two checkouts of one version may differ."""
+    # The package's folders are symbolic links in a checkout, which `rglob` does not follow.
+    folders = [one for one in package.iterdir() if one.is_dir()]
+    files = {path.name: path for path in package.glob("*.py")}
+    for folder in folders:
+        files |= {
+            f"{folder.name}/{path.relative_to(folder.resolve())}": path for path in folder.resolve().rglob("*.py")
+        }
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name}\n".encode() + files[name].read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def read_facts() -> NodeFacts:
+    """Return what this machine has."""
+    import tvm
+    from tvm.target import codegen
+
+    from relaxtune.pipeline.codegen.cuda_compiler import find_toolchain
+    from relaxtune.pipeline.environment import cpu_name, cuda_version, nvidia_driver_version
+    from relaxtune.pipeline.errors import LoweringError
+    from relaxtune.schedules.targets.host import physical_cores
+
+    gpus: list[Gpu] = []
+    while (device := tvm.cuda(len(gpus))).exist:
+        gpus.append(Gpu(str(device.device_name), str(device.compute_version)))
+    try:
+        compiler = find_toolchain().source
+    except LoweringError as e:
+        compiler = str(e)
+    return NodeFacts(
+        versions=list_versions(),
+        cpu_name=cpu_name(),
+        cpu_arch=str(codegen.llvm_get_system_cpu()),
+        cores=physical_cores(),
+        gpus=tuple(gpus),
+        driver=nvidia_driver_version() if gpus else None,
+        cuda=cuda_version(int(tvm.cuda(0).api_version)) if gpus else None,
+        compiler=compiler,
+    )
+
+
+def main() -> None:
+    """Print the facts of this machine as one line of JSON."""
+    # PyTorch would be imported by TVM, which takes seconds.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    print(json.dumps(asdict(read_facts())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""A cluster as what builds and measures for a run: the same shape as `relaxtune.pipeline.tuning.local.machine`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits
+from relaxtune.pipeline.tuning.local.machine import Machine, timing_options
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.ray.backend import RayBackend, new_run
+from relaxtune.pipeline.tuning.ray.builder import RayBuilder
+from relaxtune.pipeline.tuning.ray.cluster import (
+    MeasuringPlace,
+    Node,
+    connected,
+    find_place,
+    list_nodes,
+    require_equal,
+)
+from relaxtune.pipeline.tuning.ray.measuring_actor import ActorSettings
+from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.tuning_db.records import Environment
+from relaxtune.tuning_db.urls import DatabaseUrl
+
+
+class RayCluster:
+    """A connection to a cluster, whose nodes all have what this process has.
+
+    Parameters
+    ----------
+    address : str
+        Such as `10.0.0.1:6379`, or `auto` on a node of the cluster.
+
+    Raises
+    ------
+    UsageError
+        Ray is missing, or no cluster answers.
+    PipelineError
+        A node lacks this package or has another version of something.
+    """
+
+    def __init__(self, address: str) -> None:
+        with contextlib.ExitStack() as stack:
+            self._ray: ModuleType = stack.enter_context(connected(address))
+            self._nodes = list_nodes(self._ray)
+            require_equal(self._nodes)
+            self._stack = stack.pop_all()
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes that were alive when it was connected."""
+        return tuple(self._nodes)
+
+    def find_environment(self, target: ResolvedTarget) -> Environment | None:
+        """Return what measurements for a target are true for; None where no node has such a device."""
+        place = find_place(self._nodes, target)
+        return None if place is None else place.environment
+
+    @contextlib.contextmanager
+    def machine(
+        self, target: ResolvedTarget, environment: Environment, options: TuningOptions, stop: StopSignal
+    ) -> Iterator[Machine]:
+        """Start builders and measuring actors for a target, and end them.
+
+        Raises
+        ------
+        UsageError
+            No node has a device for the target.
+        """
+        place = self._get_place(target)
+        store = ArtifactStore()
+        settings = ActorSettings(
+            new_run(), target, environment, timing_options(target, options), options.run_timeout_s, options.seed
+        )
+        with contextlib.ExitStack() as stack:
+            backend = stack.enter_context(contextlib.closing(RayBackend(self._ray, place, settings, store, stop)))
+            limits = BuilderLimits(timeout_s=options.build_timeout_s)
+            builder = stack.enter_context(contextlib.closing(RayBuilder(self._ray, store, limits, stop, place.cpus)))
+            yield Machine(builder, backend)
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        self._stack.close()
+
+    def _get_place(self, target: ResolvedTarget) -> MeasuringPlace:
+        place = find_place(self._nodes, target)
+        if place is None:
+            raise UsageError(f"no node of the cluster measures for {target.arch}; see `relaxtune cluster check`")
+        return place
+
+
+def require_server(database: DatabaseUrl) -> None:
+    """Check that a database serves a cluster.
+
+    Raises
+    ------
+    UsageError
+        It is a SQLite file.
+    """
+    if not database.on_server:
+        raise UsageError(
+            f"--cluster needs a PostgreSQL database, got the SQLite file {database}. A file belongs to one machine: "
+            "its locks do not hold over network file systems, and a driver on another host would not see it. Start a "
+            "server and give postgresql://USER@HOST/NAME; `relaxtune db merge` takes the file's records over"
+        )

@@ -1,0 +1,182 @@
+"""Tuning on a real Ray cluster: a head without a CPU, a node that measures, a node that builds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from queue import SimpleQueue
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.tuning.local.machine import Machine
+from relaxtune.pipeline.tuning.measure.backend import Built, Outcome, Unmeasured
+from relaxtune.pipeline.tuning.measure.evaluate import Evaluator, Job
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.ray.check import report_on
+from relaxtune.pipeline.tuning.ray.machine import RayCluster, require_server
+from relaxtune.pipeline.tuning.session import tune
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.records import Status
+from relaxtune.tuning_db.urls import DatabaseUrl
+from tests.pipeline.tuning.ray.clusters import kill_workers, small_cluster
+from tests.pipeline.tuning.tuning_cases import (
+    add_one_mod,
+    built,
+    extern_mod,
+    matmul_task,
+    measure,
+    spec_of,
+    unbuildable_mod,
+)
+
+OPTIONS = TuningOptions(trials=8, trials_per_iteration=4, population=16, finals=3, warm_start_s=0.0, run_timeout_s=2.0)
+
+
+@pytest.fixture(scope="module")
+def target() -> ResolvedTarget:
+    return resolve_target("llvm")
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Cluster]:
+    with small_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(started: Cluster) -> Iterator[RayCluster]:
+    with closing(RayCluster(started.address)) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def machine(cluster: RayCluster, target: ResolvedTarget) -> Iterator[Machine]:
+    environment = cluster.find_environment(target)
+    assert environment is not None
+    with cluster.machine(target, environment, OPTIONS, StopSignal()) as opened:
+        yield opened
+
+
+def candidate(machine: Machine, target: ResolvedTarget, mod, workload: str = "any"):
+    return built(machine.builder, target.target, mod), spec_of(mod, workload)
+
+
+def test_a_candidate_fails_on_a_cluster_as_it_does_here(machine: Machine, target: ResolvedTarget) -> None:
+    failed: SimpleQueue[Built] = SimpleQueue()
+    machine.builder.submit(unbuildable_mod(), target.target, failed.put)
+    right = candidate(machine, target, add_one_mod())
+    crash = candidate(machine, target, extern_mod("abort"))
+    hang = candidate(machine, target, extern_mod("sleep", 100))
+    outcomes = measure(machine.backend, right, crash, hang, right)
+    assert [one.status for one in outcomes] == [Status.OK, Status.RUN_ERROR, Status.TIMEOUT, Status.OK]
+    assert all(one.environment == detect_environment(target) for one in outcomes)
+    assert failed.get(timeout=60).status is Status.BUILD_ERROR
+    assert all(seconds > 0 for seconds in machine.backend.busy_s.values())
+
+
+def test_code_stays_in_the_object_store(machine: Machine, target: ResolvedTarget) -> None:
+    artifact, spec = candidate(machine, target, add_one_mod())
+    assert str(artifact.content).startswith("ray:")
+    # The reference is code of the cluster too.
+    wrong = candidate(machine, target, add_one_mod(2.0))[0]
+    with_reference = replace(spec, workload="checked", reference=artifact)
+    (outcome,) = measure(machine.backend, (wrong, with_reference))
+    assert outcome.status is Status.WRONG_RESULT
+    machine.builder.discard(wrong)
+    with pytest.raises(KeyError):
+        machine.backend._measurers[0]._store.find(wrong)  # type: ignore[attr-defined]
+
+
+def test_what_a_killed_actor_measured_is_measured_again(
+    started: Cluster, machine: Machine, target: ResolvedTarget
+) -> None:
+    evaluator = Evaluator(machine.builder, machine.backend, target.target, exclusive=False)
+    mods = [extern_mod("usleep", 3000 + number) for number in range(3)]
+    evaluator.submit([(Job(mod, spec_of(mod, str(number))), number) for number, mod in enumerate(mods)])
+    first = evaluator.take(60)
+    assert first is not None
+    kill_workers(started, "MeasuringActor")
+    found = [first, *(evaluator.take(60) for _ in mods[1:])]
+    assert [one and one.outcome.status for one in found] == [Status.OK] * 3
+    assert machine.backend.restarts >= 1
+
+
+def test_what_a_killed_worker_built_is_built_again(started: Cluster, machine: Machine, target: ResolvedTarget) -> None:
+    done: SimpleQueue[Built] = SimpleQueue()
+    for offset in range(6):
+        machine.builder.submit(add_one_mod(float(offset + 10)), target.target, done.put)
+    assert done.get(timeout=60).status is Status.OK
+    kill_workers(started, "build")
+    assert [done.get(timeout=60).status for _ in range(5)] == [Status.OK] * 5
+
+
+def test_a_stopped_run_answers_everything_at_once(
+    cluster: RayCluster, machine: Machine, target: ResolvedTarget
+) -> None:
+    stop = StopSignal()
+    environment = cluster.find_environment(target)
+    assert environment is not None
+    built_, measured = SimpleQueue[Built](), SimpleQueue[Outcome]()
+    # The device is another run's, so that this one waits for it.
+    with cluster.machine(target, environment, OPTIONS, stop) as second:
+        second.builder.submit(add_one_mod(3.0), target.target, built_.put)
+        second.backend.submit(built_.get(timeout=60).artifact, spec_of(add_one_mod()), measured.put)  # type: ignore[arg-type]
+        stop.request()
+        second.builder.submit(add_one_mod(4.0), target.target, built_.put)
+        assert built_.get(timeout=5).status is Unmeasured.STOPPED
+        assert measured.get(timeout=5).status is Unmeasured.STOPPED
+
+
+@pytest.mark.parametrize("database", ["tuning.db", "sqlite:///tuning.db"])
+def test_a_cluster_refuses_a_file_as_its_database(database: str) -> None:
+    with pytest.raises(UsageError, match=r"needs a PostgreSQL database.*locks do not hold over network"):
+        require_server(DatabaseUrl.of(database))
+    require_server(DatabaseUrl.of("postgresql://me@there/tuning"))
+
+
+def test_a_check_names_what_differs_and_how_to_mend_it(cluster: RayCluster) -> None:
+    (measuring,) = [one for one in cluster.nodes if one.resources.get("relaxtune_cpu")]
+    assert all(report_on(one).ok for one in cluster.nodes)
+    facts = measuring.facts
+    assert facts is not None
+    other = replace(
+        measuring, facts=replace(facts, versions={**facts.versions, "apache-tvm": "0.26.0", "its code": "x"})
+    )
+    first, second = sorted(report_on(other).faults)
+    assert first.startswith("apache-tvm is 0.26.0, here it is 0.27")
+    assert "pip install 'apache-tvm==" in first
+    assert "check the same commit out" in second
+    missing = replace(measuring, facts=None, fault="No module named relaxtune")
+    assert report_on(missing).faults == (
+        "No module named relaxtune: install relaxtune there, for the Python that runs Ray",
+    )
+
+
+def test_a_run_on_a_cluster_records_every_candidate(
+    cluster: RayCluster, machine: Machine, target: ResolvedTarget, database: TuningDatabase
+) -> None:
+    environment = cluster.find_environment(target)
+    assert environment == detect_environment(target)
+    task = matmul_task(32, 32, 32)
+    summary = tune(
+        [task],
+        target=target,
+        database=database,
+        environment=environment,
+        options=OPTIONS,
+        builder=machine.builder,
+        backend=machine.backend,
+    )
+    (result,) = summary.tasks
+    assert (result.valid, result.failed) == (8, 0)
+    # The fallback, the candidates, and the final.
+    records = database.list_records()
+    assert len(records) >= 9
+    assert {one.status for one in records} == {Status.OK}
+    assert {one.environment for one in records} == {environment}
