@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.waiting_backend import WaitingBackend
+from relaxtune.pipeline.choose.stale_records import still_true_in
 from relaxtune.pipeline.cli.options import parse_shapes
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.tuning.local.machine import this_machine
@@ -61,6 +62,7 @@ def main() -> None:
             target=prepared.target,
             database=database,
             environment=environment,
+            still_true=still_true_in(database, prepared.target, environment),
             options=options,
             builder=machine.builder,
             backend=backend,

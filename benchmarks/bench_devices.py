@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from relaxtune.pipeline.choose.stale_records import still_true_in
 from relaxtune.pipeline.cli.options import parse_shapes
 from relaxtune.pipeline.codegen.cuda_compiler import find_toolchain
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
@@ -101,6 +102,7 @@ def _run(prepared: PreparedModel, count: int, cores: int, trials: int, *, by_dri
                 target=prepared.target,
                 database=database,
                 environment=prepared.environment,
+                still_true=still_true_in(database, prepared.target, prepared.environment),
                 options=options,
                 machine=watched,
             )

@@ -26,6 +26,7 @@ from relaxtune.models import load_model
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.bench.measure import measure, module_arm
+from relaxtune.pipeline.choose.stale_records import still_true_in
 from relaxtune.pipeline.cli.output import stdout_console
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.jobs import compile_model
@@ -134,6 +135,7 @@ def _tune(prepared: PreparedModel, database: TuningDatabase, seconds: float) -> 
         target=prepared.target,
         database=database,
         environment=prepared.environment,
+        still_true=still_true_in(database, prepared.target, prepared.environment),
         options=TuningOptions(trials=None, time_budget_s=seconds, routes=frozenset(COMPARED), norm_forms=False),
         job_id=job.id,
     )

@@ -37,6 +37,7 @@ from tvm import te  # noqa: E402
 from tvm.ir.utils import derived_object  # noqa: E402
 from tvm.s_tir import meta_schedule as ms  # noqa: E402
 
+from relaxtune.pipeline.choose.stale_records import still_true_in  # noqa: E402
 from relaxtune.pipeline.environment import detect_environment, target_key  # noqa: E402
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model  # noqa: E402
 from relaxtune.pipeline.tuning.options import TuningOptions  # noqa: E402
@@ -204,6 +205,7 @@ def our_run(folder: Path, url: str, model: str, trials: int, seed: int) -> dict[
             target=prepared.target,
             database=database,
             environment=prepared.environment,
+            still_true=still_true_in(database, prepared.target, prepared.environment),
             options=options,
             job_id=job.id,
         )

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from relaxtune.pipeline.artifact.export import versions  # noqa: E402
+from relaxtune.pipeline.choose.stale_records import still_true_in  # noqa: E402
 from relaxtune.pipeline.environment import detect_environment  # noqa: E402
 from relaxtune.pipeline.tasks.extract import as_workload, make_task  # noqa: E402
 from relaxtune.pipeline.tasks.task import TuningTask  # noqa: E402
@@ -132,6 +133,7 @@ def main() -> None:
             target=target,
             database=database,
             environment=environment,
+            still_true=still_true_in(database, target, environment),
             options=TuningOptions(trials=arguments.candidates, workers=2, finals=0, population=32),
             progress=samples,
             builder=MetaScheduleBuilder(NoBuilder(Path(work)), 2),

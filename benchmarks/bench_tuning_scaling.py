@@ -54,6 +54,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from relaxtune.pipeline.artifact.export import versions  # noqa: E402
+from relaxtune.pipeline.choose.stale_records import still_true_in  # noqa: E402
 from relaxtune.pipeline.cli.options import parse_shapes  # noqa: E402
 from relaxtune.pipeline.passes.module import LoweringOptions  # noqa: E402
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model  # noqa: E402
@@ -189,6 +190,7 @@ def run_ours(
             target=prepared.target,
             database=database,
             environment=prepared.environment,
+            still_true=still_true_in(database, prepared.target, prepared.environment),
             options=TuningOptions(
                 trials=None, time_budget_s=seconds, workers=workers, routes=routes, finals=0, warm_start_s=0.0, seed=1
             ),

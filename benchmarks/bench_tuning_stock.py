@@ -48,6 +48,7 @@ from relaxtune.models.zoo.graph import Precision  # noqa: E402
 from relaxtune.models.zoo.presets import DEFAULT_DIMS, get_preset  # noqa: E402
 from relaxtune.pipeline.choose.replay import replay_record  # noqa: E402
 from relaxtune.pipeline.choose.selection import select_kernels  # noqa: E402
+from relaxtune.pipeline.choose.stale_records import still_true_in  # noqa: E402
 from relaxtune.pipeline.codegen.finish import finish_kernels  # noqa: E402
 from relaxtune.pipeline.environment import cpu_name, target_key  # noqa: E402
 from relaxtune.pipeline.passes.module import LoweringOptions  # noqa: E402
@@ -262,6 +263,7 @@ def run_ours(model: str, trials: int, seed: int, work: Path) -> dict[str, Any]:
             target=prepared.target,
             database=database,
             environment=prepared.environment,
+            still_true=still_true_in(database, prepared.target, prepared.environment),
             options=TuningOptions(trials=trials * len(kernels), seed=seed),
         )
         seconds = time.monotonic() - began

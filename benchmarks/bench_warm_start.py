@@ -29,6 +29,7 @@ from relaxtune.models.zoo.bert import build_bert
 from relaxtune.models.zoo.graph import Precision
 from relaxtune.models.zoo.presets import DEFAULT_DIMS, get_preset
 from relaxtune.pipeline.artifact.export import versions
+from relaxtune.pipeline.choose.stale_records import still_true_in
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
@@ -75,6 +76,7 @@ def tuned(prepared: PreparedModel, url: str, options: TuningOptions) -> dict[str
             target=prepared.target,
             database=database,
             environment=prepared.environment,
+            still_true=still_true_in(database, prepared.target, prepared.environment),
             options=options,
             progress=trajectory,
         )

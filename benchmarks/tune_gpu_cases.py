@@ -36,6 +36,7 @@ from benchmarks.gpu_arms.cases import Case, find_cases
 from benchmarks.gpu_arms.short_models import prepare_short
 from relaxtune.pipeline.choose.model_records import measured_model
 from relaxtune.pipeline.choose.rerank import RerankReport
+from relaxtune.pipeline.choose.stale_records import still_true_in
 from relaxtune.pipeline.cli.app import expected_errors
 from relaxtune.pipeline.cli.output import stdout_console
 from relaxtune.pipeline.environment import target_key
@@ -112,6 +113,7 @@ def tune_case(case: Case, arguments: argparse.Namespace) -> TuningSummary:
                 target=prepared.target,
                 database=database,
                 environment=prepared.environment,
+                still_true=still_true_in(database, prepared.target, prepared.environment),
                 options=_tuning(arguments),
                 job_id=job.id,
             )

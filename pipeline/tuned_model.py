@@ -10,10 +10,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.choose.candidates import CandidateLookup
 from relaxtune.pipeline.choose.model_records import MeasuredModel, ModelDecision, measured_model
 from relaxtune.pipeline.choose.norm_forms import (
     NormFormsReport,
@@ -26,7 +24,7 @@ from relaxtune.pipeline.choose.norm_forms import (
 )
 from relaxtune.pipeline.choose.rerank import RerankReport, rerank
 from relaxtune.pipeline.choose.selection import select_kernels
-from relaxtune.pipeline.choose.stale_records import without_stale
+from relaxtune.pipeline.choose.stale_records import still_true_in
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import InterruptedEarlyError, NothingMeasuredError
 from relaxtune.pipeline.passes.module import LoweredModule
@@ -298,7 +296,7 @@ def tune_tasks(
             options=tuning,
             job_id=job.id,
             progress=progress,
-            still_true=partial(without_stale, CandidateLookup(database, of.target, of.environment)),
+            still_true=still_true_in(database, of.target, of.environment),
             machine=machine,
             feed=feed,
             stop=stop,

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, CandidateLookup
 from relaxtune.pipeline.choose.plausible_latency import believable_records
 from relaxtune.pipeline.choose.replay import replay_record, without_stale_fallbacks
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.lookup import SIGNATURE_ROUTES
-from relaxtune.tuning_db.records import Status, TuningRecord
+from relaxtune.tuning_db.records import Environment, Status, TuningRecord
 from relaxtune.tuning_db.standing import standing_records
 
 logger = logging.getLogger(__name__)
+
+
+def still_true_in(
+    database: TuningDatabase, target: ResolvedTarget, environment: Environment
+) -> Callable[[TuningTask, Sequence[TuningRecord]], list[TuningRecord]]:
+    """Return what `tune` leaves stale records out with, for the database, target and environment that it is given."""
+    return partial(without_stale, CandidateLookup(database, target, environment))
 
 
 def without_stale(lookup: CandidateLookup, task: TuningTask, known: Sequence[TuningRecord]) -> list[TuningRecord]:

@@ -78,7 +78,7 @@ def tune(
     options: TuningOptions,
     job_id: str | None = None,
     progress: ProgressListener | None = None,
-    still_true: StillTrue | None = None,
+    still_true: StillTrue,
     builder: Builder | None = None,
     backend: MeasureBackend | None = None,
     machine: OpenMachine | None = None,
@@ -101,8 +101,8 @@ def tune(
         A job of the database, to which the records belong.
     progress : ProgressListener or None
         Told of every finished candidate.
-    still_true : callable or None
-        Leaves out stale records (`pipeline.choose.stale_records`); None takes all records of earlier runs.
+    still_true : callable
+        Leaves out stale records of earlier runs: `pipeline.choose.stale_records.still_true_in`.
     builder, backend : optional
         Others than the processes of this machine, for example of a cluster; they are not closed here.
     machine : callable or None
@@ -190,7 +190,7 @@ class _Session:
     job_id: str | None
     progress: ProgressListener
     stop: StopSignal
-    still_true: StillTrue | None
+    still_true: StillTrue
     feed: TaskFeed | None
 
     def __post_init__(self) -> None:
@@ -260,7 +260,7 @@ class _Session:
             state = self._by_hash[task.workload_hash] = TaskState(task)
             new.append(state)
             recorded = [] if forced else self._recorder.known(task)
-            known = recorded if self.still_true is None else self.still_true(task, recorded)
+            known = self.still_true(task, recorded)
             records += known
             if measured_since(known, recorded):
                 holding.append(state)

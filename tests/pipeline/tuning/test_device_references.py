@@ -33,6 +33,7 @@ from tests.pipeline.tuning.test_gpu import NoDevice, half_matmul
 from tests.pipeline.tuning.tuning_cases import (
     Place,
     add_one_mod,
+    all_records,
     built,
     extern_mod,
     matmul_task,
@@ -175,6 +176,7 @@ def test_a_run_builds_both_references_of_a_large_task(database: TuningDatabase, 
         target=target,
         database=database,
         environment=detect_environment(target),
+        still_true=all_records,
         options=TuningOptions(
             trials=2, workers=2, device_references=on_device, routes=frozenset({Route.TEMPLATE}), finals=0
         ),
@@ -198,6 +200,7 @@ def test_a_gpu_and_a_cpu_agree_on_what_is_right(database: TuningDatabase, caplog
         target=target,
         database=database,
         environment=detect_environment(target),
+        still_true=all_records,
         options=TuningOptions(trials=4, workers=2, routes=frozenset({Route.TEMPLATE}), finals=2),
     )
     (result,) = summary.tasks

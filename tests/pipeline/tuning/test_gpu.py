@@ -29,7 +29,7 @@ from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Environment, RecordFilter, Route, Status
-from tests.pipeline.tuning.tuning_cases import add_one_mod, built, matmul_task, measure, spec_of, task_of
+from tests.pipeline.tuning.tuning_cases import add_one_mod, all_records, built, matmul_task, measure, spec_of, task_of
 
 HAS_GPU = bool(tvm.cuda(0).exist)
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
@@ -107,6 +107,7 @@ def test_tune_searches_and_builds_for_a_gpu_at_the_same_time(database: TuningDat
         target=target,
         database=database,
         environment=detect_environment(target),
+        still_true=all_records,
         options=TuningOptions(trials=48, trials_per_iteration=8, population=32, workers=2, seed=1),
         backend=NoDevice(detect_environment(target)),
     )
@@ -152,6 +153,7 @@ def test_a_near_shape_lets_every_task_begin_with_one_template(
             target=target,
             database=database,
             environment=detect_environment(target),
+            still_true=all_records,
             options=TuningOptions(trials=trials, workers=1, finals=0, routes=frozenset({Route.TEMPLATE})),
             backend=NoDevice(detect_environment(target)),
         )
@@ -176,6 +178,7 @@ def test_tune_finds_valid_candidates(target: ResolvedTarget, database: TuningDat
         target=target,
         database=database,
         environment=detect_environment(target),
+        still_true=all_records,
         options=TuningOptions(trials=4, trials_per_iteration=4, population=32, workers=2, finals=0),
     )
     require_valid(summary)

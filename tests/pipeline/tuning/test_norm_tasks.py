@@ -30,7 +30,7 @@ from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.tir.dependent_arguments import column_sums_of_weights, partial_sums_of_rows
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route, Status
-from tests.pipeline.tuning.tuning_cases import Place, built, measure, task_of
+from tests.pipeline.tuning.tuning_cases import Place, all_records, built, measure, task_of
 from tests.schedules.templates.matmul_cases import MatmulCase
 from tests.schedules.templates.norm_cases import OUTPUTS, NormCase
 
@@ -172,6 +172,7 @@ def test_tune_says_why_it_does_not_search(
             target=place.target,
             database=database,
             environment=place.environment,
+            still_true=all_records,
             options=TuningOptions(trials=8, workers=1, measure=QUICK, routes=frozenset({Route.METASCHEDULE})),
         )
     (result,) = summary.tasks

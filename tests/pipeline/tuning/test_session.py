@@ -32,6 +32,7 @@ from tests.pipeline.tuning.tuning_cases import (
     MadeUpRecipe,
     Place,
     add_one_mod,
+    all_records,
     extern_mod,
     matmul_task,
     task_of,
@@ -76,6 +77,7 @@ def test_tune_records_every_candidate_and_leaves_no_process(place: Place, databa
         target=place.target,
         database=database,
         environment=place.environment,
+        still_true=all_records,
         options=OPTIONS,
         job_id=job.id,
         progress=watcher,
@@ -106,6 +108,7 @@ def test_tune_ends_with_a_final_between_contenders(place: Place, database: Tunin
         target=place.target,
         database=database,
         environment=place.environment,
+        still_true=all_records,
         options=dataclasses.replace(OPTIONS, finals=5, trials=6),
     )
     records = database.list_records(RecordFilter(workload_hash=task.workload_hash))
@@ -127,6 +130,7 @@ def test_tune_measures_nothing_again_when_enough_is_known(place: Place, database
             target=place.target,
             database=database,
             environment=place.environment,
+            still_true=all_records,
             options=dataclasses.replace(OPTIONS, trials=2, **changes),
         )
 
@@ -150,6 +154,7 @@ def test_tune_skips_a_task_whose_reference_cannot_be_computed(place: Place, data
         target=place.target,
         database=database,
         environment=place.environment,
+        still_true=all_records,
         options=dataclasses.replace(OPTIONS, trials=2, trials_per_iteration=2),
     )
     by_name = {task.task.name: task for task in summary.tasks}
@@ -198,6 +203,7 @@ def test_tune_goes_on_and_records_the_status_when_candidates_fail(
         target=place.target,
         database=database,
         environment=place.environment,
+        still_true=all_records,
         options=dataclasses.replace(OPTIONS, trials=2, trials_per_iteration=2, run_timeout_s=1.0),
     )
     (result,) = summary.tasks
@@ -237,6 +243,7 @@ def test_tune_records_a_template_that_cannot_be_made(
         target=place.target,
         database=database,
         environment=place.environment,
+        still_true=all_records,
         options=dataclasses.replace(OPTIONS, trials=None, time_budget_s=60.0, routes=frozenset({Route.TEMPLATE})),
     )
     (result,) = summary.tasks
@@ -260,6 +267,7 @@ def test_tune_keeps_finished_candidates_when_interrupted(place: Place, database:
         target=place.target,
         database=database,
         environment=place.environment,
+        still_true=all_records,
         options=dataclasses.replace(OPTIONS, trials=1000),
         progress=watcher,
     )
@@ -288,6 +296,7 @@ def test_tune_goes_on_when_the_database_cannot_be_written_for_a_while(
         target=place.target,
         database=database,
         environment=place.environment,
+        still_true=all_records,
         options=OPTIONS,
     )
     assert len(failures) == 2
@@ -305,6 +314,7 @@ def test_tune_leaves_no_process_when_the_listener_raises(place: Place, database:
             target=place.target,
             database=database,
             environment=place.environment,
+            still_true=all_records,
             options=OPTIONS,
             progress=Watcher(1, fail),
         )
@@ -318,6 +328,7 @@ def test_tune_ends_when_the_time_is_up(place: Place, database: TuningDatabase) -
         target=place.target,
         database=database,
         environment=place.environment,
+        still_true=all_records,
         options=dataclasses.replace(OPTIONS, trials=None, time_budget_s=1.0),
     )
     assert summary.seconds < 60
@@ -360,5 +371,6 @@ def test_tune_refuses_options_that_cannot_work(
             target=place.target,
             database=database,
             environment=place.environment,
+            still_true=all_records,
             options=dataclasses.replace(OPTIONS, **changes),
         )

@@ -35,6 +35,7 @@ from tests.pipeline.tuning.test_gpu import half_matmul
 from tests.pipeline.tuning.tuning_cases import (
     Place,
     add_one_mod,
+    all_records,
     built,
     extern_mod,
     matmul_task,
@@ -174,6 +175,7 @@ def test_a_run_on_two_devices_records_no_failure_for_a_killed_process(
         target=place.target,
         database=database,
         environment=place.environment,
+        still_true=all_records,
         options=TuningOptions(trials=12, trials_per_iteration=4, population=16, workers=1, overlap=True, finals=3),
         progress=listener,
         backend=backend,
@@ -228,6 +230,7 @@ def test_two_gpus_measure_side_by_side(database: TuningDatabase) -> None:
             target=target,
             database=database,
             environment=environment,
+            still_true=all_records,
             options=TuningOptions(trials=16, workers=4, routes=frozenset({Route.TEMPLATE}), finals=3),
             backend=backend,
         )

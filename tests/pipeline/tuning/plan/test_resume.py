@@ -21,7 +21,7 @@ from relaxtune.pipeline.tuning.session import require_valid, tune
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route
 from relaxtune.tuning_db.store import SqlDatabase
-from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, matmul_task, task_of
+from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, all_records, matmul_task, task_of
 
 OPTIONS = TuningOptions(
     trials=6,
@@ -42,7 +42,13 @@ def run(
     told = json.dumps(_plain(options), default=str)
     job = database.start_job(model=model, model_sha256="0" * 64, target=place.key, options=told)
     summary = tune(
-        TASKS, target=place.target, database=database, environment=place.environment, options=options, job_id=job.id
+        TASKS,
+        target=place.target,
+        database=database,
+        environment=place.environment,
+        still_true=all_records,
+        options=options,
+        job_id=job.id,
     )
     if outcome is not None:
         database.finish_job(job.id, outcome)
@@ -88,7 +94,7 @@ from relaxtune.pipeline.tuned_model import _plain
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets import resolve_target
-from tests.pipeline.tuning.plan.test_resume import OPTIONS, TASKS
+from tests.pipeline.tuning.plan.test_resume import OPTIONS, TASKS, all_records
 from relaxtune.tuning_db.store import SqlDatabase
 target = resolve_target("llvm")
 options = dataclasses.replace(OPTIONS, trials=5000)
@@ -100,7 +106,7 @@ with SqlDatabase.open(sys.argv[1]) as database:
     job = database.start_job(model="tiny", model_sha256="0" * 64, target=target_key(target),
                              options=json.dumps(_plain(options), default=str))
     tune(TASKS, target=target, database=database, environment=detect_environment(target), options=options,
-         job_id=job.id, progress=Progress())
+         job_id=job.id, progress=Progress(), still_true=all_records)
 """
 
 

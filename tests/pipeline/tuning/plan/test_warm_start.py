@@ -22,7 +22,7 @@ from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.metaschedule import replay_decision
 from relaxtune.tuning_db.records import RecordFilter, Route
 from relaxtune.tuning_db.store import SqlDatabase
-from tests.pipeline.tuning.tuning_cases import Place, matmul_task
+from tests.pipeline.tuning.tuning_cases import Place, all_records, matmul_task
 
 OPTIONS = TuningOptions(
     trials=40,
@@ -39,7 +39,14 @@ SHORT, LONG = matmul_task(32, 64, 32, "short"), matmul_task(96, 64, 32, "long")
 def tuned(place: Place, tmp_path_factory: pytest.TempPathFactory) -> TuningDatabase:
     """A database with 40 candidates of the short task."""
     database = SqlDatabase.open(tmp_path_factory.mktemp("warm") / "tuning.db")
-    tune([SHORT], target=place.target, database=database, environment=place.environment, options=OPTIONS)
+    tune(
+        [SHORT],
+        target=place.target,
+        database=database,
+        environment=place.environment,
+        still_true=all_records,
+        options=OPTIONS,
+    )
     database.record_workload(describe_workload(LONG))
     return database
 
@@ -104,7 +111,14 @@ def test_the_cost_model_starts_with_what_was_recorded(
 def test_a_warm_run_begins_with_what_was_best_for_the_near_shape(place: Place, tuned: TuningDatabase) -> None:
     near = near_records(LONG, tuned.list_workloads(), tuned, place.key, place.environment)
     options = dataclasses.replace(OPTIONS, trials=4, trials_per_iteration=4)
-    tune([LONG], target=place.target, database=tuned, environment=place.environment, options=options)
+    tune(
+        [LONG],
+        target=place.target,
+        database=tuned,
+        environment=place.environment,
+        still_true=all_records,
+        options=options,
+    )
     records = tuned.list_records(RecordFilter(workload_hash=LONG.workload_hash, route=Route.METASCHEDULE))
     assert len(records) == 4
     steps = {_steps(decision) for decision in near.traces}
@@ -114,7 +128,14 @@ def test_a_warm_run_begins_with_what_was_best_for_the_near_shape(place: Place, t
 def test_every_task_with_a_near_shape_begins_with_one_candidate(place: Place, tuned: TuningDatabase) -> None:
     others = [matmul_task(rows, 64, 32, f"rows{rows}") for rows in (48, 64)]
     options = dataclasses.replace(OPTIONS, trials=2, trials_per_iteration=4)
-    tune(others, target=place.target, database=tuned, environment=place.environment, options=options)
+    tune(
+        others,
+        target=place.target,
+        database=tuned,
+        environment=place.environment,
+        still_true=all_records,
+        options=options,
+    )
     for task in others:
         searched = RecordFilter(workload_hash=task.workload_hash, route=Route.METASCHEDULE)
         assert len(tuned.list_records(searched)) == 1
