@@ -21,7 +21,7 @@ from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import InvalidRecordError, NotFoundError
 from relaxtune.tuning_db.lookup import target_is_lower, target_matches
 from relaxtune.tuning_db.records import Status, TargetKey
-from relaxtune.tuning_db.sql.schema import FeatureRow, RecordRow, WorkloadRow
+from relaxtune.tuning_db.sql.schema import FeatureRow, RecordRow, WorkloadRow, read_as
 from relaxtune.tuning_db.sql.statements import read_places
 from relaxtune.tuning_db.sql.writing import chunks
 
@@ -96,6 +96,10 @@ def _to_row(record_id: int, version: str, values: NDArray[Any]) -> dict[str, obj
     return {"record_id": record_id, "version": version, "rows": rows, "columns": columns, "data": data}
 
 
+def _to_matrix(row: FeatureRow) -> NDArray[np.float32]:
+    return np.frombuffer(zlib.decompress(row.data), _DTYPE).reshape(row.rows, row.columns).astype(np.float32)
+
+
 def _put(session: Session, version: str, rows: list[dict[str, object]]) -> None:
     for part in chunks([int(str(row["record_id"])) for row in rows]):
         known = session.scalar(select(func.count()).select_from(RecordRow).where(RecordRow.id.in_(part)))
@@ -126,7 +130,7 @@ def _list(session: Session, version: str, target: TargetKey, limit: int | None) 
             workload_hash=workload_hash,
             status=status,
             latency_us=latency_us if status is Status.OK else None,
-            values=np.frombuffer(zlib.decompress(row.data), _DTYPE).reshape(row.rows, row.columns).astype(np.float32),
+            values=read_as(_to_matrix, row),
         )
         for row, status, latency_us, workload_hash in session.execute(statement)
     )

@@ -291,7 +291,7 @@ def test_sqlite_file_has_wal_and_checks_foreign_keys(path):
 
 @pytest.mark.parametrize(
     "damage",
-    ["status = 'nix'", "created_at = '2026-11k22'", "decision = CAST(x'ff' AS TEXT)"],
+    ["status = 'nix'", "created_at = '2026-11k22'", "latencies = '[1'", "decision = CAST(x'ff' AS TEXT)"],
 )
 def test_a_row_that_cannot_be_read_is_one_error(path, samples, damage):
     with SqlDatabase.open(path) as database:
@@ -304,3 +304,12 @@ def test_a_row_that_cannot_be_read_is_one_error(path, samples, damage):
     connection.close()
     with SqlDatabase.open(path) as database, pytest.raises(TuningDatabaseError):
         database.list_records()
+
+
+@pytest.mark.parametrize("fault", [ValueError("a defect"), KeyError("defect")])
+def test_a_defect_inside_a_transaction_is_not_called_a_damaged_file(path, fault):
+    def work(_):
+        raise fault
+
+    with SqlDatabase.open(path) as database, pytest.raises(type(fault), match="defect"):
+        database.write(work)

@@ -15,6 +15,7 @@ from relaxtune.tuning_db.sql.schema import (
     SignatureRow,
     TargetRow,
     WorkloadRow,
+    read_as,
 )
 
 
@@ -39,7 +40,7 @@ def latencies_to_text(latencies_us: tuple[float, ...]) -> str:
 
 def latencies_from_text(text: str) -> tuple[float, ...]:
     """Return what `latencies_to_text` was given."""
-    return tuple(float(value) for value in json.loads(text))
+    return read_as(lambda numbers: tuple(float(value) for value in json.loads(numbers)), text)
 
 
 def record_columns(
@@ -173,6 +174,6 @@ def to_job_task(row: JobTaskRow, workload: WorkloadRow) -> JobTask:
         workload_hash=workload.workload_hash,
         tvm_version=workload.tvm_version,
         weight=row.weight,
-        onnx_nodes=tuple(json.loads(row.onnx_nodes)),
+        onnx_nodes=tuple(read_as(json.loads, row.onnx_nodes)),
         seconds=row.seconds,
     )

@@ -16,15 +16,18 @@ Non-finite latencies are kept as NULL with their kind (`NumberKind`): neither JS
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import partial
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     BigInteger,
     DateTime,
     Dialect,
     Double,
-    Enum,
     ForeignKey,
     Index,
     Integer,
@@ -36,11 +39,12 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
-from sqlalchemy.types import TypeDecorator
+from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from relaxtune.tuning_db.cell_states import CellState
 from relaxtune.tuning_db.records import Route, Status
 
+T = TypeVar("T")
 #: The revision that this package writes and reads; a test holds it equal to the head of the migrations.
 HEAD_REVISION = "0005"
 #: Not Alembic's default name, so that a database of another application is never taken for ours.
@@ -72,7 +76,34 @@ class NumberKind(StrEnum):
     NEG_INF = "-inf"
 
 
-class UtcDateTime(TypeDecorator[datetime]):
+class DamagedValueError(ValueError):
+    """What a row holds is no value of its column."""
+
+
+def read_as(convert: Callable[[Any], T], value: object) -> T:
+    """Return `convert(value)` of a stored value.
+
+    Raises
+    ------
+    DamagedValueError
+        It cannot be converted.
+    """
+    try:
+        return convert(value)
+    except (ValueError, zlib.error) as e:
+        raise DamagedValueError(f"{type(e).__name__}: {e}") from e
+
+
+class _CheckedWhenRead(TypeEngine[T]):
+    """A column type whose converter raises `DamagedValueError` for what it cannot convert."""
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], T | None] | None:
+        """Return the converter of stored values."""
+        convert = super().result_processor(dialect, coltype)
+        return None if convert is None else partial(read_as, convert)
+
+
+class UtcDateTime(_CheckedWhenRead[datetime], TypeDecorator[datetime]):
     """An aware time in UTC; SQLite keeps no zone, so it is put back when read."""
 
     impl = DateTime(timezone=True)
@@ -92,11 +123,24 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
-def text_enum(enum: type[StrEnum]) -> Enum:
-    """Return a column type that stores the values of `enum` as text, so that a new member needs no migration."""
-    return Enum(
-        enum, native_enum=False, create_constraint=False, length=16, values_callable=lambda e: [m.value for m in e]
-    )
+class TextEnum(_CheckedWhenRead[StrEnum], TypeDecorator[StrEnum]):
+    """The values of `enum` as text, so that a new member needs no migration."""
+
+    impl = String(16)
+    cache_ok = True
+
+    def __init__(self, enum: type[StrEnum]) -> None:
+        """Hold the enum."""
+        super().__init__()
+        self.enum = enum
+
+    def process_bind_param(self, value: StrEnum | None, dialect: Dialect) -> str | None:
+        """Return the text of a member."""
+        return None if value is None else self.enum(value).value
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> StrEnum | None:
+        """Return the member."""
+        return None if value is None else self.enum(value)
 
 
 class Base(DeclarativeBase):
@@ -214,10 +258,10 @@ class RecordRow(Base):
     target_id: Mapped[int] = mapped_column(ForeignKey("targets.id"))
     environment_id: Mapped[int] = mapped_column(ForeignKey("environments.id"))
     job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), index=True)
-    route: Mapped[Route] = mapped_column(text_enum(Route))
-    status: Mapped[Status] = mapped_column(text_enum(Status))
+    route: Mapped[Route] = mapped_column(TextEnum(Route))
+    status: Mapped[Status] = mapped_column(TextEnum(Status))
     latency_us: Mapped[float | None] = mapped_column(Double)
-    latency_kind: Mapped[NumberKind] = mapped_column(text_enum(NumberKind))
+    latency_kind: Mapped[NumberKind] = mapped_column(TextEnum(NumberKind))
     latencies: Mapped[str] = mapped_column(Text)
     registers: Mapped[int | None]
     smem_bytes: Mapped[int | None] = mapped_column(BigInteger)
@@ -270,7 +314,7 @@ class ValidationRow(Base):
     passed: Mapped[bool]
     samples: Mapped[int]
     max_abs: Mapped[float | None] = mapped_column(Double)
-    max_abs_kind: Mapped[NumberKind] = mapped_column(text_enum(NumberKind))
+    max_abs_kind: Mapped[NumberKind] = mapped_column(TextEnum(NumberKind))
     report: Mapped[str] = mapped_column(Text)
 
 
@@ -285,7 +329,7 @@ class BenchmarkRow(Base):
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
     arm: Mapped[str] = mapped_column(String(64))
     latency_us: Mapped[float | None] = mapped_column(Double)
-    latency_kind: Mapped[NumberKind] = mapped_column(text_enum(NumberKind))
+    latency_kind: Mapped[NumberKind] = mapped_column(TextEnum(NumberKind))
     latencies: Mapped[str] = mapped_column(Text)
     conditions: Mapped[str] = mapped_column(Text)
 
@@ -332,7 +376,7 @@ class CellRow(Base):
     max_latency_ms: Mapped[float | None] = mapped_column(Double)
     rtol: Mapped[float | None] = mapped_column(Double)
     atol: Mapped[float | None] = mapped_column(Double)
-    state: Mapped[CellState] = mapped_column(text_enum(CellState))
+    state: Mapped[CellState] = mapped_column(TextEnum(CellState))
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
     error: Mapped[str | None] = mapped_column(Text)
     model: Mapped[str | None] = mapped_column(Text)
@@ -361,5 +405,5 @@ class AttemptRow(Base):
     started_at: Mapped[datetime] = mapped_column(UtcDateTime)
     heartbeat_at: Mapped[datetime] = mapped_column(UtcDateTime)
     finished_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
-    state: Mapped[CellState] = mapped_column(text_enum(CellState))
+    state: Mapped[CellState] = mapped_column(TextEnum(CellState))
     error: Mapped[str | None] = mapped_column(Text)

@@ -27,6 +27,7 @@ from relaxtune.tuning_db.errors import (
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.sql.engine import Location, transaction_options, translate_error
 from relaxtune.tuning_db.sql.kept_file import KeptFile
+from relaxtune.tuning_db.sql.schema import DamagedValueError
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -99,11 +100,10 @@ class Transactions:
             raise translate_error(e, self._location) from e
         except UnicodeEncodeError as e:
             raise InvalidRecordError(f"A text is not Unicode and cannot be stored ({e}).") from e
-        except (ValueError, LookupError) as e:
-            # Dates, names of enums, JSON and UTF-8 that a row no longer holds.
+        except DamagedValueError as e:
             raise DatabaseOpenError(
-                f"{self._location.shown} is damaged: a row cannot be read ({type(e).__name__}: {e}). Restore it from a "
-                "copy, or name another file."
+                f"{self._location.shown} is damaged: a row cannot be read ({e}). Restore it from a copy, or name "
+                "another file."
             ) from e
         except PoolTimeoutError as e:
             raise DatabaseBusyError(f"All connections to {self._location.shown} are in use ({e}).") from e
