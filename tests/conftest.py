@@ -19,6 +19,10 @@ if sys.dont_write_bytecode:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # As many processes as cores. Further threads that wait for work spin: NumPy's BLAS took four times the CPU time.
+    os.environ.update(OPENBLAS_NUM_THREADS="1", TVM_THREAD_POOL_SPIN_COUNT="0")
+
 # A shell without job control starts what runs in the background with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
