@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from relaxtune.pipeline.printable import last_line
+
 # The pair the project pins; pyproject.toml is checked against it by a test.
 PINNED_TVM = "0.27.0.post1"
 PINNED_TVM_FFI = "0.1.14.post1"
@@ -88,7 +90,7 @@ def check_tvm_pair() -> Finding:
     if outcome.returncode == 0:
         return Finding("tvm pair", FindingStatus.OK, found, "serialised a module in a subprocess", True)
     # A negative return code is the signal that ended the probe: -11 for a segmentation fault.
-    how = f"the probe ended with code {outcome.returncode}: {_last_line(outcome.stderr)}"
+    how = f"the probe ended with code {outcome.returncode}: {last_line(outcome.stderr)}"
     return Finding("tvm pair", FindingStatus.WRONG, found, how, True, fix)
 
 
@@ -124,7 +126,7 @@ def check_gpu() -> Finding:
     """Return the CUDA device, asked for in a subprocess because a broken driver can end the process."""
     outcome = _run_probe(GPU_PROBE, GPU_PROBE_TIMEOUT_S)
     if outcome.returncode != 0:
-        how = f"the probe ended with code {outcome.returncode}: {_last_line(outcome.stderr)}"
+        how = f"the probe ended with code {outcome.returncode}: {last_line(outcome.stderr)}"
         return Finding("CUDA device", FindingStatus.WRONG, "", how, False, "check the driver with nvidia-smi")
     found = outcome.stdout.strip()
     if not found:
@@ -177,8 +179,3 @@ def _run_probe(code: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", f"no answer within {timeout_s} s")
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "no message"

@@ -1,4 +1,4 @@
-"""Text of others made safe to show: names in models and files may hold what a terminal obeys."""
+"""Text of others made fit to show: names in models and files may hold what a terminal obeys."""
 
 from __future__ import annotations
 
@@ -11,3 +11,9 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 def printable(text: str) -> str:
     """Return a text of the same length in which each character that a terminal would obey is `?`."""
     return _OBEYED.sub("?", text)
+
+
+def last_line(said: Exception | str | None) -> str:
+    """Return the line of an error that tells what is wrong: the last, after whatever trace comes before it."""
+    lines = [line.strip() for line in str(said or "").splitlines() if line.strip()]
+    return lines[-1] if lines else type(said).__name__ if isinstance(said, Exception) else "no message"

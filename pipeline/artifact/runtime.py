@@ -28,6 +28,7 @@ from relaxtune.pipeline.artifact.signature import require_signature
 from relaxtune.pipeline.artifact.size_graphs import SizeGraphs, Sizes
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
+from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.threads import configure_threads, default_threads
 from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
@@ -138,7 +139,7 @@ class Module:
         try:
             machine = VirtualMachine(_load_code(directory / MODULE_FILE), chosen)
         except (RuntimeError, OSError, ValueError) as e:
-            raise ArtifactError(f"{directory / MODULE_FILE} cannot be loaded: {_last_line(e)}") from e
+            raise ArtifactError(f"{directory / MODULE_FILE} cannot be loaded: {last_line(e)}") from e
         stored = _load_weights(directory, manifest, chosen)
         module = cls(manifest, machine, chosen, [stored[name] for name in manifest.weights], threads)
         buckets = manifest.buckets
@@ -160,7 +161,7 @@ class Module:
         try:
             machine = VirtualMachine(_load_code(directory / entry.file), device)
         except (RuntimeError, OSError, ValueError) as e:
-            raise ArtifactError(f"{directory / entry.file} cannot be loaded: {_last_line(e)}") from e
+            raise ArtifactError(f"{directory / entry.file} cannot be loaded: {last_line(e)}") from e
         return cls(manifest.of_bucket(entry), machine, device, [weights[name] for name in entry.weights], threads)
 
     def variant(self, entry: str) -> Self:
@@ -299,8 +300,8 @@ class Module:
             if not any(sign in str(e) for sign in _REFUSALS):
                 raise
             if all(spec.is_static for spec in self.inputs):
-                raise self._lies(_last_line(e)) from e
-            raise PipelineError(f"the code of {self._manifest.model} refuses these sizes: {_last_line(e)}") from e
+                raise self._lies(last_line(e)) from e
+            raise PipelineError(f"the code of {self._manifest.model} refuses these sizes: {last_line(e)}") from e
         outputs: tuple[Tensor, ...] = (
             (result,) if isinstance(result, Tensor) else tuple(cast("Sequence[Tensor]", result))
         )
@@ -405,8 +406,3 @@ def _copied(tensor: Tensor) -> Tensor:
     copy = tvm.runtime.empty(tensor.shape, tensor.dtype, tensor.device)
     tensor.copyto(copy)
     return copy
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__

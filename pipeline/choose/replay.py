@@ -10,6 +10,7 @@ from tvm import tirx
 from relaxtune.pipeline.codegen.kernel_hash import is_kernel, made_hash
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.errors import ScheduleError
 from relaxtune.schedules.fallback import apply_fallback
@@ -74,12 +75,6 @@ def _holds(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> bo
 def as_scheduled(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Return a function marked as scheduled, without the name of its task."""
     return func.without_attr("global_symbol").with_attr(SCHEDULED_ATTR, True)
-
-
-def last_line(error: Exception) -> str:
-    """Return the line of an error that tells what is wrong; TVM writes its own trace before it."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
 
 
 def _replay_metaschedule(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> tirx.PrimFunc:

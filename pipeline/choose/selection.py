@@ -17,10 +17,11 @@ from relaxtune.pipeline.artifact.entries import MeasuredEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, CandidateLookup
 from relaxtune.pipeline.choose.model_records import ModelDecision
-from relaxtune.pipeline.choose.replay import as_scheduled, last_line, replay_record
+from relaxtune.pipeline.choose.replay import as_scheduled, replay_record
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.module import LoweredModule
+from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tasks.extract import as_workload
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.pipeline.tasks.task import TuningTask

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import tvm
 from tvm import tirx
 
+from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tuning.measure.arguments import argument_specs
 from relaxtune.pipeline.tuning.measure.backend import Outcome, build_all
 from relaxtune.pipeline.tuning.measure.evaluate import Evaluator, Job
@@ -78,7 +79,9 @@ def take_reference(
     if on_device is not None:
         state.spec = replace(state.spec, reference=on_device, reference_on_device=True, host_reference=artifact)
     if artifact is None:
-        logger.warning("task %s has no reference on the CPU: %s: %s", state.task.name, outcome.status, outcome.error)
+        logger.warning(
+            "task %s has no reference on the CPU: %s: %s", state.task.name, outcome.status, last_line(outcome.error)
+        )
 
 
 def make_fallback(state: TaskState, target: ResolvedTarget) -> Fallback | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from relaxtune.pipeline.errors import MeasuringBrokenError, UsageError
+from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.evaluate import Evaluator, Finished, Job
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
@@ -396,8 +397,9 @@ class Rounds:
         if outcome.status is Unmeasured.STOPPED:
             return
         self._lost += 1
-        told = f"a candidate of task {tag.state.task.name} was lost and is not recorded: {outcome.error}"
+        told = f"a candidate of task {tag.state.task.name} was lost and is not recorded: {last_line(outcome.error)}"
         logger.warning("%s", told)
+        logger.debug("%s", outcome.error)
         if self._lost > _LOST_MAX:
             raise MeasuringBrokenError(f"{_LOST_MAX} candidates in a row were lost, through no fault of theirs; {told}")
         if tag.route is Route.FALLBACK:
