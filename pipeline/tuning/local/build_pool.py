@@ -6,10 +6,8 @@ Jobs are submitted at any time and answered one by one as they are built: a slow
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import multiprocessing
-import os
 import pickle
 import threading
 import time
@@ -21,7 +19,7 @@ from pathlib import Path
 import tvm
 
 from relaxtune.pipeline.tuning.local.build_worker import BuildReply, BuildRequest
-from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer, Reply
+from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer, Reply, is_of_the_disk
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt, Unmeasured
 from relaxtune.pipeline.tuning.measure.recipe import Buildable
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
@@ -309,6 +307,6 @@ def _built(reply: Reply) -> Built:
 
 
 def _failed(error: str, *, from_outside: bool = False) -> Built:
-    """Return a failed build; a process killed from outside and a full disk are no fault of the candidate."""
-    lost = from_outside or os.strerror(errno.ENOSPC) in error
+    """Return a failed build."""
+    lost = from_outside or is_of_the_disk(error)
     return Built(Unmeasured.LOST if lost else Status.BUILD_ERROR, error=error)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from relaxtune.pipeline.tuning.local.devices import Device
-from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer, Reply
+from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer, Reply, is_of_the_disk
 from relaxtune.pipeline.tuning.local.requests import (
     CompareReply,
     CompareRequest,
@@ -247,7 +247,7 @@ class MeasuringProcess:
             reply = self._answer(timeout_s)
         except ChildDiedError as e:
             self._replace()
-            status = Unmeasured.LOST if e.from_outside else Status.RUN_ERROR
+            status = Unmeasured.LOST if e.from_outside or is_of_the_disk(str(e)) else Status.RUN_ERROR
             raise _NoAnswerError(_STOPPED if self._stopped else Outcome(status, error=str(e))) from e
         if reply is None:
             self._replace()
@@ -257,7 +257,8 @@ class MeasuringProcess:
             if self.device.name.startswith("cuda"):
                 # An error may have broken the CUDA context, which would fail every later candidate.
                 self._replace()
-            raise _NoAnswerError(Outcome(Status.RUN_ERROR, error=reply.error))
+            status = Unmeasured.LOST if is_of_the_disk(reply.error) else Status.RUN_ERROR
+            raise _NoAnswerError(Outcome(status, error=reply.error))
         if not isinstance(reply.value, kind):
             raise TypeError(f"the measuring process answered with {type(reply.value).__name__}, not {kind.__name__}")
         return reply.value

@@ -9,6 +9,7 @@ It is started afresh, or forked by a `ForkServer`, which has done the imports.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -28,8 +29,15 @@ from relaxtune.pipeline.tuning.local.fork_requests import Fork, Reap
 
 _STDERR_TAIL_BYTES = 2000
 _END_S = 5.0
+# What a full or broken disk says, in whose words ever: a fault of the machine, none of a candidate.
+_DISK = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS))
 # Signals that end a process from outside.
 _OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+def is_of_the_disk(error: str) -> bool:
+    """Return whether an error text of a child tells of a full or broken disk."""
+    return any(said in error for said in _DISK)
 
 
 @dataclass(frozen=True)

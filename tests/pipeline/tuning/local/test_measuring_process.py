@@ -132,6 +132,21 @@ def test_a_process_killed_from_outside_is_no_failure_of_its_candidate(
     assert after.status is Status.OK
 
 
+def test_a_disk_too_full_for_a_reference_is_no_failure_of_a_candidate(
+    backend: LocalBackend, pool: BuildPool, place: Place
+) -> None:
+    assert measure(backend, candidate(pool, place, add_one_mod()))[0].status is Status.OK
+    spec = checked(pool, place, "full")
+    assert spec.reference is not None
+    for seed in range(4):
+        # Everything written there fails as on a full disk.
+        partial = f"{spec.reference.content!s}.{seed}.{backend.processes[0].pid}.partial"
+        Path(partial).symlink_to("/dev/full")
+    (lost,) = measure(backend, candidate(pool, place, add_one_mod(), spec))
+    assert lost.status is Unmeasured.LOST
+    assert "No space left on device" in str(lost.error)
+
+
 def test_a_hopeless_candidate_is_timed_once(pool: BuildPool, place: Place) -> None:
     # usleep of 16 times 2 ms is far behind the plain addition of the same workload.
     with closing(LocalBackend(["cpu:0"], place.environment, QUICK, timeout_s=5.0)) as backend:
