@@ -27,6 +27,7 @@ from relaxtune.tuning_db.urls import DatabaseUrl
 from tests.pipeline.tuning.ray.clusters import kill_workers, small_cluster
 from tests.pipeline.tuning.tuning_cases import (
     add_one_mod,
+    all_records,
     built,
     extern_mod,
     matmul_task,
@@ -169,6 +170,7 @@ def test_a_run_on_a_cluster_records_every_candidate(
         target=target,
         database=database,
         environment=environment,
+        still_true=all_records,
         options=OPTIONS,
         builder=machine.builder,
         backend=machine.backend,
