@@ -16,7 +16,7 @@ TIMED = $(BIN)/python -m pytest -n 0 -m "$(TESTED) and timing" $$(grep -rl mark.
 LOCK := .venv-lock/bin/uv pip compile pyproject.toml - --universal --python-version 3.11 --generate-hashes --upgrade \
 	--no-annotate --custom-compile-command 'make lock' --quiet
 
-.PHONY: demo test coverage test-all nightly lock latest check bench tune-gpu bench-gpu clean
+.PHONY: demo demo-batch test coverage test-all nightly lock latest check bench tune-gpu bench-gpu clean
 
 # What the main job needs; the tests need more. Both are locked sets: `make lock` renews them.
 $(VENV)/.installed: pyproject.toml requirements/runtime.txt
@@ -32,6 +32,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
 demo: $(VENV)/.installed  ## the main job on the embedded default: this CPU, SQLite, a zoo model
 	mkdir -p .demo
 	$(BIN)/relaxtune tune bert-tiny --target llvm --trials 64 --db .demo/tuning.db --out .demo/bert-tiny
+
+demo-batch: $(VENV)/.installed  ## six cells by one plan, on this CPU; under three minutes
+	mkdir -p .demo && cp docs/demo-batch.toml .demo/
+	$(BIN)/relaxtune batch run .demo/demo-batch.toml
+	$(BIN)/relaxtune batch report .demo/demo-batch.toml --out .demo/demo-batch.html
 
 test: $(VENV)/.installed-dev  ## what CI runs; tests that compare times come last, alone
 	$(PARALLEL) $(COVER)

@@ -25,6 +25,7 @@ from relaxtune.pipeline.cli.output import (
     stderr_console,
     stdout_console,
 )
+from relaxtune.pipeline.cli.report import write_page
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
@@ -149,6 +150,24 @@ def watch(
             time.sleep(every)
     if not console.is_terminal:
         typer.echo(_title(found, cells))
+
+
+@app.command()
+def report(
+    batch: BatchArgument = None,
+    db: DatabaseOption = DEFAULT_DATABASE,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="The page. Default: NAME.html, by the batch's name.")
+    ] = None,
+) -> None:
+    """Write one page on a batch: its cells, before and after, its attempts, and where each model's time goes."""
+    from relaxtune.pipeline.batch.report import render_batch
+    from relaxtune.tuning_db.batches import get_batch
+
+    place, start = _place(batch, db)
+    with open_for_reading(place) as database:
+        found = get_batch(database, start)
+        write_page(render_batch(database, found), out or Path(f"{found.name}.html"))
 
 
 @app.command()

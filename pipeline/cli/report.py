@@ -60,7 +60,9 @@ def report(
         require_signed(verify_key, directory)
     reports = _reports(directory, db, ceilings, profile=profile)
     if output_format is ReportFormat.HTML:
-        _write_page(reports, out or _default_out(directory))
+        from relaxtune.pipeline.report.html import render_page
+
+        write_page(render_page(reports), out or _default_out(directory))
     elif output_format is ReportFormat.JSON:
         data = [one.to_json() for one in reports]
         print_json(data[0] if directory is not None else data)
@@ -106,13 +108,11 @@ def _default_out(directory: Path | None) -> Path:
     return resolved.with_name(f"{resolved.name}.html")
 
 
-def _write_page(reports: list[Report], path: Path) -> None:
-    """Write the page whole or not at all, and print where it is."""
-    from relaxtune.pipeline.report.html import render_page
-
+def write_page(text: str, path: Path) -> None:
+    """Write a page whole or not at all, and print where it is."""
     staged = path.with_name(f".{path.name}.staged")
     try:
-        staged.write_text(render_page(reports), encoding="utf-8")
+        staged.write_text(text, encoding="utf-8")
         staged.replace(path)
     except OSError as e:
         raise PipelineError(f"--out {path} cannot be written: {e.strerror or e}") from e

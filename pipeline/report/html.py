@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from relaxtune.pipeline.printable import printable
 from relaxtune.pipeline.report.error_plot import error_histograms
@@ -39,14 +39,36 @@ _LEFT_COLUMNS = frozenset({"kernel", "family", "route", "bottleneck", "ONNX node
 def render_page(reports: Sequence[Report]) -> str:
     """Return the page of one report or several."""
     title = ", ".join(dict.fromkeys(report.model for report in reports)) or "nothing measured"
-    body = "".join(_section(report) for report in reports) or "<p>No job of this database has a valid record.</p>"
+    body = "".join(map(section, reports)) or "<p>No job of this database has a valid record.</p>"
+    return page(title, body)
+
+
+def page(title: str, body: str) -> str:
+    """Return a whole page; `body` is HTML."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body>{body}</body></html>\n"
     )
 
 
-def _section(report: Report) -> str:
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] = ()) -> str:
+    """Return a table; its cells are HTML already, those of the columns named in `left` begin at the left."""
+    sides = [' class="left"' if name in left else "" for name in columns]
+    head = "".join(f"<th{side}>{_escape(name)}</th>" for name, side in zip(columns, sides, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{side}>{cell}</td>" for cell, side in zip(row, sides, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def tiles(facts: Sequence[tuple[str, str]]) -> str:
+    """Return facts, a name and a value each, beside each other."""
+    return f'<div class="facts">{"".join(f"<div><b>{_escape(v)}</b>{_escape(name)}</div>" for name, v in facts)}</div>'
+
+
+def section(report: Report) -> str:
+    """Return the part of a page that is one report."""
     parts = [
         f"<h1>{_escape(report.model)}</h1>",
         f"<p>{_escape(report.source)}; {_escape(report.target)}; times of {_escape(report.device or 'no device')}</p>",
@@ -64,7 +86,11 @@ def _section(report: Report) -> str:
     errors = error_histograms(report.validation or {})
     if errors:
         parts += ["<h2>Errors of the last validation over tolerance</h2>", errors]
-    parts += ["<h2>Kernels</h2>", _table(report.kernels), _versions(report.versions or {})]
+    parts += [
+        "<h2>Kernels</h2>",
+        table(_COLUMNS, [*map(_cells, report.kernels)], _LEFT_COLUMNS),
+        _versions(report.versions or {}),
+    ]
     return printable("".join(parts))
 
 
@@ -85,8 +111,7 @@ def _facts(report: Report) -> str:
         facts.append(("validation against ONNX Runtime", f"{verdict}, {report.validation.get('samples')} samples"))
     elif report.weights_bytes is not None:
         facts.append(("validation against ONNX Runtime", "never"))
-    tiles = "".join(f"<div><b>{_escape(value)}</b>{_escape(name)}</div>" for name, value in facts)
-    return f'<div class="facts">{tiles}</div>'
+    return tiles(facts)
 
 
 def _key() -> str:
@@ -95,17 +120,6 @@ def _key() -> str:
         for one, meaning in _MEANING.items()
     )
     return f'<p class="key">{spans}</p>'
-
-
-def _table(rows: Sequence[KernelRow]) -> str:
-    head = "".join(f"<th{_side(name)}>{_escape(name)}</th>" for name in _COLUMNS)
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{_side(name)}>{cell}</td>" for name, cell in zip(_COLUMNS, _cells(row), strict=True))
-        + "</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _cells(row: KernelRow) -> tuple[str, ...]:
@@ -162,10 +176,6 @@ def _nodes(nodes: Sequence[str]) -> str:
 
 def _versions(versions: Mapping[str, str]) -> str:
     return f"<p>Made with {_escape(', '.join(f'{name} {version}' for name, version in versions.items()))}.</p>"
-
-
-def _side(column: str) -> str:
-    return ' class="left"' if column in _LEFT_COLUMNS else ""
 
 
 def _escape(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -213,6 +214,21 @@ def test_what_did_not_change_is_not_done_again(ran: Ran, database: TuningDatabas
     data = json.loads(capsys.readouterr().out)
     assert [cell["status"] for cell in data["cells"]] == ["done", "done", "failed", "rejected"]
     assert data["outcome"] == "2 of 4 accepted"
+
+
+def test_a_page_shows_the_batch_and_fetches_nothing(ran: Ran, tmp_path: Path, capsys) -> None:
+    page = tmp_path / "page.html"
+    with pytest.raises(SystemExit) as ended:
+        main(["batch", "report", "small", "--db", str(ran.folder / "records.db"), "--out", str(page)])
+    assert not ended.value.code
+    assert capsys.readouterr().out.strip() == str(page)
+    text = page.read_text(encoding="utf-8")
+    assert all(cell in text for cell in ("first-16x32-llvm", "first-8x32-llvm", "strange-16x32-llvm"))
+    assert "max_latency_ms is 1e-06" in text
+    # Each artifact's kernels, the plan, and nothing from elsewhere.
+    assert text.count("<h2>Kernels</h2>") == 3
+    assert "candidates = 6" in text
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//", text)
 
 
 @pytest.mark.parametrize("what", ["artifact", "record", "limit", "code"])
