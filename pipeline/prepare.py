@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from relaxtune.models import OnnxModel, load_model
+from relaxtune.models.axis_profile import AxisProfile, check_profile
 from relaxtune.models.buckets import Bucket, bucket_shapes, make_buckets, open_axes
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.importer import import_model
@@ -49,6 +50,8 @@ class ModelRequest:
         Who may make kernels; the fallback always may.
     buckets
         Symbolic axis -> sizes that the artifact gets code of its own for, each combination of several axes' sizes.
+    profile
+        Symbolic axis -> the sizes that it takes in calls.
     """
 
     source: str | Path
@@ -58,6 +61,7 @@ class ModelRequest:
     seed: int = 0
     routes: frozenset[Route] = DEFAULT_ROUTES
     buckets: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    profile: Mapping[str, AxisProfile] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,9 @@ def prepare_model(request: ModelRequest) -> PreparedModel:
     target = resolve_target(request.target)
     logger.info("target %s %s: %s; %s", target.kind, target.arch, target.source, target.limits)
     with stage("load"):
-        shapes = open_axes(request.source, tuple(request.buckets), request.shapes)
+        shapes = open_axes(request.source, (*request.buckets, *request.profile), request.shapes)
         model = load_model(request.source, shapes=shapes or None, seed=request.seed)
+        check_profile(request.profile, model.inputs)
         wanted = make_buckets(request.buckets, model.inputs) if request.buckets else ()
     with stage("import"):
         graph = import_model(model)
@@ -136,11 +141,12 @@ def _prepare_bucket(request: ModelRequest, model: OnnxModel, bucket: Bucket, tar
 
 def _lowering_for(request: ModelRequest) -> LoweringOptions:
     """Return a request's options without the passes that make what only a template makes, where templates are off."""
+    options = replace(request.lowering, maxima={axis: profile.most for axis, profile in request.profile.items()})
     if Route.TEMPLATE in request.routes:
-        return request.lowering
+        return options
     aside = TEMPLATE_PASSES - (LIBRARY_PASSES if Route.LIBRARY in request.routes else frozenset())
     logger.info("route template is left aside, and with it: %s", ", ".join(sorted(aside)))
-    return replace(request.lowering, disabled_passes=request.lowering.disabled_passes | aside)
+    return replace(options, disabled_passes=options.disabled_passes | aside)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import TypedDict, Unpack
 import numpy as np
 
 from relaxtune.models import ModelError, OnnxModel, list_models, load_model, random_inputs
+from relaxtune.models.axis_profile import AxisProfile
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact_jobs import ValidationRequest, bench_artifact, compare_builds, validate_artifact
 from relaxtune.pipeline.batch.events import BatchEvent, BatchResult, CandidateEvent, CellEvent
@@ -99,6 +100,8 @@ class ModelOptions(TypedDict, total=False):
         Input name -> shape; a name instead of a size stays symbolic.
     buckets
         Symbolic axis -> sizes that get code of their own.
+    profile
+        Symbolic axis -> its least, typical and largest size.
     precision, group_size
         `fp32`, `tf32`, `fp16`, `bf16`, `w8a16`, `w4a16` or `int8`; weights that share a scale. Default: the graph's.
     disabled_passes, dump_ir, embed_weights
@@ -112,6 +115,7 @@ class ModelOptions(TypedDict, total=False):
     target: str
     shapes: Mapping[str, Sequence[int | str]]
     buckets: Mapping[str, Sequence[int]]
+    profile: Mapping[str, tuple[int, int, int]]
     precision: str | None
     group_size: int | None
     disabled_passes: Sequence[str]
@@ -290,4 +294,5 @@ def _request(source: str | Path, options: ModelOptions) -> ModelRequest:
         seed=options.get("seed", 0),
         routes=frozenset(options.get("routes", DEFAULT_ROUTES)),
         buckets=options.get("buckets", {}),
+        profile={axis: AxisProfile(*sizes) for axis, sizes in options.get("profile", {}).items()},
     )

@@ -19,7 +19,7 @@ from relaxtune.pipeline.codegen.cuda_graph import capture_whole_function, fix_ou
 from relaxtune.pipeline.codegen.dependent_launch import without_dependent_launch
 from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
 from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
-from relaxtune.pipeline.codegen.planned_memory import planned_bytes
+from relaxtune.pipeline.codegen.planned_memory import planned_bytes, with_maxima
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes import plan_memory_passes
@@ -102,6 +102,7 @@ def compile_module(
     seconds: dict[str, float] = {}
     with _timed(seconds, "schedule"):
         mod = with_variants(apply_choices(lowered.mod, choices), variants, lowered.mod)
+        mod = with_maxima(mod, lowered.options.maxima)
         graph = cuda_graph and target.kind == "cuda"
         if graph:
             mod = capture_whole_function(mod, len(lowered.graph.inputs))
@@ -114,8 +115,7 @@ def compile_module(
         on_gpu = lowered.kernels if target.kind == "cuda" else ()
         launches = {name: count_launches(mod[name]) for name in on_gpu}
     with _timed(seconds, "plan_memory"), _pass_context(graph), target.target:
-        mod = _plan_memory(mod, target, graph)
-        planned = planned_bytes(mod)
+        mod, planned = _plan_memory(mod, target, graph)
     with _timed(seconds, "codegen"), device_toolchain(target.target), _pass_context(graph), target.target:
         executable = _generate(mod, target, lowered.graph.name)
     return CompiledModule(
@@ -156,7 +156,8 @@ def apply_choices(mod: tvm.ir.IRModule, choices: Sequence[KernelChoice]) -> tvm.
     return result
 
 
-def _plan_memory(mod: tvm.ir.IRModule, target: ResolvedTarget, graph: bool) -> tvm.ir.IRModule:
+def _plan_memory(mod: tvm.ir.IRModule, target: ResolvedTarget, graph: bool) -> tuple[tvm.ir.IRModule, int | None]:
+    """Return the module with explicit memory, and the bytes that it takes, where they are known."""
     passes = plan_memory_passes(target.target, graph)
     if graph:
         position = [str(one.info.name) for one in passes].index("RewriteCUDAGraph")
@@ -164,7 +165,9 @@ def _plan_memory(mod: tvm.ir.IRModule, target: ResolvedTarget, graph: bool) -> t
             lambda planned, _: fix_output_memory(planned), opt_level=0, name="FixOutputMemory"
         )
         passes.insert(position, fix)
-    return tvm.transform.Sequential(passes)(mod)
+    shapes = [str(one.info.name) for one in passes].index("VMShapeLower")
+    mod = tvm.transform.Sequential(passes[:shapes])(mod)
+    return tvm.transform.Sequential(passes[shapes:])(mod), planned_bytes(mod)
 
 
 def _generate(mod: tvm.ir.IRModule, target: ResolvedTarget, name: str) -> relax.VMExecutable:

@@ -37,7 +37,7 @@ _MAIN = "main"
 # Sets of sizes whose memory the pool keeps at a time.
 _SIZES_MAX = 64
 # What TVM says when its code gets other tensors than it was compiled for.
-_REFUSALS = ("ErrorContext(fn=", "Mismatched ", "Invoking function")
+_REFUSALS = ("ErrorContext(fn=", "Mismatched ", "Invoking function", "storage allocation failure")
 
 # What the virtual machine calls before and after each call it makes: (function, its name, whether before, what it
 # returned, arguments) -> a `tvm.runtime.vm.VMInstrumentReturnKind`.

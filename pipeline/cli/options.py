@@ -17,6 +17,7 @@ from relaxtune.tuning_db.records import Route
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
+    from relaxtune.models.axis_profile import AxisProfile
     from relaxtune.pipeline.prepare import ModelRequest
 
 
@@ -74,6 +75,11 @@ class ModelOptions:
         "Sizes of a symbolic axis that get code of their own, beside code for any size (repeatable).",
         metavar="AXIS=128,256,...",
     )
+    profile: list[str] | None = option(
+        None,
+        "Least, typical and largest size of a symbolic axis: memory is planned for the largest, more is refused.",
+        metavar="AXIS=MIN:TYPICAL:MAX,...",
+    )
     seed: SeedOption = 0
     disable_pass: list[str] | None = option(None, "Switch a pass off by name (repeatable).", metavar="NAME")
     dump_ir: Path | None = option(None, "Write the IR after each phase into DIR.", metavar="DIR")
@@ -93,7 +99,7 @@ class ModelOptions:
         Raises
         ------
         UsageError
-            A shape, a bucket or a route cannot be read.
+            A shape, a bucket, a profile or a route cannot be read.
         """
         from relaxtune.pipeline.passes.module import LoweringOptions
         from relaxtune.pipeline.prepare import ModelRequest
@@ -112,6 +118,7 @@ class ModelOptions:
             seed=self.seed,
             routes=parse_routes(self.routes),
             buckets=parse_buckets(self.bucket),
+            profile=parse_profile_options(self.profile),
         )
 
 
@@ -182,6 +189,23 @@ def parse_buckets(texts: list[str] | None) -> dict[str, tuple[int, ...]]:
 
     twice = "names axis {!r} twice: {!r}; give all its sizes in one: AXIS=128,256"
     return _parse_named(texts or (), parse_bucket, "--bucket", twice)
+
+
+def parse_profile_options(texts: list[str] | None) -> dict[str, AxisProfile]:
+    """Return `--profile` values as axis -> profile.
+
+    Raises
+    ------
+    UsageError
+        A text is not `axis=min:typical:max`, or an axis is named twice.
+    """
+    from relaxtune.models.axis_profile import parse_profiles
+    from relaxtune.models.errors import ModelError
+
+    try:
+        return parse_profiles(texts or ())
+    except ModelError as error:
+        raise UsageError(f"--profile: {error}") from error
 
 
 def _parse_named(

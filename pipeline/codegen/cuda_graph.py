@@ -22,10 +22,13 @@ inputs, which matters where an input is a large key-value cache.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import tvm
 from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from relaxtune.pipeline.codegen.planned_memory import entries, largest_shape, maxima_of
 
 # Read by RewriteCUDAGraph: parameters from this position on are at fixed addresses.
 NUM_INPUT = "num_input"
@@ -43,12 +46,13 @@ def capture_whole_function(mod: tvm.ir.IRModule, inputs: int) -> tvm.ir.IRModule
 
     Notes
     -----
-    With a symbolic input the inputs stay the caller's: a graph is captured for one set of shapes.
+    With a symbolic input the inputs stay the caller's: a graph is captured for one set of shapes, at run time
+    (`pipeline.artifact.size_graphs`). Where `with_maxima` told the largest sizes, memory is the module's all the same.
     """
     builder = relax.BlockBuilder(mod)
-    for var, main in _entries(mod):
+    for var, main in entries(mod):
         fixed = all(_static_shape(param) is not None for param in main.params[:inputs])
-        views, value = _view_outputs(main.body)
+        views, value = _view_outputs(main.body, maxima_of(main))
         blocks = [*main.body.blocks, *_block(views)]
         function = relax.Function(main.params, relax.SeqExpr(blocks, value), main.ret_ty, main.is_pure, main.attrs)
         builder.update_func(var, function.with_attr(NUM_INPUT, 0 if fixed else inputs))
@@ -61,33 +65,32 @@ def fix_output_memory(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
     Runs between StaticPlanBlockMemory and RewriteCUDAGraph, which moves such memory into the graph's.
     """
     builder = relax.BlockBuilder(mod)
-    for var, function in _entries(mod):
-        builder.update_func(var, _FixedMemory(mod).visit_expr(function))
+    for var, function in entries(mod):
+        builder.update_func(var, _FixedMemory(mod, maxima_of(function)).visit_expr(function))
     return builder.get()
-
-
-def _entries(mod: tvm.ir.IRModule) -> list[tuple[tvm.ir.GlobalVar, relax.Function]]:
-    """Return `main` and its variants (`choose.variants`): before graphs are lifted out there is nothing else."""
-    return [(var, function) for var, function in mod.functions_items() if isinstance(function, relax.Function)]
 
 
 @mutator
 class _FixedMemory(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no types
-    """Turn run-time allocations of static size into storage plus a tensor in it."""
+    """Turn run-time allocations of static size, or of one that has a maximum, into storage plus a tensor in it."""
+
+    def __init__(self, mod: tvm.ir.IRModule, maxima: Mapping[str, int]) -> None:
+        super().__init__(mod)
+        self._maxima = maxima
 
     def visit_call_(self, op: tvm.ir.Call) -> tvm.ir.Expr:
         call = super().visit_call_(op)
         if call.op != tvm.ir.Op.get("relax.builtin.alloc_tensor"):
             return call
-        shape, dtype = _static_shape(call), call.ty.dtype
-        if shape is None:
+        largest, dtype = largest_shape(call, self._maxima), call.ty.dtype
+        if largest is None:
             return call
-        size = math.prod(shape) * ((tvm.DataType(str(dtype)).bits + 7) // 8)
+        size = math.prod(largest) * ((tvm.DataType(str(dtype)).bits + 7) // 8)
         storage = self.builder_.emit(relax.op.memory.alloc_storage(relax.ShapeExpr([size]), 0, "global", str(dtype)))
-        return relax.op.memory.alloc_tensor(storage, 0, relax.ShapeExpr(shape), str(dtype))
+        return relax.op.memory.alloc_tensor(storage, 0, call.ty.shape, str(dtype))
 
 
-def _view_outputs(body: relax.SeqExpr) -> tuple[list[relax.VarBinding], relax.Expr]:
+def _view_outputs(body: relax.SeqExpr, maxima: Mapping[str, int]) -> tuple[list[relax.VarBinding], relax.Expr]:
     """Return bindings that view each output once more, and the function's result over those views.
 
     RewriteCUDAGraph leaves the memory of a tensor that is returned itself to the caller, a fresh one for each run. A
@@ -100,7 +103,7 @@ def _view_outputs(body: relax.SeqExpr) -> tuple[list[relax.VarBinding], relax.Ex
     fields = list(whole.fields) if isinstance(whole, relax.Tuple) else [result]
     bindings, outputs = [], []
     for index, field in enumerate(fields):
-        if not _static_shape(field):
+        if not largest_shape(field, maxima):
             outputs.append(field)
             continue
         view = relax.Var(f"output_{index}", field.ty)

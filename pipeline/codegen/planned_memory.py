@@ -1,27 +1,73 @@
-"""The bytes that the static memory plan of a module takes."""
+"""The memory of a module: the largest sizes that it is planned for, and the bytes that the plan takes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import tvm
 from tvm import relax, tirx
+from tvm.sym import Analyzer
 
+from relaxtune.schedules.tir.expressions import find_all, substitute
+
+# Read by TVM's memory planner: variable -> its largest value.
+_MAXIMA = "tir_var_upper_bound"
 _ALLOC_STORAGE = "relax.vm.alloc_storage"
 
 
 def planned_bytes(mod: tvm.ir.IRModule) -> int | None:
     """Return the bytes of all storage that a planned module asks for: intermediates and outputs, weights not counted.
 
-    None when a size depends on the inputs' shapes.
+    None when a size depends on the inputs' shapes, and has no maximum. To be asked before shapes are lowered.
     """
     sizes: list[int | None] = []
+    for _, function in entries(mod):
+        maxima = maxima_of(function)
 
-    def visit(expr: tvm.ir.Expr) -> None:
-        if isinstance(expr, tvm.ir.Call) and str(getattr(expr.op, "name", "")) == _ALLOC_STORAGE:
-            extents = list(expr.args[0].values) if isinstance(expr.args[0], relax.ShapeExpr) else [None]
-            sizes.extend(int(extent) if isinstance(extent, tirx.IntImm) else None for extent in extents)
+        def visit(expr: tvm.ir.Expr, maxima: Mapping[str, int] = maxima) -> None:
+            if isinstance(expr, tvm.ir.Call) and str(getattr(expr.op, "name", "")) == _ALLOC_STORAGE:
+                extents = list(expr.args[0].values) if isinstance(expr.args[0], relax.ShapeExpr) else []
+                sizes.extend([_largest(extent, maxima) for extent in extents] or [None])
 
-    for _, function in mod.functions_items():
-        if isinstance(function, relax.Function):
-            relax.analysis.post_order_visit(function, visit)
+        relax.analysis.post_order_visit(function, visit)
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
+
+
+def with_maxima(mod: tvm.ir.IRModule, maxima: Mapping[str, int]) -> tvm.ir.IRModule:
+    """Return the module with memory to be planned for the largest sizes of its symbolic axes, by their names."""
+    if not maxima:
+        return mod
+    result = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
+    for var, function in entries(mod):
+        result[var] = function.with_attr(_MAXIMA, dict(maxima))
+    return result
+
+
+def maxima_of(function: relax.Function) -> dict[str, int]:
+    """Return the largest sizes that `with_maxima` told, by the names of axes."""
+    told = function.attrs.get(_MAXIMA, {}) if function.attrs else {}
+    return {str(name): int(size) for name, size in told.items()}
+
+
+def largest_shape(value: relax.Expr, maxima: Mapping[str, int]) -> list[int] | None:
+    """Return a tensor's shape where every symbolic size is the largest; None where one has no maximum.
+
+    A size is taken to grow with the axes that it is made of.
+    """
+    shape = getattr(value.ty, "shape", None)
+    if shape is None:
+        return None
+    largest = [number for size in shape if (number := _largest(size, maxima)) is not None]
+    return largest if len(largest) == len(shape) else None
+
+
+def entries(mod: tvm.ir.IRModule) -> list[tuple[tvm.ir.GlobalVar, relax.Function]]:
+    """Return `main` and its variants (`choose.variants`): before graphs are lifted out there is nothing else."""
+    return [(var, function) for var, function in mod.functions_items() if isinstance(function, relax.Function)]
+
+
+def _largest(size: tirx.Expr, maxima: Mapping[str, int]) -> int | None:
+    known = {var: tirx.IntImm("int64", maxima[var.name]) for var in find_all(size, tirx.Var) if var.name in maxima}
+    number = Analyzer().simplify(substitute(size, known))
+    return int(number) if isinstance(number, tirx.IntImm) else None

@@ -38,6 +38,8 @@ class LoweringOptions:
         Of quantised weights, see `pipeline.precision.named_policy`; None for the policy's own.
     norm_rows_max
         Rows of a matmul up to which `fuse_norms` takes norms into it; see `pipeline.choose.norm_forms`, which measures.
+    maxima
+        Symbolic axis -> its largest size: memory is planned for it. A call with more is refused.
     """
 
     precision: str | None = None
@@ -47,6 +49,7 @@ class LoweringOptions:
     weight_bytes_min: int = 1024
     group_size: int | None = None
     norm_rows_max: int = NORM_ROWS_MAX
+    maxima: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def policy(self) -> PrecisionPolicy | None:

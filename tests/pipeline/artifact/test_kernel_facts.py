@@ -5,17 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from relaxtune.models import load_model
+from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.entries import KernelEntry, WorkEntry
-from relaxtune.pipeline.artifact.export import build_manifest
+from relaxtune.pipeline.artifact.export import build_manifest, write_artifact
 from relaxtune.pipeline.artifact.manifest import parse_manifest
+from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.codegen.planned_memory import planned_bytes
+from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.importer import import_model
-from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.schedules.targets import ResolvedTarget
+from tests.pipeline.passes.pass_cases import run_reference
 
 
 def work_of(kernels: tuple[KernelEntry, ...], family: str) -> list[WorkEntry]:
@@ -61,3 +66,21 @@ def test_symbolic_shapes_have_no_work_and_no_plan(llvm_target: ResolvedTarget) -
 
 def test_a_module_without_storage_plans_nothing(compiled: CompiledModule) -> None:
     assert planned_bytes(compiled.lowered.mod) == 0
+
+
+def test_memory_of_symbolic_sizes_is_planned_for_the_largest(llvm_target: ResolvedTarget, tmp_path: Path) -> None:
+    model = load_model("bert-tiny", shapes={"input_ids": (1, "sequence")})
+    options = LoweringOptions(maxima={"sequence": 64})
+    compiled = compile_module(lower(import_model(model), llvm_target.target, options), (), llvm_target)
+    assert compiled.planned_bytes is not None
+    largest = load_model("bert-tiny", shapes={"input_ids": (1, 64)})
+    known = compile_module(lower(import_model(largest), llvm_target.target), (), llvm_target)
+    assert (known.planned_bytes or 0) <= compiled.planned_bytes < 3 * (known.planned_bytes or 0)
+    write_artifact(compiled, tmp_path / "artifact")
+    module = Module.load(tmp_path / "artifact")
+    for length in (1, 33, 64):
+        feeds = random_inputs(model, seed=0, dims={"sequence": length})
+        for found, right in zip(module.run(feeds).values(), run_reference(model, feeds), strict=True):
+            np.testing.assert_allclose(found, right, rtol=1e-3, atol=1e-4)
+    with pytest.raises(PipelineError, match="refuses these sizes"):
+        module.run(random_inputs(model, seed=0, dims={"sequence": 65}))

@@ -1,0 +1,71 @@
+"""What calls of a model with symbolic axes look like: the least, the typical and the largest size of an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from relaxtune.models.buckets import list_symbols
+from relaxtune.models.errors import ModelShapeError
+from relaxtune.models.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class AxisProfile:
+    """Sizes of one axis; a call with more than `most` is refused."""
+
+    least: int
+    typical: int
+    most: int
+
+
+def parse_profile(text: str) -> tuple[str, AxisProfile]:
+    """Return (axis, profile) of one option such as `sequence=1:128:512`.
+
+    Raises
+    ------
+    ModelShapeError
+        The text has another form, or the sizes do not rise.
+    """
+    axis, equals, listed = text.partition("=")
+    sizes = [part.strip() for part in listed.split(":")]
+    if not equals or not axis.strip().isidentifier() or len(sizes) != 3 or not all(map(str.isdecimal, sizes)):
+        raise ModelShapeError(f"profile {text!r} cannot be read: expected AXIS=MIN:TYPICAL:MAX, as sequence=1:128:512")
+    profile = AxisProfile(*map(int, sizes))
+    if not 0 <= profile.least <= profile.typical <= profile.most or profile.most < 1:
+        raise ModelShapeError(f"profile {text!r}: expected rising sizes MIN:TYPICAL:MAX, as sequence=1:128:512")
+    return axis.strip(), profile
+
+
+def parse_profiles(texts: Sequence[str]) -> dict[str, AxisProfile]:
+    """Return axis -> profile of texts such as `sequence=1:128:512,batch=1:8:32`.
+
+    Raises
+    ------
+    ModelShapeError
+        A text has another form, or an axis is named twice.
+    """
+    found: dict[str, AxisProfile] = {}
+    for part in (part for text in texts for part in text.split(",")):
+        axis, profile = parse_profile(part)
+        if axis in found:
+            raise ModelShapeError(f"profile {part!r} names axis {axis!r} twice: give each axis once")
+        found[axis] = profile
+    return found
+
+
+def check_profile(profile: Mapping[str, AxisProfile], specs: Sequence[TensorSpec]) -> None:
+    """Check that the axes of a profile are symbolic ones of the inputs.
+
+    Raises
+    ------
+    ModelShapeError
+        One is not.
+    """
+    symbols = list_symbols(specs)
+    unknown = [axis for axis in profile if axis not in symbols]
+    if unknown:
+        raise ModelShapeError(
+            f"axis {unknown[0]!r} of a profile is no symbolic axis of the inputs: expected one of "
+            f"{', '.join(symbols) or '(they have none)'}, the inputs are {'; '.join(str(spec) for spec in specs)}"
+        )

@@ -1,0 +1,36 @@
+"""Profiles of symbolic axes: least, typical and largest size."""
+
+from __future__ import annotations
+
+import pytest
+
+from relaxtune.models.axis_profile import AxisProfile, check_profile, parse_profiles
+from relaxtune.models.errors import ModelShapeError
+from relaxtune.models.spec import TensorSpec
+
+
+def test_profiles_are_read_from_one_text_or_several() -> None:
+    wanted = {"sequence": AxisProfile(1, 128, 512), "batch": AxisProfile(1, 8, 32)}
+    assert parse_profiles(["sequence=1:128:512,batch=1:8:32"]) == wanted
+    assert parse_profiles(["sequence=1:128:512", "batch = 1 : 8 : 32"]) == wanted
+
+
+@pytest.mark.parametrize("text", ["sequence", "sequence=512", "sequence=1:512", "=1:2:3", "sequence=1:x:3", "2=1:2:3"])
+def test_profile_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(ModelShapeError, match="expected AXIS=MIN:TYPICAL:MAX"):
+        parse_profiles([text])
+
+
+@pytest.mark.parametrize("text", ["sequence=8:4:512", "sequence=1:600:512", "sequence=0:0:0"])
+def test_sizes_that_do_not_rise_are_refused(text: str) -> None:
+    with pytest.raises(ModelShapeError, match="expected rising sizes"):
+        parse_profiles([text])
+
+
+def test_axis_twice_and_axis_that_is_not_there_are_refused() -> None:
+    with pytest.raises(ModelShapeError, match="names axis 'batch' twice"):
+        parse_profiles(["batch=1:2:3,batch=1:2:4"])
+    spec = TensorSpec("input_ids", "int64", ("batch", 128))
+    check_profile({"batch": AxisProfile(1, 2, 3)}, [spec])
+    with pytest.raises(ModelShapeError, match="axis 'sequence' of a profile is no symbolic axis"):
+        check_profile({"sequence": AxisProfile(1, 2, 3)}, [spec])
