@@ -6,9 +6,14 @@ import threading
 import time
 from collections.abc import Iterator
 
+import psycopg
 import pytest
+from sqlalchemy import text
+from sqlalchemy.orm import Session
 
 from relaxtune.tuning_db.errors import DatabaseLostError, DatabaseOpenError
+from relaxtune.tuning_db.records import Mode
+from relaxtune.tuning_db.sql.engine import make_engine, parse_location
 from relaxtune.tuning_db.store import SqlDatabase
 from tests.tuning_db.postgres_server import Server, restartable_server
 
@@ -31,6 +36,21 @@ def test_reads_and_writes_wait_for_a_server_that_is_restarted(server, samples):
         assert time.monotonic() - began > 0.9
         back.join()
         assert database.count_records() == 300
+
+
+def test_a_connection_that_the_server_ends_in_its_first_transaction_is_made_again(server):
+    location = parse_location(server.url)
+    ended = []
+
+    def work(session: Session) -> int:
+        if not ended:
+            ended.append(session.execute(text("SELECT pg_backend_pid()")).scalar_one())
+            with psycopg.connect(server.url) as other:
+                other.execute("SELECT pg_terminate_backend(%s, 5000)", ended)
+        return session.execute(text("SELECT 7")).scalar_one()
+
+    with SqlDatabase(location, make_engine(location, read_only=False, create=False), Mode.TUNE) as database:
+        assert database.read(work) == 7
 
 
 def test_a_server_that_stays_away_is_told_and_its_return_is_enough(server, samples, monkeypatch):

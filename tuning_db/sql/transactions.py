@@ -130,7 +130,7 @@ class Transactions:
             self._writes += 1
 
     def _retrying(self, work: Callable[[Session], T], *, write: bool, single: bool) -> T:
-        """Run `work` again after a lock, and after a server that had answered went away: what it wrote is keyed."""
+        """Run `work` again after a lock, and after a server went away that had answered: what it wrote is keyed."""
         began = monotonic()
         while True:
             try:
@@ -139,6 +139,8 @@ class Transactions:
             except DatabaseBusyError as e:
                 self._pause(e, began, LOCK_WAIT_S, LOCK_PAUSE_S)
             except DatabaseOpenError as e:
+                # A server that says itself that it stops or starts has answered.
+                self._answered |= isinstance(e, DatabaseLostError)
                 if not self._answered or self._location.dialect == "sqlite":
                     raise
                 lost = DatabaseLostError(str(e))
