@@ -13,6 +13,7 @@ from tvm.relax.transform.legalize_ops.common import _try_convert_to_scalar_const
 
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.legalise_reductions import Legaliser, reduction_legalisers
+from relaxtune.pipeline.passes.symbolic_moves import legalise_concatenation, legalise_reshape
 
 
 def _relu(x: te.Tensor) -> te.Tensor:
@@ -84,7 +85,10 @@ def _legaliser(operator: str, function: Callable[..., te.Tensor]) -> Legaliser:
 
 
 def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
-    """Return `mod` with each operator as a call of a TIR function; maxima, minima and signs keep a NaN."""
+    """Return `mod` with each operator as a call of a TIR function; maxima, minima and signs keep a NaN.
+
+    Reshapes and concatenations of symbolic shapes are those of `symbolic_moves`.
+    """
     del state
     functions: dict[str, Callable[..., te.Tensor]] = {
         "relax.clip": _clip,
@@ -94,4 +98,5 @@ def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
         "relax.sign": _sign,
     }
     own = {operator: _legaliser(operator, function) for operator, function in functions.items()}
+    own |= {"relax.concat": legalise_concatenation, "relax.reshape": legalise_reshape}
     return relax.transform.LegalizeOps({**own, **reduction_legalisers()})(mod)

@@ -1,0 +1,92 @@
+"""Reshapes and concatenations of symbolic shapes as kernels that fuse with their neighbours.
+
+TVM takes the flat position of every element of a reshape apart by symbolic sizes. What comes of it counts as opaque, as
+a concatenation at a symbolic place does: a slice, a reshape and a transpose of heads are three kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import tvm
+from tvm import relax, te, tirx, topi
+
+from relaxtune.pipeline.passes.kit.ir import static_shape
+from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE
+from relaxtune.pipeline.passes.kit.sizes import Shape, sizes_of
+
+# Numbers of axes before and after, of one group of axes.
+Groups = list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def legalise_reshape(builder: relax.BlockBuilder, call: relax.Call) -> tvm.ir.Expr:
+    """Return a reshape, in which axes that stay keep their own index, as the call of a TIR function.
+
+    One of static shapes, or of unknown ones, is lowered as TVM does.
+    """
+    data = call.args[0]
+    before, after = sizes_of(data), sizes_of(call)
+    groups = None if before is None or after is None else group_axes(before, after)
+    if groups is None or (static_shape(data) is not None and static_shape(call) is not None):
+        return tvm.ir.Op.get("relax.reshape").get_attr("FLegalize")(builder, call)
+
+    def regroup(x: te.Tensor, *shape: tirx.Expr) -> te.Tensor:
+        def element(*index: tirx.Var) -> tirx.Expr:
+            places: list[tirx.Expr] = [tirx.IntImm("int64", 0)] * len(x.shape)
+            for inputs, outputs in groups:
+                flat = _flat([index[axis] for axis in outputs], [shape[axis] for axis in outputs])
+                for count, axis in enumerate(inputs):
+                    place = flat // math.prod(x.shape[other] for other in inputs[count + 1 :])
+                    places[axis] = place % x.shape[axis] if count else place
+            return x(*places)
+
+        return te.compute(shape, element, name="T_reshape", tag=topi.tag.INJECTIVE)
+
+    return builder.call_te(regroup, data, *call.args[1].values, primfunc_name_hint="reshape")
+
+
+def legalise_concatenation(builder: relax.BlockBuilder, call: relax.Call) -> tvm.ir.Expr:
+    """Return a concatenation as the call of a TIR function; one of static shape as TVM lowers it."""
+    parts = call.args[0]
+    if static_shape(call) is not None or not isinstance(parts, relax.Tuple) or call.attrs.axis is None:
+        return tvm.ir.Op.get("relax.concat").get_attr("FLegalize")(builder, call)
+    attrs = {"op_pattern": INJECTIVE}
+    axis = int(call.attrs.axis)
+    return builder.call_te(
+        topi.concatenate, list(parts.fields), axis, primfunc_name_hint="concatenate", primfunc_attrs=attrs
+    )
+
+
+def group_axes(before: Shape, after: Shape) -> Groups | None:
+    """Return which axes become which, in the smallest groups; None where the sizes do not tell.
+
+    Axes of size 1 are in no group.
+    """
+    left = [axis for axis, size in enumerate(before) if size != 1]
+    right = [axis for axis, size in enumerate(after) if size != 1]
+    groups: Groups = []
+    while left and right:
+        found = next(
+            (
+                (many, more)
+                for total in range(2, len(left) + len(right) + 1)
+                for many in range(1, min(total, len(left) + 1))
+                if 0 < (more := total - many) <= len(right)
+                and math.prod(before[axis] for axis in left[:many]) == math.prod(after[axis] for axis in right[:more])
+            ),
+            None,
+        )
+        if found is None:
+            return None
+        groups.append((tuple(left[: found[0]]), tuple(right[: found[1]])))
+        left, right = left[found[0] :], right[found[1] :]
+    return None if left or right else groups
+
+
+def _flat(index: Sequence[tirx.Expr], sizes: Sequence[tirx.Expr]) -> tirx.Expr:
+    """Return the row-major position of an element."""
+    position: tirx.Expr = index[0]
+    for place, size in zip(index[1:], sizes[1:], strict=True):
+        position = position * size + place
+    return position

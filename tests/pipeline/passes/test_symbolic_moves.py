@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from relaxtune.models.inputs import random_inputs
+from relaxtune.models.polynomials import Polynomial
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.passes.kit.sizes import Shape
+from relaxtune.pipeline.passes.symbolic_moves import group_axes
+from tests.pipeline.passes.attention.test_symbolic_attention import SIZES, symbolic_model
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, compiled, run_compiled, run_reference, small_model
+
+B, S = Polynomial.symbol("batch"), Polynomial.symbol("sequence")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "groups"),
+    [
+        ((B, S, 128), (B, S, 2, 64), [((0,), (0,)), ((1,), (1,)), ((2,), (2, 3))]),
+        ((B, S, 2, 64), (B, S, 128), [((0,), (0,)), ((1,), (1,)), ((2, 3), (2,))]),
+        ((B, S, 8), (B * S, 8), [((0, 1), (0,)), ((2,), (1,))]),
+        ((B * 4, S), (B, 4, 1, S), [((0,), (0, 1)), ((1,), (3,))]),
+        ((B, 6, S), (B, S, 3, 2), [((0,), (0,)), ((1, 2), (1, 2, 3))]),
+        ((B, S), (B, S + 1), None),
+        ((B, S), (S, B), [((0, 1), (0, 1))]),
+    ],
+)
+def test_group_axes_finds_the_smallest_groups(before: Shape, after: Shape, groups: object) -> None:
+    assert group_axes(before, after) == groups
+
+
+@pytest.mark.parametrize(("name", "more"), [("bert-tiny", 2), ("llama-tiny", 4), ("gpt2-tiny-decode", 2)])
+def test_symbolic_graph_has_as_many_kernels_a_layer_as_the_static_one(name: str, more: int) -> None:
+    """What is more than in the static graph are masks and positions, which are constants there."""
+    lowered = lower(import_model(symbolic_model(name)), LLVM)
+    static = lower(import_model(small_model(name)), LLVM)
+    assert sum(map(len, lowered.kernels.values())) - sum(map(len, static.kernels.values())) <= more
+    machine = compiled(lowered)
+    for sizes in SIZES:
+        model = lowered.graph.model
+        feeds = random_inputs(model, seed=2, dims=sizes)
+        assert_agrees(run_compiled(machine, lowered, feeds), run_reference(model, feeds), 1e-4)
