@@ -68,8 +68,8 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.REMOVE_DEAD_CODE, "merge_common_subexpressions", merge_common_subexpressions),
         Step(Phase.REMOVE_DEAD_CODE, "unflatten_matmuls", unflatten_matmuls),
         Step(Phase.REMOVE_DEAD_CODE, "patches_to_matmul", patches_to_matmul),
-        Step(Phase.REMOVE_DEAD_CODE, "scatters_to_concat", scatters_to_concat),
         Step(Phase.REMOVE_DEAD_CODE, "simplify_views", simplify_views),
+        Step(Phase.REMOVE_DEAD_CODE, "scatters_to_concat", scatters_to_concat),
         Step(Phase.REMOVE_DEAD_CODE, "remove_nan_guards", remove_nan_guards),
         # 3 precision
         Step(Phase.PRECISION, "compute_in_half_precision", compute_in_half_precision, makes_precision=True),

@@ -7,7 +7,7 @@ causal or sliding-window form become two numbers, from which a kernel knows what
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,10 +23,19 @@ from relaxtune.pipeline.passes.kit.ir import (
     number_of,
     numbers_beside,
 )
-from relaxtune.pipeline.passes.kit.sizes import Size, sizes_of
+from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, size_of, sizes_of
 
 # A score this low leaves its key out: the weight is exp(-10000) of a visible key's, 0 in float32.
 MASKED = -1e4
+
+_QUERIES, _KEYS = -2, -1
+# Comparison -> whether it bounds the difference of its operands from above, and the bound.
+_BOUNDS: Mapping[str, tuple[bool, int]] = {
+    "less_equal": (True, 0),
+    "less": (True, -1),
+    "greater_equal": (False, 0),
+    "greater": (False, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -164,7 +173,7 @@ class MaskReader:
         """Return a condition as what it is: always true, causal, causal with a window, or a condition."""
         kept = self._plane(condition)
         if kept is None:
-            return Mask(conditions=(condition,))
+            return Mask(causal=True) if self._is_causal(condition) else Mask(conditions=(condition,))
         if kept.all():
             return Mask()
         if not isinstance(self.queries, int) or not isinstance(self.keys, int):
@@ -192,6 +201,52 @@ class MaskReader:
             return None
         # A symbolic axis is one along which the condition does not change.
         return np.broadcast_to(planes[0], [size if isinstance(size, int) else 1 for size in (self.queries, self.keys)])
+
+    def _is_causal(self, condition: Condition) -> bool:
+        """Return whether a comparison of positions says that query i sees key j up to `i + keys - queries`."""
+        value = self._seen_through(condition.expr)
+        if not is_op(value, *_BOUNDS) or not fits(self.queries, self.keys):
+            return False
+        places = [self._position(arg) for arg in value.args]
+        if places[0] is None or places[1] is None:
+            return False
+        (first, left), (second, right) = places[0], places[1]
+        # left - right is at most, or at least, a bound; negated it is the other way round.
+        is_upper, bound = _BOUNDS[value.op.name.removeprefix("relax.")]
+        if condition.negated:
+            is_upper, bound = not is_upper, bound + (1 if is_upper else -1)
+        if (first, second) == (_QUERIES, _KEYS):
+            is_upper, bound, left, right = not is_upper, -bound, right, left
+        elif (first, second) != (_KEYS, _QUERIES):
+            return False
+        return is_upper and plain(right - left + bound) == plain(self.keys - self.queries)
+
+    def _position(self, expr: tvm.ir.Expr) -> tuple[int, Size] | None:
+        """Return the axis, from the end, of which a tensor holds the positions, and the first one's number."""
+        value = self._value(expr)
+        shape = sizes_of(value) if isinstance(value, relax.Call) else None
+        if shape is None:
+            return None
+        if is_op(value, "arange"):
+            start, _, step = (size_of(arg) for arg in value.args)
+            return (-1, start) if start is not None and step == 1 else None
+        if is_op(value, "add", "subtract"):
+            for data, number in numbers_beside(value):
+                inner = self._position(data)
+                if inner is not None and number == int(number) and sizes_of(data) == shape:
+                    return inner[0], plain(inner[1] + (int(number) if is_op(value, "add") else -int(number)))
+            return None
+        if not is_op(value, "expand_dims", "reshape", "squeeze", "broadcast_to", "astype") or "int" not in dtype_of(
+            value
+        ):
+            return None
+        inner, before = self._position(value.args[0]), sizes_of(value.args[0])
+        if inner is None or before is None or is_op(value, "broadcast_to", "astype"):
+            return inner
+        # One axis of several elements: it keeps its size and gets another place.
+        if [size for size in shape if size != 1] != [before[inner[0]]]:
+            return None
+        return next(axis for axis in range(-len(shape), 0) if shape[axis] != 1), inner[1]
 
     def _value(self, expr: tvm.ir.Expr) -> tvm.ir.Expr | None:
         return self.graph.values.get(expr, expr) if isinstance(expr, relax.Var) else expr

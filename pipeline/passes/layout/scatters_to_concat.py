@@ -47,7 +47,7 @@ def scatters_to_concat(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     found = {
         binding.var: parts
         for binding in graph.bindings
-        if _written_rows(binding.value) is not None and (parts := _parts(binding.var, graph)) is not None
+        if _written_rows(binding.value, graph) is not None and (parts := _parts(binding.var, graph)) is not None
     }
     if not found:
         return mod
@@ -55,12 +55,14 @@ def scatters_to_concat(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     return replace_found(mod, state, found, lambda new, binding, parts: _joined(new, binding.var, parts, graph))
 
 
-def _written_rows(value: tvm.ir.Expr | None) -> tuple[int, int] | None:
+def _written_rows(value: tvm.ir.Expr | None, graph: Graph) -> tuple[int, int] | None:
     """Return the first row that a scatter writes, and the one after the last; None for any other expression."""
-    if not is_op(value, "scatter_nd") or str(value.attrs.reduction) != "update" or not is_constant(value.args[1]):
+    if not is_op(value, "scatter_nd") or str(value.attrs.reduction) != "update":
         return None
-    data, indices, updates = shape_of(value.args[0]), array_of(value.args[1]), shape_of(value.args[2])
-    if data is None or updates is None or indices.ndim != 2 or indices.shape[1] != 1 or not indices.size:
+    data, indices, updates = shape_of(value.args[0]), _known(value.args[1], graph), shape_of(value.args[2])
+    if data is None or updates is None or indices is None or indices.ndim != 2 or indices.shape[1:] != (1,):
+        return None
+    if not indices.size:
         return None
     places = indices[:, 0]
     start, stop = int(places[0]), int(places[0]) + len(places)
@@ -70,10 +72,24 @@ def _written_rows(value: tvm.ir.Expr | None) -> tuple[int, int] | None:
     return (start, stop) if rows is not None and 0 <= start < stop <= rows else None
 
 
+def _known(expr: tvm.ir.Expr, graph: Graph) -> np.ndarray | None:
+    """Return the elements of a tensor that are known, as of indices of which none is counted from the end."""
+    if is_constant(expr):
+        return array_of(expr)
+    value = graph.value(expr)
+    if not is_op(value, "where") or not is_constant(value.args[0]):
+        return None
+    condition = array_of(value.args[0])
+    uniform = condition.size > 0 and bool((condition == condition.flat[0]).all())
+    found = _known(value.args[1 if condition.flat[0] else 2], graph) if uniform else None
+    return found if found is not None and found.shape == condition.shape else None
+
+
 def _parts(expr: tvm.ir.Expr, graph: Graph) -> tuple[_Rows, ...] | None:
     """Return what the rows of a tensor are, in their order."""
+    expr = _unturned(expr, graph)
     value = graph.value(expr)
-    written = _written_rows(value)
+    written = _written_rows(value, graph)
     if written is None or not isinstance(value, relax.Call):
         count = _row_count(expr)
         return None if count is None else (_Rows(expr, 0, count),)
@@ -89,6 +105,16 @@ def _parts(expr: tvm.ir.Expr, graph: Graph) -> tuple[_Rows, ...] | None:
         after += [part for part in [rows.cut(stop - first, rows.stop - rows.start)] if part]
         first += rows.stop - rows.start
     return (*before, _Rows(value.args[2], 0, stop - start), *after)
+
+
+def _unturned(expr: tvm.ir.Expr, graph: Graph) -> tvm.ir.Expr:
+    """Return what a tensor is before two transposes of which the second undoes the first."""
+    last = graph.value(expr)
+    first = graph.value(last.args[0]) if is_op(last, "permute_dims") else None
+    if not is_op(first, "permute_dims") or not first.attrs.axes or not is_op(last, "permute_dims"):
+        return expr
+    inner, outer = ([int(axis) for axis in call.attrs.axes or ()] for call in (first, last))
+    return first.args[0] if [inner[axis] for axis in outer] == list(range(len(inner))) else expr
 
 
 def _joined(new: Rewriter, var: relax.Var, parts: tuple[_Rows, ...], graph: Graph) -> tvm.ir.Expr:

@@ -35,6 +35,7 @@ def test_symbolic_attention_agrees_with_onnx_runtime_at_several_sizes(name: str)
     specs = [spec for kernel in lowered.kernels if (spec := spec_of(lowered.mod[kernel])) is not None]
     assert specs
     assert not any(spec.is_static for spec in specs)
+    assert {spec.causal for spec in specs} == {name == "llama-tiny"}
     assert not any("softmax" in kernel for kernel in lowered.kernels)
     machine = compiled(lowered)
     for sizes in SIZES:
