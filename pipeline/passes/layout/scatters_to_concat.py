@@ -108,13 +108,12 @@ def _parts(expr: tvm.ir.Expr, graph: Graph) -> tuple[_Rows, ...] | None:
 
 
 def _unturned(expr: tvm.ir.Expr, graph: Graph) -> tvm.ir.Expr:
-    """Return what a tensor is before two transposes of which the second undoes the first."""
-    last = graph.value(expr)
-    first = graph.value(last.args[0]) if is_op(last, "permute_dims") else None
-    if not is_op(first, "permute_dims") or not first.attrs.axes or not is_op(last, "permute_dims"):
+    """Return what a transpose that moves nothing is of; `simplify_views` leaves one of two that undo each other."""
+    value = graph.value(expr)
+    if not is_op(value, "permute_dims") or not value.attrs.axes:
         return expr
-    inner, outer = ([int(axis) for axis in call.attrs.axes or ()] for call in (first, last))
-    return first.args[0] if [inner[axis] for axis in outer] == list(range(len(inner))) else expr
+    axes = [int(axis) for axis in value.attrs.axes]
+    return value.args[0] if axes == list(range(len(axes))) else expr
 
 
 def _joined(new: Rewriter, var: relax.Var, parts: tuple[_Rows, ...], graph: Graph) -> tvm.ir.Expr:

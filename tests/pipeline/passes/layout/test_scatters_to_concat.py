@@ -24,11 +24,13 @@ def written(*writes: tuple[int, int] | list[int], rows: int = ROWS) -> OnnxModel
     return f.model(f.op("Mul", data, 2.0), (rows, WIDTH))
 
 
-def transposed() -> OnnxModel:
-    """torch's `x[..., :4] = a; x[..., 4:] = b`."""
+def transposed(*, back_and_forth: bool) -> OnnxModel:
+    """torch's `x[..., :4] = a; x[..., 4:] = b`; between the writes of known sizes it leaves two transposes out."""
     f = Form()
     data = f.op("ConstantOfShape", [ROWS, 3, 2])
     for name, start, stop in (("a", 0, 4), ("b", 4, ROWS)):
+        if back_and_forth and name == "b":
+            data = f.op("Transpose", f.op("Transpose", data, perm=[2, 1, 0]), perm=[2, 1, 0])
         part = f.op("Transpose", f.input(name, "float", 2, 3, stop - start), perm=[2, 1, 0])
         data = f.op("ScatterND", data, np.arange(start, stop)[:, None], part)
     return f.model(f.op("Transpose", data, perm=[2, 1, 0]), (2, 3, ROWS))
@@ -47,9 +49,19 @@ def notes_of(lowered: LoweredModule) -> tuple[str, ...]:
         written((0, 4), (2, 6)),
         written((0, 2), (1, 5), (3, 4)),
         written((0, 6)),
-        transposed(),
+        transposed(back_and_forth=False),
+        transposed(back_and_forth=True),
     ],
-    ids=["all rows", "some rows", "the last rows", "rows written twice", "rows in rows", "one write", "transposed"],
+    ids=[
+        "all rows",
+        "some rows",
+        "the last rows",
+        "rows written twice",
+        "rows in rows",
+        "one write",
+        "transposed",
+        "transposed back and forth",
+    ],
 )
 def test_scatters_to_concat_agrees_with_the_scatters(model: OnnxModel) -> None:
     lowered = lower(import_model(model), LLVM)
