@@ -13,8 +13,8 @@ from relaxtune.models import ModelError, OnnxModel, list_models, load_model, ran
 from relaxtune.models.axis_profile import AxisProfile
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact_jobs import ValidationRequest, bench_artifact, compare_builds, validate_artifact
+from relaxtune.pipeline.batch.driver import BatchRun
 from relaxtune.pipeline.batch.events import BatchEvent, BatchResult, CandidateEvent, CellEvent
-from relaxtune.pipeline.batch.iteration import BatchRun
 from relaxtune.pipeline.batch.plan import read_plan
 from relaxtune.pipeline.bench.measure import BenchmarkReport
 from relaxtune.pipeline.errors import (

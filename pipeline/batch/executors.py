@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from types import TracebackType
 from typing import Self
 
+from relaxtune.pipeline.batch.cluster_workers import ClusterWorkers
 from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.temporary import temporary_folder
@@ -117,8 +118,8 @@ class ClusterExecutors(Executors):
         return self._cluster.machine(target, environment, options, stop)
 
     def workers(self, target: ResolvedTarget) -> CellWorkers | None:
-        """Return nothing yet: the driver imports and finishes the cells."""
-        return None
+        """Return tasks of the cluster: imports on any node, the rest where a device of the target is free."""
+        return ClusterWorkers(self._cluster, target)
 
     def close(self) -> None:
         """Leave the cluster."""

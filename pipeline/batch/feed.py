@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from relaxtune.pipeline.batch.board import Board
 from relaxtune.pipeline.batch.cells import Cell
@@ -24,6 +25,7 @@ from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, prepare_cell
 from relaxtune.pipeline.batch.worker import FinishWork, PrepareWork
 from relaxtune.pipeline.batch.workers import CellWorkers
 from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.plan.feed import Arrival
 from relaxtune.tuning_db.cell_states import NO_FACTS, CellFacts, CellState
@@ -147,7 +149,9 @@ class CellFeed:
         for future in [one for one in self._importing if one.done()]:
             cell = self._importing.pop(future)
             error = future.exception()
-            found = CellFault(cell, PipelineError(told(error))) if isinstance(error, Exception) else future.result()
+            found = (
+                CellFault(cell, PipelineError(last_line(error))) if isinstance(error, Exception) else future.result()
+            )
             if isinstance(found, CellTasks | CellFault):
                 arrivals.append(self._arrival(cell, found))
         return arrivals
@@ -157,15 +161,16 @@ class CellFeed:
             cell = self._finishing.pop(future)
             error = future.exception()
             if isinstance(error, Exception):
-                self._board.move(cell, CellState.FAILED, CellFacts(error=told(error)))
+                self._board.move(cell, CellState.FAILED, CellFacts(error=last_line(error)))
                 continue
             found = future.result()
             if isinstance(found, FinishedCell):
-                self._over(cell, found)
+                self._over(cell, _seen(found))
 
     def _arrival(self, cell: Cell, found: CellTasks | CellFault | None) -> Arrival:
         """Return the tasks of an imported cell; none of one that failed or was cancelled."""
-        if isinstance(found, CellFault) or (found is not None and found.note):
+        # Whether the target can be measured was asked of the executors: this process may have no such device.
+        if isinstance(found, CellFault):
             self._board.move(cell, CellState.FAILED, CellFacts(error=found.note))
         elif found is not None and self._board.move(cell, CellState.TUNING):
             self._board.arrived(found)
@@ -208,6 +213,15 @@ class CellFeed:
             self._board.heard(cell, found.state, found.facts)
             return
         self._board.move(cell, found.state, found.facts)
+
+
+def _seen(found: FinishedCell) -> FinishedCell:
+    """Return what came of a cell; it failed where its artifact is on another machine."""
+    artifact = found.facts.artifact
+    if artifact is None or Path(artifact).is_dir():
+        return found
+    why = f"{artifact} was written on another node; put the plan's folder `out` on a file system that all nodes share"
+    return FinishedCell(CellState.FAILED, replace(found.facts, error=why, artifact=None))
 
 
 def _weighted(task: TuningTask, cell: Cell) -> TuningTask:

@@ -52,6 +52,11 @@ class RayCluster:
             self._stack = stack.pop_all()
 
     @property
+    def ray(self) -> ModuleType:
+        """Ray, connected to the cluster."""
+        return self._ray
+
+    @property
     def nodes(self) -> tuple[Node, ...]:
         """The nodes that were alive when it was connected."""
         return tuple(self._nodes)
@@ -72,7 +77,7 @@ class RayCluster:
         UsageError
             No node has a device for the target.
         """
-        place = self._get_place(target)
+        place = self.get_place(target)
         store = ArtifactStore()
         settings = ActorSettings(
             new_run(), target, environment, timing_options(target, options), options.run_timeout_s, options.seed
@@ -87,7 +92,14 @@ class RayCluster:
         """Leave the cluster."""
         self._stack.close()
 
-    def _get_place(self, target: ResolvedTarget) -> MeasuringPlace:
+    def get_place(self, target: ResolvedTarget) -> MeasuringPlace:
+        """Return what measures for a target.
+
+        Raises
+        ------
+        UsageError
+            No node has a device for it.
+        """
         place = find_place(self._nodes, target)
         if place is None:
             raise UsageError(f"no node of the cluster measures for {target.arch}; see `relaxtune cluster check`")
