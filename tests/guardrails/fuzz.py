@@ -1,8 +1,9 @@
 """Fuzz shapes, masks and values of five artifacts with symbolic axes against ONNX Runtime.
 
-    python -m tests.guardrails.fuzz [--cases 2000] [--seed 0] [--out FILE.json]
+    python -m tests.guardrails.fuzz [--cases 2000] [--seed 0] [--target llvm] [--precision fp16] [--out FILE.json]
 
-Prints the mismatches and how long it took; exits 1 when there are any. The same cases are the test marked `nightly`.
+Prints the mismatches and how long it took; exits 1 when there are any. The same cases are the test marked `nightly`. In
+half precision masks leave every row a key, and values are usual ones.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-from tests.guardrails.fuzz_cases import ARTIFACTS, draw_cases
+from tests.guardrails.fuzz_cases import ARTIFACTS, MASKS, VALUES, draw_cases
 from tests.guardrails.fuzz_run import make_subject, run_cases
+
+# Rows without a key are some mean of the values where attention is one kernel; see `recognise_attention`.
+_HALF_MASKS, _HALF_VALUES = ("right", "left", "ones", "one left"), ("usual", "zeros")
 
 
 def environment() -> dict[str, str]:
@@ -33,6 +37,8 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=2000, help="over all artifacts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", nargs="+", default=[fuzzed.model for fuzzed in ARTIFACTS])
+    parser.add_argument("--target", default="llvm")
+    parser.add_argument("--precision", help="None for the graph's own")
     parser.add_argument("--out", type=Path, help="where to write the summary as JSON")
     args = parser.parse_args()
     # Kernels with symbolic shapes are not tuned, and each would say so.
@@ -41,8 +47,9 @@ def main() -> None:
     summary = []
     with tempfile.TemporaryDirectory(prefix="relaxtune-fuzz-") as folder:
         for fuzzed in chosen:
-            subject = make_subject(fuzzed, Path(folder) / fuzzed.model)
-            cases = draw_cases(fuzzed, -(-args.cases // len(chosen)), args.seed)
+            subject = make_subject(fuzzed, Path(folder) / fuzzed.model, args.target, args.precision)
+            kinds = (MASKS, VALUES) if args.precision is None else (_HALF_MASKS, _HALF_VALUES)
+            cases = draw_cases(fuzzed, -(-args.cases // len(chosen)), args.seed, *kinds)
             mismatches, seconds = run_cases(subject, cases)
             for mismatch in mismatches:
                 print(f"{mismatch.case}: {mismatch.output}: {mismatch.reason}")
@@ -57,7 +64,17 @@ def main() -> None:
             )
     if args.out:
         args.out.write_text(
-            json.dumps({"environment": environment(), "seed": args.seed, "artifacts": summary}, indent=1) + "\n"
+            json.dumps(
+                {
+                    "environment": environment(),
+                    "target": args.target,
+                    "precision": args.precision,
+                    "seed": args.seed,
+                    "artifacts": summary,
+                },
+                indent=1,
+            )
+            + "\n"
         )
     sys.exit(any(entry["mismatches"] for entry in summary))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,7 +65,9 @@ class FuzzCase:
         )
 
 
-def draw_cases(fuzzed: Fuzzed, count: int, seed: int) -> list[FuzzCase]:
+def draw_cases(
+    fuzzed: Fuzzed, count: int, seed: int, masks: Sequence[str] = MASKS, values: Sequence[str] = VALUES
+) -> list[FuzzCase]:
     """Return `count` cases of one artifact: the longest first, then edges and tiles at random, always the same."""
     rng = np.random.default_rng([seed, *fuzzed.model.encode()])
     cases = []
@@ -74,7 +76,7 @@ def draw_cases(fuzzed: Fuzzed, count: int, seed: int) -> list[FuzzCase]:
         drawn = int(rng.choice([size for size in lengths if size <= fuzzed.longest] or [0]))
         length = fuzzed.longest if number == 0 else drawn
         batch = 1 if length > max(LENGTHS) else int(rng.choice(BATCHES))
-        cases.append(FuzzCase(fuzzed.model, batch, length, str(rng.choice(MASKS)), str(rng.choice(VALUES)), number))
+        cases.append(FuzzCase(fuzzed.model, batch, length, str(rng.choice(masks)), str(rng.choice(values)), number))
     return cases
 
 
