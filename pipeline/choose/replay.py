@@ -40,8 +40,8 @@ def replay_record(task: TuningTask, record: TuningRecord, target: ResolvedTarget
         scheduled = _REPLAY[record.route](task, record, target)
     except (TuningDatabaseError, ScheduleError, *TVM_ERRORS) as e:
         raise LoweringError(f"record {record.id} of task {task.name} cannot be replayed: {last_line(e)}") from e
-    if record.kernel_hash is None and record.route is Route.FALLBACK:
-        # Its decision names a rule alone.
+    if record.kernel_hash is None and record.route is not Route.METASCHEDULE:
+        # A trace is the whole schedule. Other decisions are parameters of code that may have changed.
         raise LoweringError(f"record {record.id} of task {task.name} does not say which kernel was measured")
     if record.kernel_hash is not None and not is_kernel(record.kernel_hash, scheduled, target.target):
         raise LoweringError(

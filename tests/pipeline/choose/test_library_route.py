@@ -18,6 +18,7 @@ from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
+from relaxtune.pipeline.codegen.kernel_hash import made_hash
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment, target_key
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions, lower
@@ -29,7 +30,7 @@ from relaxtune.pipeline.tuning.plan.recorder import describe_workload
 from relaxtune.pipeline.validate.validation import validate
 from relaxtune.schedules.functions.attention import spec_of
 from relaxtune.schedules.libraries.vendors import CUBLASLT, CUDNN
-from relaxtune.schedules.registry import LIBRARIES, list_candidates
+from relaxtune.schedules.registry import LIBRARIES, apply_decision, list_candidates
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Route, Status, TuningRecord
 from relaxtune.tuning_db.store import SqlDatabase
@@ -54,6 +55,7 @@ def choose(
             offered, _ = list_candidates(task.mod["main"], target, LIBRARIES)
             if not offered:
                 continue
+            decision = offered[place].to_json()
             database.record_workload(describe_workload(task))
             database.record_measurement(
                 TuningRecord(
@@ -62,9 +64,10 @@ def choose(
                     target=target_key(target),
                     environment=measured,
                     route=Route.LIBRARY,
-                    decision=offered[place].to_json(),
+                    decision=decision,
                     status=Status.OK,
                     latencies_us=(1.0,),
+                    kernel_hash=made_hash(apply_decision(task.mod["main"], target, decision), target.target),
                 )
             )
         return list(

@@ -15,6 +15,7 @@ from relaxtune.pipeline.bench.measure import Arm, ArmResult, BenchmarkReport
 from relaxtune.pipeline.choose.model_records import ModelDecision, measured_model
 from relaxtune.pipeline.choose.rerank import RerankReport, rerank
 from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.codegen.kernel_hash import made_hash
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
@@ -24,7 +25,7 @@ from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.recorder import describe_workload
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
-from relaxtune.schedules.registry import list_candidates
+from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.schedules.search.space import make_space
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route, Status, TuningRecord, utc_now
@@ -93,6 +94,9 @@ def record_latencies(
                 decision=decision,
                 status=Status.OK,
                 latencies_us=(latency_us,),
+                kernel_hash=None
+                if route is not Route.TEMPLATE
+                else made_hash(apply_decision(task.mod["main"], prepared.target, decision), prepared.target.target),
             )
             for (route, decision), latency_us in latencies_us.items()
         ]

@@ -12,6 +12,7 @@ from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.choose.selection import select_kernels, tasks_without_record
+from relaxtune.pipeline.codegen.kernel_hash import made_hash
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.importer import import_model
@@ -21,6 +22,7 @@ from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.plan.recorder import describe_workload
 from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
+from relaxtune.schedules.registry import apply_decision
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.base import TemplateError
 from relaxtune.tuning_db.contract import TuningDatabase
@@ -45,7 +47,7 @@ def tasks(lowered: LoweredModule) -> list[TuningTask]:
     return extract_tasks([lowered])
 
 
-def template_record(task: TuningTask, decision: str, target: ResolvedTarget) -> TuningRecord:
+def template_record(task: TuningTask, decision: str, target: ResolvedTarget, *, fits: bool = True) -> TuningRecord:
     environment = replace(detect_environment(target), device_name="some GPU")
     return TuningRecord(
         workload_hash=task.workload_hash,
@@ -56,6 +58,7 @@ def template_record(task: TuningTask, decision: str, target: ResolvedTarget) -> 
         decision=decision,
         status=Status.OK,
         latencies_us=(1.0,),
+        kernel_hash=made_hash(apply_decision(task.mod["main"], target, decision), target.target) if fits else "0" * 16,
     )
 
 
@@ -104,7 +107,7 @@ def test_route_can_be_left_aside(lowered, tasks, target, database) -> None:
 
 
 def test_record_of_an_unknown_template_is_passed_over_and_named(tasks, target) -> None:
-    record = template_record(tasks[0], '{"template": "gemm_sm999", "tile": 1}', target)
+    record = template_record(tasks[0], '{"template": "gemm_sm999", "tile": 1}', target, fits=False)
     with pytest.raises(LoweringError, match=r"gemm_sm999.*not known here"):
         replay_record(tasks[0], record, target)
 
@@ -114,7 +117,7 @@ def test_record_of_a_template_that_does_not_fit_is_refused(tasks, target) -> Non
     decision = template_candidates(fitting, target)[0].decision
     other = next(task for task in tasks if task.family == "norm")
     with pytest.raises(LoweringError, match="does not make this function"):
-        replay_record(other, template_record(other, decision, target), target)
+        replay_record(other, template_record(other, decision, target, fits=False), target)
 
 
 def test_kernels_without_a_record_are_defaults_of_templates(lowered, tasks, target, tmp_path) -> None:
@@ -139,7 +142,9 @@ def test_default_stands_in_when_the_only_record_cannot_be_replayed(lowered, task
     task = next(task for task in tasks if task.family == "matmul" and template_candidates(task, target))
     with SqlDatabase.open(tmp_path / "tuning.db") as opened:
         opened.record_workload(describe_workload(task))
-        number = opened.record_measurement(template_record(task, '{"template": "gemm_sm999", "tile": 1}', target))
+        number = opened.record_measurement(
+            template_record(task, '{"template": "gemm_sm999", "tile": 1}', target, fits=False)
+        )
         environment = detect_environment(target)
         choices = select_kernels(lowered, tasks, database=opened, target=target, environment=environment)
     choice = next(choice for choice in choices if choice.task == task.name)

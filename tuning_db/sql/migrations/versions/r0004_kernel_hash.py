@@ -1,7 +1,7 @@
 """Say of each record which kernel was measured.
 
 A decision names the parameters or the trace of a kernel, not the code that makes the kernel of them. Records of earlier
-schemas do not know it (NULL) and count as before; nothing is deleted.
+schemas do not know it (NULL): traces count as before, records of templates and fallbacks no more; nothing is deleted.
 
 There is no way back: undoing it would delete what was recorded since.
 """
