@@ -28,9 +28,11 @@ from relaxtune.schedules.templates.base import OPEN_ROWS, Parameters, Template, 
 from relaxtune.schedules.tir.blocks import shape_of, static_shape, written_params
 
 #: The most rows of each range where nothing was measured; the last one is for all above, too.
-DEFAULT_RANGES = (16, 64, 128, 256, 512, 1024, 2048, 8192)
+DEFAULT_RANGES = (16, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
+# Candidates of a template that are compared over the calls of a range.
+_LISTED = 8
 # A range has a kernel of its own where the one of the range above takes longer by more than this factor and time.
-_GOOD_ENOUGH, _GOOD_ENOUGH_US = 1.04, 0.1
+_GOOD_ENOUGH, _GOOD_ENOUGH_US = 1.04, 0.05
 _INDEX_MAX = 2**31 - 1
 
 #: What must hold, and the text of the error where it does not.
@@ -99,12 +101,16 @@ class Ranges:
         """Return the table of what the templates propose first for each range, or why there is none."""
         if symbolic_rows(func) is None:
             return Refusal("its output's shape is known (the other templates make such functions)")
+        bounds = DEFAULT_RANGES if rows is None else (rows,)
         found: list[tuple[int, Template, Parameters]] = []
-        for most in reversed(DEFAULT_RANGES if rows is None else (rows,)):
-            first = self._first(func, target, most)
+        for number, most in reversed(list(enumerate(bounds))):
+            least = bounds[number - 1] + 1 if number else 1
+            calls = tuple(dict.fromkeys((least, (least + most) // 2, most)))
+            first = self._first(func, target, calls)
             if isinstance(first, Refusal):
                 return first
-            if not found or not self._is_good_enough(func, target, found[-1][2], most, first):
+            # Loads of many rows of which few exist are slow (H200: 1.1 to 1.4 times as long with 1 to 16 rows).
+            if not found or number == 0 or not self._is_good_enough(func, target, found[-1][2], calls, first):
                 found.append((most, *first))
         ranges = [SizeRange(most, own.to_json()) for most, _, own in reversed(found)]
         return [RangesParameters(tuple(ranges))]
@@ -149,14 +155,20 @@ class Ranges:
         """Return the parameters of a decision; TemplateError when it is not one of this template's."""
         return RangesParameters.from_json(decision)
 
-    def _first(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> tuple[Template, Parameters] | Refusal:
-        """Return the first template to make the function, and what it proposes first."""
+    def _first(
+        self, func: tirx.PrimFunc, target: ResolvedTarget, calls: Sequence[int]
+    ) -> tuple[Template, Parameters] | Refusal:
+        """Return the first template to make the function, and what it takes for calls of some numbers of rows."""
         refused = []
         for name, maker in self._makers.items():
-            offered = maker.candidates(func, target, rows)
-            if not isinstance(offered, Refusal):
-                return maker, offered[0]
-            refused.append(f"{name}: {offered.reason}")
+            offered = maker.candidates(func, target, calls[-1])
+            if isinstance(offered, Refusal):
+                refused.append(f"{name}: {offered.reason}")
+                continue
+            others = maker.candidates(func, target, calls[len(calls) // 2]) if len(calls) > 2 else offered
+            listed = [*offered[:_LISTED], *(() if isinstance(others, Refusal) else others[:_LISTED])]
+            # Parameters are values: each once, in their order.
+            return maker, _least_longer(maker, func, target, list(dict.fromkeys(listed)), calls)
         return Refusal("; ".join(refused))
 
     def _is_good_enough(
@@ -164,7 +176,7 @@ class Ranges:
         func: tirx.PrimFunc,
         target: ResolvedTarget,
         larger: Parameters,
-        rows: int,
+        calls: Sequence[int],
         best: tuple[Template, Parameters],
     ) -> bool:
         """Whether the decision of the range above serves this range, too: each kernel takes time to compile."""
@@ -173,8 +185,11 @@ class Ranges:
             return True
         if own.template != larger.template:
             return False
-        others, least = (maker.predict_us(func, target, one, rows) for one in (larger, own))
-        return others is not None and least is not None and others <= _GOOD_ENOUGH * least + _GOOD_ENOUGH_US
+        for rows in calls:
+            other, least = (maker.predict_us(func, target, one, rows) for one in (larger, own))
+            if other is None or least is None or other > _GOOD_ENOUGH * least + _GOOD_ENOUGH_US:
+                return False
+        return True
 
     def _parsed(self, decision: str) -> tuple[Template, Parameters]:
         name = template_of(decision)
@@ -182,6 +197,22 @@ class Ranges:
         if maker is None:
             raise TemplateError(f"template {name!r} is not known here, expected one of {', '.join(self._makers)}.")
         return maker, maker.parse(decision)
+
+
+def _least_longer(
+    maker: Template, func: tirx.PrimFunc, target: ResolvedTarget, listed: Sequence[Parameters], calls: Sequence[int]
+) -> Parameters:
+    """Return those parameters that take the least longer than the best of each number of rows, the first if unknown."""
+    times = {}
+    for own in listed:
+        predicted = [maker.predict_us(func, target, own, rows) for rows in calls]
+        known = [time for time in predicted if time is not None]
+        if len(known) == len(calls):
+            times[own] = known
+    if not times:
+        return listed[0]
+    best = [min(column) for column in zip(*times.values(), strict=True)]
+    return min(times, key=lambda own: math.prod(time / least for time, least in zip(times[own], best, strict=True)))
 
 
 def symbolic_rows(func: tirx.PrimFunc) -> tirx.Expr | None:

@@ -158,7 +158,10 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
         beside += _BESIDE_ATTENTION_US
     longest: float = sum(one**_NORM for one in (arithmetic, memory, chain)) ** (1 / _NORM)
     columns = plan.shares.columns
-    write = 0.0 if p.pingpong else on_one * p.block_m * columns / p.consumers * model.write_us
+    # A block with one tile has nothing to hide it behind.
+    in_turns = p.pingpong and plan.tiles > plan.blocks
+    warpgroups = 1 if p.pingpong else p.consumers
+    write = 0.0 if in_turns else on_one * p.block_m * columns / warpgroups * model.write_us
     write *= _INTEGER_WRITE if plan.operands.integer else 1.0
     reduce = 0.0
     if p.split_k > 1:
@@ -167,7 +170,7 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: C
         # 64 x 64 shared by two; counted by halves, it was predicted to take 0.3 us more.
         elements = min(p.block_m, matmul.m) * p.block_n / plan.shares.accumulators / p.split_k
         reduce = model.cluster_us + p.split_k * (model.share_us + elements * model.sum_us)
-    tiles_us = in_turn * model.tile_us * (model.shown if p.pingpong else 1.0)
+    tiles_us = in_turn * model.tile_us * (model.shown if in_turns else 1.0)
     if p.stream_k:
         tiles_us *= max(1.0, plan.k_share / plan.k_tiles)
         write *= math.ceil(plan.k_share / plan.k_tiles)

@@ -56,13 +56,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
-from relaxtune.schedules.templates.base import KernelTemplate, Parameters, cuda_limits, refuse_target
+from relaxtune.schedules.templates.base import OPEN_ROWS, KernelTemplate, Parameters, cuda_limits, refuse_target
 from relaxtune.schedules.templates.gemm_sm90.cost import predicted_us
 from relaxtune.schedules.templates.gemm_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.gemm_sm90.operands import operands_of
@@ -120,7 +121,9 @@ class GemmSm90(KernelTemplate[MatmulFunction, GemmParameters]):
 
     def recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> MatmulFunction | Refusal:
         """Return the matmul of a function with a symbolic number of rows."""
-        return refuse_target(target, Feature.WGMMA, Feature.TMA) or _recognise(func, rows)
+        refusal = refuse_target(target, Feature.WGMMA, Feature.TMA)
+        found = refusal or _recognise_any(func)
+        return found if isinstance(found, Refusal) else replace(found, m=rows)
 
     def predict_us(
         self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
@@ -131,6 +134,12 @@ class GemmSm90(KernelTemplate[MatmulFunction, GemmParameters]):
             return None
         plan = make_plan(found, parameters, limits, constant_b=found.b in constant_params(func))
         return None if isinstance(plan, Refusal) else predicted_us(found, plan, limits.likely_sm_count)
+
+
+@lru_cache(maxsize=4)
+def _recognise_any(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
+    """Return the matmul of a function with a symbolic number of rows, which is asked for again and again."""
+    return _recognise(func, OPEN_ROWS)
 
 
 def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction | Refusal:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 from tvm import tirx
@@ -91,7 +92,7 @@ class Elementwise(KernelTemplate[Dataflow, ElementwiseParameters]):
         for lanes in {widest, widest // 2, widest * 2}:
             if not 1 <= lanes <= _LANES_MAX or not is_multiple(flow.columns.size, lanes):
                 continue
-            accesses = Accesses(flow, lanes)
+            accesses = _accesses(func, flow, lanes)
             for vectors in (1, 2, 4):
                 for threads in (64, 128, 256, 512):
                     p = ElementwiseParameters(lanes, vectors, threads, dependent=True)
@@ -113,7 +114,8 @@ class Elementwise(KernelTemplate[Dataflow, ElementwiseParameters]):
 
     def recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> Dataflow | Refusal:
         """Return what a function with a symbolic number of rows computes."""
-        return refuse_target(target) or _recognise(func, rows)
+        found = refuse_target(target) or _recognise_any(func)
+        return found if isinstance(found, Refusal) else replace(found, planned=rows)
 
     def predict_us(
         self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
@@ -123,15 +125,32 @@ class Elementwise(KernelTemplate[Dataflow, ElementwiseParameters]):
         if isinstance(found, Refusal) or not isinstance(p, ElementwiseParameters):
             return None
         blocks = math.ceil(_elements(func, found) / (p.lanes * p.vectors * p.threads))
-        accesses, sm_count = Accesses(found, p.lanes), cuda_limits(target).likely_sm_count
+        accesses, sm_count = _accesses(func, found, p.lanes), cuda_limits(target).likely_sm_count
         return _predicted(p, blocks, accesses, _lanes(found, func), tensor_bytes(func, rows), sm_count)
 
 
-def _recognise(func: tirx.PrimFunc, rows: int = 0) -> Dataflow | Refusal:
-    flow = recognise_dataflow(func, symbolic=rows > 0)
+@lru_cache(maxsize=4)
+def _recognise_any(func: tirx.PrimFunc) -> Dataflow | Refusal:
+    """Return what a function of a symbolic number of rows computes; many of those are asked for, one after another."""
+    return _recognise(func, symbolic=True)
+
+
+@lru_cache(maxsize=16)
+def _accesses_of_any(func: tirx.PrimFunc, lanes: int) -> Accesses | None:
+    found = _recognise_any(func)
+    return None if isinstance(found, Refusal) else Accesses(found, lanes)
+
+
+def _accesses(func: tirx.PrimFunc, flow: Dataflow, lanes: int) -> Accesses:
+    """Return the accesses of a function, to count them."""
+    known = _accesses_of_any(func, lanes) if flow.planned else None
+    return known or Accesses(flow, lanes)
+
+
+def _recognise(func: tirx.PrimFunc, *, symbolic: bool = False) -> Dataflow | Refusal:
+    flow = recognise_dataflow(func, symbolic=symbolic)
     if isinstance(flow, Refusal):
         return flow
-    flow = replace(flow, planned=rows)
     if flow.reductions:
         return Refusal("it has reductions (the template for rows makes those)")
     try:
@@ -155,7 +174,7 @@ def _refuse_parameters(p: ElementwiseParameters, flow: Dataflow) -> Refusal | No
 def _lanes(flow: Dataflow, func: tirx.PrimFunc) -> int:
     """Return how many elements of the largest dtype take 16 bytes, as far as they divide a row."""
     outputs = [str(func.params[output.param].ty.dtype) for output in flow.outputs]
-    loads = [access.dtype for access in Accesses(flow, 1).found if not access.per_row]
+    loads = [access.dtype for access in _accesses(func, flow, 1).found if not access.per_row]
     lanes = VECTOR_BYTES // max(element_bytes(dtype) for dtype in (*outputs, *loads))
     while not is_multiple(flow.columns.size, lanes):
         lanes //= 2

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from tvm import tirx
 
@@ -57,7 +58,7 @@ class Rows(KernelTemplate[Dataflow, RowsParameters]):
         flow, limits, moved = found, cuda_limits(target), tensor_bytes(func, found.planned)
         plans: list[tuple[float, RowsParameters]] = []
         for lanes in _lanes(flow, func):
-            accesses = Accesses(flow, lanes)
+            accesses = _accesses(func, flow, lanes)
             for threads, rows in _shares():
                 for held in (True, False):
                     p = RowsParameters(lanes, threads, rows, held, dependent=True)
@@ -85,7 +86,8 @@ class Rows(KernelTemplate[Dataflow, RowsParameters]):
 
     def recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> Dataflow | Refusal:
         """Return the rows of a function with a symbolic number of them."""
-        return refuse_target(target) or _recognise(func, rows)
+        found = refuse_target(target) or _recognise_any(func)
+        return found if isinstance(found, Refusal) else replace(found, planned=rows)
 
     def predict_us(
         self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
@@ -94,18 +96,35 @@ class Rows(KernelTemplate[Dataflow, RowsParameters]):
         found, limits = self.recognise_rows(func, target, rows), cuda_limits(target)
         if isinstance(found, Refusal) or not isinstance(parameters, RowsParameters):
             return None
-        accesses = Accesses(found, parameters.lanes)
+        accesses = _accesses(func, found, parameters.lanes)
         plan = make_plan(found, accesses, parameters, limits)
         if isinstance(plan, Refusal):
             return None
         return _predicted(plan, tensor_bytes(func, rows), accesses, limits.likely_sm_count)
 
 
-def _recognise(func: tirx.PrimFunc, rows: int = 0) -> Dataflow | Refusal:
-    flow = recognise_dataflow(func, symbolic=rows > 0)
+@lru_cache(maxsize=4)
+def _recognise_any(func: tirx.PrimFunc) -> Dataflow | Refusal:
+    """Return what a function of a symbolic number of rows computes; many of those are asked for, one after another."""
+    return _recognise(func, symbolic=True)
+
+
+@lru_cache(maxsize=16)
+def _accesses_of_any(func: tirx.PrimFunc, lanes: int) -> Accesses | None:
+    found = _recognise_any(func)
+    return None if isinstance(found, Refusal) else Accesses(found, lanes)
+
+
+def _accesses(func: tirx.PrimFunc, flow: Dataflow, lanes: int) -> Accesses:
+    """Return the accesses of a function, to count them."""
+    known = _accesses_of_any(func, lanes) if flow.planned else None
+    return known or Accesses(flow, lanes)
+
+
+def _recognise(func: tirx.PrimFunc, *, symbolic: bool = False) -> Dataflow | Refusal:
+    flow = recognise_dataflow(func, symbolic=symbolic)
     if isinstance(flow, Refusal):
         return flow
-    flow = replace(flow, planned=rows)
     if not flow.reductions:
         return Refusal("it has no reductions (the template for elementwise functions makes those)")
     if any(_is_contraction(one) for one in flow.reductions):
@@ -131,7 +150,7 @@ def _is_contraction(reduction: Reduction) -> bool:
 
 def _lanes(flow: Dataflow, func: tirx.PrimFunc) -> list[int]:
     """Return numbers of elements to load together: as many as fill 16 bytes of some tensor's dtype."""
-    loads = [access.dtype for access in Accesses(flow, 1).found if not access.per_row]
+    loads = [access.dtype for access in _accesses(func, flow, 1).found if not access.per_row]
     outputs = [str(func.params[one.param].ty.dtype) for one in flow.outputs if not one.per_row]
     widths = {VECTOR_BYTES // element_bytes(dtype) for dtype in (*loads, *outputs)} or {1}
     return sorted({math.gcd(width, flow.columns.size) for width in widths})
