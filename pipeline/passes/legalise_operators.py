@@ -84,6 +84,25 @@ def _legaliser(operator: str, function: Callable[..., te.Tensor]) -> Legaliser:
     return legalise
 
 
+def _subtract(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
+    """Return a difference; TVM makes 0 of `x - x`, which is NaN where x is infinite or NaN."""
+    first, second = call.args
+    if isinstance(first, relax.Var) and first == second and str(call.ty.dtype.dtype).startswith(("float", "bfloat")):
+        return builder.call_te(_zero_where_finite, first, primfunc_name_hint="subtract")
+    stock: Legaliser = tvm.ir.Op.get("relax.subtract").get_attr("FLegalize")
+    return stock(builder, call)
+
+
+def _zero_where_finite(x: te.Tensor) -> te.Tensor:
+    zero, nan = tirx.const(0, x.dtype), tirx.const(float("nan"), x.dtype)
+
+    def difference(value: tvm.ir.Expr) -> tvm.ir.Expr:
+        wide = value.astype("float32") if str(x.dtype) in ("float16", "bfloat16") else value
+        return tirx.Select(tirx.Or(tirx.isnan(wide), tirx.isinf(wide)), nan, zero)
+
+    return _each(difference, x)
+
+
 def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with each operator as a call of a TIR function; maxima, minima and signs keep a NaN.
 
@@ -99,4 +118,4 @@ def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     }
     own = {operator: _legaliser(operator, function) for operator, function in functions.items()}
     own |= {"relax.concat": legalise_concatenation, "relax.reshape": legalise_reshape}
-    return relax.transform.LegalizeOps({**own, **reduction_legalisers()})(mod)
+    return relax.transform.LegalizeOps({**own, **reduction_legalisers(), "relax.subtract": _subtract})(mod)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import tvm
-from tvm import relax, te, topi
+from tvm import relax, te, tirx, topi
 
 from relaxtune.pipeline.importer.ordered_keys import keys_of, numbers_of
 
@@ -34,6 +34,9 @@ def _by_keys(operator: str, reduce: Callable[..., te.Tensor], *, numbers: bool, 
         if not dtype.startswith(("float", "bfloat")):
             return stock(builder, call)
 
+        if not numbers and _is_of_one(call):
+            return relax.op.zeros(call.ty.shape, str(call.ty.dtype.dtype))
+
         def compute(x: te.Tensor) -> te.Tensor:
             found = reduce(keys_of(x, nan_last=nan_last), call.attrs.axis, bool(call.attrs.keepdims))
             return numbers_of(found, dtype, nan_last=nan_last) if numbers else found
@@ -41,3 +44,10 @@ def _by_keys(operator: str, reduce: Callable[..., te.Tensor], *, numbers: bool, 
         return builder.call_te(compute, call.args[0], primfunc_name_hint=operator.rpartition(".")[2])
 
     return legalise
+
+
+def _is_of_one(call: tvm.ir.Call) -> bool:
+    """Return whether a place is sought along an axis of one."""
+    shape, axis = list(call.args[0].ty.shape), call.attrs.axis
+    sizes = shape if axis is None else [shape[int(axis)]]
+    return all(isinstance(size, tirx.IntImm) and int(size) == 1 for size in sizes)

@@ -6,7 +6,8 @@ halves of a concatenation, say). A schedule like that is no answer: the function
 
 from __future__ import annotations
 
-from tvm import tirx
+import tvm
+from tvm import s_tir, tirx
 from tvm.ir import Var
 from tvm.ir.expr import TensorLoad
 from tvm.s_tir import Schedule, ScheduleError, dlight
@@ -16,6 +17,7 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.gpu.binding import launches_threads, list_unbound_blocks
+from relaxtune.schedules.gpu.unit_reductions import without_unit_reductions
 
 # dlight's rules check their assumptions with Python's asserts and whatever their Python code runs into.
 _MISJUDGED = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
@@ -53,10 +55,19 @@ class BindingRule(ScheduleRule):  # type: ignore[misc]
             The rule ran into a function it does not understand.
         """
         try:
-            sch = self._rule.apply(func, target, tunable)
+            sch = self._rule.apply(without_unit_reductions(func), target, tunable)
         except _MISJUDGED as error:
             raise ScheduleError(f"{type(error).__name__} in dlight: {error}") from error
-        return None if sch is None or list_unbound_blocks(sch.mod["main"]) else sch
+        return None if sch is None or list_unbound_blocks(sch.mod["main"]) or not _reduces(sch) else sch
+
+
+def _reduces(sch: Schedule) -> bool:
+    """Return whether TVM can lower the reductions over threads; dlight's of a grouped convolution it cannot."""
+    try:
+        s_tir.transform.LowerCrossThreadReduction()(sch.mod)
+    except (tvm.error.InternalError, TypeError, ValueError):
+        return False
+    return True
 
 
 class Bound(ScheduleRule):  # type: ignore[misc]

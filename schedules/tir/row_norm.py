@@ -123,6 +123,8 @@ def find_partial_sums(func: tirx.PrimFunc, blocks: Sequence[Block]) -> PartialSu
         output, loads = position_of(func, store.buffer), list_loads(store.value)
         if block.init is None or output is None or shape is None or not _sums(block) or len(loads) < COUNT:
             continue
+        if len(store.indices) < 2:
+            continue
         source = position_of(func, loads[-1].source)
         whole = None if source is None else shape_of(func.params[source])
         if source is None or not whole or not isinstance(whole[-1], int) or not same_sizes(whole[:-1], shape[1:-1]):

@@ -102,3 +102,11 @@ def test_threshold_makes_zeros_of_what_is_not_above_it() -> None:
     """TVM's product makes NaN of -inf and NaN."""
     (got,) = run_one("ThresholdedRelu", {"y": ("float32", LINES.shape)})
     np.testing.assert_array_equal(got, np.where(LINES > 1, LINES, np.float32(0)))
+
+
+def test_difference_of_a_tensor_and_itself_is_nan_where_it_is_not_finite() -> None:
+    """TVM makes 0 of `x - x`."""
+    node = helper.make_node("Sub", ["x", "x"], ["y"])
+    model = make_model([node], {"x": ("float32", LINES.shape)}, {"y": ("float32", LINES.shape)})
+    (got,) = run_lowered(lower(import_model(model), UNOPTIMISED), {"x": LINES})
+    np.testing.assert_array_equal(got, np.where(np.isfinite(LINES), np.float32(0), np.float32(np.nan)))
