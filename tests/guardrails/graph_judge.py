@@ -167,7 +167,7 @@ def _other_answers(model: OnnxModel, feeds: Mapping[str, np.ndarray]) -> Iterato
 
 
 def _moves(model: OnnxModel, feeds: Mapping[str, np.ndarray], wanted: Arrays, halves: bool) -> bool:
-    """Return whether the answer is another one without ONNX Runtime's optimiser, with halves rounded, or an ulp away."""
+    """Return whether the answer is another one without ONNX Runtime's optimiser, by ONNX's own, or an ulp away."""
     others = list(_other_answers(model, feeds))
     rng = np.random.default_rng(0)
     step = 2.0**-11 if halves else 2.0**-22
