@@ -8,7 +8,7 @@ import tvm
 from tvm import relax, te, tirx
 
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import is_op, number_of, static_shape
+from relaxtune.pipeline.passes.kit.ir import is_op, number_of, shape_of, static_shape
 from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
@@ -32,7 +32,7 @@ def gather_rows(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         value = binding.value
         if not is_op(value, "take") or not isinstance(value.args[1], relax.Var) or value.attrs.axis is None:
             continue
-        table, ids = static_shape(value.args[0]), static_shape(value.args[1])
+        table, ids = static_shape(value.args[0]), shape_of(value.args[1])
         if table is None or len(table) != 2 or not ids or int(value.attrs.axis) != 0:
             continue
         plain = _unwrapped(value.args[1], table[0], graph)

@@ -10,7 +10,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
-from relaxtune.pipeline.passes.attention.kernel import template_refusal
+from relaxtune.pipeline.passes.attention.kernel import param_shape, template_refusal
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import (
     HALVES,
@@ -19,6 +19,7 @@ from relaxtune.pipeline.passes.kit.ir import (
     dtype_of,
     is_constant,
     is_op,
+    shape_of,
     static_shape,
 )
 from relaxtune.pipeline.passes.kit.rewrite import OPAQUE, Rewriter, replace_found
@@ -115,7 +116,7 @@ def _pair(gate: relax.Call, value: relax.Call) -> bool:
         return False
     weights = (gate.args[1], value.args[1])
     shapes = [static_shape(weight) for weight in weights]
-    data = static_shape(gate.args[0])
+    data = shape_of(gate.args[0])
     if data is None or not all(is_constant(weight) for weight in weights) or shapes[0] is None:
         return False
     dtypes = {dtype_of(arg) for arg in (gate.args[0], *weights)}
@@ -125,8 +126,8 @@ def _pair(gate: relax.Call, value: relax.Call) -> bool:
 
 def _function(gate: _Gate) -> tirx.PrimFunc:
     """Return the PrimFunc of a gate, for templates to look at."""
-    data, weight = static_shape(gate.data) or (), static_shape(gate.gate) or ()
-    x = te.placeholder(data, gate.dtype, name="x")
+    weight = static_shape(gate.gate) or ()
+    x = te.placeholder(param_shape(gate.data), gate.dtype, name="x")
     w = te.placeholder((weight[0], 2 * weight[1]), gate.dtype, name="w")
     return te.create_prim_func([x, w, _gated_matmul(gate)(x, w)])
 

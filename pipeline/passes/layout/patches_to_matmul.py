@@ -9,8 +9,9 @@ import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import array_of, either_way, is_constant, is_op, static_shape
+from relaxtune.pipeline.passes.kit.ir import array_of, either_way, is_constant, is_op
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
+from relaxtune.pipeline.passes.kit.sizes import sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 
@@ -53,8 +54,8 @@ def _as_matmul(new: Rewriter, binding: relax.VarBinding, patches: _Patches) -> t
         return new.extra(f"{binding.var.name}__{what}", value, [binding.var])
 
     features, channels, high, wide = patches.weight.shape
-    batch, _, height, width = static_shape(patches.data) or ()
-    rows, columns = height // high, width // wide
+    batch, _, height, width = patches.data.ty.shape.values
+    rows, columns = int(height) // high, int(width) // wide
     data = new.of(patches.data)
     data = step("apart", relax.op.reshape(data, (batch, channels, rows, high, columns, wide)))
     data = step("rows", relax.op.permute_dims(data, [0, 2, 4, 1, 3, 5]))
@@ -86,12 +87,13 @@ def _match(var: relax.Var, graph: Graph) -> _Patches | None:
         value = graph.value(inner)
     if not is_op(value, "nn.conv2d") or not is_constant(value.args[1]):
         return None
-    shape, out = static_shape(value.args[0]), static_shape(flat)
+    shape, out = sizes_of(value.args[0]), sizes_of(flat)
     weight = array_of(value.args[1])
-    if shape is None or out is None or not _in_patches(value, shape, weight.shape):
+    sizes = [size for size in (shape or ())[2:] if isinstance(size, int)]
+    if shape is None or out is None or len(sizes) != 2 or not _in_patches(value, sizes, weight.shape):
         return None
     features = weight.shape[0]
-    if out != (shape[0], features, (shape[2] // weight.shape[2]) * (shape[3] // weight.shape[3])):
+    if out != (shape[0], features, (sizes[0] // weight.shape[2]) * (sizes[1] // weight.shape[3])):
         return None
     if bias is None:
         return _Patches(value.args[0], weight, None, tuple(steps))
@@ -101,7 +103,7 @@ def _match(var: relax.Var, graph: Graph) -> _Patches | None:
     return _Patches(value.args[0], weight, added.reshape(features), tuple(steps))
 
 
-def _in_patches(conv: relax.Call, data: tuple[int, ...], weight: tuple[int, ...]) -> bool:
+def _in_patches(conv: relax.Call, image: list[int], weight: tuple[int, ...]) -> bool:
     attrs = conv.attrs
     patch = list(weight[2:])
     return (
@@ -111,6 +113,6 @@ def _in_patches(conv: relax.Call, data: tuple[int, ...], weight: tuple[int, ...]
         and int(attrs.groups) == 1
         and str(attrs.data_layout) == "NCHW"
         and str(attrs.kernel_layout) == "OIHW"
-        and data[2] % patch[0] == 0
-        and data[3] % patch[1] == 0
+        and image[0] % patch[0] == 0
+        and image[1] % patch[1] == 0
     )

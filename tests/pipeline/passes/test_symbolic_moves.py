@@ -5,9 +5,10 @@ import pytest
 from relaxtune.models.inputs import random_inputs
 from relaxtune.models.polynomials import Polynomial
 from relaxtune.pipeline.importer import import_model
-from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.pipeline.passes.kit.sizes import Shape
 from relaxtune.pipeline.passes.symbolic_moves import group_axes
+from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.passes.attention.test_symbolic_attention import SIZES, symbolic_model
 from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, compiled, run_compiled, run_reference, small_model
 
@@ -41,3 +42,14 @@ def test_symbolic_graph_has_as_many_kernels_a_layer_as_the_static_one(name: str,
         model = lowered.graph.model
         feeds = random_inputs(model, seed=2, dims=sizes)
         assert_agrees(run_compiled(machine, lowered, feeds), run_reference(model, feeds), 1e-4)
+
+
+@pytest.mark.parametrize(("name", "more"), [("bert-tiny", 1), ("vit-tiny", 0), ("llama-tiny", 5)])
+def test_symbolic_graph_has_few_kernels_on_hopper(name: str, more: int) -> None:
+    """Attention, gates, look-ups and patches are found as in the static graph; rotations stay kernels of their own."""
+    target, options = resolve_target("cuda:sm_90a").target, LoweringOptions(precision="fp16")
+    symbolic, static = (
+        lower(import_model(model), target, options) for model in (symbolic_model(name), small_model(name))
+    )
+    kernels, expected = (sum(map(len, lowered.kernels.values())) for lowered in (symbolic, static))
+    assert kernels <= expected + more, list(symbolic.kernels)
