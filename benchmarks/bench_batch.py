@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--cluster")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--keep", type=Path, help="Copy the last run's database here.")
     parser.add_argument("--arm", action="store_true", help="Be one run (used by the script itself).")
     arguments = parser.parse_args()
     if arguments.arm:
@@ -65,6 +67,7 @@ def start_arm(arguments: argparse.Namespace, count: int) -> dict[str, object]:
     command = [sys.executable, "-m", "benchmarks.bench_batch", "--arm", "--target", arguments.target]
     command += ["--candidates", str(arguments.candidates), "--models", *arguments.models]
     command += ["--cluster", arguments.cluster] if arguments.cluster else []
+    command += ["--keep", str(arguments.keep)] if arguments.keep else []
     visible = ",".join(str(index) for index in range(count))
     process = subprocess.run(
         ["taskset", "-c", ",".join(map(str, cores)), *command],
@@ -112,6 +115,8 @@ def run_arm(arguments: argparse.Namespace) -> dict[str, object]:
         began = time.monotonic()
         result = run_batch(plan, on_event=told, cluster=arguments.cluster)
         seconds = time.monotonic() - began
+        if arguments.keep:
+            shutil.copy(Path(folder) / "relaxtune.db", arguments.keep)
     candidates = sum(one.candidates for one in result.tuning)
     tuning_s = sum(one.seconds for one in result.tuning)
     return {
