@@ -33,10 +33,8 @@ demo: $(VENV)/.installed  ## the main job on the embedded default: this CPU, SQL
 	mkdir -p .demo
 	$(BIN)/relaxtune tune bert-tiny --target llvm --trials 64 --db .demo/tuning.db --out .demo/bert-tiny
 
-demo-batch: $(VENV)/.installed  ## six cells by one plan, on this CPU; under three minutes
-	mkdir -p .demo && cp docs/demo-batch.toml .demo/
-	$(BIN)/relaxtune batch run .demo/demo-batch.toml
-	$(BIN)/relaxtune batch report .demo/demo-batch.toml --out .demo/demo-batch.html
+demo-batch: $(VENV)/.installed-dev  ## six cells by one plan, on a Ray cluster of this CPU; under three minutes
+	$(BIN)/python -m tests.demo_batch
 
 test: $(VENV)/.installed-dev  ## what CI runs; tests that compare times come last, alone
 	$(PARALLEL) $(COVER)

@@ -171,11 +171,13 @@ def test_a_message_has_all_faults_of_a_plan(tmp_path: Path) -> None:
     assert {line.split(":")[1] for line in str(raised.value).splitlines() if str(path) in line} == {"2", "3", "4"}
 
 
-def test_the_plan_of_the_page_is_one(tmp_path: Path) -> None:
-    page = Path(__file__).parents[3] / "docs/batch.md"
-    (text,) = re.findall(r"^```toml\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+def test_the_plans_of_the_page_are_plans(tmp_path: Path) -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    page = (docs / "batch.md").read_text(encoding="utf-8")
+    texts = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     exports(tmp_path, "one.onnx", "two.onnx")
-    assert len(list_cells(read_plan(write(tmp_path, text)))) == 6
+    texts.append((docs / "demo-batch.toml").read_text(encoding="utf-8"))
+    assert [len(list_cells(read_plan(write(tmp_path, text)))) for text in texts] == [6, 2, 6]
 
 
 def test_a_plan_that_is_not_there_is_told(tmp_path: Path) -> None:
