@@ -75,8 +75,8 @@ def is_numeric(element_type: int) -> bool:
 
 
 def shape_text(shape: Sequence[int | str]) -> str:
-    """Return `1x128`, or `batch, 128` where an axis has a name."""
-    return ("x" if all(isinstance(axis, int) for axis in shape) else ", ").join(map(str, shape))
+    """Return `1x128`, or `batch x 128` where an axis has a name."""
+    return ("x" if all(isinstance(axis, int) for axis in shape) else " x ").join(map(str, shape))
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def prepare_model(request: ModelRequest) -> PreparedModel:
         len(untunable),
     )
     for kernel in untunable:
-        logger.info("not tunable: %s", kernel)
+        logger.info("kernel %s of %s keeps its default schedule: %s", kernel.name, kernel.model, kernel.reason)
     return PreparedModel(request, model, target, detect_environment(target), lowered, tasks, untunable, buckets)
 
 

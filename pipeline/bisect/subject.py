@@ -146,8 +146,9 @@ def _without_graph(
         made = {kernel.function: kernel.decision_sha256 for kernel in again.kernels}
         others = [kernel.function for kernel in manifest.kernels if made.get(kernel.function) != kernel.decision_sha256]
         if others:
+            cure = "name the database of its records with --db" if opened is None else f"{opened.url} has others by now"
             logger.warning(
-                "compiled again without a CUDA graph, %d kernels are not the artifact's: %s; name the database of its "
-                "records with --db", len(others), ", ".join(others),
+                "compiled again without a CUDA graph, %d kernels are not the artifact's: %s; %s",
+                len(others), ", ".join(others), cure,
             )  # fmt: skip
         return Module.load(Path(folder) / "artifact")

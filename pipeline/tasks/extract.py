@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import tvm
 from tvm import s_tir, tirx
 
+from relaxtune.models.spec import shape_text
 from relaxtune.pipeline.passes.module import KernelCall, LoweredModule
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.marks import INCIDENTAL_ATTRS
@@ -17,8 +17,6 @@ from relaxtune.schedules.tir.expressions import call_names
 from relaxtune.schedules.tir.index_ranges import index_ranges
 from relaxtune.schedules.tir.signature import describe_kernel
 from relaxtune.tuning_db.metaschedule import workload_hash
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,15 +32,13 @@ class UntunableKernel:
 def extract_tasks(modules: Sequence[LoweredModule]) -> list[TuningTask]:
     """Return the tuning tasks of all modules, equal kernels merged, those with the most arithmetic first.
 
-    Kernels that cannot be tuned are left out and logged; `list_untunable` returns them with the reason.
+    Kernels that cannot be tuned are left out; `list_untunable` returns them with the reason.
     """
     found: dict[str, TuningTask] = {}
     taken: set[str] = set()
     for lowered in modules:
         for name, func, calls in _called_kernels(lowered):
-            reason = untunable_reason(func)
-            if reason is not None:
-                logger.warning("kernel %s of model %s is not tuned: %s", name, lowered.graph.name, reason)
+            if untunable_reason(func) is not None:
                 continue
             mod = as_workload(func)
             key = workload_hash(mod)
@@ -76,8 +72,8 @@ def untunable_reason(func: tirx.PrimFunc) -> str | None:
         if not is_buffer(param):
             return f"its parameter {param.name} is a scalar, whose value at run time is not known"
         if static_shape(param) is None:
-            shape = ", ".join(str(dim) for dim in param.shape)
-            return f"its parameter {param.name} has the symbolic shape ({shape}); give that dimension a size"
+            sizes = [int(dim) if isinstance(dim, tirx.IntImm) else str(dim) for dim in param.shape]
+            return f"the size of its parameter {param.name}, {shape_text(sizes)}, is known at run time only"
     for stmt in list_statements(func.body):
         if isinstance(stmt, tirx.For) and stmt.thread_binding is not None:
             tag = stmt.thread_binding.thread_tag

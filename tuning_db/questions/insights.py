@@ -159,7 +159,8 @@ def regressions(
     """Return the tasks whose best record of `after` is slower than the best of `before`, the worst first.
 
     Two TVM versions, two spans of time, or anything else that two filters tell apart. Only tasks with valid records of
-    both are compared, on devices of the same architecture and name. `threshold` 0 returns all of them.
+    both are compared, on devices of the same architecture and name; in one environment, only kernels measured in both.
+    `threshold` 0 returns all of them.
     """
     return database.read(lambda session: _regressions(session, before, after, threshold))
 
@@ -332,8 +333,13 @@ def _regressions(
     session: Session, before: RecordFilter, after: RecordFilter, threshold: float
 ) -> tuple[Regression, ...]:
     old, new = _best_by_signature(session, before), _best_by_signature(session, after)
-    both = [(place, old[place], new[place]) for place in old.keys() & new.keys()]
-    slower = [(new_us / old_us, place, old_us, new_us) for place, old_us, new_us in both if new_us / old_us > threshold]
+    slower = []
+    for place in old.keys() & new.keys():
+        old_us, new_us = old[place], new[place]
+        if new_us / old_us > threshold:
+            old_us, new_us = _of_common_kernels(session, place, before, after) or (old_us, new_us)
+        if new_us / old_us > threshold:
+            slower.append((new_us / old_us, place, old_us, new_us))
     lines = []
     for _, (signature_id, _, arch, device_name), old_us, new_us in sorted(slower, reverse=True):
         statement = (
@@ -353,6 +359,42 @@ def _regressions(
         )
         lines.append(Regression(name, family, key, arch, device_name, old_us, new_us))
     return tuple(lines)
+
+
+def _of_common_kernels(
+    session: Session, place: tuple[int, str, str, str], before: RecordFilter, after: RecordFilter
+) -> tuple[float, float] | None:
+    """Return the best latencies of the kernels that one environment measured both before and after.
+
+    A run does not measure again what is known: the best that the resume of an interrupted run measures is slower than
+    what is known, and no kernel became slower. None where no environment measured before and after; equal latencies
+    where no kernel was measured twice.
+    """
+    signature_id, kind, arch, device_name = place
+
+    def measured(filters: RecordFilter) -> dict[tuple[int, Route, str], float]:
+        statement = (
+            select(RecordRow.environment_id, RecordRow.route, RecordRow.decision, func.min(RecordRow.latency_us))
+            .join(TargetRow, TargetRow.id == RecordRow.target_id)
+            .join(EnvironmentRow, EnvironmentRow.id == RecordRow.environment_id)
+            .where(
+                RecordRow.status == Status.OK,
+                RecordRow.latency_us.is_not(None),
+                RecordRow.signature_id == signature_id,
+                TargetRow.kind == kind,
+                TargetRow.arch == arch,
+                EnvironmentRow.device_name == device_name,
+                *conditions(filters),
+            )
+            .group_by(RecordRow.environment_id, RecordRow.route, RecordRow.decision)
+        )
+        return {(environment, route, text): us for environment, route, text, us in session.execute(statement)}
+
+    old, new = measured(before), measured(after)
+    if not {key[0] for key in old} & {key[0] for key in new}:
+        return None
+    again = old.keys() & new.keys()
+    return (min(old[key] for key in again), min(new[key] for key in again)) if again else (1.0, 1.0)
 
 
 def _best_by_signature(session: Session, filters: RecordFilter) -> dict[tuple[int, str, str, str], float]:

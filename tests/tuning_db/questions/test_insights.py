@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import sys
 from datetime import UTC, date, datetime, timedelta
 
@@ -128,10 +129,24 @@ def test_regressions_pair_tasks_by_signature_across_versions_and_dates(filled):
     assert insights.regressions(database, old, new, threshold=2.5) == ()
     assert insights.regressions(database, new, old) == ()
     moment = START + 2 * DAY
+    (best,) = database.list_records(RecordFilter(route=Route.TEMPLATE))
+    database.record_measurement(dataclasses.replace(best, latencies_us=(7.0,), created_at=moment))
     (by_date,) = insights.regressions(
         database, RecordFilter(until=moment), RecordFilter(since=moment, until=START + 3 * DAY)
     )
     assert (by_date.before_us, by_date.after_us) == (6.0, 7.0)
+
+
+def test_the_resume_of_an_interrupted_run_is_no_regression(database, samples):
+    database.record_workload(samples.workload())
+    known = samples.record(decision='{"tile":1}', latencies_us=(1.0,), created_at=START)
+    tried = samples.record(decision='{"tile":2}', latencies_us=(5.0,), created_at=START + DAY)
+    database.record_measurements([known, tried])
+    spans = RecordFilter(until=START + DAY), RecordFilter(since=START + DAY)
+    assert insights.regressions(database, *spans) == ()
+    database.record_measurement(dataclasses.replace(known, latencies_us=(1.5,), created_at=START + DAY))
+    (found,) = insights.regressions(database, *spans)
+    assert (found.before_us, found.after_us) == (1.0, 1.5)
 
 
 def test_regression_is_told_when_no_workload_has_the_signature_any_more(filled, samples):
