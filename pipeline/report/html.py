@@ -12,15 +12,15 @@ from relaxtune.pipeline.report.plot import COLOURS, roofline, shares
 from relaxtune.pipeline.report.report import Report
 
 _STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1240px; padding: 0 1rem; color: #1a202c }
+body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1600px; padding: 0 1rem; color: #1a202c }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-svg { width: 100%; height: auto; font: 12px system-ui, sans-serif }
+.wide { overflow-x: auto } svg { width: 100%; min-width: 40rem; height: auto; font: 12px system-ui, sans-serif }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 th, td { padding: .25rem .5rem; border-bottom: 1px solid #e2e8f0; text-align: right; vertical-align: top }
-th { position: sticky; top: 0; background: #f7fafc } .left { text-align: left }
+th { background: #f7fafc } .left { text-align: left } td:has(code) { min-width: 16rem }
 .facts { display: flex; flex-wrap: wrap; gap: .5rem 2rem } .facts b { display: block; font-size: 1.2rem }
 .note { color: #744210 } .key span { padding: 0 .6em; margin-right: .6em; color: white; border-radius: .3em }
-details { max-width: 26rem } code { overflow-wrap: anywhere }
+code { overflow-wrap: anywhere }
 """
 
 _MEANING = {
@@ -46,20 +46,29 @@ def render_page(reports: Sequence[Report]) -> str:
 def page(title: str, body: str) -> str:
     """Return a whole page; `body` is HTML."""
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_escape(title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{_escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body>{body}</body></html>\n"
     )
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] = ()) -> str:
-    """Return a table; its cells are HTML already, those of the columns named in `left` begin at the left."""
+    """Return a table without the columns that are empty in all rows.
+
+    Its cells are HTML already. Those of the columns named in `left` begin at the left.
+    """
+    shown = [place for place in range(len(columns)) if not rows or any(row[place] for row in rows)]
     sides = [' class="left"' if name in left else "" for name in columns]
-    head = "".join(f"<th{side}>{_escape(name)}</th>" for name, side in zip(columns, sides, strict=True))
+    head = "".join(f"<th{sides[place]}>{_escape(columns[place])}</th>" for place in shown)
     body = "".join(
-        "<tr>" + "".join(f"<td{side}>{cell}</td>" for cell, side in zip(row, sides, strict=True)) + "</tr>"
-        for row in rows
+        "<tr>" + "".join(f"<td{sides[place]}>{row[place]}</td>" for place in shown) + "</tr>" for row in rows
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return _wide(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+
+
+def _wide(content: str) -> str:
+    """Return content that scrolls by itself where the page is narrower."""
+    return content and f'<div class="wide">{content}</div>'
 
 
 def tiles(facts: Sequence[tuple[str, str]]) -> str:
@@ -73,19 +82,19 @@ def section(report: Report) -> str:
         f"<h1>{_escape(report.model)}</h1>",
         f"<p>{_escape(report.source)}; {_escape(report.target)}; times of {_escape(report.device or 'no device')}</p>",
         _facts(report),
-        *(f'<p class="note">{_escape(note)}.</p>' for note in report.notes),
+        *(f'<p class="note">{_escape(note)}{"" if note.endswith((".", "?")) else "."}</p>' for note in report.notes),
         "<h2>Where the time goes</h2>",
         _key(),
-        shares(report.kernels) or "<p>No kernel has a time.</p>",
+        _wide(shares(report.kernels)) or "<p>No kernel has a time.</p>",
     ]
     plot = roofline(report.kernels, report.ceilings)
     if plot:
-        parts += ["<h2>Rates under the device's ceilings</h2>", plot]
+        parts += ["<h2>Rates under the device's ceilings</h2>", _wide(plot)]
     if report.ceilings is not None:
         parts.append(f"<p>Ceilings: {_escape(report.ceilings.source)}.</p>")
     errors = error_histograms(report.validation or {})
     if errors:
-        parts += ["<h2>Errors of the last validation over tolerance</h2>", errors]
+        parts += ["<h2>Errors of the last validation over tolerance</h2>", _wide(errors)]
     parts += [
         "<h2>Kernels</h2>",
         table(_COLUMNS, [*map(_cells, report.kernels)], _LEFT_COLUMNS),
@@ -146,7 +155,7 @@ def _cells(row: KernelRow) -> tuple[str, ...]:
         number(row.registers),
         number(row.smem_bytes),
         number(row.spill_bytes),
-        f'<b style="color:{COLOURS[row.bottleneck]}">{bottleneck}</b>',
+        bottleneck and f'<b style="color:{COLOURS[row.bottleneck]}">{bottleneck}</b>',
         _nodes(row.onnx_nodes),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from relaxtune.pipeline.report.ceilings import (
     measure_cpu_ceilings,
     read_ceilings,
 )
-from relaxtune.pipeline.report.html import number, percent, render_page
+from relaxtune.pipeline.report.html import number, page, percent, render_page, table
 from relaxtune.pipeline.report.kernel import Bottleneck, KernelRow, TimeSource, find_bottleneck, judged
 from relaxtune.pipeline.report.plot import roofline, shares
 from relaxtune.pipeline.report.profile import Profile, profile_artifact
@@ -309,3 +310,15 @@ def test_reports_do_not_touch_the_artifact(artifact_copy: Callable[[], Path]) ->
     before = sorted((path.name, path.stat().st_mtime_ns) for path in copy.iterdir())
     report_artifact(copy)
     assert sorted((path.name, path.stat().st_mtime_ns) for path in copy.iterdir()) == before
+
+
+def test_a_page_does_not_run_over_and_leaves_empty_columns_out() -> None:
+    shown = table(["kernel", "registers", "us"], [["<code>a</code>", "", "1"], ["<code>b</code>", "", ""]], {"kernel"})
+    assert shown.startswith('<div class="wide"><table>')
+    assert re.findall(r"<th[^>]*>([^<]*)", shown) == ["kernel", "us"]
+    assert shown.count("<td") == 4
+    # What is wider than the page scrolls by itself, and a cell with a name is not squeezed.
+    styles = page("t", shown)
+    assert ".wide { overflow-x: auto }" in styles
+    assert "td:has(code) { min-width: 16rem }" in styles
+    assert "width=device-width" in styles
