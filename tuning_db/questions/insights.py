@@ -379,7 +379,6 @@ def _of_common_kernels(
             .join(EnvironmentRow, EnvironmentRow.id == RecordRow.environment_id)
             .where(
                 RecordRow.status == Status.OK,
-                RecordRow.latency_us.is_not(None),
                 RecordRow.signature_id == signature_id,
                 TargetRow.kind == kind,
                 TargetRow.arch == arch,
@@ -388,7 +387,8 @@ def _of_common_kernels(
             )
             .group_by(RecordRow.environment_id, RecordRow.route, RecordRow.decision)
         )
-        return {(environment, route, text): us for environment, route, text, us in session.execute(statement)}
+        found = session.execute(statement)
+        return {(environment, route, text): us for environment, route, text, us in found if us is not None}
 
     old, new = measured(before), measured(after)
     if not {key[0] for key in old} & {key[0] for key in new}:
