@@ -38,9 +38,11 @@ class Parameters:
 
     A template derives from it a frozen dataclass whose fields are integers, booleans and strings. A field that is
     `added` to it later leaves decisions as they were: one that has the field's default is written, and read, without.
+    `loads_boxes` says that its kernels load boxes of rows of one size, rows that do not exist among them.
     """
 
     template: ClassVar[str]
+    loads_boxes: ClassVar[bool] = False
 
     def to_json(self) -> str:
         """Return the parameters as canonical JSON text: the decision of a tuning record."""

@@ -32,7 +32,8 @@ DEFAULT_RANGES = (16, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
 # Candidates of a template that are compared over the calls of a range.
 _LISTED = 8
 # A range has a kernel of its own where the one of the range above takes longer by more than this factor and time.
-_GOOD_ENOUGH, _GOOD_ENOUGH_US = 1.04, 0.05
+# The memory-bound ones are predicted to a few tenths of a microsecond.
+_GOOD_ENOUGH, _GOOD_ENOUGH_US, _GOOD_ENOUGH_MEMORY_US = 1.04, 0.05, 0.2
 _INDEX_MAX = 2**31 - 1
 
 #: What must hold, and the text of the error where it does not.
@@ -110,7 +111,8 @@ class Ranges:
             if isinstance(first, Refusal):
                 return first
             # Loads of many rows of which few exist are slow (H200: 1.1 to 1.4 times as long with 1 to 16 rows).
-            if not found or number == 0 or not self._is_good_enough(func, target, found[-1][2], calls, first):
+            apart = number == 0 and first[1].loads_boxes
+            if not found or apart or not self._is_good_enough(func, target, found[-1][2], calls, first):
                 found.append((most, *first))
         ranges = [SizeRange(most, own.to_json()) for most, _, own in reversed(found)]
         return [RangesParameters(tuple(ranges))]
@@ -185,9 +187,10 @@ class Ranges:
             return True
         if own.template != larger.template:
             return False
+        spare = _GOOD_ENOUGH_US if own.loads_boxes else _GOOD_ENOUGH_MEMORY_US
         for rows in calls:
             other, least = (maker.predict_us(func, target, one, rows) for one in (larger, own))
-            if other is None or least is None or other > _GOOD_ENOUGH * least + _GOOD_ENOUGH_US:
+            if other is None or least is None or other > _GOOD_ENOUGH * least + spare:
                 return False
         return True
 

@@ -63,6 +63,7 @@ class GemmParameters(Parameters):
     """
 
     template: ClassVar[str] = "gemm_sm90"
+    loads_boxes: ClassVar[bool] = True
 
     block_m: int = 128
     block_n: int = 128
