@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import ScoreBias
 from relaxtune.schedules.templates.attention_sm90.plan import AttentionPlan
-from relaxtune.schedules.templates.attention_sm90.sizes import ceil_div, flat_view, is_even, is_zero
+from relaxtune.schedules.templates.attention_sm90.sizes import ceil_div, flat_view, is_even, is_one, is_zero
 from relaxtune.schedules.templates.emit.registers import in_register
 
 LOG2_E = math.log2(math.e)
@@ -126,7 +126,7 @@ class PaddingSearch:
         """
         spec = plan.spec
         assert spec.bias is not None
-        if not isinstance(spec.keys, int):
+        if not isinstance(spec.keys, int) or not isinstance(spec.bias.batch_stride, int):
             return 1
         sizes = [size // element_bytes for size in (16, 8, 4)]
         # No wider than that all lanes have something to read.
@@ -204,19 +204,31 @@ class BiasReader:
         # One row of the mask may serve both rows of a thread.
         self._lines = 1 if is_zero(bias.query_stride) and (is_zero(bias.head_stride) or plan.group == 1) else 2
         strides = (bias.batch_stride, bias.head_stride, bias.query_stride)
+        # Most tiles have no mask of padding to read: where its rows begin anywhere, registers are not kept for it.
+        self._at_once = bias.of_padding and not isinstance(plan.spec.keys, int)
         even = all(is_even(size) for size in (*strides, plan.spec.keys))
-        load = _PAIR_LOADS.get(self._dtype) if bias.key_stride == 1 and even else None
+        # Where some of them are symbolic, a call says whether they are even.
+        unknown = not even and not any(isinstance(size, int) and size % 2 for size in (*strides, plan.spec.keys))
+        load = (
+            _PAIR_LOADS.get(self._dtype)
+            if is_one(bias.key_stride) and (even or (unknown and not self._at_once))
+            else None
+        )
+        self._even: tirx.Expr | None = None
+        if load is not None and not even:
+            bits = plan.spec.keys
+            for stride in strides:
+                bits = bits if is_zero(stride) else tirx.bitwise_or(bits, stride)
+            self._even = hold(bits % 2) == 0
         self._load = load[0] if load is not None else None
         words, kind = load[1:] if load is not None else (2, self._dtype)
         self._held = [[T.alloc_local([words], kind) for _ in range(self._pairs)] for _ in range(self._lines)]
         self._lane = lane
-        if bias.kind == "add" and self._load is not None and bias.of_padding:
+        if bias.kind == "add" and self._load is not None and self._even is None and bias.of_padding:
             self._scan: _Scan | None = _Scan.of(plan, tvm.DataType(self._dtype).itemsize)
             self._scanned = T.alloc_local([self._scan.words], "uint32")
         else:
             self._scan = None
-        # Most tiles have no mask of padding to read: where its rows begin anywhere, registers are not kept for it.
-        self._at_once = bias.of_padding and not isinstance(plan.spec.keys, int)
 
     def prefetch(self, block: tirx.Expr, rows: Rows) -> None:
         """Emit the reads of one block of keys that come before `find_added`."""
@@ -246,6 +258,18 @@ class BiasReader:
             for line in range(self._lines)
         ]
         first = hold(block * block_k + self._column)
+        if self._even is None:
+            self._read_whole_pairs(starts, block, first)
+            return
+        with T.If(self._even):
+            with T.Then():
+                self._read_whole_pairs(starts, block, first)
+            with T.Else():
+                self._read_halves(starts, first)
+
+    def _read_whole_pairs(self, starts: list[tirx.Expr], block: tirx.Expr, first: tirx.Expr) -> None:
+        """Emit the reads of pairs that lie at a multiple of their size, or of single elements that nothing packs."""
+        spec, block_k = self._plan.spec, self._plan.parameters.block_k
         if self._plan.whole_blocks and self._plan.parameters.split == 1:
             self._read(starts, lambda pair: first + pair * 8)
             return
@@ -255,6 +279,22 @@ class BiasReader:
             with T.Else():
                 last = spec.keys - (2 if self._load else 1)
                 self._read(starts, lambda pair: tirx.min(first + pair * 8, last))
+
+    def _read_halves(self, starts: list[tirx.Expr], first: tirx.Expr) -> None:
+        """Emit the reads of pairs that lie anywhere, one element after another."""
+        last = self._plan.spec.keys - 1
+        for line, start in enumerate(starts):
+            for pair in range(self._pairs):
+                held = self._held[line][pair]
+                low, high = (self._buffer[start + tirx.min(first + (pair * 8 + index), last)] for index in range(2))
+                if len(_words(held)) == 2:
+                    T.buffer_store(held, low, [0])
+                    T.buffer_store(held, high, [1])
+                    continue
+                kind, bits = str(held.ty.dtype), 8 * tvm.DataType(self._dtype).itemsize
+                low, high = (tirx.Cast(kind, tirx.reinterpret(f"uint{bits}", half)) for half in (low, high))
+                packed = tirx.bitwise_or(low, tirx.shift_left(high, tirx.const(bits, kind)))
+                T.buffer_store(held, packed, [0])
 
     def _read(self, starts: list[tirx.Expr], key: Callable[[int], tirx.Expr]) -> None:
         last = self._plan.spec.keys - 1

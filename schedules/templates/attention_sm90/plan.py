@@ -290,9 +290,7 @@ def registers_needed(spec: AttentionSpec, p: AttentionParameters, bias_bytes: in
         # Of each 8 keys a pair, for each row of a thread unless one row of the mask serves all; some are used up before
         # the last is there.
         lines = 1 if is_zero(spec.bias.query_stride) and (not p.pack or is_zero(spec.bias.head_stride)) else 2
-        pair = max(1, bias_bytes // 2)
-        # Of rows that begin anywhere, each element is a load and a register.
-        weights += lines * p.block_k // 8 * pair * 3 // 4 if isinstance(spec.keys, int) else lines * p.block_k // 4
+        weights += lines * p.block_k // 8 * max(1, bias_bytes // 2) * 3 // 4
     return p.block_k // 2 + weights + spec.value_dim // 2 + _REGISTERS_BESIDE
 
 
