@@ -163,6 +163,11 @@ class AttentionSpec:
         """Whether all sizes and strides are numbers."""
         return not any(isinstance(value, tirx.Expr) for value in _values(self))
 
+    @property
+    def variables(self) -> dict[str, tirx.Var]:
+        """The variables in sizes and strides, by name."""
+        return variables_of([[value for value in _values(self) if isinstance(value, tirx.Expr)]])
+
     def heads_of(self, role: str) -> int:
         """Return the heads of the tensor of a role."""
         return self.heads if role in ("query", "output") else self.kv_heads

@@ -179,8 +179,10 @@ def symbolic_plan(
     if spec.growth is not None and p.blocks:
         return Refusal("caches that grow take a block for each tile")
     # What follows from sizes alone is taken of long sequences; tiles of one batch element are made together.
-    batch, variables = _names(spec.batch), _names(spec.batch, spec.queries, spec.keys)
-    found = make_plan(_at(spec, {name: 1 if name in batch else _LENGTHS[-1] for name in variables}), p, limits)
+    batch = _names(spec.batch)
+    found = make_plan(
+        with_values(spec, {name: 1 if name in batch else _LENGTHS[-1] for name in spec.variables}), p, limits
+    )
     plan = found if isinstance(found, Refusal) else replace(found, spec=spec)
     if isinstance(plan, Refusal):
         return plan
@@ -208,7 +210,8 @@ def _table(text: str, names: tuple[str, ...], limits: CudaLimits, mask_bytes: in
     spec = AttentionSpec.from_json(text, {name: tirx.Var(name, "int64") for name in names})
     axes = _axes(spec)
     points = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*axes.values())]
-    plain = [_at(spec, point) for point in points]
+    rest = {name: _LENGTHS[-1] for name in spec.variables if name not in axes}
+    plain = [with_values(spec, {**rest, **point}) for point in points]
     pool: dict[AttentionParameters, list[float]] = {}
     for point, one in zip(points, plain, strict=True):
         # To propose takes a hundred times as long as to predict: at every other point.
@@ -280,12 +283,8 @@ def _found(lines: Sequence[Line], point: Mapping[str, int]) -> int:
     return next(line.kernel for line in lines if all(point[name] <= most for name, most in line.most))
 
 
-def _names(*sizes: Size) -> list[str]:
-    return list(variables_of([sizes]))
-
-
-def _at(spec: AttentionSpec, point: Mapping[str, int]) -> AttentionSpec:
-    return with_values(spec, point)
+def _names(size: Size) -> list[str]:
+    return list(variables_of([[size]]))
 
 
 def _checks(func: tirx.PrimFunc) -> list[Check]:
