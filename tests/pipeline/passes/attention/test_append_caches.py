@@ -51,8 +51,25 @@ def several_new_tokens() -> OnnxModel:
     return f.model(f.linear(flat, HIDDEN, HIDDEN), (BATCH, LENGTH, HIDDEN), **{key: total, value: total})
 
 
+def caches_of_two_widths() -> OnnxModel:
+    f = Form()
+    x = f.x(BATCH, 1, HIDDEN)
+    q, k, v = (
+        f.op("Transpose", f.op("Reshape", f.linear(x, HIDDEN, HEADS * d), [BATCH, 1, HEADS, d]), perm=[0, 2, 1, 3])
+        for d in (SIZE, SIZE, 2 * SIZE)
+    )
+    key, value = (
+        f.op("Concat", f.input(f"past_{which}", "float", BATCH, HEADS, LENGTH, d), new, axis=2)
+        for which, new, d in (("key", k, SIZE), ("value", v, 2 * SIZE))
+    )
+    product = f.op("MatMul", f.op("Softmax", f.divided(f.scores(q, key)), axis=-1), value)
+    flat = f.op("Reshape", f.op("Transpose", product, perm=[0, 2, 1, 3]), [BATCH, 1, 2 * HIDDEN])
+    sizes = {key: (BATCH, HEADS, LENGTH + 1, SIZE), value: (BATCH, HEADS, LENGTH + 1, 2 * SIZE)}
+    return f.model(f.linear(flat, 2 * HIDDEN, HIDDEN), (BATCH, 1, HIDDEN), **sizes)
+
+
 @pytest.mark.usefixtures("any_target")
-@pytest.mark.parametrize("form", [cached, several_new_tokens])
+@pytest.mark.parametrize("form", [cached, several_new_tokens, caches_of_two_widths])
 def test_append_caches_writes_caches_and_their_rounded_copies_in_one_kernel(form) -> None:
     model = form()
     lowered = lower(import_model(model), LLVM, FP16)
