@@ -26,51 +26,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from relaxtune.api import (
-        ArtifactError,
-        BatchEvent,
-        BatchResult,
-        BatchRun,
-        BenchmarkReport,
-        CandidateEvent,
-        CellEvent,
-        Comparison,
-        CompileResult,
-        Effort,
-        ImportFailedError,
-        Inspection,
-        LoweringError,
-        Mode,
-        ModelError,
-        ModelOptions,
-        Module,
-        NothingMeasuredError,
-        OnnxModel,
-        PipelineError,
-        RecordFilter,
-        Report,
-        Route,
-        ScheduleError,
-        TuneResult,
-        TuningDatabase,
-        TuningDatabaseError,
-        UsageError,
-        ValidationFailedError,
-        ValidationReport,
-        batch,
-        bench,
-        compare,
-        compile,
-        inspect,
-        list_models,
-        load,
-        load_model,
-        open_database,
-        random_inputs,
-        report,
-        tune,
-        validate,
-    )
+    from relaxtune.api import *
 
 __version__ = "0.1.0"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -30,6 +31,8 @@ from relaxtune.tuning_db.sql.schema import (
     ValidationRow,
 )
 from relaxtune.tuning_db.sql.writing import put_keyed, require_jobs
+
+_Row = TypeVar("_Row", ValidationRow, BenchmarkRow)
 
 
 def put_artifact(session: Session, artifact: Artifact) -> None:
@@ -108,16 +111,21 @@ def list_artifacts(session: Session, model: str | None) -> list[Artifact]:
     ]
 
 
-def list_validations(session: Session, artifact_key: str | None) -> list[Validation]:
-    """Return the validations, in the order they were recorded."""
+def _placed(session: Session, of: type[_Row], artifact_key: str | None) -> Iterable[tuple[_Row, str, EnvironmentRow]]:
+    """Return the rows of an artifact, or of all, each with its artifact's key and its environment."""
     statement = (
-        select(ValidationRow, ArtifactRow.key, EnvironmentRow)
-        .join(ArtifactRow, ArtifactRow.id == ValidationRow.artifact_id)
-        .join(EnvironmentRow, EnvironmentRow.id == ValidationRow.environment_id)
-        .order_by(ValidationRow.id)
+        select(of, ArtifactRow.key, EnvironmentRow)
+        .join(ArtifactRow, ArtifactRow.id == of.artifact_id)
+        .join(EnvironmentRow, EnvironmentRow.id == of.environment_id)
+        .order_by(of.id)
     )
     if artifact_key is not None:
         statement = statement.where(ArtifactRow.key == artifact_key)
+    return ((row, key, environment) for row, key, environment in session.execute(statement))
+
+
+def list_validations(session: Session, artifact_key: str | None) -> list[Validation]:
+    """Return the validations, in the order they were recorded."""
     return [
         Validation(
             artifact_key=key,
@@ -128,20 +136,12 @@ def list_validations(session: Session, artifact_key: str | None) -> list[Validat
             report=row.report,
             created_at=row.created_at,
         )
-        for row, key, environment in session.execute(statement)
+        for row, key, environment in _placed(session, ValidationRow, artifact_key)
     ]
 
 
 def list_benchmarks(session: Session, artifact_key: str | None) -> list[Benchmark]:
     """Return the benchmarks, in the order they were recorded."""
-    statement = (
-        select(BenchmarkRow, ArtifactRow.key, EnvironmentRow)
-        .join(ArtifactRow, ArtifactRow.id == BenchmarkRow.artifact_id)
-        .join(EnvironmentRow, EnvironmentRow.id == BenchmarkRow.environment_id)
-        .order_by(BenchmarkRow.id)
-    )
-    if artifact_key is not None:
-        statement = statement.where(ArtifactRow.key == artifact_key)
     return [
         Benchmark(
             artifact_key=key,
@@ -151,7 +151,7 @@ def list_benchmarks(session: Session, artifact_key: str | None) -> list[Benchmar
             conditions=row.conditions,
             created_at=row.created_at,
         )
-        for row, key, environment in session.execute(statement)
+        for row, key, environment in _placed(session, BenchmarkRow, artifact_key)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -17,6 +18,9 @@ from relaxtune.tuning_db.sql.schema import (
     WorkloadRow,
     read_as,
 )
+
+# Fields of the value, and columns of the row.
+_ENVIRONMENT = tuple(field.name for field in dataclasses.fields(Environment))
 
 
 def number_kind(value: float | None) -> NumberKind:
@@ -80,18 +84,7 @@ def target_columns(target: TargetKey) -> dict[str, object]:
 
 def environment_columns(environment: Environment) -> dict[str, object]:
     """Return the columns of an environment."""
-    return {
-        "key": environment.key,
-        "device_kind": environment.device_kind,
-        "device_name": environment.device_name,
-        "arch": environment.arch,
-        "driver": environment.driver,
-        "cuda": environment.cuda,
-        "tvm_version": environment.tvm_version,
-        "tvm_ffi_version": environment.tvm_ffi_version,
-        "cores": environment.cores,
-        "schedules_version": environment.schedules_version,
-    }
+    return {"key": environment.key, **{name: getattr(environment, name) for name in _ENVIRONMENT}}
 
 
 def to_target(row: TargetRow) -> TargetKey:
@@ -101,17 +94,7 @@ def to_target(row: TargetRow) -> TargetKey:
 
 def to_environment(row: EnvironmentRow) -> Environment:
     """Return the value of a row."""
-    return Environment(
-        device_kind=row.device_kind,
-        device_name=row.device_name,
-        arch=row.arch,
-        driver=row.driver,
-        cuda=row.cuda,
-        tvm_version=row.tvm_version,
-        tvm_ffi_version=row.tvm_ffi_version,
-        cores=row.cores,
-        schedules_version=row.schedules_version,
-    )
+    return Environment(**{name: getattr(row, name) for name in _ENVIRONMENT})
 
 
 def to_workload(row: WorkloadRow, signature: SignatureRow) -> Workload:
