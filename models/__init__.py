@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relaxtune.models.axis_relations import axis_sizes
+from relaxtune.models.axes.relations import axis_sizes
 from relaxtune.models.dims import parse_shape_override
 from relaxtune.models.errors import ModelError
 from relaxtune.models.files import save_model

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from relaxtune.models.axis_relations import bindings_of, find_relations
+from relaxtune.models.axes.relations import bindings_of, find_relations
 from relaxtune.models.checks import check_graph, check_signature, check_text, check_versions, sort_nodes
 from relaxtune.models.dims import Dim, evaluate_dim
 from relaxtune.models.errors import ModelShapeError, UnsupportedModelError

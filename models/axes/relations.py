@@ -1,7 +1,7 @@
 """The relations between the symbolic axes of a graph: `attention_mask` has `past + sequence` columns.
 
 Exporters give each axis a name of its own and do not say which belong together. `find_relations` reads it from the
-graph (`models.axis_flow`); the loader then writes the names that are free into the graph, so that everything behind it
+graph (`models.axes.flow`); the loader then writes the names that are free into the graph, so that everything behind it
 sees one name for one size. `axis_sizes` chooses sizes that keep the relations.
 """
 
@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 
 import onnx
 
-from relaxtune.models.axis_flow import ONE, ZERO, AxisFlow, dims_of, input_symbols
+from relaxtune.models.axes.facts import ONE, ZERO
+from relaxtune.models.axes.flow import AxisFlow, dims_of, input_symbols
 from relaxtune.models.dims import evaluate_dim
 from relaxtune.models.input_roles import GraphUses
 from relaxtune.models.polynomials import Polynomial

@@ -1,0 +1,135 @@
+"""What a graph says about the sizes of its symbolic axes: shapes and small integer tensors, followed node by node.
+
+onnx's own shape inference loses sums (`past + sequence` becomes an unknown) and does not compare: it is used for the
+operators that have no rule here. Two facts are collected on the way:
+
+- *equal*: sizes that meet in a broadcast, a Concat beside its axis, a contraction or a Reshape;
+- *at least*: an axis that is cut or indexed up to a size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx
+from onnx import defs, helper, inliner, shape_inference
+
+from relaxtune.models.axes.facts import MAX_LENGTH, UNKNOWN, ZERO, AxisFacts, Known, known_constant
+from relaxtune.models.axes.rules import MOVES, RULES, moved
+from relaxtune.models.hashing import without_weights
+from relaxtune.models.polynomials import Polynomial
+
+
+class AxisFlow(AxisFacts):
+    """Follows the sizes of a graph; afterwards `solved` and `at_least` hold what it found."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        """Follow the graph."""
+        super().__init__({name: place for place, name in enumerate(input_symbols(model))})
+        model = _typed(model)
+        graph = model.graph
+        self._opsets = {entry.domain: int(entry.version) for entry in model.opset_import}
+        self._opset_imports = list(model.opset_import)
+        self._types = {v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.input, *graph.output)}
+        self.constants = {tensor.name: tensor for tensor in graph.initializer}
+        self._types |= {name: tensor.data_type for name, tensor in self.constants.items()}
+        self._known: dict[str, Known] = {}
+        for tensor in graph.initializer:
+            self._known[tensor.name] = known_constant(tensor)
+        for value in graph.input:
+            if value.name not in self.constants:
+                self._known[value.name] = Known(tuple(map(self._size, dims_of(value))))
+        for node in graph.node:
+            self._follow(node)
+
+    def _follow(self, node: onnx.NodeProto) -> None:
+        rule = RULES.get(node.op_type)
+        inputs = [self._known.get(name, UNKNOWN) for name in node.input]
+        try:
+            outputs = None if rule is None else rule(self, node, inputs)
+        except (IndexError, TypeError, ValueError, AttributeError):  # a rule met a form it does not know
+            outputs = None
+        if outputs is None:
+            outputs = self._infer(node, inputs)
+        if node.op_type in MOVES and inputs and outputs:
+            outputs = [Known(outputs[0].shape, outputs[0].data or moved(node, inputs), inputs[0].top)]
+        for name, known in zip(node.output, outputs, strict=False):
+            if name:
+                self._known[name] = known
+
+    def _infer(self, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+        """Return the shapes that onnx infers for one node, sizes in and out as text."""
+        by_text: dict[str, Polynomial] = {}
+        types: dict[str, onnx.TypeProto] = {}
+        data: dict[str, onnx.TensorProto] = {}
+        for name, known in zip(node.input, inputs, strict=True):
+            if not name:
+                continue
+            sizes = None if known.shape is None else [self.resolve(size) for size in known.shape]
+            by_text |= {str(size): size for size in sizes or () if size.value is None}
+            dims = None if sizes is None else [str(size) if size.value is None else size.value for size in sizes]
+            types[name] = helper.make_tensor_type_proto(self._types.get(name, onnx.TensorProto.FLOAT), dims)
+            if name in self.constants:
+                data[name] = self.constants[name]
+        try:
+            schema = defs.get_schema(node.op_type, self._opsets.get(node.domain, 1), node.domain)
+            found = shape_inference.infer_node_outputs(schema, node, types, data, opset_imports=self._opset_imports)
+        except (defs.SchemaError, shape_inference.InferenceError, RuntimeError, ValueError):
+            found = {}
+        return [
+            Known(tuple(self._size(dim, by_text) for dim in _dims(found[name])))
+            if name in found and found[name].tensor_type.HasField("shape")
+            else UNKNOWN
+            for name in node.output
+        ]
+
+    def _size(self, dim: int | str, by_text: Mapping[str, Polynomial] | None = None) -> Polynomial:
+        if isinstance(dim, int):
+            return Polynomial.number(dim)
+        if by_text is None:
+            return parse_size(dim)
+        return by_text.get(dim) or self.new_symbol()
+
+
+def input_symbols(model: onnx.ModelProto) -> list[str]:
+    """Return the names in the sizes of the inputs, in their order."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    dims = [dim for value in model.graph.input if value.name not in weights for dim in dims_of(value)]
+    return list(dict.fromkeys(name for dim in dims if isinstance(dim, str) for name in parse_size(dim).names))
+
+
+def dims_of(value: onnx.ValueInfoProto) -> list[int | str]:
+    """Return the sizes of an input; an axis without a name gets `<tensor>_<axis>`, as in its signature."""
+    dims = _dims(value.type)
+    return [dim if dim != "" else f"{value.name}_{axis}" for axis, dim in enumerate(dims)]
+
+
+def parse_size(text: str) -> Polynomial:
+    """Return a sum such as `past + sequence + 1` as a polynomial; any other text is one name."""
+    parts = [part.strip() for part in text.split("+")]
+    if all(part.isidentifier() or part.isdecimal() for part in parts):
+        total = ZERO
+        for part in parts:
+            total += Polynomial.number(int(part)) if part.isdecimal() else Polynomial.symbol(part)
+        return total
+    return Polynomial.symbol(text)
+
+
+def _dims(kind: onnx.TypeProto) -> list[int | str]:
+    dims = kind.tensor_type.shape.dim
+    return [int(dim.dim_value) if dim.HasField("dim_value") else str(dim.dim_param) for dim in dims]
+
+
+def _typed(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the graph with functions inlined, the types of its values, and its small constants only."""
+    light = without_weights(model)
+    declared = {value.name for value in light.graph.input}
+    for tensor in model.graph.initializer:
+        if tensor.data_location != onnx.TensorProto.EXTERNAL and int(np.prod(tensor.dims)) <= MAX_LENGTH:
+            light.graph.initializer.append(tensor)
+        elif tensor.name not in declared:
+            light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    if light.functions:
+        light = inliner.inline_local_functions(light)
+    return shape_inference.infer_shapes(light)

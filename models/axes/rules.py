@@ -1,0 +1,302 @@
+"""One rule an operator: what is known of its results, and which sizes it makes equal or bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from relaxtune.models.axes.facts import MAX_LENGTH, ONE, ZERO, AxisFacts, Known, Shape, known_constant
+from relaxtune.models.polynomials import Polynomial
+
+# torch writes "to the end" as the largest int32 or int64.
+_TO_THE_END = 2**31 - 1
+# Operators with these results are followed by their first input's shape; onnx knows none of them.
+_SAME_SHAPE = frozenset(
+    {"BiasGelu", "FastGelu", "Gelu", "QuickGelu", "RotaryEmbedding", "SimplifiedLayerNormalization",
+     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
+)  # fmt: skip
+_BROADCAST = frozenset(
+    {"Add", "And", "BitwiseAnd", "BitwiseOr", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual",
+     "Max", "Mean", "Min", "Mod", "Mul", "Or", "Pow", "PRelu", "Sub", "Sum", "Where", "Xor"}
+)  # fmt: skip
+# Operators that move integers without changing them.
+MOVES = frozenset({"Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"})
+
+
+def moved(node: onnx.NodeProto, inputs: Sequence[Known]) -> Shape | None:
+    """Return the elements of a scalar or vector that stays one."""
+    return inputs[0].data if node.op_type in {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"} else None
+
+
+def _attribute(node: onnx.NodeProto, name: str, default: int) -> int:
+    return next((int(item.i) for item in node.attribute if item.name == name), default)
+
+
+def _sizes(known: Known) -> Shape:
+    if known.shape is None:
+        raise ValueError
+    return known.shape
+
+
+def _elements(known: Known) -> Shape:
+    if known.data is None:
+        raise ValueError
+    return known.data
+
+
+def _whole(size: Polynomial) -> int:
+    if size.value is None:
+        raise ValueError
+    return size.value
+
+
+def _shape(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+    sizes = _sizes(inputs[0])
+    cut = sizes[_attribute(node, "start", 0) : _attribute(node, "end", len(sizes))]
+    return [Known((Polynomial.number(len(cut)),), tuple(map(facts.resolve, cut)))]
+
+
+def _constant(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
+    value = node.attribute[0]
+    if value.name != "value":
+        return None
+    facts.constants[node.output[0]] = value.t
+    return [known_constant(value.t)]
+
+
+def _arithmetic(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+    shape = facts.broadcast([_sizes(known) for known in inputs])
+    return [Known(shape, _computed(node, inputs), _top(facts, node, inputs))]
+
+
+def _computed(node: onnx.NodeProto, inputs: Sequence[Known]) -> Shape | None:
+    function = _ON_SIZES.get(node.op_type)
+    if function is None or any(known.data is None for known in inputs):
+        return None
+    columns = [_elements(known) for known in inputs]
+    length = max(map(len, columns))
+    stretched = [column * length if len(column) == 1 else column for column in columns]
+    found = [function(*row) for row in zip(*stretched, strict=True)]
+    return None if None in found else tuple(one for one in found if one is not None)
+
+
+def _quotient(a: Polynomial, b: Polynomial) -> Polynomial | None:
+    return a.divided(b)
+
+
+def _chosen(condition: Polynomial, a: Polynomial, b: Polynomial) -> Polynomial | None:
+    return b if condition.value == 0 else a if condition.value is not None else None
+
+
+def _same(a: Polynomial, b: Polynomial) -> Polynomial | None:
+    """Return 1 or 0; a size is never negative."""
+    if (a - b).value is not None:
+        return ONE if a == b else ZERO
+    return ZERO if any(one.value is not None and one.value < 0 for one in (a, b)) else None
+
+
+_ON_SIZES: Mapping[str, Callable[..., Polynomial | None]] = {
+    "Add": lambda a, b: a + b,
+    "Div": _quotient,
+    "Equal": _same,
+    "Mul": lambda a, b: a * b,
+    "Sub": lambda a, b: a - b,
+    "Where": _chosen,
+}
+
+
+def _top(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> Shape | None:
+    """Return the largest integer of a sum, a product, or indices whose negative values count from the end."""
+    if node.op_type == "Less" and inputs[1].data == (ZERO,):
+        facts.below_zero[node.output[0]] = node.input[0]
+    if node.op_type == "Where" and facts.below_zero.get(node.input[0]) == node.input[2]:
+        return inputs[2].top
+    tops = [known.top if known.top is not None else known.data for known in inputs]
+    if node.op_type not in {"Add", "Mul", "Sub"} or any(top is None or len(top) != 1 for top in tops):
+        return None
+    left, right = (top[0] for top in tops if top is not None)
+    if node.op_type == "Add":
+        return (left + right,)
+    if node.op_type == "Sub":
+        return (left - right,) if inputs[1].data is not None else None
+    return (left * right,)
+
+
+def _range(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
+    start, limit, step = (_elements(known)[0] for known in inputs)
+    return [Known((limit - start,), None, (limit - ONE,))] if step.value == 1 else None
+
+
+def _concat(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+    shapes = [_sizes(known) for known in inputs]
+    rank = len(shapes[0])
+    axis = _attribute(node, "axis", 0) % rank
+    result = []
+    for place in range(rank):
+        column = [shape[place] for shape in shapes]
+        if place == axis:
+            result.append(sum(column[1:], column[0]))
+            continue
+        for other in column[1:]:
+            facts.equate(column[0], other)
+        result.append(facts.resolve(column[0]))
+    data = [known.data for known in inputs]
+    joined = None if rank != 1 or None in data else tuple(size for part in data for size in part or ())
+    tops = [known.top or (known.data if known.data is not None and len(known.data) == 1 else None) for known in inputs]
+    one_each = axis == rank - 1 and all(top is not None and len(top) == 1 for top in tops)
+    return [Known(tuple(result), joined, tuple(top[0] for top in tops if top) if one_each else None)]
+
+
+def _gather(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+    data, indices = _sizes(inputs[0]), _sizes(inputs[1])
+    axis = _attribute(node, "axis", 0) % len(data)
+    if inputs[1].top is not None and len(inputs[1].top) == 1:
+        facts.require(data[axis], inputs[1].top[0] + ONE)
+    picked = None
+    if inputs[0].data is not None and inputs[1].data is not None:
+        picked = tuple(inputs[0].data[_whole(place)] for place in inputs[1].data)
+    return [Known((*data[:axis], *indices, *data[axis + 1 :]), picked)]
+
+
+def _gather_nd(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
+    data, top = _sizes(inputs[0]), inputs[1].top
+    depth = _sizes(inputs[1])[-1].value
+    if not _attribute(node, "batch_dims", 0) and top is not None and depth is not None and len(top) == depth:
+        for size, largest in zip(data, top, strict=False):
+            facts.require(size, largest + ONE)
+    return None
+
+
+def _slice(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+    shape = list(_sizes(inputs[0]))
+    starts, ends = _elements(inputs[1]), _elements(inputs[2])
+    given = inputs[3].data if len(inputs) > 3 else None
+    axes = range(len(starts)) if given is None else [_whole(axis) % len(shape) for axis in given]
+    steps = inputs[4].data if len(inputs) > 4 else None
+    if steps is not None and any(step != ONE for step in steps):
+        raise ValueError
+    data = inputs[0].data
+    for axis, start, end in zip(axes, starts, ends, strict=True):
+        size = facts.resolve(shape[axis])
+        first, last = _bound(start, size), _bound(end, size)
+        if size.value is None and end.value is not None and 0 <= end.value < _TO_THE_END:
+            shape[axis] = facts.new_symbol()
+            continue
+        if (size - last).names:
+            facts.require(size, last)
+        elif size.value is not None and last.value is not None:
+            last = Polynomial.number(min(size.value, last.value))
+        if data is not None:
+            data = data[first.value : last.value]
+        shape[axis] = last - first
+    return [Known(tuple(shape), data)]
+
+
+def _bound(bound: Polynomial, size: Polynomial) -> Polynomial:
+    if bound.value is None or 0 <= bound.value < _TO_THE_END:
+        return bound
+    return size if bound.value > 0 else size + bound
+
+
+def _reshape(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+    old = [facts.resolve(size) for size in _sizes(inputs[0])]
+    if inputs[1].data is None:
+        rank = _sizes(inputs[1])[0].value
+        return [Known(tuple(facts.new_symbol() for _ in range(rank or 0)) if rank is not None else None)]
+    new = list(inputs[1].data)
+    if not _attribute(node, "allowzero", 0):
+        new = [old[place] if size == ZERO else size for place, size in enumerate(new)]
+    free = [place for place, size in enumerate(new) if size.value == -1]
+    fixed = [facts.resolve(size) for place, size in enumerate(new) if place not in free]
+    above, below = _product(old), _product(fixed)
+    if free:
+        if above.divided(below) is None and len(old) == len(new):
+            # Only equal sizes can be meant where the axes stay: `[rows, n]` as `[batch, -1]`.
+            for place, size in enumerate(old):
+                if place not in free:
+                    facts.equate(size, new[place])
+            above, below = facts.resolve(above), facts.resolve(below)
+        new[free[0]] = above.divided(below) or facts.new_symbol()
+    elif above.names and below.names:
+        facts.equate(*_without_common_factor(above, below))
+    return [Known(tuple(facts.resolve(size) for size in new))]
+
+
+def _flatten(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+    sizes = _sizes(inputs[0])
+    axis = _attribute(node, "axis", 1)
+    return [Known((_product(sizes[:axis]), _product(sizes[axis:])))]
+
+
+def _constant_of_shape(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+    sizes = _elements(inputs[0])
+    fill = next((numpy_helper.to_array(item.t).reshape(-1)[0] for item in node.attribute), 0)
+    count = _product(sizes).value
+    is_small = len(sizes) <= 1 and count is not None and count <= MAX_LENGTH and float(fill).is_integer()
+    return [Known(sizes, (Polynomial.number(int(fill)),) * (count or 0) if is_small else None)]
+
+
+def _product(sizes: Sequence[Polynomial]) -> Polynomial:
+    total = ONE
+    for size in sizes:
+        total *= size
+    return total
+
+
+def _without_common_factor(left: Polynomial, right: Polynomial) -> tuple[Polynomial, Polynomial]:
+    """Return two products divided by the number and the names that both have."""
+    names = [name for name in dict.fromkeys(left.names) if all(name in term for term, _ in (*left.terms, *right.terms))]
+    factors = [factor for _, factor in (*left.terms, *right.terms)]
+    common = _product([Polynomial.number(int(np.gcd.reduce(factors))), *map(Polynomial.symbol, names)])
+    return left.divided(common) or left, right.divided(common) or right
+
+
+def _expand(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+    return [Known(facts.broadcast([_sizes(inputs[0]), _elements(inputs[1])]))]
+
+
+def _matmul(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+    left, right = _sizes(inputs[0]), _sizes(inputs[1])
+    rows, columns = left[-2:-1], right[-1:] if len(right) > 1 else ()
+    facts.equate(left[-1], right[-2] if len(right) > 1 else right[-1])
+    stack = facts.broadcast([left[:-2], right[:-2]]) if max(len(left), len(right)) > 2 else ()
+    return [Known((*stack, *rows, *columns))]
+
+
+def _same_shape(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
+    return [Known(inputs[0].shape)] * len(node.output) if node.domain == "com.microsoft" else None
+
+
+def _cached(facts: AxisFacts, inputs: Sequence[Known], past: int, new: Polynomial) -> Polynomial:
+    """Return the number of keys: those of a cache (B, N, P, H) and the new ones."""
+    return _sizes(inputs[past])[2] + new if len(inputs) > past and inputs[past].shape is not None else new
+
+
+def _onnx_attention(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
+    """Attention of ONNX: query, key, value, mask (..., S, P + K), past key, past value."""
+    total = _cached(facts, inputs, 4, _sizes(inputs[1])[-2])
+    if node.domain == "" and len(inputs) > 3 and inputs[3].shape:
+        facts.broadcast([inputs[3].shape[-1:], (total,)])
+    return None
+
+
+RULES: Mapping[str, Callable[[AxisFacts, onnx.NodeProto, Sequence[Known]], list[Known] | None]] = {
+    **dict.fromkeys(_BROADCAST, _arithmetic),
+    **dict.fromkeys(_SAME_SHAPE, _same_shape),
+    "Attention": _onnx_attention,
+    "Concat": _concat,
+    "Constant": _constant,
+    "ConstantOfShape": _constant_of_shape,
+    "Expand": _expand,
+    "Flatten": _flatten,
+    "Gather": _gather,
+    "GatherND": _gather_nd,
+    "MatMul": _matmul,
+    "Range": _range,
+    "Reshape": _reshape,
+    "Shape": _shape,
+    "Slice": _slice,
+}
