@@ -37,6 +37,7 @@ from typing import Any
 import ray
 from tvm import te
 
+from relaxtune.pipeline.choose.stale_records import still_true_in
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.tasks.extract import as_workload, make_task
 from relaxtune.pipeline.tasks.task import TuningTask
@@ -251,7 +252,7 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
         began, cpu, own = time.monotonic(), time.process_time(), time.thread_time()
         summary = tune(
             (), target=TARGET, database=database, environment=ENVIRONMENT, options=options, machine=machine, feed=feed,
-            progress=feed,
+            progress=feed, still_true=still_true_in(database, TARGET, ENVIRONMENT),
         )  # fmt: skip
         seconds, cpu, own = time.monotonic() - began, time.process_time() - cpu, time.thread_time() - own
         records = len(database.list_records())

@@ -220,7 +220,7 @@ def get_batch(database: TuningDatabase, start: str | None = None, *, key: str | 
     Raises
     ------
     NotFoundError
-        There is none, or the start is that of several ids.
+        There is none, or several ids begin so.
     """
     batches = list_batches(database)
     named = [one for one in batches if start in (None, one.name) and key in (None, one.key)]

@@ -41,7 +41,7 @@ def check_inputs(inputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) 
 
 
 def _may_be_empty(axis: str, specs: Sequence[TensorSpec]) -> bool:
-    """Return whether an axis may have no places: that of a cache before its first token, which no tokens have."""
+    """Return whether an axis may have no places: the length of a cache may before its first token; tokens may not."""
     held = [spec.shape for spec in specs if axis in spec.shape]
     return all(len(shape) > 2 and shape[0] != axis for shape in held)
 

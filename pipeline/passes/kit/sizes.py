@@ -87,7 +87,7 @@ class Symbols:
             del self._variables[name]
 
     def knows(self, *sizes: Size) -> bool:
-        """Return whether every name in some sizes is that of one axis."""
+        """Return whether every name in some sizes is the name of one axis."""
         return all(name in self._variables for size in sizes if not isinstance(size, int) for name in size.names)
 
     def expression(self, size: Size) -> int | tirx.Expr:

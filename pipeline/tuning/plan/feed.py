@@ -43,7 +43,7 @@ class TaskFeed(Protocol):
         """
 
     def settled(self, workload_hashes: Sequence[str]) -> None:
-        """Hear of tasks of which nothing more will be measured."""
+        """Hear of tasks that are done: nothing more of them will be measured."""
 
     def wait(self, seconds: float) -> None:
         """Wait so long at most for the next arrival."""

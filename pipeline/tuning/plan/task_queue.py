@@ -132,7 +132,7 @@ class TaskQueue:
             self._count(number, self._states[number])
 
     def take_settled(self) -> list[TaskState]:
-        """Return the tasks of which nothing more will be measured, each once."""
+        """Return the tasks that are done, each once: nothing more of them will be measured."""
         settled, self._settled = self._settled, []
         return settled
 

@@ -200,7 +200,7 @@ def _bound(value: tvm.ir.Expr | int, size: tvm.ir.Expr) -> tvm.ir.Expr | int:
 
 
 def _what_is_left(sizes: list[tvm.ir.Expr | int], known: list[tvm.ir.Expr | int]) -> tvm.ir.Expr | int:
-    """Return the product of sizes divided by that of others, equal sizes taken out first.
+    """Return the product of sizes divided by the product of others, equal sizes taken out first.
 
     TVM does not see that `batch * (past + new) // (past + new)` is `batch`, and its code generator fails on the rest.
     """
