@@ -15,6 +15,7 @@ from tvm.relax.frontend.onnx import onnx_frontend
 from relaxtune.models import OnnxModel
 from relaxtune.models.spec import read_tensor
 from relaxtune.pipeline.errors import ImportFailedError
+from relaxtune.pipeline.importer.converter_input import constant, constant_value
 from relaxtune.pipeline.importer.converters import CONVERTERS, ConverterInput
 from relaxtune.pipeline.importer.errors import conversion_failed, element_types, list_nodes
 from relaxtune.pipeline.importer.normalise import NormalisedGraph
@@ -59,7 +60,8 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._model = model
         self._graph = graph
         self.marks: list[tuple[str, str]] = []
-        self._read = {value.name for value in graph.proto.graph.output}
+        self._results = frozenset(value.name for value in graph.proto.graph.output)
+        self._read = set(self._results)
         self._read.update(name for node in list_nodes(graph.proto.graph) for name in node.input)
         self._element_types = element_types(graph.proto.graph)
 
@@ -92,6 +94,9 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
                 self._construct_node(node)
             except Exception as e:  # TVM's converters raise every kind of exception; here it gets the node's name
                 raise conversion_failed(self._model, self._graph, node, e) from e
+        for name in self._results:
+            if self._is_narrow(name) and is_shape_value(self._nodes.get(name)):
+                self._nodes[name] = self._as_tensor(self._nodes[name], narrow=True)
 
     def _construct_node(self, node: onnx.NodeProto) -> None:
         if node.op_type == "If":
@@ -113,13 +118,18 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         if _domain(node):
             return None
         folded = fold_shape_value(node.op_type, self._converter_input(node, inputs))
+        if folded is not None and self._is_narrow(node.output[0]):
+            value = constant_value(folded)
+            if value is not None and value.dtype == np.int64:
+                return constant(value.astype(np.int32))
         return fold_small_constants(node, inputs, self._graph.opset) if folded is None else folded
 
     def _convert_node(self, node: onnx.NodeProto, given: list[tvm.ir.Expr | None]) -> tvm.ir.Expr:
         sizes_at = () if _domain(node) else _SIZE_OPERANDS.get(node.op_type, ())
         inputs = onnx_frontend.onnx_input()
         for index, expr in enumerate(given):
-            inputs.append(expr if index in sizes_at else self._as_tensor(expr))
+            narrow = self._is_narrow(node.input[index])
+            inputs.append(expr if index in sizes_at else self._as_tensor(expr, narrow=narrow))
         own = CONVERTERS.get((_domain(node), node.op_type))
         result = own(self._converter_input(node, inputs)) if own is not None else None
         if result is not None:
@@ -142,9 +152,13 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         """Return the names of a node's outputs, empty where nothing reads one."""
         return tuple(name if name in self._read else "" for name in node.output)
 
-    def _as_tensor(self, expr: tvm.ir.Expr | None) -> tvm.ir.Expr | None:
+    def _as_tensor(self, expr: tvm.ir.Expr | None, *, narrow: bool) -> tvm.ir.Expr | None:
         is_shape_variable = isinstance(expr, relax.Var) and isinstance(expr.ty, relax.ShapeType)
-        return as_tensor(self.bb, expr) if is_shape_variable or is_shape_value(expr) else expr
+        return as_tensor(self.bb, expr, narrow=narrow) if is_shape_variable or is_shape_value(expr) else expr
+
+    def _is_narrow(self, name: str) -> bool:
+        """Return whether the ONNX graph holds a value in 32 bits."""
+        return bool(self._element_types.get(name) == onnx.TensorProto.INT32)
 
     def _as_vector(self, expr: tvm.ir.Expr | None) -> tvm.ir.Expr | None:
         """Return a scalar size as a tensor: TVM's converters take vectors of sizes only."""

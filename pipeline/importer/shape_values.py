@@ -2,8 +2,8 @@
 
 A *shape value* stands for a small integer tensor made of sizes: a `relax.ShapeExpr` for a vector, a TIR expression
 for a scalar. `fold_shape_value` computes a node on such values and returns a shape value, a constant, or None where
-the node must be converted like any other; its inputs then become tensors (`as_tensor`). Only int64 values qualify:
-other dtypes would lose their type. Static sizes are folded before, on the ONNX graph.
+the node must be converted like any other; its inputs then become tensors (`as_tensor`). Values of int64 and int32
+qualify; a tensor gets the type that the ONNX graph says. Static sizes are folded before, on the ONNX graph.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def is_shape_value(expr: tvm.ir.Expr | None) -> bool:
     return isinstance(expr, relax.ShapeExpr) or (expr is not None and bool(tvm.ir.is_prim_expr(expr)))
 
 
-def as_tensor(builder: relax.BlockBuilder, expr: tvm.ir.Expr) -> tvm.ir.Expr:
-    """Return the int64 tensor of a shape value, or of a variable of type shape."""
-    if tvm.ir.is_prim_expr(expr):
-        vector = builder.emit(relax.op.shape_to_tensor(relax.ShapeExpr([expr])))
-        return builder.emit(relax.op.reshape(vector, []))
-    return builder.emit(relax.op.shape_to_tensor(expr))
+def as_tensor(builder: relax.BlockBuilder, expr: tvm.ir.Expr, *, narrow: bool = False) -> tvm.ir.Expr:
+    """Return the tensor of a shape value, or of a variable of type shape: int64, or where `narrow` int32."""
+    scalar = tvm.ir.is_prim_expr(expr)
+    tensor = builder.emit(relax.op.shape_to_tensor(relax.ShapeExpr([expr]) if scalar else expr))
+    tensor = builder.emit(relax.op.reshape(tensor, [])) if scalar else tensor
+    return builder.emit(relax.op.astype(tensor, "int32")) if narrow else tensor
 
 
 def size_list(expr: tvm.ir.Expr | None) -> list[tvm.ir.Expr | int] | None:
@@ -186,7 +186,7 @@ def _reshape(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None
 
 
 def _cast(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    if int_attribute(node, "to", 0) != TensorProto.INT64:
+    if int_attribute(node, "to", 0) not in (TensorProto.INT64, TensorProto.INT32):
         return None
     return _write(operands[0].values, operands[0].rank)
 

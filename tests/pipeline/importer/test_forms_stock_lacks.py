@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
@@ -89,3 +89,30 @@ def test_a_symbolic_axis_is_read_from_the_last_element_to_the_first(end: int, ax
     feeds = {"x": np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)}
     lowered = lower(import_model(model), LLVM)
     np.testing.assert_array_equal(run_lowered(lowered, feeds)[0], run_reference(model, feeds)[0])
+
+
+def test_shapes_in_32_bits_are_followed_as_values() -> None:
+    """Paddle and jax2tf compute shapes in int32: Shape, Cast, Slice, Concat, Cast, Reshape."""
+    names = ("zero", "one", "axis")
+    constants = {name: np.array([number], np.int64) for name, number in zip(names, (0, 1, 0), strict=True)}
+    constants |= {"rest": np.array([-1], np.int32), "four": np.array([4], np.int32)}
+    steps = [
+        ("Shape", ["x"], {}),
+        ("Cast", ["Shape"], {"to": TensorProto.INT32}),
+        ("Slice", ["Cast", *names], {}),
+        ("Concat", ["Slice", "rest", "four"], {"axis": 0}),
+        ("Add", ["Slice", "given"], {}),
+    ]
+    nodes = [helper.make_node(kind, inputs, [kind], name=kind, **attributes) for kind, inputs, attributes in steps]
+    nodes += [
+        helper.make_node("Cast", ["Concat"], ["shape"], name="wide", to=TensorProto.INT64),
+        helper.make_node("Reshape", ["x", "shape"], ["y"], name="reshape"),
+    ]
+    inputs = {"x": ("float", ("b", "s", 12)), "given": ("int32", (2,))}
+    outputs = {"y": ("float", ("b", "n", 4)), "Add": ("int32", (2,)), "Slice": ("int32", (1,))}
+    model = make_onnx(nodes, inputs, outputs, constants)
+    feeds = {"x": floats(3, 5, 12), "given": np.array([7, 8], np.int32)}
+    lowered = lower(import_model(model), LLVM)
+    for got, want in zip(run_lowered(lowered, feeds), run_reference(model, feeds), strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert got.dtype == want.dtype
