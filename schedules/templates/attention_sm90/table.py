@@ -48,7 +48,7 @@ from relaxtune.schedules.templates.ranges import Check, launch_first
 from relaxtune.schedules.tir.blocks import shape_of, static_shape
 
 # The points that kernels are planned for: each is the most of its line, and the last one is for all above, too.
-_BATCHES = (1, 8, 32)
+_BATCHES = (1, 4, 16, 64)
 _LENGTHS = (16, 64, 128, 256, 512, 1024, 2048)
 # Positions of caches, beside lengths.
 _PAST = (64, 512, 2048)
@@ -56,6 +56,8 @@ _PROPOSED_MAX = 3
 _KERNELS_MAX = 5
 # A point has a kernel of its own where the others would take longer by more than this factor.
 _GOOD_ENOUGH = 1.04
+# The factor of a kernel that the prediction does not take for a point.
+_WORST = 10.0
 
 
 @dataclass(frozen=True)
@@ -217,8 +219,9 @@ def _table(text: str, names: tuple[str, ...], limits: CudaLimits, mask_bytes: in
         # To propose takes a hundred times as long as to predict: at every other point.
         if any(sizes.index(point[name]) % 2 for name, sizes in axes.items()):
             continue
-        for p in propose_for(one, limits, mask_bytes)[:_PROPOSED_MAX]:
-            if p not in pool and isinstance(symbolic_plan(spec, p, limits, mask_bytes), AttentionPlan):
+        for proposed in propose_for(one, limits, mask_bytes)[:_PROPOSED_MAX]:
+            p = _fitting(spec, proposed, limits, mask_bytes)
+            if p is not None and p not in pool:
                 pool[p] = [_cycles(each, p, limits, mask_bytes) for each in plain]
     if not pool or any(math.isinf(min(costs)) for costs in zip(*pool.values(), strict=True)):
         return None
@@ -227,6 +230,17 @@ def _table(text: str, names: tuple[str, ...], limits: CudaLimits, mask_bytes: in
     used = sorted(set(chosen))
     lines = _lines(axes, points, [used.index(kernel) for kernel in chosen])
     return TableParameters(tuple(kernels[kernel] for kernel in used), lines)
+
+
+def _fitting(
+    spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, mask_bytes: int
+) -> AttentionParameters | None:
+    """Return parameters that fit symbolic sizes, which take more registers: with fewer residents where they must."""
+    for residents in range(p.residents, 0, -1):
+        fewer = replace(p, residents=residents, blocks=p.blocks // p.residents * residents)
+        if isinstance(symbolic_plan(spec, fewer, limits, mask_bytes), AttentionPlan):
+            return fewer
+    return None
 
 
 def _axes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
@@ -241,26 +255,28 @@ def _axes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _cycles(spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, mask_bytes: int) -> float:
+    """Return the time of a kernel at known sizes; infinite where it would not be taken for them."""
+    if isinstance(spec.keys, int) and spec.keys <= p.block_k:
+        # Nothing runs beside the only block of keys.
+        p = replace(p, overlap=False)
     plan = make_plan(spec, p, limits, bias_bytes=mask_bytes)
+    if p.blocks and isinstance(plan, AttentionPlan) and plan.query_stages == 1:
+        # A block that makes one tile takes as long as one that was made for that.
+        plan = make_plan(spec, replace(p, blocks=0), limits, bias_bytes=mask_bytes)
     return math.inf if isinstance(plan, Refusal) else predicted_cycles(plan, limits)
 
 
 def _cover(pool: Mapping[AttentionParameters, Sequence[float]]) -> list[AttentionParameters]:
-    """Return the kernels that serve the most points well, until all are, or there are enough."""
+    """Return kernels that lose the least over all points, until each point has a good one, or there are enough."""
     best = [min(costs) for costs in zip(*pool.values(), strict=True)]
-    served = {
-        p: {place for place, cost in enumerate(costs) if cost <= _GOOD_ENOUGH * best[place]}
-        for p, costs in pool.items()
+    losses = {
+        p: [min(cost / least, _WORST) for cost, least in zip(costs, best, strict=True)] for p, costs in pool.items()
     }
     chosen: list[AttentionParameters] = []
-    left = set(range(len(best)))
-    while left and len(chosen) < _KERNELS_MAX:
-        chosen.append(max(pool, key=lambda p: len(served[p] & left)))
-        left -= served[chosen[-1]]
-    # A point that none of them can have is served by its own.
-    for place in left:
-        if all(math.isinf(pool[p][place]) for p in chosen):
-            chosen.append(min(pool, key=lambda p: pool[p][place]))
+    reached = [_WORST] * len(best)
+    while len(chosen) < _KERNELS_MAX and max(reached) > _GOOD_ENOUGH:
+        chosen.append(min(pool, key=lambda p: sum(map(min, losses[p], reached))))
+        reached = list(map(min, losses[chosen[-1]], reached))
     return chosen
 
 
