@@ -14,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import random
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
@@ -46,23 +47,28 @@ def main() -> None:
     # In no order of families, so that those left out are of all of them.
     random.Random(0).shuffle(cells)
     began = time.monotonic()
-    with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(hashes_of, cell) for cell in cells]
-        found, faults = [], []
-        for cell, future in zip(cells, futures, strict=True):
-            left = arguments.seconds - (time.monotonic() - began)
-            try:
-                found.append((cell, future.result(timeout=max(0.0, left))))
-            except TimeoutError:
-                future.cancel()
-            except ValueError as e:
-                faults.append(f"{cell.name}: {e}")
+    pool = ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn"))
+    futures = [pool.submit(hashes_of, cell) for cell in cells]
+    found, faults = [], []
+    for cell, future in zip(cells, futures, strict=True):
+        left = arguments.seconds - (time.monotonic() - began)
+        try:
+            found.append((cell, future.result(timeout=max(0.0, left))))
+        except TimeoutError:
+            future.cancel()
+        except ValueError as e:
+            faults.append(f"{cell.name}: {e}")
     document = {**count(plan, found), "faults": faults, "lowering_s": time.monotonic() - began}
     if arguments.db:
         document |= predict(arguments.db, cells[0], int(document["candidates"]), len(found))  # type: ignore[call-overload]
     print(json.dumps({key: value for key, value in document.items() if key != "growth"}))
     if arguments.out:
         arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.flush()
+    # Cells that are still being lowered are not waited for.
+    for process in pool._processes.values():
+        process.kill()
+    pool.shutdown(cancel_futures=True)
 
 
 def plan_text(target: str) -> str:

@@ -354,8 +354,8 @@ def _compile(
         manifest = write_artifact(compiled, place, buckets)
     validation = None
     if validates:
-        with stage("validate"), turn or nullcontext():
-            validation = _validate(place, prepared.model, samples, limits)
+        with stage("validate"):
+            validation = _validate(place, prepared.model, samples, limits, turn)
         manifest = record_validation(place, validation.to_json())
         if not validation.passed:
             missed = "the artifact failed validation"
@@ -386,10 +386,13 @@ def _compile_bucket(prepared: PreparedModel, bucket: PreparedBucket, database: T
     return CompiledBucket(bucket.bucket, compile_module(bucket.lowered, choices, prepared.target))
 
 
-def _validate(out: Path, model: OnnxModel, samples: int, limits: Limits) -> ValidationReport:
+def _validate(
+    out: Path, model: OnnxModel, samples: int, limits: Limits, turn: AbstractContextManager[object] | None = None
+) -> ValidationReport:
     """Validate an artifact; of one with buckets, first find out where padding is allowed, then go by every route."""
     module, inputs = Module.load(out), None
     if module.manifest.buckets is not None:
-        module = try_and_record(out, module, model)
+        with turn or nullcontext():
+            module = try_and_record(out, module, model)
         inputs = route_inputs(module, model, samples=samples, seed=0)
-    return validate(module, model, samples=samples, inputs=inputs, rtol=limits.rtol, atol=limits.atol)
+    return validate(module, model, samples=samples, inputs=inputs, rtol=limits.rtol, atol=limits.atol, turn=turn)

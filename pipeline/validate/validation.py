@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -63,6 +63,7 @@ def validate(
     drift: DriftOptions | None = None,
     inputs: Sequence[Mapping[str, np.ndarray]] | None = None,
     repeats: int = DEFAULT_REPEATS,
+    turn: AbstractContextManager[object] | None = None,
 ) -> ValidationReport:
     """Return how a module's outputs compare with ONNX Runtime's on the original model.
 
@@ -85,6 +86,8 @@ def validate(
     repeats : int
         How often each sample is run; from 2 on, all runs must give the same bits unless the manifest says that they may
         not. One of the further runs has the outputs of kernels filled with NaN first.
+    turn : context manager or None
+        Held while the module runs; the reference, which takes longer, runs without it.
 
     Raises
     ------
@@ -95,10 +98,7 @@ def validate(
     default = default_tolerance(loaded, model)
     tolerance = Tolerance(default.rtol if rtol is None else rtol, default.atol if atol is None else atol)
     reference = Reference(model, policy=loaded.manifest.policy)
-    if inputs is None:
-        observations = observe(loaded, model, reference, samples=samples, seed=seed, dims=dims)
-    else:
-        observations = [Observation(reference.run(sample), loaded.run(sample), sample) for sample in inputs]
+    observations = observe(loaded, model, reference, samples=samples, seed=seed, dims=dims, inputs=inputs, turn=turn)
 
     def compared(seen: Sequence[Observation]) -> ValidationReport:
         return compare(seen, loaded.outputs, tolerance, model=model.name, reference=reference.description, seed=seed)
@@ -108,7 +108,8 @@ def validate(
         roundoff = storage_roundoff(compute_dtype(model), loaded.manifest.precision)
         report = compared([replace(seen, conditioning=reference.moves(seen.inputs, roundoff)) for seen in observations])
     distance = _drift_of(loaded, model, reference, observations, seed, dims or {}, drift or DriftOptions())
-    again = repeat_runs(loaded, observations, repeats) if repeats > 1 else None
+    with turn or nullcontext():
+        again = repeat_runs(loaded, observations, repeats) if repeats > 1 else None
     return replace(report, drift=distance, repeats=again)
 
 
@@ -159,10 +160,16 @@ def observe(
     samples: int,
     seed: int,
     dims: Mapping[str, int] | None = None,
+    inputs: Sequence[Mapping[str, np.ndarray]] | None = None,
+    turn: AbstractContextManager[object] | None = None,
 ) -> list[Observation]:
     """Return what both give for each sample; needs `validate`'s arguments, runs each once a sample."""
-    inputs = sample_inputs(model, samples=samples, seed=seed, dims=dims)
-    return [Observation(reference.run(sample), module.run(sample), sample) for sample in inputs]
+    if inputs is None:
+        inputs = sample_inputs(model, samples=samples, seed=seed, dims=dims)
+    expected = [reference.run(sample) for sample in inputs]
+    with turn or nullcontext():
+        got = [module.run(sample) for sample in inputs]
+    return [Observation(*one) for one in zip(expected, got, inputs, strict=True)]
 
 
 def _drift_of(

@@ -25,8 +25,8 @@ def test_a_failed_artifact_lies_aside_and_the_good_one_stays(tmp_path: Path, mon
     assert (good.directory, rejected.exists()) == (out, False)
     validate = jobs._validate
 
-    def against_other_weights(place: Path, _: OnnxModel, samples: int, limits: jobs.Limits) -> ValidationReport:
-        return validate(place, load_model("vit-tiny", shapes=SHAPES, seed=1), samples, limits)
+    def against_other_weights(place: Path, _: OnnxModel, *rest: object) -> ValidationReport:
+        return validate(place, load_model("vit-tiny", shapes=SHAPES, seed=1), *rest)
 
     monkeypatch.setattr(jobs, "_validate", against_other_weights)
     failed = jobs.compile_model(REQUEST, out, samples=1, database=tmp_path / "tuning.db", record=True)

@@ -423,9 +423,9 @@ def test_a_plan_is_shown_without_a_database_and_makes_none(ran: Ran, tmp_path: P
 def test_a_failed_validation_rejects_its_cell_and_exits_with_3(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     validate = jobs._validate
 
-    def against_first(place: Path, model: OnnxModel, samples: int, limits: jobs.Limits) -> ValidationReport:
+    def against_first(place: Path, model: OnnxModel, *rest: object) -> ValidationReport:
         other = load_model(ran.folder / "first.onnx", shapes={"x": (16, 32)})
-        return validate(place, other if model.name == "second" else model, samples, limits)
+        return validate(place, other if model.name == "second" else model, *rest)
 
     monkeypatch.setattr(jobs, "_validate", against_first)
     plan = ran.folder / "two.toml"
