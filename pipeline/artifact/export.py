@@ -226,7 +226,10 @@ def _link(compiled: CompiledModule, path: Path) -> float:
     try:
         with temporary_folder() as directory:
             objects = compile_library_objects(_library_sources(compiled), Path(directory))
-            compiled.executable.export_library(str(path), addons=[str(made) for made in objects])
+            # TVM's own folder for the objects would be left by a killed run, and swept by none.
+            compiled.executable.export_library(
+                str(path), workspace_dir=str(directory), addons=[str(made) for made in objects]
+            )
     except (RuntimeError, ValueError, FileNotFoundError) as e:
         raise LoweringError(
             f"linking {MODULE_FILE} failed: {e}. It needs a C++ compiler on the path (Debian: apt install g++)"

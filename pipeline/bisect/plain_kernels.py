@@ -86,7 +86,7 @@ def load_code(executable: tvm.runtime.Executable) -> tvm.runtime.Module:
 
     with temporary_folder() as folder:
         path = Path(folder) / "code.so"
-        executable.export_library(str(path), fpack_imports=pack_imports)
+        executable.export_library(str(path), workspace_dir=str(folder), fpack_imports=pack_imports)
         return tvm.runtime.load_module(str(path))
 
 

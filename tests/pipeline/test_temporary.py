@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.temporary import PREFIX, locked_folder, sweep
 
 HOLD = """
@@ -48,3 +51,8 @@ def test_a_folder_goes_with_its_block(tmp_path: Path) -> None:
     with locked_folder(tmp_path, "x-") as folder:
         (folder / "file").write_text("")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_makes_no_folder_that_the_next_run_would_not_sweep(compiled, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tvm.support.utils.tempdir", lambda: pytest.fail("TVM made a folder of its own"))
+    assert write_artifact(compiled, tmp_path / "artifact").files
