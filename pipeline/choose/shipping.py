@@ -121,7 +121,7 @@ def decide(
 def _peer(prepared: PreparedModel) -> Mapping[str, Arm]:
     """Return ONNX Runtime where it runs on the same device: a ratio over another device means nothing."""
     if prepared.target.kind != "llvm":
-        logger.info("no peer is timed: the ONNX Runtime that is installed runs on the CPU, the model on a GPU")
+        logger.info("no peer is timed: ONNX Runtime would run on the CPU here, the model runs on a GPU")
         return {}
     return {ORT_ARM: onnxruntime_arm(prepared.model, timed_inputs(prepared.model))}
 
