@@ -83,7 +83,7 @@ def main() -> None:
         "worker_s_per_build": sum(built_s) / len(built_s),
         "driver_thread_s_per_candidate": own / count,
         "driver_process_s_per_candidate": whole / count,
-        "device_busy_share": [busy / seconds for busy in backend.busy_s],
+        "device_busy_share": [busy / seconds for busy in backend.busy_s.values()],
         "seconds_by_phase": to_data(summary)["seconds_by_phase"],
     }
     print(json.dumps(document, indent=1))

@@ -11,6 +11,8 @@ of the last tenth less that of the second tenth (the first has the imports and t
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
 import json
 import statistics
 import sys
@@ -19,80 +21,56 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-import numpy as np
 import tvm
 from tvm import te
-from tvm.ir.utils import derived_object
-from tvm.s_tir import meta_schedule as ms
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.waiting_backend import WaitingBackend  # noqa: E402
 from relaxtune.pipeline.artifact.export import versions  # noqa: E402
 from relaxtune.pipeline.choose.stale_records import still_true_in  # noqa: E402
 from relaxtune.pipeline.environment import detect_environment  # noqa: E402
 from relaxtune.pipeline.tasks.extract import as_workload, make_task  # noqa: E402
 from relaxtune.pipeline.tasks.task import TuningTask  # noqa: E402
 from relaxtune.pipeline.tuning.local.child import resident_bytes  # noqa: E402
-from relaxtune.pipeline.tuning.metaschedule import MetaScheduleBackend, MetaScheduleBuilder  # noqa: E402
+from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt  # noqa: E402
+from relaxtune.pipeline.tuning.measure.recipe import Buildable  # noqa: E402
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact  # noqa: E402
 from relaxtune.pipeline.tuning.options import TuningOptions  # noqa: E402
 from relaxtune.pipeline.tuning.progress import ProgressEvent  # noqa: E402
 from relaxtune.pipeline.tuning.session import tune  # noqa: E402
 from relaxtune.schedules.targets import resolve_target  # noqa: E402
+from relaxtune.tuning_db.records import Status  # noqa: E402
 from relaxtune.tuning_db.store import SqlDatabase  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tuning-memory.json"
 EVERY = 50
 
 
-@derived_object
-class NoBuilder(ms.builder.PyBuilder):
+class NoBuilder(Builder):
     """Answers every build with a file of no meaning, another one each time."""
+
+    capacity, waiting = 2, 0
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
-        self._serial = 0
+        self._serial = itertools.count()
 
-    def build(self, build_inputs: list[ms.builder.BuilderInput]) -> list[ms.builder.BuilderResult]:
-        """Return one artifact per input."""
-        results = []
-        for _ in build_inputs:
-            self._serial += 1
-            path = self._folder / f"{self._serial}.so"
-            path.write_text(str(self._serial))
-            results.append(ms.builder.BuilderResult(str(path), None))
-        return results
+    def submit(self, what: Buildable, target: tvm.target.Target, on_built: OnBuilt) -> None:
+        """Return an artifact."""
+        number = str(next(self._serial))
+        path = self._folder / f"{number}.so"
+        path.write_text(number)
+        on_built(Built(Status.OK, BuiltArtifact(str(path), hashlib.sha256(number.encode()).hexdigest())))
 
+    def discard(self, artifact: BuiltArtifact) -> None:
+        """Remove the file."""
+        Path(str(artifact.content)).unlink()
 
-@derived_object
-class NoFuture(ms.runner.PyRunnerFuture):
-    """A made-up latency."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
-
-    def done(self) -> bool:
-        """Return True."""
-        return True
-
-    def result(self) -> ms.runner.RunnerResult:
-        """Return the latency."""
-        return ms.runner.RunnerResult([self._seconds] * 3, None)
-
-
-@derived_object
-class NoRunner(ms.runner.PyRunner):
-    """Answers every measurement with a random latency."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._generator = np.random.default_rng(0)
-
-    def run(self, runner_inputs: list[ms.runner.RunnerInput]) -> list[ms.runner.RunnerFuture]:
-        """Return one future per input."""
-        return [NoFuture(float(self._generator.lognormal(-9.0, 0.5))) for _ in runner_inputs]
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class Samples:
@@ -136,8 +114,8 @@ def main() -> None:
             still_true=still_true_in(database, target, environment),
             options=TuningOptions(trials=arguments.candidates, workers=2, finals=0, population=32),
             progress=samples,
-            builder=MetaScheduleBuilder(NoBuilder(Path(work)), 2),
-            backend=MetaScheduleBackend(NoRunner(), environment, target.kind),
+            builder=NoBuilder(Path(work)),
+            backend=WaitingBackend(environment, 1, 0.0),
         )
     mib = [size / 2**20 for _, size in samples.taken]
     tenth = max(1, len(mib) // 10)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 
 from relaxtune.pipeline.tuning.measure.backend import (
@@ -48,7 +48,7 @@ class WaitingBackend(MeasureBackend):
         self._environment = environment
         self._measure_s = measure_s
         self._queue: SimpleQueue[tuple[BuiltArtifact, WorkloadSpec, OnMeasured] | None] = SimpleQueue()
-        self.busy_s = [0.0] * devices
+        self._busy_s = [0.0] * devices
         self._threads = [threading.Thread(target=self._serve, args=(each,), daemon=True) for each in range(devices)]
         for thread in self._threads:
             thread.start()
@@ -59,6 +59,11 @@ class WaitingBackend(MeasureBackend):
         return Capabilities(
             self._environment.device_kind, self._environment.device_name, compares=False, undisturbed=True
         )
+
+    @property
+    def busy_s(self) -> Mapping[str, float]:
+        """Seconds in which each device waited."""
+        return {f"device {number}": seconds for number, seconds in enumerate(self._busy_s)}
 
     @property
     def capacity(self) -> int:
@@ -90,7 +95,7 @@ class WaitingBackend(MeasureBackend):
             artifact, spec, on_measured = work
             began = time.monotonic()
             time.sleep(self._measure_s)
-            self.busy_s[device] += time.monotonic() - began
+            self._busy_s[device] += time.monotonic() - began
             if artifact.content:
                 seconds = (latency_s(artifact, spec),) * _RUNS
                 on_measured(Outcome(Status.OK, seconds, None, self._measure_s, environment=self._environment))

@@ -129,8 +129,6 @@ class Capabilities:
     ----------
     device_kind, device_model
         For example `cuda` and `NVIDIA H200`; all devices of a backend are of one model.
-    checks_results
-        It compares the outputs of candidates with the workload's reference.
     compares
         It can time several candidates alternately on one device.
     undisturbed
@@ -139,7 +137,6 @@ class Capabilities:
 
     device_kind: str
     device_model: str
-    checks_results: bool = True
     compares: bool = True
     undisturbed: bool = False
 

@@ -10,7 +10,6 @@ import tvm
 from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
 
-from relaxtune.pipeline.tuning.metaschedule import runner_results
 from relaxtune.pipeline.tuning.search.freed_memory import return_freed_memory
 from relaxtune.schedules.search.context import QuietTuneContext
 from relaxtune.schedules.search.tensor_tile import form_of
@@ -30,6 +29,14 @@ _FAILED_S = 1e10
 
 # Trace, raw seconds and argument infos of a measured candidate.
 Parent = tuple[Trace, Sequence[float], Sequence[ms.arg_info.ArgInfo]]
+
+
+def runner_results(seconds: Sequence[Sequence[float] | None]) -> list[ms.runner.RunnerResult]:
+    """Return raw seconds as MetaSchedule's search and cost model take them; None is a failure."""
+    return [
+        ms.runner.RunnerResult(list(values), None) if values else ms.runner.RunnerResult(None, "failed")
+        for values in seconds
+    ]
 
 
 @dataclass(frozen=True)
