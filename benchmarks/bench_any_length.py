@@ -96,7 +96,7 @@ def model_file(name: str, folder: Path) -> str:
     """Return a name of the zoo, or the file of a model that it does not have."""
     if name != "minilm":
         return name
-    config = replace(get_preset("bert-base").config, layers=6, hidden=384, intermediate=1536)  # type: ignore[type-var]
+    config = replace(get_preset("bert-base").config, layers=6, hidden=384, ffn=1536)  # type: ignore[type-var]
     proto = build_bert(name, config, {"batch": "batch", "sequence": "sequence"}, Precision.FP32, 0)
     check_and_infer(proto)
     path = folder / f"{name}.onnx"
