@@ -62,7 +62,7 @@ _WORST = 10.0
 
 @dataclass(frozen=True)
 class Line:
-    """Of the table: the most that each variable may be, those without a bound left out, and the number of a kernel."""
+    """One line of the table: the most that each bounded variable may be, and the number of a kernel."""
 
     most: tuple[tuple[str, int], ...]
     kernel: int
@@ -70,7 +70,7 @@ class Line:
 
 @dataclass(frozen=True)
 class TableParameters(Parameters):
-    """Kernels, and lines of which the first that a call keeps to names one; the last line has no bounds."""
+    """Kernels, and lines that name one each. A call takes the first line that it keeps to; the last has no bounds."""
 
     template: ClassVar[str] = "attention_sm90_table"
 
@@ -180,7 +180,7 @@ def symbolic_plan(
     """Return the plan of a kernel for an attention of symbolic sizes, or why there is none with these parameters."""
     if spec.growth is not None and p.blocks:
         return Refusal("caches that grow take a block for each tile")
-    # What follows from sizes alone is taken of long sequences; tiles of one batch element are made together.
+    # Registers and shared memory are those of long sequences; only tiles of one batch element are made together.
     batch = _names(spec.batch)
     found = make_plan(
         with_values(spec, {name: 1 if name in batch else _LENGTHS[-1] for name in spec.variables}), p, limits
