@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from relaxtune.models.axes.relations import axis_sizes
 from relaxtune.models.buckets import list_symbols
 from relaxtune.models.errors import ModelShapeError
-from relaxtune.models.spec import TensorSpec
+from relaxtune.models.spec import OnnxModel, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,10 @@ def check_profile(profile: Mapping[str, AxisProfile], specs: Sequence[TensorSpec
             f"axis {unknown[0]!r} of a profile is no symbolic axis of the inputs: expected one of "
             f"{', '.join(symbols) or '(they have none)'}, the inputs are {'; '.join(str(spec) for spec in specs)}"
         )
+
+
+def sizes_within(model: OnnxModel, maxima: Mapping[str, int], given: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Return what `axis_sizes` chooses, no axis larger than its largest size."""
+    chosen = axis_sizes(model, given)
+    capped = {axis: maxima[axis] for axis, size in chosen.items() if size > maxima.get(axis, size)}
+    return axis_sizes(model, {**capped, **(given or {})})

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from relaxtune.models import OnnxModel, axis_sizes, load_model
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.models.axis_profile import sizes_within
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.directory import record_validation
 from relaxtune.pipeline.artifact.runtime import Module
@@ -126,8 +127,9 @@ def validate_artifact(
         if database is not None:
             manifest = module.manifest
             note_validation(database, artifact_of(manifest, directory), environment_of(manifest), report)
+    sizes = sizes_within(model, module.manifest.maxima)
     return ValidatedArtifact(
-        module, model, inputs or sample_inputs(model, samples=asked.samples, seed=asked.seed), report
+        module, model, inputs or sample_inputs(model, samples=asked.samples, seed=asked.seed, dims=sizes), report
     )
 
 
@@ -151,7 +153,7 @@ def bench_artifact(
     reports: dict[str, BenchmarkReport] = {}
     with nullcontext() if database is None else SqlDatabase.open(database) as opened:
         for name, dims in (route_sizes(module, model) or {"": {}}).items():
-            inputs = unpadded_inputs(model, seed=seed, dims=axis_sizes(model, dims))
+            inputs = unpadded_inputs(model, seed=seed, dims=sizes_within(model, module.manifest.maxima, dims))
             report = measure_module(module, model, inputs, against=against, runs=runs, warmup=warmup)
             reports[name] = replace(report, conditions={**report.conditions, "shape": name}) if name else report
             if opened is not None:
@@ -199,7 +201,9 @@ def compare_builds(
     if inputs is not None:
         given = [inputs]
     elif a is not None and b is not None:
-        given = sample_inputs(reference_model(a, source), samples=samples, seed=seed)
+        model = reference_model(a, source)
+        sizes = sizes_within(model, {**b.manifest.maxima, **a.manifest.maxima})
+        given = sample_inputs(model, samples=samples, seed=seed, dims=sizes)
     elif a is not None or b is not None:
         raise UsageError(
             f"{shown[0] if a is None else shown[1]} holds outputs, and their inputs are not given; give those that "

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from relaxtune.models import OnnxModel
+from relaxtune.models.axis_profile import sizes_within
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.directory import accept, check_destination, record_validation, rejected_place
 from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
@@ -361,7 +362,9 @@ def _compile(
             missed = "the artifact failed validation"
             if database is not None:
                 with stage("refute"):
-                    wrong = sample_inputs(prepared.model, samples=samples, seed=0)[validation.failed_sample or 0]
+                    sizes = sizes_within(prepared.model, manifest.maxima)
+                    drawn = sample_inputs(prepared.model, samples=samples, seed=0, dims=sizes)
+                    wrong = drawn[validation.failed_sample or 0]
                     refute_kernels(prepared, choices, wrong, database, places)
     elif samples:
         logger.warning("not validated: %s cannot run on this machine", prepared.target.arch)

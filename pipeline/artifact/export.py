@@ -175,6 +175,7 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
         memory=MemoryEntry(compiled.planned_bytes, sum(array.nbytes for array in lowered.weights.values())),
         deterministic=compiled.determinism,
         norm_rows_max=lowered.options.norm_rows_max,
+        maxima=lowered.options.maxima,
     )
 
 

@@ -11,8 +11,10 @@ from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.errors import PipelineError
 
 
-def check_inputs(inputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) -> None:
-    """Check arrays against a signature; a symbolic axis takes one size over all the inputs.
+def check_inputs(
+    inputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec], maxima: Mapping[str, int] | None = None
+) -> None:
+    """Check arrays against a signature; a symbolic axis takes one size over all the inputs, up to its maximum.
 
     Raises
     ------
@@ -35,6 +37,11 @@ def check_inputs(inputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) 
     if not problems:
         empty = [axis for axis, (size, _) in symbols.items() if size == 0 and not _may_be_empty(axis, specs)]
         problems = [f"axis {axis!r} has size 0 (from {symbols[axis][1]!r}), expected 1 or more" for axis in empty]
+        problems += [
+            f"axis {axis!r} has size {size} (from {name!r}), the profile it was compiled with has {most} at most"
+            for axis, (size, name) in symbols.items()
+            if size > (most := (maxima or {}).get(axis, size))
+        ]
     if problems:
         expected = ", ".join(str(spec) for spec in specs)
         raise PipelineError(f"inputs do not fit the model: {'; '.join(problems)}. It takes: {expected}")

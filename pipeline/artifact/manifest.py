@@ -59,6 +59,8 @@ class Manifest:
         Shapes that it has code of their own for, beside the symbolic one that all else is about; None without any.
     norm_rows_max
         Rows of a matmul up to which norms were taken into it; None where a version before did not say.
+    maxima
+        Symbolic axis -> its largest size; none for an axis without one.
     """
 
     model: str
@@ -81,6 +83,7 @@ class Manifest:
     deterministic: DeterminismEntry | None = None
     buckets: BucketsEntry | None = None
     norm_rows_max: int | None = None
+    maxima: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def needed_files(self) -> frozenset[str]:

@@ -218,7 +218,7 @@ class Module:
         PipelineError
             An input is missing, unexpected, or of another dtype or shape than the signature says.
         """
-        check_inputs(inputs, self.inputs)
+        check_inputs(inputs, self.inputs, self._manifest.maxima)
         routed = self._router.run(inputs) if self._router is not None else None
         if routed is not None:
             return routed

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from relaxtune.models import OnnxModel, axis_sizes, unpadded_inputs
+from relaxtune.models import OnnxModel, unpadded_inputs
+from relaxtune.models.axis_profile import sizes_within
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
@@ -41,16 +42,16 @@ def compiled_arms(
     compiled = compile_module(prepared.lowered, choices, prepared.target, variants=variants)
     module, arm = load_arm(compiled, prepared.model, directory)
     others = [module.variant(entry_of(number)) for number in range(len(variants))]
-    return [arm, *(module_arm(one, timed_inputs(prepared.model)) for one in others)]
+    return [arm, *(module_arm(one, timed_inputs(prepared.model, one.manifest.maxima)) for one in others)]
 
 
 def load_arm(compiled: CompiledModule, model: OnnxModel, directory: Path) -> tuple[Module, Arm]:
     """Return a compiled model, written to a directory and loaded, and the arm that runs it on `timed_inputs`."""
     write_artifact(compiled, directory)
     module = Module.load(directory)
-    return module, module_arm(module, timed_inputs(model))
+    return module, module_arm(module, timed_inputs(model, module.manifest.maxima))
 
 
-def timed_inputs(model: OnnxModel) -> dict[str, np.ndarray]:
+def timed_inputs(model: OnnxModel, maxima: Mapping[str, int]) -> dict[str, np.ndarray]:
     """Return the inputs that models are timed on: random, without padding, symbolic axes at their default sizes."""
-    return unpadded_inputs(model, seed=0, dims=axis_sizes(model))
+    return unpadded_inputs(model, seed=0, dims=sizes_within(model, maxima))

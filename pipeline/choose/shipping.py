@@ -123,7 +123,7 @@ def _peer(prepared: PreparedModel) -> Mapping[str, Arm]:
     if prepared.target.kind != "llvm":
         logger.info("no peer is timed: ONNX Runtime would run on the CPU here, the model runs on a GPU")
         return {}
-    return {ORT_ARM: onnxruntime_arm(prepared.model, timed_inputs(prepared.model))}
+    return {ORT_ARM: onnxruntime_arm(prepared.model, timed_inputs(prepared.model, prepared.lowered.options.maxima))}
 
 
 def _affordable_runs(arms: Mapping[str, Arm]) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from relaxtune.models import OnnxModel, TensorSpec, axis_sizes, random_inputs
+from relaxtune.models.axis_profile import sizes_within
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import ValidationFailedError
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
@@ -98,6 +99,7 @@ def validate(
     default = default_tolerance(loaded, model)
     tolerance = Tolerance(default.rtol if rtol is None else rtol, default.atol if atol is None else atol)
     reference = Reference(model, policy=loaded.manifest.policy)
+    dims = sizes_within(model, loaded.manifest.maxima, dims)
     observations = observe(loaded, model, reference, samples=samples, seed=seed, dims=dims, inputs=inputs, turn=turn)
 
     def compared(seen: Sequence[Observation]) -> ValidationReport:
@@ -107,7 +109,7 @@ def validate(
     if not all(output.passed for output in report.outputs) and rtol is None and atol is None:
         roundoff = storage_roundoff(compute_dtype(model), loaded.manifest.precision)
         report = compared([replace(seen, conditioning=reference.moves(seen.inputs, roundoff)) for seen in observations])
-    distance = _drift_of(loaded, model, reference, observations, seed, dims or {}, drift or DriftOptions())
+    distance = _drift_of(loaded, model, reference, observations, seed, dims, drift or DriftOptions())
     with turn or nullcontext():
         again = repeat_runs(loaded, observations, repeats) if repeats > 1 else None
     return replace(report, drift=distance, repeats=again)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from relaxtune.models.axis_profile import AxisProfile, check_profile, parse_profiles
+from relaxtune.models import load_model
+from relaxtune.models.axis_profile import AxisProfile, check_profile, parse_profiles, sizes_within
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.spec import TensorSpec
 
@@ -34,3 +35,11 @@ def test_axis_twice_and_axis_that_is_not_there_are_refused() -> None:
     check_profile({"batch": AxisProfile(1, 2, 3)}, [spec])
     with pytest.raises(ModelShapeError, match="axis 'sequence' of a profile is no symbolic axis"):
         check_profile({"sequence": AxisProfile(1, 2, 3)}, [spec])
+
+
+def test_sizes_that_are_chosen_stay_within_the_profile() -> None:
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    model = load_model("bert-tiny", shapes=dict.fromkeys(names, ("batch", "sequence")))
+    assert sizes_within(model, {}) == {"batch": 2, "sequence": 16}
+    assert sizes_within(model, {"batch": 1, "sequence": 12}) == {"batch": 1, "sequence": 12}
+    assert sizes_within(model, {"sequence": 512}, {"sequence": 7}) == {"batch": 2, "sequence": 7}
