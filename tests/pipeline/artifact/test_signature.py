@@ -146,7 +146,13 @@ def test_commands_sign_and_verify(tmp_path, keys, monkeypatch, capsys) -> None:
     np.savez(inputs, x=np.ones(4, np.float32))
     assert run("compile", model, "--target", "llvm", "--out", out, "--sign", keys[1]) == 2
     assert not out.exists()
-    assert run("compile", model, "--target", "llvm", "--out", out, "--sign", keys[0], "--samples", 1) == 0
+    signing = ["--sign", keys[0], "--samples", 1, "--db", tmp_path / "own.db", "--record"]
+    assert run("db", "init", "--db", tmp_path / "own.db") == 0
+    assert run("--verbose", "compile", model, "--target", "llvm", "--out", out, *signing) == 0
+    told, secret = capsys.readouterr(), keys[0].read_text().splitlines()[1]
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert secret not in told.out + told.err
+    assert secret.encode() not in written
     assert json.loads((out / MANIFEST_FILE).read_text())["validation"]["passed"]
     words = ["run", out, "--inputs", inputs, "--outputs", tmp_path / "y.npz"]
     assert run(*words, "--verify-key", keys[1]) == 0
