@@ -15,6 +15,7 @@ from tvm.relax.frontend.onnx import onnx_frontend
 from relaxtune.models import OnnxModel
 from relaxtune.models.spec import read_tensor
 from relaxtune.pipeline.errors import ImportFailedError
+from relaxtune.pipeline.importer.broadcast_sizes import BROADCASTING, broadcast_sizes
 from relaxtune.pipeline.importer.converter_input import constant, constant_value
 from relaxtune.pipeline.importer.converters import CONVERTERS, ConverterInput
 from relaxtune.pipeline.importer.errors import conversion_failed, element_types, list_nodes
@@ -130,6 +131,8 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         for index, expr in enumerate(given):
             narrow = self._is_narrow(node.input[index])
             inputs.append(expr if index in sizes_at else self._as_tensor(expr, narrow=narrow))
+        if not _domain(node) and node.op_type in BROADCASTING:
+            inputs[:] = broadcast_sizes(self.bb, inputs)
         own = CONVERTERS.get((_domain(node), node.op_type))
         result = own(self._converter_input(node, inputs)) if own is not None else None
         if result is not None:

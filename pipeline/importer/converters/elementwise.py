@@ -89,6 +89,13 @@ def chained(operator: Callable[[tvm.ir.Expr, tvm.ir.Expr], tvm.ir.Expr]) -> Conv
     return convert
 
 
+def convert_equal(node: ConverterInput) -> tvm.ir.Expr | None:
+    """Return where truth values are equal, compared as bytes: LLVM compares no vectors of bits. TVM has the rest."""
+    if any(dtype_of(node.input(place)) != "bool" for place in range(2)):
+        return None
+    return relax.op.equal(*(node.builder.emit(relax.op.astype(node.input(place), "int8")) for place in range(2)))
+
+
 def convert_is_inf(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return where a number is infinite, of one sign only where an attribute says so, which TVM's converter ignores."""
     positive, negative = int_attribute(node, "detect_positive", 1), int_attribute(node, "detect_negative", 1)
@@ -142,6 +149,7 @@ ELEMENTWISE_CONVERTERS: Mapping[tuple[str, str], Converter] = {
     ("", "Clip"): convert_clip,
     ("", "BatchNormalization"): refuse_training("BatchNormalization"),
     ("", "Dropout"): refuse_training("Dropout", by_input=2),
+    ("", "Equal"): convert_equal,
     ("", "EyeLike"): convert_eye_like,
     ("", "IsInf"): convert_is_inf,
     ("", "Max"): chained(relax.op.maximum),
