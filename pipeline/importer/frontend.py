@@ -38,6 +38,7 @@ _SIZE_OPERANDS: Mapping[str, tuple[int, ...]] = {
     "Resize": (3,),
     "Slice": (1, 2, 3, 4),
     "Tile": (1,),
+    "TopK": (1,),
 }
 # Integers of 2 and 4 bits are kept one a byte: their converters know the bounds (`ConverterInput.element_types`).
 _HELD_IN_BYTES: Mapping[str, str] = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}

@@ -116,3 +116,15 @@ def test_free_size_of_a_reshape_is_no_quotient_of_sums() -> None:
     )
     graph = assert_agrees(model, {"past": floats(2, 3, 4, 8), "new": floats(2, 1, 4, 8)})
     assert "//" not in str(graph.mod["main"].ret_ty)
+
+
+def test_top_k_of_a_whole_symbolic_axis_is_a_sort() -> None:
+    """torch.sort of dynamic exports: k is the size of the axis, which the graph computes."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["sizes"]),
+        helper.make_node("TopK", ["x", "sizes"], ["y", "places"], largest=0),
+    ]
+    outputs = {"y": ("float32", ("n",)), "places": ("int64", ("n",))}
+    model = make_model(nodes, {"x": ("float32", ("n",))}, outputs)
+    x = np.random.default_rng(0).standard_normal(9).astype("float32")
+    assert_agrees(model, {"x": x})

@@ -17,6 +17,7 @@ from relaxtune.pipeline.importer.converter_input import (
     sizes_of,
 )
 from relaxtune.pipeline.importer.ordered_keys import keys_of, numbers_of
+from relaxtune.pipeline.importer.shape_values import simplify, size_list
 
 
 def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
@@ -29,17 +30,13 @@ def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
     Raises
     ------
     ValueError
-        k is not a constant.
+        k is neither a constant nor the size of the axis (a sort).
     """
     data = node.input(0)
-    count = constant_value(node.input(1)) if node.opset >= 10 else None
-    if node.opset >= 10 and count is None:
-        msg = "input 1 (k): expected a constant"
-        raise ValueError(msg)
-    number = int_attribute(node, "k", 1) if count is None else int(count.reshape(()))
     axis, largest = int_attribute(node, "axis", -1) % int(data.ty.ndim), bool(int_attribute(node, "largest", 1))
     sizes = sizes_of(data)
-    if not isinstance(sizes[axis], tirx.IntImm):
+    number = _count(node, sizes[axis])
+    if number is not None and not isinstance(sizes[axis], tirx.IntImm):
         shape = [*sizes[:axis], number, *sizes[axis + 1 :]]
         losing = relax.const(_least(dtype_of(data)) if largest else _greatest(dtype_of(data)), dtype_of(data))
         losers = node.builder.emit(relax.op.broadcast_to(losing, shape))
@@ -47,12 +44,26 @@ def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
     dtype, emit = dtype_of(data), node.builder.emit
     floats = dtype.startswith(("float", "bfloat"))
     keys = node.builder.emit_te(keys_of, data, primfunc_name_hint="keys") if floats else data
-    found = relax.op.topk(keys, number, axis, ret_type="both", largest=largest, dtype="int64")
+    # To TVM, -1 is all.
+    found = relax.op.topk(keys, -1 if number is None else number, axis, ret_type="both", largest=largest, dtype="int64")
     if not floats:
         return found
     both = emit(found)
     values = node.builder.emit_te(lambda one: numbers_of(one, dtype), emit(both[0]), primfunc_name_hint="numbers")
     return emit(relax.Tuple([values, emit(both[1])]))
+
+
+def _count(node: ConverterInput, size: tirx.Expr) -> int | None:
+    """Return k, None for as many as the axis has."""
+    if node.opset < 10:
+        return int_attribute(node, "k", 1)
+    count, listed = constant_value(node.input(1)), size_list(node.input(1))
+    if count is not None:
+        return int(count.reshape(()))
+    if listed is not None and len(listed) == 1 and simplify(listed[0] - size) == 0:
+        return None
+    msg = "input 1 (k): expected a constant, or the size of the axis"
+    raise ValueError(msg)
 
 
 def _least(dtype: str) -> float | int:
