@@ -23,7 +23,6 @@ def broadcast_sizes(builder: relax.BlockBuilder, inputs: Sequence[tvm.ir.Expr | 
     A size that is one name (an axis of the model's inputs) may be one, and stays.
     """
     shapes = [_sizes(expr) for expr in inputs]
-    rank = max((len(shape) for shape in shapes if shape is not None), default=0)
     numbers: dict[int, int] = {}
     for shape in shapes:
         for place, size in enumerate(reversed(shape or [])):
@@ -31,7 +30,7 @@ def broadcast_sizes(builder: relax.BlockBuilder, inputs: Sequence[tvm.ir.Expr | 
                 numbers[place] = int(size)
     made = list(inputs)
     for index, (expr, shape) in enumerate(zip(inputs, shapes, strict=True)):
-        if shape is None or len(shape) > rank:
+        if shape is None or expr is None:
             continue
         known = [
             tirx.IntImm("int64", numbers[place]) if place in numbers and _is_computed(size) else size
