@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
+from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 from relaxtune.pipeline.tuning.ray.cluster import CPU_RESOURCE
@@ -32,6 +33,11 @@ def small_cluster(*, builders: int = 1, store_bytes: int | None = None) -> Itera
 def add_measuring_node(cluster: Cluster) -> object:
     """Add a node whose CPU is measured on, one that builds nothing."""
     return cluster.add_node(num_cpus=1, resources={CPU_RESOURCE: 1}, **_STORE)
+
+
+def measures(node: Node) -> bool:
+    """Return whether a node was added to measure."""
+    return CPU_RESOURCE in (node._ray_params.resources or {})
 
 
 def kill_workers(cluster: Cluster, name: str) -> None:
