@@ -302,12 +302,12 @@ class Module:
             if all(spec.is_static for spec in self.inputs):
                 raise self._lies(last_line(e)) from e
             raise PipelineError(f"the code of {self._manifest.model} refuses these sizes: {last_line(e)}") from e
-        outputs: tuple[Tensor, ...] = (
-            (result,) if isinstance(result, Tensor) else tuple(cast("Sequence[Tensor]", result))
-        )
+        outputs = _as_tuple(result)
         if self._shared_outputs is None:
             self._check_outputs(outputs)
-            self._shared_outputs = _shared(outputs, [*tensors, *(self._buffers or ()), *self._weights])
+            # A constant inside the code is where two runs put their output, although the first one's is still held.
+            embedded = () if self._weights or self._buffers is not None else _as_tuple(self._run_kernels(tensors))
+            self._shared_outputs = _shared(outputs, [*tensors, *(self._buffers or ()), *self._weights, *embedded])
         if not self._shared_outputs:
             return outputs
         return tuple(_copied(one) if n in self._shared_outputs else one for n, one in enumerate(outputs))
@@ -377,6 +377,10 @@ def _load_weights(directory: Path, manifest: Manifest, device: Device) -> dict[s
             f"{directory / PARAMS_FILE} lacks the weights {', '.join(missing)}; compile the model again"
         )
     return {name: tvm.runtime.tensor(arrays[name], device=device) for name in names}
+
+
+def _as_tuple(result: object) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(cast("Sequence[Tensor]", result))
 
 
 def _shared(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> frozenset[int]:

@@ -11,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 
 FLOAT = TensorProto.FLOAT
@@ -38,10 +39,11 @@ def save_graph(path: Path, batch: int | str) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 
 
-@pytest.mark.parametrize("batch", [2, "batch"])
-def test_outputs_written_by_the_caller_change_nothing(tmp_path: Path, batch: int | str) -> None:
+@pytest.mark.parametrize(("batch", "embedded"), [(2, False), ("batch", False), (2, True)])
+def test_outputs_written_by_the_caller_change_nothing(tmp_path: Path, batch: int | str, embedded: bool) -> None:
     save_graph(tmp_path / "m.onnx", batch)
-    compile_model(ModelRequest(tmp_path / "m.onnx", target="llvm"), tmp_path / "a", samples=1)
+    lowering = LoweringOptions(embed_weights=embedded)
+    compile_model(ModelRequest(tmp_path / "m.onnx", target="llvm", lowering=lowering), tmp_path / "a", samples=1)
     module = Module.load(tmp_path / "a")
     x = np.ones((2, 4), np.float32)
     expected = module.run({"x": x})
