@@ -53,6 +53,8 @@ _LENGTHS = (16, 64, 128, 256, 512, 1024, 2048)
 # Positions of caches, beside lengths.
 _PAST = (64, 512, 2048)
 _PROPOSED_MAX = 3
+# What symbolic sizes take where residents share the registers (of 96 with 4 residents, one was spilled).
+_REGISTERS_OF_SIZES = 6
 _KERNELS_MAX = 5
 # A point has a kernel of its own where the others would take longer by more than this factor.
 _GOOD_ENOUGH = 1.04
@@ -188,7 +190,8 @@ def symbolic_plan(
     plan = found if isinstance(found, Refusal) else replace(found, spec=spec)
     if isinstance(plan, Refusal):
         return plan
-    needed, available = registers_needed(spec, p, mask_bytes), registers_available(p, limits)
+    beside = _REGISTERS_OF_SIZES if p.residents > 1 else 0
+    needed, available = registers_needed(spec, p, mask_bytes) + beside, registers_available(p, limits)
     if needed > available:
         return Refusal(f"a thread needs {needed} registers, {available} exist")
     if plan.shared_bytes > limits.shared_bytes_optin:
