@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.bench_attention_sm90 import BYTES_PER_TURN, ERROR_MAX, Case, heads_of, inputs, reference, specification
 from benchmarks.bench_symbolic_gemm import captured
+from benchmarks.gpu_arms.results import machine
 
 _COPIES_MAX = 24
 Make = Callable[[Any, Any], Case]
@@ -114,7 +115,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     names = [name for name in CASES if re.search(arguments.cases, name)]
-    found: dict[str, Any] = {"kernels": {}, "cases": {}}
+    found: dict[str, Any] = {**machine(), "kernels": {}, "cases": {}}
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(16, get_context("spawn")) as pool:
         for kernels in pool.map(build, names, [folder] * len(names)):
             found["kernels"].update(kernels)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_gemm_sm90 import BYTES_PER_TURN, CASES, Case, fused_matmul, inputs
+from benchmarks.gpu_arms.results import machine
 
 ROWS = (1, 7, 16, 50, 64, 100, 128, 200, 333, 512, 1000, 2048, 4097)
 _SHAPES = {name.rpartition("-")[0]: case for name, case in CASES.items() if "vocabulary" not in name}
@@ -119,7 +120,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     names = [name for name in _SHAPES if name != "square" and re.search(arguments.cases, name)]
-    found: dict[str, Any] = {"kernels": {}, "cases": {}}
+    found: dict[str, Any] = {**machine(), "kernels": {}, "cases": {}}
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(16, get_context("spawn")) as pool:
         for kernels in pool.map(build, names, [arguments.rows] * len(names), [folder] * len(names)):
             found["kernels"].update(kernels)
