@@ -69,7 +69,7 @@ def test_every_node_that_stops_the_import_is_listed(blocked: Path) -> None:
     odd = found[("odd",)]
     assert (odd.domain, odd.operator, odd.opset, odd.reason) == ("com.example", "Wobble", 1, "no converter")
     # The identity behind it was dropped: `a` bears the name of the output.
-    assert odd.inputs == ("y: float32[batch, 4]", "h: float16[4] constant")
+    assert odd.inputs == ("y: float32[batch x 4]", "h: float16[4] constant")
     assert "starts" in found[("cut",)].reason
     assert found[("near",)].nearest == "com.microsoft.SkipLayerNormalization"
     assert survey.not_looked_at == 1

@@ -50,7 +50,7 @@ def test_import_describes_constants_and_left_out_inputs_when_an_operator_is_unkn
         domains={"com.example": 1},
     )
     model.proto.graph.input[1].type.tensor_type.ClearField("shape")
-    described = r"x: int64\[batch, 3\], \(left out\): unknown, w: float16\[2x3\] constant, n: float32\[unknown rank\]"
+    described = r"x: int64\[batch x 3\], \(left out\): unknown, w: float16\[2x3\] constant, n: float32\[unknown rank\]"
     with pytest.raises(ImportFailedError, match=described):
         import_model(model)
 
