@@ -454,8 +454,8 @@ def test_external_data_of_attributes_and_subgraphs_is_checked(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"input": (1, 4)}, r"model 'model.onnx' has no input 'input'; its inputs are x: float32\[batch, 4\]"),
-        ({"x": (1, 4, 1)}, r"shape of input 'x' has 3 axes, expected 2 as in x: float32\[batch, 4\]"),
+        ({"input": (1, 4)}, r"model 'model.onnx' has no input 'input'; its inputs are x: float32\[batch x 4\]"),
+        ({"x": (1, 4, 1)}, r"shape of input 'x' has 3 axes, expected 2 as in x: float32\[batch x 4\]"),
         ({"x": (1, 5)}, r"axis 1 of input 'x' is static: expected 4 .* got 5"),
         ({"x": (1, "n")}, r"axis 1 of input 'x' is static: expected 4 .* got 'n'"),
         ({"x": (0, 4)}, "axis 0 of input 'x' is 0; expected a positive number or a name"),

@@ -69,7 +69,9 @@ def lines_of(path):
 
 
 def test_archive_covers_every_table():
-    assert set(Base.metadata.tables) == COVERED_TABLES | DERIVED_TABLES
+    # Batches are what one host did with its plans: no other database can go on with them.
+    batches = {"batches", "cells", "attempts"}
+    assert set(Base.metadata.tables) == COVERED_TABLES | DERIVED_TABLES | batches
     assert not COVERED_TABLES & DERIVED_TABLES
 
 

@@ -96,7 +96,7 @@ def connected(address: str) -> Iterator[ModuleType]:
         yield ray
         return
     try:
-        ray.init(address=address, namespace="relaxtune", log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, namespace="relaxtune", log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as e:
         raise UsageError(
             f"no Ray cluster can be used at {address}: {_last_line(e)}. Run `ray start --head --port 6379` on the "

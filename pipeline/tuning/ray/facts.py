@@ -122,7 +122,7 @@ def main() -> None:
     """Print the facts of this machine as one line of JSON."""
     # PyTorch would be imported by TVM, which takes seconds.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    print(json.dumps(asdict(read_facts())))
+    sys.stdout.write(json.dumps(asdict(read_facts())) + "\n")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def test_the_cases_build_without_a_gpu(pool: BuildPool, target: ResolvedTarget) 
 class NoDevice(MeasureBackend):
     """Answers as a device would, each candidate a little faster than the one before."""
 
-    capabilities = Capabilities("cuda", "none", compares=False)
+    capabilities = Capabilities("cuda", "none", undisturbed=True, compares=False)
     capacity = 1
 
     def __init__(self, environment: Environment) -> None:

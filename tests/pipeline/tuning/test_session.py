@@ -64,8 +64,18 @@ class Watcher:
             self._action()
 
 
+BEFORE: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def _note_children() -> None:
+    # Other tests of this process may have left some, such as Python's resource tracker.
+    BEFORE.clear()
+    BEFORE.update(child.pid for child in psutil.Process().children(recursive=True))
+
+
 def children() -> list[int]:
-    return [child.pid for child in psutil.Process().children(recursive=True)]
+    return [child.pid for child in psutil.Process().children(recursive=True) if child.pid not in BEFORE]
 
 
 def test_tune_records_every_candidate_and_leaves_no_process(place: Place, database: TuningDatabase) -> None:

@@ -22,7 +22,9 @@ def test_row_reduction_matches_numpy_when_length_is_odd(kind, rows, length):
 @pytest.mark.parametrize("symbolic", ["r", "l", "rl"])
 def test_row_reduction_matches_numpy_when_axes_are_symbolic(kind, symbolic):
     for rows, length in ((6, 50), (1, 16), (3, 5)):
-        assert run(rows_case(kind, rows, length, symbolic)) == "cpu-reduction"
+        # A symbolic length has whole vectors and a rest; sums and maxima alone stay reductions.
+        expected = "cpu-any-size-rows" if "l" in symbolic and kind not in ("sum", "max") else "cpu-reduction"
+        assert run(rows_case(kind, rows, length, symbolic)) == expected
 
 
 @given(rows=st.integers(1, 20), length=st.integers(1, 90), kind=st.sampled_from(KINDS))
