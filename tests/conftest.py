@@ -43,10 +43,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def _process_as_it_was() -> Iterator[None]:
     """Undo what a command of the test configured: the command line owns its process, a test does not."""
     logger = logging.getLogger("relaxtune")
-    level = logger.level
+    level, disabled = logger.level, logging.root.manager.disable
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     logger.handlers = []
     logger.setLevel(level)
+    logging.disable(disabled)
     for number, handler in handlers.items():
         signal.signal(number, handler)
