@@ -105,7 +105,7 @@ class AttentionCase:
         output_shape, output = self._tensor(len(params), heads, self.queries, wide)
         params.append((output_shape, self.dtype))
         sizes = (self.batch, heads, shared, self.queries, self.keys, d, wide)
-        spec = AttentionSpec(*sizes, 1 / math.sqrt(d), self.causal, self.window, *layouts, output, bias)
+        spec = AttentionSpec(*sizes, 1 / math.sqrt(d), self.causal, self.window, *layouts, output, bias)  # type: ignore[call-arg]
         return spec, params
 
     def _tensor(self, param: int, heads: int, positions: int, d: int) -> tuple[tuple[int, ...], HeadLayout]:

@@ -83,7 +83,7 @@ def test_no_template_starts_kernels_early_where_the_gpu_cannot(
     assert not any(one.dependent for one in ours)
     assert isinstance(apply_decision(func, target, ours[0].to_json()), tirx.PrimFunc)
     with pytest.raises(TemplateError, match=r"expected cuda sm_90 or later \(dependent launch\)"):
-        apply_decision(func, target, replace(ours[0], dependent=True).to_json())
+        apply_decision(func, target, replace(ours[0], dependent=True).to_json())  # type: ignore[call-arg]
 
 
 def test_refusals_are_named() -> None:

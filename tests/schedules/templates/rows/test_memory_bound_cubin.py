@@ -114,7 +114,7 @@ def test_row_that_is_not_held_is_read_for_each_pass() -> None:
 @pytest.mark.parametrize("name", ["layer norm", "softmax", "gelu"])
 def test_kernels_compile_for_ampere_without_dependent_launch(name: str) -> None:
     template, case, parameters, registers_max, wide = CASES[name]
-    data = compiled(template, case, replace(parameters, dependent=False), "sm_80")
+    data = compiled(template, case, replace(parameters, dependent=False), "sm_80")  # type: ignore[call-arg]
     found = instructions(data)
     assert (found.count((LOAD, BITS_128)), found.count((STORE, BITS_128))) == wide
     assert read_cubin(data).registers <= registers_max + 16

@@ -88,7 +88,7 @@ def compiled(
 ) -> tuple[tvm.tirx.PrimFunc, tvm.runtime.Module]:
     target = resolve_target("cuda")
     if Feature.DEPENDENT_LAUNCH not in target.features:
-        parameters = replace(parameters, dependent=False)
+        parameters = replace(parameters, dependent=False)  # type: ignore[call-arg]
     func = case.func()
     kernel = template.apply(func.with_attr(CONSTANT_PARAMS_ATTR, [len(func.params) - 2]), target, parameters)
     assert not isinstance(kernel, Refusal)
