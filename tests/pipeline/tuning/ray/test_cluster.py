@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import select
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
@@ -26,6 +29,7 @@ from relaxtune.tuning_db.records import Status
 from relaxtune.tuning_db.urls import DatabaseUrl
 from tests.pipeline.tuning.ray.clusters import kill_workers, small_cluster
 from tests.pipeline.tuning.tuning_cases import (
+    HeldRecipe,
     add_one_mod,
     all_records,
     built,
@@ -108,13 +112,20 @@ def test_what_a_killed_actor_measured_is_measured_again(
     assert machine.backend.restarts >= 1
 
 
-def test_what_a_killed_worker_built_is_built_again(started: Cluster, machine: Machine, target: ResolvedTarget) -> None:
+def test_what_a_killed_worker_built_is_built_again(
+    started: Cluster, machine: Machine, target: ResolvedTarget, tmp_path: Path
+) -> None:
+    pipe = tmp_path / "building"
+    os.mkfifo(pipe)
+    heard = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     done: SimpleQueue[Built] = SimpleQueue()
-    for offset in range(6):
+    machine.builder.submit(HeldRecipe(b"", target, "", pipe=str(pipe)), target.target, done.put)
+    for offset in range(3):
         machine.builder.submit(add_one_mod(float(offset + 10)), target.target, done.put)
-    assert done.get(timeout=60).status is Status.OK
+    assert select.select([heard], [], [], 60)[0], "the build never began"
+    os.close(heard)
     kill_workers(started, "build")
-    assert [done.get(timeout=60).status for _ in range(5)] == [Status.OK] * 5
+    assert [done.get(timeout=60).status for _ in range(4)] == [Status.OK] * 4
 
 
 def test_a_stopped_run_answers_everything_at_once(
