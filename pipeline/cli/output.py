@@ -159,12 +159,14 @@ def emit(
 
 
 def configure_logging(*, verbose: bool) -> None:
-    """Send the project's log records to stderr: what was detected and decided, from INFO when `verbose`."""
+    """Send the project's log records to stderr: what was detected and decided; with `verbose` every detail too."""
     handler = _StderrHandler()
     handler.setFormatter(_SafeFormatter("%(levelname)s %(message)s"))
     logger = logging.getLogger("relaxtune")
     logger.handlers = [handler]
     logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    # MetaSchedule tells every step of every round.
+    logging.getLogger("relaxtune.metaschedule").setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 
 class _SafeFormatter(logging.Formatter):

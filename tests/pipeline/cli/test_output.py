@@ -33,6 +33,15 @@ def test_logs_go_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) ->
         assert stream.getvalue() == "INFO found it\n"
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_steps_of_the_search_are_logged_when_verbose(verbose: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging(verbose=verbose)
+    search = logging.getLogger("relaxtune.metaschedule")
+    search.info("a round")
+    search.warning("a fault")
+    assert capsys.readouterr().err == ("INFO a round\n" if verbose else "") + "WARNING a fault\n"
+
+
 def test_details_are_logged_when_verbose(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(verbose=True)
     logging.getLogger("relaxtune.schedules.something").debug("a detail")
