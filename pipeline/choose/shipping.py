@@ -52,8 +52,8 @@ class Shipping:
     tuned
         Whether it is the tuned one; so where both have the same kernels, since its records say how fast they are.
     report
-        The latencies of what ships, of the untuned model, of a tuned one that does not ship, and of a peer on the same
-        device.
+        The latencies of what ships, of the untuned model (the same ones where that ships), of a tuned model that does
+        not ship, and of a peer on the same device.
     gain
         What the tuned model gains over the untuned one; None where both have the same kernels.
     """
@@ -104,16 +104,25 @@ def decide(
     with temporary_folder() as folder:
         same = tuned.kernel_hashes == untuned.kernel_hashes
         module, arm = load_arm(tuned, prepared.model, Path(folder) / "tuned")
-        other = arm if same else load_arm(untuned, prepared.model, Path(folder) / "untuned")[1]
-        arms = {UNTUNED_ARM: other, OWN_ARM: arm, _AFTER: other, **_peer(prepared)}
+        arms = {OWN_ARM: arm}
+        if not same:
+            other = load_arm(untuned, prepared.model, Path(folder) / "untuned")[1]
+            arms = {UNTUNED_ARM: other, OWN_ARM: arm, _AFTER: other}
+        arms |= _peer(prepared)
         with turn or nullcontext():
             report = measure(arms, runs=_affordable_runs(arms), warmup=_WARMUP, conditions=run_conditions(module))
-    before, after, timed = (report.arm(name) for name in (UNTUNED_ARM, _AFTER, OWN_ARM))
-    gain = None if same else paired_gain(timed.latencies_ms, before.latencies_ms, after.latencies_ms, doubt=_DOUBT)
-    taken = gain is not None and is_gain(gain)
-    shipped = [timed, before] if taken or same else [replace(after, name=OWN_ARM), before, replace(timed, name=_TUNED)]
+    timed, gain = report.arm(OWN_ARM), None
+    # A model that ships untuned is the untuned model: one measurement, not two that differ by noise.
+    shipped = [timed, replace(timed, name=UNTUNED_ARM)]
+    if not same:
+        before, after = report.arm(UNTUNED_ARM), report.arm(_AFTER)
+        gain = paired_gain(timed.latencies_ms, before.latencies_ms, after.latencies_ms, doubt=_DOUBT)
+        shipped = [timed, before]
+        if not is_gain(gain):
+            shipped = [replace(after, name=OWN_ARM), replace(after, name=UNTUNED_ARM), replace(timed, name=_TUNED)]
+    taken = gain is None or is_gain(gain)
     peers = [arm for arm in report.arms if arm.name == ORT_ARM]
-    result = Shipping(tuned if taken or same else untuned, taken or same, _with_arms(report, [*shipped, *peers]), gain)
+    result = Shipping(tuned if taken else untuned, taken, _with_arms(report, [*shipped, *peers]), gain)
     logger.info("%s", result.verdict)
     return result
 

@@ -62,6 +62,7 @@ def test_untuned_kernels_ship_when_the_model_is_slower_with_tuned_ones(prepared,
     assert not shipping.tuned
     assert shipping.compiled is fast
     assert shipping.report.ratio("tuned, not shipped") > 1.5
+    assert shipping.report.arm("untuned").latencies_ms == shipping.report.arm("relaxtune").latencies_ms
     assert "untuned kernels ship" in shipping.verdict
 
 
@@ -69,6 +70,7 @@ def test_equal_kernels_are_not_compared_and_keep_their_records(prepared, fast) -
     shipping = decide(prepared, tuned=fast, untuned=fast)
     assert shipping.tuned
     assert shipping.gain is None
+    assert shipping.report.arm("untuned").latencies_ms == shipping.report.arm("relaxtune").latencies_ms
     assert "found nothing faster" in shipping.verdict
 
 
