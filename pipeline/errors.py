@@ -10,6 +10,7 @@
     ├── ValidationFailedError         exit 3   outputs differ from ONNX Runtime beyond tolerance
     ├── MeasuringBrokenError          exit 1   candidates cannot be built or measured any more
     ├── NothingMeasuredError          exit 4   a tuning run ended without one valid measurement
+    ├── GateRefusedError              exit 5   a gate says that a build may not take the place of another
     └── InterruptedEarlyError         exit 130 a tuning run was interrupted before anything useful was kept
 
     relaxtune.models.errors.ModelError          exit 1   the model file or zoo name
@@ -62,6 +63,12 @@ class NothingMeasuredError(PipelineError):
     """A tuning run ended and not one candidate was measured validly."""
 
     exit_code = 4
+
+
+class GateRefusedError(PipelineError):
+    """A gate says no: a build may not take the place of a baseline. The message names the checks."""
+
+    exit_code = 5
 
 
 class InterruptedEarlyError(PipelineError):

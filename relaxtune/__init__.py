@@ -10,6 +10,8 @@ The words of the command line, for Python:
     An artifact to a `Module`, whose `run` takes and returns NumPy arrays by name. Loading runs the artifact's code.
 `validate`, `bench`, `compare`, `report`
     What is known of an artifact: is it right, how fast, how far from another build, where its time goes.
+`gate`
+    Whether an artifact may take the place of another.
 `inspect`
     What a model needs and would become.
 `open_database`
@@ -41,8 +43,11 @@ __all__ = [
     "Comparison",
     "CompileResult",
     "Effort",
+    "GateLimits",
+    "GateReport",
     "ImportFailedError",
     "Inspection",
+    "LatencyLimit",
     "LoweringError",
     "Mode",
     "ModelError",
@@ -66,6 +71,7 @@ __all__ = [
     "bench",
     "compare",
     "compile",
+    "gate",
     "inspect",
     "list_models",
     "load",

@@ -26,6 +26,8 @@ from relaxtune.pipeline.errors import (
     UsageError,
     ValidationFailedError,
 )
+from relaxtune.pipeline.gate.gate import GateLimits, GateReport, run_gate
+from relaxtune.pipeline.gate.latency import LatencyLimit
 from relaxtune.pipeline.inspect import Inspection, inspect_model
 from relaxtune.pipeline.jobs import CompileResult, TuneRequest, TuneResult, compile_model, tune_model
 from relaxtune.pipeline.passes.module import LoweringOptions
@@ -53,8 +55,11 @@ __all__ = [
     "Comparison",
     "CompileResult",
     "Effort",
+    "GateLimits",
+    "GateReport",
     "ImportFailedError",
     "Inspection",
+    "LatencyLimit",
     "LoweringError",
     "Mode",
     "ModelError",
@@ -77,6 +82,7 @@ __all__ = [
     "bench",
     "compare",
     "compile",
+    "gate",
     "inspect",
     "list_models",
     "load",
@@ -263,6 +269,22 @@ def compare(
 ) -> Comparison:
     """Return how two artifacts differ: outputs on the same inputs (random if not given), kernels, versions."""
     return compare_builds(Path(first), Path(second), inputs=inputs, exact=exact)
+
+
+def gate(
+    new: str | Path,
+    baseline: str | Path,
+    limits: GateLimits | None = None,
+    *,
+    model: str | Path | None = None,
+    inputs: Mapping[str, np.ndarray] | None = None,
+) -> GateReport:
+    """Return whether an artifact may take the place of another; `raise_if_refused()` of the report raises.
+
+    Both run here, alternately. `inputs` is what they run on, random if not given; `model` is where the ONNX model is,
+    if not where it was.
+    """
+    return run_gate(Path(new), Path(baseline), limits, source=model, inputs=inputs)
 
 
 def report(directory: str | Path, *, database: str | Path | None = None) -> Report:

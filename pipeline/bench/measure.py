@@ -108,6 +108,7 @@ def measure(
     runs: int = DEFAULT_RUNS,
     warmup: int = DEFAULT_WARMUP,
     conditions: Mapping[str, str] | None = None,
+    mirrored: bool = False,
 ) -> BenchmarkReport:
     """Return the latencies of arms that take turns.
 
@@ -119,6 +120,8 @@ def measure(
         Timed runs of each arm, and untimed ones before the first.
     conditions : mapping or None
         Kept in the report.
+    mirrored : bool
+        Whether every second turn goes through the arms backwards: a place in the turn then favours none.
 
     Raises
     ------
@@ -133,8 +136,9 @@ def measure(
         for _ in range(warmup):
             arm()
     latencies: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(runs):
-        for name, arm in arms.items():
+    forwards = list(arms.items())
+    for turn in range(runs):
+        for name, arm in reversed(forwards) if mirrored and turn % 2 else forwards:
             arm()
             started = time.perf_counter_ns()
             arm()

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import relaxtune
-from relaxtune.pipeline.cli import artifacts, batch, cluster, compilation, diagnosis, inspection, report
+from relaxtune.pipeline.cli import artifacts, batch, cluster, compilation, diagnosis, gate, inspection, report
 from relaxtune.pipeline.cli.db import group as database
 from relaxtune.pipeline.cli.groups import Command
 from relaxtune.pipeline.cli.output import configure_logging, print_error
@@ -59,6 +59,7 @@ COMMANDS: dict[str, Command] = {
     "compare": artifacts.compare,
     "bench": artifacts.bench,
     "run": artifacts.run,
+    "gate": gate.gate,
     "inspect": inspection.inspect,
     "report": report.report,
     "doctor": diagnosis.doctor,

@@ -148,11 +148,11 @@ def compare(
     require_signed(verify_key, *(path for path in (first, second) if path.is_dir()))
     asked = limits.rtol is not None or limits.atol is not None
     tolerance = Tolerance(limits.rtol or 0.0, limits.atol or 0.0) if asked and not exact else None
-    sides = [path if path.is_dir() else _read_arrays(path, _OUTPUTS_FILE) for path in (first, second)]
+    sides = [path if path.is_dir() else read_arrays(path, _OUTPUTS_FILE) for path in (first, second)]
     comparison = compare_builds(
         *sides,
         names=(str(first), str(second)),
-        inputs=None if inputs is None else _read_arrays(inputs),
+        inputs=None if inputs is None else read_arrays(inputs),
         source=model,
         samples=samples,
         seed=seed,
@@ -211,7 +211,7 @@ def run(
     from relaxtune.pipeline.artifact.runtime import Module
 
     module = Module.load(directory, verify_key=verify_key)
-    results = module.run(_read_arrays(inputs))
+    results = module.run(read_arrays(inputs))
     _write_arrays(outputs, results)
     rows = tuple((name, str(array.dtype), "x".join(map(str, array.shape))) for name, array in results.items())
     data = {name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in results.items()}
@@ -247,7 +247,14 @@ def _bisect(
     return replace(found, reproduction=str(made.script))
 
 
-def _read_arrays(path: Path, expected: str = _INPUTS_FILE) -> dict[str, np.ndarray]:
+def read_arrays(path: Path, expected: str = _INPUTS_FILE) -> dict[str, np.ndarray]:
+    """Return the arrays of a .npz file by name.
+
+    Raises
+    ------
+    UsageError
+        It is none; the message says what is expected.
+    """
     try:
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import TextIO, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -16,6 +17,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.printable import printable
 from relaxtune.tuning_db.questions.data_frames import flatten
 from relaxtune.tuning_db.urls import hide_secrets
@@ -126,6 +128,24 @@ def print_csv(value: Mapping[str, object] | Sequence[object]) -> None:
 
 def _safe(value: object) -> object:
     return printable(value) if isinstance(value, str) else value
+
+
+def write_text(path: Path, text: str, option: str) -> None:
+    """Write a text file whole or not at all; `option` is what named it.
+
+    Raises
+    ------
+    PipelineError
+        It cannot be written.
+    """
+    staged = path.with_name(f".{path.name}.staged")
+    try:
+        staged.write_text(text, encoding="utf-8")
+        staged.replace(path)
+    except OSError as e:
+        raise PipelineError(f"{option} {path} cannot be written: {e.strerror or e}") from e
+    finally:
+        staged.unlink(missing_ok=True)
 
 
 def as_table(view: TableView) -> Table:

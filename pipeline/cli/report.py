@@ -10,8 +10,8 @@ import typer
 
 from relaxtune.pipeline.cli.db.common import open_for_reading
 from relaxtune.pipeline.cli.options import VerifyKeyOption, require_signed, url_option
-from relaxtune.pipeline.cli.output import TableView, first_of, print_json, print_table, stdout_console
-from relaxtune.pipeline.errors import PipelineError, UsageError
+from relaxtune.pipeline.cli.output import TableView, first_of, print_json, print_table, stdout_console, write_text
+from relaxtune.pipeline.errors import UsageError
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
@@ -110,14 +110,7 @@ def _default_out(directory: Path | None) -> Path:
 
 def write_page(text: str, path: Path) -> None:
     """Write a page whole or not at all, and print where it is."""
-    staged = path.with_name(f".{path.name}.staged")
-    try:
-        staged.write_text(text, encoding="utf-8")
-        staged.replace(path)
-    except OSError as e:
-        raise PipelineError(f"--out {path} cannot be written: {e.strerror or e}") from e
-    finally:
-        staged.unlink(missing_ok=True)
+    write_text(path, text, "--out")
     stdout_console().print(str(path), soft_wrap=True)
 
 

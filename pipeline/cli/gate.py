@@ -1,0 +1,126 @@
+"""`relaxtune gate`: whether a build may take the place of another."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from relaxtune.pipeline.cli.artifacts import read_arrays
+from relaxtune.pipeline.cli.groups import option, takes_groups
+from relaxtune.pipeline.cli.options import (
+    FormatOption,
+    ReferenceOption,
+    SamplesOption,
+    SeedOption,
+    ToleranceOptions,
+    VerifyKeyOption,
+    require_signed,
+)
+from relaxtune.pipeline.cli.output import OutputFormat, print_json, stdout_console, write_text
+from relaxtune.pipeline.errors import UsageError
+
+if TYPE_CHECKING:
+    from relaxtune.pipeline.gate.gate import GateLimits
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """What a new build may cost."""
+
+    max_slowdown: str = option("2%", "By how much longer the new build may take.", metavar="PERCENT")
+    alpha: float = option(0.05, "The probability of a false alarm, and of a slower build that passes.")
+    seconds: float = option(60.0, "What timing may take; it ends sooner where all is clear.")
+    max_size: str = option("5%", "By how much the files may grow; 'none' for no limit.", metavar="PERCENT")
+    max_memory: str = option("5%", "By how much memory on the device may grow; 'none'.", metavar="PERCENT")
+    max_compile_time: str = option("none", "By how much longer compiling may take; 'none'.", metavar="PERCENT")
+    exact: bool = option(False, "Say no unless all bits of the outputs are the same.", "--exact")
+    strict: bool = option(False, "Say no, too, where noise hides whether the build is slower.", "--strict")
+
+    def limits(self, tolerance: ToleranceOptions) -> GateLimits:
+        """Return what these options say.
+
+        Raises
+        ------
+        UsageError
+            A share cannot be read.
+        """
+        from relaxtune.pipeline.gate.gate import GateLimits
+        from relaxtune.pipeline.gate.latency import LatencyLimit
+        from relaxtune.pipeline.validate.tolerances import Tolerance
+
+        slowdown = parse_percent(self.max_slowdown, "--max-slowdown")
+        if slowdown is None:
+            raise UsageError("--max-slowdown none: a gate needs a limit of latency; expected a share such as 2%")
+        asked = tolerance.rtol is not None or tolerance.atol is not None
+        return GateLimits(
+            latency=LatencyLimit(slowdown, self.alpha, self.seconds),
+            size=parse_percent(self.max_size, "--max-size"),
+            memory=parse_percent(self.max_memory, "--max-memory"),
+            compile_time=parse_percent(self.max_compile_time, "--max-compile-time"),
+            tolerance=Tolerance(tolerance.rtol or 0.0, tolerance.atol or 0.0) if asked else None,
+            exact=self.exact,
+            strict=self.strict,
+        )
+
+
+@takes_groups()
+def gate(
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="The artifact that wants to take the place.")],
+    baseline: Annotated[Path, typer.Option("--baseline", metavar="DIR", help="The artifact that has it.")],
+    options: LimitOptions,
+    tolerance: ToleranceOptions,
+    inputs: Annotated[
+        Path | None, typer.Option("--inputs", metavar="X.npz", help="What both are run on. Default: random.")
+    ] = None,
+    model: ReferenceOption = None,
+    samples: SamplesOption = 3,
+    seed: SeedOption = 0,
+    junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML, too.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write Markdown, too.")] = None,
+    verify_key: VerifyKeyOption = None,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Say whether an artifact may take the place of another. Exits 5 when it says no.
+
+    Both run alternately on this device until it is clear whether the new one is slower by more than --max-slowdown, or
+    --seconds are over. Where noise hides that, it passes and says what would have shown; --strict says no then.
+    """
+    from relaxtune.pipeline.gate.gate import run_gate
+    from relaxtune.pipeline.gate.report import render, to_junit, to_markdown
+
+    limits = options.limits(tolerance)
+    require_signed(verify_key, new, baseline)
+    given = None if inputs is None else read_arrays(inputs)
+    report = run_gate(new, baseline, limits, source=model, inputs=given, samples=samples, seed=seed)
+    for path, name, text in ((junit, "--junit", to_junit), (markdown, "--markdown", to_markdown)):
+        if path is not None:
+            write_text(path, text(report), name)
+    if output_format is OutputFormat.JSON:
+        print_json(report.to_json())
+    else:
+        stdout_console().print(render(report))
+    report.raise_if_refused()
+
+
+def parse_percent(text: str, name: str) -> float | None:
+    """Return a share such as `2%` or `0.5 %` as a fraction; None for `none`.
+
+    Raises
+    ------
+    UsageError
+        It is neither.
+    """
+    if text.strip().lower() == "none":
+        return None
+    number, sign, rest = text.strip().partition("%")
+    try:
+        value = float(number) / 100
+    except ValueError:
+        value = math.nan
+    if not sign or rest or not 0 <= value < math.inf:
+        raise UsageError(f"{name} {text!r} is no share; expected a number and a percent sign, such as 2%")
+    return value

@@ -1,0 +1,1 @@
+"""Whether a build may take the place of another: latency, drift, size, memory, compile time, validation."""
