@@ -184,7 +184,8 @@ class CellFeed:
                 self._tuning[cell.name] = (cell, set(hashes))
             else:
                 self._settle(cell)
-            return Arrival(tuple(_weighted(task, cell) for task in found.tasks), self._trials_of(cell, part))
+            tasks = tuple(_weighted(task, cell) for task in found.tasks)
+            return Arrival(tasks, self._trials_of(cell, part), starts=found.starts)
         # What a cell that failed would have had of a budget goes to the others.
         return Arrival(trials=self._trials_of(cell, 0.0))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from relaxtune.models.errors import ModelError
 from relaxtune.pipeline.batch.cells import Cell
@@ -19,6 +19,7 @@ from relaxtune.pipeline.tasks.extract import unique_name
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuned_model import TuningJob
 from relaxtune.pipeline.tuning.options import LEVELS, TuningOptions, options_for
+from relaxtune.pipeline.tuning.plan.task_start import TaskStart
 from relaxtune.schedules.errors import ScheduleError
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Environment, TargetKey, content_key
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 class CellTasks:
     """A cell whose model was imported and lowered, for its tasks. The model is let go: all of a plan fill the memory.
 
-    `note` is why nothing can be measured of it here, "" where it can.
+    `note` is why nothing can be measured of it here, "" where it can. `starts` has what tasks begin with, by workload
+    hash, where that was found already (`with_starts`).
     """
 
     cell: Cell
@@ -40,6 +42,13 @@ class CellTasks:
     environment: Environment
     tasks: tuple[TuningTask, ...]
     note: str = ""
+    starts: Mapping[str, TaskStart] = field(default_factory=dict)
+
+    def with_starts(self) -> CellTasks:
+        """Return the cell with what its tasks begin with, where the default routes are tried."""
+        routes = TuningOptions().routes
+        found = {task.workload_hash: TaskStart(task, self.target, routes).find_all() for task in self.tasks}
+        return replace(self, starts=found)
 
 
 @dataclass(frozen=True)

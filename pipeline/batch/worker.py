@@ -18,7 +18,7 @@ WORKER_MODULE = "relaxtune.pipeline.batch.worker"
 
 @dataclass(frozen=True)
 class PrepareWork:
-    """A cell to import and lower; the answer is its `CellTasks` or `CellFault`."""
+    """A cell to import and lower; the answer is its `CellTasks`, with what its tasks begin with, or `CellFault`."""
 
     cell: Cell
 
@@ -61,7 +61,7 @@ def answer(request: object) -> object:
     if isinstance(request, PrepareWork):
         found = prepare_cell(request.cell)
         # Errors of some kinds do not survive the way to another process; their text does.
-        return CellFault(found.cell, PipelineError(found.note)) if isinstance(found, CellFault) else found
+        return CellFault(found.cell, PipelineError(found.note)) if isinstance(found, CellFault) else found.with_starts()
     if not isinstance(request, FinishWork):
         raise TypeError(f"expected a cell to prepare or to finish, got {type(request).__name__}")
     turn = nullcontext() if request.turns is None else closing(turn_of(request.turns, request.device))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.tuning_db.contract import TuningDatabase
@@ -48,33 +49,41 @@ def distance(signature: str, other: str) -> float:
     return sum(abs(math.log((int(a) + 1) / (int(b) + 1))) for a, b in pairs)
 
 
-def near_workloads(task: TuningTask, recorded: Sequence[Workload]) -> list[Workload]:
-    """Return those of the recorded workloads that are near the task, the nearest first; the task is none of them."""
-    form = shape_free(task.signature)
-    near = [one for one in recorded if one.signature != task.signature and shape_free(one.signature) == form]
-    return sorted(near, key=lambda one: distance(task.signature, one.signature))
+class KnownShapes:
+    """Workloads by the form of their signatures, without their IR."""
+
+    def __init__(self, workloads: Iterable[Workload] = ()) -> None:
+        self._by_form: dict[str, dict[str, Workload]] = {}
+        self.add(workloads)
+
+    def add(self, workloads: Iterable[Workload]) -> None:
+        """Take in workloads; those that are known are replaced."""
+        for one in workloads:
+            self._by_form.setdefault(shape_free(one.signature), {})[one.workload_hash] = replace(one, ir_json=None)
+
+    def near(self, task: TuningTask) -> list[Workload]:
+        """Return the workloads that are nearest to a task, the nearest first; the task is none of them."""
+        found = self._by_form.get(shape_free(task.signature), {}).values()
+        others = [one for one in found if one.signature != task.signature]
+        return heapq.nsmallest(_SHAPES_MAX, others, key=lambda one: distance(task.signature, one.signature))
 
 
 def near_records(
-    task: TuningTask,
-    recorded: Sequence[Workload],
-    database: TuningDatabase,
-    target: TargetKey,
-    environment: Environment,
+    near: Sequence[Workload], database: TuningDatabase, target: TargetKey, environment: Environment
 ) -> NearRecords:
-    """Return the best decisions of the shapes nearest to a task.
+    """Return the best decisions of the shapes near a task.
 
     Parameters
     ----------
-    recorded : sequence of Workload
-        What the database knows of the task's family, written by the running TVM.
+    near : sequence of Workload
+        From `KnownShapes.near`.
     target, environment : TargetKey, Environment
         Where the records must be true.
     """
     traces: list[str] = []
     parameters: list[str] = []
     saved: list[float] = []
-    for workload in near_workloads(task, recorded)[:_SHAPES_MAX]:
+    for workload in near:
         best: dict[Route, float | None] = {}
         for route, found in ((Route.METASCHEDULE, traces), (Route.TEMPLATE, parameters), (Route.FALLBACK, None)):
             records = database.list_top(

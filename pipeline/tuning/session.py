@@ -37,11 +37,12 @@ from relaxtune.pipeline.tuning.plan.resume import (
 from relaxtune.pipeline.tuning.plan.rounds import Admitted, Rounds
 from relaxtune.pipeline.tuning.plan.search_pool import SearchPool
 from relaxtune.pipeline.tuning.plan.state import TaskState, summarise
-from relaxtune.pipeline.tuning.plan.warm_start import begin_with_records
+from relaxtune.pipeline.tuning.plan.task_start import TaskStart
+from relaxtune.pipeline.tuning.plan.warm_start import WarmStart
 from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
-from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES, template_candidates
+from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES
 from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
 from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
 from relaxtune.schedules.search.space import make_space
@@ -209,6 +210,7 @@ class _Session:
             self.database, key, self.environment, tvm_target=self.target.target, commit_records=False
         )
         self._cost_model = FastCostModel(WARMUP_CANDIDATES, seed)
+        self._warm_start = WarmStart(self._cost_model, self.database, self.target, self.environment, self.options)
         self._spent = 0
         self._interrupted = False
         self._restarts = 0
@@ -257,7 +259,10 @@ class _Session:
         hashes = [task.workload_hash for task in fresh]
         runs = EarlierRuns() if forced else find_earlier_runs(self.database, self.job_id, hashes, options)
         for task in fresh:
-            state = self._by_hash[task.workload_hash] = TaskState(task)
+            begins = arrival.starts.get(task.workload_hash)
+            if begins is None or begins.routes != options.routes:
+                begins = TaskStart(task, self.target, options.routes)
+            state = self._by_hash[task.workload_hash] = TaskState(task, begins=begins)
             new.append(state)
             recorded = [] if forced else self._recorder.known(task)
             known = self.still_true(task, recorded)
@@ -284,13 +289,12 @@ class _Session:
 
     def _begin(self, states: Sequence[TaskState]) -> None:
         """Give new tasks what templates offer, and what is known of near shapes."""
-        if self.options.routes & OFFERED_ROUTES:
-            for state in states:
-                state.templates = self._templates(state, self._known[id(state)])
         to_do = [state for state in states if state.skipped is None and state.ended is None]
+        for state in to_do:
+            state.templates = self._templates(state, self._known[id(state)])
         if self.options.warm_start_s and self.options.mode is not Mode.FORCE and to_do:
             since = time.monotonic()
-            begin_with_records(self._cost_model, to_do, self.database, self.target, self.environment, self.options)
+            self._warm_start.begin(to_do)
             self.seconds["search"] += time.monotonic() - since
 
     def _to_do(self) -> list[TaskState]:
@@ -349,7 +353,7 @@ class _Session:
         )
 
     def _templates(self, state: TaskState, known: Sequence[TuningRecord]) -> TemplateSearch | None:
-        candidates = template_candidates(state.task, self.target, routes=self.options.routes)
+        candidates = state.start.offers
         if not candidates:
             return None
         known_us = {record.decision: record.latency_us for record in known if record.route in OFFERED_ROUTES}

@@ -212,7 +212,7 @@ def place(artifact: BuiltArtifact, directory: Path) -> BuiltArtifact:
     return replace(artifact, content=str(path))
 
 
-def build_all(builder: Builder, mods: Sequence[tvm.ir.IRModule], target: tvm.target.Target) -> list[Built]:
+def build_all(builder: Builder, mods: Sequence[Buildable], target: tvm.target.Target) -> list[Built]:
     """Return what came of building some modules, in order; waits for all."""
     done: SimpleQueue[tuple[int, Built]] = SimpleQueue()
     for index, mod in enumerate(mods):

@@ -114,7 +114,7 @@ class Evaluator:
         """Processes that were replaced."""
         return self.builder.restarts + self.backend.restarts
 
-    def submit_builds(self, mods: Sequence[tuple[tvm.ir.IRModule, object]], target: tvm.target.Target) -> None:
+    def submit_builds(self, mods: Sequence[tuple[Buildable, object]], target: tvm.target.Target) -> None:
         """Hand in modules that are built and not measured; `take` returns each with its tag and artifact."""
         with self._lock:
             self._building += len(mods)

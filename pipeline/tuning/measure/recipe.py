@@ -45,7 +45,24 @@ class Recipe:
         return tvm.IRModule({"main": apply_decision(pickle.loads(self.mod)["main"], self.target, self.decision)})
 
 
-Buildable: TypeAlias = tvm.ir.IRModule | Recipe
+@dataclass(frozen=True)
+class Pickled:
+    """A scheduled module in the form in which it is sent."""
+
+    mod: bytes
+
+    @classmethod
+    def of(cls, mod: tvm.ir.IRModule) -> Pickled:
+        """Return a module's."""
+        return cls(pickle.dumps(mod))
+
+    def make(self) -> tvm.ir.IRModule:
+        """Return the module."""
+        mod: tvm.ir.IRModule = pickle.loads(self.mod)
+        return mod
+
+
+Buildable: TypeAlias = tvm.ir.IRModule | Recipe | Pickled
 
 
 def scheduled(what: Buildable) -> tvm.ir.IRModule:
@@ -56,4 +73,4 @@ def scheduled(what: Buildable) -> tvm.ir.IRModule:
     TemplateError
         See `Recipe.make`.
     """
-    return what.make() if isinstance(what, Recipe) else what
+    return what.make() if isinstance(what, Recipe | Pickled) else what

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuning.plan.task_start import TaskStart
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,14 @@ class Arrival:
         Candidates that the run may measure for it; None where only time limits the run.
     dropped
         Workload hashes of tasks that no model wants any more.
+    starts
+        Workload hash -> what the task begins with, where another process has found it already.
     """
 
     tasks: tuple[TuningTask, ...] = ()
     trials: int | None = 0
     dropped: frozenset[str] = frozenset()
+    starts: Mapping[str, TaskStart] = field(default_factory=dict)
 
 
 class TaskFeed(Protocol):

@@ -40,8 +40,8 @@ _CLOSE_WAIT_S = 300.0
 _PASSING = (DatabaseWriteError, DatabaseBusyError, DatabaseLostError)
 
 
-def describe_workload(task: TuningTask) -> Workload:
-    """Return the database's form of a task."""
+def describe_workload(task: TuningTask, *, with_ir: bool = True) -> Workload:
+    """Return the database's form of a task; its IR takes a millisecond."""
     return Workload(
         workload_hash=task.workload_hash,
         family=task.family,
@@ -49,7 +49,7 @@ def describe_workload(task: TuningTask) -> Workload:
         name=task.name,
         flops=task.flops,
         bytes=task.bytes,
-        ir_json=ir_to_json(task.mod),
+        ir_json=ir_to_json(task.mod) if with_ir else None,
         tvm_version=tvm.__version__,
     )
 

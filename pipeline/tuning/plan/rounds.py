@@ -20,10 +20,8 @@ from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.baseline import (
-    device_reference_mod,
-    host_target,
+    device_reference,
     make_fallback,
-    reference_mods,
     reference_on_device,
     take_reference,
 )
@@ -40,6 +38,7 @@ from relaxtune.pipeline.tuning.plan.state import (
     median_latency_us,
 )
 from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
+from relaxtune.pipeline.tuning.plan.task_start import host_target
 from relaxtune.pipeline.tuning.progress import ProgressEvent, ProgressListener, estimate_left
 from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES
 from relaxtune.schedules.search.space import find_refusal
@@ -141,16 +140,13 @@ class Rounds:
         """
         states = [state for state in states if state.skipped is None and state.ended is None]
         self._references_due += len(states)
-        mods = reference_mods(states, self._target)
-        tagged = [
-            (mod, Tag(state, Route.FALLBACK, "", reference=True)) for state, mod in zip(states, mods, strict=True)
-        ]
+        tagged = [(state.start.reference, Tag(state, Route.FALLBACK, "", reference=True)) for state in states]
         self._references |= {id(state): 1 for state in states}
         self._evaluator.submit_builds(tagged, host_target(self._target))
         if not self._options.device_references or self._evaluator.exclusive:
             return
         for state in states:
-            mod = device_reference_mod(state, self._target)
+            mod = device_reference(state, self._target)
             if mod is not None:
                 self._references[id(state)] += 1
                 tag = Tag(state, Route.FALLBACK, "", reference=True, on_device=True)
@@ -200,7 +196,8 @@ class Rounds:
 
     def _measure_fallback(self, state: TaskState) -> bool:
         """Hand in a task's fallback, unless it has none or it was measured before; return whether it was."""
-        fallback = make_fallback(state, self._target)
+        fallback = make_fallback(state)
+        state.begins = None
         if fallback is not None:
             self._evaluator.submit([(fallback.job, Tag(state, Route.FALLBACK, fallback.decision))])
         return fallback is not None

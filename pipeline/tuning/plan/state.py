@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import tvm
-
+from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.tasks.similar_shapes import NearRecords
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.options import TaskSummary
+from relaxtune.pipeline.tuning.plan.task_start import TaskStart
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
 from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
 from relaxtune.tuning_db.records import Route, Status
@@ -28,14 +28,6 @@ _HOPE = 0.2
 _FIRST_HOPE = 0.5
 # Contenders of a task that are kept for its final.
 _CONTENDERS_MAX = 6
-
-
-@dataclass(frozen=True)
-class FallbackSchedule:
-    """A task's default schedule, and its decision."""
-
-    mod: tvm.ir.IRModule
-    decision: str
 
 
 @dataclass(frozen=True)
@@ -60,8 +52,8 @@ class TaskState:
         Candidates of templates, which come before any search.
     near, near_begun
         What was best for near shapes and is not tried yet, and whether the first of it was asked for.
-    fallback
-        Its default schedule, once asked for.
+    begins
+        What it begins with, until its fallback is handed in.
     ready
         Its reference and its fallback are there.
     in_flight, on_way, searching
@@ -78,7 +70,7 @@ class TaskState:
     search: TaskSearch | None = None
     near: NearRecords = field(default_factory=NearRecords)
     near_begun: bool = False
-    fallback: FallbackSchedule | None = None
+    begins: TaskStart | None = None
     ready: bool = False
     in_flight: int = 0
     on_way: set[str] = field(default_factory=set)
@@ -97,6 +89,13 @@ class TaskState:
     progress: list[float | None] = field(default_factory=list)
     rounds: int = 0
     contenders: list[Contender] = field(default_factory=list)
+
+    @property
+    def start(self) -> TaskStart:
+        """What it begins with; asked for before its fallback is handed in."""
+        if self.begins is None:
+            raise UsageError(f"task {self.task.name} has begun already.")
+        return self.begins
 
     @property
     def failed(self) -> int:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from tvm.s_tir import meta_schedule as ms
 
 from relaxtune.pipeline.environment import target_key
-from relaxtune.pipeline.tasks.similar_shapes import near_records, near_workloads
+from relaxtune.pipeline.tasks.similar_shapes import KnownShapes, near_records
 from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.plan.recorder import describe_workload
 from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.pipeline.tuning.search.cost_model import FastCostModel
 from relaxtune.schedules.search.context import QuietTuneContext
@@ -38,39 +39,61 @@ _RECORDS_MAX = 24
 _LISTED_MAX = 256
 
 
-def begin_with_records(
-    cost_model: FastCostModel,
-    states: Sequence[TaskState],
-    database: TuningDatabase,
-    target: ResolvedTarget,
-    environment: Environment,
-    options: TuningOptions,
-) -> None:
-    """Give every task what was best for near shapes and let the cost model learn from earlier records.
+class WarmStart:
+    """What the database knows for the tasks of a run, which may come while it goes on.
 
-    The records of near shapes and of the tasks themselves teach first, then others of the same operator families.
+    The workloads of a family are read with its first task. Each workload teaches the cost model once, and all together
+    for no longer than `options.warm_start_s`.
     """
-    key = target_key(target)
-    telling: dict[str, Workload] = {}
-    others: dict[str, Workload] = {}
-    for family in sorted({state.task.family for state in states}):
-        recorded = [
-            workload
-            for workload in database.list_workloads(family=family)
-            if workload.tvm_version == environment.tvm_version
-        ]
-        others |= {workload.workload_hash: workload for workload in recorded}
+
+    def __init__(
+        self,
+        cost_model: FastCostModel,
+        database: TuningDatabase,
+        target: ResolvedTarget,
+        environment: Environment,
+        options: TuningOptions,
+    ) -> None:
+        self._cost_model = cost_model
+        self._database = database
+        self._target = target
+        self._environment = environment
+        self._teaches = Route.METASCHEDULE in options.routes
+        self._left_s = options.warm_start_s
+        self._families: set[str] = set()
+        self._shapes = KnownShapes()
+        self._taught: set[str] = set()
+
+    def begin(self, states: Sequence[TaskState]) -> None:
+        """Give tasks what was best for near shapes and let the cost model learn from earlier records.
+
+        The records of near shapes and of the tasks themselves teach first, then others of the same operator families.
+        """
+        own = {state.task.workload_hash: describe_workload(state.task, with_ir=False) for state in states}
+        others = {one.workload_hash: one for one in self._read({state.task.family for state in states})}
+        self._shapes.add([*own.values(), *others.values()])
+        telling: dict[str, Workload] = {}
         for state in states:
-            if state.task.family != family:
-                continue
-            state.near = near_records(state.task, recorded, database, key, environment)
+            near = self._shapes.near(state.task)
+            state.near = near_records(near, self._database, target_key(self._target), self._environment)
             if state.templates is not None:
                 state.templates.prefer(state.near.parameters)
-            telling[state.task.workload_hash] = others[state.task.workload_hash]
-            telling |= {one.workload_hash: one for one in near_workloads(state.task, recorded)}
-    if Route.METASCHEDULE in options.routes:
-        workloads = list((telling | others).values())
-        learn_from_records(cost_model, workloads, database, target, environment, options.warm_start_s)
+            told = [own[state.task.workload_hash], *near]
+            telling |= {one.workload_hash: others.get(one.workload_hash, one) for one in told}
+        workloads = [one for one in (telling | others).values() if one.workload_hash not in self._taught]
+        self._taught |= {one.workload_hash for one in workloads}
+        if self._teaches and self._left_s > 0:
+            began = time.monotonic()
+            where = (self._database, self._target, self._environment)
+            learn_from_records(self._cost_model, workloads, *where, self._left_s)
+            self._left_s -= time.monotonic() - began
+
+    def _read(self, families: set[str]) -> list[Workload]:
+        """Return the workloads of families that are new to the run, written by the running TVM."""
+        unread = sorted(families - self._families)
+        self._families |= families
+        found = [one for family in unread for one in self._database.list_workloads(family=family)]
+        return [one for one in found if one.tvm_version == self._environment.tvm_version]
 
 
 def learn_from_records(

@@ -22,8 +22,9 @@ from relaxtune.pipeline.tuning.measure.backend import OnMeasured, Outcome
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan.baseline import device_reference_mod
+from relaxtune.pipeline.tuning.plan.baseline import device_reference
 from relaxtune.pipeline.tuning.plan.state import TaskState
+from relaxtune.pipeline.tuning.plan.task_start import TaskStart
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.pipeline.validate.tolerances import KernelTolerance
 from relaxtune.schedules.targets import resolve_target
@@ -147,10 +148,13 @@ def test_finalists_appeal_too(backend: LocalBackend, pool: BuildPool, place: Pla
 
 def test_only_large_tasks_of_a_gpu_are_left_to_the_device(place: Place) -> None:
     target = resolve_target("cuda:sm_90a")
-    large, small = TaskState(task_of("large", half_matmul(1024))), TaskState(matmul_task())
-    assert device_reference_mod(large, target) is not None
-    assert device_reference_mod(small, target) is None
-    assert device_reference_mod(large, place.target) is None
+    large, small = (
+        TaskState(task, begins=TaskStart(task, target, frozenset()))
+        for task in (task_of("large", half_matmul(1024)), matmul_task())
+    )
+    assert device_reference(large, target) is not None
+    assert device_reference(small, target) is None
+    assert device_reference(large, place.target) is None
 
 
 class Specs(NoDevice):

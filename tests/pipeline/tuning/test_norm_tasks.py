@@ -22,8 +22,9 @@ from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.measure.workload_spec import WorkloadSpec
 from relaxtune.pipeline.tuning.measure.wrong_result import find_mismatch
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan.baseline import own_tolerances, reference_mods, take_reference
+from relaxtune.pipeline.tuning.plan.baseline import take_reference
 from relaxtune.pipeline.tuning.plan.state import TaskState
+from relaxtune.pipeline.tuning.plan.task_start import TaskStart, own_tolerances
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.pipeline.validate.tolerances import KernelTolerance
 from relaxtune.schedules.fallback import apply_fallback
@@ -88,10 +89,9 @@ def backend(place: Place) -> Iterator[LocalBackend]:
 
 def outcome_of(pool: BuildPool, backend: LocalBackend, place: Place, task: TuningTask, mod: tvm.IRModule) -> Outcome:
     """Return what comes of a module as a candidate of a task."""
-    state = TaskState(task)
-    (reference,) = reference_mods([state], place.target)
+    state = TaskState(task, begins=TaskStart(task, place.target, frozenset()))
     target = place.target.target
-    take_reference(state, built(pool, target, reference), Outcome(Status.OK))
+    take_reference(state, built(pool, target, state.start.reference), Outcome(Status.OK))
     assert state.spec is not None
     (outcome,) = measure(backend, (built(pool, target, mod), state.spec))
     return outcome

@@ -12,10 +12,10 @@ import tvm
 from tvm.s_tir import meta_schedule as ms
 
 from relaxtune.pipeline.errors import NothingMeasuredError, UsageError
-from relaxtune.pipeline.tuning import session as session_module
 from relaxtune.pipeline.tuning.measure.recipe import Recipe
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TaskSummary, TuningOptions, TuningSummary
+from relaxtune.pipeline.tuning.plan import task_start
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.progress import ProgressEvent
 from relaxtune.pipeline.tuning.result_table import to_json
@@ -247,7 +247,7 @@ def test_tune_records_a_template_that_cannot_be_made(
     place: Place, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offered = [OfferedCandidate(json.dumps({"template": "made_up", "tile": n}), n == 2) for n in (1, 2, 4)]
-    monkeypatch.setattr(session_module, "template_candidates", lambda task, target, routes: offered)
+    monkeypatch.setattr(task_start, "template_candidates", lambda task, target, routes: offered)
     summary = tune(
         [task_of("add", add_one_mod(size=64))],
         target=place.target,

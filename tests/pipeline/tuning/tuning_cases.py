@@ -17,7 +17,7 @@ from relaxtune.pipeline.tasks.extract import as_workload, make_task
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.measure.arguments import argument_specs
 from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend, Outcome, build_all
-from relaxtune.pipeline.tuning.measure.recipe import Recipe
+from relaxtune.pipeline.tuning.measure.recipe import Buildable, Recipe
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
@@ -100,7 +100,7 @@ def spec_of(mod: tvm.ir.IRModule, workload: str = "any", **more: object) -> Work
     return WorkloadSpec(workload, arguments, (len(arguments) - 1,), **more)  # type: ignore[arg-type]
 
 
-def built(builder: Builder, target: tvm.target.Target, mod: tvm.ir.IRModule) -> BuiltArtifact:
+def built(builder: Builder, target: tvm.target.Target, mod: Buildable) -> BuiltArtifact:
     (one,) = build_all(builder, [mod], target)
     assert one.artifact is not None, one.error
     return one.artifact

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tvm.s_tir.meta_schedule.utils import shash2hex
 
-from relaxtune.pipeline.tasks.similar_shapes import NearRecords, distance, near_records, near_workloads, shape_free
+from relaxtune.pipeline.tasks.similar_shapes import KnownShapes, NearRecords, distance, near_records, shape_free
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.recorder import describe_workload
@@ -60,13 +60,13 @@ def test_a_signature_without_sizes_keeps_what_is_computed() -> None:
 
 def test_the_nearest_shape_comes_first_and_the_task_itself_is_not_near() -> None:
     far = matmul_task(1024, 64, 32, "far")
-    recorded = [describe_workload(task) for task in (far, SHORT, LONG)]
-    assert [one.name for one in near_workloads(LONG, recorded)] == ["short", "far"]
+    known = KnownShapes(describe_workload(task) for task in (far, SHORT, LONG))
+    assert [one.name for one in known.near(LONG)] == ["short", "far"]
     assert distance(SHORT.signature, SHORT.signature) == 0.0
 
 
 def test_decisions_of_a_near_shape_become_candidates(place: Place, tuned: TuningDatabase) -> None:
-    found = near_records(LONG, tuned.list_workloads(), tuned, place.key, place.environment)
+    found = near_records(KnownShapes(tuned.list_workloads()).near(LONG), tuned, place.key, place.environment)
     assert 1 < len(found.traces) <= 8
     assert found.parameters == ()
     search = TaskSearch(
@@ -109,7 +109,7 @@ def test_the_cost_model_starts_with_what_was_recorded(
 
 
 def test_a_warm_run_begins_with_what_was_best_for_the_near_shape(place: Place, tuned: TuningDatabase) -> None:
-    near = near_records(LONG, tuned.list_workloads(), tuned, place.key, place.environment)
+    near = near_records(KnownShapes(tuned.list_workloads()).near(LONG), tuned, place.key, place.environment)
     options = dataclasses.replace(OPTIONS, trials=4, trials_per_iteration=4)
     tune(
         [LONG],
@@ -142,7 +142,7 @@ def test_every_task_with_a_near_shape_begins_with_one_candidate(place: Place, tu
 
 
 def test_a_near_shape_tells_what_the_first_round_may_save(place: Place, tuned: TuningDatabase) -> None:
-    near = near_records(LONG, tuned.list_workloads(), tuned, place.key, place.environment)
+    near = near_records(KnownShapes(tuned.list_workloads()).near(LONG), tuned, place.key, place.environment)
     best, default = (
         tuned.list_top(
             Question(
