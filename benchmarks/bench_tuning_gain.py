@@ -28,14 +28,21 @@ from pathlib import Path
 
 from benchmarks.gpu_arms.cases import find_cases
 from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.export import versions
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.bench.measure import OWN_ARM, UNTUNED_ARM
+from relaxtune.pipeline.choose.candidates import CandidateLookup
 from relaxtune.pipeline.choose.shipping import Shipping, decide
 from relaxtune.pipeline.cli.app import expected_errors
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
+from relaxtune.pipeline.report.ceilings import known_ceilings
+from relaxtune.pipeline.report.kernel import KernelRow, judged
 from relaxtune.pipeline.tuned_model import TunedModel, tune_prepared, untuned_kernels
 from relaxtune.pipeline.tuning.measure.device_turn import DeviceTurn
 from relaxtune.pipeline.tuning.options import Effort, options_for
 from relaxtune.pipeline.tuning.progress import SilentProgress
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.records import Route
 from relaxtune.tuning_db.store import SqlDatabase
 
 RESULTS = Path(__file__).parent / "results" / "tuning-gain.json"
@@ -66,7 +73,14 @@ def main() -> None:
 
 def _write(path: Path, rows: Sequence[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    conditions = {"command": " ".join(sys.argv[1:]), "cores": os.cpu_count()}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE, text=True, check=False)
+    conditions = {
+        "command": " ".join(["python -m benchmarks.bench_tuning_gain", *sys.argv[1:]]),
+        "commit": commit.stdout.strip(),
+        "machine": {"device": ", ".join(sorted({str(one["device"]) for one in rows if "device" in one}))},
+        "cores": os.cpu_count(),
+        "versions": versions(),
+    }
     path.write_text(json.dumps({**conditions, "rows": rows}, indent=1) + "\n")
 
 
@@ -80,6 +94,7 @@ def row(name: str, effort: Effort, asked: argparse.Namespace, turn: Path | None)
         untuned = compile_module(prepared.lowered, untuned_kernels(prepared), prepared.target)
         with SqlDatabase.open("sqlite://") as database, taking_turns:
             tuned = tune_prepared(prepared, tuning, database, SilentProgress())
+            kernels = _kernels(tuned, untuned.choices, database)
         made = compile_module(tuned.prepared.lowered, tuned.choices, prepared.target)
         with taking_turns:
             shipping = decide(prepared, made, untuned)
@@ -90,18 +105,17 @@ def row(name: str, effort: Effort, asked: argparse.Namespace, turn: Path | None)
             "model": name,
             "effort": effort,
             "device": prepared.environment.device_name,
-            **_figures(tuned, shipping),
+            **_figures(tuned, shipping, kernels),
         }
     found = {**found, "seconds": time.monotonic() - began}
-    print(json.dumps({key: value for key, value in found.items() if key != "tasks"}), flush=True)
+    print(json.dumps({key: value for key, value in found.items() if key != "kernels"}), flush=True)
     return found
 
 
-def _figures(tuned: TunedModel, shipping: Shipping) -> Row:
+def _figures(tuned: TunedModel, shipping: Shipping, kernels: Sequence[Row]) -> Row:
     report, gain = shipping.report, shipping.gain
     own, before = report.arm(OWN_ARM), report.arm(UNTUNED_ARM)
     summary = tuned.summary
-    ours = {task.task.name: task for task in summary.tasks}
     return {
         "untuned_ms": before.median_ms,
         "shipped_ms": own.median_ms,
@@ -109,11 +123,49 @@ def _figures(tuned: TunedModel, shipping: Shipping) -> Row:
         "ships": "tuned" if shipping.tuned and gain is not None else "untuned",
         "candidates": summary.candidates,
         "search_s": summary.seconds,
-        "tasks": {
-            name: {"fallback_us": task.before_us, "best_us": task.after_us, "weight": task.weight, "route": task.route}
-            for name, task in ours.items()
-        },
+        "kernels": kernels,
     }
+
+
+def _kernels(tuned: TunedModel, untuned: Sequence[KernelChoice], database: TuningDatabase) -> list[Row]:
+    """Return the kernels of the tuned form: what each takes as it is untuned and tuned, and what holds it back."""
+    prepared = tuned.prepared
+    lookup = CandidateLookup(database, prepared.target, prepared.environment)
+    defaults = {choice.task: choice for choice in untuned}
+    chosen = {choice.task: choice for choice in tuned.choices}
+    rows, untuned_us = [], {}
+    for task in prepared.tasks:
+        default, choice = defaults.get(task.name), chosen.get(task.name)
+        untuned_us[task.name] = next(
+            (
+                record.latency_us
+                for record in lookup.list_standing(task)
+                if default is not None
+                and record.route is default.route
+                and (default.route is Route.FALLBACK or record.decision == default.decision)
+            ),
+            None,
+        )
+        inputs = json.loads(task.signature).get("inputs", [])
+        rows.append(
+            KernelRow(
+                task.name,
+                task.family,
+                (),
+                task.weight,
+                choice.route.value if choice is not None else "",
+                None,
+                time_us=choice.latency_us if choice is not None else None,
+                flops=task.flops,
+                bytes=task.bytes,
+                dtype=next((str(dtype) for _, dtype in inputs if "float" in str(dtype)), None),
+            )
+        )
+    kept = ("name", "family", "calls", "route", "time_us", "share", "compute_use", "bandwidth_use", "bottleneck")
+    return [
+        {"untuned_us": untuned_us[one.name], **{key: one.to_json()[key] for key in kept}}
+        for one in judged(rows, known_ceilings(prepared.environment.device_name))
+    ]
 
 
 def table(rows: Sequence[Row]) -> str:
