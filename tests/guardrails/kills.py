@@ -15,6 +15,7 @@ takes root; without, such rounds limit the size of files instead.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import random
@@ -107,6 +108,7 @@ def fork(work: Callable[[], None], log: Path | None = None) -> int:
             descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
+            faulthandler.register(signal.SIGUSR1, file=descriptor)
         work()
         code = 0
     except SystemExit as ended:
@@ -187,11 +189,16 @@ class Kills:
             code = self._disturb(disturbance, child, moment_s)
             faults = [] if code is not None else [f"it has not ended after {ENDS_WITHIN_S:g} s"]
             if code is None:
+                # It writes to the log where each of its threads stands.
+                os.kill(child, signal.SIGUSR1)
+                time.sleep(1.0)
                 os.killpg(child, signal.SIGKILL)
                 wait(child)
             faults += self._left_processes()
         self._run_s = self._run_s or time.monotonic() - began
         told = log.read_text(errors="replace")
+        if code is None:
+            faults.append(told[-3000:])
         if "Traceback" in told:
             faults.append(f"traceback: {told[told.index('Traceback') :][:3000]}")
         goes_on = disturbance in {CALM, "worker", "database"}
