@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
+from relaxtune.pipeline.choose.candidates import Told
 from relaxtune.pipeline.choose.model_records import MeasuredModel, ModelDecision, measured_model
 from relaxtune.pipeline.choose.norm_forms import (
     NormFormsReport,
@@ -38,6 +39,9 @@ from relaxtune.pipeline.tuning.session import OpenMachine, require_valid, tune
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Environment, Route
+
+# What the kernels of a model say that ships without its records.
+UNTUNED = "untuned: the model is no faster with tuned kernels"
 
 
 @dataclass(frozen=True)
@@ -190,14 +194,17 @@ def record_shipped(
 
 
 def select_as_measured(
-    prepared: PreparedModel, database: TuningDatabase
+    prepared: PreparedModel, database: TuningDatabase, told: Told | None = None
 ) -> tuple[PreparedModel, tuple[KernelChoice, ...]]:
-    """Return the model in the form that its newest record says, and its kernels, of records alone."""
+    """Return the model in the form that its newest record says, and its kernels, of records alone.
+
+    `told` is as in `select_kernels`; it is told nothing where the model is no faster with records.
+    """
     decision = measured_model(prepared).find(database)
     prepared = _as_decided(prepared, decision)
     if decision is not None and decision.untuned:
         return prepared, untuned_kernels(prepared)
-    return prepared, choose_kernels(prepared, database, decision=decision)
+    return prepared, choose_kernels(prepared, database, decision=decision, told=told)
 
 
 def _tune_forms(
@@ -320,6 +327,7 @@ def choose_kernels(
     database: TuningDatabase | None,
     lowered: LoweredModule | None = None,
     decision: ModelDecision | None = None,
+    told: Told | None = None,
 ) -> tuple[KernelChoice, ...]:
     """Return how each kernel of a model, or of one of its buckets, gets its schedule; see `select_kernels`."""
     return select_kernels(
@@ -330,6 +338,7 @@ def choose_kernels(
         environment=prepared.environment,
         routes=prepared.request.routes | {Route.FALLBACK},
         decision=decision,
+        told=told,
     )
 
 
@@ -342,7 +351,7 @@ def untuned_kernels(prepared: PreparedModel) -> tuple[KernelChoice, ...]:
         target=prepared.target,
         environment=prepared.environment,
         routes=prepared.request.routes | {Route.FALLBACK},
-        why="untuned: the model is no faster with tuned kernels",
+        why=UNTUNED,
     )
 
 

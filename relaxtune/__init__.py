@@ -12,6 +12,8 @@ The words of the command line, for Python:
     What is known of an artifact: is it right, how fast, how far from another build, where its time goes.
 `gate`
     Whether an artifact may take the place of another.
+`explain`
+    Why a model's kernels are those they are: the records that were looked at.
 `inspect`
     What a model needs and would become.
 `open_database`
@@ -43,6 +45,7 @@ __all__ = [
     "Comparison",
     "CompileResult",
     "Effort",
+    "Explanation",
     "GateLimits",
     "GateReport",
     "ImportFailedError",
@@ -71,6 +74,7 @@ __all__ = [
     "bench",
     "compare",
     "compile",
+    "explain",
     "gate",
     "inspect",
     "list_models",

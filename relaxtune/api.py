@@ -26,6 +26,7 @@ from relaxtune.pipeline.errors import (
     UsageError,
     ValidationFailedError,
 )
+from relaxtune.pipeline.explain import Explanation, explain_model
 from relaxtune.pipeline.gate.gate import GateLimits, GateReport, run_gate
 from relaxtune.pipeline.gate.latency import LatencyLimit
 from relaxtune.pipeline.inspect import Inspection, inspect_model
@@ -55,6 +56,7 @@ __all__ = [
     "Comparison",
     "CompileResult",
     "Effort",
+    "Explanation",
     "GateLimits",
     "GateReport",
     "ImportFailedError",
@@ -82,6 +84,7 @@ __all__ = [
     "bench",
     "compare",
     "compile",
+    "explain",
     "gate",
     "inspect",
     "list_models",
@@ -220,6 +223,17 @@ def batch(plan: str | Path, *, fail_fast: bool = False, cluster: str | None = No
 def inspect(source: str | Path, **options: Unpack[ModelOptions]) -> Inspection:
     """Return what a model needs and would become, or every node that stops its import."""
     return inspect_model(_request(source, options))
+
+
+def explain(
+    source: str | Path,
+    *,
+    database: str | Path = "relaxtune.db",
+    shared: Sequence[str | Path] = (),
+    **options: Unpack[ModelOptions],
+) -> Explanation:
+    """Return which records `compile` looks at for each kernel, and why each is taken or not; nothing is compiled."""
+    return explain_model(_request(source, options), database, shared)
 
 
 def load(

@@ -117,13 +117,30 @@ def decision_is_portable(target: TargetKey, route: Route, smem_bytes: int | None
 
 def rank_record(target: TargetKey, environment: Environment, record: TuningRecord) -> DeviceRank | None:
     """Return how well a record fits a place, None when it is not true there. SQL does the same in `ranking`."""
-    if record.status is not Status.OK or not versions_match(environment, record.environment, record.route):
+    if record.status is not Status.OK or why_not_true(target, environment, record) is not None:
         return None
+    return (
+        device_rank(environment, record.environment) if target_matches(target, record.target) else DeviceRank.LOWER_ARCH
+    )
+
+
+def why_not_true(target: TargetKey, environment: Environment, record: TuningRecord) -> str | None:
+    """Return the rule by which a record, valid or failed, is not true at a place; None where it is."""
+    if not versions_match(environment, record.environment, record.route):
+        return (
+            f"made by TVM {record.environment.tvm_version}, this is TVM {environment.tvm_version}: a decision of route "
+            f"{record.route} belongs to the TVM that made it"
+        )
     if target_matches(target, record.target):
-        return device_rank(environment, record.environment)
-    lower = target_is_lower(target, record.target)
-    portable = decision_is_portable(record.target, record.route, record.smem_bytes)
-    return DeviceRank.LOWER_ARCH if lower and portable else None
+        return None
+    if not target_is_lower(target, record.target):
+        return f"made for {record.target.kind} {record.target.arch}, wanted is {target.kind} {target.arch}"
+    if not decision_is_portable(record.target, record.route, record.smem_bytes):
+        why = "it takes more shared memory than every GPU has, or does not say how much"
+        if record.route not in PORTABLE_ROUTES:
+            why = f"route {record.route} is not portable"
+        return f"made for the lower architecture {record.target.arch}, and {why}"
+    return None
 
 
 def versions_match(wanted: Environment, found: Environment, route: Route) -> bool:

@@ -15,7 +15,7 @@ from tvm import tirx
 
 from relaxtune.pipeline.artifact.entries import MeasuredEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, CandidateLookup
+from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, TAKEN, CandidateLookup, Told, left_out
 from relaxtune.pipeline.choose.model_records import ModelDecision
 from relaxtune.pipeline.choose.replay import as_scheduled, replay_record
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
@@ -45,6 +45,7 @@ def select_kernels(
     routes: frozenset[Route] = DEFAULT_ROUTES,
     decision: ModelDecision | None = None,
     why: str = "no database was given",
+    told: Told | None = None,
 ) -> tuple[KernelChoice, ...]:
     """Return how each PrimFunc of the module gets its schedule, in execution order.
 
@@ -64,9 +65,11 @@ def select_kernels(
         What the choices say where there is no database.
     decision : ModelDecision or None
         Kernels that are faster inside the model than those that are the fastest alone.
+    told : callable or None
+        Told what became of each record that was looked at.
     """
     by_function = {name: task for task in tasks for name in task.functions.get(lowered.graph.name, ())}
-    lookup = None if database is None else CandidateLookup(database, target, environment)
+    lookup = None if database is None else CandidateLookup(database, target, environment, told)
     choices = []
     for function in lowered.kernels:
         task = by_function.get(function)
@@ -94,32 +97,49 @@ def _choose(
     routes: frozenset[Route],
     decision: ModelDecision | None,
 ) -> KernelChoice:
-    records = [record for record in lookup.list_standing(task) if record.route in routes]
+    standing = lookup.list_standing(task)
+    records = [record for record in standing if record.route in routes]
+    lookup.tell(task, [one for one in standing if one.route not in routes], "its route is left aside (--routes)")
     if all(record.route is Route.FALLBACK for record in records):
         # A run that ended early measured the fallback alone: that says nothing against a template.
         why = "no record of a candidate" if records else "no record"
         default = _unmeasured(function, task, target, routes, why, lookup.failed_templates(task))
         if default.route is Route.TEMPLATE or not records:
+            lookup.tell(task, records, "of default schedules alone: a template's default goes before them")
             return default
     preferred = _inside_the_model(task, records, decision)
-    records = [*preferred, *_without_ties(records)][:RECORDS_TRIED]
+    distinct = _without_ties(records)
+    lookup.tell(
+        task,
+        left_out(records, [*distinct, *preferred]),
+        "no faster than the default schedule, whose latencies scatter as much",
+    )
+    ranked = [*preferred, *left_out(distinct, preferred)]
     passed_over: list[tuple[int, str]] = []
-    for record in records:
+    for number, record in enumerate(ranked[:RECORDS_TRIED]):
+        after = ranked[number + 1 :]
         if record.route is Route.FALLBACK:
             if passed_over:
                 # What was faster is made in another way by now: more likely faster still than slower than this.
                 failed = lookup.failed_templates(task)
                 default = _unmeasured(function, task, target, routes, _note(passed_over), failed)
                 if default.route is Route.TEMPLATE:
+                    lookup.tell(task, [record, *after], "a template's default goes before it: faster records are stale")
                     return replace(default, unusable=tuple(number for number, _ in passed_over))
-            return _made(function, task, record, passed_over, None, within_model=record in preferred)
-        try:
-            scheduled = replay_record(task, record, target)
-        except LoweringError as e:
-            logger.warning("%s", e)
-            passed_over.append((record.id or 0, str(e)))
-            continue
-        return _made(function, task, record, passed_over, scheduled, within_model=record in preferred)
+            scheduled = None
+        else:
+            try:
+                scheduled = replay_record(task, record, target)
+            except LoweringError as e:
+                logger.warning("%s", e)
+                passed_over.append((record.id or 0, str(e)))
+                lookup.tell(task, [record], str(e))
+                continue
+        inside = record in preferred
+        lookup.tell(task, [record], f"{TAKEN}: the whole model is faster with it" if inside else TAKEN)
+        lookup.tell(task, after, "the one taken ranks before it")
+        return _made(function, task, record, passed_over, scheduled, within_model=inside)
+    lookup.tell(task, ranked[RECORDS_TRIED:], f"{RECORDS_TRIED} faster ones could not be used, more are not tried")
     choice = _unmeasured(function, task, target, routes, _note(passed_over), lookup.failed_templates(task))
     return replace(choice, unusable=tuple(number for number, _ in passed_over))
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 # Each of these files attaches its commands to `app`.
-from relaxtune.pipeline.cli.db import artifacts, batches, exchange, questions, records  # noqa: F401
+from relaxtune.pipeline.cli.db import artifacts, batches, exchange, explain, questions, records  # noqa: F401
 from relaxtune.pipeline.cli.db.common import TableOptions, app
 from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.cli.output import TableView, emit

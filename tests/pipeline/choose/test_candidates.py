@@ -88,6 +88,49 @@ def test_a_refuted_trace_of_a_twin_refutes_nothing(place, record):
         assert decisions(database, place) == ["a"]
 
 
+def test_each_record_is_told_what_became_of_it(tmp_path, place, record):
+    target, environment = place
+    elsewhere = {"target": replace(target_key(target), arch="sparc"), "environment": replace(environment, arch="sparc")}
+    other_tvm = {"route": Route.METASCHEDULE, "environment": replace(environment, tvm_version="0.1")}
+    told: dict[str, str] = {}
+    with SqlDatabase.open(tmp_path / "shared.db") as shared:
+        keep(shared, record("below", 3.0))
+    with LayeredDatabase.open_layers([tmp_path / "mine.db", tmp_path / "shared.db"]) as database:
+        database.record_workload(replace(workload_of(TASK), tvm_version="0.1"))
+        keep(
+            database,
+            record("right", 2.0),
+            record("again", 1.5),
+            record("again", 2.5, minutes=1),
+            record("refuted", 1.0),
+            record("refuted", 0, minutes=1, status=Status.WRONG_RESULT),
+            record("elsewhere", 1.0, **elsewhere),
+            record("old", 1.0, **other_tvm),
+            record("twin", 1.0, task=TWIN, route=Route.METASCHEDULE),
+            record("failed", 0, status=Status.RUN_ERROR),
+            record("impossible", 1e-6),
+        )
+
+        def hear(_task: TuningTask, one: TuningRecord, reason: str) -> None:
+            told[f"{one.decision} {one.latency_us}"] = reason
+
+        lookup = CandidateLookup(database, target, environment, hear)
+        standing = [one.decision for one in lookup.list_standing(TASK)]
+        untold = CandidateLookup(database, *place).list_standing(TASK)
+    assert standing == ["right", "again", "below"] == [one.decision for one in untold]
+    assert told == {
+        "again 1.5": "a later measurement of the same decision counts",
+        "refuted 1.0": "its decision gave a wrong result since: it is refuted",
+        "refuted None": "the candidate failed: wrong_result",
+        "elsewhere 1.0": f"made for llvm sparc, wanted is llvm {target.arch}",
+        "old 1.0": f"made by TVM 0.1, this is TVM {tvm.__version__}: a decision of route metaschedule belongs to the "
+        "TVM that made it",
+        "twin 1.0": "of a like workload: a decision of route metaschedule belongs to one workload alone",
+        "failed None": "the candidate failed: run_error",
+        "impossible 1e-06": "its latency is less than any device takes",
+    }
+
+
 def test_templates_that_failed_in_a_twin_are_known_and_those_of_another_architecture_are_not(place, record):
     target, environment = place
     elsewhere = {

@@ -1,0 +1,76 @@
+"""`relaxtune db explain`: which records of a model's kernels were looked at, and why each was taken or not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from relaxtune.pipeline.cli.db.common import TableOptions, app, microseconds
+from relaxtune.pipeline.cli.groups import takes_groups
+from relaxtune.pipeline.cli.options import ModelOptions, SharedDatabasesOption
+from relaxtune.pipeline.cli.output import DataFormat, TableView, emit, print_table
+
+if TYPE_CHECKING:
+    from relaxtune.pipeline.explain import ConsideredRecord, ExplainedKernel
+
+# Rows of one kernel in the table, beside the record taken; JSON and CSV have all.
+_ROWS = 4
+
+
+@app.command()
+@takes_groups(without=("limit", "dump_ir", "embed_weights"))
+def explain(model: ModelOptions, table: TableOptions, shared_db: SharedDatabasesOption = None) -> None:
+    """Say for each kernel of MODEL which records were looked at, and why each was taken or passed over.
+
+    It looks records up as `compile` does for --target, shapes and precision, and compiles nothing.
+    """
+    from relaxtune.pipeline.explain import explain_model
+
+    found = explain_model(model.request(), table.db, shared_db or ())
+    if table.output_format is DataFormat.CSV:
+        rows = [
+            {"task": kernel.task, "functions": " ".join(kernel.functions), "kernel_route": kernel.route, **asdict(one)}
+            for kernel in found.kernels
+            for one in kernel.records
+        ]
+        emit(table.output_format, rows)
+        return
+    made = Counter(kernel.route.value if kernel.taken is None else "record" for kernel in found.kernels)
+    counts = ", ".join(f"{count} by {name}" for name, count in made.most_common())
+    title = f"{found.model} on {found.target}, device {found.device}, TVM {found.tvm_version}: {counts}"
+    cells = [row for kernel in found.kernels for row in _rows(kernel)]
+    columns = ("kernel", "record", "route", "us", "device", "arch", "TVM", "what became of it")
+    emit(table.output_format, found.to_json(), TableView(title, columns, tuple(cells)))
+    if found.note and table.output_format is DataFormat.TABLE:
+        print_table(TableView("of all kernels", ("note",), ((found.note,),)))
+
+
+def _rows(kernel: ExplainedKernel) -> list[tuple[str, ...]]:
+    """Return a row that says who makes a kernel, and rows of its records: like reasons are one row with a count."""
+    name = (kernel.task or kernel.functions[0]) + (f" ({len(kernel.functions)})" if len(kernel.functions) > 1 else "")
+    first = (name, "", kernel.route.value, "", "", "", "", kernel.note or "made by the record below")
+    if kernel.taken is None and not kernel.records:
+        return [(*first[:-1], kernel.note or "no record of it is in the database")]
+    groups: dict[tuple[object, ...], list[ConsideredRecord]] = {}
+    for record in kernel.records:
+        key = (record.route, record.device_name, record.arch, record.tvm_version, record.reason)
+        groups.setdefault(key, []).append(record)
+    rows = [_row(group) for group in groups.values()]
+    if len(rows) > _ROWS + 1:
+        more = sum(len(group) for group in list(groups.values())[_ROWS:])
+        rows = [*rows[:_ROWS], ("", "", "", "", "", "", "", f"and {more} records more; --format json has all")]
+    if kernel.taken is not None:
+        return [(name, *rows[0][1:]), *rows[1:]]
+    return [first, *rows]
+
+
+def _row(group: Sequence[ConsideredRecord]) -> tuple[str, ...]:
+    best = group[0]
+    number = "" if best.id is None else str(best.id)
+    more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+    return (
+        "", number + more, best.route.value, microseconds(best.latency_us), best.device_name, best.arch,
+        best.tvm_version, best.reason,
+    )  # fmt: skip
