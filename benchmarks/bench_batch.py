@@ -20,9 +20,13 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.gpu_arms.results import machine
+from relaxtune.pipeline.batch.cells import Cell
 from relaxtune.pipeline.batch.driver import run_batch
 from relaxtune.pipeline.batch.events import BatchEvent, CandidateEvent, CellEvent
 from relaxtune.pipeline.batch.executors import LocalExecutors
+from relaxtune.pipeline.batch.feed import CellFeed
+from relaxtune.pipeline.batch.finishing import FinishedCell
 from relaxtune.pipeline.batch.plan import parse_plan
 
 MODELS = {
@@ -56,9 +60,13 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for count in arguments.devices:
             runs.append({"devices": count, **start_arm(arguments, count)})
-            print(json.dumps({key: value for key, value in runs[-1].items() if key != "cells"}), flush=True)
+            print(
+                json.dumps({key: value for key, value in runs[-1].items() if key not in ("cells", "moments")}),
+                flush=True,
+            )
             if arguments.out:
-                arguments.out.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+                document = {"machine": machine(), "plan": plan_text(arguments), "runs": runs}
+                arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def start_arm(arguments: argparse.Namespace, count: int) -> dict[str, object]:
@@ -109,7 +117,15 @@ def run_arm(arguments: argparse.Namespace) -> dict[str, object]:
         elif isinstance(event, CandidateEvent):
             tuned.append(time.monotonic() - began)
 
+    over = CellFeed._over
+    stages: dict[str, dict[str, float]] = {}
+
+    def noted(self: CellFeed, cell: Cell, found: FinishedCell) -> None:
+        stages[cell.name] = {name: round(seconds, 2) for name, seconds in found.stage_s.items()}
+        over(self, cell, found)
+
     LocalExecutors.backends = watched  # type: ignore[method-assign]
+    CellFeed._over = noted  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         plan = parse_plan(Path(folder) / "twelve.toml", plan_text(arguments))
         began = time.monotonic()
@@ -131,6 +147,7 @@ def run_arm(arguments: argparse.Namespace) -> dict[str, object]:
         "last_candidate_s": max(tuned, default=None),
         "seconds_by_phase": [dict(one.seconds_by_phase) for one in result.tuning],
         "tasks": sum(len(one.tasks) for one in result.tuning),
+        "finishing_s": stages,
         "moments": [(round(at, 1), name, state) for at, name, state in moments],
         "cells": [
             (

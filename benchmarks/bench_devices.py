@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.gpu_arms.results import machine
 from relaxtune.pipeline.choose.stale_records import still_true_in
 from relaxtune.pipeline.cli.options import parse_shapes
 from relaxtune.pipeline.codegen.cuda_compiler import find_toolchain
@@ -49,6 +50,7 @@ def main() -> None:
     shapes = parse_shapes(arguments.shape or ["input_ids=8x128"])
     prepared = prepare_model(ModelRequest(arguments.model, shapes, arguments.target))
     document: dict[str, object] = {
+        "machine": machine(),
         "model": arguments.model,
         "trials": arguments.trials,
         "cores": physical_cores(),

@@ -16,7 +16,7 @@ from relaxtune.models import OnnxModel
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.directory import accept, check_destination, record_validation, rejected_place
-from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
+from relaxtune.pipeline.artifact.export import CompiledBucket, policy_of, write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
@@ -41,6 +41,7 @@ from relaxtune.pipeline.tuned_model import (
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
 from relaxtune.pipeline.validate.padding_trials import route_inputs, try_and_record
+from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.pipeline.validate.validation import sample_inputs, validate
 from relaxtune.schedules.targets import ResolvedTarget
@@ -110,6 +111,35 @@ class Limits:
 
 
 NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Beforehand:
+    """What is made of a model to finish it, and that no tuning changes: it may be made while the model is tuned.
+
+    Attributes
+    ----------
+    untuned
+        The model compiled without records.
+    reference
+        Has computed the samples that the artifact is validated with.
+    """
+
+    untuned: CompiledModule
+    reference: Reference | None
+
+
+def make_beforehand(prepared: PreparedModel, samples: int, threads: int | None = None) -> Beforehand:
+    """Return what finishing a model takes beside its tuned kernels; `threads` are ONNX Runtime's."""
+    with stage("compile untuned"):
+        untuned = compile_module(prepared.lowered, untuned_kernels(prepared), prepared.target)
+    if not samples or prepared.buckets:
+        return Beforehand(untuned, None)
+    with stage("reference"):
+        reference = Reference(prepared.model, threads, policy=policy_of(prepared.lowered))
+        sizes = sizes_within(prepared.model, prepared.lowered.options.maxima)
+        reference.remember(sample_inputs(prepared.model, samples=samples, seed=0, dims=sizes))
+    return Beforehand(untuned, reference)
 
 
 @dataclass(frozen=True)
@@ -254,6 +284,7 @@ def finish_tuned(
     *,
     turn: AbstractContextManager[object] | None = None,
     on_compiled: Callable[[], None] | None = None,
+    beforehand: Beforehand | None = None,
 ) -> TuneResult:
     """Make the artifact of a tuned model: compile, compare with the untuned one, export, validate.
 
@@ -267,11 +298,13 @@ def finish_tuned(
         Held while the model is timed or validated.
     on_compiled : callable or None
         Called when the model is compiled, and about to be compared and validated.
+    beforehand : Beforehand or None
+        Of `asked`, where it was made while the model was tuned.
     """
     told = on_compiled or (lambda: None)
     prepared, choices, shipping, missed = tuned.prepared, tuned.choices, None, None
     if request.benchmark:
-        shipping = _decide_shipping(asked, tuned, turn, told)
+        shipping = _decide_shipping(asked, tuned, turn, told, beforehand)
         if not shipping.tuned:
             prepared, choices = asked, shipping.compiled.choices
         own = shipping.report.arm(OWN_ARM)
@@ -301,6 +334,7 @@ def finish_tuned(
         sign=request.sign,
         turn=turn,
         on_compiled=None if request.benchmark else told,
+        reference=None if beforehand is None else beforehand.reference,
     )
     if shipping is not None and request.record:
         artifact = artifact_of(compiled.manifest, compiled.directory, tuned.job_id)
@@ -316,12 +350,16 @@ def _missed(latency_ms: float, limits: Limits) -> str | None:
 
 
 def _decide_shipping(
-    asked: PreparedModel, tuned: TunedModel, turn: AbstractContextManager[object] | None, told: Callable[[], None]
+    asked: PreparedModel,
+    tuned: TunedModel,
+    turn: AbstractContextManager[object] | None,
+    told: Callable[[], None],
+    beforehand: Beforehand | None,
 ) -> Shipping:
     """Compile a model tuned and untuned, and return which of them ships."""
+    untuned = (beforehand or make_beforehand(asked, 0)).untuned
     with stage("compile"):
         made = compile_module(tuned.prepared.lowered, tuned.choices, asked.target)
-        untuned = compile_module(asked.lowered, untuned_kernels(asked), asked.target)
     told()
     with stage("compare"):
         return decide(asked, made, untuned, turn)
@@ -343,6 +381,7 @@ def _compile(
     sign: Path | None = None,
     turn: AbstractContextManager[object] | None = None,
     on_compiled: Callable[[], None] | None = None,
+    reference: Reference | None = None,
 ) -> CompileResult:
     with stage("compile"):
         compiled = module or compile_module(prepared.lowered, choices, prepared.target)
@@ -356,7 +395,7 @@ def _compile(
     validation = None
     if validates:
         with stage("validate"):
-            validation = _validate(place, prepared.model, samples, limits, turn)
+            validation = _validate(place, prepared.model, samples, limits, turn, reference)
         manifest = record_validation(place, validation.to_json())
         if not validation.passed:
             missed = "the artifact failed validation"
@@ -390,7 +429,12 @@ def _compile_bucket(prepared: PreparedModel, bucket: PreparedBucket, database: T
 
 
 def _validate(
-    out: Path, model: OnnxModel, samples: int, limits: Limits, turn: AbstractContextManager[object] | None = None
+    out: Path,
+    model: OnnxModel,
+    samples: int,
+    limits: Limits,
+    turn: AbstractContextManager[object] | None = None,
+    reference: Reference | None = None,
 ) -> ValidationReport:
     """Validate an artifact; of one with buckets, first find out where padding is allowed, then go by every route."""
     module, inputs = Module.load(out), None
@@ -398,4 +442,13 @@ def _validate(
         with turn or nullcontext():
             module = try_and_record(out, module, model)
         inputs = route_inputs(module, model, samples=samples, seed=0)
-    return validate(module, model, samples=samples, inputs=inputs, rtol=limits.rtol, atol=limits.atol, turn=turn)
+    return validate(
+        module,
+        model,
+        samples=samples,
+        inputs=inputs,
+        rtol=limits.rtol,
+        atol=limits.atol,
+        turn=turn,
+        reference=reference,
+    )

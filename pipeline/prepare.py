@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Environment, Route
 
 logger = logging.getLogger(__name__)
+
+_stage_s: ContextVar[dict[str, float] | None] = ContextVar("stage_s", default=None)
 
 # Passes whose kernels are for templates: the fallback makes them of many parts, slower than without the pass.
 TEMPLATE_PASSES = frozenset({"recognise_attention", "append_in_attention", "interleave_gates", "fuse_norms"})
@@ -154,4 +157,19 @@ def stage(name: str) -> Iterator[None]:
     """Log how long a stage of a job took."""
     started = time.perf_counter()
     yield
-    logger.info("%s: %.1f s", name, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    logger.info("%s: %.1f s", name, seconds)
+    told = _stage_s.get()
+    if told is not None:
+        told[name] = told.get(name, 0.0) + seconds
+
+
+@contextmanager
+def timed_stages() -> Iterator[Mapping[str, float]]:
+    """Give the seconds of each stage that ends within the context, as they come."""
+    told: dict[str, float] = {}
+    token = _stage_s.set(told)
+    try:
+        yield told
+    finally:
+        _stage_s.reset(token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,12 @@ Entry = Mapping[str, Any]
 
 
 def machine() -> dict[str, object]:
-    """Return the GPU, its driver, the CPU and the versions that the figures are true for."""
+    """Return the GPU, its driver, the CPU and the versions that the figures are true for; the GPU is None without one."""
     query = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
-    line = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    gpu = dict(zip(_GPU_FIELDS, (part.strip() for part in line.split(",")), strict=True))
+    gpu = None
+    if shutil.which(query[0]):
+        line = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        gpu = dict(zip(_GPU_FIELDS, (part.strip() for part in line.split(",")), strict=True))
     return {
         "gpu": gpu,
         "cpu": cpu_name(),

@@ -37,8 +37,9 @@ from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manif
 from relaxtune.pipeline.codegen.cuda_libraries import CUDART, DRIVER
 from relaxtune.pipeline.codegen.library_objects import compile_library_objects, list_library_sources
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
-from relaxtune.pipeline.precision.recorded import policy_entry
+from relaxtune.pipeline.precision.recorded import PolicyEntry, policy_entry
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.schedules.libraries.vendors import libraries_of
 
@@ -164,18 +165,23 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
         weights=tuple(lowered.weights),
         versions=versions(),
         compile_seconds={**compiled.seconds, "link": link_seconds},
-        policy=policy_entry(
-            lowered.options.policy,
-            model,
-            lowered.weights,
-            lowered.quantised_nodes,
-            compute_dtype(model),
-            lowered.float_nodes,
-        ),
+        policy=policy_of(lowered),
         memory=MemoryEntry(compiled.planned_bytes, sum(array.nbytes for array in lowered.weights.values())),
         deterministic=compiled.determinism,
         norm_rows_max=lowered.options.norm_rows_max,
         maxima=lowered.options.maxima,
+    )
+
+
+def policy_of(lowered: LoweredModule) -> PolicyEntry:
+    """Return what the artifact of a lowered module says about its precision."""
+    return policy_entry(
+        lowered.options.policy,
+        lowered.graph.model,
+        lowered.weights,
+        lowered.quantised_nodes,
+        compute_dtype(lowered.graph.model),
+        lowered.float_nodes,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from relaxtune.pipeline.batch.finishing import FinishedCell
-from relaxtune.pipeline.batch.worker import FinishWork, PrepareWork, Work, answer
+from relaxtune.pipeline.batch.worker import AheadWork, CellWorker, FinishWork, PrepareWork, Work
 from relaxtune.pipeline.batch.workers import CellWorkers
 from relaxtune.pipeline.tuning.ray.machine import RayCluster
 from relaxtune.schedules.targets import ResolvedTarget
@@ -44,6 +44,11 @@ class ClusterWorkers(CellWorkers):
 
     def submit(self, work: Work) -> Future[object]:
         """Hand in work."""
+        if isinstance(work, AheadWork):
+            # No node keeps a model for later.
+            future: Future[object] = Future()
+            future.set_result(False)
+            return future
         task: Any = self._prepare if isinstance(work, PrepareWork) else self._finish
         return cast("Future[object]", task.remote(work).future())
 
@@ -53,7 +58,7 @@ class ClusterWorkers(CellWorkers):
 
 def _answer(work: Work) -> object:
     """Do work on a node; an error says which."""
-    found = answer(work)
+    found = CellWorker().answer(work)
     if isinstance(work, FinishWork) and isinstance(found, FinishedCell) and found.state is CellState.FAILED:
         where = f"on {os.uname().nodename}: "
         return replace(found, facts=replace(found.facts, error=where + (found.facts.error or "")))

@@ -5,8 +5,9 @@
     waiting ── import ──▶ arrived ── its tasks settled ──▶ settled ── compile, compare, validate ──▶ over
 
 On a GPU other processes import and finish (`workers`), while tasks of other cells are built and measured; they hold the
-device's turn while they time something. On a CPU measuring must be alone: the tuning thread itself imports all cells
-first, and finishes one at moments in which nothing is built or measured.
+device's turn while they time something. What a cell's tuning does not change, they make while it is tuned. On a CPU
+measuring must be alone: the tuning thread itself imports all cells first, and finishes one at moments in which nothing
+is built or measured.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from relaxtune.pipeline.batch.board import Board
 from relaxtune.pipeline.batch.cells import Cell
 from relaxtune.pipeline.batch.finishing import FinishedCell, FinishRequest, finish_cell, told
 from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, prepare_cell
-from relaxtune.pipeline.batch.worker import FinishWork, PrepareWork
+from relaxtune.pipeline.batch.worker import AheadWork, FinishWork, PrepareWork
 from relaxtune.pipeline.batch.workers import CellWorkers
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.printable import last_line
@@ -182,6 +183,9 @@ class CellFeed:
             self._settled -= hashes
             if hashes:
                 self._tuning[cell.name] = (cell, set(hashes))
+                if self._workers is not None:
+                    # Whatever goes wrong with it is told when the cell is finished.
+                    self._workers.submit(AheadWork(cell, self._request_of(cell).samples))
             else:
                 self._settle(cell)
             tasks = tuple(_weighted(task, cell) for task in found.tasks)

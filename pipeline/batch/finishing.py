@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from relaxtune.pipeline.batch.cells import Cell
@@ -15,8 +15,8 @@ from relaxtune.pipeline.bench.measure import ORT_ARM, OWN_ARM, UNTUNED_ARM
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import ValidationFailedError
 from relaxtune.pipeline.job_outcomes import artifact_of
-from relaxtune.pipeline.jobs import TuneRequest, TuneResult, finish_tuned
-from relaxtune.pipeline.prepare import prepare_model
+from relaxtune.pipeline.jobs import Beforehand, TuneRequest, TuneResult, finish_tuned
+from relaxtune.pipeline.prepare import PreparedModel, prepare_model, timed_stages
 from relaxtune.pipeline.tuned_model import select_tuned
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.plan.recorder import job_task
@@ -52,11 +52,20 @@ class FinishRequest:
 
 
 @dataclass(frozen=True)
+class ReadyCell:
+    """A cell that waits for its tuning; None is what was not made yet."""
+
+    prepared: PreparedModel
+    beforehand: Beforehand | None = None
+
+
+@dataclass(frozen=True)
 class FinishedCell:
-    """What came of a cell."""
+    """What came of a cell; `stage_s` are the seconds of what was done for it."""
 
     state: CellState
     facts: CellFacts
+    stage_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def finish_cell(
@@ -64,6 +73,7 @@ def finish_cell(
     database: TuningDatabase,
     turn: AbstractContextManager[object] | None = None,
     on_validating: Callable[[], None] | None = None,
+    ready: ReadyCell | None = None,
 ) -> FinishedCell:
     """Make the artifact of a cell; a job of its own says so in the database.
 
@@ -73,6 +83,8 @@ def finish_cell(
         Held while something is timed.
     on_validating : callable or None
         Called when the database says that the cell is being validated.
+    ready : ReadyCell or None
+        What was made of the cell while it was tuned; the rest is made now.
 
     Raises
     ------
@@ -81,7 +93,9 @@ def finish_cell(
     """
     began = time.monotonic()
     try:
-        found = _finish(request, database, turn, on_validating or (lambda: None))
+        with timed_stages() as stage_s:
+            found = _finish(request, database, turn, on_validating or (lambda: None), ready)
+            found = replace(found, stage_s=stage_s)
     except TransitionError as error:
         found = FinishedCell(error.state, CellFacts())
     except TuningDatabaseError:
@@ -102,6 +116,7 @@ def _finish(
     database: TuningDatabase,
     turn: AbstractContextManager[object] | None,
     on_validating: Callable[[], None],
+    ready: ReadyCell | None,
 ) -> FinishedCell:
     cell = request.cell
 
@@ -109,7 +124,7 @@ def _finish(
         move_cell(database, request.batch_id, cell.name, CellState.VALIDATING)
         on_validating()
 
-    prepared = prepare_model(cell.request)
+    prepared = prepare_model(cell.request) if ready is None else ready.prepared
     noted = {
         "batch": request.plan,
         "cell": cell.name,
@@ -137,6 +152,7 @@ def _finish(
             request.out,
             turn=turn,
             on_compiled=compiled,
+            beforehand=None if ready is None else ready.beforehand,
         )
         found = _found(made)
         outcome = found.state.value

@@ -14,7 +14,7 @@ from relaxtune.pipeline.batch.sources import source_key
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.jobs import require_device
-from relaxtune.pipeline.prepare import prepare_model
+from relaxtune.pipeline.prepare import PreparedModel, prepare_model
 from relaxtune.pipeline.tasks.extract import unique_name
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuned_model import TuningJob
@@ -92,13 +92,15 @@ class TaskGroup:
         return group_job(plan, own, self.target, self.cells[0].environment)
 
 
-def prepare_cell(cell: Cell) -> CellTasks | CellFault:
-    """Return the tasks of a cell, or what stops it."""
+def prepare_cell(cell: Cell, keep: Callable[[PreparedModel], None] | None = None) -> CellTasks | CellFault:
+    """Return the tasks of a cell, or what stops it; `keep` is given the model, which is else let go."""
     try:
         prepared = prepare_model(cell.request)
     except Exception as error:  # a cell's own: it must not end the others
         log_fault(cell, error)
         return CellFault(cell, error)
+    if keep is not None:
+        keep(prepared)
     note = ""
     try:
         require_device(prepared)

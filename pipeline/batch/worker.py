@@ -1,19 +1,23 @@
-"""The process that imports, compiles, compares and validates cells beside the tuning of others."""
+"""What imports, compiles, compares and validates cells beside the tuning of others: a process, or a cluster's actor."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.batch.cells import Cell
-    from relaxtune.pipeline.batch.finishing import FinishRequest
+    from relaxtune.pipeline.batch.finishing import FinishRequest, ReadyCell
 
 WORKER_MODULE = "relaxtune.pipeline.batch.worker"
+
+# Models are kept for their cells' end while so much of the machine's memory is left.
+_MEMORY_LEFT = 0.5
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,18 @@ class PrepareWork:
     """A cell to import and lower; the answer is its `CellTasks`, with what its tasks begin with, or `CellFault`."""
 
     cell: Cell
+
+
+@dataclass(frozen=True)
+class AheadWork:
+    """An imported cell to get ready for its end while it is tuned: what tuning does not change is made and kept.
+
+    The answer is whether it was. `threads` are ONNX Runtime's.
+    """
+
+    cell: Cell
+    samples: int
+    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -34,8 +50,13 @@ class FinishWork:
     turns: Path | None = None
     device: str = ""
 
+    @property
+    def cell(self) -> Cell:
+        """What is finished."""
+        return self.request.cell
 
-Work = PrepareWork | FinishWork
+
+Work = PrepareWork | AheadWork | FinishWork
 
 
 def start() -> Callable[[object], object]:
@@ -47,23 +68,52 @@ def start() -> Callable[[object], object]:
         del sys.modules["torch"]
     from relaxtune.pipeline.batch import finishing  # noqa: F401
 
-    return answer
+    return CellWorker().answer
 
 
-def answer(request: object) -> object:
-    """Do what is asked for, in this process."""
-    from relaxtune.pipeline.batch.finishing import finish_cell
-    from relaxtune.pipeline.batch.tasks import CellFault, prepare_cell
-    from relaxtune.pipeline.errors import PipelineError
-    from relaxtune.pipeline.tuning.measure.device_turn import turn_of
-    from relaxtune.tuning_db.store import SqlDatabase
+class CellWorker:
+    """Works on cells, one request at a time; keeps the model of a cell that it imported until it has finished it."""
 
-    if isinstance(request, PrepareWork):
-        found = prepare_cell(request.cell)
-        # Errors of some kinds do not survive the way to another process; their text does.
-        return CellFault(found.cell, PipelineError(found.note)) if isinstance(found, CellFault) else found.with_starts()
-    if not isinstance(request, FinishWork):
-        raise TypeError(f"expected a cell to prepare or to finish, got {type(request).__name__}")
-    turn = nullcontext() if request.turns is None else closing(turn_of(request.turns, request.device))
-    with SqlDatabase.open(request.request.database, create=False) as database, turn as held:
-        return finish_cell(request.request, database, held)
+    def __init__(self) -> None:
+        self._ready: dict[str, ReadyCell] = {}
+
+    def answer(self, request: object) -> object:
+        """Do what is asked for, in this process."""
+        from relaxtune.pipeline.batch.finishing import ReadyCell, finish_cell
+        from relaxtune.pipeline.batch.tasks import CellFault, prepare_cell
+        from relaxtune.pipeline.errors import PipelineError
+        from relaxtune.pipeline.jobs import make_beforehand
+        from relaxtune.pipeline.tuning.measure.device_turn import turn_of
+        from relaxtune.tuning_db.store import SqlDatabase
+
+        if isinstance(request, PrepareWork):
+            name = request.cell.name
+            found = prepare_cell(request.cell, lambda model: self._ready.update({name: ReadyCell(model)}))
+            # Errors of some kinds do not survive the way to another process; their text does.
+            if isinstance(found, CellFault):
+                return CellFault(found.cell, PipelineError(found.note))
+            return found.with_starts()
+        if isinstance(request, AheadWork):
+            ready = self._ready.get(request.cell.name)
+            if ready is None or memory_left() < _MEMORY_LEFT:
+                self._ready.pop(request.cell.name, None)
+                return False
+            beforehand = make_beforehand(ready.prepared, request.samples, request.threads)
+            self._ready[request.cell.name] = replace(ready, beforehand=beforehand)
+            return True
+        if not isinstance(request, FinishWork):
+            raise TypeError(f"expected work on a cell, got {type(request).__name__}")
+        ready = self._ready.pop(request.cell.name, None)
+        turn = nullcontext() if request.turns is None else closing(turn_of(request.turns, request.device))
+        with SqlDatabase.open(request.request.database, create=False) as database, turn as held:
+            return finish_cell(request.request, database, held, ready=ready)
+
+
+def memory_left() -> float:
+    """Return the share of the machine's memory that is left; 0 where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0.0
+    kib = {line.partition(":")[0]: int(line.split()[1]) for line in lines}
+    return kib.get("MemAvailable", 0) * 1024 / (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE"))

@@ -65,13 +65,12 @@ class Reference:
         if policy is not None and bits is not None:
             model = with_quantised_weights(model, policy.quantised_nodes, bits, policy.group_size or 0)
         self.upcast = computes_in_half(model)
-        proto = upcast_to_float32(model.inline_proto()) if self.upcast else model.inline_proto()
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-        self._session = _session(proto, model.name, options, threads)
-        self._proto, self._threads = proto, threads
+        self._given, self._threads = model, threads
         self._model = model.name
         self._names = [spec.name for spec in model.outputs]
+        self._known: list[tuple[Mapping[str, np.ndarray], dict[str, np.ndarray]]] = []
+        self._loaded: tuple[onnx.ModelProto, onnxruntime.InferenceSession] | None = None
+        self._load()
 
     @property
     def description(self) -> str:
@@ -88,8 +87,16 @@ class Reference:
         PipelineError
             ONNX Runtime does not compute the model on these inputs.
         """
+        for known, outputs in self._known:
+            if known.keys() == inputs.keys() and all(np.array_equal(known[name], inputs[name]) for name in known):
+                return dict(outputs)
         feeds = {name: _without_bfloat16(array) for name, array in inputs.items()}
-        return dict(zip(self._names, run_session(self._session, self._names, feeds, self._model), strict=True))
+        return dict(zip(self._names, run_session(self._load()[1], self._names, feeds, self._model), strict=True))
+
+    def remember(self, samples: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Compute samples now, for later calls of `run`, and let the model go: it is loaded again if it is needed."""
+        self._known = [(sample, self.run(sample)) for sample in samples]
+        self._loaded = None
 
     def moves(self, inputs: Mapping[str, np.ndarray], roundoff: float) -> dict[str, float]:
         """Return how far each float output moves when ONNX Runtime rounds otherwise: the largest absolute change.
@@ -106,7 +113,8 @@ class Reference:
         """
         draw = np.random.default_rng(0)
         rounded = onnx.ModelProto()
-        rounded.CopyFrom(self._proto)
+        proto, _ = self._load()
+        rounded.CopyFrom(proto)
         constants = [a for node in rounded.graph.node if node.op_type == "Constant" for a in node.attribute]
         for tensor in [*rounded.graph.initializer, *(a.t for a in constants if a.name == "value")]:
             if tensor.data_type in _ROUNDED_TYPES:
@@ -122,13 +130,13 @@ class Reference:
         level = onnxruntime.GraphOptimizationLevel
         expected = self.run(inputs)
         found = {name: 0.0 for name, array in expected.items() if array.dtype.kind == "f"}
-        for proto, fed, optimised in (
+        for graph, fed, optimised in (
             (rounded, feeds, level.ORT_ENABLE_BASIC),
-            (self._proto, inputs, level.ORT_ENABLE_ALL),
+            (proto, inputs, level.ORT_ENABLE_ALL),
         ):
             options = onnxruntime.SessionOptions()
             options.graph_optimization_level = optimised
-            session = _session(proto, self._model, options, self._threads)
+            session = _session(graph, self._model, options, self._threads)
             plain = {name: _without_bfloat16(array) for name, array in fed.items()}
             values = run_session(session, self._names, plain, self._model)
             for name, value in zip(self._names, values, strict=True):
@@ -136,6 +144,16 @@ class Reference:
                     change = np.abs(value.astype(np.float64) - expected[name].astype(np.float64))
                     found[name] = max(found[name], float(np.max(change[np.isfinite(change)], initial=0.0)))
         return found
+
+    def _load(self) -> tuple[onnx.ModelProto, onnxruntime.InferenceSession]:
+        """Return the graph that is computed, and its session."""
+        if self._loaded is None:
+            given = self._given.inline_proto()
+            proto = upcast_to_float32(given) if self.upcast else given
+            options = onnxruntime.SessionOptions()
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+            self._loaded = proto, _session(proto, self._model, options, self._threads)
+        return self._loaded
 
     def accepts(self, inputs: Mapping[str, np.ndarray]) -> bool:
         """Whether ONNX Runtime computes the model on inputs at all; it refuses sizes that the graph is not made for."""

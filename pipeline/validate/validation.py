@@ -65,6 +65,7 @@ def validate(
     inputs: Sequence[Mapping[str, np.ndarray]] | None = None,
     repeats: int = DEFAULT_REPEATS,
     turn: AbstractContextManager[object] | None = None,
+    reference: Reference | None = None,
 ) -> ValidationReport:
     """Return how a module's outputs compare with ONNX Runtime's on the original model.
 
@@ -89,6 +90,8 @@ def validate(
         not. One of the further runs has the outputs of kernels filled with NaN first.
     turn : context manager or None
         Held while the module runs; the reference, which takes longer, runs without it.
+    reference : Reference or None
+        Of this model and the module's policy, where it was made before.
 
     Raises
     ------
@@ -98,7 +101,7 @@ def validate(
     loaded = module if isinstance(module, Module) else Module.load(module)
     default = default_tolerance(loaded, model)
     tolerance = Tolerance(default.rtol if rtol is None else rtol, default.atol if atol is None else atol)
-    reference = Reference(model, policy=loaded.manifest.policy)
+    reference = reference or Reference(model, policy=loaded.manifest.policy)
     dims = sizes_within(model, loaded.manifest.maxima, dims)
     observations = observe(loaded, model, reference, samples=samples, seed=seed, dims=dims, inputs=inputs, turn=turn)
 
