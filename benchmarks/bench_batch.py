@@ -60,10 +60,8 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for count in arguments.devices:
             runs.append({"devices": count, **start_arm(arguments, count)})
-            print(
-                json.dumps({key: value for key, value in runs[-1].items() if key not in ("cells", "moments")}),
-                flush=True,
-            )
+            told = {key: value for key, value in runs[-1].items() if key not in ("cells", "moments")}
+            print(json.dumps(told), flush=True)
             if arguments.out:
                 document = {"machine": machine(), "plan": plan_text(arguments), "runs": runs}
                 arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -20,7 +20,6 @@ import asyncio
 import hashlib
 import itertools
 import json
-import os
 import resource
 import socket
 import statistics
@@ -37,6 +36,7 @@ from typing import Any
 import ray
 from tvm import te
 
+from benchmarks.gpu_arms.results import machine
 from relaxtune.pipeline.choose.stale_records import still_true_in
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.tasks.extract import as_workload, make_task
@@ -319,7 +319,7 @@ def main() -> None:
         print(json.dumps(run_once(arguments, arguments.actors[0], arguments.cells[0])))
         return
     settings = {name: value for name, value in vars(arguments).items() if name not in ("out", "plot", "one")}
-    document: dict[str, Any] = {"settings": settings, "cores": os.cpu_count(), "ray": ray.__version__, "runs": []}
+    document: dict[str, Any] = {"machine": machine(), "settings": settings, "ray": ray.__version__, "runs": []}
     for actors, cells in itertools.product(arguments.actors, arguments.cells):
         command = [
             sys.executable, "-m", "benchmarks.bench_cluster", "--one", "--actors", str(actors), "--cells", str(cells),

@@ -79,17 +79,17 @@ def _run(prepared: PreparedModel, count: int, cores: int, trials: int, *, by_dri
 
     @contextmanager
     def watched(*asked):  # type: ignore[no-untyped-def]
-        with this_machine(*asked) as machine:
-            started.append(machine)
-            yield machine
-            busy.update(machine.backend.busy_s)
+        with this_machine(*asked) as opened:
+            started.append(opened)
+            yield opened
+            busy.update(opened.backend.busy_s)
 
     def sample() -> None:
         while not over.wait(_SAMPLE_S):
-            for machine in started:
-                building = sum(slot.job is not None for slot in machine.builder._slots)  # type: ignore[attr-defined]
-                waits = len(machine.backend._waiting)  # type: ignore[attr-defined]
-                samples.append((time.monotonic() - began, building, machine.builder.waiting, waits))
+            for one in started:
+                building = sum(slot.job is not None for slot in one.builder._slots)  # type: ignore[attr-defined]
+                waits = len(one.backend._waiting)  # type: ignore[attr-defined]
+                samples.append((time.monotonic() - began, building, one.builder.waiting, waits))
 
     made = template_candidates.TemplateCandidate.recipe
     if by_driver:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -25,7 +26,7 @@ Entry = Mapping[str, Any]
 
 
 def machine() -> dict[str, object]:
-    """Return the GPU, its driver, the CPU and the versions that the figures are true for; the GPU is None without one."""
+    """Return the GPU, its driver, the CPU and the versions that the figures are true for; None without a GPU."""
     query = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
     gpu = None
     if shutil.which(query[0]):
@@ -130,6 +131,8 @@ def _version(package: str) -> str | None:
 
 
 def _torch_cuda() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return None
     import torch
 
     return str(torch.version.cuda) if torch.version.cuda else None
