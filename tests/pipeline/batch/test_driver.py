@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,16 +24,19 @@ import relaxtune
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.pipeline import jobs
 from relaxtune.pipeline.artifact.directory import hash_file, load_manifest
-from relaxtune.pipeline.batch import unchanged
-from relaxtune.pipeline.batch.cells import list_cells
+from relaxtune.pipeline.batch import unchanged, worker
+from relaxtune.pipeline.batch.cells import Cell, list_cells
 from relaxtune.pipeline.batch.driver import _spec, resume_batch, run_batch
 from relaxtune.pipeline.batch.events import BatchEvent, CandidateEvent, CellEvent
 from relaxtune.pipeline.batch.executors import LocalExecutors
+from relaxtune.pipeline.batch.feed import CellFeed
+from relaxtune.pipeline.batch.finishing import FinishedCell
 from relaxtune.pipeline.batch.plan import read_plan
 from relaxtune.pipeline.batch.prediction import preview
 from relaxtune.pipeline.batch.tasks import CellTasks, group_cells, prepare_cell, share_budget
 from relaxtune.pipeline.batch.unchanged import cell_key, find_unchanged
-from relaxtune.pipeline.batch.workers import LocalWorkers
+from relaxtune.pipeline.batch.worker import CellWorker, Work
+from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.jobs import Limits
 from relaxtune.pipeline.tuning.options import LEVELS, Effort
@@ -378,6 +382,46 @@ def test_other_processes_import_and_finish_cells_beside_the_tuning(ran: Ran, mon
     assert [one.state.value for one in result.cells] == ["done", "failed"]
     assert states["first-16x32-llvm"] == ["importing", "tuning", "compiling", "done"]
     assert "strange.onnx" in str(result.cells[1].facts.error)
+
+
+class HereWorkers(CellWorkers):
+    """Does work on cells at once, in the thread that asks for it."""
+
+    def __init__(self) -> None:
+        self._worker = CellWorker()
+
+    @property
+    def count(self) -> int:
+        return 1
+
+    def submit(self, work: Work) -> Future[object]:
+        future: Future[object] = Future()
+        future.set_result(self._worker.answer(work))
+        return future
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize(("left", "made"), [(1.0, True), (0.0, False)], ids=["memory is left", "memory is short"])
+def test_what_tuning_does_not_change_is_made_while_a_cell_is_tuned(
+    ran: Ran, monkeypatch: pytest.MonkeyPatch, left: float, made: bool
+) -> None:
+    over, found = CellFeed._over, []
+
+    def noted(self: CellFeed, cell: Cell, finished: FinishedCell) -> None:
+        found.append(finished)
+        over(self, cell, finished)
+
+    monkeypatch.setattr(CellFeed, "_over", noted)
+    monkeypatch.setattr(LocalExecutors, "workers", lambda *_: HereWorkers())
+    monkeypatch.setattr(worker, "memory_left", lambda: left)
+    path = plan_of(ran, f"ahead-{made}", cells=FIRST + 'shapes = ["x=9x32"]\n')
+    result = run_batch(read_plan(path))
+    assert [one.state.value for one in result.cells] == ["done"]
+    early = {"load", "import", "lower", "compile untuned", "reference"}
+    assert early.isdisjoint(found[0].stage_s) == made
+    assert {"compile", "compare", "export", "validate"} <= found[0].stage_s.keys()
 
 
 def test_a_batch_is_iterated_over_and_may_be_left(ran: Ran, database: TuningDatabase) -> None:

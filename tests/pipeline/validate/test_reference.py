@@ -106,3 +106,15 @@ def test_a_model_that_onnx_runtime_refuses_is_named(bert_tiny: OnnxModel, monkey
     monkeypatch.setattr(type(bert_tiny), "inline_proto", lambda _: broken)
     with pytest.raises(PipelineError, match=r"ONNX Runtime .* does not load the model 'bert-tiny'"):
         peer_session(bert_tiny, 1)
+
+
+def test_known_samples_are_not_computed_again_and_others_still_are(half_model: OnnxModel) -> None:
+    flag, plain = np.asarray(True), Reference(half_model)
+    first, second = ({"x": np.full(4, value, np.float16), "flag": flag} for value in (1.0, 2.0))
+    known = Reference(half_model)
+    known.remember([first])
+    assert known._loaded is None
+    for inputs in (first, second, {**first, "flag": np.asarray(False)}):
+        for name, want in plain.run(inputs).items():
+            np.testing.assert_array_equal(known.run(inputs)[name], want)
+    assert known._loaded is not None
