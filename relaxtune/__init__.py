@@ -16,8 +16,8 @@ The words of the command line, for Python:
     Why a model's kernels are those they are: the records that were looked at.
 `inspect`
     What a model needs and would become.
-`open_database`
-    The tuning database: records, jobs, artifacts.
+`open_database`, `open_registry`
+    The tuning database: records, jobs, artifacts; a store of artifacts with tags.
 `load_model`, `list_models`, `random_inputs`
     ONNX models by path or zoo name, the zoo, and inputs to try them with.
 
@@ -60,6 +60,7 @@ __all__ = [
     "OnnxModel",
     "PipelineError",
     "RecordFilter",
+    "Registry",
     "Report",
     "Route",
     "ScheduleError",
@@ -81,6 +82,7 @@ __all__ = [
     "load",
     "load_model",
     "open_database",
+    "open_registry",
     "random_inputs",
     "report",
     "tune",

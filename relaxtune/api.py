@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -33,6 +34,7 @@ from relaxtune.pipeline.inspect import Inspection, inspect_model
 from relaxtune.pipeline.jobs import CompileResult, TuneRequest, TuneResult, compile_model, tune_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.registry.registry import Registry
 from relaxtune.pipeline.report.report import Report, report_artifact
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, Effort, options_for
@@ -71,6 +73,7 @@ __all__ = [
     "OnnxModel",
     "PipelineError",
     "RecordFilter",
+    "Registry",
     "Report",
     "Route",
     "ScheduleError",
@@ -91,6 +94,7 @@ __all__ = [
     "load",
     "load_model",
     "open_database",
+    "open_registry",
     "random_inputs",
     "report",
     "tune",
@@ -312,6 +316,13 @@ def report(directory: str | Path, *, database: str | Path | None = None) -> Repo
 def open_database(url: str | Path, *, mode: Mode | str = Mode.READ_ONLY, create: bool = False) -> TuningDatabase:
     """Return the tuning database at a file or URL, to read unless `mode` says `tune`; a context manager."""
     return SqlDatabase.open(url, mode=Mode(mode), create=create)
+
+
+@contextmanager
+def open_registry(store: str | Path, database: str | Path) -> Iterator[Registry]:
+    """Give the artifacts of a folder and their tags, whose history is in a database; both are made if missing."""
+    with SqlDatabase.open(database) as opened:
+        yield Registry(store, opened)
 
 
 def _request(source: str | Path, options: ModelOptions) -> ModelRequest:

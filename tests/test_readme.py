@@ -43,7 +43,7 @@ def test_readme_fits_on_two_screens() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_of_a_page_exists_with_its_options(command, capsys) -> None:
     words = shlex.split(command, comments=True)[1:]
-    name = words[: 2 if words[0] in ("batch", "cluster", "db") else 1]
+    name = words[: 2 if words[0] in ("artifact", "batch", "cluster", "db") else 1]
     with pytest.raises(SystemExit) as ended:
         main([*name, "--help"])
     assert not ended.value.code

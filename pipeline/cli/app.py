@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import relaxtune
-from relaxtune.pipeline.cli import artifacts, batch, cluster, compilation, diagnosis, gate, inspection, report
+from relaxtune.pipeline.cli import artifact, artifacts, batch, cluster, compilation, diagnosis, gate, inspection, report
 from relaxtune.pipeline.cli.db import group as database
 from relaxtune.pipeline.cli.groups import Command
 from relaxtune.pipeline.cli.output import configure_logging, print_error
@@ -66,6 +66,7 @@ COMMANDS: dict[str, Command] = {
 }
 for name, command in COMMANDS.items():
     app.command(name=name)(command)
+app.add_typer(artifact.app, name="artifact")
 app.add_typer(batch.app, name="batch")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(database.app, name="db")

@@ -12,10 +12,12 @@ import typer
 from relaxtune.pipeline.cli.artifacts import read_arrays
 from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.cli.options import (
+    DEFAULT_STORE,
     FormatOption,
     ReferenceOption,
     SamplesOption,
     SeedOption,
+    StoreOption,
     ToleranceOptions,
     VerifyKeyOption,
     require_signed,
@@ -70,7 +72,9 @@ class LimitOptions:
 @takes_groups()
 def gate(
     new: Annotated[Path, typer.Argument(metavar="NEW", help="The artifact that wants to take the place.")],
-    baseline: Annotated[Path, typer.Option("--baseline", metavar="DIR", help="The artifact that has it.")],
+    baseline: Annotated[
+        str, typer.Option("--baseline", metavar="DIR|TAG", help="The artifact that has it, or a tag of the store.")
+    ],
     options: LimitOptions,
     tolerance: ToleranceOptions,
     inputs: Annotated[
@@ -81,6 +85,7 @@ def gate(
     seed: SeedOption = 0,
     junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML, too.")] = None,
     markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write Markdown, too.")] = None,
+    store: StoreOption = DEFAULT_STORE,
     verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
@@ -91,11 +96,13 @@ def gate(
     """
     from relaxtune.pipeline.gate.gate import run_gate
     from relaxtune.pipeline.gate.report import render, to_junit, to_markdown
+    from relaxtune.pipeline.registry.store import ArtifactStore, find_artifact
 
     limits = options.limits(tolerance)
-    require_signed(verify_key, new, baseline)
+    before = find_artifact(baseline, ArtifactStore(store))
+    require_signed(verify_key, new, before)
     given = None if inputs is None else read_arrays(inputs)
-    report = run_gate(new, baseline, limits, source=model, inputs=given, samples=samples, seed=seed)
+    report = run_gate(new, before, limits, source=model, inputs=given, samples=samples, seed=seed)
     for path, name, text in ((junit, "--junit", to_junit), (markdown, "--markdown", to_markdown)):
         if path is not None:
             write_text(path, text(report), name)

@@ -43,6 +43,11 @@ ReferenceOption = Annotated[
     str | None,
     typer.Option("--model", metavar="MODEL", help="The ONNX model. Default: the one it was compiled from."),
 ]
+StoreOption = Annotated[
+    Path,
+    typer.Option("--store", envvar="RELAXTUNE_STORE", metavar="DIR", help="The folder of the artifact store."),
+]
+DEFAULT_STORE = Path("relaxtune-store")
 VerifyKeyOption = Annotated[
     Path | None,
     typer.Option(

@@ -97,6 +97,10 @@ class GateReport:
         """Return the report as plain JSON data, raw latencies included."""
         return {**asdict(self), "passed": self.passed}
 
+    def summary(self) -> dict[str, object]:
+        """Return the report without its latencies, as plain JSON data."""
+        return {**self.to_json(), "latencies": {}}
+
     def raise_if_refused(self) -> None:
         """Raise where the gate says no.
 

@@ -6,6 +6,7 @@
          └───────────────────────n records n──1 environments
     jobs 1──n job_tasks n──1 workloads            jobs 1──n records (a record may have no job)
     jobs 1──n artifacts 1──n validations, benchmarks n──1 environments
+    artifacts 1──n tag_moves (where a tag was set to; the last move of a tag says where it is)
     records 1──n features (what a cost model sees of a candidate; can be computed again)
     batches 1──n cells 1──n attempts              jobs 1──n cells (the job that made the cell's artifact)
 
@@ -46,7 +47,7 @@ from relaxtune.tuning_db.records import Route, Status
 
 T = TypeVar("T")
 #: The revision that this package writes and reads; a test holds it equal to the head of the migrations.
-HEAD_REVISION = "0005"
+HEAD_REVISION = "0006"
 #: Not Alembic's default name, so that a database of another application is never taken for ours.
 VERSION_TABLE = "relaxtune_schema_version"
 KEY_LENGTH = 64
@@ -407,3 +408,19 @@ class AttemptRow(Base):
     finished_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     state: Mapped[CellState] = mapped_column(TextEnum(CellState))
     error: Mapped[str | None] = mapped_column(Text)
+
+
+class TagMoveRow(Base):
+    """A tag of the registry set to an artifact, or taken away."""
+
+    __tablename__ = "tag_moves"
+    __table_args__ = (UniqueConstraint("tag", "number"),)
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tag: Mapped[str] = mapped_column(String(64))
+    number: Mapped[int]
+    kind: Mapped[str] = mapped_column(String(16))
+    artifact_id: Mapped[int | None] = mapped_column(ForeignKey("artifacts.id"), index=True)
+    by: Mapped[str] = mapped_column(Text)
+    why: Mapped[str] = mapped_column(Text)
+    gate: Mapped[str | None] = mapped_column(Text)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)

@@ -32,6 +32,7 @@ from relaxtune.tuning_db.sql.engine import make_engine, parse_location
 from relaxtune.tuning_db.sql.migrate import alembic_config, known_revisions
 from relaxtune.tuning_db.sql.schema import HEAD_REVISION, VERSION_TABLE, Base
 from relaxtune.tuning_db.store import SqlDatabase, upgrade
+from relaxtune.tuning_db.tags import MoveKind, TagMove, list_moves, record_move, stood_at
 
 MADE = datetime(2026, 11, 20, 13, tzinfo=UTC)
 ASSETS = Path(__file__).parent / "assets"
@@ -149,6 +150,7 @@ def check_stored(database, samples, revision):
     (features,) = list_features(database, "per-store/2", samples.target())
     assert features.values.tolist() == [[1.5, 0.0], [2.0, 3.0]]
     check_batches(database, job.id, there=revision >= "0005")
+    check_tags(database, artifact.key, there=revision >= "0006")
 
 
 def check_batches(database, job_id, *, there):
@@ -173,10 +175,21 @@ def check_batches(database, job_id, *, there):
     assert [one.number for one in list_attempts(database, batch.id)] == [1, 1, 2]
 
 
+def check_tags(database, key, *, there):
+    """The moves of a tag are there, and it can be moved on; an older database begins with none."""
+    moves = list_moves(database)
+    assert len(moves) == (3 if there else 0)
+    record_move(database, TagMove("prod", len(moves) + 1, MoveKind.TAG, key, "ann@here", "again"))
+    assert [move.kind.value for move in list_moves(database, "prod")][: len(moves)] == (
+        ["tag", "promote", "rollback"] if there else []
+    )
+    assert stood_at(list_moves(database, "prod")) == [key] * (2 if there else 1)
+
+
 def test_older_schema_is_refused_with_the_command_that_upgrades_it(path):
     restore("0001", path)
     command = rf"Run: relaxtune db upgrade --db sqlite:///{path}$"
-    with pytest.raises(SchemaVersionError, match=r"has schema revision 0001, this relaxtune needs 0005\. " + command):
+    with pytest.raises(SchemaVersionError, match=r"has schema revision 0001, this relaxtune needs 0006\. " + command):
         SqlDatabase.open(path)
 
 

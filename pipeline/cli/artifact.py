@@ -1,0 +1,190 @@
+"""`relaxtune artifact`: a store of artifacts by content, with tags that move and what is known of each move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from relaxtune.pipeline.cli.gate import LimitOptions
+from relaxtune.pipeline.cli.groups import option, takes_groups
+from relaxtune.pipeline.cli.options import (
+    DEFAULT_DATABASE,
+    DEFAULT_STORE,
+    DatabaseOption,
+    FormatOption,
+    ReferenceOption,
+    StoreOption,
+    ToleranceOptions,
+    VerifyKeyOption,
+    require_signed,
+)
+from relaxtune.pipeline.cli.output import OutputFormat, TableView, emit, print_json, stdout_console
+from relaxtune.pipeline.errors import UsageError
+
+if TYPE_CHECKING:
+    from relaxtune.pipeline.registry.registry import Registry, StoredArtifact
+    from relaxtune.tuning_db.tags import TagMove
+
+app = typer.Typer(help="Keep artifacts in a store, and move tags such as prod over them.", no_args_is_help=True)
+
+_KEY_DIGITS = 12
+
+ArtifactName = Annotated[str, typer.Argument(metavar="ARTIFACT", help="Its directory, a tag, or the start of its key.")]
+TagName = Annotated[str, typer.Argument(metavar="TAG", help="Such as prod or canary.")]
+
+
+@dataclass(frozen=True)
+class RegistryOptions:
+    """Where artifacts and the history of tags are kept, and how a command writes its result."""
+
+    store: StoreOption = DEFAULT_STORE
+    db: DatabaseOption = DEFAULT_DATABASE
+    output_format: FormatOption = OutputFormat.TABLE
+
+    @contextmanager
+    def open(self) -> Iterator[Registry]:
+        """Give the registry; the database is made if it is not there."""
+        from relaxtune.pipeline.registry.registry import Registry
+        from relaxtune.tuning_db.store import SqlDatabase
+
+        with SqlDatabase.open(self.db) as database:
+            yield Registry(self.store, database)
+
+    def emit_move(self, move: TagMove) -> None:
+        """Write where a tag stands now."""
+        self.emit_moves(f"{move.tag} stands at {(move.artifact_key or 'no artifact')[:_KEY_DIGITS]}", [move])
+
+    def emit_moves(self, title: str, moves: list[TagMove]) -> None:
+        """Write moves of tags."""
+        columns = {
+            "tag": lambda one: one.tag,
+            "move": lambda one: one.number,
+            "what": lambda one: one.kind.value,
+            "artifact": lambda one: (one.artifact_key or "")[:_KEY_DIGITS],
+            "by": lambda one: one.by,
+            "when (UTC)": lambda one: f"{one.created_at:%Y-%m-%d %H:%M:%S}",
+            "why": lambda one: one.why,
+        }
+        emit(self.output_format, [asdict(move) for move in moves], TableView.of(title, moves, columns))
+
+
+@dataclass(frozen=True)
+class WhyOption:
+    """What the history keeps of a move beside who and when."""
+
+    why: str = option("", "The reason, for the history.")
+
+
+@app.command(name="list")
+@takes_groups()
+def list_command(registry: RegistryOptions) -> None:
+    """List the artifacts of the store, the newest first, with their tags."""
+    with registry.open() as opened:
+        found = opened.artifacts()
+    _emit_artifacts(registry, f"artifacts in {registry.store}", list(found))
+
+
+@app.command()
+@takes_groups()
+def show(name: ArtifactName, registry: RegistryOptions) -> None:
+    """Show an artifact and, for a tag, everywhere that it stood."""
+    with registry.open() as opened:
+        moves = list(opened.history(name))
+        found = opened.find(name) if not moves or name in opened.tags() else None
+    if registry.output_format is OutputFormat.JSON:
+        shown = None if found is None else asdict(found)
+        print_json({"artifact": shown, "history": [asdict(move) for move in moves]})
+        return
+    if found is not None:
+        _emit_artifacts(registry, str(found.path), [found])
+    if moves:
+        registry.emit_moves(f"history of {name}", moves)
+
+
+@app.command()
+@takes_groups()
+def tag(
+    tag: TagName,
+    registry: RegistryOptions,
+    why: WhyOption,
+    artifact: Annotated[
+        str | None, typer.Option("--to", metavar="ARTIFACT", help="Its directory, a tag, or the start of its key.")
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Take the tag away.")] = False,
+) -> None:
+    """Set a tag to an artifact, which is copied into the store; no gate is run."""
+    if remove == (artifact is not None):
+        raise UsageError("artifact tag needs --to ARTIFACT, or --remove")
+    with registry.open() as opened:
+        move = opened.remove_tag(tag, why.why) if artifact is None else opened.tag(artifact, tag, why.why)
+    registry.emit_move(move)
+
+
+@app.command()
+@takes_groups()
+def promote(
+    artifact: ArtifactName,
+    tag: TagName,
+    registry: RegistryOptions,
+    why: WhyOption,
+    limits: LimitOptions,
+    tolerance: ToleranceOptions,
+    model: ReferenceOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Move the tag although the gate says no.")] = False,
+    verify_key: VerifyKeyOption = None,
+) -> None:
+    """Set a tag to an artifact if the gate says yes to it beside what the tag stands at. Exits 5 when it says no."""
+    from relaxtune.pipeline.gate.report import render
+    from relaxtune.pipeline.registry.store import ArtifactStore, find_artifact
+
+    require_signed(verify_key, find_artifact(artifact, ArtifactStore(registry.store)))
+    with registry.open() as opened:
+        done = opened.promote(artifact, tag, why.why, limits.limits(tolerance), model=model, force=force)
+    if done.gate is not None and registry.output_format is OutputFormat.TABLE:
+        stdout_console().print(render(done.gate))
+    registry.emit_move(done.move)
+
+
+@app.command()
+@takes_groups()
+def rollback(tag: TagName, registry: RegistryOptions, why: WhyOption) -> None:
+    """Set a tag back to the artifact that it stood at before."""
+    with registry.open() as opened:
+        move = opened.rollback(tag, why.why)
+    registry.emit_move(move)
+
+
+@app.command()
+@takes_groups()
+def gc(
+    registry: RegistryOptions,
+    steps: Annotated[int, typer.Option("--steps", min=0, help="Roll-backs that stay possible for each tag.")] = 5,
+    older_than: Annotated[
+        float, typer.Option("--older-than", min=0.0, help="Hours that each artifact is kept.")
+    ] = 24.0,
+) -> None:
+    """Remove the artifacts that no tag stands at or can be rolled back to."""
+    with registry.open() as opened:
+        gone = opened.collect(steps=steps, older_than_s=older_than * 3600)
+    view = TableView(f"{len(gone)} artifacts removed", ("artifact",), tuple((key[:_KEY_DIGITS],) for key in gone))
+    emit(registry.output_format, {"removed": list(gone)}, view)
+
+
+def _emit_artifacts(registry: RegistryOptions, title: str, found: list[StoredArtifact]) -> None:
+    words = {None: "never", True: "passed", False: "FAILED"}
+    columns = {
+        "artifact": lambda one: one.key[:_KEY_DIGITS],
+        "tags": lambda one: ", ".join(one.tags),
+        "before": lambda one: ", ".join(one.before),
+        "model": lambda one: one.model,
+        "target": lambda one: one.target,
+        "precision": lambda one: one.precision or "graph",
+        "MB": lambda one: f"{one.bytes / 1e6:.1f}",
+        "validated": lambda one: words[one.validated],
+        "added": lambda one: f"{one.added_at:%Y-%m-%d %H:%M}",
+    }
+    emit(registry.output_format, [asdict(one) for one in found], TableView.of(title, found, columns))

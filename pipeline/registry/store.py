@@ -1,0 +1,170 @@
+"""`ArtifactStore`: a folder that keeps artifacts by what they are, each once, whole.
+
+::
+
+    STORE/objects/KEY      an artifact; KEY is the hash of its model, target and files (`tuning_db.artifacts.Artifact`)
+          tags/NAME        a link to one of them: a path that a service can load from
+          lock             held shared by who adds or tags, alone by who collects
+
+The database says where a tag stands; the links follow it, each replaced in one step.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from relaxtune.pipeline.artifact.directory import load_manifest, record_validation, verify_artifact
+from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE
+from relaxtune.pipeline.errors import ArtifactError
+from relaxtune.pipeline.job_outcomes import artifact_of
+from relaxtune.pipeline.temporary import locked_folder, sweep
+from relaxtune.tuning_db.artifacts import Artifact
+
+_STAGING = ".staging-"
+
+
+class ArtifactStore:
+    """A store of artifacts in a folder; many processes may use it at once."""
+
+    def __init__(self, folder: Path) -> None:
+        """Hold a folder, which the first artifact makes."""
+        self.folder = folder.absolute()
+        self._objects = self.folder / "objects"
+        self._tags = self.folder / "tags"
+
+    @contextmanager
+    def lock(self, *, alone: bool = False) -> Iterator[None]:
+        """Hold the store: nothing is collected meanwhile, and with `alone` nothing is added or tagged.
+
+        Raises
+        ------
+        ArtifactError
+            The folder cannot be made.
+        """
+        try:
+            self._objects.mkdir(parents=True, exist_ok=True)
+            self._tags.mkdir(exist_ok=True)
+            descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as e:
+            raise ArtifactError(
+                f"store {self.folder} cannot be used: {e.strerror or e}; name another with --store"
+            ) from e
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def list_keys(self) -> list[str]:
+        """Return the keys of the artifacts that are here, in order."""
+        if not self._objects.is_dir():
+            return []
+        return sorted(path.name for path in self._objects.iterdir() if (path / MANIFEST_FILE).is_file())
+
+    def path_of(self, key: str) -> Path:
+        """Return where an artifact lies.
+
+        Raises
+        ------
+        ArtifactError
+            It is not here.
+        """
+        path = self._objects / key
+        if not (path / MANIFEST_FILE).is_file():
+            raise ArtifactError(
+                f"store {self.folder} has no artifact {key[:12]}; `relaxtune artifact list` says what it has"
+            )
+        return path
+
+    def put(self, directory: Path) -> Artifact:
+        """Keep a copy of an artifact and return its database form; one that is here already takes a newer validation.
+
+        Raises
+        ------
+        ArtifactError
+            It is none, is damaged, or cannot be copied. Nothing is left then.
+        """
+        manifest = verify_artifact(directory)
+        key = artifact_of(manifest, directory).key
+        place = self._objects / key
+        with self.lock():
+            sweep(self._objects, _STAGING)
+            if place.exists():
+                if manifest.validation is not None and load_manifest(place).validation != manifest.validation:
+                    record_validation(place, manifest.validation)
+            else:
+                self._copy(directory, place)
+        return artifact_of(verify_artifact(place), place)
+
+    def _copy(self, directory: Path, place: Path) -> None:
+        with locked_folder(self._objects, _STAGING) as staging:
+            copy = staging / place.name
+            try:
+                shutil.copytree(directory, copy)
+            except OSError as e:
+                raise ArtifactError(f"artifact {directory} cannot be copied to {place}: {e}") from e
+            verify_artifact(copy)
+            try:
+                copy.rename(place)
+            except OSError:
+                # Another process put the same one there meanwhile.
+                if not place.exists():
+                    raise
+
+    def link(self, tag: str, key: str | None) -> None:
+        """Have a tag's link lead to an artifact, in one step; with None it is taken away."""
+        link = self._tags / tag
+        if key is None:
+            link.unlink(missing_ok=True)
+            return
+        staged = self._tags / f".{tag}.{os.getpid()}"
+        staged.unlink(missing_ok=True)
+        staged.symlink_to(Path("..") / "objects" / key)
+        staged.replace(link)
+
+    def links(self) -> dict[str, str]:
+        """Return where the links lead: tag -> key."""
+        if not self._tags.is_dir():
+            return {}
+        found = (path for path in self._tags.iterdir() if path.is_symlink() and not path.name.startswith("."))
+        return {path.name: path.readlink().name for path in sorted(found)}
+
+    def age_s(self, key: str) -> float:
+        """Return for how long an artifact has been here."""
+        return time.time() - self.path_of(key).stat().st_ctime
+
+    def remove(self, key: str) -> None:
+        """Remove an artifact; who holds it open keeps it. The caller holds the store alone."""
+        gone = self._objects / f"{_STAGING}gone-{key}"
+        self.path_of(key).rename(gone)
+        shutil.rmtree(gone)
+
+
+def find_artifact(name: str, store: ArtifactStore) -> Path:
+    """Return the directory of an artifact by its path, its tag, or the start of its key.
+
+    Raises
+    ------
+    ArtifactError
+        It is none of them, or the start of several keys.
+    """
+    path = Path(name)
+    if (path / MANIFEST_FILE).is_file():
+        return path
+    links = store.links()
+    if name in links:
+        return store.path_of(links[name])
+    keys = [key for key in store.list_keys() if len(name) >= 4 and key.startswith(name)]
+    if len(keys) == 1:
+        return store.path_of(keys[0])
+    told = f"the start of {len(keys)} artifacts" if keys else "no artifact's directory, tag or key"
+    raise ArtifactError(
+        f"{name} is {told}; store {store.folder} has the tags {', '.join(links) or 'none'}, and "
+        f"`relaxtune artifact list --store {store.folder}` says what else"
+    )
