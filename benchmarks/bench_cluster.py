@@ -1,16 +1,22 @@
-"""A cluster larger than any here: many measuring actors and cells, where only building and measuring are waited for.
+"""A cluster larger than any here: many measuring actors and cells, where only importing, building and measuring wait.
 
-    python -m benchmarks.bench_cluster [--actors 4 16 64] [--cells 100 1000] [--measure-ms 250] [--build-ms 500]
-        [--builders-each 4] [--trials-each 8] [--seconds 60] [--file-database] [--out FILE] [--plot FILE]
+    python -m benchmarks.bench_cluster [--actors 4 16 64] [--cells 100 1000] [--models 40] [--measure-ms 250]
+        [--build-ms 500] [--import-ms 3000] [--builders-each 4] [--trials-each 16] [--seconds 60] [--file-database]
+        [--prepared FOLDER] [--out FILE] [--plot FILE]
 
-Real are Ray with an actor process for each device, its object store, PostgreSQL (`tests/tuning_db/postgres_server.py`),
-the run's thread, its queue of tasks, what templates offer, and the records. A measurement is a wait of --measure-ms in
-the actor, and answers with a latency that the code decides; a build is a wait of --build-ms in one of four actors that
-stand for all builders. Each cell brings a task of its own and three that it shares with others. A run ends when all
-cells are tuned, or after --seconds.
+Real are the plan and its cells' states, Ray with an actor process for each device, its object store, PostgreSQL
+(`tests/tuning_db/postgres_server.py`), the run's thread, its queue of tasks, searches, what templates offer, and the
+records. The tasks are those of --models real cells of the zoo for Hopper, in shapes and precisions that people have,
+imported and lowered before the runs; more cells are these again under other names, so that no run tunes them for free.
+
+A measurement is a wait in the actor, drawn for each kernel from an exponential distribution with the mean --measure-ms
+(0.18 s on an H200, references and finals included: benchmarks/results/h200-batch.json); it answers with a latency that
+the code decides. A build is a wait of --build-ms in one of four actors that stand for all builders; an import is one of
+--import-ms, as many at the same time as there are devices. A run ends when all cells are done, or after --seconds.
 
 Told of each run: the share of the time in which an actor waited for a measurement (of all actors, from the first one's
-first to the last), candidates a second, the time of one decision which task is next, and the driver's peak memory.
+first to the last), candidates a second, the time of one decision which task is next, the driver's processor time, and
+its peak memory.
 """
 
 from __future__ import annotations
@@ -20,50 +26,64 @@ import asyncio
 import hashlib
 import itertools
 import json
+import math
+import multiprocessing
+import os
+import pickle
+import random
 import resource
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from tvm import te
 
-from benchmarks.gpu_arms.results import machine
-from relaxtune.pipeline.choose.stale_records import still_true_in
+from benchmarks.count_batch_tasks import plan_text
+from relaxtune.pipeline.batch import driver
+from relaxtune.pipeline.batch.cells import Cell, list_cells
+from relaxtune.pipeline.batch.executors import Executors
+from relaxtune.pipeline.batch.finishing import FinishedCell, FinishRequest
+from relaxtune.pipeline.batch.plan import parse_plan
+from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, prepare_cell
+from relaxtune.pipeline.batch.worker import PrepareWork, Work
+from relaxtune.pipeline.batch.workers import CellWorkers
 from relaxtune.pipeline.environment import detect_environment
-from relaxtune.pipeline.tasks.extract import as_workload, make_task
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits
 from relaxtune.pipeline.tuning.local.machine import Machine
 from relaxtune.pipeline.tuning.measure.backend import Built, Capabilities, Outcome
 from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan.feed import Arrival
 from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
-from relaxtune.pipeline.tuning.progress import ProgressEvent
+from relaxtune.pipeline.tuning.plan.task_start import TaskStart
 from relaxtune.pipeline.tuning.ray.backend import ActorMeasurer
 from relaxtune.pipeline.tuning.ray.builder import RayBuilder
 from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
-from relaxtune.pipeline.tuning.session import tune
-from relaxtune.schedules.targets import resolve_target
-from relaxtune.tuning_db.records import Route, Status
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.tuning_db.batches import list_cells as list_rows
+from relaxtune.tuning_db.batches import move_cell
+from relaxtune.tuning_db.cell_states import CellFacts, CellState
+from relaxtune.tuning_db.records import Environment, Status
 from relaxtune.tuning_db.store import SqlDatabase
 from tests.tuning_db.postgres_server import running_server
 
-_SHARED = 3
-_SHARED_OF_ALL = 50
 _BUILDING_ACTORS = 4
-_START_S = 600.0
-_OBJECT_STORE = 400 << 20
+_OBJECT_STORE = 800 << 20
+_FINISH_S = 0.1
+# No measurement waits longer than so many means.
+_WAIT_MAX = 5.0
 
 
 class WaitingActor:
@@ -78,12 +98,13 @@ class WaitingActor:
 
     def measure(self, workload: str, code: bytes) -> float:
         """Wait, and return a latency."""
+        digest = hashlib.sha256(workload.encode() + code).digest()
+        part = int.from_bytes(digest[4:8], "big") / 2**32
         began = time.time()
         self.first = self.first or began
-        time.sleep(self.measure_s)
+        time.sleep(self.measure_s * min(_WAIT_MAX, -math.log1p(-part)))
         self.last = time.time()
         self.slept += self.last - began
-        digest = hashlib.sha256(workload.encode() + code).digest()
         return (10.0 + 90.0 * int.from_bytes(digest[:4], "big") / 2**32) * 1e-6
 
     def told(self) -> tuple[float, float, float]:
@@ -95,10 +116,19 @@ class WaitingActor:
 
 
 class WaitingBuilders:
-    """Stands for builders: each build is a wait, as many at the same time as are asked for."""
+    """Stands for builders and importers: each build is a wait, as many at the same time as are asked for."""
 
-    def __init__(self, build_s: float) -> None:
-        self.build_s = build_s
+    def __init__(self, build_s: float, import_s: float) -> None:
+        self.build_s, self.import_s = build_s, import_s
+
+    async def begin(self) -> None:
+        """Be there."""
+
+    async def prepare(self, path: str) -> bytes:
+        """Wait, and return the bytes of a cell."""
+        await asyncio.sleep(self.import_s)
+        with open(path, "rb") as file:
+            return file.read()
 
     async def build(self, what: bytes, _target: bytes, _limits: object) -> tuple[Built, bytes]:
         """Wait, and return code that the kernel decides."""
@@ -142,63 +172,131 @@ class WaitingRayBuilder(RayBuilder):
         return self.builders
 
 
-class Cells:
-    """The feed of a run: cells come as long as there is too little to do."""
+class WaitingWorkers(CellWorkers):
+    """Importing is a wait, and then the driver gets the bytes of a real cell; finishing only changes states.
 
-    def __init__(self, cells: int, ahead: int) -> None:
-        self._left = list(range(cells))
-        self._ahead = ahead
-        self._granted = self._back = 0
-        self.trials = 0
+    Parameters
+    ----------
+    builders : sequence of handle
+        Of `WaitingBuilders`.
+    paths : sequence of Path
+        Pickled `CellTasks`.
+    numbers : dict
+        A cell's name -> its number in the plan.
+    """
+
+    def __init__(self, count: int, builders: Sequence[Any], paths: Sequence[Path], numbers: dict[str, int]) -> None:
+        self._count, self._paths, self._numbers = count, paths, numbers
+        self._next = itertools.cycle(builders)
+        self._finisher = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
     @property
-    def arriving(self) -> bool:
-        """Whether cells are left."""
-        return bool(self._left)
+    def count(self) -> int:
+        """Imports at the same time."""
+        return self._count
 
-    def take(self, *, idle: bool) -> list[Arrival]:
-        """Give cells while there is too little to do."""
-        arrivals = []
-        while self._left and self._granted - self._back < self._ahead:
-            number = self._left.pop(0)
-            tasks = (
-                task_of(1000 + number),
-                *(task_of((number * 7 + each) % _SHARED_OF_ALL) for each in range(_SHARED)),
-            )
-            self._granted += self.trials
-            arrivals.append(Arrival(tasks, self.trials))
-        return arrivals
+    def submit(self, work: Work) -> Future[object]:
+        """Wait for an import, or finish a cell in another process."""
+        if not isinstance(work, PrepareWork):
+            return self._finisher.submit(finish, work.request)
+        number, answer = self._numbers[work.cell.name], Future[object]()
+        path = self._paths[number % len(self._paths)]
+        again = number // len(self._paths)
 
-    def settled(self, workload_hashes: Sequence[str]) -> None:
-        """Do nothing: cells come by the candidates that are back."""
+        def come(one: Future[bytes]) -> None:
+            try:
+                answer.set_result(renamed(pickle.loads(one.result()), work.cell, again))
+            except BaseException as e:  # the border of a callback: the driver must hear of it
+                answer.set_exception(e)
 
-    def candidate_measured(self, _event: ProgressEvent) -> None:
-        """Count a candidate that is back."""
-        self._back += 1
+        next(self._next).prepare.remote(str(path)).future().add_done_callback(come)
+        return answer
 
-    def wait(self, seconds: float) -> None:
-        """Wait a moment."""
-        time.sleep(min(seconds, 0.01))
+    def close(self) -> None:
+        """End the process that finishes."""
+        self._finisher.shutdown(cancel_futures=True)
+
+
+class WaitingExecutors(Executors):
+    """Devices that wait."""
+
+    def __init__(self, machine: Any, workers: CellWorkers) -> None:
+        self._machine, self._workers = machine, workers
+
+    def find_environment(self, target: ResolvedTarget) -> Environment:
+        """Return the environment of a device that waits."""
+        return ENVIRONMENT
+
+    def backends(
+        self, target: ResolvedTarget, environment: Environment, options: TuningOptions, stop: StopSignal
+    ) -> Any:
+        """Start nothing: the actors are there."""
+        return self._machine(stop)
+
+    def workers(self, target: ResolvedTarget) -> CellWorkers:
+        """Return what imports and finishes."""
+        return self._workers
+
+    def close(self) -> None:
+        """End what finishes."""
+        self._workers.close()
+
+
+def finish(request: FinishRequest) -> FinishedCell:
+    """Let a cell be validated, in a process of its own as a real one does."""
+    time.sleep(_FINISH_S)
+    if str(request.database) not in _databases:
+        _databases[str(request.database)] = SqlDatabase.open(request.database, create=False)
+    move_cell(_databases[str(request.database)], request.batch_id, request.cell.name, CellState.VALIDATING)
+    return FinishedCell(CellState.DONE, CellFacts())
+
+
+def renamed(found: CellTasks, cell: Cell, again: int) -> CellTasks:
+    """Return the tasks of a cell for another one; those of the second round and later are tasks of their own."""
+    if again == 0:
+        return replace(found, cell=cell)
+    tasks = tuple(_other(task, again) for task in found.tasks)
+    starts = {}
+    for task, old in zip(tasks, found.tasks, strict=True):
+        start = TaskStart(task, found.target, found.starts[old.workload_hash].routes)
+        known = vars(found.starts[old.workload_hash])
+        start.__dict__.update({**known, "task": task, "spec": replace(known["spec"], workload=task.workload_hash)})
+        starts[task.workload_hash] = start
+    return replace(found, cell=cell, tasks=tasks, starts=starts)
+
+
+def _other(task: TuningTask, again: int) -> TuningTask:
+    signature = json.dumps({**json.loads(task.signature), "again": again}, sort_keys=True, separators=(",", ":"))
+    other = str((int(task.workload_hash) + again) % 2**63)
+    return replace(task, workload_hash=other, signature=signature)
+
+
+def prepare(folder: Path, count: int, processes: int) -> list[Path]:
+    """Import and lower real cells into files, with what their tasks begin with."""
+    cells = list(list_cells(parse_plan(Path("many.toml"), plan_text("cuda:sm_90a"))))
+    random.Random(0).shuffle(cells)
+    chosen = cells[:count]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(prepare_one, chosen, [folder / f"{number}.pickle" for number in range(count)]))
+
+
+def prepare_one(cell: Cell, path: Path) -> Path:
+    """Import and lower one cell into a file."""
+    found = prepare_cell(cell)
+    if isinstance(found, CellFault):
+        raise found.error
+    path.write_bytes(pickle.dumps(found.with_starts()))
+    return path
 
 
 TARGET = resolve_target("cuda:sm_90a")
 ENVIRONMENT = replace(detect_environment(TARGET), device_name="a device that waits")
-_tasks: dict[int, TuningTask] = {}
-
-
-def task_of(number: int) -> TuningTask:
-    if number not in _tasks:
-        a = te.placeholder((4096 + 64 * number,), name="A")
-        mod = as_workload(te.create_prim_func([a, te.compute(a.shape, lambda i: a[i] + 1.0, name="C")]))
-        name = f"add_{number}"
-        _tasks[number] = make_task(name, mod, model="m", function=name, calls=((f"{name}_node",),))
-    return _tasks[number]
+_databases: dict[str, SqlDatabase] = {}
 
 
 def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str, object]:
-    """Tune the cells with so many actors; a process of its own, so that its memory is one run's."""
-    for number in (*range(_SHARED_OF_ALL), *range(1000, 1000 + cells)):
-        task_of(number)
+    """Carry a plan of so many cells out with so many actors; a process of its own, so that its memory is one run's."""
+    paths = sorted(arguments.prepared.glob("*.pickle"))
     ray.init(
         "local",
         num_cpus=actors + 8, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
@@ -214,68 +312,73 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
         return found
 
     TaskQueue.choose = timed  # type: ignore[method-assign]
-    trials = arguments.trials_each * (1 + _SHARED)
-    feed = Cells(cells, ahead=8 * actors + 2 * trials)
-    feed.trials = trials
+    store = ArtifactStore()
+    made = ray.remote(max_restarts=-1, num_cpus=0)(WaitingActor)
+    handles = [made.remote(arguments.measure_ms / 1e3) for _ in range(actors)]
+    ray.get([one.begin.remote() for one in handles])
+    building = ray.remote(num_cpus=0, max_concurrency=1000)(WaitingBuilders)
+    builders = [building.remote(arguments.build_ms / 1e3, arguments.import_ms / 1e3) for _ in range(_BUILDING_ACTORS)]
+    ray.get([one.begin.remote() for one in builders])
     told: list[tuple[float, float, float]] = []
+    spent: list[float] = []
 
     @contextmanager
-    def machine(_target: object, _environment: object, _options: object, stop: Any) -> Iterator[Machine]:
-        store = ArtifactStore()
-        made = ray.remote(max_restarts=-1, num_cpus=0)(WaitingActor)
-        handles = [made.remote(arguments.measure_ms / 1e3) for _ in range(actors)]
-        ray.get([one.begin.remote() for one in handles])
-        building = ray.remote(num_cpus=0, max_concurrency=1000)(WaitingBuilders)
-        builders = [building.remote(arguments.build_ms / 1e3) for _ in range(_BUILDING_ACTORS)]
+    def machine(stop: StopSignal) -> Iterator[Machine]:
         measurers = [WaitingMeasurer(ray, one, f"waits {at}", store, stop) for at, one in enumerate(handles)]
         backend = SideBySide(measurers, Capabilities("cuda", "waits", compares=False, undisturbed=True), depth=2)
         builder = WaitingRayBuilder(ray, store, BuilderLimits(), stop)
         builder.builders = actors * arguments.builders_each
         builder._task = _Task(builders)
-        # What starts Ray's processes is no part of a run's time.
-        stop.deadline = time.monotonic() + arguments.seconds
+        cpu, own, began = time.process_time(), time.thread_time(), time.monotonic()
         try:
             yield Machine(builder, backend)
             told.extend(ray.get([one.told.remote() for one in handles]))
         finally:
+            spent.extend((time.process_time() - cpu, time.thread_time() - own, time.monotonic() - began))
             builder.close()
             backend.close()
 
-    options = TuningOptions(
-        trials=None, time_budget_s=_START_S, finals=0, warm_start_s=0.0, routes=frozenset({Route.TEMPLATE})
-    )
     with (
         tempfile.TemporaryDirectory() as folder,
         nullcontext(f"sqlite:///{folder}/tuning.db") if arguments.file_database else running_server() as url,
-        SqlDatabase.open(url) as database,
     ):
-        began, cpu, own = time.monotonic(), time.process_time(), time.thread_time()
-        summary = tune(
-            (), target=TARGET, database=database, environment=ENVIRONMENT, options=options, machine=machine, feed=feed,
-            progress=feed, still_true=still_true_in(database, TARGET, ENVIRONMENT),
-        )  # fmt: skip
-        seconds, cpu, own = time.monotonic() - began, time.process_time() - cpu, time.thread_time() - own
-        records = len(database.list_records())
+        shapes = [f"input_ids={1 + number // 100}x{1 + number % 100}" for number in range(cells)]
+        plan = parse_plan(
+            Path(folder) / "many.toml",
+            f'database = "{url}"\neffort = "quick"\n[budget]\ncandidates = {cells * arguments.trials_each}\n'
+            f"seconds = {arguments.seconds}\n"
+            f'[[cells]]\nmodels = ["bert-tiny"]\ntargets = ["cuda:sm_90a"]\nshapes = {shapes}\n',
+        )
+        numbers = {cell.name: number for number, cell in enumerate(list_cells(plan))}
+        workers = WaitingWorkers(actors, builders, paths, numbers)
+        driver.open_executors = lambda *_: WaitingExecutors(machine, workers)  # type: ignore[assignment]
+        result = driver.run_batch(plan)
+        with SqlDatabase.open(url) as database:
+            records = database.count_records()
+            states = [row.state for row in list_rows(database, result.batch_id)]
     ray.shutdown()
+    (summary,) = result.tuning
     used = [one for one in told if one[0]]
     first, last = min(one[1] for one in used), max(one[2] for one in used)
+    measured = records / (last - first)
     return {
         "actors": actors,
         "cells": cells,
+        "cells_done": states.count(CellState.DONE),
         "tasks": len(summary.tasks),
         "candidates": summary.candidates,
         "records": records,
-        "seconds": seconds,
-        "cells_left": len(feed._left),
+        "seconds": spent[2],
         "measuring_s": last - first,
-        "candidates_per_s": summary.candidates / (last - first),
-        "possible_per_s": actors / (arguments.measure_ms / 1e3),
+        "measured_per_s": measured,
         "busy_share": sum(one[0] for one in told) / (actors * (last - first)),
         "decision_ms_median": 1e3 * statistics.median(decisions),
         "decision_ms_p99": 1e3 * sorted(decisions)[int(0.99 * (len(decisions) - 1))],
+        "decision_ms_max": 1e3 * max(decisions),
         "decisions": len(decisions),
-        "driver_thread_ms_per_candidate": 1e3 * own / max(1, summary.candidates),
-        "driver_process_ms_per_candidate": 1e3 * cpu / max(1, summary.candidates),
+        "driver_thread_ms_per_record": 1e3 * spent[1] / max(1, records),
+        "driver_process_ms_per_record": 1e3 * spent[0] / max(1, records),
+        "driver_threads": threading.active_count(),
         "driver_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "seconds_by_phase": dict(summary.seconds_by_phase),
     }
@@ -300,6 +403,34 @@ def plot(document: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
+def run_all(arguments: argparse.Namespace, prepared: Path) -> dict[str, Any]:
+    """Run every number of actors with every number of cells, each in a process of its own."""
+    passed = ("measure_ms", "build_ms", "import_ms", "builders_each", "trials_each", "seconds")
+    settings = {name: getattr(arguments, name) for name in passed}
+    document: dict[str, Any] = {
+        "settings": {**settings, "models": len(list(prepared.iterdir()))},
+        "machine": {
+            "cores": len(os.sched_getaffinity(0)),
+            "cpu": detect_environment(resolve_target("llvm")).device_name,
+        },
+        "versions": {"python": sys.version.split()[0], "ray": ray.__version__},
+        "runs": [],
+    }
+    for actors, cells in itertools.product(arguments.actors, arguments.cells):
+        command = [sys.executable, "-m", "benchmarks.bench_cluster", "--one", "--prepared", str(prepared)]
+        command += ["--actors", str(actors), "--cells", str(cells)]
+        command += [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        command += ["--file-database"] if arguments.file_database else []
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{actors} actors, {cells} cells: {done.stderr.strip()[-2000:]}")
+        document["runs"].append(json.loads(done.stdout.strip().splitlines()[-1]))
+        print(json.dumps(document["runs"][-1]), flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return document
+
+
 def main() -> None:
     """Run every number of actors with every number of cells."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -307,8 +438,12 @@ def main() -> None:
     parser.add_argument("--cells", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--measure-ms", type=float, default=250.0)
     parser.add_argument("--build-ms", type=float, default=500.0)
+    parser.add_argument("--import-ms", type=float, default=3000.0)
     parser.add_argument("--builders-each", type=int, default=4)
-    parser.add_argument("--trials-each", type=int, default=8, help="Candidates for each task of a cell.")
+    parser.add_argument("--trials-each", type=int, default=16, help="Candidates for each cell.")
+    parser.add_argument("--models", type=int, default=40, help="Real cells that are imported before the runs.")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="Processes that import these.")
+    parser.add_argument("--prepared", type=Path, help="A folder of such cells; kept from one call to the next.")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--file-database", action="store_true", help="SQLite, where PostgreSQL is not installed.")
     parser.add_argument("--out", type=Path)
@@ -318,22 +453,12 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(run_once(arguments, arguments.actors[0], arguments.cells[0])))
         return
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("out", "plot", "one")}
-    document: dict[str, Any] = {"machine": machine(), "settings": settings, "ray": ray.__version__, "runs": []}
-    for actors, cells in itertools.product(arguments.actors, arguments.cells):
-        command = [
-            sys.executable, "-m", "benchmarks.bench_cluster", "--one", "--actors", str(actors), "--cells", str(cells),
-            "--measure-ms", str(arguments.measure_ms), "--build-ms", str(arguments.build_ms),
-            "--builders-each", str(arguments.builders_each), "--trials-each", str(arguments.trials_each),
-            "--seconds", str(arguments.seconds), *(["--file-database"] if arguments.file_database else []),
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{actors} actors, {cells} cells: {done.stderr.strip()[-2000:]}")
-        document["runs"].append(json.loads(done.stdout.strip().splitlines()[-1]))
-        print(json.dumps(document["runs"][-1]), flush=True)
-        if arguments.out:
-            arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory() if arguments.prepared is None else nullcontext(arguments.prepared) as folder:
+        prepared = Path(folder)
+        prepared.mkdir(exist_ok=True)
+        if not any(prepared.iterdir()):
+            prepare(prepared, arguments.models, arguments.processes)
+        document = run_all(arguments, prepared)
     if arguments.plot:
         plot(document, arguments.plot)
 

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from relaxtune.pipeline.errors import MeasuringBrokenError
+from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tuning.measure.backend import Capabilities, Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
@@ -159,14 +160,21 @@ class ActorMeasurer:
             The actor raised: its child cannot be started, or a defect of ours. The device is left alone.
         """
         exceptions = self._ray.exceptions
-        asked = call()
-        while not self._ray.wait([asked], timeout=_POLL_S)[0]:
-            if self._left.is_set() or self._stop.asked:
-                return _STOPPED
+        # A future waits without asking Ray again and again: with a hundred threads that would be most of their work.
+        answer = call().future()
         try:
-            answer = self._ray.get(asked)
-        except exceptions.RayTaskError:
-            raise
+            while True:
+                try:
+                    return answer.result(timeout=_POLL_S)
+                except TimeoutError:
+                    if answer.done():
+                        raise
+                    if self._left.is_set() or self._stop.asked:
+                        return _STOPPED
+        except exceptions.RayTaskError as e:
+            if not isinstance(e.cause, (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError)):
+                raise
+            return Outcome(Unmeasured.LOST, error=f"Ray: {last_line(str(e))}")
         except exceptions.RayActorError as e:
             with self._lock:
                 if self._there:
@@ -176,7 +184,6 @@ class ActorMeasurer:
             return Outcome(Unmeasured.LOST, error=f"{self.name} on {self.host} was lost: {type(e).__name__}")
         except exceptions.RayError as e:
             return Outcome(Unmeasured.LOST, error=f"Ray: {type(e).__name__}: {e}")
-        return answer
 
 
 class RayBackend(SideBySide):

@@ -13,6 +13,7 @@ from typing import Any
 
 import tvm
 
+from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt, Unmeasured
 from relaxtune.pipeline.tuning.measure.recipe import Buildable
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 # Ray builds again, elsewhere, what was lost with a node or a worker; it does so too when the bytes are lost later.
 _RETRIES = 3
+# What found no room in an object store is built again so often, after so long each time.
+_FULL_MAX = 60
+_FULL_WAIT_S = 5.0
 _POLL_S = 0.1
 _CAPACITY_EVERY_S = 5.0
 _STOPPED = Built(Unmeasured.STOPPED, error="the run was stopped")
@@ -32,11 +36,15 @@ _STOPPED = Built(Unmeasured.STOPPED, error="the run was stopped")
 
 @dataclass(eq=False)
 class _Job:
-    """A build on its way: Ray's reference to the answer, and who waits for it."""
+    """A build on its way: what `build` is given, Ray's references to the answer and the code, and who waits for it."""
 
-    answer: Any
-    code: Any
+    what: bytes
+    target: bytes
     on_built: OnBuilt
+    answer: Any = None
+    code: Any = None
+    full: int = 0
+    again_at: float | None = None
 
 
 class RayBuilder(Builder):
@@ -68,6 +76,7 @@ class RayBuilder(Builder):
         self._task = ray.remote(num_cpus=1, num_returns=2, max_retries=_RETRIES)(build)
         self._lock = threading.Lock()
         self._jobs: set[_Job] = set()
+        self._targets: dict[int, tuple[tvm.target.Target, bytes]] = {}
         self._closed = threading.Event()
         self._capacity, self._asked = 1, 0.0
         self._watcher = threading.Thread(target=self._watch, name="relaxtune-build", daemon=True)
@@ -91,12 +100,11 @@ class RayBuilder(Builder):
         if self._closed.is_set() or self._stop.due:
             on_built(_STOPPED)
             return
-        answer, code = self._task.remote(pickle.dumps(what), pickle.dumps(target), self._limits)
-        job = _Job(answer, code, on_built)
+        job = _Job(pickle.dumps(what), self._pickled(target), on_built)
         with self._lock:
             self._jobs.add(job)
         self.clock.enter()
-        answer.future().add_done_callback(lambda future: self._finish(job, _built(future)))
+        self._start(job)
 
     def discard(self, artifact: BuiltArtifact) -> None:
         """Let Ray forget an artifact's bytes."""
@@ -107,6 +115,24 @@ class RayBuilder(Builder):
         self._closed.set()
         self._watcher.join()
         self._give_up()
+
+    def _start(self, job: _Job) -> None:
+        job.again_at = None
+        job.answer, job.code = self._task.remote(job.what, job.target, self._limits)
+        job.answer.future().add_done_callback(lambda future: self._answered(job, future))
+
+    def _answered(self, job: _Job, future: Future[Built]) -> None:
+        """Take an answer; what an object store had no room for is built again when there may be some."""
+        exceptions = self._ray.exceptions
+        full = (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError)
+        error = future.exception()
+        if isinstance(getattr(error, "cause", error), full) and job.full < _FULL_MAX:
+            if not job.full:
+                logger.warning("an object store of the cluster is full; a build waits: %s", last_line(str(error)))
+            job.full += 1
+            job.again_at = time.monotonic() + _FULL_WAIT_S
+            return
+        self._finish(job, _built(future))
 
     def _finish(self, job: _Job, built: Built) -> None:
         with self._lock:
@@ -122,6 +148,17 @@ class RayBuilder(Builder):
         while not self._closed.wait(_POLL_S):
             if self._stop.due:
                 self._give_up()
+            with self._lock:
+                due = [one for one in self._jobs if one.again_at is not None and one.again_at <= time.monotonic()]
+            for job in due:
+                self._start(job)
+
+    def _pickled(self, target: tvm.target.Target) -> bytes:
+        """Return a target's bytes; all candidates of a run have one of two."""
+        found = self._targets.get(id(target))
+        if found is None or found[0] is not target:
+            found = self._targets[id(target)] = (target, pickle.dumps(target))
+        return found[1]
 
     def _give_up(self) -> None:
         with self._lock:
@@ -136,5 +173,4 @@ def _built(future: Future[Built]) -> Built:
     error = future.exception()
     if error is None:
         return future.result()
-    lines = str(error).strip().splitlines()
-    return Built(Unmeasured.LOST, error=f"Ray: {type(error).__name__}: {lines[-1] if lines else ''}")
+    return Built(Unmeasured.LOST, error=f"Ray: {type(error).__name__}: {last_line(str(error))}")

@@ -17,14 +17,14 @@ _STORE = {"object_store_memory": 80 * 2**20}
 
 
 @contextmanager
-def small_cluster(*, builders: int = 1, store_bytes: int | None = None) -> Iterator[Cluster]:
-    """Give a head without a CPU, a node that measures, and nodes of one core that build."""
-    store = {"object_store_memory": store_bytes} if store_bytes else _STORE
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **store})
+def small_cluster(*, builders: int = 1, system: dict[str, object] | None = None) -> Iterator[Cluster]:
+    """Give a head without a CPU, a node that measures, and nodes of one core that build; `system` configures Ray."""
+    head = {"num_cpus": 0, "include_dashboard": False, **_STORE, **({"_system_config": system} if system else {})}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         add_measuring_node(cluster)
         for _ in range(builders):
-            cluster.add_node(num_cpus=1, **store)
+            cluster.add_node(num_cpus=1, **_STORE)
         yield cluster
     finally:
         cluster.shutdown()

@@ -1,0 +1,282 @@
+"""Breaks a real Ray cluster while it carries a plan out, and checks that the plan ends as it does without.
+
+    python -m tests.guardrails.cluster_faults [--faults node actor builder postgres store driver] [--kills 20]
+        [--out FILE]
+
+Each fault has a cluster of its own (a head without a CPU, a node that measures, one that builds), a PostgreSQL that
+survives its end, and the same plan of two cells. It comes once some candidates are recorded:
+
+- node: the node that builds, or the one that measures while another joins, is killed
+- actor, builder: the Ray workers that measure, or that build, are killed
+- postgres: the server is stopped for seconds and started again, twice: while tasks are tuned, while cells are finished
+- store: the object stores of all nodes are full for seconds, and no disk takes what they spill
+- driver: it is killed with -9 again and again, each time at another moment, and `batch resume` goes on
+
+Afterwards the same cells must be accepted as without a fault. No record may be lost that was there before a fault, none
+may be there twice, and none may say that a candidate failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import onnx
+import ray
+from ray.cluster_utils import Cluster
+
+from relaxtune.pipeline.environment import detect_environment
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.tuning_db.batches import get_batch, list_cells
+from relaxtune.tuning_db.cell_states import CellState
+from relaxtune.tuning_db.records import Route, Status
+from relaxtune.tuning_db.store import SqlDatabase
+from tests.pipeline.batch.test_driver import dense
+from tests.pipeline.tuning.ray.clusters import add_measuring_node, kill_workers, measures, small_cluster
+from tests.tuning_db.postgres_server import Server, restartable_server
+
+CANDIDATES = 40
+BEGUN = 4
+AWAY_S = 4.0
+ENDS_WITHIN_S = 600.0
+_MAIN = "from relaxtune.pipeline.cli.app import main; main()"
+# What is larger than this goes through the object stores; nothing may be spilled to a disk.
+_SMALL_STORE = {"max_direct_call_object_size": 4096, "local_fs_capacity_threshold": 0.0001}
+_PIECE = 4 << 20
+
+
+@dataclass
+class Run:
+    """One plan on a broken cluster.
+
+    Attributes
+    ----------
+    seen
+        Records that were there before a fault, by id.
+    """
+
+    fault: str
+    folder: Path
+    server: Server
+    cluster: Cluster
+    kills: int
+    seen: dict[int, str] = field(default_factory=dict)
+    done: int = 0
+
+    @property
+    def plan(self) -> Path:
+        return self.folder / "plan.toml"
+
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        """Start a driver in a session of its own; its output goes to a file."""
+        command = [sys.executable, "-c", _MAIN, "batch", *words, str(self.plan), "--cluster", self.cluster.address]
+        with (self.folder / "log.txt").open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def look(self) -> int:
+        """Note the records that are there now; return how many candidates they are of."""
+        with SqlDatabase.open(self.server.url) as database:
+            records = database.list_records()
+        self.seen |= {int(one.id or 0): one.decision for one in records}
+        return len({(one.workload_hash, one.decision) for one in records if one.route is not Route.FALLBACK})
+
+    def wait_for(self, ready: Callable[[], bool], driver: subprocess.Popen[bytes]) -> bool:
+        """Wait until something is so; False when the driver ended first."""
+        end = time.monotonic() + ENDS_WITHIN_S
+        while time.monotonic() < end and driver.poll() is None:
+            if ready():
+                return True
+            time.sleep(0.2)
+        return False
+
+    def any_cell(self, *states: CellState) -> bool:
+        """Return whether some cell is in one of these states."""
+        with SqlDatabase.open(self.server.url) as database:
+            cells = list_cells(database, get_batch(database, "faults").id)
+        return any(one.state in states for one in cells)
+
+
+def break_node(run: Run, driver: subprocess.Popen[bytes]) -> None:
+    """Kill the node that builds once another one is there, then the one that measures."""
+    run.cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+    add_measuring_node(run.cluster)
+    for measuring in (False, True):
+        node = next(one for one in run.cluster.worker_nodes if measures(one) == measuring)
+        run.cluster.remove_node(node, allow_graceful=False)
+        run.done += 1
+
+
+def break_workers(name: str) -> Callable[[Run, subprocess.Popen[bytes]], None]:
+    """Return what kills the Ray workers that do something."""
+
+    def kill(run: Run, driver: subprocess.Popen[bytes]) -> None:
+        kill_workers(run.cluster, name)
+        run.done += 1
+
+    return kill
+
+
+def break_postgres(run: Run, driver: subprocess.Popen[bytes]) -> None:
+    """Stop the server for seconds: while tasks are tuned, and while a cell is finished."""
+    finishing = (CellState.COMPILING, CellState.VALIDATING)
+    for ready in (lambda: True, lambda: run.any_cell(*finishing)):
+        if not run.wait_for(ready, driver):
+            return
+        run.look()
+        run.server.stop()
+        time.sleep(AWAY_S)
+        run.server.start()
+        run.done += 1
+
+
+class Filler:
+    """Fills the object store of its node with what cannot be spilled, as it is in use."""
+
+    def fill(self, pieces: int) -> int:
+        """Put pieces until no more fit; return how many there are."""
+        import numpy as np
+
+        self.held = []
+        for number in range(pieces):
+            try:
+                one = ray.put(np.full(_PIECE, number, np.uint8))
+                self.held.append((one, ray.get(one)))
+            except ray.exceptions.RayError:
+                break
+        return len(self.held)
+
+
+def break_store(run: Run, driver: subprocess.Popen[bytes]) -> None:
+    """Fill all object stores for seconds."""
+    ray.init(address=run.cluster.address, namespace="filler", log_to_driver=False, logging_level="ERROR")
+    try:
+        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        nodes = [one["NodeID"] for one in ray.nodes() if one["Alive"]]
+        filler = ray.remote(num_cpus=0)(Filler)
+        fillers = [filler.options(scheduling_strategy=strategy(node, soft=False)).remote() for node in nodes]
+        run.done = min(ray.get([one.fill.remote(64) for one in fillers]))
+        time.sleep(2 * AWAY_S)
+        for one in fillers:
+            ray.kill(one)
+    finally:
+        ray.shutdown()
+
+
+def break_driver(run: Run, driver: subprocess.Popen[bytes]) -> None:
+    """Kill the driver again and again."""
+    moments = random.Random(0)
+    while run.done < run.kills:
+        if driver.poll() is None:
+            # Its session: processes that it started die with it, as with its node.
+            os.killpg(driver.pid, signal.SIGKILL)
+            driver.wait()
+            run.done += 1
+        run.look()
+        driver = run.start("resume")
+        # Some of them come while it starts, others while it measures or finishes.
+        end = time.monotonic() + moments.uniform(2, 20)
+        while time.monotonic() < end and driver.poll() is None:
+            time.sleep(0.1)
+        if driver.poll() == 0:
+            break
+    driver.wait(ENDS_WITHIN_S)
+
+
+FAULTS: dict[str, Callable[[Run, subprocess.Popen[bytes]], None]] = {
+    "none": lambda run, driver: None,
+    "node": break_node,
+    "actor": break_workers("MeasuringActor"),
+    "builder": break_workers("build"),
+    "postgres": break_postgres,
+    "store": break_store,
+    "driver": break_driver,
+}
+
+
+def run_fault(fault: str, kills: int) -> dict[str, object]:
+    """Carry the plan out with a fault, and tell what came of it."""
+    began = time.monotonic()
+    system = _SMALL_STORE if fault == "store" else None
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        restartable_server(durable=True) as server,
+        small_cluster(system=system) as cluster,
+    ):
+        run = Run(fault, Path(folder), server, cluster, kills)
+        for seed, name in enumerate(("first", "second")):
+            onnx.save(dense(seed=seed), run.folder / f"{name}.onnx")
+        run.plan.write_text(
+            f'name = "faults"\ndatabase = "{server.url}"\nsamples = 1\n[budget]\ncandidates = {CANDIDATES}\n'
+            '[defaults]\ntargets = ["llvm"]\n[[cells]]\nmodels = ["first.onnx"]\nshapes = ["x=16x32"]\n'
+            '[[cells]]\nmodels = ["second.onnx"]\nshapes = ["x=48x32"]\n',
+            encoding="utf-8",
+        )
+        driver = run.start("run")
+        run.wait_for(lambda: run.look() >= BEGUN, driver)
+        FAULTS[fault](run, driver)
+        try:
+            driver.wait(ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(driver.pid, signal.SIGKILL)
+        return {"fault": fault, "seconds": time.monotonic() - began, **outcome(run, driver.returncode)}
+
+
+def outcome(run: Run, code: int | None) -> dict[str, object]:
+    """Return what the database has after a run, and what is wrong with it."""
+    with SqlDatabase.open(run.server.url) as database:
+        records = database.list_records()
+        cells = list_cells(database, get_batch(database, "faults").id)
+    tuned = {(one.workload_hash, one.decision) for one in records if one.route is not Route.FALLBACK}
+    twice = Counter((one.workload_hash, one.route, one.decision, one.latencies_us) for one in records)
+    accepted = sorted(one.spec.name for one in cells if one.state is CellState.DONE)
+    faults = [f"{one.spec.name} is {one.state}: {one.facts.error}" for one in cells if one.state is not CellState.DONE]
+    faults += [f"lost record {one}" for one in run.seen.keys() - {record.id for record in records}]
+    faults += [f"{count} times {key[:3]}" for key, count in twice.items() if count > 1]
+    faults += [f"record {one.id} is {one.status}: {one.error}" for one in records if one.status is not Status.OK]
+    faults += [] if run.fault == "none" or run.done else ["the fault did not come"]
+    faults += [] if code == 0 or run.fault == "driver" else [f"exit code {code}"]
+    told = (run.folder / "log.txt").read_text(errors="replace")
+    return {
+        "times": run.done,
+        "exit_code": code,
+        "accepted": accepted,
+        "records": len(records),
+        "candidates": len(tuned),
+        "attempts": [one.attempts for one in cells],
+        "faults": faults,
+        "log": told[-3000:] if faults else "",
+    }
+
+
+def main() -> None:
+    """Break what is asked for; exit 1 when a plan ended otherwise than without."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", nargs="+", choices=sorted(FAULTS), default=list(FAULTS))
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    found: list[dict[str, object]] = []
+    for fault in asked.faults:
+        found.append(run_fault(fault, asked.kills))
+        print(json.dumps(found[-1]), flush=True)
+        if asked.out is not None:
+            document = {"machine": detect_environment(resolve_target("llvm")).device_name, "ray": ray.__version__}
+            document["cores"] = str(len(os.sched_getaffinity(0)))
+            asked.out.write_text(json.dumps({**document, "runs": found}, indent=1) + "\n", encoding="utf-8")
+    same = {tuple(one["accepted"]) for one in found}  # type: ignore[arg-type]
+    sys.exit(1 if len(same) > 1 or any(one["faults"] for one in found) else 0)
+
+
+if __name__ == "__main__":
+    main()
