@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from relaxtune.models import ModelError, parse_shape_override
 from relaxtune.models.buckets import parse_bucket
 from relaxtune.models.dims import Dim
 from relaxtune.models.errors import ModelShapeError
+from relaxtune.models.files import read_proto
+from relaxtune.models.hashing import content_sha256
 from relaxtune.models.zoo import get_preset
 from relaxtune.pipeline.batch.plan import (
     OWN_PRECISION,
@@ -73,6 +77,24 @@ class Cell:
             seed=self.seed,
             buckets=dict(map(parse_bucket, self.buckets)),
         )
+
+
+def source_key(source: str) -> str:
+    """Return what tells models apart before import: the sha256 of a file with its weights, the name of a zoo model."""
+    path = Path(source)
+    if not path.is_file():
+        return source
+    status = path.stat()
+    return _content_key(path, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=4096)
+def _content_key(path: Path, _changed_ns: int, _size: int) -> str:
+    try:
+        return content_sha256(read_proto(path), path.parent)
+    except (ModelError, OSError):
+        # The import will say what is wrong with it.
+        return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def list_cells(plan: Plan) -> tuple[Cell, ...]:

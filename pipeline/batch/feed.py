@@ -21,6 +21,7 @@ from pathlib import Path
 
 from relaxtune.pipeline.batch.board import Board
 from relaxtune.pipeline.batch.cells import Cell
+from relaxtune.pipeline.batch.early import EarlyCells
 from relaxtune.pipeline.batch.finishing import FinishedCell, FinishRequest, finish_cell, told
 from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, prepare_cell
 from relaxtune.pipeline.batch.worker import AheadWork, FinishWork, PrepareWork
@@ -75,6 +76,9 @@ class CellFeed:
         self._settled: set[str] = set()
         self._seen: set[str] = set()
         self._hashes: dict[str, frozenset[str]] = {}
+        self._limited = EarlyCells()
+        # Cells that are finished before their tasks are settled, which are tuned on meanwhile.
+        self._early: dict[str, tuple[Cell, set[str]]] = {}
 
     @property
     def arriving(self) -> bool:
@@ -85,7 +89,8 @@ class CellFeed:
         """Return the tasks of cells that were imported, and let others go on."""
         if self._board.stop.asked:
             return ()
-        dropped = self._drop_cancelled()
+        self._settle_early()
+        dropped = self._drop_over()
         arrivals = [Arrival(dropped=dropped)] if dropped else []
         if self._workers is not None:
             return [*arrivals, *self._take_imported(self._workers)]
@@ -105,6 +110,10 @@ class CellFeed:
             if not open_ones:
                 del self._tuning[name]
                 self._settle(cell)
+
+    def improved(self, workload_hash: str, best_us: float) -> None:
+        """Note how fast a task is, for cells that are finished as soon as they are fast enough."""
+        self._limited.improved(workload_hash, best_us)
 
     def wait(self, seconds: float) -> None:
         """Wait for the next import."""
@@ -179,6 +188,9 @@ class CellFeed:
             part = len(hashes - self._seen) / max(1, len(hashes))
             self._seen |= hashes
             self._hashes[cell.name] = hashes
+            if cell.limits.max_latency_ms is not None:
+                weights = {task.workload_hash: task.weight for task in found.tasks}
+                self._limited.add(cell.name, cell.limits.max_latency_ms, weights)
             # The run tells again of those that it has.
             self._settled -= hashes
             if hashes:
@@ -193,13 +205,22 @@ class CellFeed:
         # What a cell that failed would have had of a budget goes to the others.
         return Arrival(trials=self._trials_of(cell, 0.0))
 
-    def _drop_cancelled(self) -> frozenset[str]:
-        """Leave cells that were cancelled; return the tasks that only they had."""
-        gone = [name for name, (cell, _) in self._tuning.items() if self._board.state(cell).over]
+    def _settle_early(self) -> None:
+        """Let cells that are fast enough go on to be finished, while their tasks are tuned on."""
+        for name in self._limited.take_promising(self._tuning):
+            self._early[name] = self._tuning.pop(name)
+            self._settle(self._early[name][0])
+
+    def _drop_over(self) -> frozenset[str]:
+        """Leave cells that were cancelled or accepted early; return the tasks that only they had."""
+        wanting = {**self._tuning, **self._early}
+        gone = [name for name, (cell, _) in wanting.items() if self._board.state(cell).over]
         for name in gone:
-            del self._tuning[name]
+            self._tuning.pop(name, None)
+            self._early.pop(name, None)
         dropped = frozenset().union(*(self._hashes.pop(name) for name in gone)) if gone else frozenset[str]()
-        wanted = frozenset().union(*(self._hashes[name] for name in self._tuning)) if gone else frozenset[str]()
+        left = wanting.keys() - set(gone)
+        wanted = frozenset().union(*(self._hashes[name] for name in left)) if gone else frozenset[str]()
         return dropped - wanted
 
     def _settle(self, cell: Cell) -> None:
@@ -217,7 +238,26 @@ class CellFeed:
         if found.state is CellState.CANCELLED:
             self._board.heard(cell, found.state, found.facts)
             return
+        if found.state is CellState.REJECTED and found.facts.validated and self._tune_on(cell, found.facts):
+            return
         self._board.move(cell, found.state, found.facts)
+
+    def _tune_on(self, cell: Cell, facts: CellFacts) -> bool:
+        """Let a cell that was finished too early be tuned on, or finished again; False where that changes nothing."""
+        if cell.name not in self._early or self._board.stop.asked:
+            return False
+        _, open_ones = self._early.pop(cell.name)
+        open_ones -= self._settled
+        if not open_ones and not self._limited.faster(cell.name):
+            return False
+        self._limited.missed(cell.name, facts.shipped_ms)
+        self._board.move(cell, CellState.QUEUED, CellFacts(error=facts.error))
+        if self._begin(cell) and self._board.move(cell, CellState.TUNING):
+            if open_ones:
+                self._tuning[cell.name] = (cell, open_ones)
+            else:
+                self._settle(cell)
+        return True
 
 
 def _seen(found: FinishedCell) -> FinishedCell:

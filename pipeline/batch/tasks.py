@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from relaxtune.models.errors import ModelError
-from relaxtune.pipeline.batch.cells import Cell
+from relaxtune.pipeline.batch.cells import Cell, source_key
 from relaxtune.pipeline.batch.plan import Plan
-from relaxtune.pipeline.batch.sources import source_key
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.jobs import require_device

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import relaxtune
 from relaxtune.pipeline.artifact.directory import load_manifest
-from relaxtune.pipeline.batch.cells import Cell
+from relaxtune.pipeline.batch.cells import Cell, source_key
 from relaxtune.pipeline.batch.plan import Plan
-from relaxtune.pipeline.batch.sources import source_key
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.job_outcomes import artifact_of

@@ -49,5 +49,8 @@ class TaskFeed(Protocol):
     def settled(self, workload_hashes: Sequence[str]) -> None:
         """Hear of tasks that are done: nothing more of them will be measured."""
 
+    def improved(self, workload_hash: str, best_us: float) -> None:
+        """Hear of the best latency known of a task, its fallback's included."""
+
     def wait(self, seconds: float) -> None:
         """Wait so long at most for the next arrival."""

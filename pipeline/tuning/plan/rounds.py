@@ -408,6 +408,8 @@ class Rounds:
         state = tag.state
         self._recorder.add(state.task, tag.route, tag.decision, outcome)
         state.take(tag.route, outcome)
+        if self._feed is not None and state.best_us is not None:
+            self._feed.improved(state.task.workload_hash, state.best_us)
         state.seconds += outcome.duration_s
         latency_us = median_latency_us(outcome)
         dropped = [] if artifact is None else [artifact]

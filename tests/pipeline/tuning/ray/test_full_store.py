@@ -97,12 +97,11 @@ def test_a_stopped_run_waits_for_no_room(llvm_target: ResolvedTarget) -> None:
 
 
 def test_a_measurement_that_found_no_room_is_lost_and_its_device_stays() -> None:
-    store = ArtifactStore()
-    actor = SimpleNamespace(measure=SimpleNamespace(remote=lambda *_: Answer(wrapped)))
-    wrapped = ray.exceptions.RayTaskError("measure", "trace", FULL).as_instanceof_cause()
-    measurer = ActorMeasurer(ray, actor, "device", store, StopSignal())
-    spec = spec_of(add_one_mod())
-    assert measurer.measure(BuiltArtifact(b"code", "0" * 64), spec).status is Unmeasured.LOST
-    wrapped = ray.exceptions.RayTaskError("measure", "trace", OSError("no child")).as_instanceof_cause()
+    errors = [ray.exceptions.RayTaskError("measure", "trace", cause) for cause in (FULL, OSError("no child"))]
+    answers = [Answer(error.as_instanceof_cause()) for error in errors]
+    actor = SimpleNamespace(measure=SimpleNamespace(remote=lambda *_: answers.pop(0)))
+    measurer = ActorMeasurer(ray, actor, "device", ArtifactStore(), StopSignal())
+    candidate = (BuiltArtifact(b"code", "0" * 64), spec_of(add_one_mod()))
+    assert measurer.measure(*candidate).status is Unmeasured.LOST
     with pytest.raises(ray.exceptions.RayTaskError):
-        measurer.measure(BuiltArtifact(b"code", "0" * 64), spec)
+        measurer.measure(*candidate)
