@@ -49,13 +49,14 @@ from typing import Any
 import ray
 
 from benchmarks.count_batch_tasks import plan_text
+from benchmarks.gpu_arms.results import machine
 from relaxtune.pipeline.batch import driver
 from relaxtune.pipeline.batch.cells import Cell, list_cells
 from relaxtune.pipeline.batch.executors import Executors
 from relaxtune.pipeline.batch.finishing import FinishedCell, FinishRequest
 from relaxtune.pipeline.batch.plan import parse_plan
 from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, prepare_cell
-from relaxtune.pipeline.batch.worker import PrepareWork, Work
+from relaxtune.pipeline.batch.worker import AheadWork, PrepareWork, Work
 from relaxtune.pipeline.batch.workers import CellWorkers
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.tasks.task import TuningTask
@@ -197,6 +198,10 @@ class WaitingWorkers(CellWorkers):
 
     def submit(self, work: Work) -> Future[object]:
         """Wait for an import, or finish a cell in another process."""
+        if isinstance(work, AheadWork):
+            done = Future[object]()
+            done.set_result(None)
+            return done
         if not isinstance(work, PrepareWork):
             return self._finisher.submit(finish, work.request)
         number, answer = self._numbers[work.cell.name], Future[object]()
@@ -323,7 +328,7 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
     spent: list[float] = []
 
     @contextmanager
-    def machine(stop: StopSignal) -> Iterator[Machine]:
+    def opened(stop: StopSignal) -> Iterator[Machine]:
         measurers = [WaitingMeasurer(ray, one, f"waits {at}", store, stop) for at, one in enumerate(handles)]
         backend = SideBySide(measurers, Capabilities("cuda", "waits", compares=False, undisturbed=True), depth=2)
         builder = WaitingRayBuilder(ray, store, BuilderLimits(), stop)
@@ -351,7 +356,7 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
         )
         numbers = {cell.name: number for number, cell in enumerate(list_cells(plan))}
         workers = WaitingWorkers(actors, builders, paths, numbers)
-        driver.open_executors = lambda *_: WaitingExecutors(machine, workers)  # type: ignore[assignment]
+        driver.open_executors = lambda *_, **__: WaitingExecutors(opened, workers)  # type: ignore[assignment]
         result = driver.run_batch(plan)
         with SqlDatabase.open(url) as database:
             records = database.count_records()
@@ -409,11 +414,9 @@ def run_all(arguments: argparse.Namespace, prepared: Path) -> dict[str, Any]:
     settings = {name: getattr(arguments, name) for name in passed}
     document: dict[str, Any] = {
         "settings": {**settings, "models": len(list(prepared.iterdir()))},
-        "machine": {
-            "cores": len(os.sched_getaffinity(0)),
-            "cpu": detect_environment(resolve_target("llvm")).device_name,
-        },
-        "versions": {"python": sys.version.split()[0], "ray": ray.__version__},
+        "machine": machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "ray": ray.__version__,
         "runs": [],
     }
     for actors, cells in itertools.product(arguments.actors, arguments.cells):

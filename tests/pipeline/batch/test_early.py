@@ -15,7 +15,7 @@ from relaxtune.pipeline.batch.feed import CellFeed
 from relaxtune.pipeline.batch.finishing import FinishedCell
 from relaxtune.pipeline.batch.plan import parse_plan
 from relaxtune.pipeline.batch.tasks import CellTasks
-from relaxtune.pipeline.batch.worker import PrepareWork, Work
+from relaxtune.pipeline.batch.worker import FinishWork, PrepareWork, Work
 from relaxtune.pipeline.batch.workers import CellWorkers
 from relaxtune.tuning_db.cell_states import NO_FACTS, CellFacts, CellState
 from tests.pipeline.tuning.tuning_cases import Place, matmul_task
@@ -62,7 +62,7 @@ class Workers(CellWorkers):
         future: Future[object] = Future()
         if isinstance(work, PrepareWork):
             future.set_result(self.found[work.cell.name])
-        else:
+        elif isinstance(work, FinishWork):
             self.finishing.append(future)
         return future
 
@@ -85,7 +85,7 @@ def cells(place: Place) -> dict[str, CellTasks]:
 def feed_of(cells: dict[str, CellTasks]) -> tuple[CellFeed, Board, Workers]:
     board, workers = Board(), Workers(cells)
     given = [one.cell for one in cells.values()]
-    feed = CellFeed(given, board, None, workers, lambda cell: cell, lambda cell, part: 8)  # type: ignore[arg-type]
+    feed = CellFeed(given, board, None, workers, lambda cell: SimpleNamespace(samples=1), lambda cell, part: 8)  # type: ignore[arg-type]
     assert sum(arrival.trials or 0 for arrival in feed.take(idle=False)) == 16
     return feed, board, workers
 
