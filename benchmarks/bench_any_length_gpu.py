@@ -1,19 +1,24 @@
 """One symbolic artifact at many sizes on a GPU, beside static artifacts, torch.compile(dynamic=True) and ONNX Runtime.
 
     python -m benchmarks.bench_any_length_gpu [--model bert-base] [--batches 1,8,32] [--lengths 1,7,16,...]
-        [--static 16,64,128,333,512] [--arms static,torch,ort] [--runs 30] [--budget S] [--out FILE.json]
+        [--static 1x128,8x512,...] [--arms static,torch,torch_graphs,ort] [--runs 30] [--budget S] [--out FILE.json]
 
 Precision is fp16; nothing is tuned: all kernels are what is taken without a record. Each call's output is first
-compared with the float32 module in torch (relative error, Frobenius). Then the arms take turns; a time is what a caller
-waits for, by the host clock, with inputs on the device. Sizes come a few times before they are timed, so that ours runs
-as a CUDA graph, and ONNX Runtime and torch have compiled and allocated. `--static` names the lengths with a static
-artifact. Needs torch; for `ort` onnxruntime-gpu.
+compared with the float32 model (relative error, Frobenius): in torch where the benchmark has a module of it, else in
+ONNX Runtime on the CPU. Then the arms take turns; a time is what a caller waits for, by the host clock, with inputs on
+the device. Sizes come a few times before they are timed, so that ours runs as a CUDA graph, and the peers have compiled
+and allocated. `torch` is `torch.compile(dynamic=True)`, `torch_graphs` the same with its CUDA graphs
+(`mode="reduce-overhead"`). Lengths are of the prompt, or of the cache of a decode step; images have none. `--static`
+names the points with a static artifact. Artifacts are compiled beside each other, one thread each; `cpu_s` of a
+compilation is its processor time. Needs torch; for `ort` onnxruntime-gpu.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -26,16 +31,28 @@ from typing import Any
 import numpy as np
 
 LENGTHS = (1, 7, 16, 50, 64, 100, 128, 200, 256, 333, 384, 512)
-STATIC = (16, 64, 128, 333, 512)
+STATIC = tuple((batch, length) for batch in (1, 8, 32) for length in (16, 128, 512))
 _SYMBOLIC = "symbolic"
 _ERROR_MAX = 2e-2
 _WARM = 3
 Arm = Callable[[], Any]
 
 
-def compile_artifact(model: str, sizes: Mapping[str, int | str], directory: str) -> tuple[float, int]:
-    """Compile the model for static sizes, or symbolic ones (names); return seconds and fallback kernels."""
+Point = tuple[int, ...]
+
+
+def axes_of(model: str) -> tuple[str, ...]:
+    """Return the free axes of a zoo model: the batch, and a length where it has one."""
+    from relaxtune.models.zoo.presets import get_preset
+
+    names = {axis for spec in get_preset(model).inputs for axis in spec.shape if isinstance(axis, str)}
+    return tuple(name for name in ("batch", "sequence", "past_sequence") if name in names)
+
+
+def compile_artifact(model: str, sizes: Mapping[str, int], directory: str) -> dict[str, float]:
+    """Compile the model, its axes symbolic but for the given sizes; return what it took and made."""
     from relaxtune.models.axis_profile import AxisProfile
+    from relaxtune.models.dims import evaluate_dim
     from relaxtune.models.zoo.presets import get_preset
     from relaxtune.pipeline.artifact.compile import compile_module, portable_host
     from relaxtune.pipeline.artifact.export import write_artifact
@@ -43,28 +60,37 @@ def compile_artifact(model: str, sizes: Mapping[str, int | str], directory: str)
     from relaxtune.pipeline.passes.module import LoweringOptions
     from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 
-    began = time.monotonic()
-    shapes = {spec.name: tuple(sizes.get(str(axis), axis) for axis in spec.shape) for spec in get_preset(model).inputs}
-    symbolic = {axis for axis, size in sizes.items() if isinstance(size, str)}
-    most = {"batch": AxisProfile(1, 8, 32), "sequence": AxisProfile(1, 128, 512)}
+    began, cpu = time.monotonic(), time.process_time()
+    profile = {"batch": AxisProfile(1, 8, 32), "sequence": AxisProfile(1, 128, 512)}
+    profile |= {"past_sequence": AxisProfile(1, 512, 2048)}
     request = ModelRequest(
-        model,
-        shapes,
+        f"{model}:fp16",
+        {spec.name: tuple(evaluate_dim(axis, sizes) for axis in spec.shape) for spec in get_preset(model).inputs},
         "cuda:sm_90a",
-        LoweringOptions(precision="fp16"),
-        profile={axis: most[axis] for axis in symbolic},
+        LoweringOptions(),
+        profile={axis: profile[axis] for axis in axes_of(model) if axis not in sizes},
     )
     prepared = prepare_model(request)
     target = portable_host(prepared.target)
     choices = select_kernels(
         prepared.lowered, prepared.tasks, database=None, target=target, environment=prepared.environment
     )
-    write_artifact(compile_module(prepared.lowered, choices, target), Path(directory))
-    return time.monotonic() - began, sum(choice.scheduled is None for choice in choices)
+    compiled = compile_module(prepared.lowered, choices, target)
+    took = {"seconds": time.monotonic() - began, "cpu_s": time.process_time() - cpu}
+    write_artifact(compiled, Path(directory))
+    calls = prepared.lowered.kernels
+    return {
+        **took,
+        "codegen_s": compiled.seconds["codegen"],
+        "default_schedules": sum(choice.scheduled is None for choice in choices),
+        "functions": len(choices),
+        "launches": sum(compiled.launches.get(name, 1) * len(where) for name, where in calls.items()),
+        "library_bytes": sum(path.stat().st_size for path in Path(directory).rglob("*.so")),
+    }
 
 
 class Peers:
-    """The float32 reference, torch's arm and ONNX Runtime's."""
+    """The float32 reference, torch's arms and ONNX Runtime's."""
 
     def __init__(self, model: str, arms: Sequence[str]) -> None:
         """Build the modules and sessions that are asked for."""
@@ -77,49 +103,69 @@ class Peers:
 
         self.notes: dict[str, str] = {}
         torch.set_grad_enabled(False)
+        torch._dynamo.config.recompile_limit = 64
         shapes = {spec.name: spec.shape for spec in get_preset(model).inputs}
-        self.model = load_model(model, shapes=shapes)
-        weights, case = weights_of(self.model.proto), Case(model, 1, 16)
+        self.model = load_model(f"{model}:fp16", shapes=shapes)
+        single = load_model(model, shapes=shapes)
+        weights, case = weights_of(single.proto), Case(model, 1, 16)
 
         def built(dtype: Any) -> Any:
             return torch_models.build(case, weights, {}, device="cuda", dtype=dtype, masked=True)
 
-        self._exact = built(torch.float32)
-        self._torch = torch.compile(built(torch.float16), dynamic=True) if "torch" in arms else None
-        self._session = self._ort(load_model(f"{model}:fp16", shapes=shapes)) if "ort" in arms else None
+        self._torch: dict[str, Any] = {}
+        self._exact, self._exact_session = None, None
+        try:
+            # The module of a decode step holds caches of one length.
+            self._exact = None if "decode" in model else built(torch.float32)
+        except ValueError as error:
+            self.notes["torch"] = str(error)
+        if self._exact is None:
+            self._exact_session = self._ort(single, ["CPUExecutionProvider"])
+        else:
+            modes = {"torch": None, "torch_graphs": "reduce-overhead"}
+            for name in modes.keys() & set(arms):
+                self._torch[name] = torch.compile(built(torch.float16), dynamic=True, mode=modes[name])
+        self._session = self._ort(self.model, ["CUDAExecutionProvider"]) if "ort" in arms else None
 
-    def _ort(self, model: Any) -> Any:
+    def _ort(self, model: Any, providers: list[str]) -> Any:
         import onnxruntime
 
-        if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-            self.notes["ort"] = f"onnxruntime {onnxruntime.__version__} has no CUDA provider"
+        if providers[0] not in onnxruntime.get_available_providers():
+            self.notes["ort"] = f"onnxruntime {onnxruntime.__version__} has no {providers[0]}"
             return None
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        session = onnxruntime.InferenceSession(model.serialize(), options, providers=["CUDAExecutionProvider"])
-        return session if "CUDAExecutionProvider" in session.get_providers() else None
+        session = onnxruntime.InferenceSession(model.serialize(), options, providers=providers)
+        return session if providers[0] in session.get_providers() else None
 
     def expected(self, feeds: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Return the outputs in float32."""
         import torch
 
+        if self._exact is None:
+            halves = {name: array.astype(np.float32) for name, array in feeds.items() if array.dtype == np.float16}
+            names = [one.name for one in self._exact_session.get_outputs()]
+            arrays = self._exact_session.run(names, {**feeds, **halves})
+            return {name: torch.from_numpy(array).cuda() for name, array in zip(names, arrays, strict=True)}
         tensors = [torch.from_numpy(feeds[spec.name]).cuda() for spec in self.model.inputs]
-        return {name: tensor.float() for name, tensor in self._exact(*tensors).items()}
+        wide = [tensor.float() if tensor.is_floating_point() else tensor for tensor in tensors]
+        return {name: tensor.float() for name, tensor in self._exact(*wide).items()}
 
-    def torch_arm(self, feeds: Mapping[str, np.ndarray]) -> Arm | None:
-        """Return a call of the compiled module."""
+    def torch_arms(self, feeds: Mapping[str, np.ndarray]) -> dict[str, Arm]:
+        """Return a call of each compiled module."""
         import torch
 
-        if self._torch is None:
-            return None
         tensors = [torch.from_numpy(feeds[spec.name]).cuda() for spec in self.model.inputs]
 
-        def run() -> Any:
-            outputs = self._torch(*tensors)
-            torch.cuda.synchronize()
-            return outputs
+        def arm(module: Any) -> Arm:
+            def run() -> Any:
+                outputs = module(*tensors)
+                torch.cuda.synchronize()
+                return outputs
 
-        return run
+            return run
+
+        return {name: arm(module) for name, module in self._torch.items()}
 
     def ort_arm(self, feeds: Mapping[str, np.ndarray]) -> Arm | None:
         """Return a call with inputs and outputs on the device."""
@@ -145,8 +191,8 @@ class Peers:
         return run
 
 
-def own_arm(module: Any, feeds: Mapping[str, np.ndarray]) -> Arm:
-    """Return a call of an artifact, its inputs on the device."""
+def own_arm(module: Any, feeds: Mapping[str, np.ndarray]) -> tuple[Arm, Arm]:
+    """Return a call of an artifact, its inputs on the device, and one that does not wait for the device."""
     tensors = module.to_device(feeds)
     if module.input_buffers is not None:
         for tensor, buffer in zip(tensors, module.input_buffers, strict=True):
@@ -158,7 +204,18 @@ def own_arm(module: Any, feeds: Mapping[str, np.ndarray]) -> Arm:
         module.synchronise()
         return {spec.name: tensor for spec, tensor in zip(module.outputs, outputs, strict=True)}
 
-    return run
+    return run, lambda: module.run_device(tensors)
+
+
+def host_us(launch: Arm, run: Arm, runs: int) -> float:
+    """Return the median time on the host until a call is on its way."""
+    times = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        launch()
+        times.append((time.perf_counter() - began) * 1e6)
+        run()
+    return statistics.median(times)
 
 
 def error_of(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
@@ -199,71 +256,90 @@ def main() -> None:
     """Compile, check, time, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     numbers = lambda text: tuple(map(int, text.split(",")))  # noqa: E731
+    points = lambda text: tuple(tuple(map(int, point.split("x"))) for point in text.split(",") if point)  # noqa: E731
     parser.add_argument("--model", default="bert-base")
     parser.add_argument("--batches", type=numbers, default=(1, 8, 32))
     parser.add_argument("--lengths", type=numbers, default=LENGTHS)
-    parser.add_argument("--static", type=numbers, default=STATIC)
-    parser.add_argument("--arms", default="static,torch,ort", type=lambda text: text.split(","))
+    parser.add_argument("--static", type=points, default=STATIC)
+    parser.add_argument("--arms", default="static,torch,torch_graphs,ort", type=lambda text: text.split(","))
     parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--jobs", type=int, default=12, help="artifacts that are compiled at a time")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further size is begun")
+    parser.add_argument("--lock", type=Path, help="a file that runs lock which take the GPU one after another")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    began, names = time.monotonic(), {"batch": "batch", "sequence": "sequence"}
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(14, get_context("spawn")) as pool:
-        jobs: dict[Any, Future[tuple[float, int]]] = {}
-        jobs[_SYMBOLIC] = pool.submit(compile_artifact, arguments.model, names, f"{folder}/{_SYMBOLIC}")
-        points = [(batch, length) for batch in arguments.batches for length in arguments.lengths]
-        for batch, length in points if "static" in arguments.arms else ():
-            if length in arguments.static:
-                sizes = {"batch": batch, "sequence": length}
-                place = f"{folder}/{batch}x{length}"
-                jobs[batch, length] = pool.submit(compile_artifact, arguments.model, sizes, place)
-        run_points(arguments, jobs, Path(folder), points, began)
+    began, axes = time.monotonic(), axes_of(arguments.model)
+    lengths = [(length,) for length in arguments.lengths] if len(axes) > 1 else [()]
+    points_of = [(batch, *length) for length in lengths for batch in arguments.batches]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool,
+    ):
+        jobs: dict[Point, Future[dict[str, float]]] = {}
+        for point in [(), *(arguments.static if "static" in arguments.arms else ())]:
+            sizes = dict(zip(axes, point, strict=False))
+            jobs[point] = pool.submit(compile_artifact, arguments.model, sizes, f"{folder}/{text_of(point)}")
+        run_points(arguments, jobs, Path(folder), points_of, began)
+
+
+def text_of(point: Point) -> str:
+    """Return a point as a key of the results."""
+    return "x".join(map(str, point)) or _SYMBOLIC
 
 
 def run_points(
     arguments: argparse.Namespace,
-    jobs: Mapping[Any, Future[tuple[float, int]]],
+    jobs: Mapping[Point, Future[dict[str, float]]],
     folder: Path,
-    points: Sequence[tuple[int, int]],
+    points: Sequence[Point],
     began: float,
 ) -> None:
     """Time every point, and write the results after each."""
+    from benchmarks.gpu_arms.results import machine
     from relaxtune.models.inputs import unpadded_inputs
     from relaxtune.pipeline.artifact.runtime import Module
 
+    axes = axes_of(arguments.model)
+    compiled = {text_of(point): job.result() for point, job in jobs.items()}
+    for name, facts in compiled.items():
+        print(name, ", ".join(f"{key} {value:.6g}" for key, value in facts.items()), flush=True)
+    if arguments.lock:
+        # Held until the process ends.
+        fcntl.flock(os.open(arguments.lock, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
     peers = Peers(arguments.model, arguments.arms)
-    seconds, fallbacks = jobs[_SYMBOLIC].result()
     module = Module.load(folder / _SYMBOLIC)
     document: dict[str, Any] = {
+        **machine(),
         "model": arguments.model,
-        "compile_s": seconds,
-        "fallbacks": fallbacks,
         "notes": peers.notes,
+        "compiled": compiled,
         "points": {},
     }
-    print(f"compiled in {seconds:.0f} s, {fallbacks} default schedules; {peers.notes}", flush=True)
-    for batch, length in points:
+    print(peers.notes, flush=True)
+    for point in points:
         if time.monotonic() - began > arguments.budget:
             print("the budget is spent", flush=True)
             break
-        feeds = unpadded_inputs(peers.model, seed=0, dims={"batch": batch, "sequence": length})
-        arms: dict[str, Arm] = {_SYMBOLIC: own_arm(module, feeds)}
-        if (batch, length) in jobs:
-            document.setdefault("static_compile_s", {})[f"{batch}x{length}"] = jobs[batch, length].result()[0]
-            arms["static"] = own_arm(Module.load(folder / f"{batch}x{length}"), feeds)
-        others = {"torch": peers.torch_arm(feeds), "ort": peers.ort_arm(feeds)}
-        arms |= {name: arm for name, arm in others.items() if arm is not None}
+        feeds = unpadded_inputs(peers.model, seed=0, dims=dict(zip(axes, point, strict=True)))
+        symbolic, launch = own_arm(module, feeds)
+        arms: dict[str, Arm] = {_SYMBOLIC: symbolic}
+        if point in jobs:
+            arms["static"] = own_arm(Module.load(folder / text_of(point)), feeds)[0]
+        arms |= peers.torch_arms(feeds)
+        ort = peers.ort_arm(feeds)
+        arms |= {"ort": ort} if ort is not None else {}
         found = measure(arms, peers.expected(feeds), arguments.runs)
-        document["points"][f"{batch}x{length}"] = found
+        found[_SYMBOLIC]["host_us"] = host_us(launch, symbolic, arguments.runs)
+        document["points"][text_of(point)] = found
         text = ", ".join(
             f"{name} {one['median_us']:.0f}" if "median_us" in one else f"{name} WRONG {one['error']:.3g}"
             for name, one in found.items()
         )
-        print(f"{batch}x{length}: {text} us; error {found[_SYMBOLIC]['error']:.2g}", flush=True)
+        host = found[_SYMBOLIC]["host_us"]
+        print(f"{text_of(point)}: {text} us; host {host:.0f}; error {found[_SYMBOLIC]['error']:.2g}", flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-    for other in ("static", "torch", "ort"):
+    for other in ("static", "torch", "torch_graphs", "ort"):
         pairs = [one for one in document["points"].values() if "median_us" in one.get(other, {})]
         own = [one[_SYMBOLIC].get("median_us", float("nan")) for one in pairs]
         ratios = [mine / one[other]["median_us"] for mine, one in zip(own, pairs, strict=True)]
