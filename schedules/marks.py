@@ -17,6 +17,8 @@ INPUT_PARAMS_ATTR = "relaxtune.input_params"
 OWN_OUTPUTS_ATTR = "relaxtune.own_outputs"
 #: The function is a TIRx kernel (explicit threads, memory and barriers), not a schedule of blocks.
 KERNEL_ATTR = "relaxtune.tirx_kernel"
+#: The function launches one of so many kernels (`schedules.templates.launch_table`).
+KERNELS_ATTR = "relaxtune.kernels"
 #: Names of the C sources of `schedules/libraries` that a module with the function must be linked with.
 SOURCES_ATTR = "relaxtune.library_sources"
 #: On the root block of a schedule: its copies to shared memory are asynchronous where its loops ask for it.

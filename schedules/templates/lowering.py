@@ -10,14 +10,18 @@ dynamic shared memory is reused by the pass that knows it (MergeSharedMemoryAllo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 
 import tvm
 from tvm import tirx
+from tvm.backend.cuda.transforms import LowerIket
 from tvm.ir import IRModule
+from tvm.s_tir.transform import UnifyThreadBinding
 from tvm.tirx.compilation_pipeline import PIPELINE_MAP, register_tir_pipeline
 
 from relaxtune.schedules.marks import ASYNC_COPIES, KERNEL_ATTR
+from relaxtune.schedules.templates.launch_table import is_table, join_table, split_table, with_kernel_names
 
 MIXED_PIPELINE = "relaxtune_mixed"
 _ASYNC_CONFIG = {"tirx.use_async_copy": True, "tirx.disable_storage_rewrite": True}
@@ -58,14 +62,79 @@ def _mixed_pipeline() -> tuple[tvm.transform.Pass, Passes, Passes]:
         kernels = {name: func for name, func in functions.items() if _is_kernel(func)}
         asynchronous = {name: func for name, func in functions.items() if _copies_asynchronously(func)}
         others = {name: func for name, func in functions.items() if name not in kernels and name not in asynchronous}
+        tables = {name: func for name, func in kernels.items() if is_table(func)}
+        kernels = {name: func for name, func in kernels.items() if name not in tables}
         lowered = IRModule({}, attrs=mod.attrs)
-        for kind, passes in ((others, blocks_lower), (asynchronous, lower_asynchronous), (kernels, tirx_lower)):
+        for kind, passes in (
+            (others, blocks_lower),
+            (asynchronous, lower_asynchronous),
+            (kernels, tirx_lower),
+            (tables, _lower_tables),
+        ):
             if kind:
                 lowered.update(passes(IRModule(kind, attrs=mod.attrs)))
         return lowered
 
     each = tvm.transform.module_pass(lower, opt_level=0, name="LowerEachKind")
     return each, finish_host, finish_device
+
+
+def _lower_tables(mod: IRModule) -> IRModule:
+    """Return the functions of several kernels lowered as TVM's "tirx" pipeline does it, but each kernel apart."""
+    split_passes, pack_passes = _kernel_passes()
+    joined = {}
+    for name, func in mod.functions.items():
+        # One function a module: of those of several, passes rename the variables that two of them share.
+        table = split_table(func)
+        (choice,) = split_passes(IRModule({name: table.choice})).functions.values()
+        hosts, names = [], _kernel_names(name.name_hint)
+        for kernel in table.kernels:
+            functions = dict(split_passes(IRModule({name: kernel})).functions.items())
+            host = functions.pop(next(one for one in functions if one.name_hint == name.name_hint))
+            renamed = {one.name_hint: next(names) for one in functions}
+            for one, device in functions.items():
+                new = renamed[one.name_hint]
+                joined[new] = device.with_attr("global_symbol", new)
+            hosts.append(with_kernel_names(host, renamed))
+        joined[name.name_hint] = join_table(choice, hosts)
+    return pack_passes(IRModule(joined, attrs=mod.attrs))
+
+
+def _kernel_names(function: str) -> Iterator[str]:
+    """Yield the names that TVM gives the kernels of a function."""
+    yield f"{function}_kernel"
+    yield from (f"{function}_kernel_{number}" for number in count(1))
+
+
+def _kernel_passes() -> tuple[tvm.transform.Pass, tvm.transform.Pass]:
+    """Return the passes of TVM's "tirx" pipeline, up to the one that splits host and device, and the others.
+
+    `AnnotateEntryFunc` is left out: a kernel that is lowered apart would be taken for a module's only function.
+    """
+    config = tvm.transform.PassContext.current().config
+    passes = [
+        tirx.transform.LowerTIRx(),
+        UnifyThreadBinding(),
+        tirx.transform.StmtSimplify(),
+        tirx.transform.LowerTIRxOpaque(),
+        tirx.transform.FlattenBuffer(),
+        tirx.transform.BF16ComputeLegalize(),
+        tirx.transform.NarrowDataType(32),
+        tirx.transform.VectorizeLoop(not bool(config.get("tir.disable_vectorize", False))),
+        tirx.transform.UnrollLoop(),
+        tirx.transform.StmtSimplify(),
+        *([] if config.get("tir.disable_cse_tir", False) else [tirx.transform.CommonSubexprElim()]),
+        tirx.transform.FP8ComputeLegalize(),
+        tirx.transform.VerifyMemory(),
+        tirx.transform.SplitHostDevice(),
+        LowerIket(),
+    ]
+    pack = [
+        tirx.transform.MakePackedAPI(),
+        tirx.transform.FP8StorageLegalize(),
+        tirx.transform.BF16StorageLegalize(),
+    ]
+    return tvm.transform.Sequential(passes), tvm.transform.Sequential(pack)
 
 
 def _is_kernel(func: tvm.ir.BaseFunc) -> bool:

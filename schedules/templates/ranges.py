@@ -2,12 +2,15 @@
 
 ::
 
-    rows    <= 16           gemv, 64 columns a block         the first range that has the call's number of rows
-            <= 128          gemm_sm90, 64 x 64, split in 3
-            above           gemm_sm90, 128 x 192             planned for the number that the table names
+    rows    <= 16           gemm_sm90, 64 x 64, split in 3   the first range that has the call's number of rows
+            <= 256          gemm_sm90, 64 x 64
+            <= 320          gemm_sm90, 128 x 128             ranges of one decision have one kernel
+            <= 384          gemm_sm90, 64 x 64
+            above           gemm_sm90, 128 x 128             planned for the number that the table names
 
 The table is one PrimFunc. Its host code compares the number of rows and launches one of several device kernels, so that
-the choice costs a few comparisons, and Relax sees one call. Rows are all axes of the output but the last one.
+the choice costs a few comparisons, and Relax sees one call. Ranges are many and kernels few: a kernel takes time to
+compile, a range none. Rows are all axes of the output but the last one.
 """
 
 from __future__ import annotations
@@ -16,28 +19,30 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self
 
-import tvm_ffi
 from tvm import tirx
-from tvm.ir import StringImm
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import OPEN_ROWS, Parameters, Template, TemplateError, template_of
+from relaxtune.schedules.templates.launch_table import launch_first
 from relaxtune.schedules.tir.blocks import shape_of, static_shape, written_params
 
-#: The most rows of each range where nothing was measured; the last one is for all above, too.
-DEFAULT_RANGES = (16, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
-# Candidates of a template that are compared over the calls of a range.
-_LISTED = 8
-# A range has a kernel of its own where the one of the range above takes longer by more than this factor and time.
-# The memory-bound ones are predicted to a few tenths of a microsecond.
-_GOOD_ENOUGH, _GOOD_ENOUGH_US, _GOOD_ENOUGH_MEMORY_US = 1.04, 0.05, 0.2
+#: Numbers of rows that kernels are planned for where nothing was measured.
+PLANNED_ROWS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
+#: The most rows of each range, which takes one of those kernels; the last one is for all above, too.
+DEFAULT_RANGES = (
+    *(16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+    *(2560, 3072, 3584, 4096, 5120, 6144, 8192, 12288, 16384),
+)
+# Candidates of a template that are compared, of each number of rows that kernels are planned for.
+_LISTED = 4
+# Times of two kernels are equal within this: the memory-bound ones are predicted to a few tenths of a microsecond.
+_EQUAL_US, _EQUAL_MEMORY_US = 0.05, 0.2
+# Each kernel takes half a second to compile. It is worth that where the calls of all ranges take that much less.
+_WORTH, _KERNELS_MAX = 0.015, 5
 _INDEX_MAX = 2**31 - 1
-
-#: What must hold, and the text of the error where it does not.
-Check: TypeAlias = "tuple[tirx.Expr, str]"
 
 
 @dataclass(frozen=True)
@@ -102,20 +107,21 @@ class Ranges:
         """Return the table of what the templates propose first for each range, or why there is none."""
         if symbolic_rows(func) is None:
             return Refusal("its output's shape is known (the other templates make such functions)")
-        bounds = DEFAULT_RANGES if rows is None else (rows,)
-        found: list[tuple[int, Template, Parameters]] = []
-        for number, most in reversed(list(enumerate(bounds))):
-            least = bounds[number - 1] + 1 if number else 1
-            calls = tuple(dict.fromkeys((least, (least + most) // 2, most)))
-            first = self._first(func, target, calls)
-            if isinstance(first, Refusal):
-                return first
-            # Loads of many rows of which few exist are slow (H200: 1.1 to 1.4 times as long with 1 to 16 rows).
-            apart = number == 0 and first[1].loads_boxes
-            if not found or apart or not self._is_good_enough(func, target, found[-1][2], calls, first):
-                found.append((most, *first))
-        ranges = [SizeRange(most, own.to_json()) for most, _, own in reversed(found)]
-        return [RangesParameters(tuple(ranges))]
+        planned, bounds = (PLANNED_ROWS, DEFAULT_RANGES) if rows is None else ((rows,), (rows,))
+        found = self._proposed(func, target, planned)
+        if isinstance(found, Refusal):
+            return found
+        maker, proposed = found
+        calls = [(bounds[number - 1] + 1 if number else 1, most) for number, most in enumerate(bounds)]
+        times = _times(maker, func, target, proposed, calls)
+        if not times:
+            return [RangesParameters((SizeRange(bounds[-1], proposed[0].to_json()),))]
+        # Loads of many rows of which few exist are slow (H200: 1.1 to 1.4 times as long with 1 to 16 rows): the kernel
+        # of the first range is planned for few.
+        own = 1 if proposed[0].loads_boxes else 0
+        chosen = [*_cover(times, range(own)), *_cover(times, range(own, len(bounds)))]
+        last = [n for n in range(len(bounds)) if n < own or n + 1 == len(bounds) or chosen[n] != chosen[n + 1]]
+        return [RangesParameters(tuple(SizeRange(bounds[n], chosen[n].to_json()) for n in last))]
 
     def apply(
         self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int | None = None
@@ -136,13 +142,18 @@ class Ranges:
         # Launch attributes are those of the whole PrimFunc.
         if not all(getattr(own, "dependent", False) for _, _, own in chosen):
             chosen = [(most, maker, _independent(own)) for most, maker, own in chosen]
-        kernels = []
-        for most, maker, own in chosen:
+        places, kernels = _shared(chosen), []
+        for place in sorted(set(places)):
+            most, maker, own = chosen[place]
             made = maker.apply(func, target, own, most)
             if isinstance(made, Refusal):
                 return Refusal(f"of up to {most} rows: {made.reason}")
             kernels.append(made)
-        within = [count <= tirx.IntImm("int64", most) for most, _, _ in chosen[:-1]]
+        numbers = [sorted(set(places)).index(place) for place in places]
+        taken: tirx.Expr = tirx.IntImm("int32", numbers[-1])
+        for (most, _, _), number in reversed(list(zip(chosen[:-1], numbers[:-1], strict=True))):
+            taken = tirx.Select(count <= tirx.IntImm("int64", most), tirx.IntImm("int32", number), taken)
+        within = [taken == number for number in range(len(kernels) - 1)]
         most_rows = _most_rows(func)
         why = f"too many rows: a tensor has 2**31 elements or more, this kernel takes {most_rows} rows"
         return launch_first(func, within, kernels, count, [(count <= tirx.IntImm("int64", most_rows), why)])
@@ -157,42 +168,24 @@ class Ranges:
         """Return the parameters of a decision; TemplateError when it is not one of this template's."""
         return RangesParameters.from_json(decision)
 
-    def _first(
-        self, func: tirx.PrimFunc, target: ResolvedTarget, calls: Sequence[int]
-    ) -> tuple[Template, Parameters] | Refusal:
-        """Return the first template to make the function, and what it takes for calls of some numbers of rows."""
+    def _proposed(
+        self, func: tirx.PrimFunc, target: ResolvedTarget, planned: Sequence[int]
+    ) -> tuple[Template, list[Parameters]] | Refusal:
+        """Return the first template to make the function for the most rows, and what it proposes for all numbers."""
         refused = []
         for name, maker in self._makers.items():
-            offered = maker.candidates(func, target, calls[-1])
+            offered = maker.candidates(func, target, planned[-1])
             if isinstance(offered, Refusal):
                 refused.append(f"{name}: {offered.reason}")
                 continue
-            others = maker.candidates(func, target, calls[len(calls) // 2]) if len(calls) > 2 else offered
-            listed = [*offered[:_LISTED], *(() if isinstance(others, Refusal) else others[:_LISTED])]
+            proposed = list(offered[:_LISTED])
+            for least, most in zip((0, *planned), planned, strict=False):
+                for rows in ((least + most) // 2, most):
+                    others = maker.candidates(func, target, rows)
+                    proposed += [] if isinstance(others, Refusal) else others[:_LISTED]
             # Parameters are values: each once, in their order.
-            return maker, _least_longer(maker, func, target, list(dict.fromkeys(listed)), calls)
+            return maker, list(dict.fromkeys(proposed))
         return Refusal("; ".join(refused))
-
-    def _is_good_enough(
-        self,
-        func: tirx.PrimFunc,
-        target: ResolvedTarget,
-        larger: Parameters,
-        calls: Sequence[int],
-        best: tuple[Template, Parameters],
-    ) -> bool:
-        """Whether the decision of the range above serves this range, too: each kernel takes time to compile."""
-        maker, own = best
-        if own == larger:
-            return True
-        if own.template != larger.template:
-            return False
-        spare = _GOOD_ENOUGH_US if own.loads_boxes else _GOOD_ENOUGH_MEMORY_US
-        for rows in calls:
-            other, least = (maker.predict_us(func, target, one, rows) for one in (larger, own))
-            if other is None or least is None or other > _GOOD_ENOUGH * least + spare:
-                return False
-        return True
 
     def _parsed(self, decision: str) -> tuple[Template, Parameters]:
         name = template_of(decision)
@@ -202,20 +195,54 @@ class Ranges:
         return maker, maker.parse(decision)
 
 
-def _least_longer(
-    maker: Template, func: tirx.PrimFunc, target: ResolvedTarget, listed: Sequence[Parameters], calls: Sequence[int]
-) -> Parameters:
-    """Return those parameters that take the least longer than the best of each number of rows, the first if unknown."""
-    times = {}
-    for own in listed:
-        predicted = [maker.predict_us(func, target, own, rows) for rows in calls]
-        known = [time for time in predicted if time is not None]
-        if len(known) == len(calls):
+def _times(
+    maker: Template,
+    func: tirx.PrimFunc,
+    target: ResolvedTarget,
+    proposed: Sequence[Parameters],
+    calls: Sequence[Sequence[int]],
+) -> dict[Parameters, list[list[float]]]:
+    """Return how much longer than the best each takes for the calls of each range; those that can serve all."""
+    times: dict[Parameters, list[list[float]]] = {}
+    for own in proposed:
+        predicted = [[maker.predict_us(func, target, own, rows) for rows in few] for few in calls]
+        known = [[time for time in few if time is not None] for few in predicted]
+        if all(len(few) == len(found) for few, found in zip(calls, known, strict=True)):
             times[own] = known
-    if not times:
-        return listed[0]
-    best = [min(column) for column in zip(*times.values(), strict=True)]
-    return min(times, key=lambda own: math.prod(time / least for time, least in zip(times[own], best, strict=True)))
+    best = [[min(column) for column in zip(*few, strict=True)] for few in zip(*times.values(), strict=True)]
+    equal = _EQUAL_US if proposed[0].loads_boxes else _EQUAL_MEMORY_US
+    return {
+        own: [
+            [max(time - equal, least) / least for time, least in zip(few, fewest, strict=True)]
+            for few, fewest in zip(known, best, strict=True)
+        ]
+        for own, known in times.items()
+    }
+
+
+def _cover(times: Mapping[Parameters, Sequence[Sequence[float]]], ranges: Sequence[int]) -> list[Parameters]:
+    """Return the kernel of each range: of as few as serve all calls nearly as well as each range's own."""
+    losses = {own: [math.log(math.prod(known[n])) for n in ranges] for own, known in times.items()}
+    calls = sum(len(next(iter(times.values()))[n]) for n in ranges)
+    chosen: list[Parameters] = []
+    reached = [math.inf] * len(ranges)
+    while ranges and len(chosen) < _KERNELS_MAX:
+        best = min(losses, key=lambda own: sum(map(min, losses[own], reached)))
+        if sum(reached) - sum(map(min, losses[best], reached)) <= _WORTH * calls:
+            break
+        chosen.append(best)
+        reached = list(map(min, losses[best], reached))
+    return [min(chosen, key=lambda own: losses[own][place]) for place in range(len(ranges))]
+
+
+def _shared(chosen: Sequence[tuple[int, Template, Parameters]]) -> list[int]:
+    """Return for each range the last one of the same kernel, which is planned for its most rows.
+
+    The kernel of the first range is its own where boxes are loaded: it is planned for few rows.
+    """
+    apart = bool(chosen[0][2].loads_boxes)
+    last = {own: number for number, (_, _, own) in enumerate(chosen)}
+    return [0 if apart and number == 0 else last[own] for number, (_, _, own) in enumerate(chosen)]
 
 
 def symbolic_rows(func: tirx.PrimFunc) -> tirx.Expr | None:
@@ -231,42 +258,10 @@ def symbolic_rows(func: tirx.PrimFunc) -> tirx.Expr | None:
     return next((count for count in (rows, elements) if not isinstance(count, int)), None)
 
 
-def launch_first(
-    func: tirx.PrimFunc,
-    conditions: Sequence[tirx.Expr],
-    kernels: Sequence[tirx.PrimFunc],
-    work: tirx.Expr,
-    checks: Sequence[Check],
-) -> tirx.PrimFunc:
-    """Return the function that runs the first kernel whose condition holds, the last where none does.
-
-    Conditions, checks and `work` are expressions of the function's variables. Without `work` (0), no kernel runs. Where
-    a check does not hold, its text is the error.
-    """
-    first = kernels[0]
-    bodies = [_with_params(kernel, first.params) for kernel in kernels]
-    body = bodies[-1]
-    for condition, other in reversed(list(zip(conditions, bodies[:-1], strict=True))):
-        body = tirx.IfThenElse(condition, other, body)
-    asserts = [tirx.AssertStmt(holds, StringImm("ValueError"), [StringImm(why)]) for holds, why in checks]
-    # A grid has a block at least.
-    body = tirx.SeqStmt([*asserts, tirx.IfThenElse(work > tirx.IntImm("int64", 0), body, None)])
-    made = tirx.PrimFunc(first.params, body, first.ret_type)
-    for key, value in first.attrs.items() if first.attrs else ():
-        made = made.with_attr(key, value)
-    return made
-
-
 def _most_rows(func: tirx.PrimFunc) -> int:
     """Return how many rows have elements that 32 bits count, of the widest tensor."""
     shapes = [shape for param in func.params if (shape := shape_of(param)) and static_shape(param) is None]
     return _INDEX_MAX // max(math.prod(size for size in shape if isinstance(size, int)) for shape in shapes)
-
-
-def _with_params(kernel: tirx.PrimFunc, params: Sequence[tirx.Var]) -> tirx.Stmt:
-    """Return a kernel's body with its parameters replaced."""
-    renamed = dict(zip(kernel.params, params, strict=True))
-    return tvm_ffi.structural_map(kernel.body, (tirx.Var, lambda var: renamed.get(var, var)))
 
 
 def _independent(parameters: Parameters) -> Parameters:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import tvm_ffi
 from tvm import tirx
@@ -92,6 +93,11 @@ class Epilogue:
 
     def loads(self) -> tuple[TensorLoad, ...]:
         """Return the distinct elements of external buffers that one output element depends on."""
+        return self._loads
+
+    # Plans ask thousands of times for what the expression's loads are.
+    @cached_property
+    def _loads(self) -> tuple[TensorLoad, ...]:
         found: list[TensorLoad] = []
 
         def note(load: TensorLoad) -> None:
@@ -101,6 +107,16 @@ class Epilogue:
         # Loads inside the indices of others come first: a kernel makes them in this order.
         tvm_ffi.structural_walk(self.value, (TensorLoad, note))
         return tuple(found)
+
+    @cached_property
+    def aligned_loads(self) -> tuple[TensorLoad, ...]:
+        """The loads that `is_aligned` holds for."""
+        return tuple(load for load in self._loads if self.is_aligned(load))
+
+    @cached_property
+    def column_loads(self) -> tuple[TensorLoad, ...]:
+        """The loads that `is_per_column` holds for."""
+        return tuple(load for load in self._loads if self.is_per_column(load))
 
     def is_aligned(self, load: TensorLoad) -> bool:
         """Whether the load reads, of a buffer shaped like the output, the element at the output's own position."""

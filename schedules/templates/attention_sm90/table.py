@@ -44,7 +44,7 @@ from relaxtune.schedules.templates.attention_sm90.template import (
     recognise_attention,
 )
 from relaxtune.schedules.templates.base import Parameters, TemplateError, cuda_limits, template_of
-from relaxtune.schedules.templates.ranges import Check, launch_first
+from relaxtune.schedules.templates.launch_table import Check, launch_first
 from relaxtune.schedules.tir.blocks import shape_of, static_shape
 
 # The points that kernels are planned for: each is the most of its line, and the last one is for all above, too.

@@ -91,9 +91,12 @@ def residual_registers(matmul: MatmulFunction, m_blocks: int, columns: int) -> i
 
 def residual_loads(matmul: MatmulFunction) -> list[TensorLoad]:
     """Return the loads at the output's own position that are made 16 bytes at a time."""
-    epilogue, paired = matmul.epilogue, _paired(matmul)
-    aligned = [load for load in epilogue.loads() if epilogue.is_aligned(load)]
-    return [load for load in aligned if dtype_of(load) in paired and has_vectors(matmul, dtype_of(load))]
+    paired = _paired(matmul)
+    return [
+        load
+        for load in matmul.epilogue.aligned_loads
+        if dtype_of(load) in paired and has_vectors(matmul, dtype_of(load))
+    ]
 
 
 def has_vectors(matmul: MatmulFunction, dtype: str) -> bool:
@@ -103,8 +106,8 @@ def has_vectors(matmul: MatmulFunction, dtype: str) -> bool:
 
 def column_loads(matmul: MatmulFunction) -> list[TensorLoad]:
     """Return the loads of one element a column that are made from a copy."""
-    epilogue, paired = matmul.epilogue, _paired(matmul)
-    return [load for load in epilogue.loads() if epilogue.is_per_column(load) and dtype_of(load) in paired]
+    paired = _paired(matmul)
+    return [load for load in matmul.epilogue.column_loads if dtype_of(load) in paired]
 
 
 def _paired(matmul: MatmulFunction) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import tvm
 from tvm import relax, tirx
@@ -7,15 +9,18 @@ from tvm.tirx.compilation_pipeline import PIPELINE_MAP
 
 from relaxtune.pipeline.passes import plan_memory_passes
 from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.registry import TEMPLATES
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
+from relaxtune.schedules.templates.launch_table import join_table, split_table
 from relaxtune.schedules.templates.lowering import (
     MIXED_PIPELINE,
     has_kernels,
     register_mixed_pipeline,
     tir_pipeline_for,
 )
+from relaxtune.schedules.templates.ranges import RangesParameters, SizeRange
 from tests.schedules.templates.cubin import captured_cubins
 from tests.schedules.templates.matmul_cases import MatmulCase
 
@@ -84,3 +89,53 @@ def test_registering_twice_keeps_the_pipeline() -> None:
     first = PIPELINE_MAP[MIXED_PIPELINE]
     assert register_mixed_pipeline() == MIXED_PIPELINE
     assert PIPELINE_MAP[MIXED_PIPELINE] is first
+
+
+def table(target: ResolvedTarget) -> tirx.PrimFunc:
+    rows = replace(CASE, rows=(tirx.Var("rows", "int64"),)).func()
+    decisions = (GemmParameters(64, 64, 4, 1, dependent=True), GemmParameters(64, 32, 4, 1, dependent=True))
+    ranges = (SizeRange(most, one.to_json()) for most, one in zip((64, 4096), decisions, strict=True))
+    made = TEMPLATES["ranges"].apply(rows, target, RangesParameters(tuple(ranges)))
+    assert isinstance(made, tirx.PrimFunc)
+    return made
+
+
+def lowered_apart_and_together(target: ResolvedTarget) -> tuple[tvm.IRModule, tvm.IRModule, list[str], list[str]]:
+    """Return a table lowered by the mixed pipeline and by TVM's, and the passes of both."""
+    ran: dict[str, list[str]] = {MIXED_PIPELINE: [], "tirx": []}
+
+    @tvm.instrument.pass_instrument
+    class Names:
+        def __init__(self, names: list[str]) -> None:
+            self.names = names
+
+        def run_before_pass(self, _mod: tvm.IRModule, info: tvm.transform.PassInfo) -> None:
+            self.names.append(str(info.name))
+
+    register_mixed_pipeline()
+    mod = tvm.tirx.transform.BindTarget(target.target)(
+        tvm.IRModule({"matmul": table(target).with_attr("global_symbol", "matmul")})
+    )
+    found = []
+    for name, names in ran.items():
+        with tvm.transform.PassContext(opt_level=3, instruments=[Names(names)]), target.target:
+            found.append(PIPELINE_MAP[name]()[0](mod))
+    return found[0], found[1], ran[MIXED_PIPELINE], ran["tirx"]
+
+
+def test_kernels_of_a_table_are_lowered_apart_to_what_tvm_makes_of_them(target: ResolvedTarget) -> None:
+    apart, together, own_passes, passes = lowered_apart_and_together(target)
+    assert {var.name_hint for var in apart.functions} == {var.name_hint for var in together.functions}
+    own, *kernels = (apart[name].script() for name in ("matmul", "matmul_kernel", "matmul_kernel_1"))
+    assert all(f'"matmul_kernel{suffix}"' in own for suffix in ("", "_1"))
+    assert len(set(kernels)) == 2
+    # All passes of TVM's pipeline but the one that this one leaves out.
+    outer = {"_pipeline", "LowerEachKind", "sequential"}
+    assert set(own_passes) - outer == set(passes) - outer - {"tirx.AnnotateEntryFunc"}
+
+
+def test_table_that_is_split_and_joined_launches_the_same_kernels(target: ResolvedTarget) -> None:
+    made = table(target)
+    parts = split_table(made)
+    assert len(parts.kernels) == 2
+    tvm.ir.assert_structural_equal(join_table(parts.choice, parts.kernels), made)
