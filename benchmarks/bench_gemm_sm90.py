@@ -116,14 +116,14 @@ ALGORITHMS = 40
 ALGORITHMS_TIMED = 3
 
 
-def build(directory: Path, cases: Sequence[str], candidates: int) -> None:
+def build(directory: Path, cases: Sequence[str], candidates: int, template_name: str, target_text: str) -> None:
     """Compile the first candidates of every case and describe them in a manifest."""
     from relaxtune.schedules.errors import Refusal
     from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
+    from relaxtune.schedules.registry import TEMPLATES
     from relaxtune.schedules.targets import resolve_target
-    from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 
-    target, template = resolve_target("cuda:sm_90a"), GemmSm90()
+    target, template = resolve_target(target_text), TEMPLATES[template_name]
     with cubin_writer(directory, target) as writer:
         for case in cases:
             func = fused_matmul(ALL_CASES[case]).with_attr(CONSTANT_PARAMS_ATTR, [1])
@@ -349,13 +349,15 @@ def main() -> None:
     for command in (building, running):
         command.add_argument("--cases", default="", help="regular expression; all by default")
     building.add_argument("--candidates", type=int, default=4)
+    building.add_argument("--template", default="gemm_sm90")
+    building.add_argument("--target", default="cuda:sm_90a")
     running.add_argument("--rounds", type=int, default=100)
     running.add_argument("--rest", type=float, default=0.0, help="seconds that the GPU is idle before each turn")
     running.add_argument("--checks", type=int, default=20, help="fresh random inputs that each kernel is checked on")
     arguments = parser.parse_args()
     if arguments.command == "build":
         cases = [case for case in ALL_CASES if re.search(arguments.cases, case)]
-        build(arguments.directory, cases, arguments.candidates)
+        build(arguments.directory, cases, arguments.candidates, arguments.template, arguments.target)
     else:
         sys.exit(
             run(

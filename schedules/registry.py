@@ -16,6 +16,7 @@ from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.attention_sm90.table import AttentionTable
 from relaxtune.schedules.templates.attention_sm90.template import AttentionSm90
 from relaxtune.schedules.templates.base import Parameters, Template, TemplateError, template_of
+from relaxtune.schedules.templates.gemm_sm80.template import GemmSm80
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.gemv.stream import GemvStream
 from relaxtune.schedules.templates.gemv.template import Gemv
@@ -26,7 +27,8 @@ from relaxtune.schedules.templates.rows.template import Rows
 # Where several make a function and none was measured, the first one's first proposal is taken. Of 8- and 4-bit weights
 # with K from 2048 on, those that stream were faster in each case on an H200 (`benchmarks/results/h200-gemv.json`).
 _KERNELS: Mapping[str, Template] = {
-    template.name: template for template in (GemmSm90(), GemvStream(), Gemv(), AttentionSm90(), Rows(), Elementwise())
+    template.name: template
+    for template in (GemmSm90(), GemvStream(), Gemv(), GemmSm80(), AttentionSm90(), Rows(), Elementwise())
 }
 _TABLES: Sequence[Template] = (AttentionTable(), Ranges(_KERNELS))
 TEMPLATES: Mapping[str, Template] = {**_KERNELS, **{table.name: table for table in _TABLES}}

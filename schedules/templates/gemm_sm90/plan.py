@@ -10,8 +10,8 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.base import Parameters, added
 from relaxtune.schedules.templates.gemm_sm90.operands import ROW_BYTES, Operands, operands_of
-from relaxtune.schedules.templates.gemm_sm90.output_shares import Shares, residual_registers, share_unit, shared_bytes
-from relaxtune.schedules.templates.gemm_sm90.row_statistics import statistics_registers
+from relaxtune.schedules.templates.output.output_shares import Shares, residual_registers, share_unit, shared_bytes
+from relaxtune.schedules.templates.output.row_statistics import statistics_registers
 from relaxtune.schedules.tir.blocks import Size
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 

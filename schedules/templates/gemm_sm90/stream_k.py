@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.gemm_sm90.output_tile import OutputTile
+from relaxtune.schedules.templates.output.output_tile import OutputTile
 from relaxtune.schedules.templates.gemm_sm90.plan import WARPGROUP, GemmPlan
 from relaxtune.schedules.templates.gemm_sm90.tiles import GridSizes, Part, Tiles
 

@@ -30,7 +30,7 @@ Shared memory is a ring of `stages` stages (dynamic; each tile 1024-byte aligned
     empty    [stages] mbarrier: one arrival by each warpgroup that reads the stage, in all c blocks
     turn     [2] mbarrier: whose turn it is to multiply (`pingpong`)
     partial  in place of the ring: the accumulators, for the other blocks of the cluster (`split_k`)
-    patches and copies of `schedules.templates.gemm_sm90.output_tile`
+    patches and copies of `schedules.templates.output.output_tile`
 
 With `split_k`, the blocks of a cluster share one tile: each sums a part of K, then each adds up, in the order of ranks,
 its part of the columns from the shared memory of all, and writes it.

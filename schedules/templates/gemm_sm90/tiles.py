@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.emit.tile_order import tile_place
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmPlan
 from relaxtune.schedules.tir.blocks import Size
 
@@ -83,32 +84,8 @@ class Tiles:
     def place(self, tile: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
         """Return the row and column, in tiles, of this block's part of a cluster's tile."""
         plan, p = self._plan, self._plan.parameters
-        tiles_m = self._sizes.tiles_m
-        if not isinstance(tiles_m, int):
-            row, column = self._held_place(tile, tiles_m)
-        elif (height := min(p.group, tiles_m)) == 1:
-            row, column = tile // plan.tiles_n, tile % plan.tiles_n
-        else:
-            group, inside = tile // (height * plan.tiles_n), tile % (height * plan.tiles_n)
-            rows: tirx.Expr | int = height
-            if tiles_m % height:
-                rows = tirx.min(height, tiles_m - group * height)
-            row, column = group * height + inside % rows, inside // rows
+        row, column = tile_place(tile, self._sizes.tiles_m, plan.tiles_n, p.group)
         return (row if p.multicast == 1 else row * p.multicast + self._rank), column
-
-    def _held_place(self, tile: tirx.Expr, tiles_m: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
-        """Emit the row and column of a cluster's tile into registers; return those.
-
-        Every address has them. As expressions, which passes put in the place of plain variables, they are a quotient of
-        two unknown numbers each time: of 37 KB of code they made 285 KB.
-        """
-        height, columns = self._plan.parameters.group, self._plan.tiles_n
-        group, inside = tile // (height * columns), tile % (height * columns)
-        rows = tirx.min(height, tiles_m - group * height)
-        place = T.alloc_local([2], "int32")
-        T.buffer_store(place, tirx.truncdiv(inside, rows), [1])
-        T.buffer_store(place, group * height + inside - place[1] * rows, [0])
-        return place[0], place[1]
 
     def _part(self, turn: tirx.Expr, tile: tirx.Expr) -> Part:
         """Return the part of a tile: all of its sum, or with `split_k` the share of the block's rank."""

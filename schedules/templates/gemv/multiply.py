@@ -25,23 +25,11 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS, mma_source
 from relaxtune.schedules.templates.gemv.function import GemvFunction
 
 # What the sums of levels are multiplied by.
 LEVELS_FACTOR = 2.0**24
-# More than one function begins with it.
-_MMA = """
-#ifndef RELAXTUNE_MMA_{kind}
-#define RELAXTUNE_MMA_{kind}
-__forceinline__ __device__ void relaxtune_mma_{kind}(float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                                                     unsigned b0, unsigned b1) {{
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, "
-               "{{%8, %9}}, {{%0, %1, %2, %3}};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}}
-#endif
-"""
 _HALVES = """
 __forceinline__ __device__ unsigned relaxtune_subtract(unsigned a, unsigned b) {
   unsigned d; asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
@@ -200,7 +188,7 @@ def emit_offsets(column_tiles: int, offsets: tirx.Expr, x: tirx.Expr) -> None:
     """Emit what `emit_products` begins the sums of a step with: 2 float32 for each 8 rows of x, at `offsets`."""
     name = f"relaxtune_gemv_offsets_{column_tiles}"
     body = _OFFSETS.format(name=name, columns=column_tiles)
-    T.evaluate(T.cuda.func_call(name, offsets, x, source_code=_MMA.format(kind="f16") + body))
+    T.evaluate(T.cuda.func_call(name, offsets, x, source_code=mma_source("float16") + body))
 
 
 def emit_products(
@@ -234,16 +222,17 @@ def emit_products(
     """
     columns = column_tiles
     if scales is None:
-        kind = {"float16": "f16", "bfloat16": "bf16"}[function.matmul.input_dtype]
+        dtype = function.matmul.input_dtype
+        kind = MMA_KINDS[dtype]
         name = f"relaxtune_gemv_{kind}_{columns}"
-        source = _MMA.format(kind=kind) + _PLAIN.format(name=name, kind=kind, columns=columns)
+        source = mma_source(dtype) + _PLAIN.format(name=name, kind=kind, columns=columns)
         T.evaluate(T.cuda.func_call(name, sums, *rows, x, source_code=source))
         return
     count = 4 * columns
     if offsets is not None:
         name = f"relaxtune_gemv_levels_{columns}"
         body = _LEVELS.format(name=name, columns=columns, count=count, end=_END_SUMS.format(count=count))
-        source = _MMA.format(kind="f16") + body
+        source = mma_source("float16") + body
         T.evaluate(T.cuda.func_call(name, sums, *rows, x, *scales, offsets, source_code=source))
         return
     parts = (
@@ -255,5 +244,5 @@ def emit_products(
     body = (_NIBBLES if function.weight_bits == 4 else _BYTES).format(
         name=name, columns=columns, target="part" if grouped else "sums", **parts
     )
-    source = _MMA.format(kind="f16") + _HALVES + body
+    source = mma_source("float16") + _HALVES + body
     T.evaluate(T.cuda.func_call(name, sums, *rows, x, *scales, source_code=source))

@@ -1,15 +1,15 @@
-"""From the accumulators of wgmma to the output: evaluate an epilogue on registers and write whole rows.
+"""From the accumulators of wgmma or mma to the output: evaluate an epilogue on registers and write whole rows.
 
 A warp owns 16 rows. In each 8 columns, lane l holds of rows `l / 4` and `l / 4 + 8` the columns `2 * (l % 4)` and the
-next (PTX ISA 9.0, register fragments of wgmma's D). It evaluates the epilogue for such pairs, puts them into a patch of
+next (PTX ISA 9.0, register fragments of D of wgmma and of mma.m16n8). It evaluates the epilogue for such pairs, puts them into a patch of
 shared memory of its own, 16 rows of up to 64 columns, and writes the patch out 16 bytes a lane, whole rows together.
 
 What the epilogue reads from other buffers:
 
 - at the output's own position (a residual): read as it is written, 16 bytes a lane and through a patch; where registers
   are left, before the sum is made, so that the sum hides the latency;
-- one element a column (a bias): copied to shared memory before the sum is made, a copy for each warpgroup
-  (`schedules.templates.gemm_sm90.column_copies`);
+- one element a column (a bias): copied to shared memory before the sum is made, a copy for each group of warps that
+  write the same columns (`schedules.templates.output.column_copies`);
 - a few elements a row (statistics): the lane's own, in registers from before the sum on; so is a scalar;
 - anything else: read in place, element by element.
 
@@ -39,8 +39,8 @@ from relaxtune.schedules.templates.emit.epilogue import evaluated, output_axes
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.emit.wide_epilogue import in_float32
-from relaxtune.schedules.templates.gemm_sm90.column_copies import ColumnCopies, load_pair
-from relaxtune.schedules.templates.gemm_sm90.output_shares import (
+from relaxtune.schedules.templates.output.column_copies import ColumnCopies, load_pair
+from relaxtune.schedules.templates.output.output_shares import (
     VECTOR_BYTES,
     Shares,
     has_vectors,
@@ -50,7 +50,7 @@ from relaxtune.schedules.templates.gemm_sm90.output_shares import (
     row_loads,
     scalar_loads,
 )
-from relaxtune.schedules.templates.gemm_sm90.row_statistics import share_of_four_sums
+from relaxtune.schedules.templates.output.row_statistics import share_of_four_sums
 from relaxtune.schedules.tir.blocks import Size, element_bytes
 from relaxtune.schedules.tir.epilogue import Epilogue, MatmulFunction
 from relaxtune.schedules.tir.expressions import constant_value, dtype_of, substitute
@@ -77,7 +77,7 @@ class OutputTile:
         self._matmul = matmul
         self._epilogue: Epilogue = matmul.epilogue
         self._renamed = dict(zip(source, params, strict=True))
-        self._shares = shares
+        self._shares, self._step = shares, shares.row_step
         self._residuals = residual_loads(matmul)
         self.copies = ColumnCopies(matmul, source, params, shares, constants)
         self._row_loads = row_loads(matmul)
@@ -127,7 +127,7 @@ class OutputTile:
     def take_statistics(self, buffer: tirx.Var, statistic: Callable[[int, int, int], tirx.Expr]) -> None:
         """Take registers for the loads from a buffer of statistics, [rows..., number] as the epilogue reads them.
 
-        `statistic` returns the register of a block of 64 rows, a half of 16 and a number.
+        `statistic` returns the register of a block of rows, a half of 16 and a number.
         """
         for load in self._epilogue.loads():
             if load.source.same_as(buffer):
@@ -148,13 +148,13 @@ class OutputTile:
         registers, size = T.alloc_local([self._shares.m_blocks * 2], dtype_of(load)), element_bytes(dtype_of(load))
         places = [(block, half) for block in range(self._shares.m_blocks) for half in range(2)]
         for number, (block, half) in enumerate(places):
-            row = tirx.min(self._row + block * 64 + half * 8 + self._lane // 4, self._matmul.extent - 1)
+            row = tirx.min(self._row + block * self._step + half * 8 + self._lane // 4, self._matmul.extent - 1)
             load_bytes(registers.ptr_to([number]), source.ptr_to([row, load.indices[-1]]), size)
         return {place: registers[number] for number, place in enumerate(places)}
 
     def rows_exist(self, block: int) -> AbstractContextManager[None]:
-        """Emit what the block emits for those warps that have rows of the output in a block of 64 rows."""
-        return when([self._row + block * 64 < self._matmul.extent] if self._ragged_rows else [])
+        """Emit what the block emits for those warps that have rows of the output in one of its blocks of rows."""
+        return when([self._row + block * self._step < self._matmul.extent] if self._ragged_rows else [])
 
     def write(self, accumulators: tirx.Var, *, ragged_columns: bool, column_end: tirx.Expr | int) -> None:
         """Emit the evaluation and writing of this warp's part.
@@ -208,7 +208,7 @@ class OutputTile:
             vectors = self._vectors(dtype, width)
             words = T.alloc_local([4 * len(vectors)], "uint32")
             for number, (line, inside, lanes, _) in enumerate(vectors):
-                at_row = tirx.min(self._row + block * 64 + line, self._matmul.extent - 1)
+                at_row = tirx.min(self._row + block * self._step + line, self._matmul.extent - 1)
                 at_column = tirx.min(self._column + start + inside, self._matmul.columns - lanes)
                 registers = [words[number * 4 + word] for word in range(4)]
                 T.evaluate(T.ptx["ld.global.v4.u32"](*registers, source.ptr_to([at_row, at_column])))
@@ -256,7 +256,7 @@ class OutputTile:
         data = self._params[partials.output].data
         target = T.decl_buffer((matmul.columns // group, matmul.extent, COUNT), "float32", data=data)
         # Of a row and the one 8 below, each of four lanes writes one of the sums.
-        row, which = self._row + block * 64 + lane % 4 // COUNT * 8 + lane // 4, lane % COUNT
+        row, which = self._row + block * self._step + lane % 4 // COUNT * 8 + lane // 4, lane % COUNT
         shares = T.alloc_local([groups], "float32")
         for number in range(groups):
             values = [self._sums[number * 2 * COUNT + index] for index in range(2 * COUNT)]
@@ -281,7 +281,7 @@ class OutputTile:
                 self._read_tables(block, eight, half)
         results = []
         for (eight, half), residual in zip(places, residuals, strict=True):
-            at_row = tirx.min(self._row + block * 64 + self._lane // 4 + half * 8, self._matmul.extent - 1)
+            at_row = tirx.min(self._row + block * self._step + self._lane // 4 + half * 8, self._matmul.extent - 1)
             at_column = self._output_column(eight) + two
             tables = self._held_tables[block, eight, half]
             first = self._registers(block, eight, half)
@@ -304,7 +304,7 @@ class OutputTile:
 
     def _read_tables(self, block: int, eight: int, half: int) -> None:
         """Emit the loads of a pair of neighbouring elements of every table of heads into registers."""
-        row = tirx.min(self._row + block * 64 + self._lane // 4 + half * 8, self._matmul.extent - 1)
+        row = tirx.min(self._row + block * self._step + self._lane // 4 + half * 8, self._matmul.extent - 1)
         column = self._output_column(eight) + self._lane % 4 * 2
         axes = output_axes(self._epilogue, row, column)
         pairs = []
@@ -367,7 +367,7 @@ class OutputTile:
         dtype = self._matmul.output_dtype
         vectors = self._vectors(dtype, width) if has_vectors(self._matmul, dtype) else self._elements(width)
         for line, inside, lanes, partial in vectors:
-            row, column = self._row + block * 64 + line, self._column + start + inside
+            row, column = self._row + block * self._step + line, self._column + start + inside
             guards = [line < 16] if partial else []
             if self._ragged_rows:
                 guards.append(row < self._matmul.extent)

@@ -1,6 +1,6 @@
 """What writing a tile of a matmul's output takes: who writes how much of it, and what the epilogue reads of what kind.
 
-The code is `schedules.templates.gemm_sm90.output_tile`'s, whose docstring says how each kind is read.
+The code is `schedules.templates.output.output_tile`'s, whose docstring says how each kind is read.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ PATCH_WIDTH_MAX = 64
 # 1-byte elements at multiples of 16 bytes.
 _PATCH_PAD, _BYTE_PATCH_PAD = 8, 16
 VECTOR_BYTES = 16
-# A warpgroup shares copies of row vectors: its warps.
-GROUP_WARPS = 4
 # Elements of the output and of what the epilogue reads that are moved in pairs and vectors; more of integer sums.
 _PAIRED = ("float16", "bfloat16", "float32")
 _PAIRED_INTEGERS = ("int32", "int8", "uint8")
@@ -35,7 +33,7 @@ class Shares:
     warps
         Warps that write.
     m_blocks
-        Times 16 rows, 64 apart, which a warp writes.
+        Times 16 rows, `row_step` apart, which a warp writes.
     columns
         Columns that a warp writes of each row: a multiple of `share_unit`.
     prefetched
@@ -44,6 +42,10 @@ class Shares:
         Columns of the product that a column is made of: 1, or 2 that are 8 apart.
     batch
         Columns that are evaluated side by side: a multiple of 8. Many hide latencies, and take registers.
+    row_step
+        From the first row of a warp's 16 rows to the first of its next ones.
+    group_warps
+        Warps, one after another, that write the same columns; they share copies of row vectors.
     """
 
     warps: int
@@ -52,6 +54,8 @@ class Shares:
     prefetched: bool
     accumulators: int = 1
     batch: int = PATCH_WIDTH_MAX
+    row_step: int = 64
+    group_warps: int = 4
 
     @property
     def width(self) -> int:
@@ -79,7 +83,7 @@ def shared_bytes(matmul: MatmulFunction, shares: Shares) -> int:
     patches, columns = patch_dtypes(matmul), column_loads(matmul)
     patch_bytes = 16 * sum((shares.width + patch_pad(dtype)) * element_bytes(dtype) for dtype in patches)
     column_bytes = shares.columns * sum(element_bytes(dtype_of(load)) for load in columns)
-    copies = shares.warps // GROUP_WARPS * column_bytes
+    copies = shares.warps // shares.group_warps * column_bytes
     return shares.warps * patch_bytes + copies + 128 * (len(patches) + len(columns))
 
 

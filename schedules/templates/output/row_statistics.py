@@ -2,7 +2,7 @@
 
 The partial sums of `schedules.tir.row_norm` are read before the matmul's sum is made and used after it, which
 hides their latency, or at once where registers are short. A lane needs the statistics of rows `16 * warp + lane / 4`
-and 8 below in each 64; the four lanes of a row read every fourth group each and add up what they have. The order of
+and 8 below in each block; the four lanes of a row read every fourth group each and add up what they have. The order of
 sums is fixed.
 """
 
@@ -56,11 +56,13 @@ def _reads(norm: RowNorm) -> int:
 class RowStatistics:
     """Emits the statistics of a lane's rows into the current IRBuilder.
 
-    `partials` is the kernel's parameter, `m_blocks` the blocks of 64 rows of a warpgroup.
+    `partials` is the kernel's parameter; a warp has 16 rows in each of `m_blocks` blocks, which are `row_step` apart.
     """
 
-    def __init__(self, matmul: MatmulFunction, norm: RowNorm, partials: tirx.Var, m_blocks: int) -> None:
-        self._matmul, self._norm, self._m_blocks = matmul, norm, m_blocks
+    def __init__(
+        self, matmul: MatmulFunction, norm: RowNorm, partials: tirx.Var, m_blocks: int, row_step: int = 64
+    ) -> None:
+        self._matmul, self._norm, self._m_blocks, self._step = matmul, norm, m_blocks, row_step
         shape = (norm.groups, matmul.extent, COUNT)
         self._partials = T.decl_buffer(shape, "float32", data=partials.data)
 
@@ -93,7 +95,7 @@ class RowStatistics:
             T.buffer_store(self._statistics, moved, [number * COUNT + SHIFT])
 
     def statistic(self, block: int, half: int, which: int) -> tirx.Expr:
-        """Return a register: a statistic of a lane's row, of 64 rows, in their first or second half of 16."""
+        """Return a register: a statistic of a lane's row, of a block, in its first or second half of 16."""
         return self._statistics[(block * _HALVES + half) * COUNT + which]
 
     def write(self, param: tirx.Var) -> None:
@@ -124,4 +126,4 @@ class RowStatistics:
 
     def _row_of(self, number: int) -> tirx.Expr:
         block, half = divmod(number, _HALVES)
-        return self._row + block * 64 + half * 8 + self._lane // _LANES
+        return self._row + block * self._step + half * 8 + self._lane // _LANES

@@ -1,4 +1,4 @@
-"""Copies in shared memory of what an epilogue reads one element a column of (a bias), one for each warpgroup."""
+"""Copies in shared memory of what an epilogue reads one element a column of (a bias), one for each group of warps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from tvm.ir.expr import TensorLoad
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.global_access import load_bytes
-from relaxtune.schedules.templates.gemm_sm90.output_shares import GROUP_WARPS, Shares, column_loads
+from relaxtune.schedules.templates.output.output_shares import Shares, column_loads
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import dtype_of
 
-# The first of a warpgroup's named barriers.
+# The first of the groups' named barriers.
 _GROUP_BARRIER = 2
-_GROUP_THREADS = GROUP_WARPS * 32
 
 
 class ColumnCopies:
@@ -37,6 +36,7 @@ class ColumnCopies:
         constants: AbstractSet[int],
     ) -> None:
         self._shares, self._columns = shares, matmul.columns
+        self._warps, self._threads = shares.group_warps, shares.group_warps * 32
         self._loads = column_loads(matmul)
         places = [next(n for n, one in enumerate(source) if one.same_as(load.source)) for load in self._loads]
         self._params = [params[place] for place in places]
@@ -45,7 +45,7 @@ class ColumnCopies:
 
     def allocate(self, pool: T.SMEMPool) -> None:
         """Take shared memory from a pool."""
-        shape = (self._shares.warps // GROUP_WARPS, self._shares.columns)
+        shape = (self._shares.warps // self._warps, self._shares.columns)
         self._copies = [pool.alloc(shape, dtype_of(load), align=128) for load in self._loads]
 
     def begin(self, column: tirx.Expr, warp: tirx.Expr, lane: tirx.Expr) -> None:
@@ -65,27 +65,27 @@ class ColumnCopies:
                 self._copy(number, column, warp, lane)
 
     def wait(self, warp: tirx.Expr) -> None:
-        """Emit a barrier of the warpgroup, where it shares copies: each lane reads what others made."""
+        """Emit a barrier of the group, where it shares copies: each lane reads what others made."""
         if self._loads:
-            T.evaluate(T.ptx.bar.sync(tirx.Cast("uint32", warp // GROUP_WARPS + _GROUP_BARRIER), _GROUP_THREADS))
+            T.evaluate(T.ptx.bar.sync(tirx.Cast("uint32", warp // self._warps + _GROUP_BARRIER), self._threads))
 
     def pairs(self, warp: tirx.Expr, column: tirx.Expr) -> list[tuple[TensorLoad, tirx.Var]]:
         """Emit the loads of two neighbouring elements of every copy into registers; `column` is the first's, in it."""
         return [
-            (load, load_pair(copy, [warp // GROUP_WARPS], column))
+            (load, load_pair(copy, [warp // self._warps], column))
             for load, copy in zip(self._loads, self._copies, strict=True)
         ]
 
     def _copy(self, number: int, column: tirx.Expr, warp: tirx.Expr, lane: tirx.Expr) -> None:
         dtype = dtype_of(self._loads[number])
         source = T.decl_buffer((self._columns,), dtype, data=self._params[number].data)
-        for step in range(math.ceil(self._shares.columns / _GROUP_THREADS)):
-            position = warp % GROUP_WARPS * 32 + lane + step * _GROUP_THREADS
+        for step in range(math.ceil(self._shares.columns / self._threads)):
+            position = warp % self._warps * 32 + lane + step * self._threads
             register = T.alloc_local([1], dtype)
             with T.If(position < self._shares.columns), T.Then():
                 at = tirx.min(column + position, self._columns - 1)
                 load_bytes(register.ptr_to([0]), source.ptr_to([at]), element_bytes(dtype))
-                T.buffer_store(self._copies[number], register[0], [warp // GROUP_WARPS, position])
+                T.buffer_store(self._copies[number], register[0], [warp // self._warps, position])
 
 
 def load_pair(buffer: tirx.Var, indices: list[tirx.Expr], last: tirx.Expr) -> tirx.Var:

@@ -1,0 +1,42 @@
+"""Fragments of matrices for `mma.sync`: loaded from shared memory by `ldmatrix`, and multiplied; Turing's way, and on.
+
+A warp multiplies 16 rows of A by 8 columns of B over 16 of K at a time. PTX ISA 9.0, "Matrix Fragments for mma.m16n8k16
+with floating point type" and "Warp-level matrix load instruction: ldmatrix".
+"""
+
+from __future__ import annotations
+
+#: dtype -> its name in instructions.
+MMA_KINDS = {"float16": "f16", "bfloat16": "bf16"}
+# More than one function begins with it.
+_MMA = """
+#ifndef RELAXTUNE_MMA_{kind}
+#define RELAXTUNE_MMA_{kind}
+__forceinline__ __device__ void relaxtune_mma_{kind}(float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                                     unsigned b0, unsigned b1) {{
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, "
+               "{{%8, %9}}, {{%0, %1, %2, %3}};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}}
+#endif
+"""
+# Four matrices of 8 rows of 16 bytes; lane l has the address of row l % 8 of matrix l / 8.
+LDMATRIX_SOURCE = """
+#ifndef RELAXTUNE_LDMATRIX
+#define RELAXTUNE_LDMATRIX
+__forceinline__ __device__ void relaxtune_ldmatrix(unsigned* r, unsigned at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+__forceinline__ __device__ void relaxtune_ldmatrix_trans(unsigned* r, unsigned at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+#endif
+"""
+
+
+def mma_source(dtype: str) -> str:
+    """Return the source of `relaxtune_mma_f16` or `_bf16`: sums of 16 x 8, in float32, of operands of a dtype."""
+    return _MMA.format(kind=MMA_KINDS[dtype])

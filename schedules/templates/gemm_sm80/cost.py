@@ -1,0 +1,71 @@
+"""A time to order the candidates of `template.py` by: the first is taken where nothing was measured.
+
+It is what each of four things would take alone, in a sum that leans to the longest, and what comes on top::
+
+    (arithmetic^4 + shared memory^4 + memory^4 + chain^4)^(1/4) + blocks, one after another
+
+`chain` is one step along K after another: a warp's own instructions, or the latency of loads as far as the ring does not
+hide it. Constants are of an H200; another GPU has other ones, of which the order of candidates depends little.
+"""
+
+from __future__ import annotations
+
+import math
+
+from relaxtune.schedules.targets import CudaLimits
+from relaxtune.schedules.templates.gemm_sm80.plan import COLUMNS, DEPTH, ELEMENT_BYTES, ROWS, GemmPlan
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+
+_NORM = 4
+# Cycles a microsecond; multiply-adds and bytes of shared memory of a multiprocessor in a cycle.
+_CLOCK = 1700.0
+_MULTIPLY_ADDS = 1200.0
+_SHARED_BYTES = 128.0
+# A multiprocessor has as many schedulers, each with tensor cores of its own.
+_SCHEDULERS = 4
+# Cycles of an instruction of a warp beside those of its arithmetic, for each step along K.
+_STEP_CYCLES = 40.0
+# From memory, in a microsecond.
+_MEMORY_BYTES = 4.1e6
+_LATENCY_US = 0.9
+_START_US, _BLOCK_US = 2.0, 0.6
+_THREADS, _RESERVED_BYTES, _REGISTER_UNIT = 2048, 1024, 8
+
+
+def predicted_us(matmul: MatmulFunction, plan: GemmPlan, limits: CudaLimits) -> float:
+    """Return a kernel's time in microseconds as the model has it."""
+    p, sm_count = plan.parameters, limits.likely_sm_count
+    blocks = plan.tiles_m * plan.tiles_n
+    resident = _resident(plan, limits)
+    on_one = math.ceil(blocks / sm_count)
+    together = min(on_one, resident)
+    in_turn = math.ceil(blocks / (sm_count * resident))
+    warps = plan.threads // 32
+    steps = plan.k_tiles * p.block_k // DEPTH
+    # A scheduler without a warp does nothing.
+    used = min(1.0, together * warps / _SCHEDULERS)
+    arithmetic = on_one * steps * p.block_m * p.block_n * DEPTH / _MULTIPLY_ADDS / used
+    read = warps * (plan.m_steps * ROWS + plan.n_steps * COLUMNS)
+    shared = on_one * steps * (read + p.block_m + p.block_n) * DEPTH * ELEMENT_BYTES / _SHARED_BYTES
+    own = plan.m_steps * plan.n_steps * ROWS * COLUMNS * DEPTH / (_MULTIPLY_ADDS / _SCHEDULERS)
+    chain = max(
+        in_turn * steps * (own + _STEP_CYCLES) / _CLOCK,
+        in_turn * plan.k_tiles * _LATENCY_US / max(1, p.stages - 1),
+    )
+    moved = (matmul.m * matmul.k + matmul.n * matmul.k + matmul.m * matmul.n) * ELEMENT_BYTES
+    parts = (arithmetic / _CLOCK, shared / _CLOCK, moved / _MEMORY_BYTES, chain)
+    longest: float = sum(part**_NORM for part in parts) ** (1 / _NORM)
+    return longest + _START_US + in_turn * _BLOCK_US
+
+
+def _resident(plan: GemmPlan, limits: CudaLimits) -> int:
+    """Return how many blocks a multiprocessor holds at a time."""
+    registers = math.ceil(plan.registers / _REGISTER_UNIT) * _REGISTER_UNIT
+    return max(
+        1,
+        min(
+            (limits.shared_bytes_optin + _RESERVED_BYTES) // (plan.shared_bytes + _RESERVED_BYTES),
+            limits.registers_per_block // (registers * plan.threads),
+            _THREADS // plan.threads,
+        ),
+    )

@@ -1,0 +1,127 @@
+"""The kernel of `template.py`, emitted with TIRx's IRBuilder; the notation is that module's."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies
+from relaxtune.schedules.templates.emit.kernel_frame import bind_rows, declare_params, finish_kernel
+from relaxtune.schedules.templates.emit.registers import in_register
+from relaxtune.schedules.templates.emit.tile_order import tile_place
+from relaxtune.schedules.templates.gemm_sm80.multiply import Multiply
+from relaxtune.schedules.templates.gemm_sm80.plan import DEPTH, WARP, GemmPlan
+from relaxtune.schedules.templates.gemm_sm80.tile_copies import TileCopies
+from relaxtune.schedules.templates.output.output_tile import OutputTile
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+
+
+def build_kernel(
+    func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan, constants: AbstractSet[int]
+) -> tirx.PrimFunc:
+    """Return the kernel of a plan, with the parameters and attributes of the function it computes.
+
+    `constants` are positions of the parameters that no kernel writes.
+    """
+    made = _Kernel(func, matmul, plan, constants).build()
+    return finish_kernel(made, func, dependent=plan.parameters.dependent)
+
+
+class _Kernel:
+    """One kernel under construction; the methods emit into the current IRBuilder."""
+
+    def __init__(
+        self, func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan, constants: AbstractSet[int]
+    ) -> None:
+        self._func, self._constants = func, constants
+        self._matmul, self._plan, self._p = matmul, plan, plan.parameters
+
+    def build(self) -> tirx.PrimFunc:
+        plan, p = self._plan, self._p
+        with IRBuilder() as builder, T.prim_func():
+            T.func_name("main")
+            params = declare_params(self._func)
+            self._matmul = matmul = bind_rows(self._matmul)
+            rows = matmul.extent
+            tiles_m = plan.tiles_m if isinstance(rows, int) else T.Bind((rows + (p.block_m - 1)) // p.block_m)
+            output = OutputTile(matmul, self._func.params, params, plan.shares, self._constants)
+            T.device_entry()
+            block = T.cta_id([tiles_m * plan.tiles_n])
+            thread = T.thread_id([plan.threads])
+            row, column = (in_register(place, "int32") for place in tile_place(block, tiles_m, plan.tiles_n, p.group))
+            pool = T.SMEMPool()
+            # Rows of shared memory start where all banks do: at multiples of 128 bytes.
+            tile_a = pool.alloc((p.stages, p.block_m * p.block_k), matmul.input_dtype, align=1024)
+            tile_b = pool.alloc((p.stages, p.block_n * p.block_k), matmul.input_dtype, align=1024)
+            output.allocate(pool)
+            pool.commit()
+            self._copies = TileCopies(matmul, plan, params, (tile_a, tile_b), thread)
+            self._copies.begin(row * p.block_m, column * p.block_n)
+            self._multiply = Multiply(matmul, plan, (tile_a, tile_b), thread)
+            self._fill()
+            warp, lane = thread // WARP, thread % WARP
+            first_row = row * p.block_m + warp % p.warps_m * (p.block_m // p.warps_m)
+            each = matmul.epilogue.accumulators
+            first_column = column * (p.block_n // each) + warp // p.warps_m * plan.shares.columns
+            ragged = not isinstance(rows, int) or rows % p.block_m != 0
+            output.begin(first_row, first_column, warp, lane, ragged_rows=ragged)
+            self._sum()
+            output.write(
+                self._multiply.accumulators, ragged_columns=matmul.n % p.block_n != 0, column_end=matmul.columns
+            )
+        return builder.get()
+
+    def _fill(self) -> None:
+        """Emit the loads of all stages but the last; what no kernel writes is read before the wait for the last one."""
+        p, plan, early = self._p, self._plan, self._p.dependent and self._matmul.b in self._constants
+        stages = [stage for stage in range(p.stages - 1) if stage < plan.k_tiles]
+        if early:
+            for stage in stages:
+                self._copies.load_b(stage, stage)
+        if p.dependent:
+            T.evaluate(T.ptx.griddepcontrol.launch_dependents())
+            T.evaluate(T.ptx.griddepcontrol.wait())
+        for stage in range(p.stages - 1):
+            if stage in stages:
+                self._copies.load_a(stage, stage)
+                if not early:
+                    self._copies.load_b(stage, stage)
+            end_copies()
+
+    def _sum(self) -> None:
+        """Emit the loop over K: each step's fragments are loaded while the step before is multiplied."""
+        p, plan = self._p, self._plan
+        steps = p.block_k // DEPTH
+        read, written = T.alloc_local([1], "int32"), T.alloc_local([1], "int32")
+        T.buffer_store(read, 0, [0])
+        T.buffer_store(written, p.stages - 1, [0])
+        self._multiply.begin()
+        self._await_stage()
+        self._multiply.load(0, tirx.IntImm("int32", 0), 0)
+        with T.serial(plan.k_tiles, unroll=False) as turn:
+            for step in range(steps):
+                if step == steps - 1:
+                    self._await_stage()
+                    self._advance(read)
+                self._multiply.load((step + 1) % 2, read[0], (step + 1) % steps)
+                if step == 0:
+                    # All warps have read the stage of the turn before.
+                    ahead = turn + (p.stages - 1)
+                    with T.If(ahead < plan.k_tiles), T.Then():
+                        self._copies.load_a(written[0], ahead)
+                        self._copies.load_b(written[0], ahead)
+                    end_copies()
+                    self._advance(written)
+                self._multiply.multiply(step % 2)
+
+    def _await_stage(self) -> None:
+        """Emit the wait for the next stage's copies, those of all threads."""
+        wait_for_copies(self._p.stages - 2)
+        T.evaluate(T.cuda.cta_sync())
+
+    def _advance(self, stage: tirx.Var) -> None:
+        following = stage[0] + 1
+        T.buffer_store(stage, tirx.Select(following == self._p.stages, tirx.IntImm("int32", 0), following), [0])

@@ -1,0 +1,132 @@
+"""What a warp of the kernel of `template.py` does with a stage: load fragments, multiply them.
+
+Lane l gives the address of row l % 8 of matrix l / 8 of four that `ldmatrix` loads. Of A these are both halves of 16
+rows, at both halves of 16 along K; of B as [N, K] both halves of K of 8 columns, then of the next 8; of B as [K, N] the
+same, transposed as they are loaded. A step along K moves the chunk of a row, which is an exclusive or of the address, as
+rows start at multiples of their length and the pattern of a lane's rows is the same in all of them.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.emit.tensor_cores import LDMATRIX_SOURCE, MMA_KINDS, mma_source
+from relaxtune.schedules.templates.gemm_sm80.plan import CHUNK, ELEMENT_BYTES, ROWS, WARP, GemmPlan
+from relaxtune.schedules.templates.gemm_sm80.tile_copies import swizzle
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+
+_CHUNK_BYTES = CHUNK * ELEMENT_BYTES
+_ADDRESS = """
+__forceinline__ __device__ unsigned relaxtune_shared_address(const void* at) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(at));
+}
+"""
+# Fragments of a step along K: `a` and `b` are the addresses in a stage.
+_LOAD = """
+__forceinline__ __device__ void {name}(unsigned* fragments_a, unsigned* fragments_b, unsigned a, unsigned b, int step) {{
+#pragma unroll
+  for (int i = 0; i < {m_steps}; ++i)
+    relaxtune_ldmatrix(fragments_a + 4 * i, (a ^ step * 32) + i * {rows_a_bytes});
+#pragma unroll
+  for (int j = 0; j < {pairs}; ++j)
+    {load_b}
+}}
+"""
+_LOAD_B_ROWS = "relaxtune_ldmatrix(fragments_b + 4 * j, (b ^ step * 32) + j * {rows_b_bytes});"
+_LOAD_B_DEPTHS = """relaxtune_ldmatrix_trans(fragments_b + 4 * j,
+                             (b ^ (2 * j & {mask}) * 16) + (2 * j & ~{mask}) * 16 + step * {rows_b_bytes});"""
+# Every other row of instructions goes backwards: two that follow each other share a fragment.
+_MULTIPLY = """
+__forceinline__ __device__ void {name}(float* sums, const unsigned* a, const unsigned* b) {{
+#pragma unroll
+  for (int i = 0; i < {m_steps}; ++i) {{
+#pragma unroll
+    for (int step = 0; step < {n_steps}; ++step) {{
+      int j = i % 2 ? {n_steps} - 1 - step : step;
+      relaxtune_mma_{kind}(sums + (i * {n_steps} + j) * 4, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3],
+                           b[2 * j], b[2 * j + 1]);
+    }}
+  }}
+}}
+"""
+
+
+class Multiply:
+    """Emits the work of a warp into the current IRBuilder.
+
+    `tiles` are the stages of A and B in shared memory; `accumulators` has 4 sums for each instruction, those of 16 rows
+    one after another.
+    """
+
+    def __init__(
+        self, matmul: MatmulFunction, plan: GemmPlan, tiles: tuple[tirx.Var, tirx.Var], thread: tirx.Expr
+    ) -> None:
+        self._matmul, self._plan = matmul, plan
+        self._tiles, self._thread = tiles, thread
+
+    def begin(self) -> None:
+        """Emit the addresses of a lane in the first stage, and sums of zero."""
+        plan = self._plan
+        p = plan.parameters
+        warp, lane = self._thread // WARP, self._thread % WARP
+        self.accumulators = T.alloc_local([plan.accumulators], "float32")
+        for index in range(plan.accumulators):
+            T.buffer_store(self.accumulators, tirx.FloatImm("float32", 0.0), [index])
+        # Two steps along K.
+        self._words_a, self._words_b = 4 * plan.m_steps, 2 * plan.n_steps
+        self._fragments_a = T.alloc_local([2 * self._words_a], "uint32")
+        self._fragments_b = T.alloc_local([2 * self._words_b], "uint32")
+        first_row = warp % p.warps_m * (p.block_m // p.warps_m)
+        first_column = warp // p.warps_m * (p.block_n // p.warps_n)
+        self._at = T.alloc_local([2], "uint32")
+        half, depths = lane // 16, p.block_k // CHUNK
+        places = [(first_row + lane % 16, half, depths)]
+        if self._matmul.b_transposed:
+            places.append((first_column + lane % 8 + half * 8, lane // 8 % 2, depths))
+        else:
+            places.append((lane % 16, first_column // CHUNK + half, p.block_n // CHUNK))
+        for index, (row, chunk, width) in enumerate(places):
+            at = row * (width * CHUNK) + tirx.bitwise_xor(chunk, swizzle(row, width)) * CHUNK
+            address = self._tiles[index].ptr_to([0, at])
+            found = T.cuda.func_call(
+                "relaxtune_shared_address", address, source_code=_ADDRESS, return_type="uint32"
+            )
+            T.buffer_store(self._at, found, [index])
+
+    def load(self, half: int, stage: tirx.Expr, step: int) -> None:
+        """Emit the loads of a step's fragments into one half of the registers for them."""
+        plan, p = self._plan, self._plan.parameters
+        depth_bytes = p.block_k * ELEMENT_BYTES
+        if self._matmul.b_transposed:
+            load_b = _LOAD_B_ROWS.format(rows_b_bytes=ROWS * depth_bytes)
+        else:
+            mask = min(p.block_n // CHUNK, 8) - 1
+            load_b = _LOAD_B_DEPTHS.format(mask=mask, rows_b_bytes=ROWS * p.block_n * ELEMENT_BYTES)
+        kind = "rows" if self._matmul.b_transposed else "depths"
+        name = f"relaxtune_fragments_{kind}_{p.block_k}_{p.block_n}_{plan.m_steps}_{plan.n_steps}"
+        source = LDMATRIX_SOURCE + _LOAD.format(
+            name=name,
+            m_steps=plan.m_steps,
+            rows_a_bytes=ROWS * depth_bytes,
+            pairs=plan.n_steps // 2,
+            load_b=load_b,
+        )
+        sizes = (p.block_m * depth_bytes, p.block_n * depth_bytes)
+        at = [self._at[index] + tirx.Cast("uint32", stage * size) for index, size in enumerate(sizes)]
+        T.evaluate(T.cuda.func_call(name, *self._registers(half), *at, tirx.IntImm("int32", step), source_code=source))
+
+    def multiply(self, half: int) -> None:
+        """Emit the multiplication of the fragments in one half of the registers."""
+        plan, dtype = self._plan, self._matmul.input_dtype
+        kind = MMA_KINDS[dtype]
+        name = f"relaxtune_multiply_{kind}_{plan.m_steps}_{plan.n_steps}"
+        source = mma_source(dtype) + _MULTIPLY.format(
+            name=name, kind=kind, m_steps=plan.m_steps, n_steps=plan.n_steps
+        )
+        T.evaluate(
+            T.cuda.func_call(name, self.accumulators.ptr_to([0]), *self._registers(half), source_code=source)
+        )
+
+    def _registers(self, half: int) -> tuple[tirx.Expr, tirx.Expr]:
+        return self._fragments_a.ptr_to([half * self._words_a]), self._fragments_b.ptr_to([half * self._words_b])

@@ -1,0 +1,176 @@
+"""What follows from a shape and parameters for the kernel of `template.py`: sizes, or a refusal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.targets import CudaLimits
+from relaxtune.schedules.templates.base import Parameters
+from relaxtune.schedules.templates.output.output_shares import Shares, has_vectors, residual_registers, share_unit, shared_bytes
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+
+WARP = 32
+# Of an instruction: rows, columns and depth.
+ROWS, COLUMNS, DEPTH = 16, 8, 16
+ELEMENT_BYTES = 2
+# What a copy brings: 16 bytes.
+CHUNK = 8
+_WARPS_MAX = 16
+_STAGES_MAX = 8
+# What a thread needs beside accumulators and fragments (addresses, the epilogue's values), measured.
+_REGISTERS_BESIDE = 46
+# With fewer left, the epilogue evaluates fewer columns side by side; least where rows are written by element.
+_REGISTERS_TO_EVALUATE = 130
+_BATCH, _SMALL_BATCH, _LEAST_BATCH = 32, 16, 8
+
+
+@dataclass(frozen=True)
+class GemmParameters(Parameters):
+    """Tile sizes and warps of one kernel.
+
+    Attributes
+    ----------
+    block_m, block_n, block_k
+        Tile of C that a block makes, and the depth of a stage.
+    stages
+        Of the ring of tiles in shared memory.
+    warps_m, warps_n
+        Warps of a block along the rows and the columns of its tile.
+    group
+        Rows of tiles that are made column by column before the next ones are begun.
+    dependent
+        Whether the kernel may start before the one before it has ended.
+    """
+
+    template: ClassVar[str] = "gemm_sm80"
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 32
+    stages: int = 4
+    warps_m: int = 2
+    warps_n: int = 2
+    group: int = 1
+    dependent: bool = False
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """Sizes of one kernel.
+
+    Attributes
+    ----------
+    parameters
+        What it is made from.
+    threads
+        Of a block.
+    tiles_m, tiles_n
+        Rows and columns of tiles; of a symbolic number of rows, those of the number that was planned for.
+    k_tiles
+        Tiles of K.
+    m_steps, n_steps
+        Instructions that make a warp's rows and columns.
+    shares
+        Who writes what of a tile.
+    registers
+        Of a thread, about.
+    stage_bytes, shared_bytes
+        Of the tiles of A and B in one stage; of a block's shared memory.
+    """
+
+    parameters: GemmParameters
+    threads: int
+    tiles_m: int
+    tiles_n: int
+    k_tiles: int
+    m_steps: int
+    n_steps: int
+    shares: Shares
+    registers: int
+    stage_bytes: int
+    shared_bytes: int
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a thread that hold sums."""
+        return self.m_steps * self.n_steps * 4
+
+
+def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> GemmPlan | Refusal:
+    """Return the sizes of the kernel for a matmul, or why there is none with these parameters."""
+    refusal = _refuse_parameters(p) or _refuse_columns(matmul, p)
+    if refusal is not None:
+        return refusal
+    warps = p.warps_m * p.warps_n
+    m_steps, n_steps = p.block_m // p.warps_m // ROWS, p.block_n // p.warps_n // COLUMNS
+    accumulators = m_steps * n_steps * 4
+    # Fragments of two steps along K: those that are multiplied, and those that are loaded meanwhile.
+    registers = accumulators + 2 * (4 * m_steps + 2 * n_steps) + _REGISTERS_BESIDE
+    available = min(limits.registers_per_thread, limits.registers_per_block // (warps * WARP))
+    if registers > available:
+        return Refusal(f"about {registers} registers a thread, a block of {warps * WARP} threads has {available}")
+    each = matmul.epilogue.accumulators
+    columns = n_steps * COLUMNS // each
+    held = residual_registers(matmul, m_steps, columns)
+    shares = Shares(
+        warps=warps,
+        m_blocks=m_steps,
+        columns=columns,
+        prefetched=registers + held <= available,
+        accumulators=each,
+        batch=_batch(matmul, accumulators, available),
+        row_step=ROWS,
+        group_warps=p.warps_m,
+    )
+    stage_bytes = (p.block_m + p.block_n) * p.block_k * ELEMENT_BYTES
+    total = p.stages * stage_bytes + shared_bytes(matmul, shares)
+    if total > limits.shared_bytes_optin:
+        return Refusal(f"{total} bytes of shared memory, the target has {limits.shared_bytes_optin}")
+    return GemmPlan(
+        parameters=p,
+        threads=warps * WARP,
+        tiles_m=math.ceil(matmul.m / p.block_m),
+        tiles_n=math.ceil(matmul.n / p.block_n),
+        k_tiles=math.ceil(matmul.k / p.block_k),
+        m_steps=m_steps,
+        n_steps=n_steps,
+        shares=shares,
+        registers=registers,
+        stage_bytes=stage_bytes,
+        shared_bytes=total,
+    )
+
+
+def _batch(matmul: MatmulFunction, accumulators: int, available: int) -> int:
+    """Return the columns that the epilogue evaluates side by side."""
+    if accumulators + _REGISTERS_TO_EVALUATE <= available:
+        return _BATCH
+    return _SMALL_BATCH if has_vectors(matmul, matmul.output_dtype) else _LEAST_BATCH
+
+
+def _refuse_parameters(p: GemmParameters) -> Refusal | None:
+    warps = p.warps_m * p.warps_n
+    if p.warps_m < 1 or p.warps_n < 1 or not 2 <= warps <= _WARPS_MAX:
+        return Refusal(f"{p.warps_m} x {p.warps_n} warps, expected 2 to {_WARPS_MAX}")
+    if p.block_m < 1 or p.block_m % (ROWS * p.warps_m):
+        return Refusal(f"block_m is {p.block_m}, expected a multiple of {ROWS * p.warps_m} (16 rows for each warp)")
+    # The pattern of a row in shared memory is made of powers of two.
+    if p.block_n // p.warps_n not in (16, 32, 64, 128) or p.block_n % p.warps_n or p.block_n % 32:
+        return Refusal(f"block_n is {p.block_n}, expected {p.warps_n} times 16, 32, 64 or 128, a multiple of 32")
+    if p.block_k not in (32, 64):
+        return Refusal(f"block_k is {p.block_k}, expected 32 or 64")
+    if not 2 <= p.stages <= _STAGES_MAX:
+        return Refusal(f"stages is {p.stages}, expected 2 to {_STAGES_MAX}")
+    if p.group < 1:
+        return Refusal(f"group is {p.group}, expected 1 or more")
+    return None
+
+
+def _refuse_columns(matmul: MatmulFunction, p: GemmParameters) -> Refusal | None:
+    unit = share_unit(matmul) * matmul.epilogue.accumulators
+    if p.block_n // p.warps_n % unit:
+        return Refusal(f"a warp has {p.block_n // p.warps_n} columns, expected whole groups of {unit}")
+    return None

@@ -1,0 +1,168 @@
+"""Matrix multiplication with an elementwise epilogue for GPUs with mma.sync and cp.async (sm_80 on), in TIRx.
+
+Notation
+--------
+::
+
+    C[m, n] = epilogue(sum_k A[m, k] * B[k, n], m, n)
+
+    A   [M, K]            row major; float16 or bfloat16
+    B   [K, N] or [N, K]  row major, of A's dtype
+    C   [M, N]            row major; leading axes of A and C are flattened into M
+
+A thread block makes one tile of `block_m` x `block_n`. Tiles are counted column by column in groups of `group` rows of
+tiles, so that what runs at a time shares rows of A and columns of B in L2. Its `warps_m` x `warps_n` warps each make a
+part of the tile, in instructions of 16 x 8 x 16 (m16n8k16) with sums in float32. Warp w has the rows of `w % warps_m`
+and the columns of `w / warps_m`, so that warps with the same columns follow each other.
+
+Shared memory is a ring of `stages` stages of `block_k` along K (dynamic; chunks of 16 bytes in each row are permuted, see
+`tile_copies`):
+
+    tile_a   [stages, block_m, block_k]
+    tile_b   [stages, block_k, block_n]     B as [K, N]
+             [stages, block_n, block_k]     B as [N, K]
+    patches and copies of `schedules.templates.output.output_tile`
+
+All threads copy (cp.async), `stages - 1` tiles ahead. Along K, a step is one instruction deep: while a warp multiplies
+a step's fragments, it loads those of the next one (ldmatrix), across the border of two stages too. So there is one
+barrier for each stage, before the last step of the stage before.
+
+With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch, from
+sm_90 on): it waits for it before it reads or writes global memory, but for the first tiles of a constant B.
+
+Copies are of 16 bytes: K has to be a multiple of 8, and N too where B is [K, N]. Rows and columns outside C are not
+written.
+
+Sources: PTX ISA 9.0, "mma.m16n8k16", "ldmatrix", "cp.async". NVIDIA CUTLASS, `mma_multistage.h`, has the same pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from tvm import tirx
+
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.marks import constant_params
+from relaxtune.schedules.targets import Feature, ResolvedTarget
+from relaxtune.schedules.templates.base import OPEN_ROWS, KernelTemplate, Parameters, cuda_limits, refuse_target
+from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
+from relaxtune.schedules.templates.gemm_sm80.cost import predicted_us
+from relaxtune.schedules.templates.gemm_sm80.kernel import build_kernel
+from relaxtune.schedules.templates.gemm_sm80.plan import CHUNK, GemmParameters, GemmPlan, make_plan
+from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+
+_OUTPUTS = ("float16", "bfloat16", "float32")
+_INDEX_MAX = 2**31 - 1
+_CANDIDATES_MAX = 24
+# Rows of tiles in a group: what they read stays in L2.
+_ROWS = 8
+# Tile and warps: block_m, block_n, block_k, warps_m, warps_n.
+TILES = (
+    (256, 128, 32, 4, 2),
+    (128, 256, 32, 2, 4),
+    (128, 128, 32, 2, 2),
+    (128, 128, 64, 2, 2),
+    (128, 128, 32, 2, 4),
+    (64, 256, 32, 1, 4),
+    (128, 64, 32, 2, 2),
+    (128, 64, 64, 2, 2),
+    (64, 128, 32, 2, 2),
+    (64, 128, 64, 2, 2),
+    (64, 64, 64, 2, 2),
+    (64, 32, 64, 2, 2),
+    (32, 128, 64, 1, 4),
+    (32, 64, 64, 2, 2),
+    (32, 32, 64, 2, 2),
+    (16, 128, 64, 1, 4),
+    (16, 64, 64, 1, 4),
+    (16, 32, 64, 1, 2),
+)
+_STAGES = (3, 4, 5, 6, 8)
+
+
+class GemmSm80(KernelTemplate[MatmulFunction, GemmParameters]):
+    """The template; see `schedules.templates.base.KernelTemplate`."""
+
+    parameters = GemmParameters
+
+    def propose(
+        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget
+    ) -> Sequence[GemmParameters] | Refusal:
+        """Return the parameters worth measuring, the most promising first, or why there are none."""
+        limits = cuda_limits(target)
+        made = (make_plan(found, one, limits) for one in _proposals(found))
+        plans = [plan for plan in made if isinstance(plan, GemmPlan)]
+        plans.sort(key=lambda plan: predicted_us(found, plan, limits))
+        return [plan.parameters for plan in plans[:_CANDIDATES_MAX]] or Refusal("no tile fits this shape")
+
+    def make(
+        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget, parameters: GemmParameters
+    ) -> tirx.PrimFunc | Refusal:
+        """Return the scheduled PrimFunc, or why it cannot be made."""
+        plan = make_plan(found, parameters, cuda_limits(target))
+        return plan if isinstance(plan, Refusal) else build_kernel(func, found, plan, constant_params(func))
+
+    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
+        """Return the function's matmul when this template can make it with some parameters."""
+        return _refuse_target(target) or _recognise(func)
+
+    def recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> MatmulFunction | Refusal:
+        """Return the matmul of a function with a symbolic number of rows."""
+        found = _refuse_target(target) or _recognise_any(func)
+        return found if isinstance(found, Refusal) else replace(found, m=rows)
+
+    def predict_us(
+        self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
+    ) -> float | None:
+        """Return the cost model's time of the kernel for so many rows; None where it cannot be made."""
+        found, limits = self.recognise_rows(func, target, rows), cuda_limits(target)
+        if isinstance(found, Refusal) or not isinstance(parameters, GemmParameters):
+            return None
+        plan = make_plan(found, parameters, limits)
+        return None if isinstance(plan, Refusal) else predicted_us(found, plan, limits)
+
+
+def _refuse_target(target: ResolvedTarget) -> Refusal | None:
+    if Feature.WGMMA in target.features:
+        return Refusal("the target has wgmma, which the template gemm_sm90 multiplies by")
+    return refuse_target(target, Feature.MMA, Feature.CP_ASYNC, Feature.LDMATRIX)
+
+
+@lru_cache(maxsize=4)
+def _recognise_any(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
+    """Return the matmul of a function with a symbolic number of rows, which is asked for again and again."""
+    return _recognise(func, OPEN_ROWS)
+
+
+def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction | Refusal:
+    matmul = recognise_matmul(func, rows)
+    if isinstance(matmul, Refusal):
+        return matmul
+    for dtype in (matmul.input_dtype, matmul.b_dtype):
+        if dtype not in MMA_KINDS:
+            return Refusal(f"the operands are {dtype}, expected {' or '.join(MMA_KINDS)}")
+    if matmul.output_dtype not in _OUTPUTS:
+        return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(_OUTPUTS)}")
+    if matmul.norm is not None or matmul.partials is not None:
+        return Refusal("it has statistics of rows, which this template does not make")
+    for name, size in (("K", matmul.k), *(() if matmul.b_transposed else (("N", matmul.n),))):
+        if size % CHUNK:
+            return Refusal(f"{name} is {size}, expected a multiple of {CHUNK} (copies of 16 bytes)")
+    if max(matmul.m * matmul.n, matmul.m * matmul.k, matmul.n * matmul.k) > _INDEX_MAX:
+        return Refusal("a matrix has 2**31 elements or more, the kernel counts in 32 bits")
+    return matmul
+
+
+def _proposals(matmul: MatmulFunction) -> Iterator[GemmParameters]:
+    """Yield tiles and depths that may suit a shape; some do not fit."""
+    for block_m, block_n, block_k, warps_m, warps_n in TILES:
+        if (block_m > 16 and block_m >= 2 * matmul.m) or (block_n > 32 and block_n >= 2 * matmul.n):
+            continue
+        group = min(-(-matmul.m // block_m), _ROWS)
+        for stages in _STAGES:
+            if stages > 3 and (stages - 1) * block_k >= 2 * matmul.k:
+                continue
+            yield GemmParameters(block_m, block_n, block_k, stages, warps_m, warps_n, group, dependent=True)

@@ -1,0 +1,141 @@
+"""Copies of tiles of A and B from global to shared memory by all threads of a block; the notation is `template.py`'s.
+
+A thread copies chunks of 16 bytes, the same one of every some rows. A row of a tile has `width` chunks; chunk c of row
+r lies in place c ^ f(r), so that the 8 rows that `ldmatrix` reads at a time lie in different banks. Rows and columns
+outside a matrix are clamped: what they make is not written. Along K, zeros stand for what does not exist.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.emit.async_copy import copy_async
+from relaxtune.schedules.templates.emit.kernel_frame import flat_view
+from relaxtune.schedules.templates.emit.registers import when
+from relaxtune.schedules.templates.gemm_sm80.plan import CHUNK, ELEMENT_BYTES, GemmPlan
+from relaxtune.schedules.tir.blocks import Size
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+
+_LINE_BYTES = 128
+
+
+def swizzle(row: tirx.Expr, width: int) -> tirx.Expr:
+    """Return what the number of a chunk is combined with (exclusive or) in a row of `width` chunks."""
+    rows_a_line = max(1, _LINE_BYTES // (width * CHUNK * ELEMENT_BYTES))
+    chunks = min(width, _LINE_BYTES // (CHUNK * ELEMENT_BYTES))
+    return row // rows_a_line % chunks
+
+
+class TileCopies:
+    """Emits the copies into the current IRBuilder; `tiles` are the stages of A and B in shared memory."""
+
+    def __init__(
+        self,
+        matmul: MatmulFunction,
+        plan: GemmPlan,
+        params: Sequence[tirx.Var],
+        tiles: tuple[tirx.Var, tirx.Var],
+        thread: tirx.Expr,
+    ) -> None:
+        p = plan.parameters
+        a, b = flat_view(params[matmul.a]), flat_view(params[matmul.b])
+        self._a = _Rows(a, tiles[0], plan.threads, thread, matmul.k, (p.block_m, p.block_k), matmul.extent)
+        self._b: _Rows | _Depths
+        if matmul.b_transposed:
+            self._b = _Rows(b, tiles[1], plan.threads, thread, matmul.k, (p.block_n, p.block_k), matmul.n)
+        else:
+            self._b = _Depths(b, tiles[1], plan.threads, thread, matmul.k, (p.block_k, p.block_n), matmul.n)
+
+    def begin(self, row: tirx.Expr, column: tirx.Expr) -> None:
+        """Emit what stays the same along K; `row` and `column` are the tile's first."""
+        self._a.begin(row)
+        self._b.begin(column)
+
+    def load_a(self, stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
+        """Emit the copies of a tile of A."""
+        self._a.load(stage, k_tile)
+
+    def load_b(self, stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
+        """Emit the copies of a tile of B."""
+        self._b.load(stage, k_tile)
+
+
+class _Tile:
+    """Which chunks of a tile of `shape` a thread copies: chunk `chunk` of rows `row`, `row + step`, ..."""
+
+    def __init__(
+        self,
+        source: tirx.Var,
+        tile: tirx.Var,
+        threads: int,
+        thread: tirx.Expr,
+        depth: int,
+        shape: tuple[int, int],
+        limit: Size,
+    ) -> None:
+        rows, columns = shape
+        self._source, self._tile, self._depth, self._shape, self._limit = source, tile, depth, shape, limit
+        width = columns // CHUNK
+        # With more threads than chunks, the last ones have nothing to do.
+        used = min(threads, rows * width)
+        self._idle = [thread < used] if used < threads else []
+        self._step = used // width
+        self._count = math.ceil(rows / self._step)
+        self._chunk, self._row = thread % width, thread // width
+        # Rows are some eights apart, so that the pattern is the same for all of them; where not, it is found for each.
+        self._width = width
+
+    def _place(self, number: int) -> tirx.Expr:
+        row = self._row + number * self._step
+        chunk = tirx.bitwise_xor(self._chunk, swizzle(self._row if self._step % 8 == 0 else row, self._width))
+        return row * self._shape[1] + chunk * CHUNK
+
+    def _inside(self, number: int) -> list[tirx.Expr]:
+        ragged = (number + 1) * self._step > self._shape[0]
+        return [*self._idle, *([self._row + number * self._step < self._shape[0]] if ragged else [])]
+
+
+class _Rows(_Tile):
+    """Tiles of a matrix whose rows run along K: of A, and of B as [N, K]."""
+
+    def begin(self, first: tirx.Expr) -> None:
+        self._starts = T.alloc_local([self._count], "int32")
+        ragged = not isinstance(self._limit, int) or self._limit % self._shape[0] != 0
+        for number in range(self._count):
+            row = first + self._row + number * self._step
+            row = tirx.min(row, self._limit - 1) if ragged else row
+            T.buffer_store(self._starts, row * self._depth + self._chunk * CHUNK, [number])
+
+    def load(self, stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
+        k = k_tile * self._shape[1]
+        exists = [k + self._chunk * CHUNK < self._depth] if self._depth % self._shape[1] else []
+        for number in range(self._count):
+            at = self._starts[number] + k
+            # What is not read has to exist, too.
+            at = tirx.Select(exists[0], at, self._starts[number] - self._chunk * CHUNK) if exists else at
+            with when(self._inside(number)):
+                copy_async(self._tile.ptr_to([stage, self._place(number)]), self._source.ptr_to([at]), exists)
+
+
+class _Depths(_Tile):
+    """Tiles of B as [K, N], whose rows run along N."""
+
+    def begin(self, first: tirx.Expr) -> None:
+        self._start = T.alloc_local([1], "int32")
+        column = first + self._chunk * CHUNK
+        ragged = not isinstance(self._limit, int) or self._limit % self._shape[1] != 0
+        column = tirx.min(column, self._limit - CHUNK) if ragged else column
+        T.buffer_store(self._start, column, [0])
+
+    def load(self, stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
+        for number in range(self._count):
+            k = k_tile * self._shape[0] + self._row + number * self._step
+            exists = [k < self._depth] if self._depth % self._shape[0] else []
+            row = tirx.Select(exists[0], k, tirx.IntImm("int32", 0)) if exists else k
+            at = row * self._limit + self._start[0]
+            with when(self._inside(number)):
+                copy_async(self._tile.ptr_to([stage, self._place(number)]), self._source.ptr_to([at]), exists)

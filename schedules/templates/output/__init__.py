@@ -1,0 +1,1 @@
+"""From accumulators of tensor-core instructions to the output of a matmul: epilogues, shares, writing of tiles."""

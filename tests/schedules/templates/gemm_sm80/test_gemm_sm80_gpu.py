@@ -1,0 +1,86 @@
+"""The kernels on a GPU: every tile, both forms of B, at shapes that no tile divides, against float32 NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tvm
+
+from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
+from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters
+from relaxtune.schedules.templates.gemm_sm80.template import TILES, GemmSm80
+from relaxtune.schedules.templates.lowering import register_mixed_pipeline
+from tests.schedules.templates.gemm_sm90.test_gemm_sm90_gpu import expected, random_array
+from tests.schedules.templates.matmul_cases import MatmulCase
+
+needs_gpu = pytest.mark.skipif(
+    not tvm.cuda(0).exist or str(tvm.cuda(0).compute_version) < "8.0", reason="needs a GPU of compute capability 8.0"
+)
+RAGGED = MatmulCase((129,), 200, 200, ("bias", "residual"))
+WIDE = replace(RAGGED, rows=(300,), n=456, k=392)
+CASES = {
+    f"{'x'.join(map(str, tile[:3]))} on {tile[3]}x{tile[4]} warps, {'[N, K]' if transposed else '[K, N]'}": (
+        replace(WIDE, transposed=transposed, n=457 if transposed else 456),
+        GemmParameters(*tile[:3], stages, *tile[3:], group=2, dependent=transposed),
+    )
+    for transposed, stages in ((False, 3), (True, 2))
+    for tile in TILES
+} | {
+    "plain": (replace(RAGGED, epilogue=()), GemmParameters(64, 64, 64, 4, 2, 2)),
+    "one row": (replace(RAGGED, rows=(1,)), GemmParameters(16, 32, 64, 8, 1, 2, 1, True)),
+    "one tile of K": (replace(RAGGED, k=16), GemmParameters(64, 64, 64, 4, 2, 2)),
+    "prime rows": (replace(RAGGED, rows=(127,)), GemmParameters(32, 64, 64, 5, 2, 2, 4, True)),
+    "leading axes": (
+        replace(RAGGED, rows=(3, 43), epilogue=("bias", "gelu")),
+        GemmParameters(64, 128, 32, 3, 2, 2, 2),
+    ),
+    "tanh form": (replace(RAGGED, epilogue=("bias", "gelu_tanh")), GemmParameters(64, 32, 64, 3, 2, 2)),
+    "many stages": (replace(RAGGED, k=1032), GemmParameters(32, 32, 64, 8, 2, 2, 1, True)),
+    "row scale": (replace(RAGGED, transposed=True, epilogue=("row_scale",)), GemmParameters(64, 64, 64, 3, 2, 2)),
+    "bfloat16": (replace(RAGGED, dtype="bfloat16", output="bfloat16"), GemmParameters(128, 64, 32, 4, 2, 2)),
+    "float32 output": (replace(RAGGED, output="float32"), GemmParameters(64, 64, 64, 4, 2, 2)),
+    "bias in half precision": (MatmulCase((512,), 2304, 768, ("half_bias",)), GemmParameters(128, 128, 32, 4, 2, 2, 4)),
+    "gated": (replace(RAGGED, n=400, epilogue=("gated",)), GemmParameters(64, 64, 64, 3, 2, 2)),
+    "gated and added": (replace(RAGGED, n=816, epilogue=("gated", "residual")), GemmParameters(128, 128, 32, 3, 2, 2)),
+    "mask": (replace(RAGGED, epilogue=("bias", "masked"), output="float32"), GemmParameters(64, 64, 64, 3, 2, 2)),
+    "exact": (MatmulCase((256,), 256, 256), GemmParameters(128, 128, 32, 4, 2, 2, 2, True)),
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> ResolvedTarget:
+    return resolve_target("cuda:sm_90")
+
+
+@pytest.mark.parametrize(("case", "parameters"), CASES.values(), ids=CASES.keys())
+def test_case_can_be_made(case: MatmulCase, parameters: GemmParameters, target: ResolvedTarget) -> None:
+    assert isinstance(GemmSm80().apply(case.func(), target, parameters), tvm.tirx.PrimFunc)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("case", "parameters"), CASES.values(), ids=CASES.keys())
+def test_kernel_agrees_with_float32(case: MatmulCase, parameters: GemmParameters) -> None:
+    local = resolve_target("cuda")
+    # The GPU's own code, without what only one compute capability has.
+    target = resolve_target(f"cuda:{local.arch.removesuffix('a')}")
+    func = case.func()
+    constants = [place for place, param in enumerate(func.params) if place == 1 or len(param.ty.shape) == 1]
+    func = GemmSm80().apply(func.with_attr(CONSTANT_PARAMS_ATTR, constants), target, parameters)
+    mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
+    with cuda_compiler(target.arch):
+        kernel = tvm.tirx.build(mod, target=target.target, pipeline=register_mixed_pipeline())
+    rng, device = np.random.default_rng(0), tvm.cuda(0)
+    for _ in range(10):
+        arrays = [random_array(rng, param) for param in func.params[:-1]]
+        poisoned = np.full_like(random_array(rng, func.params[-1]), np.nan)
+        tensors = [tvm.runtime.tensor(array, device) for array in (*arrays, poisoned)]
+        kernel["main"](*tensors)
+        found, right = tensors[-1].numpy().astype("float32"), expected(case, arrays)
+        error = np.linalg.norm(found - right) / np.linalg.norm(right)
+        # As for Hopper's: the rounding of the output, uniformly.
+        assert error < (4e-3 if case.output == "bfloat16" else 6e-4)
