@@ -13,6 +13,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.libraries.cublaslt import CublasLt
 from relaxtune.schedules.libraries.cudnn_attention import CudnnAttention
 from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.attention_sm80.template import AttentionSm80
 from relaxtune.schedules.templates.attention_sm90.table import AttentionTable
 from relaxtune.schedules.templates.attention_sm90.template import AttentionSm90
 from relaxtune.schedules.templates.base import Parameters, Template, TemplateError, template_of
@@ -28,7 +29,16 @@ from relaxtune.schedules.templates.rows.template import Rows
 # with K from 2048 on, those that stream were faster in each case on an H200 (`benchmarks/results/h200-gemv.json`).
 _KERNELS: Mapping[str, Template] = {
     template.name: template
-    for template in (GemmSm90(), GemvStream(), Gemv(), GemmSm80(), AttentionSm90(), Rows(), Elementwise())
+    for template in (
+        GemmSm90(),
+        GemvStream(),
+        Gemv(),
+        GemmSm80(),
+        AttentionSm90(),
+        AttentionSm80(),
+        Rows(),
+        Elementwise(),
+    )
 }
 _TABLES: Sequence[Template] = (AttentionTable(), Ranges(_KERNELS))
 TEMPLATES: Mapping[str, Template] = {**_KERNELS, **{table.name: table for table in _TABLES}}

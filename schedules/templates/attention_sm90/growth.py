@@ -12,10 +12,10 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import HeadLayout
+from relaxtune.schedules.templates.attention.sizes import ceil_div, flat_view
+from relaxtune.schedules.templates.attention.tiles import Tile
 from relaxtune.schedules.templates.attention_sm90.output import GROUP_BARRIER
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, WARPGROUP, AttentionPlan
-from relaxtune.schedules.templates.attention_sm90.sizes import ceil_div, flat_view
-from relaxtune.schedules.templates.attention_sm90.tiles import Tile
 from relaxtune.schedules.templates.emit.hopper import store_tile
 
 # Elements of 2 bytes in 16.

@@ -11,23 +11,23 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.functions.attention import HeadLayout
 from relaxtune.schedules.marks import MIN_BLOCKS_ATTR, own_outputs, unwritten_params
 from relaxtune.schedules.sizes import Size
+from relaxtune.schedules.templates.attention.mask import Rows
+from relaxtune.schedules.templates.attention.sizes import bind_sizes, most
+from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax
+from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES
+from relaxtune.schedules.templates.attention.tiles import Tile, each_tile, named
 from relaxtune.schedules.templates.attention_sm90.growth import NewPositions
-from relaxtune.schedules.templates.attention_sm90.mask import Rows
 from relaxtune.schedules.templates.attention_sm90.memory import Maps, Memory
 from relaxtune.schedules.templates.attention_sm90.multiply import AttentionMultiply
 from relaxtune.schedules.templates.attention_sm90.output import AttentionOutput
 from relaxtune.schedules.templates.attention_sm90.plan import (
     CHUNK,
-    ELEMENT_BYTES,
     REGISTERS,
     ROWS,
     WARPGROUP,
     AttentionPlan,
 )
 from relaxtune.schedules.templates.attention_sm90.producer import Producer
-from relaxtune.schedules.templates.attention_sm90.sizes import bind_sizes, most
-from relaxtune.schedules.templates.attention_sm90.softmax import OnlineSoftmax
-from relaxtune.schedules.templates.attention_sm90.tiles import Tile, each_tile, named
 from relaxtune.schedules.templates.emit.hopper import Ring, arrive, encode_tensor, pin
 from relaxtune.schedules.templates.emit.kernel_frame import declare_params, finish_kernel
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.attention.tiles import Tile
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, AttentionPlan
-from relaxtune.schedules.templates.attention_sm90.tiles import Tile
 from relaxtune.schedules.templates.emit.hopper import initialise_barrier
 
 

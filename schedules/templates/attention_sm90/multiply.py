@@ -5,8 +5,9 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, PTX_TYPES, AttentionPlan
+from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, AttentionPlan
 from relaxtune.schedules.templates.emit.hopper import matrix_descriptor
+from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
 
 # Units of 16 bytes of one swizzled row of shared memory.
 _ROW_UNITS = 8
@@ -24,7 +25,7 @@ class AttentionMultiply:
 
     def __init__(self, plan: AttentionPlan, dtype: str) -> None:
         self._plan = plan
-        kind = PTX_TYPES[dtype]
+        kind = MMA_KINDS[dtype]
         instruction = "wgmma.mma_async.sync.aligned.m64n{}k16.f32." + f"{kind}.{kind}"
         self._scores = instruction.format(plan.parameters.block_k)
         self._values = instruction.format(plan.spec.value_dim)

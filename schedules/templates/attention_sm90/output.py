@@ -7,10 +7,10 @@ import math
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.attention.sizes import ceil_div, flat_view
+from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, exp2, pack, reciprocal
+from relaxtune.schedules.templates.attention.tiles import Tile
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, ROWS, WARPGROUP, AttentionPlan, partial_columns
-from relaxtune.schedules.templates.attention_sm90.sizes import ceil_div, flat_view
-from relaxtune.schedules.templates.attention_sm90.softmax import OnlineSoftmax, exp2, pack, reciprocal
-from relaxtune.schedules.templates.attention_sm90.tiles import Tile
 from relaxtune.schedules.templates.emit.hopper import store_tile, wait_for_cluster
 
 # Named barriers: 0 is the whole block's, then one for each warpgroup.

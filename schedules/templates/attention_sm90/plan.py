@@ -10,13 +10,8 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.targets import CudaLimits
-from relaxtune.schedules.templates.attention_sm90.sizes import (
-    ceil_div,
-    is_not_negative,
-    is_zero,
-    least,
-    simplified,
-)
+from relaxtune.schedules.templates.attention.sizes import ceil_div, is_zero, least
+from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES, TilePlan, section_of
 from relaxtune.schedules.templates.base import Parameters
 
 WARPGROUP = 128
@@ -24,8 +19,6 @@ WARPGROUP = 128
 ROWS = 64
 # Columns of one swizzled row of shared memory: 128 bytes.
 CHUNK = 64
-ELEMENT_BYTES = 2
-PTX_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 
 _ALIGNMENT = 128
 _BLOCK_K_MAX = 256
@@ -39,8 +32,6 @@ _REGISTERS_BESIDE = 27
 # For the part of a mask of padding by which a warp sees whether there is anything in it.
 _REGISTERS_TO_SCAN = 8
 _RESIDENTS_MAX = 4
-# Of the L2 cache, what the keys and values of the tiles that are made together may take.
-_SECTION_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -86,21 +77,11 @@ class AttentionParameters(Parameters):
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
-    """Sizes of one kernel: numbers, or where they are symbolic int32 expressions of the host.
+class AttentionPlan(TilePlan):
+    """Sizes of one kernel.
 
     Attributes
     ----------
-    spec, parameters
-        What it computes, and what it is made from.
-    group
-        Heads in one tile of queries.
-    tile_queries
-        Queries of a tile.
-    heads
-        Groups of heads of one batch element.
-    section
-        Of all groups of heads, those whose tiles are made together, the longest tiles first (`causal`).
     chunks, value_chunks
         Parts of 64 columns of a head of Q and K, and of V and O.
     columns
@@ -109,12 +90,7 @@ class AttentionPlan:
         Of a block: the consumers, and a warp or a warpgroup for the producer.
     """
 
-    spec: AttentionSpec
     parameters: AttentionParameters
-    group: int
-    tile_queries: int
-    heads: int
-    section: int
     chunks: int
     value_chunks: int
     columns: int
@@ -124,50 +100,6 @@ class AttentionPlan:
     def rows(self) -> int:
         """Rows of a tile of queries in shared memory."""
         return ROWS * self.parameters.consumers
-
-    @property
-    def symbolic(self) -> bool:
-        """Whether some sizes are known only when the kernel is called."""
-        return not self.spec.is_static
-
-    @property
-    def tiles(self) -> Size:
-        """Tiles of all queries."""
-        return ceil_div(self.spec.queries, self.tile_queries)
-
-    @property
-    def key_blocks(self) -> Size:
-        """Blocks of keys."""
-        return ceil_div(self.spec.keys, self.parameters.block_k)
-
-    @property
-    def paired(self) -> bool:
-        """Whether a block makes tiles in pairs, a long and a short one, so that all pairs take the same time."""
-        several = not isinstance(self.tiles, int) or self.tiles > 1
-        return self.parameters.blocks > 0 and self.spec.causal and several
-
-    @property
-    def head_items(self) -> Size:
-        """Tiles, or pairs of them, of one group of heads."""
-        return ceil_div(self.tiles, 2) if self.paired else self.tiles
-
-    @property
-    def items(self) -> Size:
-        """Tiles, or pairs of them, of all heads."""
-        return self.spec.batch * self.heads * self.head_items
-
-    @property
-    def blocks(self) -> Size:
-        """Thread blocks of the grid."""
-        p = self.parameters
-        return least(p.blocks, self.items) if p.blocks else self.items * p.split
-
-    @property
-    def query_stages(self) -> int:
-        """Tiles of Q in shared memory: 2 where the next one is loaded while the last is worked on."""
-        if self.symbolic:
-            return 2 if self.parameters.blocks else 1
-        return 2 if self.paired or self.blocks < self.items else 1
 
     @property
     def query_chunks(self) -> int:
@@ -209,23 +141,6 @@ class AttentionPlan:
         """Floats of the parts of a cluster's blocks, in each of them."""
         return self.statistics_start + 2 * self.parameters.split * self.share_rows_max
 
-    @property
-    def ahead(self) -> Size:
-        """Position of the first query among the keys."""
-        return simplified(self.spec.keys - self.spec.queries)
-
-    @property
-    def whole_blocks(self) -> bool:
-        """Whether each block of keys is surely whole."""
-        keys = self.spec.keys
-        return isinstance(keys, int) and keys % self.parameters.block_k == 0
-
-    @property
-    def sees_nothing(self) -> bool:
-        """Whether there may be queries before all keys."""
-        ahead = self.ahead
-        return self.spec.causal and (ahead < 0 if isinstance(ahead, int) else not is_not_negative(ahead))
-
 
 def make_plan(
     spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, *, bias_bytes: int = 0
@@ -255,7 +170,7 @@ def make_plan(
         group=group,
         tile_queries=tile_queries,
         heads=heads,
-        section=_section(spec, heads),
+        section=section_of(spec, heads),
         chunks=math.ceil(spec.head_dim / CHUNK),
         value_chunks=math.ceil(spec.value_dim / CHUNK),
         columns=16 * math.ceil(spec.head_dim / 16),
@@ -307,13 +222,6 @@ def registers_available(p: AttentionParameters, limits: CudaLimits) -> int:
 def partial_columns(spec: AttentionSpec) -> int:
     """Return the floats of a row of partial output: padded so that rows start in different banks."""
     return spec.value_dim + 4
-
-
-def _section(spec: AttentionSpec, heads: int) -> int:
-    total = spec.batch * heads
-    each = spec.keys * (spec.head_dim + spec.value_dim) * ELEMENT_BYTES
-    most = max(1, _SECTION_BYTES // each * (heads // min(heads, spec.kv_heads)))
-    return max(size for size in range(1, min(total, most) + 1) if total % size == 0)
 
 
 def _refuse_parameters(p: AttentionParameters) -> Refusal | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES
+from relaxtune.schedules.templates.attention.tiles import Tile, each_tile
 from relaxtune.schedules.templates.attention_sm90.growth import copy_block
 from relaxtune.schedules.templates.attention_sm90.memory import Maps, Memory
-from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, ELEMENT_BYTES, AttentionPlan
-from relaxtune.schedules.templates.attention_sm90.tiles import Tile, each_tile
+from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, AttentionPlan
 from relaxtune.schedules.templates.emit.hopper import Ring, load_tile
 from relaxtune.schedules.templates.emit.registers import when
 

@@ -28,6 +28,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.sizes import Size, variables_of
 from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
+from relaxtune.schedules.templates.attention.sizes import INDEX_MAX, variables_in, with_values
 from relaxtune.schedules.templates.attention_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.attention_sm90.plan import (
     AttentionParameters,
@@ -36,7 +37,6 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     registers_available,
     registers_needed,
 )
-from relaxtune.schedules.templates.attention_sm90.sizes import INDEX_MAX, variables_in, with_values
 from relaxtune.schedules.templates.attention_sm90.template import (
     bias_bytes,
     predicted_cycles,

@@ -55,30 +55,23 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import tvm
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.functions.attention import AttentionSpec, refuse_layouts, spec_of
+from relaxtune.schedules.functions.attention import AttentionSpec, spec_of
 from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
+from relaxtune.schedules.templates.attention.recognise import bias_bytes, refuse_attention
+from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES
 from relaxtune.schedules.templates.attention_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.attention_sm90.plan import (
-    ELEMENT_BYTES,
-    PTX_TYPES,
     ROWS,
     AttentionParameters,
     AttentionPlan,
     make_plan,
     registers_needed,
 )
-from relaxtune.schedules.templates.attention_sm90.sizes import INDEX_MAX
 from relaxtune.schedules.templates.base import KernelTemplate, cuda_limits, refuse_target
-from relaxtune.schedules.tir.blocks import static_shape
 
-_TMA_ALIGNMENT = 16
-_HEAD_DIM_MAX = 256
-_ADDED = ("float16", "bfloat16", "float32")
-_KEPT = (*_ADDED, "bool", "int8", "uint8", "int32", "int64")
 _CANDIDATES_MAX = 16
 # Of larger heads, a third warpgroup's share of the registers holds too few keys.
 _THIRD_HEAD_DIM_MAX = 96
@@ -117,41 +110,7 @@ def recognise_attention(func: tirx.PrimFunc, target: ResolvedTarget) -> Attentio
     refusal = refuse_target(target, Feature.WGMMA, Feature.TMA)
     if refusal is not None or spec is None:
         return refusal or Refusal("the function is not marked as an attention")
-    for name, width in (("head_dim", spec.head_dim), ("value_dim", spec.value_dim)):
-        if width % 8 or width > _HEAD_DIM_MAX:
-            return Refusal(f"{name} is {width}, expected a multiple of 8 up to {_HEAD_DIM_MAX}")
-    if spec.scale <= 0:
-        return Refusal(f"scale is {spec.scale}, expected a positive one (the largest product has the largest score)")
-    if any(math.prod(static_shape(param) or ()) > INDEX_MAX for param in func.params):
-        return Refusal("a parameter has 2**31 elements or more, the kernel counts in 32 bits")
-    # TMA's strides and addresses are multiples of 16 bytes.
-    vector = _TMA_ALIGNMENT // ELEMENT_BYTES
-    return refuse_layouts(spec, func, PTX_TYPES, vector) or _refuse_bias(func, spec) or _refuse_sizes(spec) or spec
-
-
-def _refuse_bias(func: tirx.PrimFunc, spec: AttentionSpec) -> Refusal | None:
-    if spec.bias is None:
-        return None
-    dtype = str(func.params[spec.bias.param].ty.dtype)
-    expected = _ADDED if spec.bias.kind == "add" else _KEPT
-    if dtype not in expected:
-        return Refusal(f"the {spec.bias.kind} mask is {dtype}, expected one of {', '.join(expected)}")
-    return None
-
-
-def _refuse_sizes(spec: AttentionSpec) -> Refusal | None:
-    if any(not isinstance(layout.offset, int) for layout in spec.layouts().values()):
-        return Refusal("a tensor starts at a symbolic place in its parameter")
-    if spec.growth is not None and not isinstance(spec.queries, int):
-        return Refusal("caches grow by a symbolic number of positions, expected a known one")
-    return None
-
-
-def bias_bytes(func: tirx.PrimFunc, spec: AttentionSpec) -> int:
-    """Return the bytes of an element of an attention's mask; 0 without one."""
-    if spec.bias is None:
-        return 0
-    return int((tvm.DataType(str(func.params[spec.bias.param].ty.dtype)).bits + 7) // 8)
+    return refuse_attention(func, spec) or spec
 
 
 def propose_for(spec: AttentionSpec, limits: CudaLimits, mask_bytes: int) -> list[AttentionParameters]:

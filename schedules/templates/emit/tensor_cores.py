@@ -1,4 +1,4 @@
-"""Fragments of matrices for `mma.sync`: loaded from shared memory by `ldmatrix`, and multiplied; Turing's way, and on.
+"""Fragments of matrices for `mma.sync`: how they lie in shared memory, are loaded by `ldmatrix`, and multiplied.
 
 A warp multiplies 16 rows of A by 8 columns of B over 16 of K at a time. PTX ISA 9.0, "Matrix Fragments for mma.m16n8k16
 with floating point type" and "Warp-level matrix load instruction: ldmatrix".
@@ -6,6 +6,12 @@ with floating point type" and "Warp-level matrix load instruction: ldmatrix".
 
 from __future__ import annotations
 
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+#: Elements of 2 bytes in a chunk of 16 bytes.
+CHUNK = 8
+_LINE_BYTES, _CHUNK_BYTES = 128, 16
 #: dtype -> its name in instructions.
 MMA_KINDS = {"float16": "f16", "bfloat16": "bf16"}
 # More than one function begins with it.
@@ -35,8 +41,32 @@ __forceinline__ __device__ void relaxtune_ldmatrix_trans(unsigned* r, unsigned a
 }
 #endif
 """
+_ADDRESS_SOURCE = """
+__forceinline__ __device__ unsigned relaxtune_shared_address(const void* at) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(at));
+}
+"""
 
 
 def mma_source(dtype: str) -> str:
     """Return the source of `relaxtune_mma_f16` or `_bf16`: sums of 16 x 8, in float32, of operands of a dtype."""
     return _MMA.format(kind=MMA_KINDS[dtype])
+
+
+def swizzle(row: tirx.Expr, width: int) -> tirx.Expr:
+    """Return what the number of a chunk is combined with (exclusive or) in a row of `width` chunks.
+
+    The 8 rows that `ldmatrix` reads at a time then lie in different banks. Rows of more than 8 chunks have a multiple.
+    """
+    rows_a_line = max(1, _LINE_BYTES // (width * _CHUNK_BYTES))
+    return row // rows_a_line % min(width, _LINE_BYTES // _CHUNK_BYTES)
+
+
+def chunk_place(row: tirx.Expr, chunk: tirx.Expr, width: int) -> tirx.Expr:
+    """Return the element of a tile, with rows of `width` chunks, at which a chunk starts."""
+    return row * (width * CHUNK) + tirx.bitwise_xor(chunk, swizzle(row, width)) * CHUNK
+
+
+def shared_address(pointer: tirx.Expr) -> tirx.Expr:
+    """Return an address in shared memory as `ldmatrix` takes it, uint32."""
+    return T.cuda.func_call("relaxtune_shared_address", pointer, source_code=_ADDRESS_SOURCE, return_type="uint32")

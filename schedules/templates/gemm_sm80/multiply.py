@@ -2,8 +2,8 @@
 
 Lane l gives the address of row l % 8 of matrix l / 8 of four that `ldmatrix` loads. Of A these are both halves of 16
 rows, at both halves of 16 along K; of B as [N, K] both halves of K of 8 columns, then of the next 8; of B as [K, N] the
-same, transposed as they are loaded. A step along K moves the chunk of a row, which is an exclusive or of the address, as
-rows start at multiples of their length and the pattern of a lane's rows is the same in all of them.
+same, transposed as they are loaded. A step along K moves the chunk of a row, which is an exclusive or of the address:
+rows start at multiples of their length, and the pattern of a lane's rows is the same in all of them.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.emit.tensor_cores import LDMATRIX_SOURCE, MMA_KINDS, mma_source
-from relaxtune.schedules.templates.gemm_sm80.plan import CHUNK, ELEMENT_BYTES, ROWS, WARP, GemmPlan
-from relaxtune.schedules.templates.gemm_sm80.tile_copies import swizzle
+from relaxtune.schedules.templates.emit.tensor_cores import (
+    CHUNK,
+    LDMATRIX_SOURCE,
+    MMA_KINDS,
+    chunk_place,
+    mma_source,
+    shared_address,
+)
+from relaxtune.schedules.templates.gemm_sm80.plan import ELEMENT_BYTES, ROWS, WARP, GemmPlan
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
-_CHUNK_BYTES = CHUNK * ELEMENT_BYTES
-_ADDRESS = """
-__forceinline__ __device__ unsigned relaxtune_shared_address(const void* at) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(at));
-}
-"""
 # Fragments of a step along K: `a` and `b` are the addresses in a stage.
 _LOAD = """
-__forceinline__ __device__ void {name}(unsigned* fragments_a, unsigned* fragments_b, unsigned a, unsigned b, int step) {{
+__forceinline__ __device__ void {name}(unsigned* to_a, unsigned* to_b, unsigned a, unsigned b, int step) {{
 #pragma unroll
   for (int i = 0; i < {m_steps}; ++i)
-    relaxtune_ldmatrix(fragments_a + 4 * i, (a ^ step * 32) + i * {rows_a_bytes});
+    relaxtune_ldmatrix(to_a + 4 * i, (a ^ step * 32) + i * {rows_a_bytes});
 #pragma unroll
   for (int j = 0; j < {pairs}; ++j)
     {load_b}
 }}
 """
-_LOAD_B_ROWS = "relaxtune_ldmatrix(fragments_b + 4 * j, (b ^ step * 32) + j * {rows_b_bytes});"
-_LOAD_B_DEPTHS = """relaxtune_ldmatrix_trans(fragments_b + 4 * j,
+_LOAD_B_ROWS = "relaxtune_ldmatrix(to_b + 4 * j, (b ^ step * 32) + j * {rows_b_bytes});"
+_LOAD_B_DEPTHS = """relaxtune_ldmatrix_trans(to_b + 4 * j,
                              (b ^ (2 * j & {mask}) * 16) + (2 * j & ~{mask}) * 16 + step * {rows_b_bytes});"""
 # Every other row of instructions goes backwards: two that follow each other share a fragment.
 _MULTIPLY = """
@@ -87,11 +87,7 @@ class Multiply:
         else:
             places.append((lane % 16, first_column // CHUNK + half, p.block_n // CHUNK))
         for index, (row, chunk, width) in enumerate(places):
-            at = row * (width * CHUNK) + tirx.bitwise_xor(chunk, swizzle(row, width)) * CHUNK
-            address = self._tiles[index].ptr_to([0, at])
-            found = T.cuda.func_call(
-                "relaxtune_shared_address", address, source_code=_ADDRESS, return_type="uint32"
-            )
+            found = shared_address(self._tiles[index].ptr_to([0, chunk_place(row, chunk, width)]))
             T.buffer_store(self._at, found, [index])
 
     def load(self, half: int, stage: tirx.Expr, step: int) -> None:
@@ -121,12 +117,8 @@ class Multiply:
         plan, dtype = self._plan, self._matmul.input_dtype
         kind = MMA_KINDS[dtype]
         name = f"relaxtune_multiply_{kind}_{plan.m_steps}_{plan.n_steps}"
-        source = mma_source(dtype) + _MULTIPLY.format(
-            name=name, kind=kind, m_steps=plan.m_steps, n_steps=plan.n_steps
-        )
-        T.evaluate(
-            T.cuda.func_call(name, self.accumulators.ptr_to([0]), *self._registers(half), source_code=source)
-        )
+        source = mma_source(dtype) + _MULTIPLY.format(name=name, kind=kind, m_steps=plan.m_steps, n_steps=plan.n_steps)
+        T.evaluate(T.cuda.func_call(name, self.accumulators.ptr_to([0]), *self._registers(half), source_code=source))
 
     def _registers(self, half: int) -> tuple[tirx.Expr, tirx.Expr]:
         return self._fragments_a.ptr_to([half * self._words_a]), self._fragments_b.ptr_to([half * self._words_b])

@@ -9,15 +9,19 @@ from typing import ClassVar
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.base import Parameters
-from relaxtune.schedules.templates.output.output_shares import Shares, has_vectors, residual_registers, share_unit, shared_bytes
+from relaxtune.schedules.templates.output.output_shares import (
+    Shares,
+    has_vectors,
+    residual_registers,
+    share_unit,
+    shared_bytes,
+)
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 WARP = 32
 # Of an instruction: rows, columns and depth.
 ROWS, COLUMNS, DEPTH = 16, 8, 16
 ELEMENT_BYTES = 2
-# What a copy brings: 16 bytes.
-CHUNK = 8
 _WARPS_MAX = 16
 _STAGES_MAX = 8
 # What a thread needs beside accumulators and fragments (addresses, the epilogue's values), measured.

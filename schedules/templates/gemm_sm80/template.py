@@ -15,8 +15,8 @@ tiles, so that what runs at a time shares rows of A and columns of B in L2. Its 
 part of the tile, in instructions of 16 x 8 x 16 (m16n8k16) with sums in float32. Warp w has the rows of `w % warps_m`
 and the columns of `w / warps_m`, so that warps with the same columns follow each other.
 
-Shared memory is a ring of `stages` stages of `block_k` along K (dynamic; chunks of 16 bytes in each row are permuted, see
-`tile_copies`):
+Shared memory is a ring of `stages` stages of `block_k` along K (dynamic; the chunks of 16 bytes of a row change places,
+see `schedules.templates.emit.tensor_cores`):
 
     tile_a   [stages, block_m, block_k]
     tile_b   [stages, block_k, block_n]     B as [K, N]
@@ -48,10 +48,10 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.targets import Feature, ResolvedTarget
 from relaxtune.schedules.templates.base import OPEN_ROWS, KernelTemplate, Parameters, cuda_limits, refuse_target
-from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
+from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, MMA_KINDS
 from relaxtune.schedules.templates.gemm_sm80.cost import predicted_us
 from relaxtune.schedules.templates.gemm_sm80.kernel import build_kernel
-from relaxtune.schedules.templates.gemm_sm80.plan import CHUNK, GemmParameters, GemmPlan, make_plan
+from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
 
 _OUTPUTS = ("float16", "bfloat16", "float32")

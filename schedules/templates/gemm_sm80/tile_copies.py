@@ -1,8 +1,8 @@
 """Copies of tiles of A and B from global to shared memory by all threads of a block; the notation is `template.py`'s.
 
-A thread copies chunks of 16 bytes, the same one of every some rows. A row of a tile has `width` chunks; chunk c of row
-r lies in place c ^ f(r), so that the 8 rows that `ldmatrix` reads at a time lie in different banks. Rows and columns
-outside a matrix are clamped: what they make is not written. Along K, zeros stand for what does not exist.
+A thread copies chunks of 16 bytes, the same one of every some rows. Chunks of a row change places, as
+`schedules.templates.emit.tensor_cores.swizzle` says. Rows and columns outside a matrix are clamped: what they make is
+not written. Along K, zeros stand for what does not exist.
 """
 
 from __future__ import annotations
@@ -16,18 +16,10 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.templates.emit.async_copy import copy_async
 from relaxtune.schedules.templates.emit.kernel_frame import flat_view
 from relaxtune.schedules.templates.emit.registers import when
-from relaxtune.schedules.templates.gemm_sm80.plan import CHUNK, ELEMENT_BYTES, GemmPlan
+from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place
+from relaxtune.schedules.templates.gemm_sm80.plan import GemmPlan
 from relaxtune.schedules.tir.blocks import Size
 from relaxtune.schedules.tir.epilogue import MatmulFunction
-
-_LINE_BYTES = 128
-
-
-def swizzle(row: tirx.Expr, width: int) -> tirx.Expr:
-    """Return what the number of a chunk is combined with (exclusive or) in a row of `width` chunks."""
-    rows_a_line = max(1, _LINE_BYTES // (width * CHUNK * ELEMENT_BYTES))
-    chunks = min(width, _LINE_BYTES // (CHUNK * ELEMENT_BYTES))
-    return row // rows_a_line % chunks
 
 
 class TileCopies:
@@ -86,13 +78,13 @@ class _Tile:
         self._step = used // width
         self._count = math.ceil(rows / self._step)
         self._chunk, self._row = thread % width, thread // width
-        # Rows are some eights apart, so that the pattern is the same for all of them; where not, it is found for each.
         self._width = width
 
     def _place(self, number: int) -> tirx.Expr:
-        row = self._row + number * self._step
-        chunk = tirx.bitwise_xor(self._chunk, swizzle(self._row if self._step % 8 == 0 else row, self._width))
-        return row * self._shape[1] + chunk * CHUNK
+        if self._step % 8 == 0:
+            # The pattern of rows some eights apart is the same.
+            return chunk_place(self._row, self._chunk, self._width) + number * (self._step * self._width * CHUNK)
+        return chunk_place(self._row + number * self._step, self._chunk, self._width)
 
     def _inside(self, number: int) -> list[tirx.Expr]:
         ragged = (number + 1) * self._step > self._shape[0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.output.output_tile import OutputTile
 from relaxtune.schedules.templates.gemm_sm90.plan import WARPGROUP, GemmPlan
+from relaxtune.schedules.templates.output.output_tile import OutputTile
 
 _CONSUMERS_BARRIER = 1
 

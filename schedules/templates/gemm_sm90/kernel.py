@@ -22,7 +22,6 @@ from relaxtune.schedules.templates.emit.kernel_frame import bind_rows, declare_p
 from relaxtune.schedules.templates.gemm_sm90.cluster import ClusterSum
 from relaxtune.schedules.templates.gemm_sm90.memory import Memory
 from relaxtune.schedules.templates.gemm_sm90.multiply import Multiply
-from relaxtune.schedules.templates.output.output_tile import OutputTile
 from relaxtune.schedules.templates.gemm_sm90.plan import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -31,9 +30,10 @@ from relaxtune.schedules.templates.gemm_sm90.plan import (
     tensor_maps,
 )
 from relaxtune.schedules.templates.gemm_sm90.producer import Producer
-from relaxtune.schedules.templates.output.row_statistics import RowStatistics
 from relaxtune.schedules.templates.gemm_sm90.stream_k import StreamPart, StreamSum, StreamTiles
 from relaxtune.schedules.templates.gemm_sm90.tiles import GridSizes, Part, Tiles
+from relaxtune.schedules.templates.output.output_tile import OutputTile
+from relaxtune.schedules.templates.output.row_statistics import RowStatistics
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.row_norm import RowNorm
 

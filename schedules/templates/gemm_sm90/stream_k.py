@@ -36,9 +36,9 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.output.output_tile import OutputTile
 from relaxtune.schedules.templates.gemm_sm90.plan import WARPGROUP, GemmPlan
 from relaxtune.schedules.templates.gemm_sm90.tiles import GridSizes, Part, Tiles
+from relaxtune.schedules.templates.output.output_tile import OutputTile
 
 # Each function's source has all of them: the guard keeps one copy, in whatever order a module's kernels call them.
 _SOURCE = """

@@ -1,8 +1,9 @@
 """From the accumulators of wgmma or mma to the output: evaluate an epilogue on registers and write whole rows.
 
 A warp owns 16 rows. In each 8 columns, lane l holds of rows `l / 4` and `l / 4 + 8` the columns `2 * (l % 4)` and the
-next (PTX ISA 9.0, register fragments of D of wgmma and of mma.m16n8). It evaluates the epilogue for such pairs, puts them into a patch of
-shared memory of its own, 16 rows of up to 64 columns, and writes the patch out 16 bytes a lane, whole rows together.
+next (PTX ISA 9.0, register fragments of D of wgmma and of mma.m16n8). It evaluates the epilogue for such pairs, puts
+them into a patch of shared memory of its own, 16 rows of up to 64 columns, and writes the patch out 16 bytes a lane,
+whole rows together.
 
 What the epilogue reads from other buffers:
 

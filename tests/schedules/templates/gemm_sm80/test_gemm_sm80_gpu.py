@@ -10,10 +10,12 @@ import tvm
 
 from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
 from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
-from relaxtune.schedules.targets import ResolvedTarget, resolve_target
-from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.templates.base import cuda_limits
+from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.templates.gemm_sm80.template import TILES, GemmSm80
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
+from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
 from tests.schedules.templates.gemm_sm90.test_gemm_sm90_gpu import expected, random_array
 from tests.schedules.templates.matmul_cases import MatmulCase
 
@@ -51,14 +53,11 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def target() -> ResolvedTarget:
-    return resolve_target("cuda:sm_90")
-
-
 @pytest.mark.parametrize(("case", "parameters"), CASES.values(), ids=CASES.keys())
-def test_case_can_be_made(case: MatmulCase, parameters: GemmParameters, target: ResolvedTarget) -> None:
-    assert isinstance(GemmSm80().apply(case.func(), target, parameters), tvm.tirx.PrimFunc)
+def test_case_is_planned(case: MatmulCase, parameters: GemmParameters) -> None:
+    matmul = recognise_matmul(case.func())
+    assert isinstance(matmul, MatmulFunction)
+    assert isinstance(make_plan(matmul, parameters, cuda_limits(resolve_target("cuda:sm_80"))), GemmPlan)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.attention_sm90.plan import AttentionPlan
+from relaxtune.schedules.templates.attention.tile_plan import TilePlan
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Tile:
     block_count: tirx.Expr
     key_end: tirx.Expr | int
 
-    def end_at(self, plan: AttentionPlan, position: tirx.Expr) -> tirx.Expr | int:
+    def end_at(self, plan: TilePlan, position: tirx.Expr) -> tirx.Expr | int:
         """Return the key after the last that a query at a position among the keys sees."""
         if plan.spec.causal:
             return tirx.min(position + 1, self.key_end)
@@ -48,7 +48,7 @@ class Tile:
         return self.key_end
 
 
-def each_tile(plan: AttentionPlan, block: tirx.Expr, make: Callable[[Tile], None]) -> None:
+def each_tile(plan: TilePlan, block: tirx.Expr, make: Callable[[Tile], None]) -> None:
     """Emit the loop over the tiles of a thread block, by its number; `make` emits what is done with one."""
     if plan.query_stages == 1:
         split = plan.parameters.split
@@ -72,7 +72,7 @@ def named(name: str, value: tirx.Expr) -> tirx.Expr:
     return register[0]
 
 
-def _only_tile(plan: AttentionPlan, work: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+def _only_tile(plan: TilePlan, work: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
     """Return a block's only tile, and its group of all heads."""
     if not plan.spec.causal:
         return work % plan.tiles, work // plan.tiles
@@ -82,7 +82,7 @@ def _only_tile(plan: AttentionPlan, work: tirx.Expr) -> tuple[tirx.Expr, tirx.Ex
     return plan.tiles - 1 - inside // plan.section, heads
 
 
-def _locate(plan: AttentionPlan, turn: tirx.Expr, tile: tirx.Expr, heads: tirx.Expr, rank: tirx.Expr | None) -> Tile:
+def _locate(plan: TilePlan, turn: tirx.Expr, tile: tirx.Expr, heads: tirx.Expr, rank: tirx.Expr | None) -> Tile:
     """Emit where a tile lies, and which blocks of keys this thread block, of a rank in its cluster, sums for it."""
     spec, p = plan.spec, plan.parameters
     batch = named("batch", heads // plan.heads)
@@ -101,7 +101,7 @@ def _locate(plan: AttentionPlan, turn: tirx.Expr, tile: tirx.Expr, heads: tirx.E
     return Tile(turn, batch, head, query, head // spec.group, start, count, key_end)
 
 
-def _visible_blocks(plan: AttentionPlan, query: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+def _visible_blocks(plan: TilePlan, query: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
     """Return the first block of keys that a tile's queries may see, and the one after the last."""
     spec, block_k = plan.spec, plan.parameters.block_k
     first: tirx.Expr = tirx.IntImm("int32", 0)

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.attention_sm90.mask import (
+from relaxtune.schedules.templates.attention.mask import (
     LOG2_E,
     MINUS_INFINITY,
     BiasReader,
@@ -30,7 +30,7 @@ from relaxtune.schedules.templates.attention_sm90.mask import (
     Rows,
     hold,
 )
-from relaxtune.schedules.templates.attention_sm90.plan import AttentionPlan
+from relaxtune.schedules.templates.attention.tile_plan import TilePlan
 from relaxtune.schedules.templates.emit.registers import in_register, tree, when
 
 # About the lowest finite number.
@@ -94,13 +94,15 @@ class OnlineSoftmax:
     """Emits the softmax of one warpgroup into the current IRBuilder.
 
     `bias` is the kernel's parameter that is added to the scores or masks them, if there is one; `dtype` is the
-    weights', `lane` the thread's number in its warp.
+    weights', `lane` the thread's number in its warp; `searches` says whether `find_nothing` is asked.
     """
 
-    def __init__(self, plan: AttentionPlan, bias: tirx.Var | None, dtype: str, lane: tirx.Expr) -> None:
+    def __init__(
+        self, plan: TilePlan, bias: tirx.Var | None, dtype: str, lane: tirx.Expr, *, searches: bool = True
+    ) -> None:
         self._plan = plan
         self._bias = None if bias is None else BiasReader(plan, bias, lane)
-        searched = bias is not None and PaddingSearch.serves(plan, bias)
+        searched = searches and bias is not None and PaddingSearch.serves(plan, bias)
         self._search = PaddingSearch(plan, bias, lane) if searched else None
         self._dtype = dtype
         self._pairs = plan.parameters.block_k // 8

@@ -11,8 +11,8 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import ScoreBias
-from relaxtune.schedules.templates.attention_sm90.plan import AttentionPlan
-from relaxtune.schedules.templates.attention_sm90.sizes import ceil_div, flat_view, is_even, is_one, is_zero
+from relaxtune.schedules.templates.attention.sizes import ceil_div, flat_view, is_even, is_one, is_zero
+from relaxtune.schedules.templates.attention.tile_plan import TilePlan
 from relaxtune.schedules.templates.emit.registers import in_register
 
 LOG2_E = math.log2(math.e)
@@ -71,7 +71,7 @@ class _Scan:
     words: int
 
     @classmethod
-    def of(cls, plan: AttentionPlan, element_bytes: int) -> _Scan:
+    def of(cls, plan: TilePlan, element_bytes: int) -> _Scan:
         spec, block_k = plan.spec, plan.parameters.block_k
         assert spec.bias is not None
         fours = block_k > 64 and spec.keys % 4 == 0 and spec.bias.batch_stride % 4 == 0
@@ -87,7 +87,7 @@ class PaddingSearch:
     is read for a thread block's first tile, and again where the batch element has changed.
     """
 
-    def __init__(self, plan: AttentionPlan, param: tirx.Var, lane: tirx.Expr) -> None:
+    def __init__(self, plan: TilePlan, param: tirx.Var, lane: tirx.Expr) -> None:
         spec, dtype = plan.spec, str(param.ty.dtype)
         assert spec.bias is not None
         self._keys, self._stride, self._lane = spec.keys, spec.bias.batch_stride, lane
@@ -107,7 +107,7 @@ class PaddingSearch:
             T.buffer_store(self._known, -1, [0])
 
     @classmethod
-    def serves(cls, plan: AttentionPlan, param: tirx.Var) -> bool:
+    def serves(cls, plan: TilePlan, param: tirx.Var) -> bool:
         """Whether a tile has such a mask, and no other block a part of its keys."""
         bias, dtype = plan.spec.bias, str(param.ty.dtype)
         if bias is None or bias.kind != "add" or not bias.of_padding or plan.parameters.split > 1:
@@ -119,7 +119,7 @@ class PaddingSearch:
         return vector > 0 and math.ceil(plan.spec.keys / (32 * vector)) * vector * size <= 4 * _SEARCHED_WORDS_MAX
 
     @staticmethod
-    def vector_of(plan: AttentionPlan, element_bytes: int) -> int:
+    def vector_of(plan: TilePlan, element_bytes: int) -> int:
         """Return the elements of the widest loads that the rows of the mask allow; 0 for none of 4 bytes or more.
 
         Rows of symbolic length may begin anywhere: 1.
@@ -191,7 +191,7 @@ class BiasReader:
     mask of padding), a warp reads it with a load or two to see that, and only then as each thread needs it.
     """
 
-    def __init__(self, plan: AttentionPlan, param: tirx.Var, lane: tirx.Expr) -> None:
+    def __init__(self, plan: TilePlan, param: tirx.Var, lane: tirx.Expr) -> None:
         assert plan.spec.bias is not None
         self._plan = plan
         self._bias: ScoreBias = plan.spec.bias

@@ -1,0 +1,59 @@
+"""Which attentions a kernel of ours makes: widths, layouts and masks that each of the templates takes."""
+
+from __future__ import annotations
+
+import math
+
+import tvm
+from tvm import tirx
+
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.functions.attention import AttentionSpec, refuse_layouts
+from relaxtune.schedules.templates.attention.sizes import INDEX_MAX
+from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES
+from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
+from relaxtune.schedules.tir.blocks import static_shape
+
+_COPY_BYTES = 16
+_HEAD_DIM_MAX = 256
+_ADDED = ("float16", "bfloat16", "float32")
+_KEPT = (*_ADDED, "bool", "int8", "uint8", "int32", "int64")
+
+
+def refuse_attention(func: tirx.PrimFunc, spec: AttentionSpec) -> Refusal | None:
+    """Return why no kernel makes a function's attention, None where one may."""
+    for name, width in (("head_dim", spec.head_dim), ("value_dim", spec.value_dim)):
+        if width % 8 or width > _HEAD_DIM_MAX:
+            return Refusal(f"{name} is {width}, expected a multiple of 8 up to {_HEAD_DIM_MAX}")
+    if spec.scale <= 0:
+        return Refusal(f"scale is {spec.scale}, expected a positive one (the largest product has the largest score)")
+    if any(math.prod(static_shape(param) or ()) > INDEX_MAX for param in func.params):
+        return Refusal("a parameter has 2**31 elements or more, the kernel counts in 32 bits")
+    # Copies are of 16 bytes, at addresses that are multiples of it.
+    vector = _COPY_BYTES // ELEMENT_BYTES
+    return refuse_layouts(spec, func, MMA_KINDS, vector) or _refuse_bias(func, spec) or _refuse_sizes(spec)
+
+
+def _refuse_bias(func: tirx.PrimFunc, spec: AttentionSpec) -> Refusal | None:
+    if spec.bias is None:
+        return None
+    dtype = str(func.params[spec.bias.param].ty.dtype)
+    expected = _ADDED if spec.bias.kind == "add" else _KEPT
+    if dtype not in expected:
+        return Refusal(f"the {spec.bias.kind} mask is {dtype}, expected one of {', '.join(expected)}")
+    return None
+
+
+def _refuse_sizes(spec: AttentionSpec) -> Refusal | None:
+    if any(not isinstance(layout.offset, int) for layout in spec.layouts().values()):
+        return Refusal("a tensor starts at a symbolic place in its parameter")
+    if spec.growth is not None and not isinstance(spec.queries, int):
+        return Refusal("caches grow by a symbolic number of positions, expected a known one")
+    return None
+
+
+def bias_bytes(func: tirx.PrimFunc, spec: AttentionSpec) -> int:
+    """Return the bytes of an element of an attention's mask; 0 without one."""
+    if spec.bias is None:
+        return 0
+    return int((tvm.DataType(str(func.params[spec.bias.param].ty.dtype)).bits + 7) // 8)

@@ -1,0 +1,239 @@
+"""The kernel of `template.py`, emitted with TIRx's IRBuilder; the notation is that module's."""
+
+from __future__ import annotations
+
+import math
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.functions.attention import HeadLayout
+from relaxtune.schedules.templates.attention.mask import Rows
+from relaxtune.schedules.templates.attention.sizes import flat_view
+from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, pack, reciprocal
+from relaxtune.schedules.templates.attention.tiles import Tile, each_tile, named
+from relaxtune.schedules.templates.attention_sm80.multiply import AttentionMultiply
+from relaxtune.schedules.templates.attention_sm80.plan import ROWS, WARP, AttentionPlan
+from relaxtune.schedules.templates.attention_sm80.row_copies import RowCopies
+from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies
+from relaxtune.schedules.templates.emit.kernel_frame import declare_params, finish_kernel, wait_for_predecessor
+from relaxtune.schedules.templates.emit.registers import in_register, when
+from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place
+
+
+def build_kernel(func: tirx.PrimFunc, plan: AttentionPlan) -> tirx.PrimFunc:
+    """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
+    return finish_kernel(_Kernel(func, plan).build(), func, dependent=plan.parameters.dependent)
+
+
+class _Kernel:
+    """One kernel under construction; the methods emit into the current IRBuilder."""
+
+    def __init__(self, func: tirx.PrimFunc, plan: AttentionPlan) -> None:
+        self._func = func
+        self._plan, self._spec, self._p = plan, plan.spec, plan.parameters
+        self._dtype = str(func.params[plan.spec.query.param].ty.dtype)
+
+    def build(self) -> tirx.PrimFunc:
+        plan, p = self._plan, self._p
+        with IRBuilder() as builder, T.prim_func():
+            T.func_name("main")
+            self._params = declare_params(self._func)
+            T.device_entry()
+            block = T.cta_id([plan.blocks])
+            self._thread = T.thread_id([plan.threads])
+            self._warp, self._lane = self._thread // WARP, self._thread % WARP
+            pool = T.SMEMPool()
+            self._tile_q = pool.alloc((plan.query_elements,), self._dtype, align=1024)
+            self._tile_k = pool.alloc((p.stages, p.block_k * plan.width * CHUNK), self._dtype, align=1024)
+            self._tile_v = pool.alloc((p.stages, p.block_k * plan.value_width * CHUNK), self._dtype, align=1024)
+            pool.commit()
+            wait_for_predecessor(p.dependent)
+            each_tile(plan, block, self._make)
+        return builder.get()
+
+    def _make(self, tile: Tile) -> None:
+        plan, p, spec = self._plan, self._p, self._spec
+        self._tile = tile
+        self._begin_copies()
+        bias = None if spec.bias is None else self._params[spec.bias.param]
+        numbers = range(p.m_steps)
+        self._scores = [T.alloc_local([p.block_k // 2], "float32") for _ in numbers]
+        self._weights = [T.alloc_local([p.block_k // 4], "uint32") for _ in numbers]
+        self._sums = [T.alloc_local([plan.value_pairs * 8], "float32") for _ in numbers]
+        self._softmax = [OnlineSoftmax(plan, bias, self._dtype, self._lane, searches=False) for _ in numbers]
+        tiles = self._tile_q, self._tile_k, self._tile_v
+        self._multiply = AttentionMultiply(plan, self._dtype, tiles, self._thread)
+        for number in numbers:
+            self._softmax[number].begin(self._rows(number))
+            for index in range(plan.value_pairs * 8):
+                T.buffer_store(self._sums[number], tirx.FloatImm("float32", 0.0), [index])
+        self._sum()
+        for softmax in self._softmax:
+            softmax.finish()
+        self._write()
+
+    def _begin_copies(self) -> None:
+        """Emit the copies of Q and of the first blocks of keys."""
+        plan, p, spec, at = self._plan, self._p, self._spec, self._tile
+        threads, thread = plan.threads, self._thread
+        sources = {role: flat_view(self._params[layout.param]) for role, layout in spec.layouts().items()}
+        queries = RowCopies(sources["query"], threads, thread, plan.rows, plan.width, spec.head_dim)
+        self._keys = RowCopies(sources["key"], threads, thread, p.block_k, plan.width, spec.head_dim)
+        self._values = RowCopies(sources["value"], threads, thread, p.block_k, plan.value_width, spec.value_dim)
+        self._key_start = named("key_start", self._start(spec.key, at.kv_head))
+        self._value_start = named("value_start", self._start(spec.value, at.kv_head))
+        start = named("query_start", self._start(spec.query, at.head) + at.query * spec.query.position_stride)
+        ragged = spec.queries % plan.tile_queries != 0
+        queries.copy(
+            lambda place: self._tile_q.ptr_to([place]),
+            lambda row: start + self._row_offset(spec.query, row),
+            (spec.queries - at.query) * plan.group if ragged else None,
+        )
+        for stage in range(p.stages - 1):
+            with when([stage < at.block_count] if stage else []):
+                self._copy_keys(tirx.IntImm("int32", stage), stage)
+            end_copies()
+            with when([stage < at.block_count] if stage else []):
+                self._copy_values(tirx.IntImm("int32", stage), stage)
+            end_copies()
+
+    def _start(self, layout: HeadLayout, head: tirx.Expr) -> tirx.Expr:
+        return self._tile.batch * layout.batch_stride + head * layout.head_stride + layout.offset
+
+    def _row_offset(self, layout: HeadLayout, row: tirx.Expr) -> tirx.Expr:
+        """Return the offset of a tile's row from its first: r is query `r // group`, head `r % group`."""
+        group = self._plan.group
+        if group == 1:
+            return row * layout.position_stride
+        return row // group * layout.position_stride + row % group * layout.head_stride
+
+    def _copy_keys(self, step: tirx.Expr, stage: tirx.Expr | int) -> None:
+        self._copy(self._keys, self._tile_k, self._spec.key, self._key_start, step, stage)
+
+    def _copy_values(self, step: tirx.Expr, stage: tirx.Expr | int) -> None:
+        self._copy(self._values, self._tile_v, self._spec.value, self._value_start, step, stage)
+
+    def _copy(
+        self,
+        copies: RowCopies,
+        tile: tirx.Var,
+        layout: HeadLayout,
+        start: tirx.Expr,
+        step: tirx.Expr,
+        stage: tirx.Expr | int,
+    ) -> None:
+        first = (self._tile.first_block + step) * self._p.block_k
+        copies.copy(
+            lambda place: tile.ptr_to([stage, place]),
+            lambda row: start + (first + row) * layout.position_stride,
+            None if self._plan.whole_blocks else self._spec.keys - first,
+        )
+
+    def _rows(self, number: int) -> Rows:
+        """Emit which keys a thread's two rows of some 16 see."""
+        spec, plan, at = self._spec, self._plan, self._tile
+        line = (self._warp * self._p.m_steps + number) * ROWS + self._lane // 4
+        queries = [named("row_query", at.query + (line + row * 8) // plan.group) for row in range(2)]
+        heads = [named("row_head", at.head + (line + row * 8) % plan.group) for row in range(2)]
+        first, end = T.alloc_local([2], "int32"), T.alloc_local([2], "int32")
+        for row in range(2):
+            position = queries[row] + plan.ahead
+            T.buffer_store(first, position - spec.window + 1, [row])
+            T.buffer_store(end, at.end_at(plan, position), [row])
+        return Rows(at.batch, (queries[0], queries[1]), (heads[0], heads[1]), first, end)
+
+    def _sum(self) -> None:
+        """Emit the loop over the keys: each block's scores, softmax and values, while the next ones are copied."""
+        plan, p, at = self._plan, self._p, self._tile
+        ahead = p.stages - 1
+        read, written = T.alloc_local([1], "int32"), T.alloc_local([1], "int32")
+        T.buffer_store(read, 0, [0])
+        T.buffer_store(written, ahead, [0])
+        self._find_whole()
+        if plan.holds_queries:
+            self._await(2 * ahead - 1)
+            self._multiply.load_queries()
+        with T.serial(at.block_count, unroll=False) as step:
+            # Of the groups that were ended: the values of this block, then keys and values of the next ones.
+            self._await(2 * ahead - 1)
+            following = step + ahead
+            # All warps are done with the block before.
+            with T.If(following < at.block_count), T.Then():
+                self._copy_keys(following, written[0])
+            end_copies()
+            with T.If(following < at.block_count), T.Then():
+                self._copy_values(following, written[0])
+            end_copies()
+            for softmax in self._softmax:
+                softmax.prefetch(at.first_block + step)
+            self._multiply.scores(self._scores, read[0])
+            for number, softmax in enumerate(self._softmax):
+                softmax.weigh(self._scores[number], at.first_block + step, self._masked(number, at.first_block + step))
+                softmax.rescale(self._sums[number], plan.value_pairs * 8)
+                softmax.convert(self._scores[number], self._weights[number])
+            self._await(2 * ahead)
+            self._multiply.values(self._sums, self._weights, read[0])
+            for stage in (read, written):
+                next_one = stage[0] + 1
+                T.buffer_store(stage, tirx.Select(next_one == p.stages, tirx.IntImm("int32", 0), next_one), [0])
+
+    def _await(self, pending: int) -> None:
+        """Emit the wait for all groups of copies but the last ones, those of all threads."""
+        wait_for_copies(pending)
+        T.evaluate(T.cuda.cta_sync())
+
+    def _find_whole(self) -> None:
+        """Emit, for some 16 rows, the keys that all of them see."""
+        spec, plan, at, m_steps = self._spec, self._plan, self._tile, self._p.m_steps
+        self._whole: list[tuple[tirx.Expr, tirx.Expr | None]] = []
+        for number in range(m_steps):
+            top = (self._warp * m_steps + number) * ROWS
+            position = at.query + top // plan.group + plan.ahead
+            bottom = at.query + (top + ROWS - 1) // plan.group + plan.ahead
+            end = named("whole_end", at.end_at(plan, position))
+            self._whole.append((end, named("whole_first", bottom - spec.window + 1) if spec.window else None))
+
+    def _masked(self, number: int, block: tirx.Expr) -> tirx.Expr | None:
+        """Return whether some of 16 rows do not see all of a block of keys; None when never."""
+        spec, block_k = self._spec, self._p.block_k
+        if not spec.causal and not spec.window and self._plan.whole_blocks:
+            return None
+        end, first = self._whole[number]
+        masked = (block + 1) * block_k > end
+        return masked if first is None else tirx.any(masked, block * block_k < first)
+
+    def _write(self) -> None:
+        """Emit the writing of a warp's rows, through the memory of Q's tile: whole rows, 16 bytes a lane."""
+        plan, spec, at, m_steps = self._plan, self._spec, self._tile, self._p.m_steps
+        # Rows of O may be longer than those of Q, which other warps read.
+        T.evaluate(T.cuda.cta_sync())
+        first = self._warp * (m_steps * ROWS)
+        for number in range(m_steps):
+            softmax, sums = self._softmax[number], self._sums[number]
+            for row in range(2):
+                scale = in_register(reciprocal(softmax.total[row]), "float32")
+                line = first + number * ROWS + self._lane // 4 + row * 8
+                for eight in range(math.ceil(spec.value_dim / 8)):
+                    place = chunk_place(line, tirx.IntImm("int32", eight), plan.value_width) + self._lane % 4 * 2
+                    low, high = (sums[eight * 4 + row * 2 + index] * scale for index in range(2))
+                    T.evaluate(T.ptx["st.shared.u32"](self._tile_q.ptr_to([place]), pack(low, high, self._dtype)))
+        T.evaluate(T.cuda.warp_sync())
+        across = spec.value_dim // CHUNK
+        flat = flat_view(self._params[spec.output.param])
+        start = named("output_start", self._start(spec.output, at.head) + at.query * spec.output.position_stride)
+        count = m_steps * ROWS * across
+        for turn in range(math.ceil(count / WARP)):
+            item = turn * WARP + self._lane
+            line, chunk = first + item // across, item % across
+            inside = [at.query + line // plan.group < spec.queries]
+            if (turn + 1) * WARP > count:
+                inside.insert(0, item < count)
+            words = T.alloc_local([4], "uint32")
+            registers = [words[index] for index in range(4)]
+            with when(inside):
+                source = self._tile_q.ptr_to([chunk_place(line, chunk, plan.value_width)])
+                T.evaluate(T.ptx["ld.shared.v4.u32"](*registers, source))
+                target = flat.ptr_to([start + self._row_offset(spec.output, line) + chunk * CHUNK])
+                T.evaluate(T.ptx["st.global.v4.u32"](target, *registers))

@@ -1,0 +1,175 @@
+"""What follows from an attention and parameters for the kernel of `template.py`: sizes, or a refusal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.functions.attention import AttentionSpec
+from relaxtune.schedules.targets import CudaLimits
+from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES, TilePlan, section_of
+from relaxtune.schedules.templates.base import Parameters
+from relaxtune.schedules.templates.emit.tensor_cores import CHUNK
+
+WARP = 32
+# Of an instruction: rows, and depth.
+ROWS, DEPTH = 16, 16
+_STAGES_MAX = 4
+# Chunks of a row of shared memory: half a line of banks, or whole ones.
+_HALF_LINE, _LINE = 4, 8
+# What a thread needs beside scores, weights, output and fragments (addresses, row statistics), measured.
+_REGISTERS_BESIDE = 44
+# Of Q, kept from the first block of keys on where it takes no more than this.
+_HELD_MAX = 32
+
+
+@dataclass(frozen=True)
+class AttentionParameters(Parameters):
+    """Tile sizes of one kernel.
+
+    Attributes
+    ----------
+    warps
+        Warps of a block.
+    m_steps
+        Times 16 rows of queries that a warp has.
+    block_k
+        Keys at a time.
+    stages
+        Blocks of keys in shared memory.
+    pack
+        Whether the heads that share a head of K and V are rows of one tile.
+    dependent
+        Whether the kernel may start before the one before it has ended.
+    """
+
+    template: ClassVar[str] = "attention_sm80"
+
+    warps: int = 4
+    m_steps: int = 1
+    block_k: int = 64
+    stages: int = 2
+    pack: bool = False
+    dependent: bool = False
+
+    @property
+    def split(self) -> int:
+        """Blocks that share the keys of a tile: one."""
+        return 1
+
+    @property
+    def blocks(self) -> int:
+        """A block makes one tile."""
+        return 0
+
+
+@dataclass(frozen=True)
+class AttentionPlan(TilePlan):
+    """Sizes of one kernel.
+
+    Attributes
+    ----------
+    width, value_width
+        Chunks of a row of Q and K, and of V and O, in shared memory.
+    threads
+        Of a block.
+    holds_queries
+        Whether the fragments of Q stay in registers.
+    registers
+        Of a thread, about.
+    """
+
+    parameters: AttentionParameters
+    width: int
+    value_width: int
+    threads: int
+    holds_queries: bool
+    registers: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile of queries."""
+        return self.parameters.warps * self.parameters.m_steps * ROWS
+
+    @property
+    def depth_steps(self) -> int:
+        """Instructions along a head of Q and K."""
+        return math.ceil(self.spec.head_dim / DEPTH)
+
+    @property
+    def value_pairs(self) -> int:
+        """Pairs of 8 columns of V and O."""
+        return math.ceil(self.spec.value_dim / 16)
+
+    @property
+    def query_elements(self) -> int:
+        """Elements of shared memory for a tile of Q, which O takes later."""
+        return self.rows * max(self.width, self.value_width) * CHUNK
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block's dynamic shared memory."""
+        p = self.parameters
+        keys = p.stages * p.block_k * (self.width + self.value_width) * CHUNK
+        return (self.query_elements + keys) * ELEMENT_BYTES
+
+
+def make_plan(
+    spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, *, bias_bytes: int = 0
+) -> AttentionPlan | Refusal:
+    """Return the sizes of the kernel for an attention, or why there is none with these parameters.
+
+    `bias_bytes` are the bytes of an element of the mask.
+    """
+    refusal = _refuse_parameters(p)
+    if refusal is not None:
+        return refusal
+    rows = p.warps * p.m_steps * ROWS
+    group = spec.group if p.pack else 1
+    if rows % group:
+        return Refusal(f"pack puts {group} heads into {rows} rows, expected a divisor")
+    steps, pairs = math.ceil(spec.head_dim / DEPTH), math.ceil(spec.value_dim / 16)
+    held = 4 * steps * p.m_steps
+    holds = held <= _HELD_MAX
+    mask = 0 if spec.bias is None else p.m_steps * p.block_k // 4 * max(1, bias_bytes // 2)
+    each = p.block_k // 2 + p.block_k // 8 + pairs * 8
+    registers = p.m_steps * each + (held if holds else 4) + mask + _REGISTERS_BESIDE
+    available = min(limits.registers_per_thread, limits.registers_per_block // (p.warps * WARP))
+    if registers > available:
+        return Refusal(f"about {registers} registers a thread, {available} exist")
+    heads = spec.heads // group
+    plan = AttentionPlan(
+        spec=spec,
+        parameters=p,
+        group=group,
+        tile_queries=rows // group,
+        heads=heads,
+        section=section_of(spec, heads),
+        width=_width(spec.head_dim),
+        value_width=_width(spec.value_dim),
+        threads=p.warps * WARP,
+        holds_queries=holds,
+        registers=registers,
+    )
+    if plan.shared_bytes > limits.shared_bytes_optin:
+        return Refusal(f"{plan.shared_bytes} bytes of shared memory, the target has {limits.shared_bytes_optin}")
+    return plan
+
+
+def _width(columns: int) -> int:
+    chunks = math.ceil(columns / CHUNK)
+    return _HALF_LINE if chunks <= _HALF_LINE else _LINE * math.ceil(chunks / _LINE)
+
+
+def _refuse_parameters(p: AttentionParameters) -> Refusal | None:
+    if p.warps not in (1, 2, 4, 8):
+        return Refusal(f"warps is {p.warps}, expected 1, 2, 4 or 8")
+    if p.m_steps not in (1, 2):
+        return Refusal(f"m_steps is {p.m_steps}, expected 1 or 2")
+    if p.block_k % 16 or not 16 <= p.block_k <= 128:
+        return Refusal(f"block_k is {p.block_k}, expected a multiple of 16 up to 128")
+    if not 2 <= p.stages <= _STAGES_MAX:
+        return Refusal(f"stages is {p.stages}, expected 2 to {_STAGES_MAX}")
+    return None

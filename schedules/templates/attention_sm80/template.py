@@ -1,0 +1,147 @@
+"""Attention for GPUs with mma.sync and cp.async (sm_80 on) in one kernel with an online softmax, in TIRx.
+
+Notation
+--------
+That of `schedules.functions.attention`, with Q, K, V and O float16 or bfloat16::
+
+    S = Q K^T                       float32, registers; a tile of `warps * m_steps * 16` rows and `block_k` keys at a time
+    P = exp(mask(scale * S) - m)    float32, then 2 bytes a value, registers; m the rows' largest scores so far
+    O = O * exp(m_before - m) + P V     float32, registers; divided by the sum of P in the end
+
+A thread block makes one tile of queries of one head, or with `pack` of the `heads / kv_heads` heads that share a head
+of K and V: row r of the tile is query `r // group`, head `r % group`. Blocks of keys that none of its queries sees
+(`causal`, `window`) are skipped. Each warp has `m_steps` times 16 rows, multiplied by m16n8k16; its lane l holds of rows
+`l / 4` and 8 below, in each 8 columns, columns `2 * (l % 4)` and the next, of S, P and O alike. This is
+FlashAttention-2's division of work (Dao, 2023, arXiv:2307.08691, section 3.3).
+
+Shared memory is dynamic; the chunks of 16 bytes of a row change places (`schedules.templates.emit.tensor_cores`). Heads
+take 32 columns or a multiple of 64, filled with zeros:
+
+    tile_q   [rows, width]                 later O
+    tile_k   [stages, block_k, width]
+    tile_v   [stages, block_k, value_width]
+
+All threads copy (cp.async): while a block of keys is worked on, the next ones are on their way. The values of a block
+are waited for after its softmax.
+
+With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch, from
+sm_90 on). What holds of masks is the same as in `schedules.templates.attention_sm90.template`. Caches that grow, keys
+split over blocks and symbolic sizes are not made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from tvm import tirx
+
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.functions.attention import AttentionSpec, spec_of
+from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
+from relaxtune.schedules.templates.attention.recognise import bias_bytes, refuse_attention
+from relaxtune.schedules.templates.attention_sm80.kernel import build_kernel
+from relaxtune.schedules.templates.attention_sm80.plan import AttentionParameters, AttentionPlan, make_plan
+from relaxtune.schedules.templates.base import KernelTemplate, cuda_limits, refuse_target
+
+_CANDIDATES_MAX = 12
+# Of a multiprocessor in a cycle: multiply-adds, bytes of shared memory, powers of 2.
+_MULTIPLY_ADDS, _SHARED_BYTES, _POWERS = 1200, 128, 16
+# What a warp waits for on its own in a step, and a block before and after its steps.
+_STEP_CYCLES, _TILE_CYCLES = 500, 3000
+_THREADS, _RESERVED_BYTES, _REGISTER_UNIT = 2048, 1024, 8
+
+
+class AttentionSm80(KernelTemplate[AttentionSpec, AttentionParameters]):
+    """The template; see `schedules.templates.base.KernelTemplate`."""
+
+    parameters = AttentionParameters
+
+    def propose(
+        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget
+    ) -> Sequence[AttentionParameters] | Refusal:
+        """Return the parameters worth measuring, the most promising first, or why there are none."""
+        limits, mask_bytes = cuda_limits(target), bias_bytes(func, found)
+        made = (make_plan(found, one, limits, bias_bytes=mask_bytes) for one in _proposals(found))
+        plans = [plan for plan in made if isinstance(plan, AttentionPlan)]
+        plans.sort(key=lambda plan: predicted_cycles(plan, limits))
+        return [plan.parameters for plan in plans[:_CANDIDATES_MAX]] or Refusal("no tile fits this shape")
+
+    def make(
+        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget, parameters: AttentionParameters
+    ) -> tirx.PrimFunc | Refusal:
+        """Return the scheduled PrimFunc, or why it cannot be made."""
+        plan = make_plan(found, parameters, cuda_limits(target), bias_bytes=bias_bytes(func, found))
+        return plan if isinstance(plan, Refusal) else build_kernel(func, plan)
+
+    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
+        """Return the function's attention when this template can make it with some parameters."""
+        if Feature.WGMMA in target.features:
+            return Refusal("the target has wgmma, which the template attention_sm90 multiplies by")
+        refusal = refuse_target(target, Feature.MMA, Feature.CP_ASYNC, Feature.LDMATRIX)
+        spec = spec_of(func)
+        if refusal is not None or spec is None:
+            return refusal or Refusal("the function is not marked as an attention")
+        if not spec.is_static:
+            return Refusal("its sizes are symbolic")
+        return refuse_attention(func, spec) or _refuse_growth(spec) or spec
+
+
+def _refuse_growth(spec: AttentionSpec) -> Refusal | None:
+    return None if spec.growth is None else Refusal("it writes caches that grow, which this template does not")
+
+
+def _proposals(spec: AttentionSpec) -> Iterator[AttentionParameters]:
+    """Yield tiles that may suit a shape; some do not fit."""
+    packs = (True, False) if spec.group > 1 and spec.queries * spec.group <= 128 else (False,)
+    for pack in packs:
+        rows = spec.queries * (spec.group if pack else 1)
+        for warps, m_steps in ((1, 1), (2, 1), (4, 1), (4, 2), (8, 1), (8, 2)):
+            if warps * m_steps > 1 and warps * m_steps * 16 >= 2 * max(rows, 16):
+                continue
+            for block_k in (32, 64, 128):
+                if block_k > 32 and block_k >= 2 * spec.keys:
+                    continue
+                for stages in (2, 3):
+                    if stages == 2 or spec.keys > 2 * block_k:
+                        yield AttentionParameters(warps, m_steps, block_k, stages, pack, dependent=True)
+
+
+def predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
+    """Return a time to order candidates by, in cycles of a multiprocessor."""
+    p = plan.parameters
+    tiles, sm_count = int(plan.items), limits.likely_sm_count
+    together = min(_resident(plan, limits), math.ceil(tiles / sm_count))
+    rounds = math.ceil(tiles / (sm_count * together))
+    depth = plan.depth_steps * 16 + plan.value_pairs * 16
+    arithmetic = plan.rows * p.block_k * depth / _MULTIPLY_ADDS / min(1.0, together * p.warps / 4)
+    shared = 2 * (p.warps + 1) * p.block_k * depth / _SHARED_BYTES
+    powers = plan.rows * p.block_k / _POWERS
+    # Blocks that a multiprocessor holds together fill each other's waits.
+    busy = together * (max(arithmetic, shared) + 0.5 * powers)
+    alone = _STEP_CYCLES + max(arithmetic, shared) + powers
+    return rounds * (_TILE_CYCLES + _mean_steps(plan) * max(busy, alone)) * (1 + 0.05 * (p.stages - 2))
+
+
+def _resident(plan: AttentionPlan, limits: CudaLimits) -> int:
+    """Return how many blocks a multiprocessor holds at a time."""
+    registers = math.ceil(plan.registers / _REGISTER_UNIT) * _REGISTER_UNIT
+    return max(
+        1,
+        min(
+            (limits.shared_bytes_optin + _RESERVED_BYTES) // (plan.shared_bytes + _RESERVED_BYTES),
+            limits.registers_per_block // (registers * plan.threads),
+            _THREADS // plan.threads,
+        ),
+    )
+
+
+def _mean_steps(plan: AttentionPlan) -> float:
+    """Return the blocks of keys of a tile, on average."""
+    spec, block_k = plan.spec, plan.parameters.block_k
+    keys = spec.keys
+    if spec.causal:
+        keys = max(1, spec.keys - max(0, spec.queries - plan.tile_queries) // 2)
+    if spec.window:
+        keys = min(keys, (1 if spec.causal else 2) * spec.window + plan.tile_queries)
+    return math.ceil(keys / block_k)
