@@ -16,7 +16,7 @@ from relaxtune.schedules.templates.attention.tiles import Tile, each_tile, named
 from relaxtune.schedules.templates.attention_sm80.multiply import AttentionMultiply
 from relaxtune.schedules.templates.attention_sm80.plan import ROWS, WARP, AttentionPlan
 from relaxtune.schedules.templates.attention_sm80.row_copies import RowCopies
-from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies
+from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies_of_block
 from relaxtune.schedules.templates.emit.kernel_frame import declare_params, finish_kernel, wait_for_predecessor
 from relaxtune.schedules.templates.emit.registers import in_register, when
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place
@@ -153,11 +153,11 @@ class _Kernel:
         T.buffer_store(written, ahead, [0])
         self._find_whole()
         if plan.holds_queries:
-            self._await(2 * ahead - 1)
+            wait_for_copies_of_block(2 * ahead - 1)
             self._multiply.load_queries()
         with T.serial(at.block_count, unroll=False) as step:
             # Of the groups that were ended: the values of this block, then keys and values of the next ones.
-            self._await(2 * ahead - 1)
+            wait_for_copies_of_block(2 * ahead - 1)
             following = step + ahead
             # All warps are done with the block before.
             with T.If(following < at.block_count), T.Then():
@@ -173,16 +173,11 @@ class _Kernel:
                 softmax.weigh(self._scores[number], at.first_block + step, self._masked(number, at.first_block + step))
                 softmax.rescale(self._sums[number], plan.value_pairs * 8)
                 softmax.convert(self._scores[number], self._weights[number])
-            self._await(2 * ahead)
+            wait_for_copies_of_block(2 * ahead)
             self._multiply.values(self._sums, self._weights, read[0])
             for stage in (read, written):
                 next_one = stage[0] + 1
                 T.buffer_store(stage, tirx.Select(next_one == p.stages, tirx.IntImm("int32", 0), next_one), [0])
-
-    def _await(self, pending: int) -> None:
-        """Emit the wait for all groups of copies but the last ones, those of all threads."""
-        wait_for_copies(pending)
-        T.evaluate(T.cuda.cta_sync())
 
     def _find_whole(self) -> None:
         """Emit, for some 16 rows, the keys that all of them see."""

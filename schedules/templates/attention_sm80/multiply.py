@@ -5,7 +5,7 @@ Fragments of K and V serve all of a warp's rows. Each is loaded one instruction 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -125,11 +125,7 @@ class AttentionMultiply:
             load_queries="" if held else " ".join(f"relaxtune_ldmatrix(a{n}, {along.format(n=n)});" for n in numbers),
             along=_along("keys", "next", plan.width),
             rows_bytes=rows_bytes,
-            multiply="\n    ".join(
-                self._instruction(f"s{n} + 8 * j", lambda w, n=n: fragment.format(n=n, w=w), "k", pair)
-                for n in numbers
-                for pair in range(2)
-            ),
+            multiply=self._instructions("s", fragment, "k"),
         )
         operands = [self._queries[n].ptr_to([0]) if held else self._query_at(n) for n in numbers]
         keys = self._at[1] + tirx.Cast("uint32", stage * (p.block_k * plan.width * CHUNK * ELEMENT_BYTES))
@@ -147,11 +143,7 @@ class AttentionMultiply:
             pairs=plan.value_pairs,
             along=_along("values", "next", plan.value_width),
             rows_bytes=ROWS * plan.value_width * CHUNK * ELEMENT_BYTES,
-            multiply="\n    ".join(
-                self._instruction(f"o{n} + 8 * j", lambda w, n=n: f"p{n}[4 * step + {w}]", "v", pair)
-                for n in numbers
-                for pair in range(2)
-            ),
+            multiply=self._instructions("o", "p{n}[4 * step + {w}]", "v"),
         )
         values = self._at[2] + tirx.Cast("uint32", stage * (p.block_k * plan.value_width * CHUNK * ELEMENT_BYTES))
         self._call(name, source, [*(one.ptr_to([0]) for one in (*output, *weights)), values])
@@ -160,9 +152,15 @@ class AttentionMultiply:
         bytes_each = ROWS * self._plan.width * CHUNK * ELEMENT_BYTES
         return self._at[0] + tirx.const(number * bytes_each, "uint32")
 
-    def _instruction(self, sums: str, fragment: Callable[[int], str], b: str, pair: int) -> str:
-        words = ", ".join(fragment(word) for word in range(4))
-        return f"relaxtune_mma_{self._kind}({sums} + {4 * pair}, {words}, {b}[{2 * pair}], {b}[{2 * pair + 1}]);"
+    def _instructions(self, sums: str, fragment: str, b: str) -> str:
+        """Return the instructions of all rows on two times 8 columns; `fragment` is a word of some rows' operand A."""
+        lines = []
+        for n in range(self._plan.parameters.m_steps):
+            words = ", ".join(fragment.format(n=n, w=word) for word in range(4))
+            for pair in range(2):
+                operands = f"{words}, {b}[{2 * pair}], {b}[{2 * pair + 1}]"
+                lines.append(f"relaxtune_mma_{self._kind}({sums}{n} + 8 * j + {4 * pair}, {operands});")
+        return "\n    ".join(lines)
 
     def _call(self, name: str, source: str, arguments: Sequence[tirx.Expr]) -> None:
         whole = LDMATRIX_SOURCE + mma_source(self._dtype) + source

@@ -39,8 +39,8 @@ class RowCopies:
     ) -> None:
         """Emit the copies of a tile.
 
-        `tile` returns the address of an element of it, `start` the place in the source at which a row of it starts. Rows
-        from `limit` on are zeros; None where all exist.
+        `tile` returns the address of an element of it, `start` the place in the source at which one of its rows starts.
+        Rows from `limit` on are zeros; None where all exist.
         """
         padded = self._columns < self._width * CHUNK
         for number in range(self._count):
@@ -53,7 +53,7 @@ class RowCopies:
             # What is not read has to exist, too.
             at = tirx.Select(tirx.all(*exists), at, tirx.IntImm("int32", 0)) if exists else at
             with when([*self._idle, *inside]):
-                copy_async(tile(self._place(number)), self._source.ptr_to([at]), exists)
+                copy_async(tile(self._place(number)), self._source.ptr_to([at]), exists, lines=True)
 
     def _place(self, number: int) -> tirx.Expr:
         if self._step % 8 == 0:

@@ -4,14 +4,14 @@ Notation
 --------
 That of `schedules.functions.attention`, with Q, K, V and O float16 or bfloat16::
 
-    S = Q K^T                       float32, registers; a tile of `warps * m_steps * 16` rows and `block_k` keys at a time
+    S = Q K^T                       float32, registers; `warps * m_steps * 16` rows and `block_k` keys at a time
     P = exp(mask(scale * S) - m)    float32, then 2 bytes a value, registers; m the rows' largest scores so far
     O = O * exp(m_before - m) + P V     float32, registers; divided by the sum of P in the end
 
 A thread block makes one tile of queries of one head, or with `pack` of the `heads / kv_heads` heads that share a head
 of K and V: row r of the tile is query `r // group`, head `r % group`. Blocks of keys that none of its queries sees
-(`causal`, `window`) are skipped. Each warp has `m_steps` times 16 rows, multiplied by m16n8k16; its lane l holds of rows
-`l / 4` and 8 below, in each 8 columns, columns `2 * (l % 4)` and the next, of S, P and O alike. This is
+(`causal`, `window`) are skipped. Each warp has `m_steps` times 16 rows, multiplied by m16n8k16; its lane l holds of
+rows `l / 4` and 8 below, in each 8 columns, columns `2 * (l % 4)` and the next, of S, P and O alike. This is
 FlashAttention-2's division of work (Dao, 2023, arXiv:2307.08691, section 3.3).
 
 Shared memory is dynamic; the chunks of 16 bytes of a row change places (`schedules.templates.emit.tensor_cores`). Heads

@@ -28,6 +28,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.sizes import Size, variables_of
 from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
+from relaxtune.schedules.templates.attention.recognise import bias_bytes
 from relaxtune.schedules.templates.attention.sizes import INDEX_MAX, variables_in, with_values
 from relaxtune.schedules.templates.attention_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.attention_sm90.plan import (
@@ -38,7 +39,6 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     registers_needed,
 )
 from relaxtune.schedules.templates.attention_sm90.template import (
-    bias_bytes,
     predicted_cycles,
     propose_for,
     recognise_attention,

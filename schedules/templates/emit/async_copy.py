@@ -14,11 +14,11 @@ from tvm.tirx.script import builder as T
 COPY_BYTES = 16
 
 _COPY = """
-__forceinline__ __device__ void relaxtune_copy_async(void* to, const void* from, long long offset, int size) {
+__forceinline__ __device__ void {name}(void* to, const void* from, long long offset, int size) {{
   unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+  asm volatile("cp.async.cg.shared.global{prefetch} [%0], [%1], 16, %2;"
                :: "r"(at), "l"(static_cast<const char*>(from) + offset), "r"(size) : "memory");
-}
+}}
 """
 _COPY_WHERE = """
 __forceinline__ __device__ void relaxtune_copy_async_where(int is, void* to, const void* from, long long offset) {
@@ -36,17 +36,27 @@ __forceinline__ __device__ void relaxtune_copies_but_{pending}() {{
   __syncwarp();
 }}
 """
+_WAIT_OF_BLOCK = """
+__forceinline__ __device__ void relaxtune_copies_of_block_but_{pending}() {{
+  asm volatile("cp.async.wait_group {pending};" ::: "memory");
+  __syncthreads();
+}}
+"""
 
 
-def copy_async(to: tirx.Expr, source: tirx.Expr, inside: Sequence[tirx.Expr] = (), offset: int = 0) -> None:
+def copy_async(
+    to: tirx.Expr, source: tirx.Expr, inside: Sequence[tirx.Expr] = (), offset: int = 0, *, lines: bool = False
+) -> None:
     """Emit a copy, of zeros where one of the conditions `inside` does not hold (`source` has to exist there too).
 
-    The addresses `to` and `source` are multiples of 16 bytes; `offset` bytes are added to `source`.
+    The addresses `to` and `source` are multiples of 16 bytes; `offset` bytes are added to `source`. With `lines`, the
+    L2 cache is asked to fetch whole lines of 128 bytes, which other copies need.
     """
     whole, none = tirx.IntImm("int32", COPY_BYTES), tirx.IntImm("int32", 0)
     size = tirx.Select(tirx.all(*inside), whole, none) if inside else whole
     at = tirx.IntImm("int64", offset)
-    T.evaluate(T.cuda.func_call("relaxtune_copy_async", to, source, at, size, source_code=_COPY))
+    name, prefetch = ("relaxtune_copy_async_lines", ".L2::128B") if lines else ("relaxtune_copy_async", "")
+    T.evaluate(T.cuda.func_call(name, to, source, at, size, source_code=_COPY.format(name=name, prefetch=prefetch)))
 
 
 def copy_async_where(conditions: Sequence[tirx.Expr], to: tirx.Expr, source: tirx.Expr, offset: int = 0) -> None:
@@ -64,3 +74,13 @@ def wait_for_copies(pending: int) -> None:
     """Emit the wait for all groups but the last `pending`, and for the warp's other lanes to have waited."""
     name = f"relaxtune_copies_but_{pending}"
     T.evaluate(T.cuda.func_call(name, source_code=_WAIT.format(pending=pending)))
+
+
+def wait_for_copies_of_block(pending: int) -> None:
+    """Emit the wait for all groups but the last `pending`, and for all threads of the block to have waited.
+
+    No wait of the warp stands before that of the block: the compiler would move other instructions between the two, and
+    leave fewer to hide the first loads behind the barrier (GEMM of 4096 cubed, 256 x 128 tiles).
+    """
+    name = f"relaxtune_copies_of_block_but_{pending}"
+    T.evaluate(T.cuda.func_call(name, source_code=_WAIT_OF_BLOCK.format(pending=pending)))

@@ -8,7 +8,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies
+from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies_of_block
 from relaxtune.schedules.templates.emit.kernel_frame import bind_rows, declare_params, finish_kernel
 from relaxtune.schedules.templates.emit.registers import in_register
 from relaxtune.schedules.templates.emit.tile_order import tile_place
@@ -99,12 +99,12 @@ class _Kernel:
         T.buffer_store(read, 0, [0])
         T.buffer_store(written, p.stages - 1, [0])
         self._multiply.begin()
-        self._await_stage()
+        wait_for_copies_of_block(p.stages - 2)
         self._multiply.load(0, tirx.IntImm("int32", 0), 0)
         with T.serial(plan.k_tiles, unroll=False) as turn:
             for step in range(steps):
                 if step == steps - 1:
-                    self._await_stage()
+                    wait_for_copies_of_block(p.stages - 2)
                     self._advance(read)
                 self._multiply.load((step + 1) % 2, read[0], (step + 1) % steps)
                 if step == 0:
@@ -116,11 +116,6 @@ class _Kernel:
                     end_copies()
                     self._advance(written)
                 self._multiply.multiply(step % 2)
-
-    def _await_stage(self) -> None:
-        """Emit the wait for the next stage's copies, those of all threads."""
-        wait_for_copies(self._p.stages - 2)
-        T.evaluate(T.cuda.cta_sync())
 
     def _advance(self, stage: tirx.Var) -> None:
         following = stage[0] + 1

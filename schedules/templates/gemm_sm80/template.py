@@ -23,9 +23,9 @@ see `schedules.templates.emit.tensor_cores`):
              [stages, block_n, block_k]     B as [N, K]
     patches and copies of `schedules.templates.output.output_tile`
 
-All threads copy (cp.async), `stages - 1` tiles ahead. Along K, a step is one instruction deep: while a warp multiplies
-a step's fragments, it loads those of the next one (ldmatrix), across the border of two stages too. So there is one
-barrier for each stage, before the last step of the stage before.
+All threads copy (cp.async), `stages - 1` tiles ahead. Along K, a step is one instruction deep: while a warp
+multiplies a step's fragments, it loads those of the next one (ldmatrix), across the border of two stages too. So there
+is one barrier for each stage, before the last step of the stage before.
 
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch, from
 sm_90 on): it waits for it before it reads or writes global memory, but for the first tiles of a constant B.
@@ -62,7 +62,9 @@ _ROWS = 8
 # Tile and warps: block_m, block_n, block_k, warps_m, warps_n.
 TILES = (
     (256, 128, 32, 4, 2),
+    (256, 128, 64, 4, 2),
     (128, 256, 32, 2, 4),
+    (128, 256, 64, 2, 4),
     (128, 128, 32, 2, 2),
     (128, 128, 64, 2, 2),
     (128, 128, 32, 2, 4),

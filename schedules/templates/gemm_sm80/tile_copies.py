@@ -110,7 +110,9 @@ class _Rows(_Tile):
             # What is not read has to exist, too.
             at = tirx.Select(exists[0], at, self._starts[number] - self._chunk * CHUNK) if exists else at
             with when(self._inside(number)):
-                copy_async(self._tile.ptr_to([stage, self._place(number)]), self._source.ptr_to([at]), exists)
+                copy_async(
+                    self._tile.ptr_to([stage, self._place(number)]), self._source.ptr_to([at]), exists, lines=True
+                )
 
 
 class _Depths(_Tile):
@@ -130,4 +132,6 @@ class _Depths(_Tile):
             row = tirx.Select(exists[0], k, tirx.IntImm("int32", 0)) if exists else k
             at = row * self._limit + self._start[0]
             with when(self._inside(number)):
-                copy_async(self._tile.ptr_to([stage, self._place(number)]), self._source.ptr_to([at]), exists)
+                copy_async(
+                    self._tile.ptr_to([stage, self._place(number)]), self._source.ptr_to([at]), exists, lines=True
+                )

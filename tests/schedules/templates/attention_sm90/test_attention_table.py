@@ -10,8 +10,8 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.plain_attention import attention_function
 from relaxtune.schedules.registry import list_candidates
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
-from relaxtune.schedules.templates.attention_sm90.plan import AttentionParameters, AttentionPlan, make_plan
 from relaxtune.schedules.templates.attention.sizes import with_values
+from relaxtune.schedules.templates.attention_sm90.plan import AttentionParameters, AttentionPlan, make_plan
 from relaxtune.schedules.templates.attention_sm90.table import AttentionTable, Line, TableParameters
 from relaxtune.schedules.templates.attention_sm90.template import predicted_cycles, propose_for
 from relaxtune.schedules.templates.base import TemplateError, cuda_limits

@@ -15,9 +15,9 @@ from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.registry import TEMPLATES
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, make_plan
-from relaxtune.schedules.templates.output.row_statistics import statistics_registers
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
+from relaxtune.schedules.templates.output.row_statistics import statistics_registers
 from relaxtune.schedules.templates.ranges import RangesParameters, SizeRange
 from tests.schedules.templates.cubin import LOCAL_LOAD, LOCAL_STORE, WGMMA, Cubin, captured_cubins, read_cubin
 from tests.schedules.templates.matmul_cases import MatmulCase

@@ -1,0 +1,110 @@
+"""The GEMM template on mma.sync: what it takes, and what it proposes for each target."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tvm import tirx
+
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.registry import list_candidates
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.templates.base import TemplateError, cuda_limits
+from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
+from relaxtune.schedules.templates.gemm_sm80.template import GemmSm80
+from relaxtune.schedules.tir.epilogue import recognise_matmul
+from tests.schedules.templates.matmul_cases import MatmulCase
+
+BERT = MatmulCase((8, 128), 3072, 768, ("bias", "gelu"))
+TARGETS = ("cuda:sm_80", "cuda:sm_86", "cuda:sm_89", "cuda:sm_90", "cuda:sm_120")
+
+
+@pytest.mark.parametrize("text", TARGETS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        BERT,
+        replace(BERT, rows=(17,), epilogue=("bias", "residual")),
+        replace(BERT, rows=(4096,), n=50257, transposed=True, epilogue=()),
+        replace(BERT, rows=(4096,), n=4096, k=4096, epilogue=(), dtype="bfloat16", output="bfloat16"),
+        replace(BERT, n=6144, epilogue=("gated",)),
+    ],
+    ids=["BERT", "few rows", "vocabulary", "square", "gated"],
+)
+def test_every_proposal_fits_its_target(case: MatmulCase, text: str) -> None:
+    target, func = resolve_target(text), case.func()
+    limits, matmul = cuda_limits(target), recognise_matmul(func)
+    found = GemmSm80().candidates(func, target)
+    assert not isinstance(found, Refusal)
+    assert len(set(found)) == len(found) >= 4
+    for parameters in found:
+        plan = make_plan(matmul, parameters, limits)
+        assert isinstance(plan, GemmPlan)
+        assert plan.shared_bytes <= limits.shared_bytes_optin
+        assert plan.registers * plan.threads <= limits.registers_per_block
+        assert parameters.dependent == (text in ("cuda:sm_90", "cuda:sm_120"))
+
+
+@pytest.mark.parametrize(
+    ("case", "target", "reason"),
+    [
+        (BERT, "cuda:sm_90a", "the target has wgmma"),
+        (BERT, "cuda:sm_75", "expected cuda sm_80 or later"),
+        (BERT, "llvm", "the target is llvm"),
+        (replace(BERT, dtype="float32", output="float32"), "cuda:sm_80", "the operands are float32"),
+        (replace(BERT, k=770), "cuda:sm_80", "K is 770, expected a multiple of 8"),
+        (replace(BERT, n=3074), "cuda:sm_80", "N is 3074, expected a multiple of 8"),
+        (replace(BERT, epilogue=("summed",)), "cuda:sm_80", "expected one reduction"),
+    ],
+)
+def test_refusal_says_why(case: MatmulCase, target: str, reason: str) -> None:
+    found = GemmSm80().candidates(case.func(), resolve_target(target))
+    assert isinstance(found, Refusal)
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"warps_m": 1, "warps_n": 1}, "1 x 1 warps, expected 2 to 16"),
+        ({"block_m": 40}, "block_m is 40, expected a multiple of 32"),
+        ({"block_n": 96}, "block_n is 96, expected 2 times 16, 32, 64 or 128"),
+        ({"block_k": 16}, "block_k is 16, expected 32 or 64"),
+        ({"stages": 1}, "stages is 1, expected 2 to 8"),
+        ({"group": 0}, "group is 0, expected 1 or more"),
+        ({"block_m": 256}, "registers a thread"),
+        ({"block_k": 64, "stages": 6}, "bytes of shared memory, the target has 101376"),
+    ],
+)
+def test_parameters_that_make_no_kernel_are_refused(change: dict[str, int], reason: str) -> None:
+    found = GemmSm80().apply(BERT.func(), resolve_target("cuda:sm_86"), replace(GemmParameters(), **change))
+    assert isinstance(found, Refusal)
+    assert reason in found.reason
+
+
+def test_dependent_launch_is_refused_where_there_is_none() -> None:
+    found = GemmSm80().apply(BERT.func(), resolve_target("cuda:sm_80"), GemmParameters(dependent=True))
+    assert isinstance(found, Refusal)
+    assert "dependent launch" in found.reason
+
+
+def test_decision_is_read_again() -> None:
+    parameters = GemmParameters(64, 128, 64, 3, 2, 2, 4, True)
+    assert GemmSm80().parse(parameters.to_json()) == parameters
+    with pytest.raises(TemplateError, match="not of template 'gemm_sm80'"):
+        GemmSm80().parse(parameters.to_json().replace("gemm_sm80", "gemm_sm90"))
+
+
+def test_matmuls_of_few_rows_take_the_templates_for_them_first() -> None:
+    for rows, expected in ((16, "gemv"), (17, "gemm_sm80")):
+        found, _ = list_candidates(replace(BERT, rows=(rows,), transposed=True).func(), resolve_target("cuda:sm_89"))
+        assert found[0].template == expected
+
+
+def test_symbolic_rows_are_made_for_any_number() -> None:
+    func = replace(BERT, rows=(tirx.Var("rows", "int64"),)).func()
+    target = resolve_target("cuda:sm_80")
+    found, _ = list_candidates(func, target)
+    assert found[0].template == "ranges"
+    assert isinstance(GemmSm80().apply(func, target, GemmParameters(), rows=512), tirx.PrimFunc)

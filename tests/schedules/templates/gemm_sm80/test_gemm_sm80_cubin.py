@@ -1,0 +1,77 @@
+"""The machine code of the kernels, without a GPU: mma.sync and cp.async are there, no register is spilled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import tvm
+
+from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.templates.base import cuda_limits
+from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
+from relaxtune.schedules.templates.gemm_sm80.template import TILES, GemmSm80
+from relaxtune.schedules.templates.lowering import register_mixed_pipeline
+from relaxtune.schedules.tir.epilogue import recognise_matmul
+from tests.schedules.templates.cubin import (
+    COPY_ASYNC,
+    LAUNCH_DEPENDENTS,
+    LOCAL_LOAD,
+    LOCAL_STORE,
+    MMA_SYNC,
+    TMA_LOAD,
+    captured_cubins,
+    read_cubin,
+)
+from tests.schedules.templates.matmul_cases import MatmulCase
+
+BERT = MatmulCase((1000,), 2304, 776, ("bias", "gelu", "residual"))
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
+
+
+def assert_sound(case: MatmulCase, parameters: GemmParameters, arch: str) -> None:
+    target = resolve_target(f"cuda:{arch}")
+    plan = make_plan(recognise_matmul(case.func()), parameters, cuda_limits(target))
+    assert isinstance(plan, GemmPlan), plan
+    made = GemmSm80().apply(case.func().with_attr(CONSTANT_PARAMS_ATTR, (1,)), target, parameters)
+    mod = tvm.IRModule({"main": made.with_attr("global_symbol", "main")})
+    with captured_cubins(arch) as cubins:
+        tvm.tirx.build(mod, target=target.target, pipeline=register_mixed_pipeline())
+    cubin = read_cubin(cubins[0])
+    assert cubin.count(LOCAL_LOAD) == cubin.count(LOCAL_STORE) == cubin.frame_bytes == 0
+    assert cubin.registers * plan.threads <= 65536
+    # A stage's instructions, once.
+    assert cubin.count(MMA_SYNC) == plan.m_steps * plan.n_steps * parameters.block_k // 16
+    assert cubin.count(COPY_ASYNC) >= 2 * parameters.stages
+    assert cubin.count(TMA_LOAD) == 0
+    assert (cubin.count(LAUNCH_DEPENDENTS) > 0) == parameters.dependent
+
+
+@pytest.mark.parametrize(
+    ("case", "parameters", "arch"),
+    [
+        (BERT, GemmParameters(128, 128, 32, 4, 2, 2, 8), "sm_80"),
+        (replace(BERT, n=2311, transposed=True), GemmParameters(128, 128, 32, 3, 2, 2, 8), "sm_86"),
+        (replace(BERT, epilogue=()), GemmParameters(32, 32, 64, 8, 2, 2, 8, True), "sm_120"),
+    ],
+)
+def test_cubin_has_mma_and_no_spills(case: MatmulCase, parameters: GemmParameters, arch: str) -> None:
+    assert_sound(case, parameters, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        BERT,
+        replace(BERT, epilogue=("half_bias",)),
+        replace(BERT, n=2311, transposed=True),
+        replace(BERT, n=2311, transposed=True, epilogue=(), dtype="bfloat16", output="float32"),
+    ],
+    ids=["bias, gelu, residual", "bias in half precision", "odd columns", "bfloat16 to float32"],
+)
+def test_every_tile_on_every_target(case: MatmulCase, tile: tuple[int, ...], arch: str) -> None:
+    assert_sound(case, GemmParameters(*tile[:3], 3, *tile[3:], 8, arch in ("sm_90", "sm_120")), arch)
