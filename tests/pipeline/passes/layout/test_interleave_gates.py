@@ -85,7 +85,7 @@ def test_interleave_gates_leaves_other_products_alone(case: dict[str, object]) -
 
 @pytest.mark.parametrize(
     ("target", "options"),
-    [("llvm", FP16), ("cuda:sm_80", FP16), ("cuda:sm_90a", LoweringOptions("fp16", frozenset({"interleave_gates"})))],
+    [("llvm", FP16), ("cuda:sm_75", FP16), ("cuda:sm_90a", LoweringOptions("fp16", frozenset({"interleave_gates"})))],
 )
 def test_interleave_gates_leaves_the_graph_alone_when_no_template_makes_it(
     target: str, options: LoweringOptions
