@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import tvm
 
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import cuda_limits
@@ -30,9 +31,12 @@ BERT = MatmulCase((1000,), 2304, 776, ("bias", "gelu", "residual"))
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 
 
+def planned(case: MatmulCase, parameters: GemmParameters, arch: str) -> GemmPlan | Refusal:
+    return make_plan(recognise_matmul(case.func()), parameters, cuda_limits(resolve_target(f"cuda:{arch}")))
+
+
 def assert_sound(case: MatmulCase, parameters: GemmParameters, arch: str) -> None:
-    target = resolve_target(f"cuda:{arch}")
-    plan = make_plan(recognise_matmul(case.func()), parameters, cuda_limits(target))
+    target, plan = resolve_target(f"cuda:{arch}"), planned(case, parameters, arch)
     assert isinstance(plan, GemmPlan), plan
     made = GemmSm80().apply(case.func().with_attr(CONSTANT_PARAMS_ATTR, (1,)), target, parameters)
     mod = tvm.IRModule({"main": made.with_attr("global_symbol", "main")})
@@ -74,4 +78,10 @@ def test_cubin_has_mma_and_no_spills(case: MatmulCase, parameters: GemmParameter
     ids=["bias, gelu, residual", "bias in half precision", "odd columns", "bfloat16 to float32"],
 )
 def test_every_tile_on_every_target(case: MatmulCase, tile: tuple[int, ...], arch: str) -> None:
-    assert_sound(case, GemmParameters(*tile[:3], 3, *tile[3:], 8, arch in ("sm_90", "sm_120")), arch)
+    dependent = arch in ("sm_90", "sm_120")
+    offered = [GemmParameters(*tile[:3], stages, *tile[3:], 8, dependent) for stages in (3, 2)]
+    fitting = [parameters for parameters in offered if isinstance(planned(case, parameters, arch), GemmPlan)]
+    # Targets with 99 KiB of shared memory have no room for two stages of the largest tiles.
+    assert fitting or (sum(tile[:3]) > 320 and arch in ("sm_86", "sm_89", "sm_120"))
+    for parameters in fitting[:1]:
+        assert_sound(case, parameters, arch)
