@@ -79,7 +79,8 @@ def test_cubin_has_mma_and_no_spills(case: MatmulCase, parameters: GemmParameter
 )
 def test_every_tile_on_every_target(case: MatmulCase, tile: tuple[int, ...], arch: str) -> None:
     dependent = arch in ("sm_90", "sm_120")
-    offered = [GemmParameters(*tile[:3], stages, *tile[3:], 8, dependent) for stages in (3, 2)]
+    m, n, k, warps_m, warps_n = tile
+    offered = [GemmParameters(m, n, k, stages, warps_m, warps_n, 8, dependent) for stages in (3, 2)]
     fitting = [parameters for parameters in offered if isinstance(planned(case, parameters, arch), GemmPlan)]
     # Targets with 99 KiB of shared memory have no room for two stages of the largest tiles.
     assert fitting or (sum(tile[:3]) > 320 and arch in ("sm_86", "sm_89", "sm_120"))
