@@ -1,7 +1,7 @@
 """A cluster larger than any here: many measuring actors and cells, where only importing, building and measuring wait.
 
     python -m benchmarks.bench_cluster [--actors 4 16 64] [--cells 100 1000] [--models 40] [--measure-ms 250]
-        [--build-ms 500] [--import-ms 3000] [--builders-each 4] [--trials-each 16] [--seconds 60] [--file-database]
+        [--build-ms 500] [--import-ms 8000] [--builders-each 4] [--trials-each 30] [--seconds 60] [--file-database]
         [--prepared FOLDER] [--out FILE] [--plot FILE]
 
 Real are the plan and its cells' states, Ray with an actor process for each device, its object store, PostgreSQL
@@ -12,7 +12,8 @@ imported and lowered before the runs; more cells are these again under other nam
 A measurement is a wait in the actor, drawn for each kernel from an exponential distribution with the mean --measure-ms
 (0.18 s on an H200, references and finals included: benchmarks/results/h200-batch.json); it answers with a latency that
 the code decides. A build is a wait of --build-ms in one of four actors that stand for all builders; an import is one of
---import-ms, as many at the same time as there are devices. A run ends when all cells are done, or after --seconds.
+--import-ms, as many at the same time as there are devices. A run ends when all cells are done, or is interrupted after
+--seconds.
 
 Told of each run: the share of the time in which an actor waited for a measurement (of all actors, from the first one's
 first to the last), candidates a second, the time of one decision which task is next, the driver's processor time, and
@@ -82,7 +83,8 @@ from tests.tuning_db.postgres_server import running_server
 
 _BUILDING_ACTORS = 4
 _OBJECT_STORE = 800 << 20
-_FINISH_S = 0.1
+_FINISH_S = 0.05
+_FINISHERS = 2
 # No measurement waits longer than so many means.
 _WAIT_MAX = 5.0
 
@@ -189,7 +191,7 @@ class WaitingWorkers(CellWorkers):
     def __init__(self, count: int, builders: Sequence[Any], paths: Sequence[Path], numbers: dict[str, int]) -> None:
         self._count, self._paths, self._numbers = count, paths, numbers
         self._next = itertools.cycle(builders)
-        self._finisher = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self._finisher = ProcessPoolExecutor(_FINISHERS, multiprocessing.get_context("spawn"))
 
     @property
     def count(self) -> int:
@@ -335,6 +337,9 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
         builder.builders = actors * arguments.builders_each
         builder._task = _Task(builders)
         cpu, own, began = time.process_time(), time.thread_time(), time.monotonic()
+        timer = threading.Timer(arguments.seconds, stop.request)
+        timer.daemon = True
+        timer.start()
         try:
             yield Machine(builder, backend)
             told.extend(ray.get([one.told.remote() for one in handles]))
@@ -351,7 +356,6 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
         plan = parse_plan(
             Path(folder) / "many.toml",
             f'database = "{url}"\neffort = "quick"\n[budget]\ncandidates = {cells * arguments.trials_each}\n'
-            f"seconds = {arguments.seconds}\n"
             f'[[cells]]\nmodels = ["bert-tiny"]\ntargets = ["cuda:sm_90a"]\nshapes = {shapes}\n',
         )
         numbers = {cell.name: number for number, cell in enumerate(list_cells(plan))}
@@ -377,9 +381,9 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
         "measuring_s": last - first,
         "measured_per_s": measured,
         "busy_share": sum(one[0] for one in told) / (actors * (last - first)),
-        "decision_ms_median": 1e3 * statistics.median(decisions),
-        "decision_ms_p99": 1e3 * sorted(decisions)[int(0.99 * (len(decisions) - 1))],
-        "decision_ms_max": 1e3 * max(decisions),
+        "decision_ms_median": 1e3 * statistics.median(decisions or [0.0]),
+        "decision_ms_p99": 1e3 * sorted(decisions or [0.0])[int(0.99 * (len(decisions) - 1))],
+        "decision_ms_max": 1e3 * max(decisions, default=0.0),
         "decisions": len(decisions),
         "driver_thread_ms_per_record": 1e3 * spent[1] / max(1, records),
         "driver_process_ms_per_record": 1e3 * spent[0] / max(1, records),
@@ -441,9 +445,9 @@ def main() -> None:
     parser.add_argument("--cells", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--measure-ms", type=float, default=250.0)
     parser.add_argument("--build-ms", type=float, default=500.0)
-    parser.add_argument("--import-ms", type=float, default=3000.0)
+    parser.add_argument("--import-ms", type=float, default=8000.0)
     parser.add_argument("--builders-each", type=int, default=4)
-    parser.add_argument("--trials-each", type=int, default=16, help="Candidates for each cell.")
+    parser.add_argument("--trials-each", type=int, default=30, help="Candidates for each cell.")
     parser.add_argument("--models", type=int, default=40, help="Real cells that are imported before the runs.")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="Processes that import these.")
     parser.add_argument("--prepared", type=Path, help="A folder of such cells; kept from one call to the next.")
