@@ -35,7 +35,7 @@ MODELS = {
     "llama-1b-2-layers:fp16": ("input_ids=1x128", "input_ids=4x128"),
     "vit-base-2-layers:fp16": ("pixel_values=1x3x224x224", "pixel_values=8x3x224x224"),
     "t5-small-2-layers:fp16": ("input_ids=1x128", "input_ids=8x128"),
-    "bert-large-2-layers:fp16": ("input_ids=1x128", "input_ids=8x128"),
+    "whisper-base-2-layers:fp16": ("decoder_input_ids=1x128", "decoder_input_ids=8x128"),
 }
 
 

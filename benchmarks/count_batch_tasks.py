@@ -75,10 +75,12 @@ def plan_text(target: str) -> str:
     """Return the plan."""
     shapes = [f"input_ids={batch}x{length}" for batch, length in product(_BATCHES, _LENGTHS)]
     images = [f"pixel_values={batch}x3x224x224" for batch in _BATCHES]
+    heard = [f"decoder_input_ids={batch}x{length}" for batch in _BATCHES[:3] for length in _LENGTHS[:2]]
     return (
         f'effort = "quick"\n[defaults]\ntargets = ["{target}"]\nprecisions = ["graph", "fp16"]\n'
         f"[[cells]]\nmodels = {_TEXT_MODELS}\nshapes = {shapes}\n"
         f'[[cells]]\nmodels = ["vit-base-2-layers"]\nshapes = {images}\n'
+        f'[[cells]]\nmodels = ["whisper-base-2-layers"]\nshapes = {heard}\n'
     )
 
 

@@ -19,8 +19,9 @@ from relaxtune.models.zoo.llama import LlamaConfig, build_llama
 from relaxtune.models.zoo.outliers import Outliers, add_outliers
 from relaxtune.models.zoo.t5 import T5Config, build_t5
 from relaxtune.models.zoo.vit import VitConfig, build_vit
+from relaxtune.models.zoo.whisper import WhisperConfig, build_whisper
 
-Config = BertConfig | Gpt2Config | LlamaConfig | VitConfig | T5Config
+Config = BertConfig | Gpt2Config | LlamaConfig | VitConfig | T5Config | WhisperConfig
 Builder = Callable[[str, dict[str, Dim], Precision, int], onnx.ModelProto]
 
 _OUTLIERS = "outliers"
@@ -159,6 +160,20 @@ def _t5(name: str, config: T5Config) -> Preset:
     )
 
 
+def _whisper(name: str, config: WhisperConfig) -> Preset:
+    return Preset(
+        name=name,
+        description=f"Whisper encoder and decoder, {config.layers} layers each, hidden {config.hidden}",
+        config=config,
+        inputs=(
+            TensorSpec("input_features", "float32", ("batch", config.mels, config.frames)),
+            TensorSpec("decoder_input_ids", "int64", ("batch", "sequence")),
+        ),
+        build=lambda title, dims, precision, seed: build_whisper(title, config, dims, precision, seed),
+        limits={"sequence": config.max_positions},
+    )
+
+
 def _table() -> dict[str, Preset]:
     presets = [
         _bert("bert-tiny", BertConfig(layers=2, hidden=128, heads=2, ffn=512, vocab=1024, init_std=0.05)),
@@ -176,6 +191,11 @@ def _table() -> dict[str, Preset]:
         _vit("vit-base", VitConfig(layers=12, hidden=768, heads=12, ffn=3072, image=224, patch=16, classes=1000)),
         _t5("t5-tiny", T5Config(layers=2, hidden=128, heads=2, head_size=64, ffn=512, vocab=1024, init_std=0.05)),
         _t5("t5-small", T5Config(layers=6, hidden=512, heads=8, head_size=64, ffn=2048, vocab=32128)),
+        _whisper(
+            "whisper-tiny",
+            WhisperConfig(layers=2, hidden=128, heads=2, ffn=512, vocab=1024, frames=64, init_std=0.05),
+        ),
+        _whisper("whisper-base", WhisperConfig(layers=6, hidden=512, heads=8, ffn=2048, vocab=51865)),
     ]
     named = {preset.name: preset for preset in presets}
     presets += [
@@ -217,6 +237,8 @@ def with_layers(preset: Preset, layers: int) -> Preset:
             made = _vit(name, config)
         case T5Config():
             made = _t5(name, config)
+        case WhisperConfig():
+            made = _whisper(name, config)
     return replace(made, name=f"{preset.name}-{layers}-layers")
 
 

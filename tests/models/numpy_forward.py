@@ -17,6 +17,7 @@ from relaxtune.models.zoo.llama import LlamaConfig
 from relaxtune.models.zoo.presets import get_preset
 from relaxtune.models.zoo.t5 import T5Config
 from relaxtune.models.zoo.vit import VitConfig
+from relaxtune.models.zoo.whisper import WhisperConfig
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -61,6 +62,8 @@ def forward(model: OnnxModel, inputs: Arrays) -> dict[str, np.ndarray]:
             return vit(config, weights, inputs)
         case T5Config():
             return t5(config, weights, inputs)
+        case WhisperConfig():
+            return whisper(config, weights, inputs)
 
 
 def bert(config: BertConfig, weights: Weights, inputs: Arrays) -> dict[str, np.ndarray]:
@@ -158,6 +161,49 @@ def t5(config: T5Config, weights: Weights, inputs: Arrays) -> dict[str, np.ndarr
         wide = layer.linear("layer.1.DenseReluDense.wi", layer.rms_norm("layer.1.layer_norm", x, config.epsilon))
         x = x + layer.linear("layer.1.DenseReluDense.wo", np.maximum(wide, 0))
     return {"last_hidden_state": body.rms_norm("final_layer_norm", x, config.epsilon)}
+
+
+def whisper(config: WhisperConfig, weights: Weights, inputs: Arrays) -> dict[str, np.ndarray]:
+    def attend(layer: Weights, which: str, x: np.ndarray, others: np.ndarray | None, allowed: np.ndarray) -> np.ndarray:
+        normed = layer.layer_norm(f"{which}_layer_norm", x, config.epsilon)
+        source = normed if others is None else others
+        block = layer.at(which)
+        q, k, v = (
+            heads_of(block.linear(f"{name}_proj", of), config.heads)
+            for name, of in (("q", normed), ("k", source), ("v", source))
+        )
+        return x + block.linear("out_proj", attention(q, k, v, q.shape[-1] ** -0.5, allowed))
+
+    def feed_forward(layer: Weights, x: np.ndarray) -> np.ndarray:
+        return x + layer.linear(
+            "fc2", gelu(layer.linear("fc1", layer.layer_norm("final_layer_norm", x, config.epsilon)))
+        )
+
+    encoder, decoder = weights.at("encoder"), weights.at("decoder")
+    sound = inputs["input_features"].astype(np.float64)
+    for name, stride in (("conv1", 1), ("conv2", 2)):
+        padded = np.pad(sound, ((0, 0), (0, 0), (1, 1)))
+        windows = np.lib.stride_tricks.sliding_window_view(padded, 3, axis=2)[:, :, ::stride]
+        sound = gelu(np.einsum("bilk,oik->bol", windows, encoder[f"{name}.weight"]) + encoder[f"{name}.bias"][:, None])
+    heard = sound.transpose(0, 2, 1) + encoder["embed_positions.weight"]
+    everything = np.ones((1, 1), bool)
+    for index in range(config.layers):
+        layer = encoder.at(f"layers.{index}")
+        heard = feed_forward(layer, attend(layer, "self_attn", heard, None, everything))
+    heard = encoder.layer_norm("layer_norm", heard, config.epsilon)
+    ids = inputs["decoder_input_ids"]
+    x = decoder["embed_tokens.weight"][ids] + decoder["embed_positions.weight"][: ids.shape[1]]
+    causal = np.tri(ids.shape[1], dtype=bool)
+    for index in range(config.layers):
+        layer = decoder.at(f"layers.{index}")
+        x = attend(layer, "encoder_attn", attend(layer, "self_attn", x, None, causal), heard, everything)
+        x = feed_forward(layer, x)
+    logits = decoder.layer_norm("layer_norm", x, config.epsilon) @ decoder["embed_tokens.weight"].T
+    return {"logits": logits, "encoder_last_hidden_state": heard}
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + erf(x / np.sqrt(2)))
 
 
 def t5_bucket(distance: int, buckets: int, max_distance: int) -> int:
