@@ -98,7 +98,7 @@ def main() -> None:
             loads.append(os.getloadavg()[0])
     document = {
         "command": "python -m benchmarks.bench_gate",
-        "options": {name: str(value) for name, value in vars(asked).items()},
+        "options": {name: str(value) for name, value in vars(asked).items() if name != "results"},
         "machine": _machine(asked.target, loads),
         "loadings": builds.loadings,
         "kinds": {kind: _summary(every, kinds[kind]) for kind, every in found.items()},

@@ -13,6 +13,7 @@ from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.directory import record_validation
+from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.bench.measure import (
     DEFAULT_RUNS,
@@ -76,12 +77,17 @@ class ValidatedArtifact:
 
 
 def reference_model(module: Module, source: str | Path | None = None) -> OnnxModel:
+    """Return the ONNX model that a loaded artifact was compiled from; see `manifest_model`."""
+    return manifest_model(module.manifest, source)
+
+
+def manifest_model(manifest: Manifest, source: str | Path | None = None) -> OnnxModel:
     """Return the ONNX model that an artifact was compiled from, at the artifact's shapes.
 
     Parameters
     ----------
-    module : Module
-        The artifact.
+    manifest : Manifest
+        Of the artifact.
     source : str, Path or None
         Where the model is now; None looks where it was.
 
@@ -90,8 +96,7 @@ def reference_model(module: Module, source: str | Path | None = None) -> OnnxMod
     UsageError
         This is another model.
     """
-    manifest = module.manifest
-    shapes = {spec.name: spec.shape for spec in module.inputs}
+    shapes = {spec.name: spec.shape for spec in manifest.inputs}
     model = load_model(source or manifest.source, shapes=shapes, seed=manifest.seed or 0)
     if model.sha256 != manifest.model_sha256:
         raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,13 +18,16 @@ from relaxtune.pipeline.cli.options import (
     DatabaseOption,
     FormatOption,
     ReferenceOption,
+    SharedDatabasesOption,
     StoreOption,
     ToleranceOptions,
     VerifyKeyOption,
     require_signed,
+    url_option,
 )
 from relaxtune.pipeline.cli.output import OutputFormat, TableView, emit, print_json, stdout_console
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.registry.registry import Registry, StoredArtifact
@@ -172,6 +176,48 @@ def gc(
         gone = opened.collect(steps=steps, older_than_s=older_than * 3600)
     view = TableView(f"{len(gone)} artifacts removed", ("artifact",), tuple((key[:_KEY_DIGITS],) for key in gone))
     emit(registry.output_format, {"removed": list(gone)}, view)
+
+
+@app.command()
+@takes_groups()
+def rebuild(
+    artifact: ArtifactName,
+    store: StoreOption = DEFAULT_STORE,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Keep the new one here. Default: nowhere.")
+    ] = None,
+    db: Annotated[DatabaseUrl | None, url_option("Where the records of its kernels are.")] = None,
+    shared_db: SharedDatabasesOption = None,
+    model: ReferenceOption = None,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Make an artifact again from its manifest and its records, and say whether it is the same, bit for bit.
+
+    It needs no device: where the artifact's is not here, hashes of kernels and weights are compared. Exits 1 and names
+    what changed when it is another.
+    """
+    from relaxtune.pipeline.registry.rebuild import rebuild_artifact
+    from relaxtune.pipeline.registry.store import ArtifactStore, find_artifact
+    from relaxtune.pipeline.temporary import temporary_folder
+
+    place = find_artifact(artifact, ArtifactStore(store))
+    with temporary_folder() as folder:
+        made = rebuild_artifact(place, out or folder / "again", database=db, shared=shared_db or (), source=model)
+    ran = "not run: the device is not here" if made.outputs is None else f"{len(made.outputs)} compared"
+    differing = [name for name, same in made.same_files.items() if not same]
+    facts = {
+        "kernels": f"{made.kernels} made again",
+        "outputs": ran,
+        "files with other bytes": ", ".join(differing) or "none",
+        **{f"{one.subject}: {one.field}": f"{one.a} -> {one.b}" for one in (*made.changed, *made.noted)},
+    }
+    view = TableView.of(
+        f"{place}: {'the same' if made.same else 'ANOTHER'}",
+        facts.items(),
+        {"what": lambda fact: fact[0], "found": lambda fact: fact[1]},
+    )
+    emit(output_format, made.to_json(), view)
+    made.raise_if_changed()
 
 
 def _emit_artifacts(registry: RegistryOptions, title: str, found: list[StoredArtifact]) -> None:

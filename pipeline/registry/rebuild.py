@@ -1,0 +1,275 @@
+"""Make an artifact again from its manifest and the database alone, and say whether it is the same, bit for bit.
+
+The manifest says how the model was lowered and, for each kernel, the route and the hash of the decision. The database
+has the decisions. Nothing is chosen anew: a decision that is not there, or that makes another kernel by now, is named.
+Where the device is here, both artifacts run on the same inputs; elsewhere hashes of kernels and weights are compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.models.axis_profile import sizes_within
+from relaxtune.models.buckets import bucket_shapes
+from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.directory import verify_artifact
+from relaxtune.pipeline.artifact.entries import KernelEntry
+from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
+from relaxtune.pipeline.artifact.manifest import PARAMS_FILE, Manifest
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact_jobs import manifest_model
+from relaxtune.pipeline.bisect.subject import lowering_options
+from relaxtune.pipeline.choose.replay import as_scheduled, replay_record
+from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
+from relaxtune.pipeline.errors import ArtifactError, LoweringError
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.passes.module import LoweredModule
+from relaxtune.pipeline.tasks.extract import extract_tasks
+from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.validate.comparison import Difference, OutputDrift, compare_manifests, compare_outputs
+from relaxtune.pipeline.validate.validation import sample_inputs
+from relaxtune.schedules.registry import apply_decision, list_candidates
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.layers import open_databases
+from relaxtune.tuning_db.records import Mode, RecordFilter, Route, TuningRecord, signature_key
+from relaxtune.tuning_db.urls import DatabasePlace
+
+_SAMPLES = 2
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """An artifact made again.
+
+    Attributes
+    ----------
+    kernels
+        How many there are, those of shape buckets included.
+    changed
+        What is not the same and shapes the code or the results: kernels by their hashes, weights, outputs.
+    noted
+        What is not the same and need not: versions, notes of passes.
+    same_files
+        File -> whether it has the same bytes.
+    outputs
+        Both on the same inputs; None where the device is not here.
+    """
+
+    kernels: int
+    changed: tuple[Difference, ...]
+    noted: tuple[Difference, ...]
+    same_files: Mapping[str, bool]
+    outputs: tuple[OutputDrift, ...] | None
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing changed that counts."""
+        return not self.changed
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain JSON data."""
+        return {**asdict(self), "same": self.same}
+
+    def raise_if_changed(self) -> None:
+        """Raise where the artifact made again is another.
+
+        Raises
+        ------
+        ArtifactError
+            Names what changed.
+        """
+        if self.changed:
+            told = "; ".join(f"{one.subject}: {one.field} {one.a} -> {one.b}" for one in self.changed[:10])
+            more = f"; and {len(self.changed) - 10} more" if len(self.changed) > 10 else ""
+            versions = "; ".join(f"{one.field} {one.a} -> {one.b}" for one in self.noted if one.subject == "version")
+            raise ArtifactError(
+                f"made again, the artifact is another: {told}{more}. Versions that differ: {versions or 'none'}"
+            )
+
+
+def rebuild_artifact(
+    directory: Path,
+    out: Path,
+    *,
+    database: DatabasePlace | None = None,
+    shared: Sequence[DatabasePlace] = (),
+    source: str | Path | None = None,
+) -> Rebuild:
+    """Make an artifact again in another place, and return what is not the same.
+
+    Parameters
+    ----------
+    directory, out : Path
+        The artifact, and where the new one goes.
+    database, shared : as of `compile_model`
+        Where the records of its kernels are; None for an artifact without any.
+    source : str, Path or None
+        The ONNX model, where it is not where the manifest says.
+
+    Raises
+    ------
+    ArtifactError
+        A decision is not in the database, or makes another kernel by now: each kernel is named. Nothing is written.
+    ModelError, ScheduleError, TuningDatabaseError, PipelineError
+        The model is another, or does not lower or compile.
+    """
+    manifest = verify_artifact(directory)
+    model = manifest_model(manifest, source)
+    target = resolve_target(manifest.target.config)
+    modules = [(lower(import_model(model), target.target, lowering_options(manifest)), manifest.kernels)]
+    buckets = () if manifest.buckets is None else manifest.buckets.entries
+    for entry in buckets:
+        pinned = load_model(
+            source or manifest.source, shapes=bucket_shapes(model.inputs, entry.bucket), seed=manifest.seed or 0
+        )
+        named = replace(pinned, name=f"{model.name}[{entry.bucket.name}]")
+        modules.append((lower(import_model(named), target.target, lowering_options(manifest)), entry.kernels))
+    chosen = _choices(modules, target, database, shared)
+    compiled = [
+        compile_module(lowered, choices, target, cuda_graph=manifest.target.cuda_graph)
+        for (lowered, _), choices in zip(modules, chosen, strict=True)
+    ]
+    with_buckets = [CompiledBucket(one.bucket, code) for one, code in zip(buckets, compiled[1:], strict=True)]
+    again = write_artifact(compiled[0], out, with_buckets)
+    outputs = None
+    if detect_environment(target).device_name != UNKNOWN_DEVICE:
+        outputs = _outputs(directory, out, model)
+    return _compared(manifest, again, outputs)
+
+
+def _choices(
+    modules: Sequence[tuple[LoweredModule, Sequence[KernelEntry]]],
+    target: ResolvedTarget,
+    database: DatabasePlace | None,
+    shared: Sequence[DatabasePlace],
+) -> list[list[KernelChoice]]:
+    """Return the choices that manifests state, module by module."""
+    if database is None and not shared:
+        return _stated(modules, target, None)
+    with open_databases(
+        [*([database] if database is not None else []), *shared], mode=Mode.READ_ONLY, create=False
+    ) as db:
+        return _stated(modules, target, db)
+
+
+def _stated(
+    modules: Sequence[tuple[LoweredModule, Sequence[KernelEntry]]],
+    target: ResolvedTarget,
+    database: TuningDatabase | None,
+) -> list[list[KernelChoice]]:
+    missing: list[str] = []
+    found: list[list[KernelChoice]] = []
+    for lowered, entries in modules:
+        tasks = {name: task for task in extract_tasks([lowered]) for name in task.functions[lowered.graph.name]}
+        of_module = []
+        for entry in entries:
+            if entry.function not in lowered.kernels:
+                missing.append(f"{entry.function}: the passes make no such kernel by now")
+                continue
+            try:
+                of_module.append(_choice(entry, tasks.get(entry.function), lowered, target, database))
+            except LoweringError as e:
+                missing.append(f"{entry.function} ({entry.route}): {e}")
+        missing += [
+            f"{name}: the passes make this kernel by now, and the artifact has none of that name"
+            for name in lowered.kernels.keys() - {entry.function for entry in entries}
+        ]
+        found.append(of_module)
+    if missing:
+        raise ArtifactError(
+            f"the artifact cannot be made again; {len(missing)} kernels: {'; '.join(missing[:10])}"
+            + (f"; and {len(missing) - 10} more" if len(missing) > 10 else "")
+        )
+    return found
+
+
+def _choice(
+    entry: KernelEntry,
+    task: TuningTask | None,
+    lowered: LoweredModule,
+    target: ResolvedTarget,
+    database: TuningDatabase | None,
+) -> KernelChoice:
+    """Return the choice that a manifest states.
+
+    Raises
+    ------
+    LoweringError
+        Its decision is not in the database, or makes another kernel by now.
+    """
+    choice = KernelChoice(
+        function=entry.function,
+        task=None if task is None else task.name,
+        route=Route(entry.route),
+        record_id=entry.record_id,
+        latency_us=entry.latency_us,
+        note=entry.note,
+        database=entry.database,
+        measured=entry.measured,
+    )
+    if entry.decision_sha256 is None or choice.route is Route.FALLBACK:
+        # The default schedules are code alone; the hash of the kernel tells whether they are the same.
+        return choice
+    if entry.record_id is None or task is None:
+        func = lowered.mod[entry.function] if task is None else task.mod["main"]
+        offered = (one.to_json() for one in list_candidates(func, target)[0])
+        decision = next((one for one in offered if _sha256(one) == entry.decision_sha256), None)
+        if decision is None:
+            raise LoweringError("no template proposes its parameters any more")
+        return replace(choice, decision=decision, scheduled=as_scheduled(apply_decision(func, target, decision)))
+    record = _record(entry, task, database)
+    return replace(choice, decision=record.decision, scheduled=replay_record(task, record, target))
+
+
+def _record(entry: KernelEntry, task: TuningTask, database: TuningDatabase | None) -> TuningRecord:
+    """Return a record with the decision that a manifest names; its number may be another in this database."""
+    if database is None:
+        raise LoweringError(f"its record {entry.record_id} is in a database; name it with --db")
+    for filters in (
+        RecordFilter(workload_hash=task.workload_hash, route=Route(entry.route)),
+        RecordFilter(signature_key=signature_key(task.signature), route=Route(entry.route)),
+    ):
+        same = [one for one in database.list_records(filters) if _sha256(one.decision) == entry.decision_sha256]
+        if same:
+            return next((one for one in same if one.kernel_hash == entry.kernel_hash), same[-1])
+    known = (entry.decision_sha256 or "")[:12]
+    raise LoweringError(f"{database.url} has no record of decision {known} (it was record {entry.record_id})")
+
+
+def _outputs(directory: Path, out: Path, model: OnnxModel) -> tuple[OutputDrift, ...]:
+    first, second = Module.load(directory, verify=False), Module.load(out, verify=False)
+    inputs = sample_inputs(model, samples=_SAMPLES, seed=0, dims=sizes_within(model, first.manifest.maxima))
+    return compare_outputs([first.run(one) for one in inputs], [second.run(one) for one in inputs], exact=True)
+
+
+def _compared(before: Manifest, again: Manifest, outputs: tuple[OutputDrift, ...] | None) -> Rebuild:
+    changed: list[Difference] = []
+    pairs = [(before.kernels, again.kernels)]
+    if before.buckets is not None and again.buckets is not None:
+        pairs += [(a.kernels, b.kernels) for a, b in zip(before.buckets.entries, again.buckets.entries, strict=True)]
+    for old, new in pairs:
+        made = {kernel.function: kernel.kernel_hash for kernel in new}
+        changed += [
+            Difference(kernel.function, "kernel hash", str(kernel.kernel_hash), str(made[kernel.function]))
+            for kernel in old
+            if kernel.kernel_hash != made[kernel.function]
+        ]
+    same_files = {name: again.files.get(name) == entry for name, entry in before.files.items()}
+    if not same_files.get(PARAMS_FILE, True):
+        changed.append(Difference(PARAMS_FILE, "weights", "their bytes", "others"))
+    changed += [
+        Difference(output.name, "output", "its bits", output.reason) for output in outputs or () if not output.passed
+    ]
+    _, noted = compare_manifests(before, again)
+    return Rebuild(sum(len(old) for old, _ in pairs), tuple(changed), noted, same_files, outputs)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
