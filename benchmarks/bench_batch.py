@@ -1,15 +1,17 @@
 """A plan of twelve cells on one GPU and on two: cells an hour, candidates a second, and how busy each GPU is.
 
     python -m benchmarks.bench_batch [--devices 1 2] [--candidates 360] [--cores 16] [--rounds 1] [--target cuda]
-        [--models bert-base-2-layers:fp16 ...] [--cluster ADDRESS] [--out FILE]
+        [--models bert-base-2-layers:fp16 ...] [--ways local ray] [--out FILE]
 
 Each run is a process of its own with a fresh database, pinned to its GPUs (CUDA_VISIBLE_DEVICES) and to so many cores
-a GPU. Busy is the share of the tuning in which a device measured, or waited for its turn while a cell was timed.
+a GPU. Through Ray, a cluster of one node with these GPUs and cores and a PostgreSQL are started before the clock is.
+Busy is the share of the tuning in which a device measured, or waited for its turn while a cell was timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -17,17 +19,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks.gpu_arms.results import machine
 from relaxtune.pipeline.batch.cells import Cell
 from relaxtune.pipeline.batch.driver import run_batch
 from relaxtune.pipeline.batch.events import BatchEvent, CandidateEvent, CellEvent
-from relaxtune.pipeline.batch.executors import LocalExecutors
+from relaxtune.pipeline.batch.executors import ClusterExecutors, LocalExecutors
 from relaxtune.pipeline.batch.feed import CellFeed
 from relaxtune.pipeline.batch.finishing import FinishedCell
 from relaxtune.pipeline.batch.plan import parse_plan
+from relaxtune.pipeline.tuning.ray.cluster import CPU_RESOURCE
+from tests.tuning_db.postgres_server import running_server
 
 MODELS = {
     "bert-base-2-layers:fp16": ("input_ids=1x128", "input_ids=8x128"),
@@ -48,9 +53,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--target", default="cuda")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--cluster")
+    parser.add_argument("--ways", nargs="+", choices=["local", "ray"], default=["local"])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--keep", type=Path, help="Copy the last run's database here.")
+    parser.add_argument("--keep", type=Path, help="Copy the last local run's database here.")
     parser.add_argument("--arm", action="store_true", help="Be one run (used by the script itself).")
     arguments = parser.parse_args()
     if arguments.arm:
@@ -58,8 +63,8 @@ def main() -> None:
         return
     runs = []
     for _ in range(arguments.rounds):
-        for count in arguments.devices:
-            runs.append({"devices": count, **start_arm(arguments, count)})
+        for count, way in itertools.product(arguments.devices, arguments.ways):
+            runs.append({"devices": count, "way": way, **start_arm(arguments, count, way)})
             told = {key: value for key, value in runs[-1].items() if key not in ("cells", "moments")}
             print(json.dumps(told), flush=True)
             if arguments.out:
@@ -67,12 +72,12 @@ def main() -> None:
                 arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def start_arm(arguments: argparse.Namespace, count: int) -> dict[str, object]:
+def start_arm(arguments: argparse.Namespace, count: int, way: str) -> dict[str, object]:
     """Run the plan in a process that sees so many GPUs and cores; return what it printed."""
     cores = sorted(os.sched_getaffinity(0))[: count * arguments.cores]
     command = [sys.executable, "-m", "benchmarks.bench_batch", "--arm", "--target", arguments.target]
     command += ["--candidates", str(arguments.candidates), "--models", *arguments.models]
-    command += ["--cluster", arguments.cluster] if arguments.cluster else []
+    command += ["--ways", way, "--devices", str(count)]
     command += ["--keep", str(arguments.keep)] if arguments.keep else []
     visible = ",".join(str(index) for index in range(count))
     process = subprocess.run(
@@ -86,22 +91,47 @@ def start_arm(arguments: argparse.Namespace, count: int) -> dict[str, object]:
     return json.loads(lines[-1]) if process.returncode == 0 else {"failed": process.returncode, "said": lines[-5:]}
 
 
-def plan_text(arguments: argparse.Namespace) -> str:
+def plan_text(arguments: argparse.Namespace, database: str = "relaxtune.db") -> str:
     """Return the plan."""
     shapes = {model: list(MODELS.get(model, ("",))) for model in arguments.models}
     cells = "".join(f"[[cells]]\nmodels = [{model!r}]\nshapes = {own}\n" for model, own in shapes.items())
     return (
-        f'name = "twelve"\neffort = "quick"\nsamples = 1\n[budget]\ncandidates = {arguments.candidates}\n'
+        f'name = "twelve"\ndatabase = "{database}"\neffort = "quick"\nsamples = 1\n'
+        f"[budget]\ncandidates = {arguments.candidates}\n"
         f'[defaults]\ntargets = ["{arguments.target}"]\n{cells}'
     )
 
 
+@contextmanager
+def one_node(arguments: argparse.Namespace) -> Iterator[str]:
+    """Start Ray on this process's cores and GPUs; give its address."""
+    import ray
+
+    gpus = arguments.devices[0] if arguments.target.startswith("cuda") else 0
+    resources = {} if gpus else {CPU_RESOURCE: 1}
+    started = ray.init(
+        "local",
+        num_cpus=len(os.sched_getaffinity(0)),
+        num_gpus=gpus,
+        resources=resources,
+        include_dashboard=False,
+        namespace="relaxtune",
+        log_to_driver=False,
+        configure_logging=False,
+    )
+    try:
+        yield started.address_info["address"]
+    finally:
+        ray.shutdown()
+
+
 def run_arm(arguments: argparse.Namespace) -> dict[str, object]:
     """Carry the plan out in this process."""
+    executors = LocalExecutors if arguments.ways == ["local"] else ClusterExecutors
     busy: dict[str, float] = {}
     moments: list[tuple[float, str, str]] = []
     tuned: list[float] = []
-    backends = LocalExecutors.backends
+    backends = executors.backends
 
     @contextmanager
     def watched(self, *asked):  # type: ignore[no-untyped-def]
@@ -122,14 +152,17 @@ def run_arm(arguments: argparse.Namespace) -> dict[str, object]:
         stages[cell.name] = {name: round(seconds, 2) for name, seconds in found.stage_s.items()}
         over(self, cell, found)
 
-    LocalExecutors.backends = watched  # type: ignore[method-assign]
+    executors.backends = watched  # type: ignore[method-assign]
     CellFeed._over = noted  # type: ignore[method-assign]
-    with tempfile.TemporaryDirectory() as folder:
-        plan = parse_plan(Path(folder) / "twelve.toml", plan_text(arguments))
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        database, cluster = "relaxtune.db", None
+        if executors is ClusterExecutors:
+            database, cluster = stack.enter_context(running_server()), stack.enter_context(one_node(arguments))
+        plan = parse_plan(Path(folder) / "twelve.toml", plan_text(arguments, database))
         began = time.monotonic()
-        result = run_batch(plan, on_event=told, cluster=arguments.cluster)
+        result = run_batch(plan, on_event=told, cluster=cluster)
         seconds = time.monotonic() - began
-        if arguments.keep:
+        if arguments.keep and cluster is None:
             shutil.copy(Path(folder) / "relaxtune.db", arguments.keep)
     candidates = sum(one.candidates for one in result.tuning)
     tuning_s = sum(one.seconds for one in result.tuning)

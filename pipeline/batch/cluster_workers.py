@@ -1,22 +1,84 @@
-"""Cells that are imported and finished by tasks of a Ray cluster.
+"""Cells that are imported and finished by a Ray cluster.
 
-A cell is imported on any node. It is finished on a device of its target that Ray gives to the task alone: measuring
-actors hold theirs until the tuning is over, so that nothing is timed beside a measurement.
+For GPUs, actors beside the measuring one of each device do that while others are tuned. They hold the device's turn
+while they time something. For a CPU, tasks do it: a cell is imported on any node. It is finished where its device is
+free, after the tuning, so that nothing is timed beside a measurement.
 """
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
 from relaxtune.pipeline.batch.finishing import FinishedCell
-from relaxtune.pipeline.batch.worker import AheadWork, CellWorker, FinishWork, PrepareWork, Work
-from relaxtune.pipeline.batch.workers import CellWorkers
+from relaxtune.pipeline.batch.worker import AheadWork, CellWorker, FinishWork, PrepareWork, Work, start
+from relaxtune.pipeline.batch.workers import CellWorkers, HomedWorkers, WorkerLostError, with_threads, workers_for
+from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.temporary import shared_folder
+from relaxtune.pipeline.tuning.local.child import leave_out_torch
 from relaxtune.pipeline.tuning.ray.machine import RayCluster
+from relaxtune.pipeline.tuning.ray.measuring_actor import own_gpu
+from relaxtune.pipeline.tuning.ray.reservation import Reservation
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.cell_states import CellState
+
+
+class DeviceWorkers(HomedWorkers):
+    """Actors, on devices that are reserved.
+
+    Parameters
+    ----------
+    cluster : RayCluster
+        Whose GPU nodes see the plan's models and its folder of artifacts at the same paths as the driver.
+    reservation : Reservation
+        The devices.
+    """
+
+    def __init__(self, cluster: RayCluster, reservation: Reservation) -> None:
+        self._ray, self._reservation = cluster.ray, reservation
+        self._made = cluster.ray.remote(max_restarts=0)(CellActor)
+        self._actors: dict[int, Any] = {}
+        cores = [one.resources.get("CPU", 0) for one in cluster.nodes if one.resources.get("GPU")]
+        super().__init__(workers_for(reservation.devices, int(sum(cores))))
+
+    def _do(self, work: Work, number: int) -> object:
+        with self._changed:
+            if self._closed:
+                raise PipelineError("the run has ended")
+            if number not in self._actors:
+                asked = self._reservation.working(number % self._reservation.devices)
+                self._actors[number] = self._made.options(**asked).remote(self._reservation.run)
+            actor = self._actors[number]
+        try:
+            return self._ray.get(actor.answer.remote(with_threads(work)))
+        except self._ray.exceptions.RayActorError as e:
+            with self._changed:
+                self._actors.pop(number, None)
+            self._leave(number)
+            raise WorkerLostError(f"the cluster's actor that worked on the cell is gone: {type(e).__name__}") from e
+
+    def _end(self) -> None:
+        for actor in self._actors.values():
+            self._ray.kill(actor)
+
+
+class CellActor:
+    """Works on cells on a node of a cluster; Ray has chosen its device."""
+
+    def __init__(self, run: str) -> None:
+        leave_out_torch()
+        self._stack = ExitStack()
+        self._turns = self._stack.enter_context(shared_folder(run))
+        self._answer = start()
+
+    def answer(self, work: Work) -> object:
+        """Do work."""
+        if isinstance(work, FinishWork):
+            work = replace(work, turns=self._turns, device=own_gpu())
+        return _placed(work, self._answer(work))
 
 
 class ClusterWorkers(CellWorkers):
@@ -57,8 +119,12 @@ class ClusterWorkers(CellWorkers):
 
 
 def _answer(work: Work) -> object:
-    """Do work on a node; an error says which."""
-    found = CellWorker().answer(work)
+    """Do work on a node."""
+    return _placed(work, CellWorker().answer(work))
+
+
+def _placed(work: Work, found: object) -> object:
+    """Return an answer; an error says on which node."""
     if isinstance(work, FinishWork) and isinstance(found, FinishedCell) and found.state is CellState.FAILED:
         where = f"on {os.uname().nodename}: "
         return replace(found, facts=replace(found.facts, error=where + (found.facts.error or "")))

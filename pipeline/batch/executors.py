@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from types import TracebackType
 from typing import Self
 
-from relaxtune.pipeline.batch.cluster_workers import ClusterWorkers
+from relaxtune.pipeline.batch.cluster_workers import ClusterWorkers, DeviceWorkers
 from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.temporary import temporary_folder
@@ -22,6 +22,7 @@ from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.ray.machine import RayCluster, require_server
+from relaxtune.pipeline.tuning.ray.reservation import Reservation
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.records import Environment
 from relaxtune.tuning_db.urls import DatabasePlace, DatabaseUrl
@@ -106,6 +107,8 @@ class ClusterExecutors(Executors):
 
     def __init__(self, address: str) -> None:
         self._cluster = RayCluster(address)
+        self._stack = ExitStack()
+        self._reserved: dict[str, Reservation] = {}
 
     def find_environment(self, target: ResolvedTarget) -> Environment | None:
         """Return the environment of the cluster's devices for a target."""
@@ -115,14 +118,19 @@ class ClusterExecutors(Executors):
         self, target: ResolvedTarget, environment: Environment, options: TuningOptions, stop: StopSignal
     ) -> AbstractContextManager[Machine]:
         """Start builders and measuring actors."""
-        return self._cluster.machine(target, environment, options, stop)
+        return self._cluster.machine(target, environment, options, stop, self._reserved.get(target.arch))
 
     def workers(self, target: ResolvedTarget) -> CellWorkers | None:
-        """Return tasks of the cluster: imports on any node, the rest where a device of the target is free."""
-        return ClusterWorkers(self._cluster, target)
+        """Return actors on the target's GPUs, which are reserved from now on; tasks for a CPU."""
+        if target.kind != "cuda":
+            return ClusterWorkers(self._cluster, target)
+        if target.arch not in self._reserved:
+            self._reserved[target.arch] = self._stack.enter_context(closing(self._cluster.reserve(target)))
+        return self._stack.enter_context(closing(DeviceWorkers(self._cluster, self._reserved[target.arch])))
 
     def close(self) -> None:
-        """Leave the cluster."""
+        """End the actors, give the devices back, and leave the cluster."""
+        self._stack.close()
         self._cluster.close()
 
 

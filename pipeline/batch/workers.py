@@ -1,4 +1,10 @@
-"""Where cells are imported and finished while others are tuned: processes of this machine, each pinned to a device."""
+"""Where cells are imported and finished while others are tuned.
+
+    submit ── waiting work ──▶ a thread for each worker ── `_do` ──▶ answer
+
+A worker keeps the model of a cell from its import to its end. `LocalWorkers` are processes of this machine, each pinned
+to a device; `relaxtune.pipeline.batch.cluster_workers` has those of a cluster.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +19,13 @@ from relaxtune.pipeline.batch.worker import WORKER_MODULE, AheadWork, FinishWork
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.tuning.local.devices import pinned
 from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess
+from relaxtune.pipeline.tuning.ray.reservation import SHARES
 from relaxtune.schedules.targets.host import physical_cores
 
-# Cores for each process that imports and compiles beside the build processes, and processes for each device.
+# Cores for each worker that imports and compiles beside the build processes; `SHARES` are the most for a device.
 _CORES_EACH = 2
-_EACH_DEVICE_MAX = 8
+# Workers that may be lost with one cell.
+_LOST_MAX = 2
 
 
 class CellWorkers(ABC):
@@ -37,20 +45,125 @@ class CellWorkers(ABC):
         """End what was started here; what is not done is given up."""
 
 
+class WorkerLostError(Exception):
+    """A worker is gone, and the work that it had is no reason for that: another one is to do it."""
+
+
 @dataclass(eq=False)
 class _Asked:
-    """Work, and who waits for it."""
+    """Work, who waits for it, and how many workers were lost with it."""
 
     work: Work
     future: Future[object]
+    lost: int = 0
 
 
 # What a process does first: what others wait for.
 _ORDER = (FinishWork, PrepareWork, AheadWork)
 
 
-class LocalWorkers(CellWorkers):
-    """Processes of this machine. A cell stays with the process that imported it, which keeps its model.
+class HomedWorkers(CellWorkers):
+    """Workers that each do one thing at a time. A cell stays with the one that imported it, which keeps its model.
+
+    Parameters
+    ----------
+    count : int
+        How many there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._changed = threading.Condition()
+        self._waiting: list[_Asked] = []
+        self._homes: dict[str, int] = {}
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._serve, args=(number,), name="relaxtune-cells", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def count(self) -> int:
+        """The number of workers."""
+        return self._count
+
+    def submit(self, work: Work) -> Future[object]:
+        """Hand in work for the worker that has the cell, else for the next free one."""
+        asked = _Asked(work, Future())
+        with self._changed:
+            self._waiting.append(asked)
+            self._changed.notify_all()
+        return asked.future
+
+    def close(self) -> None:
+        """End the workers; what is not done is given up."""
+        with self._changed:
+            self._closed = True
+            left, self._waiting = self._waiting, []
+            self._changed.notify_all()
+            self._end()
+        for asked in left:
+            asked.future.cancel()
+        for thread in self._threads:
+            thread.join()
+
+    @abstractmethod
+    def _do(self, work: Work, number: int) -> object:
+        """Have a worker do work, which may be its first, and return the answer.
+
+        Raises
+        ------
+        WorkerLostError
+            The worker is gone. `_leave` was called.
+        """
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End all workers; no other is started after that. The lock is held."""
+
+    def _leave(self, number: int) -> None:
+        """Let other workers have the cells of one that is gone; what it kept of them is made anew."""
+        with self._changed:
+            self._homes = {name: home for name, home in self._homes.items() if home != number}
+            self._changed.notify_all()
+
+    def _serve(self, number: int) -> None:
+        while (asked := self._next(number)) is not None:
+            try:
+                asked.future.set_result(self._do(asked.work, number))
+            except WorkerLostError as e:
+                asked.lost += 1
+                with self._changed:
+                    again = asked.lost <= _LOST_MAX and not self._closed
+                    if again:
+                        self._waiting.insert(0, asked)
+                        self._changed.notify_all()
+                if not again:
+                    asked.future.set_exception(PipelineError(str(e)))
+            # The border of the thread: whoever waits for the work is told.
+            except Exception as e:
+                asked.future.set_exception(e)
+
+    def _next(self, number: int) -> _Asked | None:
+        """Wait for work that this worker may do; None at the end."""
+        with self._changed:
+            while not self._closed:
+                mine = [one for one in self._waiting if self._homes.get(one.work.cell.name, number) == number]
+                if not mine:
+                    self._changed.wait()
+                    continue
+                first = min(mine, key=lambda one: _ORDER.index(type(one.work)))
+                self._waiting.remove(first)
+                if first.lost or first.future.set_running_or_notify_cancel():
+                    self._homes[first.work.cell.name] = number
+                    return first
+            return None
+
+
+class LocalWorkers(HomedWorkers):
+    """Processes of this machine.
 
     Parameters
     ----------
@@ -61,89 +174,34 @@ class LocalWorkers(CellWorkers):
     """
 
     def __init__(self, devices: Sequence[str], turns: Path) -> None:
-        most = len(devices) * _EACH_DEVICE_MAX
-        self._count = max(1, min(most, (physical_cores() or 1) // _CORES_EACH))
-        self._turns = turns
-        self._changed = threading.Condition()
-        self._waiting: list[_Asked] = []
-        self._homes: dict[str, int] = {}
+        self._devices, self._turns = tuple(devices), turns
         self._processes: dict[int, ChildProcess] = {}
-        self._closed = False
-        self._threads = [
-            threading.Thread(
-                target=self._serve, args=(number, devices[number % len(devices)]), name="relaxtune-cells", daemon=True
-            )
-            for number in range(self._count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        super().__init__(workers_for(len(devices), physical_cores() or 1))
 
-    @property
-    def count(self) -> int:
-        """The number of processes."""
-        return self._count
-
-    def submit(self, work: Work) -> Future[object]:
-        """Hand in work for the process that has the cell, else for the next free one."""
-        asked = _Asked(work, Future())
-        with self._changed:
-            self._waiting.append(asked)
-            self._changed.notify_all()
-        return asked.future
-
-    def close(self) -> None:
-        """Kill the processes."""
-        with self._changed:
-            self._closed = True
-            left, self._waiting = self._waiting, []
-            self._changed.notify_all()
-            for process in self._processes.values():
-                process.kill()
-        for asked in left:
-            asked.future.cancel()
-        for thread in self._threads:
-            thread.join()
-
-    def _serve(self, number: int, device: str) -> None:
-        while (asked := self._next(number)) is not None:
-            try:
-                asked.future.set_result(self._do(asked.work, number, device))
-            # The border of the thread: whoever waits for the work is told.
-            except Exception as e:
-                asked.future.set_exception(e)
-
-    def _next(self, number: int) -> _Asked | None:
-        """Wait for work that this process may do; None at the end."""
-        with self._changed:
-            while not self._closed:
-                mine = [one for one in self._waiting if self._homes.get(one.work.cell.name, number) == number]
-                if not mine:
-                    self._changed.wait()
-                    continue
-                first = min(mine, key=lambda one: _ORDER.index(type(one.work)))
-                self._waiting.remove(first)
-                if first.future.set_running_or_notify_cancel():
-                    self._homes[first.work.cell.name] = number
-                    return first
-            return None
-
-    def _do(self, work: Work, number: int, device: str) -> object:
+    def _do(self, work: Work, number: int) -> object:
+        device = self._devices[number % len(self._devices)]
         if isinstance(work, FinishWork):
             work = replace(work, turns=self._turns, device=device)
-        elif isinstance(work, AheadWork):
-            work = replace(work, threads=_CORES_EACH)
         try:
             process = self._processes.get(number) or self._start(number, device)
-            process.send(work)
+            process.send(with_threads(work))
             reply = process.receive()
         except (ChildDiedError, OSError) as e:
-            self._lose(number)
+            with self._changed:
+                gone = self._processes.pop(number, None)
+            if gone is not None:
+                gone.kill()
+            self._leave(number)
             lines = str(e).strip().splitlines() or [type(e).__name__]
             told = " ".join(dict.fromkeys([lines[0], lines[-1].strip()]))
             raise PipelineError(f"the process that worked on the cell is gone: {told}") from e
         if reply.error is not None:
             raise PipelineError(reply.error.strip().splitlines()[-1])
         return reply.value
+
+    def _end(self) -> None:
+        for process in self._processes.values():
+            process.kill()
 
     def _start(self, number: int, device: str) -> ChildProcess:
         with self._changed:
@@ -154,11 +212,12 @@ class LocalWorkers(CellWorkers):
         process.receive()
         return process
 
-    def _lose(self, number: int) -> None:
-        """Let other processes have the cells of one that died; what it kept of them is made anew."""
-        with self._changed:
-            process = self._processes.pop(number, None)
-            if process is not None:
-                process.kill()
-            self._homes = {name: home for name, home in self._homes.items() if home != number}
-            self._changed.notify_all()
+
+def workers_for(devices: int, cores: int) -> int:
+    """Return how many workers devices get, of so many cores beside them."""
+    return max(1, min(devices * SHARES, cores // _CORES_EACH))
+
+
+def with_threads(work: Work) -> Work:
+    """Return work with the threads that a worker may use."""
+    return replace(work, threads=_CORES_EACH) if isinstance(work, AheadWork) else work

@@ -20,6 +20,7 @@ from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, Workl
 from relaxtune.pipeline.tuning.ray.cluster import MeasuringPlace
 from relaxtune.pipeline.tuning.ray.measuring_actor import ActorSettings, MeasuringActor
 from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
+from relaxtune.pipeline.tuning.ray.reservation import Reservation
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,6 @@ _POLL_S = 0.2
 _DEPTH = 2
 _LEAVE_S = 5.0
 _STOPPED = Outcome(Unmeasured.STOPPED, error="the run was stopped")
-
-
-class _LostError(Exception):
-    """Ray gave no answer."""
 
 
 class ActorMeasurer:
@@ -197,16 +194,27 @@ class RayBackend(SideBySide):
         Which devices.
     settings : ActorSettings
         What each actor is made with.
+    reservation : Reservation or None
+        Of the devices, where actors for other work use them too.
     """
 
     def __init__(
-        self, ray: ModuleType, place: MeasuringPlace, settings: ActorSettings, store: ArtifactStore, stop: StopSignal
+        self,
+        ray: ModuleType,
+        place: MeasuringPlace,
+        settings: ActorSettings,
+        store: ArtifactStore,
+        stop: StopSignal,
+        reservation: Reservation | None = None,
     ) -> None:
         environment = place.environment
-        made = ray.remote(max_restarts=-1, max_task_retries=0, **place.actor)(MeasuringActor)
+        made = ray.remote(max_restarts=-1, max_task_retries=0)(MeasuringActor)
+        asked = [
+            place.actor if reservation is None else reservation.measuring(number) for number in range(place.devices)
+        ]
         measurers = [
-            ActorMeasurer(ray, made.remote(settings), f"{environment.device_name} {number}", store, stop)
-            for number in range(place.devices)
+            ActorMeasurer(ray, made.options(**one).remote(settings), f"{environment.device_name} {number}", store, stop)
+            for number, one in enumerate(asked)
         ]
         capabilities = Capabilities(environment.device_kind, environment.device_name, undisturbed=place.undisturbed)
         super().__init__(measurers, capabilities, depth=_DEPTH)

@@ -36,6 +36,11 @@ def build(what: bytes, target: bytes, limits: BuilderLimits) -> tuple[Built, byt
     return replace(built, artifact=replace(built.artifact, content="")), code
 
 
+def warm(limits: BuilderLimits) -> None:
+    """Start a worker's build process before there is something to build."""
+    _pool(limits)
+
+
 def _pool(limits: BuilderLimits) -> BuildPool:
     if limits not in _pools:
         stack = contextlib.ExitStack()

@@ -19,7 +19,7 @@ from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt, U
 from relaxtune.pipeline.tuning.measure.recipe import Buildable
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
-from relaxtune.pipeline.tuning.ray.build_task import build
+from relaxtune.pipeline.tuning.ray.build_task import build, warm
 from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,9 @@ class RayBuilder(Builder):
         self._targets: dict[int, tuple[tvm.target.Target, bytes]] = {}
         self._closed = threading.Event()
         self._capacity, self._asked = 1, 0.0
+        # Every core's worker imports what it needs while the first candidates are made; a lost one does so later.
+        start = ray.remote(num_cpus=1, max_retries=0)(warm)
+        self._warming = [start.remote(limits) for _ in range(self.capacity)]
         self._watcher = threading.Thread(target=self._watch, name="relaxtune-build", daemon=True)
         self._watcher.start()
 

@@ -23,6 +23,7 @@ from relaxtune.pipeline.tuning.ray.cluster import (
 )
 from relaxtune.pipeline.tuning.ray.measuring_actor import ActorSettings
 from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
+from relaxtune.pipeline.tuning.ray.reservation import Reservation
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.records import Environment
 from relaxtune.tuning_db.urls import DatabaseUrl
@@ -68,9 +69,14 @@ class RayCluster:
 
     @contextlib.contextmanager
     def machine(
-        self, target: ResolvedTarget, environment: Environment, options: TuningOptions, stop: StopSignal
+        self,
+        target: ResolvedTarget,
+        environment: Environment,
+        options: TuningOptions,
+        stop: StopSignal,
+        reservation: Reservation | None = None,
     ) -> Iterator[Machine]:
-        """Start builders and measuring actors for a target, and end them.
+        """Start builders and measuring actors for a target, on devices that may be reserved, and end them.
 
         Raises
         ------
@@ -80,13 +86,30 @@ class RayCluster:
         place = self.get_place(target)
         store = ArtifactStore()
         settings = ActorSettings(
-            new_run(), target, environment, timing_options(target, options), options.run_timeout_s, options.seed
+            new_run() if reservation is None else reservation.run,
+            target,
+            environment,
+            timing_options(target, options),
+            options.run_timeout_s,
+            options.seed,
         )
         with contextlib.ExitStack() as stack:
-            backend = stack.enter_context(contextlib.closing(RayBackend(self._ray, place, settings, store, stop)))
+            backend = stack.enter_context(
+                contextlib.closing(RayBackend(self._ray, place, settings, store, stop, reservation))
+            )
             limits = BuilderLimits(timeout_s=options.build_timeout_s)
             builder = stack.enter_context(contextlib.closing(RayBuilder(self._ray, store, limits, stop, place.cpus)))
             yield Machine(builder, backend)
+
+    def reserve(self, target: ResolvedTarget) -> Reservation:
+        """Hold the GPUs of a target until the reservation is closed.
+
+        Raises
+        ------
+        UsageError
+            No node has a device for it.
+        """
+        return Reservation(self._ray, self.get_place(target), new_run())
 
     def close(self) -> None:
         """Leave the cluster."""

@@ -7,6 +7,7 @@ References are computed here, where the device is; actors of one machine share t
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from relaxtune.pipeline.tuning.local.child import leave_out_torch
 from relaxtune.pipeline.tuning.local.devices import pinned
 from relaxtune.pipeline.tuning.local.measuring_process import MeasuringProcess
 from relaxtune.pipeline.tuning.measure.backend import Outcome
+from relaxtune.pipeline.tuning.measure.device_turn import turn_of
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
@@ -67,6 +69,10 @@ class MeasuringActor:
             )
         self._stack = contextlib.ExitStack()
         references = self._stack.enter_context(shared_folder(settings.run))
+        turn = None
+        if settings.target.kind == "cuda":
+            # Actors that work on cells time them on the same device.
+            turn = self._stack.enter_context(contextlib.closing(turn_of(references, own_gpu())))
         self._directory = Path(self._stack.enter_context(temporary_folder()))
         self._process = self._stack.enter_context(
             contextlib.closing(
@@ -79,6 +85,7 @@ class MeasuringActor:
                     settings.seed,
                     self._directory,
                     references=references,
+                    turn=turn,
                 )
             )
         )
@@ -126,6 +133,11 @@ class MeasuringActor:
         finally:
             for one in artifacts:
                 (self._directory / f"{one.sha256}.so").unlink(missing_ok=True)
+
+
+def own_gpu() -> str:
+    """Return the name that all actors on this process's GPU have for it; Ray says which it is."""
+    return f"cuda:{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
 
 
 def _with_code(spec: WorkloadSpec, references: Sequence[bytes | None]) -> WorkloadSpec:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import onnx
+import pytest
+from ray.cluster_utils import Cluster
 
+from relaxtune.pipeline.batch.cells import list_cells
+from relaxtune.pipeline.batch.cluster_workers import DeviceWorkers
 from relaxtune.pipeline.batch.driver import run_batch
 from relaxtune.pipeline.batch.events import BatchEvent, CellEvent
-from relaxtune.pipeline.batch.plan import read_plan
-from relaxtune.tuning_db.batches import get_batch, list_cells
+from relaxtune.pipeline.batch.plan import parse_plan, read_plan
+from relaxtune.pipeline.batch.tasks import CellTasks
+from relaxtune.pipeline.batch.worker import AheadWork, PrepareWork
+from relaxtune.pipeline.tuning.ray.backend import new_run
+from relaxtune.pipeline.tuning.ray.cluster import MeasuringPlace
+from relaxtune.pipeline.tuning.ray.machine import RayCluster
+from relaxtune.pipeline.tuning.ray.measuring_actor import own_gpu
+from relaxtune.pipeline.tuning.ray.reservation import Reservation
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.tuning_db.batches import get_batch
+from relaxtune.tuning_db.batches import list_cells as stored_cells
 from relaxtune.tuning_db.cell_states import CellState
 from relaxtune.tuning_db.store import SqlDatabase
 from tests.pipeline.batch.test_driver import dense
@@ -17,20 +32,28 @@ from tests.pipeline.tuning.ray.clusters import small_cluster
 from tests.tuning_db.postgres_server import running_server
 
 
-def test_a_plan_is_carried_out_by_a_cluster(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def started() -> Iterator[Cluster]:
+    with small_cluster() as cluster:
+        # Ray hands out GPUs that it was told of; nothing here computes on them.
+        cluster.add_node(num_cpus=4, num_gpus=2)
+        yield cluster
+
+
+def test_a_plan_is_carried_out_by_a_cluster(started: Cluster, tmp_path: Path) -> None:
     onnx.save(dense(), tmp_path / "first.onnx")
     (tmp_path / "strange.onnx").write_bytes(b"this is no model")
     events: list[BatchEvent] = []
-    with running_server() as url, small_cluster() as cluster:
+    with running_server() as url:
         plan = tmp_path / "far.toml"
         plan.write_text(
             f'database = "{url}"\nsamples = 1\n[budget]\ncandidates = 4\n[[cells]]\ntargets = ["llvm"]\n'
             'models = ["first.onnx", "strange.onnx"]\nshapes = ["x=16x32"]\n',
             encoding="utf-8",
         )
-        result = run_batch(read_plan(plan), on_event=events.append, cluster=cluster.address)
+        result = run_batch(read_plan(plan), on_event=events.append, cluster=started.address)
         with SqlDatabase.open(url) as database:
-            rows = list_cells(database, get_batch(database, "far").id)
+            rows = stored_cells(database, get_batch(database, "far").id)
     assert [one.state for one in result.cells] == [CellState.DONE, CellState.FAILED]
     assert [row.state for row in rows] == [CellState.DONE, CellState.FAILED]
     assert result.cells[0].facts.validated
@@ -38,3 +61,38 @@ def test_a_plan_is_carried_out_by_a_cluster(tmp_path: Path) -> None:
     states = [one.state.value for one in events if isinstance(one, CellEvent) and "first" in one.cell.name]
     assert states == ["importing", "tuning", "compiling", "done"]
     assert sum(one.candidates for one in result.tuning) == 4
+
+
+def test_what_measures_and_what_works_on_cells_share_each_gpu(started: Cluster) -> None:
+    with closing(RayCluster(started.address)) as cluster, closing(two_gpus(cluster)) as reservation:
+        where = cluster.ray.remote(own_gpu)
+        asked = [part(device) for part in (reservation.working, reservation.measuring) for device in (0, 1, 0, 1)]
+        found = cluster.ray.get([where.options(**one).remote() for one in asked], timeout=120)
+    assert set(found) == {"cuda:0", "cuda:1"}
+    assert found[:2] == found[2:4] == found[4:6] == found[6:]
+
+
+def test_a_cell_of_a_lost_actor_is_done_by_another(started: Cluster, tmp_path: Path) -> None:
+    onnx.save(dense(), tmp_path / "first.onnx")
+    plan = parse_plan(
+        tmp_path / "near.toml",
+        '[[cells]]\ntargets = ["llvm"]\nmodels = ["first.onnx"]\nshapes = ["x=16x32", "x=8x32"]\n',
+    )
+    first, second = list_cells(plan)
+    with closing(RayCluster(started.address)) as cluster, closing(two_gpus(cluster)) as reservation:
+        workers = DeviceWorkers(cluster, reservation)
+        with closing(workers):
+            found = [workers.submit(PrepareWork(cell)).result(timeout=120) for cell in (first, second)]
+            assert [isinstance(one, CellTasks) and one.cell for one in found] == [first, second]
+            for actor in workers._actors.values():
+                cluster.ray.kill(actor)
+            # What the lost actor kept of the cell is gone with it.
+            assert workers.submit(AheadWork(first, 1)).result(timeout=120) is False
+            assert isinstance(workers.submit(PrepareWork(first)).result(timeout=120), CellTasks)
+
+
+def two_gpus(cluster: RayCluster) -> Reservation:
+    environment = cluster.find_environment(resolve_target("llvm"))
+    assert environment is not None
+    place = MeasuringPlace(environment, devices=2, actor={"num_gpus": 1, "num_cpus": 0}, undisturbed=True)
+    return Reservation(cluster.ray, place, new_run())
