@@ -50,6 +50,13 @@ def row_buffer(elements: int) -> tirx.Var:
     return T.alloc_buffer([elements], "float32", scope="global")
 
 
+def unfolded(value: tirx.Expr) -> tirx.Expr:
+    """Return a value by way of memory, which LLVM removes: TVM takes minutes to simplify indices made of quotients."""
+    kept = T.alloc_buffer([1], "int64", scope="global")
+    T.buffer_store(kept, value, [0])
+    return kept[0]
+
+
 def wide(number: Size) -> tirx.Expr:
     """Return a size or an index as an expression in 64 bits."""
     if isinstance(number, int):

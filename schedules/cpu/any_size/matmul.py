@@ -7,9 +7,9 @@ A tile of rows x vectors of C is kept in vector registers over the whole reducti
 
     parallel b..., column tile                     the last tile of columns begins early enough to be whole
       for row tile in M // rows:     rows          no row is checked: one beyond the last is the last one again
-      the rest of M:                 rows, rows / 2 or rows / 4, the fewest that hold it
+      the rest of M:                 one tile of fewer rows, or two where one would have few (16 rows: 8 and 8)
         acc[rows, vectors] = 0
-        k: acc += L[row] (broadcast) * R[vector]
+        k: acc += L[row] (broadcast) * R[vector];  fetch a line of the next panel of packed weights
         stage = acc                                constant indices, so that the accumulators are registers
         C = epilogue(stage)
 
@@ -32,7 +32,7 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.cpu.any_size.emit import Buffers, build_function, places, row_buffer, share_jobs, wide
+from relaxtune.schedules.cpu.any_size.emit import Buffers, build_function, places, row_buffer, share_jobs, unfolded, wide
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
 from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, lanes_of
 from relaxtune.schedules.cpu.matmul import find_matmul
@@ -46,6 +46,13 @@ from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, block_facts
 # Vectors of columns that no panel and no size gives: two hide the latency of the multiply-add behind 14 rows.
 _VECTORS = 2
 _VECTORS_MAX = 4
+_ELEMENT_BYTES = 4
+# Rows that begin multiples of this apart share a set of the first cache, which holds as many lines as fit into it.
+_SET_STRIDE_BYTES = 4096
+
+
+# Of LLVM's instruction: to read, into the second cache, data.
+_PREFETCH = (0, 2, 1)
 
 
 class AnySizeMatmul(CpuRule):
@@ -121,17 +128,26 @@ def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None
     if vectors < 1 or vectors > _VECTORS_MAX or vectors * lanes != (con.panel or vectors * lanes):
         return None
     rows = min(MAX_ROWS, (limits.vector_registers - 1 - vectors) // vectors)
+    length = block.extents[con.reduce[0]]
+    if limits.l1_bytes is not None and length is not None and length * _ELEMENT_BYTES % _SET_STRIDE_BYTES == 0:
+        rows = min(rows, max(1, limits.l1_bytes // _SET_STRIDE_BYTES))
     return _Product(func, con, epilogue, vectors, lanes, rows)
 
 
 Values = Mapping[tirx.Var, tirx.Expr]
 
 
+def _fewer_rows(most: int) -> list[int]:
+    """Return rows of tiles for what whole tiles leave, the most first: each takes time to compile."""
+    half = most // 2 + 1
+    largest = max(most - 2, -(-(most + most // 2) // 2))
+    return sorted({*range(largest, half, -2), half, max(1, half // 2)}, reverse=True)
+
+
 class _Kernel:
     def __init__(self, product: _Product) -> None:
         self._product = product
-        # The fewest rows still hide some of the latency of the multiply-add.
-        self._tiles = sorted({product.rows, -(-product.rows // 2), -(-product.rows // 4)}, reverse=True)
+        self._last_tiles = _fewer_rows(product.rows)
 
     def build(self) -> PrimFunc:
         """Return the kernel with the parameters and attributes of its function."""
@@ -168,18 +184,27 @@ class _Kernel:
         self._rows(values, start)
 
     def _rows(self, values: Values, start: tirx.Expr) -> None:
-        most, *fewer = self._tiles
-        half = fewer[0] if fewer else 0
-        rows = T.Bind(wide(math.prod(self._product.block.sizes[axis] for axis in self._product.con.rows)))
-        whole = T.Bind((rows + (most - 1 - half)) // most)
+        most, fewer = self._product.rows, self._last_tiles
+        rows = unfolded(wide(math.prod(self._product.block.sizes[axis] for axis in self._product.con.rows)))
+        # What is left of the last whole tile is a tile, or shares its rows with it.
+        spare = max(0, most - 1 - fewer[0])
+        over = T.Bind(rows % most)
+        few = tirx.all(over > 0, over <= most // 2, rows > most)
+        whole = unfolded((rows + spare) // most - tirx.Select(few, wide(1), wide(0)))
         with T.serial(0, whole) as number:
-            self._tile(values, start, T.Bind(number * most), rows, most)
-        rest = rows - whole * most
-        for count, least in zip(fewer, [*fewer[1:], 0], strict=True):
-            with T.If(tirx.all(rest > least, rest <= count)), T.Then():
-                self._tile(values, start, T.Bind(whole * most), rows, count)
+            self._tile(values, start, T.Bind(number * most), rows, most, number)
+        left = T.Bind(tirx.max(rows - whole * most, wide(0)))
+        tiles = T.Bind((left + (most - 1)) // most)
+        each = unfolded((left + (tiles - 1)) // tirx.max(tiles, wide(1)))
+        with T.serial(0, tiles) as number:
+            first = unfolded(whole * most + number * each)
+            for count, least in zip(fewer, [*fewer[1:], 0], strict=True):
+                with T.If(tirx.all(each > least, each <= count)), T.Then():
+                    self._tile(values, start, first, rows, count, whole + number)
 
-    def _tile(self, values: Values, start: tirx.Expr, first: tirx.Expr, rows: tirx.Expr, count: int) -> None:
+    def _tile(
+        self, values: Values, start: tirx.Expr, first: tirx.Expr, rows: tirx.Expr, count: int, number: tirx.Expr
+    ) -> None:
         product, con = self._product, self._product.con
         lanes, vectors, column = product.lanes, product.vectors, product.block.axes[con.column]
         # A buffer a row: TVM puts up to 1 KiB on the stack, where LLVM makes registers of it.
@@ -203,6 +228,11 @@ class _Kernel:
                 T.buffer_store(sums[row], sums[row][at] + term, [at])
 
             each(multiply)
+            if con.panel is not None:
+                # Each tile fetches one vector of each row of the next panel: two tiles fetch one of two vectors.
+                line = self._load(con.right, {**known, column: start + (product.width + number % vectors * lanes)})
+                fetch = T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(line), *map(T.int32, _PREFETCH))
+                T.evaluate(fetch)
         each(lambda row, at: T.buffer_store(stage, sums[row][at], [row * product.width + at]))
         with T.serial(0, count) as number:
             place = self._row(T.Bind(tirx.min(first + number, rows - 1)))

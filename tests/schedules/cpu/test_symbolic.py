@@ -13,11 +13,14 @@ import tvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import te, tirx, topi
+from tvm.ir import Call
 from tvm.script import ir as I
 from tvm.script import tirx as T
 
-from relaxtune.schedules.fallback import fallback_rule_names
+from relaxtune.schedules.cpu.packing import packed_matmul
+from relaxtune.schedules.fallback import apply_fallback, fallback_rule_names
 from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.tir.expressions import find_all
 from tests.schedules.agreement import Pair, assert_pair_agrees, build_pair, symbols_of
 from tests.schedules.kernel_cases import conv1d_symbolic, conv2d_symbolic, host, matmul_case, prim_func, rows_case
 
@@ -91,6 +94,12 @@ def moved(axes: tuple[int, ...]) -> tirx.PrimFunc:
     return prim_func([a, topi.transpose(a, axes)])
 
 
+def packed(columns: int, length: int) -> tirx.PrimFunc:
+    x = te.placeholder((size("b"), size("s"), length), "float32", name="x")
+    weight = te.placeholder((-(-columns // 32), length, 32), "float32", name="packed")
+    return prim_func([x, weight, packed_matmul(columns)(x, weight)])
+
+
 def looked_up() -> tirx.PrimFunc:
     table = te.placeholder((70, 100), "float32", name="table")
     indices = te.placeholder((size("b"), size("s")), "int64", name="indices")
@@ -116,6 +125,8 @@ KERNELS: dict[str, tuple[str, Callable[[], tirx.PrimFunc]]] = {
     "matmul all": ("cpu-any-size-matmul", lambda: matmul_case(1, 1, 1, batch=2, symbolic="mnk").func),
     "scores": ("cpu-any-size-matmul", lambda: attention_scores(transposed=False)),
     "scores, transposed": ("cpu-matmul", lambda: attention_scores(transposed=True)),
+    "packed": ("cpu-any-size-matmul", lambda: packed(64, 20)),
+    "packed, part of a panel, rows 4 KiB apart": ("cpu-any-size-matmul", lambda: packed(45, 1024)),
     "patches": ("cpu-convolution", lambda: conv2d_symbolic(channels=3, size=32, filters=64, kernel=8)),
     "patches, partial": ("cpu-reduction", lambda: conv2d_symbolic(channels=3, size=9, filters=7, kernel=3)),
     "audio": ("cpu-convolution", lambda: conv1d_symbolic(channels=8, filters=64)),
@@ -159,6 +170,13 @@ def test_kernel_agrees_with_itself_unscheduled_when_sizes_are_drawn(
     for pair in pairs.values():
         sizes = dict(zip(symbols_of(pair.func), values, strict=False))
         assert_pair_agrees(pair, {s: drawn(s, v) for s, v in sizes.items()}, seed=seed)
+
+
+def test_next_panel_of_a_packed_weight_is_fetched_while_the_rows_of_one_are_computed() -> None:
+    scheduled = apply_fallback(tvm.IRModule({"main": packed(64, 20)}), host().target)["main"]
+    fetches = [call for call in find_all(scheduled.body, Call) if call.op.name == "tirx.call_llvm_intrin"]
+    # One in each tile: 14 rows, and the few sizes of the last ones.
+    assert len(fetches) == 5
 
 
 def test_comparison_sees_what_is_never_written_and_what_is_written_past_an_end() -> None:
