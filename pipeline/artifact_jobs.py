@@ -12,9 +12,11 @@ import numpy as np
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.models.inputs import unpadded_inputs
+from relaxtune.models.size_histogram import check_axes, few_points, read_histogram
 from relaxtune.pipeline.artifact.directory import record_validation
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.bench.lengths import LengthsReport, measure_lengths
 from relaxtune.pipeline.bench.measure import (
     DEFAULT_RUNS,
     DEFAULT_WARMUP,
@@ -39,6 +41,9 @@ from relaxtune.tuning_db.store import SqlDatabase
 from relaxtune.tuning_db.urls import DatabasePlace
 
 Arrays = Mapping[str, np.ndarray]
+
+# Different sizes of a histogram that are measured.
+_LENGTHS_MAX = 24
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,37 @@ def bench_artifact(
                 manifest = module.manifest
                 note_benchmark(opened, artifact_of(manifest, directory), environment_of(manifest), reports[name])
     return module, reports
+
+
+def bench_lengths(
+    directories: Sequence[Path],
+    histogram: Path,
+    source: str | Path | None = None,
+    *,
+    against: frozenset[str] = frozenset({ORT_ARM}),
+    runs: int = DEFAULT_RUNS,
+    warmup: int = DEFAULT_WARMUP,
+    seed: int = 0,
+) -> LengthsReport:
+    """Return the latencies of artifacts of one model, and of peers, at the sizes of a file.
+
+    Of more than 24 different sizes, 24 that stand for about as many calls each are measured.
+
+    Raises
+    ------
+    ModelShapeError, UsageError
+        The file cannot be read or is of other axes; an artifact is of another model, or two have one name.
+    """
+    modules = [Module.load(directory) for directory in directories]
+    names = [directory.resolve().name for directory in directories]
+    if len(set(names)) < len(names):
+        raise UsageError(f"artifacts are told apart by the names of their directories, got {', '.join(names)}")
+    model, *_ = [reference_model(module, source or modules[0].manifest.source) for module in modules]
+    points = read_histogram(histogram)
+    check_axes(points, model.inputs)
+    artifacts = dict(zip(names, modules, strict=True))
+    few = few_points(points, _LENGTHS_MAX)
+    return measure_lengths(artifacts, model, few, against=against, runs=runs, warmup=warmup, seed=seed)
 
 
 def compare_builds(

@@ -15,6 +15,7 @@ from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.cli.options import (
     ArtifactArgument,
     FormatOption,
+    LengthsOption,
     OutcomeDatabaseOption,
     ReferenceOption,
     SamplesOption,
@@ -29,6 +30,7 @@ from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.artifact_jobs import ValidatedArtifact, ValidationRequest
+    from relaxtune.pipeline.bench.lengths import LengthsReport
     from relaxtune.pipeline.bisect import Bisection, FaultyKernel
 
 logger = logging.getLogger(__name__)
@@ -175,19 +177,40 @@ def bench(
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Runs of each arm before.")] = 10,
     seed: SeedOption = 0,
     db: OutcomeDatabaseOption = None,
+    lengths: LengthsOption = None,
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option("--beside", metavar="DIR", help="With --lengths: another artifact of the model (repeatable)."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.svg", help="With --lengths: where to draw latency over length."),
+    ] = None,
     verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Measure the latency of an artifact, of each shape bucket if it has any, side by side with peers, taking turns.
 
-    Inputs are random, with masks that hide nothing.
+    Inputs are random, with masks that hide nothing. With --lengths, the sizes are those of real calls.
     """
     from relaxtune.pipeline.artifact.bucket_routing import render_statistics
-    from relaxtune.pipeline.artifact_jobs import bench_artifact
+    from relaxtune.pipeline.artifact_jobs import bench_artifact, bench_lengths
     from relaxtune.pipeline.bench.measure import render
 
     require_signed(verify_key, directory)
     peers = frozenset(name.strip() for name in against.split(",") if name.strip())
+    if lengths is not None:
+        for other in beside or ():
+            require_signed(verify_key, other)
+        if db is not None:
+            raise UsageError("--lengths is not noted in a database; leave --db out, --format json prints all values")
+        measured = bench_lengths(
+            [directory, *(beside or ())], lengths, model, against=peers, runs=runs, warmup=warmup, seed=seed
+        )
+        _show_lengths(measured, directory, plot, output_format)
+        return
+    if beside or plot is not None:
+        raise UsageError("--beside and --plot go with --lengths FILE; name the file of lengths too")
     module, reports = bench_artifact(directory, model, against=peers, runs=runs, warmup=warmup, seed=seed, database=db)
     bucketed = module.manifest.buckets is not None
     if output_format is OutputFormat.JSON:
@@ -216,6 +239,29 @@ def run(
     rows = tuple((name, str(array.dtype), "x".join(map(str, array.shape))) for name, array in results.items())
     data = {name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in results.items()}
     emit(output_format, data, TableView(f"written to {outputs}", ("output", "dtype", "shape"), rows))
+
+
+def _show_lengths(report: LengthsReport, directory: Path, plot: Path | None, output_format: OutputFormat) -> None:
+    from relaxtune.pipeline.bench.lengths import median_ms
+    from relaxtune.pipeline.report.lengths_plot import lengths_plot
+
+    rows = [
+        (str(point), str(point.count), *(_ms(median_ms(one, arm)) for arm in report.arms))
+        for point, one in report.points
+    ]
+    rows.append(("mean over calls", "", *(_ms(report.mean_ms(arm)) for arm in report.arms)))
+    conditions = ", ".join(f"{name} {value}" for name, value in report.points[0][1].conditions.items())
+    emit(
+        output_format,
+        report.to_json(),
+        TableView(f"median latency in ms; {conditions}", ("sizes", "calls", *report.arms), tuple(rows)),
+    )
+    if plot is not None:
+        plot.write_text(lengths_plot(report, f"{directory.name}: median latency of a call"), encoding="utf-8")
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def _bisect(

@@ -43,6 +43,10 @@ ReferenceOption = Annotated[
     str | None,
     typer.Option("--model", metavar="MODEL", help="The ONNX model. Default: the one it was compiled from."),
 ]
+LengthsOption = Annotated[
+    Path | None,
+    typer.Option("--lengths", metavar="FILE", help="Sizes of real calls: lines of 'sequence,count' (docs/shapes.md)."),
+]
 StoreOption = Annotated[
     Path,
     typer.Option("--store", envvar="RELAXTUNE_STORE", metavar="DIR", help="The folder of the artifact store."),

@@ -32,7 +32,15 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.cpu.any_size.emit import Buffers, build_function, places, row_buffer, share_jobs, unfolded, wide
+from relaxtune.schedules.cpu.any_size.emit import (
+    Buffers,
+    build_function,
+    places,
+    row_buffer,
+    share_jobs,
+    unfolded,
+    wide,
+)
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
 from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, lanes_of
 from relaxtune.schedules.cpu.matmul import find_matmul

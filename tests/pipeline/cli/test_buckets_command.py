@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import onnx
@@ -101,3 +102,40 @@ def test_a_bucket_of_an_axis_that_is_not_there_fails_and_names_those_that_are(
     code, _, told = run(capsys, "compile", str(model), "--target", "llvm", "--bucket", "sequence=4")
     assert code == 1
     assert "expected one of tokens" in " ".join(told.split())
+
+
+def test_bench_draws_latency_over_the_lengths_of_a_file(
+    model: Path, artifact: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    static = tmp_path / "static"
+    assert run(capsys, "compile", str(model), "--target", "llvm", "--shape", "x=4x16", "--out", str(static))[0] == 0
+    lengths, plot = tmp_path / "lengths.csv", tmp_path / "plot.svg"
+    lengths.write_text("tokens,count\n4,30\n5,10\n", encoding="utf-8")
+    words = ["bench", str(artifact), "--lengths", str(lengths), "--beside", str(static), "--runs", "2", "--warmup", "0"]
+    code, shown, told = run(capsys, *words, "--plot", str(plot), "--format", "json")
+    assert code == 0, told
+    found = json.loads(shown)
+    assert [(point["sizes"], point["count"]) for point in found["points"]] == [({"tokens": 4}, 30), ({"tokens": 5}, 10)]
+    arms = [[arm["name"] for arm in point["report"]["arms"]] for point in found["points"]]
+    assert arms == [["artifact", "static", "ort"], ["artifact", "ort"]]
+    assert found["mean_ms"]["static"] is None
+    medians = [point["report"]["arms"][0]["median_ms"] for point in found["points"]]
+    assert found["mean_ms"]["artifact"] == pytest.approx(0.75 * medians[0] + 0.25 * medians[1])
+    drawn = ElementTree.fromstring(plot.read_text(encoding="utf-8"))
+    assert {"artifact", "static", "ort", "tokens"} <= {
+        text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")
+    }
+    code, shown, _ = run(capsys, *words)
+    assert code == 0
+    assert "mean over calls" in shown
+
+
+def test_bench_refuses_lengths_of_other_axes_and_a_plot_of_none(
+    artifact: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("words,count\n4,30\n", encoding="utf-8")
+    code, _, told = run(capsys, "bench", str(artifact), "--lengths", str(lengths))
+    assert (code, "axis 'words' of the lengths" in told) == (1, True)
+    code, _, told = run(capsys, "bench", str(artifact), "--plot", str(tmp_path / "plot.svg"))
+    assert (code, "go with --lengths FILE" in " ".join(told.split())) == (2, True)
