@@ -15,6 +15,7 @@ from rich.console import Console
 from relaxtune.models import OnnxModel, TensorSpec, load_model
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import ValidationFailedError
+from relaxtune.pipeline.validate import array_comparison
 from relaxtune.pipeline.validate.array_comparison import compare_arrays
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.report import ValidationReport, render
@@ -211,3 +212,24 @@ def test_half_precision_numbers_below_the_normal_ones_may_be_a_step_of_their_gri
     expected = np.float32(step) * np.asarray([[1.0, -2.0, 7.0, 3.0]], np.float32)
     assert report_of(expected, (expected + np.float32(step)).astype(np.float16)).passed
     assert not report_of(expected, (expected + 4 * np.float32(step)).astype(np.float16)).passed
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["finite", "not finite"])
+def test_a_comparison_by_blocks_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    draw = np.random.default_rng(0)
+    expected = draw.standard_normal((3, 50)).astype(np.float32)
+    got = (expected * (1 + 1e-3 * draw.standard_normal((3, 50)))).astype(np.float16)
+    if broken:
+        expected[0, 1], expected[1, 7], got[1, 7], got[2, 9] = np.nan, np.inf, np.inf, np.nan
+    whole = compare_arrays(expected, got, Tolerance(1e-4, 1e-4))
+    monkeypatch.setattr(array_comparison, "_BLOCK", 7)
+    parts = compare_arrays(expected, got, Tolerance(1e-4, 1e-4))
+    assert (whole.reason, whole.histogram, whole.required_factor) == (
+        parts.reason,
+        parts.histogram,
+        parts.required_factor,
+    )
+    for name in ("max_abs", "mean_abs", "max_rel", "mean_rel", "cosine", "required_atol", "required_rtol"):
+        assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12), name
+    assert not whole.passed
+    assert sum(whole.histogram) == expected.size - broken  # the infinity that both have
