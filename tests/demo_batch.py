@@ -21,6 +21,7 @@ def demo(folder: Path) -> None:
     plan = folder / _PLAN.name
     began = time.monotonic()
     with running_server() as url, small_cluster() as cluster:
+        print(f"{time.monotonic() - began:.0f} s: PostgreSQL and a Ray cluster of three nodes are there", flush=True)
         plan.write_text(_PLAN.read_text(encoding="utf-8").replace('"batch.db"', f'"{url}"'), encoding="utf-8")
         for words in (
             ["cluster", "check", cluster.address],
@@ -28,6 +29,7 @@ def demo(folder: Path) -> None:
             ["batch", "report", str(plan), "--out", str(folder / "demo-batch.html")],
         ):
             _run(words)
+            print(f"{time.monotonic() - began:.0f} s: relaxtune {' '.join(words[:2])}", flush=True)
     print(f"{time.monotonic() - began:.0f} s in all")
 
 
