@@ -48,7 +48,9 @@ def without_stale(lookup: CandidateLookup, task: TuningTask, known: Sequence[Tun
         (record for record in offered if record.status is Status.OK), key=lambda record: record.latency_us or 0.0
     )
     stale: set[str] = set()
-    tried = standing_records(ranked, lookup.environment, lookup.list_refuted(task))[:RECORDS_TRIED]
+    # Most tasks of a new plan have no records: what refutes none is not asked for.
+    refuted = lookup.list_refuted(task) if ranked else ()
+    tried = standing_records(ranked, lookup.environment, refuted)[:RECORDS_TRIED]
     for record in tried:
         try:
             replay_record(task, record, lookup.target)
