@@ -21,13 +21,15 @@ from pathlib import Path
 import onnx
 import onnx_ir
 import torch
+import transformers as tf
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
+from tests.export.any_family import ANY
 from tests.export.decoders import DECODERS
 from tests.export.encoders import ENCODERS, minilm_folder
-from tests.export.matrix_cases import EXPORTERS
-from tests.export.names import default_opset, export_name
-from tests.export.recipes import Families, Tensors, Wrapper
+from tests.export.names import EXPORTERS, default_opset, export_name
+from tests.export.recipes import Axes, Families, Tensors, Wrapper, optimum_step
 from tests.export.sequence_to_sequence import SEQUENCE_TO_SEQUENCE
 from tests.export.vision import VISION
 
@@ -35,7 +37,9 @@ __all__ = ["EXPORTERS", "FAMILIES", "export", "minilm_folder"]
 
 # TorchScript's exporter writes torch's fused attention from this opset on; before, attention goes step by step.
 _FUSED_ATTENTION_OPSET = 14
-FAMILIES: Families = {**ENCODERS, **DECODERS, **SEQUENCE_TO_SEQUENCE, **VISION}
+_OWN: Families = {**ENCODERS, **DECODERS, **SEQUENCE_TO_SEQUENCE, **VISION}
+# What has a recipe first.
+FAMILIES: Families = {**_OWN, **{kind: family for kind, family in ANY.items() if kind.replace("_", "-") not in _OWN}}
 
 
 def disturb(model: torch.nn.Module) -> None:
@@ -81,7 +85,7 @@ def export(
         "float16" or "bfloat16" for a graph in that precision, empty for float32.
     """
     torch.manual_seed(0)
-    recipe = FAMILIES[family]
+    recipe = optimum_step(FAMILIES[family]) if exporter == "optimum" else FAMILIES[family]
     model = recipe.build(hidden).eval()
     if not recipe.real:
         disturb(model)
@@ -90,25 +94,57 @@ def export(
         model, inputs = model.to(getattr(torch, dtype)), _in_dtype(inputs, getattr(torch, dtype))
     if (opset or default_opset(exporter)) < _FUSED_ATTENTION_OPSET:
         model.set_attn_implementation("eager")
-    wrapper = Wrapper(model, recipe, list(inputs)).eval()
     path = out_dir / f"{export_name(family, exporter, opset, dtype, dynamic=dynamic)}.onnx"
-    axes = recipe.symbolic_axes(inputs) if dynamic else None
     # The exporters warn about their own internals and deprecations and tell of their steps; none concerns the file.
     with warnings.catch_warnings(), torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        torch.onnx.export(
-            wrapper,
-            tuple(inputs.values()),
-            str(path),
-            input_names=list(inputs),
-            output_names=list(recipe.outputs),
-            opset_version=opset or default_opset(exporter),
-            dynamo=exporter == "dynamo",
-            external_data=False,
-            **_symbolic(axes, exporter),
-            verbose=False,
-        )
+        if exporter.startswith("transformers"):
+            fusions = "cpu" if exporter.endswith("fused") else None
+            export_by_transformers(model, inputs, path, dynamic=dynamic, opset=opset, fusions=fusions)
+        else:
+            axes = recipe.symbolic_axes(inputs) if dynamic else None
+            _export_by_torch(Wrapper(model, recipe, list(inputs)).eval(), inputs, path, exporter, axes, opset)
     return path
+
+
+def _export_by_torch(
+    wrapper: Wrapper, inputs: Tensors, path: Path, exporter: str, axes: Axes | None, opset: int | None
+) -> None:
+    torch.onnx.export(
+        wrapper,
+        tuple(inputs.values()),
+        str(path),
+        input_names=list(inputs),
+        output_names=list(wrapper.family.outputs),
+        opset_version=opset or default_opset(exporter),
+        dynamo=exporter == "dynamo",
+        external_data=False,
+        **_symbolic(axes, exporter),
+        verbose=False,
+    )
+
+
+def export_by_transformers(
+    model: torch.nn.Module, inputs: Tensors, path: Path, *, dynamic: bool, opset: int | None, fusions: str | None
+) -> None:
+    """Write an export of transformers' own exporter, which names symbolic axes as it likes.
+
+    Raises
+    ------
+    TypeError
+        The model is only a part, which the exporter does not take.
+    """
+    given = dict(inputs)
+    caches = [name for name in inputs if name.startswith("past_key_values.")]
+    if any("coder" in name for name in caches):
+        raise TypeError("transformers' exporter takes these caches as parts of objects, not by name")
+    if caches:
+        cache = tf.DynamicCache()
+        for layer in range(len(caches) // 2):
+            cache.update(*(given.pop(f"past_key_values.{layer}.{part}") for part in ("key", "value")), layer)
+        given["past_key_values"] = cache
+    config = OnnxConfig(dynamic=dynamic, opset_version=opset, ort_fusions=fusions)
+    onnx_ir.save(OnnxExporter().export(model, given, config=config).program, path)
 
 
 def _in_dtype(inputs: Tensors, dtype: torch.dtype) -> Tensors:
@@ -119,7 +155,7 @@ def _symbolic(axes: dict[str, dict[int, str]] | None, exporter: str) -> dict[str
     """Return the argument of torch.onnx.export that names symbolic axes."""
     if axes is None:
         return {}
-    if exporter == "torchscript":
+    if exporter != "dynamo":
         return {"dynamic_axes": axes}
     names = {name for one in axes.values() for name in one.values()}
     if all(name.isidentifier() for name in names):
@@ -138,9 +174,9 @@ def _dimension(name: str, known: dict[str, torch.export.Dim]) -> object:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out_dir", type=Path)
-    default = [name for name, family in FAMILIES.items() if not family.real]
+    default = [name for name, family in _OWN.items() if not family.real]
     parser.add_argument("--family", nargs="+", choices=list(FAMILIES), default=default)
-    parser.add_argument("--exporter", nargs="+", choices=EXPORTERS, default=list(EXPORTERS))
+    parser.add_argument("--exporter", nargs="+", choices=EXPORTERS, default=["dynamo", "torchscript"])
     parser.add_argument("--hidden", type=int, default=64, help="hidden size (divisible by 8)")
     parser.add_argument("--opset", type=int, help="version of the operators; by default the exporter's own")
     parser.add_argument("--dtype", default="", choices=["", "float16", "bfloat16"], help="precision of the graph")

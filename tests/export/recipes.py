@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import transformers as tf
@@ -12,6 +12,7 @@ import transformers as tf
 BATCH, SEQUENCE, PAST = 2, 16, 12
 VOCABULARY = 128
 LAYERS, HEADS = 2, 4
+_NEW = 3
 
 Tensors = dict[str, torch.Tensor]
 Axes = dict[str, dict[int, str]]
@@ -116,6 +117,25 @@ def decode_call(model: torch.nn.Module, inputs: Tensors) -> tuple[torch.Tensor, 
         input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], past_key_values=cache, use_cache=True
     )
     return (result.logits, *cached(result.past_key_values))
+
+
+def optimum_step(family: Family) -> Family:
+    """Return a decoder's step as Optimum exports it: several new tokens, and its names of inputs and axes."""
+
+    def inputs(model: torch.nn.Module) -> Tensors:
+        caches = {name: tensor for name, tensor in family.inputs(model).items() if name.startswith("past_")}
+        mask = torch.ones(BATCH, PAST + _NEW, dtype=torch.int64)
+        mask[:, :2] = 0
+        return {"input_ids": torch.randint(2, VOCABULARY, (BATCH, _NEW)), "attention_mask": mask, **caches}
+
+    def axes(inputs: Tensors) -> Axes:
+        own = {
+            "input_ids": {0: "batch_size", 1: "sequence_length"},
+            "attention_mask": {0: "batch_size", 1: "past_sequence_length + sequence_length"},
+        }
+        return {name: own.get(name, {0: "batch_size", 2: "past_sequence_length"}) for name in inputs}
+
+    return replace(family, inputs=inputs, axes=axes)
 
 
 def cached(cache: tf.DynamicCache) -> tuple[torch.Tensor, ...]:
