@@ -302,6 +302,32 @@ def test_group_query_attention_attributes(attributes: dict[str, float]) -> None:
     check_group_query(model, feeds, np.full(B, S - 1))
 
 
+@pytest.mark.parametrize("extra", ["positions", "sink", "smooth"])
+def test_group_query_attention_reads_its_positions_and_sinks(extra: str) -> None:
+    cos, sin = tables(16)
+    counts = np.full(B, S - 1, "int32")
+    inputs: list[tuple[str, np.ndarray] | None] = [
+        ("q", floats(B, 1, HIDDEN)),
+        ("k", floats(B, 1, K * H)),
+        ("v", floats(B, 1, K * H)),
+        ("past_k", floats(B, K, S - 1, H)),
+        ("past_v", floats(B, K, S - 1, H)),
+        ("counts", counts),
+        ("total", np.array(S, "int32")),
+        ("cos", cos),
+        ("sin", sin),
+        # Rows of the tables: not the places of the new keys.
+        ("places", np.array([[3], [7]])) if extra == "positions" else None,
+        None,
+        ("sink", floats(N)) if extra == "sink" else None,
+    ]
+    cache = ("float32", (B, K, S, H))
+    outputs = {"y": ("float32", (B, 1, HIDDEN)), "k2": cache, "v2": cache}
+    attributes = {"num_heads": N, "kv_num_heads": K, "do_rotary": 1, "smooth_softmax": int(extra == "smooth")}
+    model, feeds = model_of("GroupQueryAttention", inputs, outputs, **attributes)
+    check_group_query(model, feeds, counts)
+
+
 @pytest.mark.parametrize("interleaved", [0, 1])
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("one_place", [True, False])

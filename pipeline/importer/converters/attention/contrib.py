@@ -102,12 +102,13 @@ def convert_group_query_attention(node: ConverterInput) -> tvm.ir.Expr:
     """Convert com.microsoft GroupQueryAttention: causal, with fewer key heads, rotary embedding and a cache inside.
 
     Inputs: query (B, S, N*H) or packed (B, S, (N + 2K)*H), key and value (B, S, K*H), past key and value (B, K, P, H)
-    (optional), counts of keys less one (B) int32, total length, cos and sin tables (optional).
+    (optional), counts of keys less one (B) int32, total length, cos and sin tables, rows of these tables (B, S), a bias
+    (B or 1, N or 1, S, T), a sink of each head (N) (all optional).
 
     A batch of unequal lengths keeps its new keys after its own past ones, as ONNX Runtime does: new key i of a row
     with p past keys is key p + i, so keys are gathered row by row.
     """
-    _refuse(node, "smooth_softmax", "qk_output")
+    _refuse(node, "qk_output", "k_quant_type", "v_quant_type")
     emit = node.builder.emit
     heads, key_heads = int_attribute(node, "num_heads", 0), int_attribute(node, "kv_num_heads", 0)
     query, key, value = _grouped(node, heads, key_heads)
@@ -123,7 +124,9 @@ def convert_group_query_attention(node: ConverterInput) -> tvm.ir.Expr:
         past = emit(relax.op.add(counts, relax.const(1, "int64")))
         past = emit(relax.op.subtract(past, emit(_size_tensor(length))))
     if int_attribute(node, "do_rotary", 0):
-        places = emit(relax.op.add(past, emit(relax.op.expand_dims(relax.op.arange(0, length, 1, "int64"), 0))))
+        places = node.optional(9)
+        if places is None:
+            places = emit(relax.op.add(past, emit(relax.op.expand_dims(relax.op.arange(0, length, 1, "int64"), 0))))
         interleaved = bool(int_attribute(node, "rotary_interleaved", 0))
         query, key = (
             rotate_heads(node, part, node.input(7), node.input(8), places, interleaved=interleaved)
@@ -141,13 +144,22 @@ def convert_group_query_attention(node: ConverterInput) -> tvm.ir.Expr:
         scale=_scale(node, query),
         additions=[seen, *_bias(node, node.optional(10))],
         softcap=float_attribute(node, "softcap", 0.0),
+        sink=_sink(node, heads),
     )
     return relax.Tuple([emit(merge_heads(node, output)), key, value])
 
 
+def _sink(node: ConverterInput, heads: int) -> tvm.ir.Expr | None:
+    """Return GroupQueryAttention's sink of each head (N, 1, 1) float32: the one given, else 0 for a smooth softmax."""
+    given = node.optional(11)
+    if given is not None:
+        return relax.op.reshape(node.builder.emit(relax.op.astype(given, "float32")), (heads, 1, 1))
+    return relax.op.zeros((heads, 1, 1), "float32") if int_attribute(node, "smooth_softmax", 0) > 0 else None
+
+
 def _refuse(node: ConverterInput, *names: str) -> None:
     for name in names:
-        if int_attribute(node, name, 0):
+        if node.attributes.get(name, 0) not in (0, "NONE"):
             msg = f"attribute {name!r}: expected 0, got {node.attributes[name]!r}"
             raise ValueError(msg)
 

@@ -68,9 +68,11 @@ def attend(
     scale: float,
     additions: list[tvm.ir.Expr],
     softcap: float = 0.0,
+    sink: tvm.ir.Expr | None = None,
 ) -> tvm.ir.Expr:
     """Return softmax(query key^T * scale + additions) value; see `attend_by_steps`."""
-    return attend_by_steps(node, query, key, value, scale=scale, additions=additions, softcap=softcap).output
+    steps = attend_by_steps(node, query, key, value, scale=scale, additions=additions, softcap=softcap, sink=sink)
+    return steps.output
 
 
 def attend_by_steps(
@@ -83,6 +85,7 @@ def attend_by_steps(
     additions: list[tvm.ir.Expr],
     softcap: float = 0.0,
     guarded: bool = False,
+    sink: tvm.ir.Expr | None = None,
 ) -> AttentionSteps:
     """Return softmax(query key^T * scale + additions) value, and what is computed before.
 
@@ -98,6 +101,8 @@ def attend_by_steps(
         Scores become `softcap * tanh(scores / softcap)` before the additions, unless it is 0.
     guarded : bool
         Whether a row gets weights of 0 when infinity hides all its keys; else they are NaN.
+    sink : Expr or None
+        (N, 1, 1) float32: the score of one more key of every head, which has no value.
     """
     emit, dtype = node.builder.emit, dtype_of(query)
     turned = emit(relax.op.permute_dims(key, [0, 1, 3, 2]))
@@ -109,12 +114,20 @@ def attend_by_steps(
     biased = capped
     for addition in additions:
         biased = emit(relax.op.add(biased, addition))
-    weights = emit(relax.op.nn.softmax(biased, axis=-1))
+    weights = emit(relax.op.nn.softmax(biased if sink is None else _with_sink(node, biased, sink), axis=-1))
+    if sink is not None:
+        weights = emit(relax.op.strided_slice(weights, [3], [0], [sizes_of(biased)[3]]))
     if guarded:
         nothing = emit(relax.op.isnan(weights))
         weights = emit(relax.op.where(nothing, relax.const(0.0, "float32"), weights))
     output = emit(relax.op.matmul(emit(relax.op.astype(weights, dtype)), value))
     return AttentionSteps(scores, capped, biased, weights, output)
+
+
+def _with_sink(node: ConverterInput, scores: tvm.ir.Expr, sink: tvm.ir.Expr) -> tvm.ir.Expr:
+    batch, heads, queries, _ = sizes_of(scores)
+    column = node.builder.emit(relax.op.broadcast_to(sink, (batch, heads, queries, 1)))
+    return node.builder.emit(relax.op.concat([scores, column], axis=-1))
 
 
 def hide_where_zero(node: ConverterInput, mask: tvm.ir.Expr, hidden: float) -> tvm.ir.Expr:
