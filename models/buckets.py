@@ -212,7 +212,7 @@ def cut_outputs(
             if extra > 0:
                 kept = slice(extra, None) if side_of(axis, sides) is Side.LEFT else slice(0, want)
                 array = array[(slice(None),) * place + (kept,)]
-        cut[spec.name] = np.ascontiguousarray(array)
+        cut[spec.name] = np.asarray(array, order="C")
     return cut
 
 

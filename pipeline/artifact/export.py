@@ -68,7 +68,7 @@ def write_artifact(compiled: CompiledModule, destination: Path, buckets: Sequenc
 
     def write_files(directory: Path) -> Manifest:
         link_seconds = _link(compiled, directory / MODULE_FILE)
-        weights = {name: np.ascontiguousarray(array) for name, array in compiled.lowered.weights.items()}
+        weights = {name: np.asarray(array, order="C") for name, array in compiled.lowered.weights.items()}
         named = [share_weights(weights, one.compiled.lowered.weights, one.bucket.name) for one in buckets]
         for number, one in enumerate(buckets):
             link_seconds += _link(one.compiled, directory / _bucket_file(number))
@@ -100,7 +100,7 @@ def share_weights(stored: dict[str, np.ndarray], added: Mapping[str, np.ndarray]
         if same is None or not _equal(same, array):
             same_name = next((other for other, kept in stored.items() if _equal(kept, array)), None)
             name = same_name or f"{prefix}/{name}"
-            stored.setdefault(name, np.ascontiguousarray(array))
+            stored.setdefault(name, np.asarray(array, order="C"))
         names.append(name)
     return tuple(names)
 

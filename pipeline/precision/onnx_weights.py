@@ -108,7 +108,7 @@ def with_quantised_weights(model: OnnxModel, nodes: Iterable[str], bits: int, gr
         if weights.is_turned(label):
             rounded = rounded.T
         name = f"{label}__quantised"
-        proto.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(rounded), name))
+        proto.graph.initializer.append(numpy_helper.from_array(np.asarray(rounded, order="C"), name))
         node.input[1] = name
     return replace(model, proto=proto, data_dir=None)
 

@@ -116,11 +116,7 @@ def build(kind: str, hidden: int) -> torch.nn.Module:
     bidirectional = {"bert", "roberta", "electra"} & set(kind.replace("-", "_").split("_"))
     mapping = MODEL_FOR_CAUSAL_LM_MAPPING if causal and not bidirectional else MODEL_MAPPING
     chosen = mapping[type(config)]
-    model = (chosen[0] if isinstance(chosen, tuple) else chosen)(config)
-    if getattr(model, "_can_set_experts_implementation", lambda: False)():
-        # The one form of experts that every exporter writes.
-        model.set_experts_implementation("batched_mm")
-    return model
+    return (chosen[0] if isinstance(chosen, tuple) else chosen)(config)
 
 
 def _inputs(model: torch.nn.Module) -> Tensors:

@@ -83,9 +83,7 @@ def gemma2(hidden: int) -> torch.nn.Module:
 
 
 def mixtral(hidden: int) -> torch.nn.Module:
-    return _gathered_experts(
-        tf.MixtralForCausalLM(tf.MixtralConfig(**_grouped(hidden), num_local_experts=4, num_experts_per_tok=2))
-    )
+    return tf.MixtralForCausalLM(tf.MixtralConfig(**_grouped(hidden), num_local_experts=4, num_experts_per_tok=2))
 
 
 def qwen2_moe(hidden: int) -> torch.nn.Module:
@@ -94,13 +92,7 @@ def qwen2_moe(hidden: int) -> torch.nn.Module:
         **_grouped(hidden), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=hidden,
         shared_expert_intermediate_size=hidden,
     )  # fmt: skip
-    return _gathered_experts(tf.Qwen2MoeForCausalLM(config))
-
-
-def _gathered_experts(model: torch.nn.Module) -> torch.nn.Module:
-    """Take the one implementation of experts that both exporters can write: each token's weights are gathered."""
-    model.set_experts_implementation("batched_mm")
-    return model
+    return tf.Qwen2MoeForCausalLM(config)
 
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}

@@ -102,6 +102,9 @@ def export(
             fusions = "cpu" if exporter.endswith("fused") else None
             export_by_transformers(model, inputs, path, dynamic=dynamic, opset=opset, fusions=fusions)
         else:
+            if getattr(model, "_can_set_experts_implementation", lambda: False)():
+                # The one form of experts that torch's two exporters write: each token's weights are gathered.
+                model.set_experts_implementation("batched_mm")
             axes = recipe.symbolic_axes(inputs) if dynamic else None
             _export_by_torch(Wrapper(model, recipe, list(inputs)).eval(), inputs, path, exporter, axes, opset)
     return path
