@@ -70,16 +70,20 @@ _OWN: dict[str, dict[str, object]] = {
 }
 
 # What people use, first; the rest by name.
-FIRST = (
-    "xlm-roberta deberta camembert mt5 pegasus mbart m2m_100 blenderbot led longt5 umt5 switch_transformers gpt_neo gptj "
-    "gpt_bigcode codegen qwen3_moe olmo olmo2 olmo3 olmoe gemma3_text falcon mpt deepseek_v2 deepseek_v3 gpt_oss granite "
-    "granitemoe starcoder2 stablelm cohere cohere2 glm glm4 helium smollm3 ministral exaone4 nemotron persimmon biogpt "
-    "xglm phimoe jetmoe mamba mamba2 deit beit swinv2 dinov2_with_registers dinov3_vit vit_mae vit_msn pvt_v2 cvt levit "
-    "mobilevit poolformer convnext convnextv2 resnet hiera focalnet ijepa data2vec-vision siglip siglip2 align blip "
-    "wav2vec2 wav2vec2-bert hubert wavlm sew unispeech data2vec-audio audio-spectrogram-transformer yolos detr "
-    "layoutlm lilt rembert squeezebert mobilebert megatron-bert roformer ernie esm nomic_bert eurobert fnet funnel "
-    "convbert canine xlm flaubert ibert data2vec-text roberta-prelayernorm xmod splinter nystromformer yoso mra"
-).split()
+FIRST = [
+    "xlm-roberta", "deberta", "camembert", "mt5", "pegasus", "mbart", "m2m_100", "blenderbot", "led", "longt5",
+    "umt5", "switch_transformers", "gpt_neo", "gptj", "gpt_bigcode", "codegen", "qwen3_moe", "olmo", "olmo2",
+    "olmo3", "olmoe", "gemma3_text", "falcon", "mpt", "deepseek_v2", "deepseek_v3", "gpt_oss", "granite",
+    "granitemoe", "starcoder2", "stablelm", "cohere", "cohere2", "glm", "glm4", "helium", "smollm3", "ministral",
+    "exaone4", "nemotron", "persimmon", "biogpt", "xglm", "phimoe", "jetmoe", "mamba", "mamba2", "deit", "beit",
+    "swinv2", "dinov2_with_registers", "dinov3_vit", "vit_mae", "vit_msn", "pvt_v2", "cvt", "levit", "mobilevit",
+    "poolformer", "convnext", "convnextv2", "resnet", "hiera", "focalnet", "ijepa", "data2vec-vision", "siglip",
+    "siglip2", "align", "blip", "wav2vec2", "wav2vec2-bert", "hubert", "wavlm", "sew", "unispeech", "data2vec-
+    audio", "audio-spectrogram-transformer", "yolos", "detr", "layoutlm", "lilt", "rembert", "squeezebert",
+    "mobilebert", "megatron-bert", "roformer", "ernie", "esm", "nomic_bert", "eurobert", "fnet", "funnel",
+    "convbert", "canine", "xlm", "flaubert", "ibert", "data2vec-text", "roberta-prelayernorm", "xmod", "splinter",
+    "nystromformer", "yoso", "mra",
+]  # fmt: skip
 
 
 def _small(config: tf.PreTrainedConfig, hidden: int) -> dict[str, object]:
@@ -179,7 +183,9 @@ def family(kind: str) -> Family:
 
 
 def _kinds() -> list[str]:
-    kinds = [kind for kind in CONFIG_MAPPING_NAMES if kind in {**MODEL_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}]
+    kinds = [
+        kind for kind in CONFIG_MAPPING_NAMES if kind in {**MODEL_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    ]
     return [*(kind for kind in FIRST if kind in kinds), *sorted(set(kinds) - set(FIRST))]
 
 

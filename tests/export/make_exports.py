@@ -33,13 +33,16 @@ from tests.export.recipes import Axes, Families, Tensors, Wrapper, optimum_step
 from tests.export.sequence_to_sequence import SEQUENCE_TO_SEQUENCE
 from tests.export.vision import VISION
 
-__all__ = ["EXPORTERS", "FAMILIES", "export", "minilm_folder"]
+__all__ = ["EXPORTERS", "FAMILIES", "RECIPES", "export", "minilm_folder"]
 
 # TorchScript's exporter writes torch's fused attention from this opset on; before, attention goes step by step.
 _FUSED_ATTENTION_OPSET = 14
-_OWN: Families = {**ENCODERS, **DECODERS, **SEQUENCE_TO_SEQUENCE, **VISION}
+RECIPES: Families = {**ENCODERS, **DECODERS, **SEQUENCE_TO_SEQUENCE, **VISION}
 # What has a recipe first.
-FAMILIES: Families = {**_OWN, **{kind: family for kind, family in ANY.items() if kind.replace("_", "-") not in _OWN}}
+FAMILIES: Families = {
+    **RECIPES,
+    **{kind: family for kind, family in ANY.items() if kind.replace("_", "-") not in RECIPES},
+}
 
 
 def disturb(model: torch.nn.Module) -> None:
@@ -177,7 +180,7 @@ def _dimension(name: str, known: dict[str, torch.export.Dim]) -> object:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out_dir", type=Path)
-    default = [name for name, family in _OWN.items() if not family.real]
+    default = [name for name, family in RECIPES.items() if not family.real]
     parser.add_argument("--family", nargs="+", choices=list(FAMILIES), default=default)
     parser.add_argument("--exporter", nargs="+", choices=EXPORTERS, default=["dynamo", "torchscript"])
     parser.add_argument("--hidden", type=int, default=64, help="hidden size (divisible by 8)")

@@ -22,6 +22,7 @@ from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.inspect import inspect_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.validate.reference import Reference
@@ -139,6 +140,11 @@ def _run(cell: Cell, path: Path, folder: Path, found: dict[str, object]) -> None
         path, shapes=shapes, target="llvm", lowering=LoweringOptions(precision=cell.precision or None)
     )
     with _ends("not imported"):
+        inspection = inspect_model(request)
+        if inspection.unsupported:
+            raise ValueError("; ".join(f"{node.operator}: {node.reason}" for node in inspection.unsupported))
+    # What `inspect` has nothing against compiles: whatever ends a cell from here on is a fault.
+    with _ends("not compiled"):
         prepared = prepare_model(request)
     with _ends("not compiled"):
         choices = select_kernels(
