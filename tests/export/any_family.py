@@ -78,11 +78,11 @@ FIRST = [
     "exaone4", "nemotron", "persimmon", "biogpt", "xglm", "phimoe", "jetmoe", "mamba", "mamba2", "deit", "beit",
     "swinv2", "dinov2_with_registers", "dinov3_vit", "vit_mae", "vit_msn", "pvt_v2", "cvt", "levit", "mobilevit",
     "poolformer", "convnext", "convnextv2", "resnet", "hiera", "focalnet", "ijepa", "data2vec-vision", "siglip",
-    "siglip2", "align", "blip", "wav2vec2", "wav2vec2-bert", "hubert", "wavlm", "sew", "unispeech", "data2vec-
-    audio", "audio-spectrogram-transformer", "yolos", "detr", "layoutlm", "lilt", "rembert", "squeezebert",
-    "mobilebert", "megatron-bert", "roformer", "ernie", "esm", "nomic_bert", "eurobert", "fnet", "funnel",
-    "convbert", "canine", "xlm", "flaubert", "ibert", "data2vec-text", "roberta-prelayernorm", "xmod", "splinter",
-    "nystromformer", "yoso", "mra",
+    "siglip2", "align", "blip", "wav2vec2", "wav2vec2-bert", "hubert", "wavlm", "sew", "unispeech",
+    "data2vec-audio", "audio-spectrogram-transformer", "yolos", "detr", "layoutlm", "lilt", "rembert",
+    "squeezebert", "mobilebert", "megatron-bert", "roformer", "ernie", "esm", "nomic_bert", "eurobert", "fnet",
+    "funnel", "convbert", "canine", "xlm", "flaubert", "ibert", "data2vec-text", "roberta-prelayernorm", "xmod",
+    "splinter", "nystromformer", "yoso", "mra",
 ]  # fmt: skip
 
 
@@ -183,9 +183,8 @@ def family(kind: str) -> Family:
 
 
 def _kinds() -> list[str]:
-    kinds = [
-        kind for kind in CONFIG_MAPPING_NAMES if kind in {**MODEL_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    ]
+    models = {**MODEL_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    kinds = [kind for kind in CONFIG_MAPPING_NAMES if kind in models]
     return [*(kind for kind in FIRST if kind in kinds), *sorted(set(kinds) - set(FIRST))]
 
 

@@ -7,9 +7,8 @@ Needs the `export` extra. The exports are made by `make_exports`, compiled for t
 ONNX Runtime with the default tolerances; `inspect` has to say of each what compiling it then does. A run that was
 broken off goes on where it was, and only cells that did not pass are done again; `--fresh` begins anew. `--every` takes
 all architectures of transformers, not only those with a recipe. One environment may make the files (`--export-only`)
-and
-another, without torch, compile them (`--made`). Writes `benchmarks/results/export-matrix.json` with every cell, and
-beside it a Markdown table of them.
+and another, without torch, compile them (`--made`). Writes `benchmarks/results/export-matrix.json` with every cell,
+and beside it a Markdown table of them.
 """
 
 from __future__ import annotations
