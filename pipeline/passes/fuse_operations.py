@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import tvm
-from tvm import relax
+from collections.abc import Iterable
 
+import tvm
+from tvm import relax, tirx
+
+from relaxtune.pipeline.passes.kit.ir import main_of, with_main
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.onnx_nodes_of_kernels import name_fused, record_unfused
 
@@ -16,4 +19,60 @@ def fuse_operations(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
     scale, mask); elementwise chains, reshapes and transposes group among themselves.
     """
     unfused = record_unfused(mod)
-    return name_fused(relax.transform.FuseOps()(mod), unfused, state)
+    return name_fused(_define_sizes_first(relax.transform.FuseOps()(mod)), unfused, state)
+
+
+def _define_sizes_first(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
+    """Return `mod` with what reads a computed size after the match_cast that defines it.
+
+    `FuseOps` orders groups by the tensors that they read, not by the sizes: a Range whose length is computed may come
+    before its length.
+    """
+    main = main_of(mod)
+    bindings = [binding for block in main.body.blocks for binding in block.bindings]
+    definers = {var: binding for binding in bindings for var in _defined(binding)}
+    if not definers:
+        return mod
+    blocks = [
+        relax.DataflowBlock(_ordered(block.bindings, definers)) if isinstance(block, relax.DataflowBlock) else block
+        for block in main.body.blocks
+    ]
+    body = relax.SeqExpr(blocks, main.body.body)
+    return with_main(mod, relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs))
+
+
+def _ordered(bindings: Iterable[relax.Binding], definers: dict[tirx.Var, relax.MatchCast]) -> list[relax.Binding]:
+    """Return bindings in their order, but each after those of the tensors and sizes that it reads."""
+    here = {binding.var: binding for binding in bindings}
+    ordered: dict[relax.Var, relax.Binding] = {}
+    waiting = list(reversed(here.values()))
+    while waiting:
+        binding = waiting[-1]
+        sizes = [definers[var].var for var in _sizes_read(binding) if var in definers]
+        needed = [var for var in (*relax.analysis.free_vars(binding.value), *sizes) if var in here]
+        missing = [var for var in needed if var not in ordered and not var.same_as(binding.var)]
+        if missing and binding.var not in ordered:
+            waiting += [here[var] for var in reversed(missing)]
+        else:
+            ordered.setdefault(binding.var, binding)
+            waiting.pop()
+    return list(ordered.values())
+
+
+def _defined(binding: relax.Binding) -> list[tirx.Var]:
+    """Return the sizes that a binding defines: those of its type that what it reads does not have."""
+    if not isinstance(binding, relax.MatchCast):
+        return []
+    known = set(relax.analysis.tir_vars_in_type(binding.value.ty))
+    return [var for var in relax.analysis.definable_tir_vars_in_type(binding.ty) if var not in known]
+
+
+def _sizes_read(binding: relax.Binding) -> set[tirx.Var]:
+    """Return the symbolic sizes that a binding reads, in its type or as numbers that a kernel is given."""
+    if isinstance(binding, relax.MatchCast):
+        return set(relax.analysis.tir_vars_in_type(binding.value.ty))
+    given: list[tvm.ir.Expr] = []
+    for arg in getattr(binding.value, "args", ()):
+        given += arg.fields if isinstance(arg, relax.Tuple) else [arg]
+    read = {var for one in given if tvm.ir.is_prim_expr(one) for var in tirx.analysis.undefined_vars(one)}
+    return read | set(relax.analysis.tir_vars_in_type(binding.var.ty))
