@@ -17,28 +17,44 @@ BROADCASTING = frozenset(
 )  # fmt: skip
 
 
-def broadcast_sizes(builder: relax.BlockBuilder, inputs: Sequence[tvm.ir.Expr | None]) -> list[tvm.ir.Expr | None]:
-    """Return operands of a broadcast in which a computed size beside a number above one is that number.
+def broadcast_sizes(
+    builder: relax.BlockBuilder, inputs: Sequence[tvm.ir.Expr | None], axes: frozenset[str]
+) -> list[tvm.ir.Expr | None]:
+    """Return operands of a broadcast in which a computed size beside one of the graph's above one is that one.
 
-    A size that is one name (an axis of the model's inputs) may be one, and stays.
+    Parameters
+    ----------
+    axes
+        Names of the axes of the model's inputs: other names are of sizes known when the model runs. A size that is one
+        such name may be one, and stays; `2*batch*sequence` may not.
     """
     shapes = [_sizes(expr) for expr in inputs]
-    numbers: dict[int, int] = {}
+    known: dict[int, tirx.Expr] = {}
     for shape in shapes:
         for place, size in enumerate(reversed(shape or [])):
-            if isinstance(size, tirx.IntImm) and int(size) > 1:
-                numbers[place] = int(size)
+            number = isinstance(size, tirx.IntImm) and int(size) > 1
+            if number or (place not in known and _is_computed(size) and _names(size) <= axes):
+                known[place] = size
     made = list(inputs)
     for index, (expr, shape) in enumerate(zip(inputs, shapes, strict=True)):
         if shape is None or expr is None:
             continue
-        known = [
-            tirx.IntImm("int64", numbers[place]) if place in numbers and _is_computed(size) else size
+        sizes = [
+            known[place] if place in known and _takes(size, known[place], axes) else size
             for place, size in enumerate(reversed(shape))
         ][::-1]
-        if any(one is not other for one, other in zip(known, shape, strict=True)):
-            made[index] = builder.match_cast(expr, relax.TensorType(known, expr.ty.dtype))
+        if any(one is not other for one, other in zip(sizes, shape, strict=True)):
+            made[index] = builder.match_cast(expr, relax.TensorType(sizes, expr.ty.dtype))
     return made
+
+
+def _takes(size: tirx.Expr, known: tirx.Expr, axes: frozenset[str]) -> bool:
+    """Return whether a size gives way to a known one: to a number if computed, to a computed size if known later."""
+    return _is_computed(size) and (isinstance(known, tirx.IntImm) or not _names(size) <= axes)
+
+
+def _names(size: tirx.Expr) -> set[str]:
+    return {str(var.name) for var in tirx.analysis.undefined_vars(size)}
 
 
 def _sizes(expr: tvm.ir.Expr | None) -> list[tirx.Expr] | None:

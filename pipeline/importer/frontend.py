@@ -61,6 +61,8 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         super().__init__(shape_dict={}, dtype_dict={}, keep_params_in_input=False, sanitize=True)
         self._model = model
         self._graph = graph
+        axes = (axis for spec in model.inputs for axis in spec.shape if isinstance(axis, str))
+        self._axes = frozenset(name for axis in axes for name in re.findall(r"[A-Za-z_]\w*", axis))
         self.marks: list[tuple[str, str]] = []
         self._results = frozenset(value.name for value in graph.proto.graph.output)
         self._read = set(self._results)
@@ -133,7 +135,7 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             narrow = self._is_narrow(node.input[index])
             inputs.append(expr if index in sizes_at else self._as_tensor(expr, narrow=narrow))
         if not _domain(node) and node.op_type in BROADCASTING:
-            inputs[:] = broadcast_sizes(self.bb, inputs)
+            inputs[:] = broadcast_sizes(self.bb, inputs, self._axes)
         own = CONVERTERS.get((_domain(node), node.op_type))
         result = own(self._converter_input(node, inputs)) if own is not None else None
         if result is not None:

@@ -19,10 +19,10 @@ def fuse_operations(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
     scale, mask); elementwise chains, reshapes and transposes group among themselves.
     """
     unfused = record_unfused(mod)
-    return name_fused(_define_sizes_first(relax.transform.FuseOps()(mod)), unfused, state)
+    return name_fused(define_sizes_first(relax.transform.FuseOps()(mod)), unfused, state)
 
 
-def _define_sizes_first(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
+def define_sizes_first(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
     """Return `mod` with what reads a computed size after the match_cast that defines it.
 
     `FuseOps` orders groups by the tensors that they read, not by the sizes: a Range whose length is computed may come

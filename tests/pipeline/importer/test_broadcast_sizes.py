@@ -44,3 +44,49 @@ def test_truth_values_are_compared_by_vectors() -> None:
     lowered = lower(import_model(model), LLVM)
     (got,) = run_lowered(replace(lowered, mod=apply_fallback(lowered.mod, LLVM)), {"x": x}, LLVM)
     np.testing.assert_array_equal(got, x)
+
+
+@pytest.mark.parametrize("count", [0, 2, 12])
+def test_parts_of_rows_of_symbolic_axes_are_as_many_as_there_were(count: int) -> None:
+    """As a mixture of experts with symbolic axes; FuseOps puts what reads a computed size before the size."""
+    nodes = [
+        helper.make_node("Reshape", ["x", "rows_of_4"], ["rows"]),
+        helper.make_node("Reshape", ["w", "rows_of_1"], ["weights"]),
+        helper.make_node("ReduceSum", ["chosen"], ["cut"], keepdims=0),
+        helper.make_node("Mul", ["cut", "one"], ["end"]),
+        helper.make_node("Shape", ["rows"], ["shape"]),
+        helper.make_node("Gather", ["shape", "zero"], ["all"]),
+        helper.make_node("Range", ["zero", "cut", "one"], ["early"]),
+        helper.make_node("Range", ["end", "all", "one"], ["late"]),
+        helper.make_node("Gather", ["rows", "early"], ["a"]),
+        helper.make_node("Gather", ["rows", "late"], ["b"]),
+        helper.make_node("MatMul", ["a", "first"], ["a1"]),
+        helper.make_node("MatMul", ["b", "second"], ["b1"]),
+        helper.make_node("Concat", ["a1", "b1"], ["joined"], axis=0),
+        helper.make_node("Sigmoid", ["joined"], ["gated"]),
+        # The experts' second matmul reads the same rows again.
+        helper.make_node("Gather", ["gated", "early"], ["c"]),
+        helper.make_node("Gather", ["gated", "late"], ["d"]),
+        helper.make_node("MatMul", ["c", "second"], ["c1"]),
+        helper.make_node("MatMul", ["d", "first"], ["d1"]),
+        helper.make_node("Concat", ["c1", "d1"], ["joined_again"], axis=0),
+        helper.make_node("Mul", ["joined_again", "weights"], ["weighted"]),
+        helper.make_node("Reshape", ["weighted", "pairs_of_4"], ["pairs"]),
+        helper.make_node("ReduceSum", ["pairs", "middle"], ["y"], keepdims=0),
+    ]
+    inputs = {
+        "x": ("float32", ("b", "s", 2, 4)),
+        "w": ("float32", ("b", "s", 2)),
+        "chosen": ("int64", (3,)),
+    }
+    rng = np.random.default_rng(0)
+    constants = {
+        **{"zero": np.array(0), "one": np.array(1), "middle": np.array([1])},
+        **{"rows_of_4": np.array([-1, 4]), "rows_of_1": np.array([-1, 1]), "pairs_of_4": np.array([-1, 2, 4])},
+        **{name: rng.standard_normal((4, 4)).astype("float32") for name in ("first", "second")},
+    }
+    model = make_model(nodes, inputs, {"y": ("float32", ("rows", 4))}, constants)
+    feeds = {name: rng.standard_normal((2, 3, 2, 4)[:rank]).astype("float32") for name, rank in (("x", 4), ("w", 3))}
+    feeds["chosen"] = np.array([count, 0, 0])
+    (got,) = run_lowered(lower(import_model(model), UNOPTIMISED), feeds)
+    np.testing.assert_allclose(got, run_reference(model, feeds)[0], rtol=1e-5, atol=1e-6)

@@ -128,3 +128,19 @@ def test_top_k_of_a_whole_symbolic_axis_is_a_sort() -> None:
     model = make_model(nodes, {"x": ("float32", ("n",))}, outputs)
     x = np.random.default_rng(0).standard_normal(9).astype("float32")
     assert_agrees(model, {"x": x})
+
+
+def test_scatter_nd_takes_updates_whose_sizes_are_written_otherwise() -> None:
+    """`b*s` updates at `s*b` places, as a mixture of experts puts its tokens back."""
+    nodes = [
+        helper.make_node("Reshape", ["x", "flat"], ["data"]),
+        helper.make_node("Reshape", ["order", "column"], ["places"]),
+        helper.make_node("Reshape", ["u", "flat"], ["updates"]),
+        helper.make_node("ScatterND", ["data", "places", "updates"], ["y"]),
+    ]
+    inputs = {"x": ("float32", ("b", "s")), "order": ("int64", ("s", "b")), "u": ("float32", ("b", "s"))}
+    constants = {"flat": np.array([-1]), "column": np.array([-1, 1])}
+    model = make_model(nodes, inputs, {"y": ("float32", ("n",))}, constants)
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.standard_normal((2, 3)).astype("float32") for name in ("x", "u")}
+    assert_agrees(model, feeds | {"order": rng.permutation(6).reshape(3, 2) - 6})

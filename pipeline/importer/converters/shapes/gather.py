@@ -30,33 +30,33 @@ from relaxtune.pipeline.importer.converters.quantised.quantise import dequantise
 def convert_gather(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return rows of `data` along one axis."""
     data, indices = node.input(0), node.input(1)
-    if not _has_sizes(data):
+    if not has_sizes(data):
         return None
     axis = _axis(int_attribute(node, "axis", 0), data)
-    return relax.op.take(data, _non_negative(node, indices, data, [axis]), axis, mode="clip")
+    return relax.op.take(data, non_negative(node, indices, data, [axis]), axis, mode="clip")
 
 
 def convert_gather_elements(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return one element of `data` an index, everything but one axis taken from the index's own place."""
     data, indices = node.input(0), node.input(1)
-    if not _has_sizes(data):
+    if not has_sizes(data):
         return None
     axis = _axis(int_attribute(node, "axis", 0), data)
-    return relax.op.gather_elements(data, _non_negative(node, indices, data, [axis]), axis)
+    return relax.op.gather_elements(data, non_negative(node, indices, data, [axis]), axis)
 
 
 def convert_gather_nd(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return slices of `data` at index tuples; the last axis of the indices runs over axes of `data`."""
     data, indices = node.input(0), node.input(1)
-    if not (_has_sizes(data) and _has_sizes(indices)):
+    if not (has_sizes(data) and has_sizes(indices)):
         return None
     batch_dims = int_attribute(node, "batch_dims", 0)
     depth = int(indices.ty.shape.values[-1])
     axes = list(range(batch_dims, batch_dims + depth))
-    return relax.op.gather_nd(data, _non_negative(node, indices, data, axes), batch_dims)
+    return relax.op.gather_nd(data, non_negative(node, indices, data, axes), batch_dims)
 
 
-def _has_sizes(tensor: tvm.ir.Expr) -> bool:
+def has_sizes(tensor: tvm.ir.Expr) -> bool:
     """Return whether the sizes of a tensor are known, as numbers or symbols; TVM's converters read them at run time."""
     return isinstance(tensor.ty.shape, relax.ShapeExpr)
 
@@ -65,7 +65,7 @@ def _axis(axis: int, data: tvm.ir.Expr) -> int:
     return axis + int(data.ty.ndim) if axis < 0 else axis
 
 
-def _non_negative(node: ConverterInput, indices: tvm.ir.Expr, data: tvm.ir.Expr, axes: list[int]) -> tvm.ir.Expr:
+def non_negative(node: ConverterInput, indices: tvm.ir.Expr, data: tvm.ir.Expr, axes: list[int]) -> tvm.ir.Expr:
     """Return `indices` with the size of the axis added to the negative ones."""
     dtype = str(indices.ty.dtype.dtype)
     if dtype.startswith("uint"):
@@ -118,7 +118,7 @@ def convert_gather_block_quantized(node: ConverterInput) -> tvm.ir.Expr:
     size, block = table.shape[along], int_attribute(node, "block_size", 128)
     if zeros is not None and zeros.ndim:
         zeros = np.take(zeros, range(static_size(scales, along)), along)
-    indices = node.builder.normalize(_non_negative(node, node.input(1), constant(table), [picked]))
+    indices = node.builder.normalize(non_negative(node, node.input(1), constant(table), [picked]))
     moved = along + int(indices.ty.ndim) - 1 if along > picked else along
 
     def rows(values: tvm.ir.Expr) -> tvm.ir.Expr:

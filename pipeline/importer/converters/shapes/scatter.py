@@ -1,13 +1,15 @@
-"""ScatterElements whose indices cover a part of the data: TVM takes their axes for the data's."""
+"""ScatterElements whose indices cover a part of the data, and ScatterND: TVM compares axes and sizes as written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import tvm
+import tvm_ffi
 from tvm import relax
 
 from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, int_attribute, sizes_of
+from relaxtune.pipeline.importer.converters.shapes.gather import has_sizes, non_negative
 from relaxtune.pipeline.importer.shape_values import simplify
 
 
@@ -34,10 +36,29 @@ def convert_scatter_elements(node: ConverterInput) -> tvm.ir.Expr:
     return result
 
 
+def convert_scatter_nd(node: ConverterInput) -> tvm.ir.Expr | None:
+    """Return `data` with slices replaced, added, multiplied, or their minimum or maximum taken, at index tuples.
+
+    Updates whose sizes are written otherwise than those of the indices (`b*s` beside `s*b`) are checked in a run.
+    """
+    data, indices, updates = (node.input(place) for place in range(3))
+    if not (has_sizes(data) and has_sizes(indices)):
+        return None
+    depth = int(indices.ty.shape.values[-1])
+    wanted = [*sizes_of(indices)[:-1], *sizes_of(data)[depth:]]
+    if not has_sizes(updates) or not tvm_ffi.structural_equal(wanted, list(sizes_of(updates))):
+        updates = node.builder.match_cast(updates, relax.TensorType(wanted, updates.ty.dtype))
+    reduction = str(node.attributes.get("reduction", "none")).replace("none", "update")
+    return relax.op.scatter_nd(data, non_negative(node, indices, data, list(range(depth))), updates, reduction)
+
+
 def _cut(
     node: ConverterInput, data: tvm.ir.Expr, axis: int, begin: tvm.ir.Expr | int, end: tvm.ir.Expr | int
 ) -> tvm.ir.Expr:
     return node.builder.emit(relax.op.strided_slice(data, [axis], [begin], [end], assume_inbound=True))
 
 
-SCATTER_CONVERTERS: Mapping[tuple[str, str], Converter] = {("", "ScatterElements"): convert_scatter_elements}
+SCATTER_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("", "ScatterElements"): convert_scatter_elements,
+    ("", "ScatterND"): convert_scatter_nd,
+}
