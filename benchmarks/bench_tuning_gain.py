@@ -37,6 +37,7 @@ from relaxtune.pipeline.cli.app import expected_errors
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.report.ceilings import known_ceilings
 from relaxtune.pipeline.report.kernel import KernelRow, judged
+from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuned_model import TunedModel, tune_prepared, untuned_kernels
 from relaxtune.pipeline.tuning.measure.device_turn import DeviceTurn
 from relaxtune.pipeline.tuning.options import Effort, options_for
@@ -95,9 +96,9 @@ def row(name: str, effort: Effort, asked: argparse.Namespace, turn: Path | None)
         with SqlDatabase.open("sqlite://") as database, taking_turns:
             tuned = tune_prepared(prepared, tuning, database, SilentProgress())
             kernels = _kernels(tuned, untuned.choices, database)
-        made = compile_module(tuned.prepared.lowered, tuned.choices, prepared.target)
-        with taking_turns:
-            shipping = decide(prepared, made, untuned)
+        made = compile_module(tuned.prepared.lowered, tuned.choices, prepared.target, like=untuned)
+        with temporary_folder() as folder, taking_turns:
+            shipping = decide(prepared, made, untuned, folder)[0]
     except expected_errors() as error:
         found: Row = {"model": name, "effort": effort, "failed": str(error)}
     else:

@@ -15,13 +15,20 @@ from pathlib import Path
 from relaxtune.models import OnnxModel
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
-from relaxtune.pipeline.artifact.directory import accept, check_destination, record_validation, rejected_place
+from relaxtune.pipeline.artifact.directory import (
+    accept,
+    check_destination,
+    record_validation,
+    rejected_place,
+    stage_beside,
+)
 from relaxtune.pipeline.artifact.export import CompiledBucket, policy_of, write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact.signature import read_signing_key, sign_artifact
 from relaxtune.pipeline.bench.measure import OWN_ARM
+from relaxtune.pipeline.choose.model_arm import LoadedArm
 from relaxtune.pipeline.choose.norm_forms import NormFormsReport
 from relaxtune.pipeline.choose.rerank import RerankReport
 from relaxtune.pipeline.choose.selection import tasks_without_record
@@ -302,40 +309,41 @@ def finish_tuned(
         Of `asked`, where it was made while the model was tuned.
     """
     told = on_compiled or (lambda: None)
-    prepared, choices, shipping, missed = tuned.prepared, tuned.choices, None, None
-    if request.benchmark:
-        shipping = _decide_shipping(asked, tuned, turn, told, beforehand)
-        if not shipping.tuned:
-            prepared, choices = asked, shipping.compiled.choices
-        own = shipping.report.arm(OWN_ARM)
-        missed = _missed(own.median_ms, request.limits)
-        record_shipped(
-            asked,
+    prepared, choices, shipping, shipped, missed = tuned.prepared, tuned.choices, None, None, None
+    with stage_beside(out.absolute()) as folder:
+        if request.benchmark:
+            shipping, shipped = _decide_shipping(asked, tuned, folder, turn, told, beforehand)
+            if not shipping.tuned:
+                prepared, choices = asked, shipping.compiled.choices
+            own = shipping.report.arm(OWN_ARM)
+            missed = _missed(own.median_ms, request.limits)
+            record_shipped(
+                asked,
+                prepared,
+                choices,
+                database,
+                untuned=not shipping.tuned,
+                latencies_ms=own.latencies_ms,
+                tuning=request.tuning,
+                job_id=tuned.job_id,
+            )
+        compiled = _compile(
             prepared,
-            choices,
             database,
-            untuned=not shipping.tuned,
-            latencies_ms=own.latencies_ms,
-            tuning=request.tuning,
+            out,
+            request.samples,
+            choices,
+            record=request.record,
             job_id=tuned.job_id,
+            made=shipped,
+            limits=request.limits,
+            missed=missed,
+            places=(request.database, *request.shared),
+            sign=request.sign,
+            turn=turn,
+            on_compiled=None if request.benchmark else told,
+            reference=None if beforehand is None else beforehand.reference,
         )
-    compiled = _compile(
-        prepared,
-        database,
-        out,
-        request.samples,
-        choices,
-        record=request.record,
-        job_id=tuned.job_id,
-        module=shipping.compiled if shipping is not None else None,
-        limits=request.limits,
-        missed=missed,
-        places=(request.database, *request.shared),
-        sign=request.sign,
-        turn=turn,
-        on_compiled=None if request.benchmark else told,
-        reference=None if beforehand is None else beforehand.reference,
-    )
     if shipping is not None and request.record:
         artifact = artifact_of(compiled.manifest, compiled.directory, tuned.job_id)
         note_benchmark(database, artifact, prepared.environment, shipping.report)
@@ -352,17 +360,20 @@ def _missed(latency_ms: float, limits: Limits) -> str | None:
 def _decide_shipping(
     asked: PreparedModel,
     tuned: TunedModel,
+    folder: Path,
     turn: AbstractContextManager[object] | None,
     told: Callable[[], None],
     beforehand: Beforehand | None,
-) -> Shipping:
-    """Compile a model tuned and untuned, and return which of them ships."""
-    untuned = (beforehand or make_beforehand(asked, 0)).untuned
+) -> tuple[Shipping, LoadedArm]:
+    """Compile a model tuned and untuned; return which of them ships, and that one's artifact in a folder."""
     with stage("compile"):
-        made = compile_module(tuned.prepared.lowered, tuned.choices, asked.target)
+        untuned = None if beforehand is None else beforehand.untuned
+        made = compile_module(tuned.prepared.lowered, tuned.choices, asked.target, like=untuned)
+        if untuned is None:
+            untuned = compile_module(asked.lowered, untuned_kernels(asked), asked.target, like=made)
     told()
     with stage("compare"):
-        return decide(asked, made, untuned, turn)
+        return decide(asked, made, untuned, folder, turn)
 
 
 def _compile(
@@ -374,7 +385,7 @@ def _compile(
     *,
     record: bool,
     job_id: str | None = None,
-    module: CompiledModule | None = None,
+    made: LoadedArm | None = None,
     limits: Limits = NO_LIMITS,
     missed: str | None = None,
     places: Sequence[DatabasePlace] = (),
@@ -384,18 +395,24 @@ def _compile(
     reference: Reference | None = None,
 ) -> CompileResult:
     with stage("compile"):
-        compiled = module or compile_module(prepared.lowered, choices, prepared.target)
+        compiled = made.compiled if made is not None else compile_module(prepared.lowered, choices, prepared.target)
         buckets = [_compile_bucket(prepared, bucket, database) for bucket in prepared.buckets]
     if on_compiled is not None:
         on_compiled()
     validates = bool(samples) and prepared.can_run
     place = rejected_place(out) if validates or missed is not None or sign is not None else out
+    loaded = None
     with stage("export"):
-        manifest = write_artifact(compiled, place, buckets)
+        if made is None or buckets:
+            manifest = write_artifact(compiled, place, buckets)
+        else:
+            accept(made.directory, place.absolute())
+            loaded, manifest = made.module, made.module.manifest
     validation = None
     if validates:
         with stage("validate"):
-            validation = _validate(place, prepared.model, samples, limits, turn, reference)
+            loaded = loaded or Module.load(place)
+            validation = _validate(loaded, place, prepared.model, samples, limits, turn, reference)
         manifest = record_validation(place, validation.to_json())
         if not validation.passed:
             missed = "the artifact failed validation"
@@ -429,6 +446,7 @@ def _compile_bucket(prepared: PreparedModel, bucket: PreparedBucket, database: T
 
 
 def _validate(
+    module: Module,
     out: Path,
     model: OnnxModel,
     samples: int,
@@ -437,7 +455,7 @@ def _validate(
     reference: Reference | None = None,
 ) -> ValidationReport:
     """Validate an artifact; of one with buckets, first find out where padding is allowed, then go by every route."""
-    module, inputs = Module.load(out), None
+    inputs = None
     if module.manifest.buckets is not None:
         with turn or nullcontext():
             module = try_and_record(out, module, model)

@@ -76,6 +76,7 @@ def compile_module(
     *,
     cuda_graph: bool = True,
     variants: Sequence[Sequence[KernelChoice]] = (),
+    like: CompiledModule | None = None,
 ) -> CompiledModule:
     """Return the compiled module.
 
@@ -92,6 +93,8 @@ def compile_module(
         inputs at fixed addresses, and its outputs stay valid until the next run.
     variants : sequence of sequences of KernelChoice
         Other choices of some functions each; every variant is an entry of its own (`pipeline.choose.variants`).
+    like : CompiledModule or None
+        The model with other choices. If these make the same kernels, its code is taken.
 
     Raises
     ------
@@ -110,6 +113,8 @@ def compile_module(
         determinism = describe_determinism({name: mod[name] for name in lowered.kernels}, choices, target)
         mod = finish_kernels(mod, target.target)
         hashes = {name: kernel_hash(mod[name], target.kind) for name in lowered.kernels}
+        if like is not None and not variants and hashes == like.kernel_hashes:
+            return replace(like, lowered=lowered, choices=tuple(choices))
         if not graph:
             mod = without_dependent_launch(mod)
         on_gpu = lowered.kernels if target.kind == "cuda" else ()

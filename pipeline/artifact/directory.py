@@ -54,7 +54,7 @@ def write_directory(destination: Path, write_files: Callable[[Path], Manifest]) 
         The destination exists and is no artifact, or cannot be written (read-only, disk full). Nothing is left.
     """
     destination = destination.absolute()
-    with _stage(destination) as staging, _os_errors(destination):
+    with stage_beside(destination) as staging, _os_errors(destination):
         # mkdtemp makes private directories; an artifact is as readable as any other output.
         staging.chmod(0o777 & ~_umask())
         manifest = write_files(staging)
@@ -79,7 +79,7 @@ def check_destination(destination: Path) -> None:
     destination = destination.absolute()
     with _os_errors(destination):
         missing = [folder for folder in (destination.parent, *destination.parent.parents) if not folder.exists()]
-        with _stage(destination):
+        with stage_beside(destination):
             pass
         for folder in missing:
             folder.rmdir()
@@ -90,8 +90,8 @@ def rejected_place(destination: Path) -> Path:
     return destination.with_name(f"{destination.name}.rejected")
 
 
-def accept(rejected: Path, destination: Path) -> None:
-    """Move an artifact that passed validation to its destination, in place of an artifact that is there.
+def accept(artifact: Path, destination: Path) -> None:
+    """Move an artifact to its destination, in place of an artifact that is there.
 
     Raises
     ------
@@ -100,7 +100,7 @@ def accept(rejected: Path, destination: Path) -> None:
     """
     _check_replaceable(destination)
     with _os_errors(destination):
-        _move_into_place(rejected, destination)
+        _move_into_place(artifact, destination)
 
 
 def load_manifest(directory: Path) -> Manifest:
@@ -213,7 +213,7 @@ def hash_file(path: Path) -> FileEntry:
 
 
 @contextlib.contextmanager
-def _stage(destination: Path) -> Iterator[Path]:
+def stage_beside(destination: Path) -> Iterator[Path]:
     """Give a new empty directory beside the destination, which must be free or an artifact; sweep what was left."""
     _check_replaceable(destination)
     with contextlib.ExitStack() as stack:

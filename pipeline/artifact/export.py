@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,11 +53,22 @@ class CompiledBucket:
     compiled: CompiledModule
 
 
-def write_artifact(compiled: CompiledModule, destination: Path, buckets: Sequence[CompiledBucket] = ()) -> Manifest:
+def write_artifact(
+    compiled: CompiledModule,
+    destination: Path,
+    buckets: Sequence[CompiledBucket] = (),
+    beside: tuple[CompiledModule, Path] | None = None,
+) -> Manifest:
     """Write a compiled module as an artifact directory, whole or not at all; return its manifest.
 
-    `buckets` are the same model compiled for other shapes: each adds a shared object, and what weights it has of its
-    own.
+    Parameters
+    ----------
+    compiled, destination : CompiledModule, Path
+        What is written, and where.
+    buckets : sequence of CompiledBucket
+        The same model compiled for other shapes: each adds a shared object, and what weights it has of its own.
+    beside : CompiledModule and Path, or None
+        Another form of the model, and its artifact. If the weights are the same, their file gets a second name.
 
     Raises
     ------
@@ -72,7 +84,9 @@ def write_artifact(compiled: CompiledModule, destination: Path, buckets: Sequenc
         named = [share_weights(weights, one.compiled.lowered.weights, one.bucket.name) for one in buckets]
         for number, one in enumerate(buckets):
             link_seconds += _link(one.compiled, directory / _bucket_file(number))
-        if weights:
+        if beside is not None and not buckets and _same_arrays(compiled.lowered.weights, beside[0].lowered.weights):
+            _link_file(beside[1] / PARAMS_FILE, directory / PARAMS_FILE)
+        elif weights:
             _write_weights(weights, directory / PARAMS_FILE)
             # safetensors makes private files.
             (directory / PARAMS_FILE).chmod((directory / MODULE_FILE).stat().st_mode & 0o666)
@@ -126,6 +140,18 @@ def _bucket_entry(number: int, one: CompiledBucket, weights: tuple[str, ...]) ->
         cuda_graph=compiled.cuda_graph,
         planned_bytes=compiled.planned_bytes,
     )
+
+
+def _same_arrays(some: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> bool:
+    return bool(some) and some.keys() == others.keys() and all(array is others[name] for name, array in some.items())
+
+
+def _link_file(source: Path, destination: Path) -> None:
+    """Give a file a second name; where the file system has none, copy it."""
+    try:
+        destination.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, destination)
 
 
 def _write_weights(weights: Mapping[str, np.ndarray], path: Path) -> None:

@@ -109,6 +109,7 @@ def measure(
     warmup: int = DEFAULT_WARMUP,
     conditions: Mapping[str, str] | None = None,
     mirrored: bool = False,
+    settle: bool = True,
 ) -> BenchmarkReport:
     """Return the latencies of arms that take turns.
 
@@ -122,6 +123,8 @@ def measure(
         Kept in the report.
     mirrored : bool
         Whether every second turn goes through the arms backwards: a place in the turn then favours none.
+    settle : bool
+        Whether an arm runs once untimed before each timed run. One that takes long needs no such run.
 
     Raises
     ------
@@ -139,7 +142,8 @@ def measure(
     forwards = list(arms.items())
     for turn in range(runs):
         for name, arm in reversed(forwards) if mirrored and turn % 2 else forwards:
-            arm()
+            if settle:
+                arm()
             started = time.perf_counter_ns()
             arm()
             latencies[name].append((time.perf_counter_ns() - started) / 1e6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,16 @@ from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact.variants import entry_of
 from relaxtune.pipeline.bench.measure import Arm, module_arm
 from relaxtune.pipeline.prepare import PreparedModel
+
+
+@dataclass(frozen=True)
+class LoadedArm:
+    """A compiled model, the directory of its artifact, what was loaded from there, and its run on `timed_inputs`."""
+
+    compiled: CompiledModule
+    directory: Path
+    module: Module
+    arm: Arm
 
 
 def compiled_arm(prepared: PreparedModel, choices: Sequence[KernelChoice], directory: Path) -> Arm:
@@ -40,16 +51,17 @@ def compiled_arms(
     All are one compilation and one copy of the weights; otherwise as `compiled_arm`.
     """
     compiled = compile_module(prepared.lowered, choices, prepared.target, variants=variants)
-    module, arm = load_arm(compiled, prepared.model, directory)
-    others = [module.variant(entry_of(number)) for number in range(len(variants))]
-    return [arm, *(module_arm(one, timed_inputs(prepared.model, one.manifest.maxima)) for one in others)]
+    loaded = load_arm(compiled, prepared.model, directory)
+    others = [loaded.module.variant(entry_of(number)) for number in range(len(variants))]
+    return [loaded.arm, *(module_arm(one, timed_inputs(prepared.model, one.manifest.maxima)) for one in others)]
 
 
-def load_arm(compiled: CompiledModule, model: OnnxModel, directory: Path) -> tuple[Module, Arm]:
-    """Return a compiled model, written to a directory and loaded, and the arm that runs it on `timed_inputs`."""
-    write_artifact(compiled, directory)
-    module = Module.load(directory)
-    return module, module_arm(module, timed_inputs(model, module.manifest.maxima))
+def load_arm(compiled: CompiledModule, model: OnnxModel, directory: Path, beside: LoadedArm | None = None) -> LoadedArm:
+    """Write a compiled model to a directory, and load it; `beside` is another form of the model, which stays there."""
+    write_artifact(compiled, directory, beside=None if beside is None else (beside.compiled, beside.directory))
+    # Writing has just verified it.
+    module = Module.load(directory, verify=False)
+    return LoadedArm(compiled, directory, module, module_arm(module, timed_inputs(model, module.manifest.maxima)))
 
 
 def timed_inputs(model: OnnxModel, maxima: Mapping[str, int]) -> dict[str, np.ndarray]:

@@ -27,18 +27,18 @@ from relaxtune.pipeline.bench.measure import (
     run_conditions,
 )
 from relaxtune.pipeline.bench.paired_gain import PairedGain, is_gain, paired_gain
-from relaxtune.pipeline.choose.model_arm import load_arm, timed_inputs
+from relaxtune.pipeline.choose.model_arm import LoadedArm, load_arm, timed_inputs
 from relaxtune.pipeline.prepare import PreparedModel
-from relaxtune.pipeline.temporary import temporary_folder
 
 logger = logging.getLogger(__name__)
 
 _TUNED, _AFTER = "tuned, not shipped", "untuned, after"
-_RUNS, _LEAST_RUNS, _WARMUP = 30, 8, 5
-# What the runs may take, all arms together; a slow model gets fewer of them.
-_SECONDS = 8.0
 # The probability with which a tuned model that ships may be no faster.
 _DOUBT = 0.02
+# Six turns are the fewest that can tell so: all of them go one way once in 64 times.
+_RUNS, _LEAST_RUNS, _WARMUP = 30, 6, 5
+# What the runs may take, all arms together; a slow model gets fewer of them.
+_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,10 @@ def decide(
     prepared: PreparedModel,
     tuned: CompiledModule,
     untuned: CompiledModule,
+    folder: Path,
     turn: AbstractContextManager[object] | None = None,
-) -> Shipping:
-    """Return which of two compiled models ships, after timing both whole.
+) -> tuple[Shipping, LoadedArm]:
+    """Return which of two compiled models ships, after timing both whole; and that one, written and loaded.
 
     Parameters
     ----------
@@ -93,6 +94,8 @@ def decide(
         The model, for its inputs and for ONNX Runtime; it runs on this machine.
     tuned, untuned : CompiledModule
         The model with kernels from records, and as it is without any.
+    folder : Path
+        Where both are written as artifacts: the one that ships can be moved from there.
     turn : context manager or None
         Held while they are timed.
 
@@ -101,16 +104,13 @@ def decide(
     ArtifactError
         One of them does not load here.
     """
-    with temporary_folder() as folder:
-        same = tuned.kernel_hashes == untuned.kernel_hashes
-        module, arm = load_arm(tuned, prepared.model, Path(folder) / "tuned")
-        arms = {OWN_ARM: arm}
-        if not same:
-            other = load_arm(untuned, prepared.model, Path(folder) / "untuned")[1]
-            arms = {UNTUNED_ARM: other, OWN_ARM: arm, _AFTER: other}
-        arms |= _peer(prepared)
-        with turn or nullcontext():
-            report = measure(arms, runs=_affordable_runs(arms), warmup=_WARMUP, conditions=run_conditions(module))
+    same = tuned.kernel_hashes == untuned.kernel_hashes
+    loaded = load_arm(tuned, prepared.model, folder / "tuned")
+    other = loaded if same else load_arm(untuned, prepared.model, folder / "untuned", beside=loaded)
+    arms = {OWN_ARM: loaded.arm} if same else {UNTUNED_ARM: other.arm, OWN_ARM: loaded.arm, _AFTER: other.arm}
+    arms |= _peer(prepared)
+    with turn or nullcontext():
+        report = _measure(arms, run_conditions(loaded.module))
     timed, gain = report.arm(OWN_ARM), None
     # A model that ships untuned is the untuned model: one measurement, not two that differ by noise.
     shipped = [timed, replace(timed, name=UNTUNED_ARM)]
@@ -124,7 +124,7 @@ def decide(
     peers = [arm for arm in report.arms if arm.name == ORT_ARM]
     result = Shipping(tuned if taken else untuned, taken, _with_arms(report, [*shipped, *peers]), gain)
     logger.info("%s", result.verdict)
-    return result
+    return result, loaded if taken else other
 
 
 def _peer(prepared: PreparedModel) -> Mapping[str, Arm]:
@@ -135,15 +135,17 @@ def _peer(prepared: PreparedModel) -> Mapping[str, Arm]:
     return {ORT_ARM: onnxruntime_arm(prepared.model, timed_inputs(prepared.model, prepared.lowered.options.maxima))}
 
 
-def _affordable_runs(arms: Mapping[str, Arm]) -> int:
-    """Return how many runs of all arms fit the seconds they may take, each run with its untimed one before."""
+def _measure(arms: Mapping[str, Arm], conditions: Mapping[str, str]) -> BenchmarkReport:
+    """Return the latencies of as many runs as fit the seconds they may take; slow arms run without untimed ones."""
     for arm in arms.values():
         arm()
     started = time.perf_counter()
     for arm in arms.values():
         arm()
-    round_s = 2 * (time.perf_counter() - started)
-    return max(_LEAST_RUNS, min(_RUNS, int(_SECONDS / round_s) - _WARMUP))
+    rounds = int(_SECONDS / (time.perf_counter() - started))
+    settle = rounds >= _WARMUP + 2 * _LEAST_RUNS
+    runs = max(_LEAST_RUNS, min(_RUNS, (rounds - _WARMUP) // 2 if settle else rounds))
+    return measure(arms, runs=runs, warmup=_WARMUP if settle else 0, conditions=conditions, settle=settle)
 
 
 def _with_arms(report: BenchmarkReport, arms: list[ArmResult]) -> BenchmarkReport:

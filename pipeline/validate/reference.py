@@ -15,8 +15,6 @@ The two uses want different sessions:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -24,12 +22,11 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from relaxtune.models import OnnxModel
-from relaxtune.models.spec import PROTOBUF_LIMIT_BYTES, numpy_dtype
+from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.precision.graph_dtypes import HALF_TYPES, computes_in_half
 from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
 from relaxtune.pipeline.precision.recorded import PolicyEntry
-from relaxtune.pipeline.temporary import temporary_folder
 
 # ONNX Runtime's errors have no base class below Exception.
 _ORT_ERRORS = (
@@ -47,6 +44,17 @@ _ORT_ERRORS = (
 _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype"})
 _ROUNDED_TYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16})
 _CAST_SUFFIX = "__as_float32"
+# Weights of this size and more are handed over as they lie; a smaller constant may be a shape, which the graph needs.
+_LARGE_BYTES = 4096
+_SHARED_TYPES = frozenset(
+    {
+        onnx.TensorProto.FLOAT,
+        onnx.TensorProto.FLOAT16,
+        onnx.TensorProto.DOUBLE,
+        onnx.TensorProto.INT8,
+        onnx.TensorProto.UINT8,
+    }
+)
 
 
 class Reference:
@@ -310,8 +318,7 @@ def _session(
         options.intra_op_num_threads = threads
     options.log_severity_level = 3
     try:
-        with _loadable(proto) as model:
-            return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        return _Session(proto, options)
     except (*_ORT_ERRORS, RuntimeError, ValueError) as e:
         raise PipelineError(
             f"ONNX Runtime {onnxruntime.__version__} does not load the model {name!r}: {_last_line(e)} It is the "
@@ -319,13 +326,45 @@ def _session(
         ) from e
 
 
-@contextmanager
-def _loadable(proto: onnx.ModelProto) -> Iterator[bytes | str]:
-    """Yield the model as bytes, or above protobuf's limit as the path of a temporary file."""
-    if sum(len(tensor.raw_data) for tensor in proto.graph.initializer) < PROTOBUF_LIMIT_BYTES:
-        yield proto.SerializeToString()
-        return
-    with temporary_folder() as folder:
-        path = Path(folder) / "model.onnx"
-        onnx.save_model(proto, str(path), save_as_external_data=True, location="weights.bin")
-        yield str(path)
+class _Session(onnxruntime.InferenceSession):  # type: ignore[misc]
+    """A session on the CPU that reads large weights where they lie; it holds them."""
+
+    def __init__(self, proto: onnx.ModelProto, options: onnxruntime.SessionOptions) -> None:
+        graph, self._weights = _without_weights(proto)
+        options.add_external_initializers(list(self._weights), list(self._weights.values()))
+        super().__init__(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def _without_weights(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnxruntime.OrtValue]]:
+    """Return the graph with its large weights as external ones, and these: ONNX Runtime takes them as they lie.
+
+    A graph handed over as bytes is copied several times, weights included, and has at most 2 GiB.
+    """
+    graph, weights = onnx.ModelProto(), {}
+    for descriptor, value in proto.ListFields():
+        if descriptor.name != "graph":
+            _copy_field(graph, descriptor.name, value)
+    for descriptor, value in proto.graph.ListFields():
+        if descriptor.name != "initializer":
+            _copy_field(graph.graph, descriptor.name, value)
+    for tensor in proto.graph.initializer:
+        if tensor.data_type not in _SHARED_TYPES or len(tensor.raw_data) < _LARGE_BYTES:
+            graph.graph.initializer.add().CopyFrom(tensor)
+            continue
+        array = onnx.numpy_helper.to_array(tensor)
+        weights[tensor.name] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
+        stub = graph.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        stub.data_location = onnx.TensorProto.EXTERNAL
+        for key, text in (("location", "weights"), ("offset", "0"), ("length", str(array.nbytes))):
+            stub.external_data.add(key=key, value=text)
+    return graph, weights
+
+
+def _copy_field(message: onnx.ModelProto | onnx.GraphProto, name: str, value: object) -> None:
+    field = getattr(message, name)
+    if hasattr(field, "extend"):
+        field.extend(value)
+    elif hasattr(field, "CopyFrom"):
+        field.CopyFrom(value)
+    else:
+        setattr(message, name, value)

@@ -26,6 +26,11 @@ def test_twelve_random_graphs_agree_with_onnx_runtime() -> None:
     assert faults(try_graph(seed, STEPS) for seed in range(12)) == []
 
 
+def test_answers_that_hang_on_the_last_bit_are_no_fault() -> None:
+    # A norm of values near -10,000, where ONNX's own evaluator says what we do; an ArgMax of equal sums.
+    assert [try_graph(seed, STEPS).status for seed in (10510, 15045)] == [Status.RIGHT, Status.UNSTABLE]
+
+
 @pytest.mark.parametrize("plan", [NEAR, HOPPER], ids=["llvm", "passes of Hopper"])
 def test_a_near_miss_of_each_pattern_agrees_with_onnx_runtime(plan: Plan) -> None:
     assert faults(try_graph(seed, plan) for seed in range(len(PATTERNS))) == []

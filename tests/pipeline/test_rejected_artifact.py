@@ -9,6 +9,7 @@ import pytest
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.pipeline import jobs
 from relaxtune.pipeline.artifact.directory import load_manifest
+from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.tuning_db.records import Mode
@@ -25,8 +26,8 @@ def test_a_failed_artifact_lies_aside_and_the_good_one_stays(tmp_path: Path, mon
     assert (good.directory, rejected.exists()) == (out, False)
     validate = jobs._validate
 
-    def against_other_weights(place: Path, _: OnnxModel, *rest: object) -> ValidationReport:
-        return validate(place, load_model("vit-tiny", shapes=SHAPES, seed=1), *rest)
+    def against_other_weights(module: Module, place: Path, _: OnnxModel, *rest: object) -> ValidationReport:
+        return validate(module, place, load_model("vit-tiny", shapes=SHAPES, seed=1), *rest)
 
     monkeypatch.setattr(jobs, "_validate", against_other_weights)
     failed = jobs.compile_model(REQUEST, out, samples=1, database=tmp_path / "tuning.db", record=True)

@@ -24,6 +24,7 @@ import relaxtune
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.pipeline import jobs
 from relaxtune.pipeline.artifact.directory import hash_file, load_manifest
+from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.batch import unchanged, worker
 from relaxtune.pipeline.batch.cells import Cell, list_cells
 from relaxtune.pipeline.batch.driver import _spec, resume_batch, run_batch
@@ -478,9 +479,9 @@ def test_a_plan_is_shown_without_a_database_and_makes_none(ran: Ran, tmp_path: P
 def test_a_failed_validation_rejects_its_cell_and_exits_with_3(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     validate = jobs._validate
 
-    def against_first(place: Path, model: OnnxModel, *rest: object) -> ValidationReport:
+    def against_first(module: Module, place: Path, model: OnnxModel, *rest: object) -> ValidationReport:
         other = load_model(ran.folder / "first.onnx", shapes={"x": (16, 32)})
-        return validate(place, other if model.name == "second" else model, *rest)
+        return validate(module, place, other if model.name == "second" else model, *rest)
 
     monkeypatch.setattr(jobs, "_validate", against_first)
     plan = ran.folder / "two.toml"

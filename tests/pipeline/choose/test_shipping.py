@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -9,6 +10,8 @@ import onnx
 import pytest
 
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
+from relaxtune.pipeline.artifact.directory import load_manifest
+from relaxtune.pipeline.choose import shipping as shipping_module
 from relaxtune.pipeline.choose.model_records import ModelDecision, measured_model
 from relaxtune.pipeline.choose.shipping import decide
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
@@ -48,30 +51,47 @@ def slow(prepared: PreparedModel) -> CompiledModule:
     return compile_module(prepared.lowered, choices, prepared.target)
 
 
-def test_tuned_kernels_ship_when_the_model_is_faster_with_them(prepared, fast, slow) -> None:
-    shipping = decide(prepared, tuned=fast, untuned=slow)
+def test_tuned_kernels_ship_when_the_model_is_faster_with_them(prepared, fast, slow, tmp_path) -> None:
+    shipping, loaded = decide(prepared, tuned=fast, untuned=slow, folder=tmp_path)
     assert shipping.tuned
-    assert shipping.compiled is fast
+    assert shipping.compiled is loaded.compiled is fast
+    assert load_manifest(loaded.directory) == loaded.module.manifest
     assert shipping.report.ratio("untuned") > 1.5
     assert [arm.name for arm in shipping.report.arms] == ["relaxtune", "untuned", "ort"]
     assert "tuned kernels ship" in shipping.verdict
 
 
-def test_untuned_kernels_ship_when_the_model_is_slower_with_tuned_ones(prepared, fast, slow) -> None:
-    shipping = decide(prepared, tuned=slow, untuned=fast)
+def test_untuned_kernels_ship_when_the_model_is_slower_with_tuned_ones(prepared, fast, slow, tmp_path) -> None:
+    shipping, loaded = decide(prepared, tuned=slow, untuned=fast, folder=tmp_path)
     assert not shipping.tuned
-    assert shipping.compiled is fast
+    assert shipping.compiled is loaded.compiled is fast
+    assert load_manifest(loaded.directory) == loaded.module.manifest
     assert shipping.report.ratio("tuned, not shipped") > 1.5
     assert shipping.report.arm("untuned").latencies_ms == shipping.report.arm("relaxtune").latencies_ms
     assert "untuned kernels ship" in shipping.verdict
 
 
-def test_equal_kernels_are_not_compared_and_keep_their_records(prepared, fast) -> None:
-    shipping = decide(prepared, tuned=fast, untuned=fast)
+def test_equal_kernels_are_not_compared_and_keep_their_records(prepared, fast, tmp_path) -> None:
+    again = compile_module(prepared.lowered, untuned_kernels(prepared), prepared.target, like=fast)
+    assert again.executable is fast.executable
+    shipping = decide(prepared, tuned=fast, untuned=fast, folder=tmp_path)[0]
     assert shipping.tuned
     assert shipping.gain is None
     assert shipping.report.arm("untuned").latencies_ms == shipping.report.arm("relaxtune").latencies_ms
     assert "found nothing faster" in shipping.verdict
+
+
+def test_slow_models_run_only_as_often_as_a_decision_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipping_module, "_SECONDS", 0.0)
+    calls: list[str] = []
+    arms = {name: functools.partial(calls.append, name) for name in ("a", "b")}
+    report = shipping_module._measure(arms, {})
+    assert [len(arm.latencies_ms) for arm in report.arms] == [6, 6]
+    assert calls == ["a", "b"] * (2 + 6)
+    monkeypatch.setattr(shipping_module, "_SECONDS", 60.0)
+    calls.clear()
+    shipping_module._measure(arms, {})
+    assert len(calls) == 2 * (2 + 5 + 2 * 30)
 
 
 def test_compiling_from_records_ships_what_the_tuning_run_shipped(prepared, fast, tmp_path) -> None:
