@@ -28,7 +28,6 @@ RESULTS = Path(__file__).parent / "results" / "rebuilds.json"
 CASES: tuple[tuple[str, ModelOptions], ...] = (
     ("bert-tiny", {"target": "llvm"}),
     ("bert-tiny", {"target": "llvm", "precision": "w8a16"}),
-    ("bert-tiny", {"target": "llvm", "precision": "int8"}),
     ("bert-tiny", {"target": "llvm", "embed_weights": True}),
     ("bert-tiny", {"target": "llvm", "shapes": {"input_ids": (1, "sequence")}, "buckets": {"sequence": (16, 32)}}),
     ("bert-tiny", {"target": "llvm", "shapes": {"input_ids": (1, "sequence")}, "profile": {"sequence": (1, 16, 64)}}),

@@ -1,4 +1,4 @@
-"""Questions over time: history, failures by cause, coverage of a model, cost of a job, regressions.
+"""Questions over time: history, failures by cause, coverage of a model, cost of a job.
 
 All answers are frozen values, of one consistent state of the database.
 """
@@ -24,13 +24,10 @@ from relaxtune.tuning_db.sql.schema import (
     JobTaskRow,
     RecordRow,
     SignatureRow,
-    TargetRow,
     WorkloadRow,
 )
 from relaxtune.tuning_db.sql.statements import conditions, read_places
 
-#: A kernel counts as slower from this on: repeated measurements of one binary differ by about as much.
-REGRESSION_RATIO = 1.05
 CAUSE_LENGTH = 160
 
 
@@ -102,24 +99,6 @@ class JobCost:
     device_s: float
 
 
-@dataclass(frozen=True)
-class Regression:
-    """The best of a task on a device before and after; `ratio` above 1 is slower. Tasks are paired by signature."""
-
-    name: str
-    family: str
-    signature_key: str
-    arch: str
-    device_name: str
-    before_us: float
-    after_us: float
-
-    @property
-    def ratio(self) -> float:
-        """How many times as long it takes now."""
-        return self.after_us / self.before_us
-
-
 def history(
     database: TuningDatabase, filters: RecordFilter = NO_FILTER, *, workload_hash: str | None = None
 ) -> tuple[HistoryPoint, ...]:
@@ -151,18 +130,6 @@ def job_cost(database: TuningDatabase, job_id: str) -> JobCost:
         It is not known.
     """
     return database.read(lambda session: _job_cost(session, job_id))
-
-
-def regressions(
-    database: TuningDatabase, before: RecordFilter, after: RecordFilter, *, threshold: float = REGRESSION_RATIO
-) -> tuple[Regression, ...]:
-    """Return the tasks whose best record of `after` is slower than the best of `before`, the worst first.
-
-    Two TVM versions, two spans of time, or anything else that two filters tell apart. Only tasks with valid records of
-    both are compared, on devices of the same architecture and name; in one environment, only kernels measured in both.
-    `threshold` 0 returns all of them.
-    """
-    return database.read(lambda session: _regressions(session, before, after, threshold))
 
 
 def failure_cause(error: str | None) -> str:
@@ -327,89 +294,3 @@ def _job_cost(session: Session, job_id: str) -> JobCost:
         candidate_s=candidate_s,
         device_s=device_us / 1e6,
     )
-
-
-def _regressions(
-    session: Session, before: RecordFilter, after: RecordFilter, threshold: float
-) -> tuple[Regression, ...]:
-    old, new = _best_by_signature(session, before), _best_by_signature(session, after)
-    slower = []
-    for place in old.keys() & new.keys():
-        old_us, new_us = old[place], new[place]
-        if new_us / old_us > threshold:
-            old_us, new_us = _of_common_kernels(session, place, before, after) or (old_us, new_us)
-        if new_us / old_us > threshold:
-            slower.append((new_us / old_us, place, old_us, new_us))
-    lines = []
-    for _, (signature_id, _, arch, device_name), old_us, new_us in sorted(slower, reverse=True):
-        statement = (
-            select(SignatureRow.key, SignatureRow.family, WorkloadRow.name)
-            .join(WorkloadRow, WorkloadRow.signature_id == SignatureRow.id)
-            .where(SignatureRow.id == signature_id)
-            .order_by(WorkloadRow.id.desc())
-            .limit(1)
-        )
-        # A record keeps the signature of its time, which no workload may have any more.
-        row = session.execute(statement).one_or_none()
-        key, family, name = row or (
-            *session.execute(
-                select(SignatureRow.key, SignatureRow.family).where(SignatureRow.id == signature_id)
-            ).one(),
-            "",
-        )
-        lines.append(Regression(name, family, key, arch, device_name, old_us, new_us))
-    return tuple(lines)
-
-
-def _of_common_kernels(
-    session: Session, place: tuple[int, str, str, str], before: RecordFilter, after: RecordFilter
-) -> tuple[float, float] | None:
-    """Return the best latencies of the kernels that one environment measured both before and after.
-
-    A run does not measure again what is known: the best that the resume of an interrupted run measures is slower than
-    what is known, and no kernel became slower. None where no environment measured before and after; equal latencies
-    where no kernel was measured twice.
-    """
-    signature_id, kind, arch, device_name = place
-
-    def measured(filters: RecordFilter) -> dict[tuple[int, Route, str], float]:
-        statement = (
-            select(RecordRow.environment_id, RecordRow.route, RecordRow.decision, func.min(RecordRow.latency_us))
-            .join(TargetRow, TargetRow.id == RecordRow.target_id)
-            .join(EnvironmentRow, EnvironmentRow.id == RecordRow.environment_id)
-            .where(
-                RecordRow.status == Status.OK,
-                RecordRow.signature_id == signature_id,
-                TargetRow.kind == kind,
-                TargetRow.arch == arch,
-                EnvironmentRow.device_name == device_name,
-                *conditions(filters),
-            )
-            .group_by(RecordRow.environment_id, RecordRow.route, RecordRow.decision)
-        )
-        found = session.execute(statement)
-        return {(environment, route, text): us for environment, route, text, us in found if us is not None}
-
-    old, new = measured(before), measured(after)
-    if not {key[0] for key in old} & {key[0] for key in new}:
-        return None
-    again = old.keys() & new.keys()
-    return (min(old[key] for key in again), min(new[key] for key in again)) if again else (1.0, 1.0)
-
-
-def _best_by_signature(session: Session, filters: RecordFilter) -> dict[tuple[int, str, str, str], float]:
-    statement = (
-        select(
-            RecordRow.signature_id,
-            TargetRow.kind,
-            TargetRow.arch,
-            EnvironmentRow.device_name,
-            func.min(RecordRow.latency_us),
-        )
-        .join(TargetRow, TargetRow.id == RecordRow.target_id)
-        .join(EnvironmentRow, EnvironmentRow.id == RecordRow.environment_id)
-        .where(RecordRow.status == Status.OK, *conditions(filters))
-        .group_by(RecordRow.signature_id, TargetRow.kind, TargetRow.arch, EnvironmentRow.device_name)
-    )
-    found = session.execute(statement)
-    return {(signature, kind, arch, device): us for signature, kind, arch, device, us in found if us is not None}

@@ -145,25 +145,38 @@ def regressions(
     ] = None,
     old_tvm: Annotated[str | None, typer.Option(help="Compare this TVM version ...")] = None,
     new_tvm: Annotated[str | None, typer.Option(help="... with this one.")] = None,
-    threshold: Annotated[float, typer.Option(help="Show tasks that take more than this many times as long.")] = 1.05,
+    threshold: Annotated[
+        float, typer.Option(help="Show tasks that surely take more than this many times as long; 0: all compared.")
+    ] = 1.05,
+    alpha: Annotated[float, typer.Option(help="The probability of a false alarm among all tasks.")] = 0.05,
 ) -> None:
-    """List the tasks whose best got slower between two TVM versions or dates, the worst first."""
-    from relaxtune.tuning_db.questions import insights
+    """List the tasks that surely got slower between two TVM versions or dates, the worst first.
+
+    Like is compared with like: one device and route, kernels that were measured on both sides, else the best of
+    searches that were carried to their end. What moved all kernels of a device is told apart.
+    """
+    from relaxtune.pipeline.gate import history as judged
 
     if (split_at is None) == (old_tvm is None) or (old_tvm is None) != (new_tvm is None):
         raise UsageError("regressions needs --split-at DATE, or --old-tvm VERSION with --new-tvm VERSION")
+    if not 0 < alpha < 1:
+        raise UsageError(f"--alpha {alpha:g} is no probability; expected more than 0 and less than 1, such as 0.05")
     moment = as_utc(split_at)
     with table.open() as database:
         selected = filters.select(database)
         before = replace(selected, tvm_version=old_tvm, until=moment)
         after = replace(selected, tvm_version=new_tvm, since=moment)
-        found = insights.regressions(database, before, after, threshold=threshold)
+        found = judged.regressions(database, before, after, threshold=threshold, alpha=alpha)
     columns = {
         "task": lambda one: one.name,
         "family": lambda one: one.family,
         "device": lambda one: one.device_name,
+        "route": lambda one: one.route.value,
         "before us": lambda one: microseconds(one.before_us),
         "after us": lambda one: microseconds(one.after_us),
         "times": lambda one: f"{one.ratio:.2f}",
+        "at least": lambda one: "" if one.least is None else f"{one.least:.2f}",
+        "all kernels": lambda one: f"{one.device_ratio:.2f}",
+        "pairs": lambda one: one.kernels,
     }
-    table.emit("regressions", found, columns, lambda one: {**asdict(one), "ratio": one.ratio})
+    table.emit("regressions", found, columns, asdict)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import sys
 from datetime import UTC, date, datetime, timedelta
 
@@ -113,51 +112,6 @@ def test_job_cost_adds_candidates_seconds_and_device_seconds(filled):
     assert insights.job_cost(database, job.id).wall_s >= 0
     with pytest.raises(NotFoundError, match="No job nix"):
         insights.job_cost(database, "nix")
-
-
-def test_regressions_pair_tasks_by_signature_across_versions_and_dates(filled):
-    database, _ = filled
-    old, new = RecordFilter(tvm_version="0.27.0.post1"), RecordFilter(tvm_version="0.28")
-    (found,) = insights.regressions(database, old, new)
-    assert (found.name, found.device_name, found.before_us, found.after_us, found.ratio) == (
-        "matmul1",
-        "EPYC 9654",
-        6.0,
-        12.0,
-        2.0,
-    )
-    assert insights.regressions(database, old, new, threshold=2.5) == ()
-    assert insights.regressions(database, new, old) == ()
-    moment = START + 2 * DAY
-    (best,) = database.list_records(RecordFilter(route=Route.TEMPLATE))
-    database.record_measurement(dataclasses.replace(best, latencies_us=(7.0,), created_at=moment))
-    (by_date,) = insights.regressions(
-        database, RecordFilter(until=moment), RecordFilter(since=moment, until=START + 3 * DAY)
-    )
-    assert (by_date.before_us, by_date.after_us) == (6.0, 7.0)
-
-
-def test_the_resume_of_an_interrupted_run_is_no_regression(database, samples):
-    database.record_workload(samples.workload())
-    known = samples.record(decision='{"tile":1}', latencies_us=(1.0,), created_at=START)
-    tried = samples.record(decision='{"tile":2}', latencies_us=(5.0,), created_at=START + DAY)
-    database.record_measurements([known, tried])
-    spans = RecordFilter(until=START + DAY), RecordFilter(since=START + DAY)
-    assert insights.regressions(database, *spans) == ()
-    database.record_measurement(dataclasses.replace(known, latencies_us=(1.5,), created_at=START + DAY))
-    (found,) = insights.regressions(database, *spans)
-    assert (found.before_us, found.after_us) == (1.0, 1.5)
-
-
-def test_regression_is_told_when_no_workload_has_the_signature_any_more(filled, samples):
-    database, _ = filled
-    refined = samples.workload(1, signature='{"family":"matmul","refined":1}')
-    database.record_workload(refined)
-    database.record_workload(samples.workload(1, workload_hash="hash1b", tvm_version="0.28", signature='{"other":1}'))
-    (found,) = insights.regressions(
-        database, RecordFilter(tvm_version="0.27.0.post1"), RecordFilter(tvm_version="0.28")
-    )
-    assert (found.name, found.family) == ("", "matmul")
 
 
 @pytest.mark.parametrize(

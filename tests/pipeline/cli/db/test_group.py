@@ -96,7 +96,7 @@ QUESTIONS = [
     ("coverage", "bert"),
     ("jobs",),
     ("artifacts",),
-    ("regressions", "--old-tvm", "0.27", "--new-tvm", "0.28"),
+    ("regressions", "--old-tvm", "0.27", "--new-tvm", "0.28", "--threshold", "0"),
 ]
 
 
@@ -174,11 +174,15 @@ def test_json_has_no_json_inside(rows):
 
 
 def test_regressions_between_versions_and_dates(rows, call, filled):
-    (found,) = rows("regressions", "--old-tvm", "0.27", "--new-tvm", "0.28")
-    assert (found["before_us"], found["after_us"], found["ratio"]) == (10.0, 15.0, 1.5)
-    (found,) = rows("regressions", "--split-at", "2026-01-03")
-    assert found["ratio"] == 1.5
-    assert rows("regressions", "--split-at", "2026-01-03", "--threshold", "2") == []
+    (found,) = rows("regressions", "--old-tvm", "0.27", "--new-tvm", "0.28", "--threshold", "0")
+    assert (found["before_us"], found["after_us"], found["ratio"], found["least"]) == (10.0, 15.0, 1.5, None)
+    # One latency on each side proves nothing, and another TVM is not compared between dates.
+    assert rows("regressions", "--old-tvm", "0.27", "--new-tvm", "0.28") == []
+    assert rows("regressions", "--split-at", "2026-01-03", "--threshold", "0") == []
+    assert (
+        "is no probability"
+        in call("db", "regressions", "--split-at", "2026-01-03", "--alpha", "2", "--db", filled[0], code=2).err
+    )
     for wrong in ((), ("--old-tvm", "1"), ("--split-at", "2026-01-03", "--old-tvm", "1", "--new-tvm", "2")):
         assert "needs --split-at" in call("db", "regressions", *wrong, "--db", filled[0], code=2).err
 

@@ -1,0 +1,124 @@
+"""Whether kernels became slower over time, by what the database has of them.
+
+Each task's pairs of measurements (`tuning_db.questions.changes`) give bounds of the ratio after over before. With pairs
+enough they are those of signed ranks, as in a gate. Else they are those of the raw latencies of its fastest kernel: all
+of one side above all of the other happens by chance once in C(n+m, n). The doubt allowed is shared by all tasks.
+
+A machine that is busy, or a driver, moves all kernels at once. That is told once for each device, and a task counts as
+slower where it moved by more than the device.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relaxtune.pipeline.bench.signed_rank import centre
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.questions.changes import TaskChange, changes
+from relaxtune.tuning_db.records import RecordFilter, Route
+
+# Changes of a device that say what it does as a whole.
+_DEVICE_MIN = 5
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A task beside what it took before.
+
+    Attributes
+    ----------
+    before_us, after_us
+        Medians of its fastest kernel before, and of the same after; of the best after where none was measured twice.
+    ratio
+        How many times as long it takes, over all pairs.
+    least
+        The ratio's lower bound; None where there are too few measurements for any.
+    device_ratio
+        How many times as long all kernels of the device and route take; 1 where they are few.
+    kernels
+        Pairs of measurements.
+    """
+
+    name: str
+    family: str
+    signature_key: str
+    arch: str
+    device_name: str
+    route: Route
+    before_us: float
+    after_us: float
+    ratio: float
+    least: float | None
+    device_ratio: float
+    kernels: int
+
+    def is_slower(self, threshold: float) -> bool:
+        """Whether it surely takes more than `threshold` times as long, the device's own change left out."""
+        return self.least is not None and self.least / max(1.0, self.device_ratio) > threshold
+
+
+def regressions(
+    database: TuningDatabase, before: RecordFilter, after: RecordFilter, *, threshold: float, alpha: float = 0.05
+) -> tuple[Regression, ...]:
+    """Return the tasks that surely became slower, the worst first.
+
+    Parameters
+    ----------
+    before, after : RecordFilter
+        What is compared: two TVM versions, two spans of time.
+    threshold : float
+        How many times as long a task must take; 0 returns all that were compared.
+    alpha : float
+        The probability with which any task may be named although it takes no longer.
+    """
+    found = changes(database, before, after)
+    moved = _device_ratios(found)
+    every = [_judged(one, alpha / len(found), moved[one.device_name, one.route]) for one in found]
+    slower = [one for one in every if threshold == 0 or one.is_slower(threshold)]
+    return tuple(sorted(slower, key=lambda one: -one.ratio))
+
+
+def _judged(change: TaskChange, doubt: float, device_ratio: float) -> Regression:
+    logs = _logs(change)
+    bounds = centre(logs, doubt=doubt)
+    least: float | None = bounds.least if math.isfinite(bounds.least) else _least_of_raw(change, doubt)
+    return Regression(
+        name=change.name,
+        family=change.family,
+        signature_key=change.signature_key,
+        arch=change.arch,
+        device_name=change.device_name,
+        route=change.route,
+        before_us=statistics.median(change.before_us[0]),
+        after_us=statistics.median(change.after_us[0]),
+        ratio=math.exp(bounds.estimate),
+        least=None if least is None else math.exp(least),
+        device_ratio=device_ratio,
+        kernels=len(logs),
+    )
+
+
+def _logs(change: TaskChange) -> list[float]:
+    pairs = zip(change.before_us, change.after_us, strict=True)
+    return [math.log(statistics.median(after) / statistics.median(before)) for before, after in pairs]
+
+
+def _least_of_raw(change: TaskChange, doubt: float) -> float | None:
+    before, after = change.before_us[0], change.after_us[0]
+    if 1 / math.comb(len(before) + len(after), len(before)) > doubt:
+        return None
+    return math.log(min(after) / max(before))
+
+
+def _device_ratios(found: Sequence[TaskChange]) -> dict[tuple[str, Route], float]:
+    logs: dict[tuple[str, Route], list[float]] = defaultdict(list)
+    for change in found:
+        logs[change.device_name, change.route].append(statistics.median(_logs(change)))
+    return {
+        place: math.exp(statistics.median(values)) if len(values) >= _DEVICE_MIN else 1.0
+        for place, values in logs.items()
+    }
