@@ -13,12 +13,14 @@ from pathlib import Path
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.axis_profile import AxisProfile, check_profile
 from relaxtune.models.buckets import Bucket, bucket_shapes, make_buckets, open_axes
+from relaxtune.models.size_histogram import SizePoint
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions
 from relaxtune.pipeline.tasks.extract import UntunableKernel, extract_tasks, list_untunable
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
+from relaxtune.pipeline.tasks.sizes_of_tables import tasks_of_tables, tuned_sizes
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Environment, Route
@@ -55,6 +57,8 @@ class ModelRequest:
         Symbolic axis -> sizes that the artifact gets code of its own for, each combination of several axes' sizes.
     profile
         Symbolic axis -> the sizes that it takes in calls.
+    lengths
+        The sizes of real calls, counted; `profile` is then of them.
     """
 
     source: str | Path
@@ -65,6 +69,7 @@ class ModelRequest:
     routes: frozenset[Route] = DEFAULT_ROUTES
     buckets: Mapping[str, Sequence[int]] = field(default_factory=dict)
     profile: Mapping[str, AxisProfile] = field(default_factory=dict)
+    lengths: Sequence[SizePoint] = ()
 
 
 @dataclass(frozen=True)
@@ -119,8 +124,12 @@ def prepare_model(request: ModelRequest) -> PreparedModel:
     buckets = tuple(_prepare_bucket(request, model, bucket, target) for bucket in wanted)
     modules = [lowered, *(bucket.lowered for bucket in buckets)]
     with stage("tasks"):
-        tasks = tuple(extract_tasks(modules))
-        untunable = tuple(list_untunable(modules))
+        tabled = tasks_of_tables(lowered, tuned_sizes(model, request.profile, request.lengths), target)
+        tasks = (*extract_tasks(modules), *tabled)
+        tuned = {of.function for task in tabled for of in task.tables}
+        untunable = tuple(
+            one for one in list_untunable(modules) if one.name not in tuned or one.model != lowered.graph.name
+        )
     logger.info(
         "%s: %d ONNX nodes, %d kernels, %d tuning tasks, %d kernels that cannot be tuned",
         model.name,

@@ -19,6 +19,8 @@ OWN_OUTPUTS_ATTR = "relaxtune.own_outputs"
 KERNEL_ATTR = "relaxtune.tirx_kernel"
 #: The function launches one of so many kernels (`schedules.templates.launch_table`).
 KERNELS_ATTR = "relaxtune.kernels"
+#: The function is one of symbolic sizes at one set of them. No trace is searched for it: a table's kernels take others.
+AT_SIZES_ATTR = "relaxtune.at_sizes"
 #: Names of the C sources of `schedules/libraries` that a module with the function must be linked with.
 SOURCES_ATTR = "relaxtune.library_sources"
 #: On the root block of a schedule: its copies to shared memory are asynchronous where its loops ask for it.

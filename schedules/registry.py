@@ -40,7 +40,8 @@ _KERNELS: Mapping[str, Template] = {
         Elementwise(),
     )
 }
-_TABLES: Sequence[Template] = (AttentionTable(), Ranges(_KERNELS))
+RANGES = Ranges(_KERNELS)
+_TABLES: Sequence[Template] = (AttentionTable(), RANGES)
 TEMPLATES: Mapping[str, Template] = {**_KERNELS, **{table.name: table for table in _TABLES}}
 
 LIBRARIES: Mapping[str, Template] = {library.name: library for library in (CublasLt(), CudnnAttention())}

@@ -18,6 +18,7 @@ from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, TAKEN, CandidateLookup, Told, left_out
 from relaxtune.pipeline.choose.model_records import ModelDecision
 from relaxtune.pipeline.choose.replay import as_scheduled, replay_record
+from relaxtune.pipeline.choose.tables import choose_table
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.module import LoweredModule
@@ -74,7 +75,13 @@ def select_kernels(
     for function in lowered.kernels:
         task = by_function.get(function)
         if task is None:
-            choice = _untuned(function, as_workload(lowered.mod[function])["main"], target, routes)
+            func = as_workload(lowered.mod[function])["main"]
+            own = (lowered.graph.name, function)
+            sizes = [(of.rows, one) for one in tasks for of in one.tables if (of.model, of.function) == own]
+            table = None
+            if lookup is not None and Route.TEMPLATE in routes:
+                table = choose_table(function, func, sizes, lookup, target)
+            choice = table or _untuned(function, func, target, routes)
         elif lookup is None:
             choice = _unmeasured(function, task, target, routes, why)
         else:

@@ -89,6 +89,9 @@ class ModelOptions:
         "Least, typical and largest size of a symbolic axis: memory is planned for the largest, more is refused.",
         metavar="AXIS=MIN:TYPICAL:MAX,...",
     )
+    lengths: Path | None = option(
+        None, "Instead of --profile: sizes of real calls, lines of 'sequence,count' (docs/shapes.md).", metavar="FILE"
+    )
     seed: SeedOption = 0
     disable_pass: list[str] | None = option(None, "Switch a pass off by name (repeatable).", metavar="NAME")
     dump_ir: Path | None = option(None, "Write the IR after each phase into DIR.", metavar="DIR")
@@ -108,11 +111,17 @@ class ModelOptions:
         Raises
         ------
         UsageError
-            A shape, a bucket, a profile or a route cannot be read.
+            A shape, a bucket, a profile or a route cannot be read, or the profile is given twice.
+        ModelShapeError
+            The file of lengths cannot be read.
         """
+        from relaxtune.models.size_histogram import profile_of, read_histogram
         from relaxtune.pipeline.passes.module import LoweringOptions
         from relaxtune.pipeline.prepare import ModelRequest
 
+        if self.lengths is not None and self.profile:
+            raise UsageError("--lengths gives the profile too; leave --profile out, or --lengths")
+        lengths = read_histogram(self.lengths) if self.lengths is not None else ()
         return ModelRequest(
             source=self.model,
             shapes=parse_shapes(self.shape),
@@ -127,7 +136,8 @@ class ModelOptions:
             seed=self.seed,
             routes=parse_routes(self.routes),
             buckets=parse_buckets(self.bucket),
-            profile=parse_profile_options(self.profile),
+            profile=profile_of(lengths) if lengths else parse_profile_options(self.profile),
+            lengths=lengths,
         )
 
 

@@ -37,7 +37,7 @@ def extract_tasks(modules: Sequence[LoweredModule]) -> list[TuningTask]:
     found: dict[str, TuningTask] = {}
     taken: set[str] = set()
     for lowered in modules:
-        for name, func, calls in _called_kernels(lowered):
+        for name, func, calls in called_kernels(lowered):
             if untunable_reason(func) is not None:
                 continue
             mod = as_workload(func)
@@ -58,7 +58,7 @@ def list_untunable(modules: Sequence[LoweredModule]) -> list[UntunableKernel]:
     return [
         UntunableKernel(lowered.graph.name, name, len(calls), reason)
         for lowered in modules
-        for name, func, calls in _called_kernels(lowered)
+        for name, func, calls in called_kernels(lowered)
         if (reason := untunable_reason(func)) is not None
     ]
 
@@ -130,7 +130,8 @@ def make_task(
     )
 
 
-def _called_kernels(lowered: LoweredModule) -> Iterator[tuple[str, tirx.PrimFunc, tuple[KernelCall, ...]]]:
+def called_kernels(lowered: LoweredModule) -> Iterator[tuple[str, tirx.PrimFunc, tuple[KernelCall, ...]]]:
+    """Yield the kernels of a module that are called: name, function, calls."""
     functions = {var.name_hint: func for var, func in lowered.mod.functions.items()}
     for name, calls in lowered.kernels.items():
         if calls:

@@ -12,6 +12,15 @@ import tvm
 
 
 @dataclass(frozen=True)
+class SizeOfTable:
+    """A function of a model with a symbolic number of rows, and one number of them."""
+
+    model: str
+    function: str
+    rows: int
+
+
+@dataclass(frozen=True)
 class TuningTask:
     """One kernel to make.
 
@@ -38,6 +47,8 @@ class TuningTask:
         model name -> names of the PrimFuncs in that model's module which are this task.
     index_ranges
         Parameter position -> exclusive upper bound of the integers it may hold (for index arguments).
+    tables
+        The functions of symbolic sizes that this is one size of: its kernel may be in their tables.
     """
 
     name: str
@@ -51,6 +62,7 @@ class TuningTask:
     onnx_nodes: tuple[str, ...]
     functions: Mapping[str, tuple[str, ...]]
     index_ranges: Mapping[int, int]
+    tables: tuple[SizeOfTable, ...] = ()
 
     @cached_property
     def pickled_mod(self) -> builtins.bytes:
@@ -64,4 +76,5 @@ class TuningTask:
             weight=self.weight + other.weight,
             functions={**self.functions, **other.functions},
             onnx_nodes=tuple(dict.fromkeys(self.onnx_nodes + other.onnx_nodes)),
+            tables=tuple(dict.fromkeys(self.tables + other.tables)),
         )

@@ -11,6 +11,7 @@ from tvm.tirx import IndexMap, PrimFunc
 from relaxtune.schedules.errors import Refusal, TargetError
 from relaxtune.schedules.fallback import schedule_by_rules
 from relaxtune.schedules.functions.attention import spec_of
+from relaxtune.schedules.marks import AT_SIZES_ATTR
 from relaxtune.schedules.search.context import QuietTuneContext
 from relaxtune.schedules.search.cuda_rules import cuda_rules
 from relaxtune.schedules.search.llvm_rules import llvm_rules
@@ -84,6 +85,8 @@ def find_refusal(func: PrimFunc) -> Refusal | None:
     rows TVM 0.27's rules fail ("Index 6 out of bounds 6"); of matmuls with partial sums, the search found no schedule
     that keeps to the limits.
     """
+    if func.attrs and AT_SIZES_ATTR in func.attrs:
+        return Refusal("its kernel is to take other sizes too: a template makes it")
     if spec_of(func) is not None:
         return Refusal("attention is left to its template: hardly a schedule of its two matmuls keeps to all limits")
     matmul = recognise_matmul(func)

@@ -123,6 +123,40 @@ class Ranges:
         last = [n for n in range(len(bounds)) if n < own or n + 1 == len(bounds) or chosen[n] != chosen[n + 1]]
         return [RangesParameters(tuple(SizeRange(bounds[n], chosen[n].to_json()) for n in last))]
 
+    def measured(
+        self, func: tirx.PrimFunc, target: ResolvedTarget, winners: Mapping[int, str]
+    ) -> RangesParameters | Refusal:
+        """Return the table with the decisions that were the fastest at some numbers of rows, or why there is none.
+
+        Between two numbers with one winner, that is the decision. Between others, where the winner changes, and beyond
+        them, decisions are those of the table of predictions.
+        """
+        offered = self.candidates(func, target)
+        if isinstance(offered, Refusal):
+            return offered
+        predicted = offered[0].ranges
+        points = sorted(winners)
+        found: list[SizeRange] = []
+        for most in sorted({*points, *DEFAULT_RANGES}):
+            at = next((one for one in points if most <= one), None)
+            before = max((one for one in points if one < most), default=None)
+            if at is not None and (most == at or (before is not None and winners[before] == winners[at])):
+                decision = winners[at]
+            else:
+                decision = next((one.decision for one in predicted if most <= one.most), predicted[-1].decision)
+            found.append(SizeRange(most, decision))
+        last = [n for n in range(len(found)) if n + 1 == len(found) or found[n].decision != found[n + 1].decision]
+        return RangesParameters(tuple(found[n] for n in last))
+
+    def refusal(self, func: tirx.PrimFunc, target: ResolvedTarget, decision: str, rows: int) -> Refusal | None:
+        """Return why a decision that was measured at so many rows cannot be in a function's table."""
+        try:
+            maker, own = self._parsed(decision)
+        except TemplateError as error:
+            return Refusal(str(error))
+        made = maker.apply(func, target, own, rows)
+        return made if isinstance(made, Refusal) else None
+
     def apply(
         self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int | None = None
     ) -> tirx.PrimFunc | Refusal:

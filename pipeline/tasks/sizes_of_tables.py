@@ -1,0 +1,89 @@
+"""Tuning tasks for kernels of symbolic sizes: each such kernel at a few sizes, a task like any static kernel.
+
+A kernel with a symbolic number of rows is a table: ranges of rows, each with a decision of a template. What wins at a
+size is put into the table there (`pipeline.choose.tables`). Records have the signature of a static kernel of that size,
+so a static artifact's records count for tables, and near sizes start from each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from relaxtune.models import OnnxModel
+from relaxtune.models.axis_profile import AxisProfile, sizes_within
+from relaxtune.models.size_histogram import SizePoint, few_points
+from relaxtune.pipeline.passes.module import LoweredModule
+from relaxtune.pipeline.tasks.extract import as_workload, called_kernels, make_task, untunable_reason
+from relaxtune.pipeline.tasks.task import SizeOfTable, TuningTask
+from relaxtune.schedules.marks import AT_SIZES_ATTR
+from relaxtune.schedules.registry import list_candidates
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.ranges import RangesParameters, symbolic_rows
+from relaxtune.schedules.tir.at_sizes import at_sizes, size_at
+
+# Points of a histogram, and what their weights add up to.
+_POINTS_MAX = 8
+_SHARES = 20
+
+
+@dataclass(frozen=True)
+class TunedSizes:
+    """The size of every axis at one point that kernels are tuned at, its weight among the points, and its name."""
+
+    sizes: Mapping[str, int]
+    weight: int
+    name: str
+
+
+def tuned_sizes(
+    model: OnnxModel, profile: Mapping[str, AxisProfile], lengths: Sequence[SizePoint]
+) -> tuple[TunedSizes, ...]:
+    """Return the points that kernels of symbolic sizes are tuned at.
+
+    From counted calls, eight that stand for all, by their share. From a profile alone, the typical sizes with weight 2,
+    the least and the largest of all axes with weight 1.
+    """
+    maxima = {axis: one.most for axis, one in profile.items()}
+    points: list[SizePoint] = []
+    if lengths:
+        total = sum(point.count for point in lengths)
+        points = [
+            SizePoint(point.sizes, max(1, round(_SHARES * point.count / total)))
+            for point in few_points(lengths, _POINTS_MAX)
+        ]
+    elif profile:
+        for size, weight in (("least", 1), ("typical", 2), ("most", 1)):
+            sizes = tuple((axis, max(1, getattr(one, size))) for axis, one in profile.items())
+            points.append(SizePoint(sizes, weight))
+    merged = {point.sizes: sum(one.count for one in points if one.sizes == point.sizes) for point in points}
+    return tuple(
+        TunedSizes(sizes_within(model, maxima, dict(sizes)), count, str(SizePoint(sizes, count)))
+        for sizes, count in merged.items()
+    )
+
+
+def tasks_of_tables(
+    lowered: LoweredModule, points: Sequence[TunedSizes], target: ResolvedTarget
+) -> tuple[TuningTask, ...]:
+    """Return the tasks of a module's kernels with a symbolic number of rows, at each point; equal ones are merged."""
+    found: dict[str, TuningTask] = {}
+    for name, func, calls in called_kernels(lowered):
+        count = symbolic_rows(func) if untunable_reason(func) is not None else None
+        if count is None or not any(isinstance(one, RangesParameters) for one in list_candidates(func, target)[0]):
+            continue
+        for point in points:
+            static = at_sizes(func, point.sizes)
+            if static is None or untunable_reason(static) is not None:
+                continue
+            mod = as_workload(static.with_attr(AT_SIZES_ATTR, True))
+            task = make_task(
+                f"{name}[{point.name}]", mod, model=lowered.graph.name, function=name,
+                calls=[call.onnx_nodes for call in calls] * point.weight,
+            )  # fmt: skip
+            task = replace(
+                task, functions={}, tables=(SizeOfTable(lowered.graph.name, name, size_at(count, point.sizes)),)
+            )
+            known = found.get(task.workload_hash)
+            found[task.workload_hash] = task if known is None else known.joined(task)
+    return tuple(found.values())

@@ -1,0 +1,105 @@
+"""Tables of kernels of symbolic sizes from records: each size is a task, and the winners make the table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from relaxtune.models.axis_profile import AxisProfile
+from relaxtune.models.size_histogram import SizePoint, profile_of
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
+from relaxtune.pipeline.codegen.kernel_hash import made_hash
+from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
+from relaxtune.pipeline.tuned_model import choose_kernels
+from relaxtune.pipeline.tuning.plan.recorder import describe_workload
+from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
+from relaxtune.schedules.search.space import list_designs
+from relaxtune.schedules.templates.ranges import RangesParameters
+from relaxtune.tuning_db.records import Route
+from relaxtune.tuning_db.store import SqlDatabase
+from tests.pipeline.choose.test_template_route import template_record
+
+PROFILE = {"tokens": AxisProfile(16, 128, 4096)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    weight = np.random.default_rng(0).standard_normal((768, 768)).astype("float16")
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["h"], name="layer"), helper.make_node("Relu", ["h"], ["y"])],
+        "tokens",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT16, ["tokens", 768])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT16, ["tokens", 768])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    path = tmp_path_factory.mktemp("model") / "tokens.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prepared(model: Path) -> PreparedModel:
+    found = prepare_model(ModelRequest(model, target="cuda:sm_90a", profile=PROFILE))
+    return replace(found, environment=replace(detect_environment(found.target), device_name="some GPU"))
+
+
+def database_of(prepared: PreparedModel, path: Path, winners: dict[int, str]) -> SqlDatabase:
+    """Return a database in which some decision is the fastest at some sizes, and what is proposed first is slower."""
+    database = SqlDatabase.open(path)
+    for task in prepared.tasks:
+        database.record_workload(describe_workload(task))
+        first = template_candidates(task, prepared.target)[0].decision
+        decision = winners[task.tables[0].rows]
+        records = [(decision, 1.0), *([(first, 9.0)] if first != decision else [])]
+        for one, latency_us in records:
+            record = template_record(task, one, prepared.target)
+            database.record_measurement(replace(record, latencies_us=(latency_us,)))
+    return database
+
+
+def others(prepared: PreparedModel) -> dict[int, str]:
+    """Return a decision for each size, none of which is proposed first anywhere."""
+    few, many = ((task.tables[0].rows, template_candidates(task, prepared.target)) for task in prepared.tasks[:2])
+    return {few[0]: few[1][1].decision, many[0]: many[1][3].decision, 4096: many[1][3].decision}
+
+
+def test_each_size_of_a_profile_is_a_task_that_no_trace_is_searched_for(prepared: PreparedModel) -> None:
+    assert [(task.tables[0].rows, task.weight) for task in prepared.tasks] == [(16, 1), (128, 2), (4096, 1)]
+    assert prepared.untunable == ()
+    assert list_designs(prepared.tasks[0].mod, prepared.target.target) == []
+
+
+def test_counted_lengths_give_the_weights(model: Path) -> None:
+    lengths = [SizePoint((("tokens", 16),), 90), SizePoint((("tokens", 128),), 10)]
+    request = ModelRequest(model, target="cuda:sm_90a", profile=profile_of(lengths), lengths=lengths)
+    assert [(task.tables[0].rows, task.weight) for task in prepare_model(request).tasks] == [(16, 18), (128, 2)]
+
+
+def test_table_is_of_the_winners_and_cut_where_they_change(prepared: PreparedModel, tmp_path: Path) -> None:
+    winners = others(prepared)
+    (choice,) = choose_kernels(prepared, database_of(prepared, tmp_path / "tuning.db", winners))
+    assert choice.route is Route.TEMPLATE
+    assert "rows 16 (record 1), 128 (record 3), 4096 (record 5)" in choice.note
+    ranges = RangesParameters.from_json(choice.decision or "").ranges
+    at = {rows: next(one for one in ranges if rows <= one.most) for rows in (1, 16, 17, 128, 129, 4096)}
+    assert {rows: one.decision for rows, one in at.items() if rows in winners} == winners
+    # One decision wins at 128 and at 4096, and so between them; of 17 rows nothing is known.
+    assert at[129] == at[4096]
+    assert at[17].decision not in winners.values()
+
+
+def test_records_alone_give_the_same_kernels_again(model: Path, prepared: PreparedModel, tmp_path: Path) -> None:
+    database = database_of(prepared, tmp_path / "tuning.db", others(prepared))
+    again = replace(prepare_model(prepared.request), environment=prepared.environment)
+    hashes = [kernels(prepared, choose_kernels(prepared, database)), kernels(again, choose_kernels(again, database))]
+    assert hashes[0] == hashes[1] != kernels(prepared, choose_kernels(prepared, None))
+
+
+def kernels(prepared: PreparedModel, choices: tuple[KernelChoice, ...]) -> list[str]:
+    return [made_hash(one.scheduled, prepared.target.target) for one in choices if one.scheduled is not None]
