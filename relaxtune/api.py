@@ -114,7 +114,7 @@ class ModelOptions(TypedDict, total=False):
     buckets
         Symbolic axis -> sizes that get code of their own.
     profile
-        Symbolic axis -> its least, typical and largest size.
+        Symbolic axis -> its least, typical and largest size, which kernels are tuned at.
     precision, group_size
         `fp32`, `tf32`, `fp16`, `bf16`, `w8a16`, `w4a16` or `int8`; weights that share a scale. Default: the graph's.
     disabled_passes, dump_ir, embed_weights
