@@ -19,12 +19,7 @@ from relaxtune.pipeline.tuning.measure.evaluate import Evaluator, Finished, Job
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan.baseline import (
-    device_reference,
-    make_fallback,
-    reference_on_device,
-    take_reference,
-)
+from relaxtune.pipeline.tuning.plan.beginnings import FIRST_INFORMED, Beginnings
 from relaxtune.pipeline.tuning.plan.end_of_task import SETTLED
 from relaxtune.pipeline.tuning.plan.feed import Arrival, TaskFeed
 from relaxtune.pipeline.tuning.plan.finals import hold_finals
@@ -38,7 +33,6 @@ from relaxtune.pipeline.tuning.plan.state import (
     median_latency_us,
 )
 from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
-from relaxtune.pipeline.tuning.plan.task_start import host_target
 from relaxtune.pipeline.tuning.progress import ProgressEvent, ProgressListener, estimate_left
 from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES
 from relaxtune.schedules.search.space import find_refusal
@@ -47,10 +41,6 @@ from relaxtune.tuning_db.records import Route
 
 logger = logging.getLogger(__name__)
 
-# The first proposals of every task's templates are measured before anything else: compilation takes them. One is enough
-# where a near shape was tuned; none is needed where something is known of the task itself.
-_FIRST_PROPOSALS = 2
-_FIRST_INFORMED = 1
 # Rounds in which a task proposed nothing new, before it counts as exhausted.
 _EMPTY_ROUNDS_MAX = 2
 _ROUND_MIN = 4
@@ -121,86 +111,18 @@ class Rounds:
         self._workers = workers
         self._spent = spent
         self._searches = searches
-        self._references_due = 0
+        self._beginnings = Beginnings(
+            evaluator, recorder, target, on_device=options.device_references, propose=self._template_round
+        )
         self._lost = 0
-        # By the id of a task: how many of its references are being built. Then those that are built.
-        self._references: dict[int, int] = {}
-        self._built: dict[tuple[int, bool], Finished] = {}
-        self._later: list[TaskState] = []
         # By the id of a task: its valid candidates when its final was held.
         self._finals: dict[int, int] = {}
         self._began = time.monotonic()
         self._flushed = 0.0
 
     def begin(self, states: Sequence[TaskState]) -> None:
-        """Hand in the references of tasks; what else is measured of a task follows its reference.
-
-        Where building disturbs no measurement, what the templates of all tasks propose first comes before any
-        fallback, which may be slow. Else candidates wait for the fallback.
-        """
-        states = [state for state in states if state.skipped is None and state.ended is None]
-        self._references_due += len(states)
-        tagged = [(state.start.reference, Tag(state, Route.FALLBACK, "", reference=True)) for state in states]
-        self._references |= {id(state): 1 for state in states}
-        self._evaluator.submit_builds(tagged, host_target(self._target))
-        if not self._options.device_references or self._evaluator.exclusive:
-            return
-        for state in states:
-            mod = device_reference(state, self._target)
-            if mod is not None:
-                self._references[id(state)] += 1
-                tag = Tag(state, Route.FALLBACK, "", reference=True, on_device=True)
-                self._evaluator.submit_builds([(mod, tag)], self._target.target)
-
-    def _take_reference(self, tag: Tag, finished: Finished) -> None:
-        """Let a task begin when all its references are there: with what its templates propose, or with its fallback."""
-        if finished.outcome.status is Unmeasured.STOPPED:
-            return
-        state = tag.state
-        self._built[id(state), tag.on_device] = finished
-        self._references[id(state)] -= 1
-        if self._references[id(state)]:
-            return
-        finished = self._built.pop((id(state), False))
-        device = self._built.pop((id(state), True), None)
-        on_device = None if device is None else device.artifact
-        if device is not None and device.artifact is None:
-            logger.warning("task %s has no reference on the device: %s", state.task.name, device.outcome.error)
-        take_reference(state, finished.artifact, finished.outcome, on_device)
-        if finished.artifact is None and on_device is None:
-            failed = reference_on_device(state, self._evaluator, self._target)
-            if failed is not None:
-                decision, outcome = failed
-                self._recorder.add(state.task, Route.FALLBACK, decision, outcome)
-                state.take(Route.FALLBACK, outcome)
-        self._references_due -= 1
-        if self._evaluator.exclusive:
-            state.ready = not self._measure_fallback(state)
-            return
-        state.ready = True
-        self._prepare_reference(state)
-        if state.skipped is None and state.templates is not None and not state.templates.done and not state.known:
-            self._later.append(state)
-            self._template_round(state, _FIRST_INFORMED if state.templates.informed else _FIRST_PROPOSALS)
-        else:
-            self._measure_fallback(state)
-        if self._references_due == 0:
-            later, self._later = self._later, []
-            for one in later:
-                self._measure_fallback(one)
-
-    def _prepare_reference(self, state: TaskState) -> None:
-        """Have the reference computed while the first candidates are built."""
-        if state.spec is not None and state.spec.reference is not None:
-            self._evaluator.backend.prepare_reference(state.spec)
-
-    def _measure_fallback(self, state: TaskState) -> bool:
-        """Hand in a task's fallback, unless it has none or it was measured before; return whether it was."""
-        fallback = make_fallback(state)
-        state.begins = None
-        if fallback is not None:
-            self._evaluator.submit([(fallback.job, Tag(state, Route.FALLBACK, fallback.decision))])
-        return fallback is not None
+        """Hand in the references of tasks; what else is measured of a task follows its reference."""
+        self._beginnings.begin(states)
 
     def run(self) -> None:
         """Search, hand in and take back until the trials or the time are used up, or nothing promises anything."""
@@ -272,7 +194,7 @@ class Rounds:
     def _has_room(self) -> bool:
         if self._evaluator.exclusive:
             return self._evaluator.pending == 0 and self._searches.running == 0
-        if self._references_due and self._evaluator.pending > self._references_due:
+        if 0 < self._beginnings.due < self._evaluator.pending:
             # First proposals of tasks whose reference is still being built come before another task's second.
             return False
         return self._evaluator.builder.waiting < self._workers and self._searches.running < self._searches.threads
@@ -300,7 +222,7 @@ class Rounds:
         else:
             begins = bool(state.near.traces) and not state.near_begun
             state.near_begun = True
-            self._searches.submit(state, min(size, _FIRST_INFORMED) if begins else size)
+            self._searches.submit(state, min(size, FIRST_INFORMED) if begins else size)
 
     def _template_round(self, state: TaskState, wanted: int) -> None:
         remaining = self._remaining()
@@ -374,7 +296,7 @@ class Rounds:
         state, outcome = tag.state, finished.outcome
         self._queue.touch(state)
         if tag.reference:
-            self._take_reference(tag, finished)
+            self._beginnings.take(tag, finished)
             return
         if tag.route is not Route.FALLBACK:
             state.in_flight -= 1
