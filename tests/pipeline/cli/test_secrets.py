@@ -1,4 +1,8 @@
-"""A planted password is looked for in all that commands write: stdout, stderr, files and rows of the database."""
+"""Planted secrets are looked for in all that commands write: stdout, stderr, files and rows of the database.
+
+They are everywhere a user can give one: in a URL (as userinfo, as an option, of a dialect that is unknown, of a server
+that is not there), in a plan, in the environment, in a file that signs, and in one that should.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,24 @@ import numpy as np
 import onnx
 import psycopg
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from onnx import TensorProto, helper, numpy_helper
 
 from relaxtune.pipeline.cli.app import main
 from tests.tuning_db.postgres_server import running_server
 
-SECRETS = ("pl4nted-one", "pl4nted-two")
+SECRETS = ("pl4nted-one", "pl4nted-two", "pl4nted-three", "pl4nted-four")
+PLAN = """
+database = "{url}"
+out = "{out}"
+samples = 1
+[budget]
+candidates = 2
+[[cells]]
+models = ["m.onnx"]
+targets = ["llvm"]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -29,40 +45,66 @@ def save_matmul(path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 
 
-def run(*arguments: object) -> None:
+def run(*arguments: object, code: int = 0) -> None:
     with pytest.raises(SystemExit) as ended:
         main([str(argument) for argument in arguments])
-    assert ended.value.code == 0, arguments
+    assert int(ended.value.code or 0) == code, arguments
 
 
-def test_no_output_holds_a_password_of_a_database(server, tmp_path, capfd):
-    save_matmul(tmp_path / "m.onnx")
+def test_no_output_holds_a_secret(server, tmp_path, capfd, monkeypatch):
+    given, out = tmp_path / "given", tmp_path / "out"
+    given.mkdir()
+    out.mkdir()
+    model, key, no_key, plan = (given / name for name in ("m.onnx", "key.pem", "no-key.pem", "plan.toml"))
+    save_matmul(model)
+    made = Ed25519PrivateKey.generate()
+    key.write_bytes(made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    no_key.write_text(f"-----BEGIN PRIVATE KEY-----\n{SECRETS[3]}\n-----END PRIVATE KEY-----\n")
+    monkeypatch.setenv("PGPASSWORD", SECRETS[2])
     # The server of the tests asks for no password, so any is right.
     url = server.replace("postgres@", f"postgres:{SECRETS[0]}@") + f"&password={SECRETS[1]}"
-    run("tune", tmp_path / "m.onnx", "--target", "llvm", "--db", url, "--trials", 2, "--no-bench", "--verbose",
-        "--out", tmp_path / "a")  # fmt: skip
-    run("validate", tmp_path / "a", "--db", url)
-    run("report", tmp_path / "a", "--db", url, "--out", tmp_path / "report.html")
+    run("tune", model, "--target", "llvm", "--db", url, "--trials", 2, "--no-bench", "--verbose", "--sign", key,
+        "--out", out / "a")  # fmt: skip
+    run("validate", out / "a", "--db", url)
+    run("bench", out / "a", "--runs", 1, "--db", url)
+    run("report", out / "a", "--db", url, "--out", out / "report.html")
     for form in ("table", "json"):
-        for words in (["init"], ["info"], ["upgrade"], ["query"], ["jobs"], ["failures"]):
+        for words in (["init"], ["info"], ["upgrade"], ["query"], ["jobs"], ["failures"], ["artifacts"], ["top"],
+                      ["workloads"], ["batches"], ["coverage", "m"]):  # fmt: skip
             run("db", *words, "--db", url, "--format", form)
-        run("db", "merge", url, "--db", tmp_path / "own.db", "--format", form)
-    run("db", "merge", tmp_path / "own.db", "--db", url)
-    run("db", "export", tmp_path / "x.archive", "--db", url)
-    run("db", "init", "--db", tmp_path / "none.db")
-    run("compile", tmp_path / "m.onnx", "--target", "llvm", "--db", tmp_path / "none.db", "--shared-db", url,
-        "--verbose", "--out", tmp_path / "b")  # fmt: skip
+        run("db", "merge", url, "--db", out / "own.db", "--format", form)
+        run("db", "explain", model, "--target", "llvm", "--db", url, "--format", form)
+    run("db", "merge", out / "own.db", "--db", url)
+    run("db", "export", out / "x.archive", "--db", url)
+    run("db", "init", "--db", out / "none.db")
+    run("compile", model, "--target", "llvm", "--db", out / "none.db", "--shared-db", url, "--verbose",
+        "--out", out / "b")  # fmt: skip
+    monkeypatch.chdir(out)
+    plan.write_text(PLAN.format(url=url, out=out / "cells"))
+    for words in (["plan"], ["run"], ["status"], ["resume"]):
+        run("batch", *words, plan, "--format", "json")
+    run("batch", "report", plan, "--out", out / "batch.html")
+    for wrong in (
+        f"mysql://me:{SECRETS[0]}@host/x?password={SECRETS[1]}",
+        f"postgresql://me:{SECRETS[0]}@127.0.0.1:1/x",
+    ):
+        run("--debug", "db", "info", "--db", wrong, code=1)
+        run("db", "merge", wrong, "--db", out / "own.db", code=1)
+        run("db", "upgrade", "--db", wrong, code=1)
+        plan.write_text(PLAN.format(url=wrong, out=out / "cells"))
+        run("batch", "run", plan, code=1)
+    run("--debug", "compile", model, "--target", "llvm", "--sign", no_key, "--out", out / "c", code=2)
     captured = capfd.readouterr()
     with psycopg.connect(server) as connection:
         tables = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
         rows = [connection.execute(f'SELECT * FROM "{table}"').fetchall() for (table,) in tables]
-    written = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert "postgresql" in written[str(tmp_path / "b" / "manifest.json")].decode()
+    written = {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert "postgresql" in written[str(out / "b" / "manifest.json")].decode()
     everything = {"stdout": captured.out.encode(), "stderr": captured.err.encode(), "rows": repr(rows).encode()}
     found = [
         (where, secret)
         for where, content in (everything | written).items()
-        for secret in SECRETS
-        if secret.encode() in content
+        for secret in [*map(str.encode, SECRETS), *key.read_bytes().splitlines()[1:-1], made.private_bytes_raw()]
+        if secret in content
     ]
     assert found == []
