@@ -1,4 +1,4 @@
-"""`relaxtune db export | import | merge | prune | delete`: databases between people."""
+"""`relaxtune db export | bundle | import | merge | prune | delete`: databases between people."""
 
 from __future__ import annotations
 
@@ -52,6 +52,23 @@ def export_database(
 
             entries = export_archive(database, out, selected)
             table.emit_counts(f"wrote {out}", {"entries": entries, "bytes": out.stat().st_size})
+
+
+@app.command()
+@takes_groups(without=("limit",))
+def bundle(
+    artifacts: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Artifacts.")],
+    table: TableOptions,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The new SQLite file.")],
+) -> None:
+    """Write the few records that artifacts are made of as one small database, for other machines with the same device.
+
+    `compile --db FILE` makes the same kernels there.
+    """
+    from relaxtune.pipeline.registry.bundle import write_bundle
+
+    made = write_bundle(artifacts, table.db, out)
+    table.emit_counts(f"wrote {out}", {"artifacts": made.artifacts, "records": made.records, "bytes": made.bytes})
 
 
 @app.command(name="import")

@@ -13,7 +13,9 @@ from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.errors import ArtifactError, UsageError
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.registry.bundle import write_bundle
 from relaxtune.pipeline.registry.rebuild import rebuild_artifact
+from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.store import SqlDatabase
 from tests.pipeline.artifact.test_compile import keep, matmul, parallel_trace, record_of
 
@@ -75,6 +77,34 @@ def test_what_changed_is_named(place, tmp_path, capsys) -> None:
     assert '"same": false' in written.out
     assert f"the artifact is another: {first.function}: kernel hash v2:other -> {first.kernel_hash}" in written.err
     assert "Versions that differ: tvm 0.1 ->" in written.err
+
+
+def test_a_bundle_has_the_records_of_the_artifacts_and_makes_the_same_kernels(place, tmp_path, capsys) -> None:
+    artifact, database = place
+    bundle = tmp_path / "bundle.db"
+    with SqlDatabase.open(database) as opened:
+        (needed,) = opened.list_records()
+        job = opened.start_job(model="m", model_sha256="0" * 64, target=needed.target)
+        opened.record_measurement(replace(needed, decision="[[], []]", latencies_us=(9.0,), job_id=job.id))
+    with pytest.raises(SystemExit) as ended:
+        main(["db", "bundle", str(artifact), "--db", str(database), "--out", str(bundle), "--format", "json"])
+    assert not ended.value.code
+    assert '"records": 1' in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle.db"]
+    with SqlDatabase.open(bundle, mode=Mode.READ_ONLY) as opened:
+        assert [record.decision for record in opened.list_records()] == [needed.decision]
+    compile_model(ModelRequest("bert-tiny", SHAPES, "llvm"), tmp_path / "there", database=bundle, samples=0)
+    hashes = [[one.kernel_hash for one in load_manifest(place).kernels] for place in (artifact, tmp_path / "there")]
+    assert hashes[0] == hashes[1]
+    with pytest.raises(UsageError, match=r"bundle.db exists; expected a new file"):
+        write_bundle([artifact], database, bundle)
+    with SqlDatabase.open(tmp_path / "other.db"):
+        pass
+    with pytest.raises(
+        ArtifactError, match=r"other.db has other records than the manifests name for 1 kernels: .*record 1"
+    ):
+        write_bundle([artifact], tmp_path / "other.db", tmp_path / "none.db")
+    assert not (tmp_path / "none.db").exists()
 
 
 def test_another_model_is_refused(place, tmp_path) -> None:

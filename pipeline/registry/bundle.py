@@ -1,0 +1,99 @@
+"""The few records that a set of artifacts is made of, as one small database to ship to machines of the same kind.
+
+`compile` with it makes the same kernels there, and `artifact rebuild` needs nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from relaxtune.pipeline.artifact.directory import load_manifest
+from relaxtune.pipeline.artifact.entries import KernelEntry
+from relaxtune.pipeline.errors import ArtifactError, UsageError
+from relaxtune.tuning_db.errors import NotFoundError
+from relaxtune.tuning_db.records import Mode, TuningRecord
+from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.urls import DatabasePlace
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What went into a bundle: artifacts, and the records and bytes that came of them."""
+
+    path: Path
+    artifacts: int
+    records: int
+    bytes: int
+
+
+def write_bundle(artifacts: Sequence[Path], database: DatabasePlace, out: Path) -> Bundle:
+    """Write the records behind the kernels of artifacts as a SQLite database, whole or not at all.
+
+    Parameters
+    ----------
+    artifacts : sequence of Path
+        Their directories; kernels without a record need none.
+    database : str, Path or DatabaseUrl
+        Where the records are, under the numbers that the manifests name.
+    out : Path
+        A file that is not there yet.
+
+    Raises
+    ------
+    ArtifactError
+        One of them is no artifact, or a record is not the one that its manifest names; the kernels are named.
+    UsageError
+        The file is there.
+    TuningDatabaseError
+        A database cannot be read or written.
+    """
+    if out.exists():
+        raise UsageError(f"{out} exists; expected a new file, so that nothing else is in the bundle")
+    entries = {(place, entry.function): entry for place in artifacts for entry in _kernels(place)}
+    with SqlDatabase.open(database, mode=Mode.READ_ONLY, create=False) as opened:
+        records: dict[int, TuningRecord] = {}
+        missing = []
+        for (place, function), entry in entries.items():
+            record = _find(opened, entry)
+            if record is None:
+                missing.append(f"{function} of {place} (record {entry.record_id})")
+            elif record.id is not None:
+                records[record.id] = record
+        if missing:
+            raise ArtifactError(
+                f"{opened.url} has other records than the manifests name for {len(missing)} kernels: "
+                f"{', '.join(missing[:10])}; name the database that the artifacts were made from"
+            )
+        keys = {(record.workload_hash, record.environment.tvm_version) for record in records.values()}
+        workloads = [opened.get_workload(*key) for key in sorted(keys)]
+    staged = out.with_name(f".{out.name}.staged")
+    staged.unlink(missing_ok=True)
+    try:
+        with SqlDatabase.open(staged) as bundle:
+            # The job that measured them stays where it is.
+            bundle.record_all(workloads=workloads, records=[replace(one, job_id=None) for one in records.values()])
+        staged.replace(out)
+    finally:
+        for left in out.parent.glob(f"{staged.name}*"):
+            left.unlink()
+    return Bundle(out, len(artifacts), len(records), out.stat().st_size)
+
+
+def _kernels(directory: Path) -> list[KernelEntry]:
+    manifest = load_manifest(directory)
+    buckets = () if manifest.buckets is None else manifest.buckets.entries
+    every = [*manifest.kernels, *(entry for bucket in buckets for entry in bucket.kernels)]
+    return [entry for entry in every if entry.record_id is not None]
+
+
+def _find(database: SqlDatabase, entry: KernelEntry) -> TuningRecord | None:
+    """Return the record that a manifest names, if it is that one."""
+    try:
+        record = database.get_record(entry.record_id or 0)
+    except NotFoundError:
+        return None
+    same = hashlib.sha256(record.decision.encode()).hexdigest() == entry.decision_sha256
+    return record if same and record.route.value == entry.route else None
