@@ -138,8 +138,10 @@ def prepare_model(request: ModelRequest) -> PreparedModel:
         len(tasks),
         len(untunable),
     )
+    if untunable:
+        logger.info("kernels that cannot be tuned: %s", ", ".join(kernel.name for kernel in untunable))
     for kernel in untunable:
-        logger.info("kernel %s of %s keeps its default schedule: %s", kernel.name, kernel.model, kernel.reason)
+        logger.debug("kernel %s of %s cannot be tuned: %s", kernel.name, kernel.model, kernel.reason)
     return PreparedModel(request, model, target, detect_environment(target), lowered, tasks, untunable, buckets)
 
 

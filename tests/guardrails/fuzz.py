@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import platform
 import sys
@@ -41,8 +40,6 @@ def main() -> None:
     parser.add_argument("--precision", help="None for the graph's own")
     parser.add_argument("--out", type=Path, help="where to write the summary as JSON")
     args = parser.parse_args()
-    # Kernels with symbolic shapes are not tuned, and each would say so.
-    logging.disable(logging.WARNING)
     chosen = [fuzzed for fuzzed in ARTIFACTS if fuzzed.model in args.models]
     summary = []
     with tempfile.TemporaryDirectory(prefix="relaxtune-fuzz-") as folder:
