@@ -55,6 +55,18 @@ def test_light_headers_give_the_machine_code_of_the_real_ones(code: str, monkeyp
     assert set(light) == {"kernel"}
 
 
+def test_kernels_optimised_side_by_side_have_the_same_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = KERNEL.partition(" {")[0] + ";"
+    code = header("fp16") + declared + KERNEL + KERNEL.replace(" kernel(", " other(").replace("threadIdx.x + 1", "0")
+    assert len(cuda_compile._KERNEL.findall(code)) == 2
+    found = []
+    for cores in (1, 4):
+        monkeypatch.setattr(cuda_compile.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        found.append(machine_code(compile_with_nvrtc(code, "sm_90a", include())))
+    assert found[0] == found[1]
+    assert set(found[0]) == {"kernel", "other"}
+
+
 @pytest.mark.parametrize(
     "tags", [("bf16", "fp16"), ("fp8", "fp16", "bf16"), ("math_constants", "warp_shuffle"), ("int8",)]
 )
