@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
 from onnx import inliner, numpy_helper
 
@@ -29,6 +31,9 @@ _MOVES: dict[str, frozenset[int]] = {
 _SAME_AXES = frozenset({"Identity", "Cast", "DequantizeLinear"})
 # Fused embedding operators: which input is the table of which index input.
 _EMBED_TABLES = {0: 2, 1: 4}
+_INTEGERS = frozenset({onnx.TensorProto.INT32, onnx.TensorProto.INT64})
+# Longer than any vocabulary.
+_COUNT_MAX = 2**21
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class GraphUses:
     def __init__(self, model: onnx.ModelProto) -> None:
         self._dims = {t.name: tuple(t.dims) for t in model.graph.initializer}
         self._small = {t.name: t for t in model.graph.initializer if _is_small(t)}
+        self._counts = {t.name: t.dims for t in model.graph.initializer if _counts_up(t)}
         if model.functions:
             model = inliner.inline_local_functions(without_weights(model))
         graph = model.graph
@@ -63,6 +69,8 @@ class GraphUses:
                 self._dims[node.output[0]] = tuple(tensor.dims)
                 if _is_small(tensor):
                     self._small[node.output[0]] = tensor
+                if _counts_up(tensor):
+                    self._counts[node.output[0]] = tensor.dims
 
     def index_range(self, name: str) -> IndexRange | None:
         """Return the narrowest range of an index input over every table it reaches, or None when it reaches none."""
@@ -121,6 +129,9 @@ class GraphUses:
             return self._axis_size(node.input[_EMBED_TABLES[index]], 0)
         if node.op_type == "OneHot" and index == 0:
             return self._constant(node.input[1])
+        # One-hot by comparison with 0, 1, 2, ..., as jax writes it.
+        if node.op_type == "Equal" and (dims := self._counts.get(node.input[1 - index])):
+            return math.prod(dims)
         return None
 
     def _axis_size(self, table: str, axis: int) -> int | None:
@@ -144,6 +155,16 @@ class GraphUses:
             return None
         value = float(numpy_helper.to_array(tensor).reshape(-1)[0])
         return int(value) if value.is_integer() else None
+
+
+def _counts_up(tensor: onnx.TensorProto) -> bool:
+    """Return whether a constant of integers is 0, 1, 2, ... along one axis, and more than a mask's 0 and 1."""
+    if tensor.data_type not in _INTEGERS or tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return False
+    size = math.prod(tensor.dims)
+    if not 2 < size <= _COUNT_MAX or max(tensor.dims) != size:
+        return False
+    return bool((numpy_helper.to_array(tensor).reshape(-1) == np.arange(size)).all())
 
 
 def _is_small(tensor: onnx.TensorProto) -> bool:

@@ -45,6 +45,7 @@ def node(op_type: str, inputs: str, output: str = "y", **attributes: object) -> 
     return helper.make_node(op_type, inputs.split(), [output], name=f"n_{output}", **attributes)
 
 
+PLACES = np.arange(9).reshape(1, 1, 9)
 TABLE = np.zeros((50, 4), np.float32)
 
 
@@ -57,6 +58,12 @@ TABLE = np.zeros((50, 4), np.float32)
         ([node("GatherElements", "table ids")], {"table": TABLE}, 50),
         ([node("GatherND", "table ids")], {"table": TABLE}, 50),
         ([node("OneHot", "ids depth values")], {"depth": np.array(9), "values": np.zeros(2, np.float32)}, 9),
+        # One-hot by comparison, as jax2tf writes it: magika's 257 bytes were drawn from 0 and 1.
+        (
+            [node("Unsqueeze", "ids last", "u"), node("Equal", "u places")],
+            {"last": np.array([-1]), "places": PLACES},
+            9,
+        ),
         # The narrowest of two tables counts.
         ([node("Gather", "table ids", "a"), node("Gather", "small ids")], {"table": TABLE, "small": TABLE[:7]}, 7),
         # As exporters write it: cast and reshaped before, the weight dequantised or cast.
