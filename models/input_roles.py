@@ -51,7 +51,7 @@ class GraphUses:
     def __init__(self, model: onnx.ModelProto) -> None:
         self._dims = {t.name: tuple(t.dims) for t in model.graph.initializer}
         self._small = {t.name: t for t in model.graph.initializer if _is_small(t)}
-        self._counts = {t.name: t.dims for t in model.graph.initializer if _counts_up(t)}
+        self._counts: dict[str, int] = {t.name: max(t.dims) for t in model.graph.initializer if _counts_up(t)}
         if model.functions:
             model = inliner.inline_local_functions(without_weights(model))
         graph = model.graph
@@ -70,7 +70,7 @@ class GraphUses:
                 if _is_small(tensor):
                     self._small[node.output[0]] = tensor
                 if _counts_up(tensor):
-                    self._counts[node.output[0]] = tensor.dims
+                    self._counts[node.output[0]] = max(tensor.dims)
 
     def index_range(self, name: str) -> IndexRange | None:
         """Return the narrowest range of an index input over every table it reaches, or None when it reaches none."""
@@ -130,9 +130,7 @@ class GraphUses:
         if node.op_type == "OneHot" and index == 0:
             return self._constant(node.input[1])
         # One-hot by comparison with 0, 1, 2, ..., as jax writes it.
-        if node.op_type == "Equal" and (dims := self._counts.get(node.input[1 - index])):
-            return math.prod(dims)
-        return None
+        return self._counts.get(node.input[1 - index]) if node.op_type == "Equal" else None
 
     def _axis_size(self, table: str, axis: int) -> int | None:
         dims = self._dims.get(table)

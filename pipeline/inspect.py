@@ -13,6 +13,7 @@ from onnx import helper
 from relaxtune.models import OnnxModel, TensorSpec, load_model
 from relaxtune.models.inputs import InputKind, describe_inputs
 from relaxtune.models.spec import element_type_name, is_numeric, numpy_dtype, tensor_bytes
+from relaxtune.pipeline.artifact.compile import check_plan
 from relaxtune.pipeline.importer.unsupported import ImportSurvey, UnsupportedNode, find_unsupported
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 
@@ -120,8 +121,8 @@ def inspect_model(request: ModelRequest) -> Inspection:
     Raises
     ------
     ModelError, ScheduleError, PipelineError
-        The file, the target or the lowering cannot be had; see `pipeline.errors`. A node that cannot be imported is
-        no error here but part of the answer.
+        The file, the target or the lowering cannot be had, or memory cannot be planned; see `pipeline.errors`. A node
+        that cannot be imported is no error here but part of the answer. Only the code of kernels is not tried.
     """
     model = load_model(request.source, shapes=request.shapes or None, seed=request.seed, any_operator=True)
     survey = find_unsupported(model)
@@ -137,7 +138,12 @@ def inspect_model(request: ModelRequest) -> Inspection:
         cache=measure_cache(model),
         survey=survey,
     )
-    return facts if survey.unsupported else _with_tasks(facts, prepare_model(request))
+    if survey.unsupported:
+        return facts
+    prepared = prepare_model(request)
+    for lowered in (prepared.lowered, *(bucket.lowered for bucket in prepared.buckets)):
+        check_plan(lowered, prepared.target)
+    return _with_tasks(facts, prepared)
 
 
 def count_parameters(weights: Sequence[onnx.TensorProto]) -> tuple[ParameterCount, ...]:

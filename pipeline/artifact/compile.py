@@ -120,7 +120,7 @@ def compile_module(
         on_gpu = lowered.kernels if target.kind == "cuda" else ()
         launches = {name: count_launches(mod[name]) for name in on_gpu}
     with _timed(seconds, "plan_memory"), _pass_context(graph), target.target:
-        mod, planned = _plan_memory(mod, target, graph)
+        mod, planned = _plan_memory(mod, target, graph, lowered.graph.name)
     with _timed(seconds, "codegen"), device_toolchain(target.target), _pass_context(graph), target.target:
         executable = _generate(mod, target, lowered.graph.name)
     return CompiledModule(
@@ -161,7 +161,22 @@ def apply_choices(mod: tvm.ir.IRModule, choices: Sequence[KernelChoice]) -> tvm.
     return result
 
 
-def _plan_memory(mod: tvm.ir.IRModule, target: ResolvedTarget, graph: bool) -> tuple[tvm.ir.IRModule, int | None]:
+def check_plan(lowered: LoweredModule, target: ResolvedTarget) -> None:
+    """Check that the memory and the sizes of a module can be planned, without code for its kernels.
+
+    Raises
+    ------
+    LoweringError
+        They cannot: compiling the module would end with this error.
+    """
+    target = portable_host(target)
+    with _pass_context(False), target.target:
+        _plan_memory(with_maxima(lowered.mod, lowered.options.maxima), target, False, lowered.graph.name)
+
+
+def _plan_memory(
+    mod: tvm.ir.IRModule, target: ResolvedTarget, graph: bool, name: str
+) -> tuple[tvm.ir.IRModule, int | None]:
     """Return the module with explicit memory, and the bytes that it takes, where they are known."""
     passes = plan_memory_passes(target.target, graph)
     if graph:
@@ -171,8 +186,11 @@ def _plan_memory(mod: tvm.ir.IRModule, target: ResolvedTarget, graph: bool) -> t
         )
         passes.insert(position, fix)
     shapes = [str(one.info.name) for one in passes].index("VMShapeLower")
-    mod = tvm.transform.Sequential(passes[:shapes])(mod)
-    return tvm.transform.Sequential(passes[shapes:])(mod), planned_bytes(mod)
+    try:
+        mod = tvm.transform.Sequential(passes[:shapes])(mod)
+        return tvm.transform.Sequential(passes[shapes:])(mod), planned_bytes(mod)
+    except TVM_ERRORS as e:
+        raise LoweringError(f"memory of {name} for {target.kind} {target.arch} cannot be planned: {e}") from e
 
 
 def _generate(mod: tvm.ir.IRModule, target: ResolvedTarget, name: str) -> relax.VMExecutable:

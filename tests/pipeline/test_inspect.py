@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from tvm import relax
 
 from relaxtune.models import load_model
+from relaxtune.pipeline.artifact.compile import check_plan, compile_module
 from relaxtune.pipeline.cli.app import main
+from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.importer.nearest import nearest_supported
 from relaxtune.pipeline.importer.unsupported import find_unsupported
 from relaxtune.pipeline.inspect import inspect_model, measure_cache
-from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of, with_main
+from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 
 
 def write_model(folder: Path, nodes: list[onnx.NodeProto], domains: tuple[str, ...] = ()) -> Path:
@@ -90,6 +95,39 @@ def test_the_command_shows_them_and_exits_1(blocked: Path, capsys: pytest.Captur
 def test_nothing_stops_a_model_that_imports() -> None:
     survey = find_unsupported(load_model("bert-tiny", shapes={"input_ids": [1, 16]}))
     assert (survey.unsupported, survey.not_looked_at) == ((), 0)
+
+
+def test_model_whose_memory_cannot_be_planned_is_refused_as_compile_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inspect accepted gpt-oss, which compile then refused: kernels read a size before its definition."""
+    nodes = [
+        helper.make_node("ReduceSum", ["counts"], ["count"], keepdims=0),
+        helper.make_node("Range", ["zero", "count", "one"], ["places"]),
+        helper.make_node("Neg", ["places"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "case",
+        [helper.make_tensor_value_info("counts", TensorProto.INT64, [3])],
+        [helper.make_tensor_value_info("y", TensorProto.INT64, ["n"])],
+        [numpy_helper.from_array(np.array(value), name) for name, value in (("zero", 0), ("one", 1))],
+    )
+    opsets = [helper.make_opsetid("", 18)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), tmp_path / "case.onnx")
+    prepared = prepare_model(ModelRequest(tmp_path / "case.onnx", target="llvm"))
+    check_plan(prepared.lowered, prepared.target)
+    main = main_of(prepared.lowered.mod)
+    sizes = [binding for binding in bindings_of(main) if isinstance(binding, relax.MatchCast)]
+    rest = [binding for binding in bindings_of(main) if not isinstance(binding, relax.MatchCast)]
+    body = relax.SeqExpr([relax.DataflowBlock([*rest, *sizes])], main.body.body)
+    late = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
+    lowered = replace(prepared.lowered, mod=with_main(prepared.lowered.mod, late))
+    monkeypatch.setattr("relaxtune.pipeline.inspect.prepare_model", lambda _: replace(prepared, lowered=lowered))
+    with pytest.raises(LoweringError, match=r"memory of case for llvm .* cannot be planned"):
+        inspect_model(prepared.request)
+    with pytest.raises(LoweringError, match=r"memory of case for llvm .* cannot be planned"):
+        compile_module(lowered, (), prepared.target)
 
 
 def test_inspection_sums_tasks_parameters_and_the_cache() -> None:

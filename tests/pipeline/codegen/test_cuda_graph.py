@@ -25,7 +25,7 @@ def lowered_cuda(bert_tiny: OnnxModel, target: ResolvedTarget) -> LoweredModule:
 
 def planned(mod: tvm.ir.IRModule, target: ResolvedTarget) -> tvm.ir.IRModule:
     with _pass_context(True), target.target:
-        return _plan_memory(mod, target, True)[0]
+        return _plan_memory(mod, target, True, "case")[0]
 
 
 def kernels_of(mod: tvm.ir.IRModule, function: str) -> list[str]:
