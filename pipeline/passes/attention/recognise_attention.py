@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def recognise_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
-    """Return `mod` with each attention as one PrimFunc, where a template makes it: of halves, on GPUs with wgmma.
+    """Return `mod` with each attention as one PrimFunc, where a template makes it: of halves, on GPUs from Ampere on.
 
     ::
 
@@ -47,7 +47,7 @@ def recognise_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IR
 
 def has_template(target: tvm.target.Target) -> bool:
     """Return whether there is a template of attention for a target."""
-    return target_features(target) >= {Feature.WGMMA, Feature.TMA}
+    return target_features(target) >= {Feature.MMA, Feature.CP_ASYNC, Feature.LDMATRIX}
 
 
 def attention_as_kernels(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:

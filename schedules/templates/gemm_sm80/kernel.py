@@ -75,16 +75,16 @@ class _Kernel:
         return builder.get()
 
     def _fill(self) -> None:
-        """Emit the loads of all stages but the last; what no kernel writes is read before the wait for the last one."""
+        """Emit the loads of all stages; tiles of B that no kernel writes are read before the wait for the last one."""
         p, plan, early = self._p, self._plan, self._p.dependent and self._matmul.b in self._constants
-        stages = [stage for stage in range(p.stages - 1) if stage < plan.k_tiles]
+        stages = range(min(p.stages, plan.k_tiles))
         if early:
             for stage in stages:
                 self._copies.load_b(stage, stage)
         if p.dependent:
             T.evaluate(T.ptx.griddepcontrol.launch_dependents())
             T.evaluate(T.ptx.griddepcontrol.wait())
-        for stage in range(p.stages - 1):
+        for stage in range(p.stages):
             if stage in stages:
                 self._copies.load_a(stage, stage)
                 if not early:
@@ -92,31 +92,29 @@ class _Kernel:
             end_copies()
 
     def _sum(self) -> None:
-        """Emit the loop over K: each step's fragments are loaded while the step before is multiplied."""
+        """Emit the loop over K: each step's fragments are loaded while the step before is multiplied.
+
+        The next stage is waited for one step before its first fragments are loaded. All warps have this stage's
+        fragments then, and its memory is loaded again.
+        """
         p, plan = self._p, self._plan
         steps = p.block_k // DEPTH
-        read, written = T.alloc_local([1], "int32"), T.alloc_local([1], "int32")
-        T.buffer_store(read, 0, [0])
-        T.buffer_store(written, p.stages - 1, [0])
+        stage = T.alloc_local([1], "int32")
+        T.buffer_store(stage, 0, [0])
         self._multiply.begin()
-        wait_for_copies_of_block(p.stages - 2)
+        wait_for_copies_of_block(p.stages - 1)
         self._multiply.load(0, tirx.IntImm("int32", 0), 0)
         with T.serial(plan.k_tiles, unroll=False) as turn:
             for step in range(steps):
-                if step == steps - 1:
+                self._multiply.load((step + 1) % 2, stage[0], (step + 1) % steps)
+                if step == steps - 2:
                     wait_for_copies_of_block(p.stages - 2)
-                    self._advance(read)
-                self._multiply.load((step + 1) % 2, read[0], (step + 1) % steps)
-                if step == 0:
-                    # All warps have read the stage of the turn before.
-                    ahead = turn + (p.stages - 1)
+                    ahead = turn + p.stages
                     with T.If(ahead < plan.k_tiles), T.Then():
-                        self._copies.load_a(written[0], ahead)
-                        self._copies.load_b(written[0], ahead)
+                        self._copies.load_a(stage[0], ahead)
+                        self._copies.load_b(stage[0], ahead)
                     end_copies()
-                    self._advance(written)
+                    following = stage[0] + 1
+                    wrapped = tirx.Select(following == p.stages, tirx.IntImm("int32", 0), following)
+                    T.buffer_store(stage, wrapped, [0])
                 self._multiply.multiply(step % 2)
-
-    def _advance(self, stage: tirx.Var) -> None:
-        following = stage[0] + 1
-        T.buffer_store(stage, tirx.Select(following == self._p.stages, tirx.IntImm("int32", 0), following), [0])

@@ -23,9 +23,9 @@ see `schedules.templates.emit.tensor_cores`):
              [stages, block_n, block_k]     B as [N, K]
     patches and copies of `schedules.templates.output.output_tile`
 
-All threads copy (cp.async), `stages - 1` tiles ahead. Along K, a step is one instruction deep: while a warp
-multiplies a step's fragments, it loads those of the next one (ldmatrix), across the border of two stages too. So there
-is one barrier for each stage, before the last step of the stage before.
+All threads copy (cp.async), up to `stages` tiles ahead. Along K, a step is one instruction deep: while a warp
+multiplies a step's fragments, it loads those of the next one (ldmatrix), across the border of two stages too. There is
+one barrier for each stage: then the next one has arrived, and all warps have loaded the last fragments of this one.
 
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch, from
 sm_90 on): it waits for it before it reads or writes global memory, but for the first tiles of a constant B.
