@@ -19,16 +19,16 @@ from relaxtune.schedules.tir.epilogue import MatmulFunction
 _NORM = 4
 # Cycles a microsecond; multiply-adds and bytes of shared memory of a multiprocessor in a cycle.
 _CLOCK = 1700.0
-_MULTIPLY_ADDS = 1200.0
+_MULTIPLY_ADDS = 890.0
 _SHARED_BYTES = 128.0
 # A multiprocessor has as many schedulers, each with tensor cores of its own.
 _SCHEDULERS = 4
 # Cycles of an instruction of a warp beside those of its arithmetic, for each step along K.
 _STEP_CYCLES = 40.0
 # From memory, in a microsecond.
-_MEMORY_BYTES = 4.1e6
-_LATENCY_US = 0.9
-_START_US, _BLOCK_US = 2.0, 0.6
+_MEMORY_BYTES = 3.7e6
+_LATENCY_US = 1.2
+_START_US, _BLOCK_US = 1.9, 0.6
 _THREADS, _RESERVED_BYTES, _REGISTER_UNIT = 2048, 1024, 8
 
 

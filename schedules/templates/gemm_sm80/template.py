@@ -59,7 +59,7 @@ _INDEX_MAX = 2**31 - 1
 _CANDIDATES_MAX = 24
 # Rows of tiles in a group: what they read stays in L2.
 _ROWS = 8
-# Tile and warps: block_m, block_n, block_k, warps_m, warps_n.
+# Tile and warps: block_m, block_n, block_k, warps_m, warps_n. Of equals, the first is proposed first.
 TILES = (
     (256, 128, 32, 4, 2),
     (256, 128, 64, 4, 2),
@@ -69,10 +69,10 @@ TILES = (
     (128, 128, 64, 2, 2),
     (128, 128, 32, 2, 4),
     (64, 256, 32, 1, 4),
-    (128, 64, 32, 2, 2),
-    (128, 64, 64, 2, 2),
     (64, 128, 32, 2, 2),
     (64, 128, 64, 2, 2),
+    (128, 64, 32, 2, 2),
+    (128, 64, 64, 2, 2),
     (64, 64, 64, 2, 2),
     (64, 32, 64, 2, 2),
     (32, 128, 64, 1, 4),
