@@ -103,6 +103,14 @@ def test_every_test_is_in_one_run_of_its_file() -> None:
 
 def test_there_are_gpu_tests_of_every_template() -> None:
     names = {Path(test.partition("::")[0]).stem for test in gpu_tests("")}
-    kernels = {"gemm_sm90_gpu", "gemm_sm90_norm", "attention_sm90_gpu", "memory_bound_gpu", "gemv_gpu"}
+    kernels = {
+        "gemm_sm90_gpu",
+        "gemm_sm90_norm",
+        "attention_sm90_gpu",
+        "gemm_sm80_gpu",
+        "attention_sm80_gpu",
+        "memory_bound_gpu",
+        "gemv_gpu",
+    }
     assert names >= {f"test_{kernel}" for kernel in kernels}
     assert "test_libraries_gpu" not in names

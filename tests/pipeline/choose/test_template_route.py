@@ -138,6 +138,18 @@ def test_kernels_without_a_record_are_defaults_of_templates(lowered, tasks, targ
     assert manifest.launches >= sum(entry.calls for entry in manifest.kernels)
 
 
+@pytest.mark.parametrize(("model", "text"), [("bert-tiny", "cuda:sm_80"), ("llama-tiny-decode", "cuda:sm_120")])
+def test_untuned_half_precision_is_made_by_templates_from_ampere_on(model: str, text: str) -> None:
+    target = resolve_target(text)
+    lowered = lower(import_model(load_model(model)), target.target, LoweringOptions(precision="fp16"))
+    environment = detect_environment(target)
+    choices = select_kernels(lowered, extract_tasks([lowered]), database=None, target=target, environment=environment)
+    assert {choice.route for choice in choices} == {Route.TEMPLATE}
+    made = {json.loads(choice.decision or "{}")["template"] for choice in choices}
+    assert made >= {"attention_sm80", "rows"}
+    assert "gemm_sm80" in made or model != "bert-tiny"
+
+
 def test_default_stands_in_when_the_only_record_cannot_be_replayed(lowered, tasks, target, tmp_path) -> None:
     task = next(task for task in tasks if task.family == "matmul" and template_candidates(task, target))
     with SqlDatabase.open(tmp_path / "tuning.db") as opened:

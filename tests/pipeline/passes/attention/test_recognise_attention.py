@@ -123,7 +123,7 @@ def test_recognise_attention_gives_five_kernels_a_layer_when_target_is_hopper() 
     ("target", "options"),
     [
         ("llvm", FP16),
-        ("cuda:sm_80", FP16),
+        ("cuda:sm_75", FP16),
         ("cuda:sm_90a", LoweringOptions(precision="fp16", disabled_passes=frozenset({"recognise_attention"}))),
     ],
 )
