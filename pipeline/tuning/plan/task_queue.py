@@ -66,6 +66,8 @@ class TaskQueue:
         self._changes: list[int] = []
         self._bounds: dict[int, float | None] = {}
         self._touched: set[int] = set()
+        # Those whose share of the sums is not up to date; fewer, since sums are asked for more often than ranks.
+        self._uncounted: set[int] = set()
         self._new: dict[bool, list[_Entry]] = {True: [], False: []}
         self._begun: dict[bool, list[_Entry]] = {True: [], False: []}
         self._weakest: list[tuple[float, int, int]] = []
@@ -79,11 +81,11 @@ class TaskQueue:
             self._states.append(state)
             self._shares.append(_Share())
             self._changes.append(0)
-            self._touched.add(number)
+            self._touch(number)
 
     def touch(self, state: TaskState) -> None:
         """Note that something about a task has changed."""
-        self._touched.add(self._numbers[id(state)])
+        self._touch(self._numbers[id(state)])
 
     @property
     def model_us(self) -> float:
@@ -128,7 +130,8 @@ class TaskQueue:
 
     def tally(self) -> None:
         """Bring the sums up to date with the tasks that were touched."""
-        for number in self._touched:
+        uncounted, self._uncounted = self._uncounted, set()
+        for number in uncounted:
             self._count(number, self._states[number])
 
     def take_settled(self) -> list[TaskState]:
@@ -155,14 +158,18 @@ class TaskQueue:
         number = self._numbers[id(state)]
         state.ended = None
         self._over.discard(number)
-        self._touched.add(number)
+        self._touch(number)
 
     def tell_again(self, state: TaskState) -> None:
         """Let `take_settled` return a task again, if it is over."""
         number = self._numbers[id(state)]
         if number in self._over:
             self._over.discard(number)
-            self._touched.add(number)
+            self._touch(number)
+
+    def _touch(self, number: int) -> None:
+        self._touched.add(number)
+        self._uncounted.add(number)
 
     def _push(self, number: int, state: TaskState) -> None:
         change, gain_us = self._changes[number], state.expected_gain_us()

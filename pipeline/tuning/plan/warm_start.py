@@ -63,6 +63,8 @@ class WarmStart:
         self._families: set[str] = set()
         self._shapes = KnownShapes()
         self._taught: set[str] = set()
+        # The tasks of the run itself: the database is not asked about those that nothing was measured of yet.
+        self._own: dict[str, TaskState] = {}
 
     def begin(self, states: Sequence[TaskState]) -> None:
         """Give tasks what was best for near shapes and let the cost model learn from earlier records.
@@ -72,14 +74,16 @@ class WarmStart:
         own = {state.task.workload_hash: describe_workload(state.task, with_ir=False) for state in states}
         others = {one.workload_hash: one for one in self._read({state.task.family for state in states})}
         self._shapes.add([*own.values(), *others.values()])
+        self._own |= {state.task.workload_hash: state for state in states}
         telling: dict[str, Workload] = {}
         for state in states:
             near = self._shapes.near(state.task)
-            state.near = near_records(near, self._database, target_key(self._target), self._environment)
+            told = [one for one in near if one.workload_hash not in self._own or self._own[one.workload_hash].best_us]
+            state.near = near_records(told, self._database, target_key(self._target), self._environment)
             if state.templates is not None:
                 state.templates.prefer(state.near.parameters)
-            told = [own[state.task.workload_hash], *near]
-            telling |= {one.workload_hash: others.get(one.workload_hash, one) for one in told}
+            teaching = [own[state.task.workload_hash], *near]
+            telling |= {one.workload_hash: others.get(one.workload_hash, one) for one in teaching}
         workloads = [one for one in (telling | others).values() if one.workload_hash not in self._taught]
         self._taught |= {one.workload_hash for one in workloads}
         if self._teaches and self._left_s > 0:

@@ -89,3 +89,23 @@ def test_a_task_with_candidates_on_their_way_is_not_settled() -> None:
     queue.refresh()
     assert queue.take_settled() == [state]
     assert queue.take_rest() == []
+
+
+def test_sums_are_brought_up_to_date_by_what_changed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = make_states(50)
+    queue = TaskQueue()
+    queue.add(states)
+    counted: list[int] = []
+    count = TaskQueue._count
+    monkeypatch.setattr(TaskQueue, "_count", lambda self, *rest: (counted.append(rest[0]), count(self, *rest)))
+    queue.tally()
+    queue.tally()
+    assert len(counted) == 50
+    states[7].valid = 3
+    queue.touch(states[7])
+    queue.tally()
+    assert counted[50:] == [7]
+    assert queue.valid == 3
+    # Ranks are brought up to date with all of them still.
+    assert queue.choose() is not None
+    assert len(counted) == 51
