@@ -49,7 +49,7 @@ class ActorMeasurer:
     stop : StopSignal
         What is in flight is given up when the user stops the run; a deadline lets it finish.
     away_s : float
-        Seconds that the actor may be away.
+        Seconds that the actor may be away. It is waited for again as long as one of its `peers` is there.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class ActorMeasurer:
         self._lock = threading.Lock()
         self._there = False
         self._left = threading.Event()
+        self.peers: Sequence[ActorMeasurer] = ()
 
     def ready(self) -> bool:
         """Wait until the actor lives on a device; False once it was left.
@@ -68,7 +69,7 @@ class ActorMeasurer:
         Raises
         ------
         MeasuringBrokenError
-            It is away for too long, or its device is not the run's.
+            It is away for too long and so are all others, or its device is not the run's.
         """
         with self._lock:
             began = time.monotonic()
@@ -80,10 +81,14 @@ class ActorMeasurer:
                         if self._left.is_set() or self._stop.due:
                             return not self._left.is_set()
                         if time.monotonic() - began > self._away_s:
-                            raise MeasuringBrokenError(
+                            told = (
                                 f"no device for {self.name} in {self._away_s:g} s: its node is lost, or others use it "
                                 "(`ray status` shows what is asked for and what is there)"
                             )
+                            if not any(one._there for one in self.peers):
+                                raise MeasuringBrokenError(told)
+                            logger.warning("%s; the other devices go on, and it joins them when it is back", told)
+                            began = time.monotonic()
                     self.host = self._ray.get(asked)
                     self._there = True
                 except self._ray.exceptions.ActorUnavailableError:
@@ -216,6 +221,8 @@ class RayBackend(SideBySide):
             ActorMeasurer(ray, made.options(**one).remote(settings), f"{environment.device_name} {number}", store, stop)
             for number, one in enumerate(asked)
         ]
+        for one in measurers:
+            one.peers = measurers
         capabilities = Capabilities(environment.device_kind, environment.device_name, undisturbed=place.undisturbed)
         super().__init__(measurers, capabilities, depth=_DEPTH)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 from collections.abc import Iterator
@@ -14,14 +15,18 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from relaxtune.pipeline.environment import detect_environment
-from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.errors import MeasuringBrokenError, UsageError
 from relaxtune.pipeline.tuning.local.machine import Machine
 from relaxtune.pipeline.tuning.measure.backend import Built, Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.evaluate import Evaluator, Job
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.ray.backend import ActorMeasurer, new_run
 from relaxtune.pipeline.tuning.ray.check import report_on
 from relaxtune.pipeline.tuning.ray.machine import RayCluster, require_server
+from relaxtune.pipeline.tuning.ray.measuring_actor import ActorSettings, MeasuringActor
+from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.contract import TuningDatabase
@@ -126,6 +131,43 @@ def test_what_a_killed_worker_built_is_built_again(
     os.close(heard)
     kill_workers(started, "build")
     assert [done.get(timeout=60).status for _ in range(4)] == [Status.OK] * 4
+
+
+def test_a_device_that_is_away_is_waited_for_while_another_one_measures(
+    cluster: RayCluster, machine: Machine, target: ResolvedTarget
+) -> None:
+    measured = measure(machine.backend, candidate(machine, target, add_one_mod()))
+    assert [one.status for one in measured] == [Status.OK]
+    # The only device is the other's, so that this actor has none.
+    actor = cluster.ray.remote(**cluster.get_place(target).actor)(MeasuringActor)
+    environment = cluster.find_environment(target)
+    assert environment is not None
+    settings = ActorSettings(new_run(), target, environment, MeasureOptions(), 2.0, 0)
+    away = ActorMeasurer(cluster.ray, actor.remote(settings), "the second", ArtifactStore(), StopSignal(), away_s=0.3)
+    told = LeavesAt(away, "it joins them when it is back")
+    try:
+        with pytest.raises(MeasuringBrokenError, match=r"no device for the second in 0\.3 s"):
+            away.ready()
+        away.peers = machine.backend._measurers  # type: ignore[attr-defined]
+        logging.getLogger(ActorMeasurer.__module__).addHandler(told)
+        assert not away.ready()
+        assert told.count == 2
+    finally:
+        logging.getLogger(ActorMeasurer.__module__).removeHandler(told)
+        away.close()
+
+
+class LeavesAt(logging.Handler):
+    """Gives a device up when a log line came twice."""
+
+    def __init__(self, measurer: ActorMeasurer, words: str) -> None:
+        super().__init__()
+        self.measurer, self.words, self.count = measurer, words, 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += self.words in record.getMessage()
+        if self.count == 2:
+            self.measurer.leave()
 
 
 def test_a_stopped_run_answers_everything_at_once(
