@@ -1,6 +1,7 @@
 """Kernels of the GEMM template beside cuBLASLt on a Hopper GPU, each checked before it is timed.
 
     python -m benchmarks.bench_gemm_sm90 build DIR [--candidates 4]     anywhere with a CUDA compiler; needs no GPU
+        [--template gemm_sm80 --target cuda:sm_90]                      kernels of mma.sync that an H200 runs
     python -m benchmarks.bench_gemm_sm90 run DIR [--rounds 100] [--cases REGEX] [--rest S] [--out FILE.json]
                                                                         on the GPU; needs no TVM
 
