@@ -177,6 +177,8 @@ class KernelEntry:
     kernel_hash
         The scheduled kernel's own hash (`pipeline.codegen.kernel_hash`): equal in two artifacts, they hold the same
         kernel.
+    table
+        The decision of a kernel of symbolic sizes that was made of several records; None for any other.
     """
 
     function: str
@@ -192,6 +194,7 @@ class KernelEntry:
     measured: MeasuredEntry | None = None
     launches: int | None = None
     kernel_hash: str | None = None
+    table: str | None = None
 
 
 @dataclass(frozen=True)

@@ -233,6 +233,7 @@ def _kernel_entry(compiled: CompiledModule, choice: KernelChoice) -> KernelEntry
         route=choice.route.value,
         record_id=choice.record_id,
         latency_us=choice.latency_us,
+        table=decision if choice.of_sizes else None,
         decision_sha256=hashlib.sha256(decision.encode()).hexdigest() if decision is not None else None,
         note=choice.note,
         database=choice.database,

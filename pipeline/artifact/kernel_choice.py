@@ -35,6 +35,8 @@ class KernelChoice:
         The record's device and what the kernel takes there; None without a record.
     within_model
         Whether it is taken since the whole model is faster with it, though another kernel is faster alone.
+    of_sizes
+        Whether it is a table of kernels that were measured at some sizes, each by a record of its own.
     scheduled
         The scheduled PrimFunc, None when the fallback is to make it.
     """
@@ -50,6 +52,7 @@ class KernelChoice:
     database: str | None = None
     measured: MeasuredEntry | None = None
     within_model: bool = False
+    of_sizes: bool = False
     scheduled: tirx.PrimFunc | None = field(default=None, repr=False, compare=False)
 
     @property

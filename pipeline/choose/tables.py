@@ -64,6 +64,7 @@ def choose_table(
         route=Route.TEMPLATE,
         decision=table.to_json(),
         note=f"table of kernels measured at rows {measured}",
+        of_sizes=True,
         scheduled=as_scheduled(scheduled),
     )
 

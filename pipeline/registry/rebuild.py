@@ -30,12 +30,13 @@ from relaxtune.pipeline.errors import ArtifactError, LoweringError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import LoweredModule
-from relaxtune.pipeline.tasks.extract import extract_tasks
+from relaxtune.pipeline.tasks.extract import as_workload, extract_tasks
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.validate.comparison import Difference, OutputDrift, compare_manifests, compare_outputs
 from relaxtune.pipeline.validate.validation import sample_inputs
 from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.schedules.templates.base import TemplateError
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, TuningRecord, signature_key
@@ -217,6 +218,13 @@ def _choice(
     if entry.decision_sha256 is None or choice.route is Route.FALLBACK:
         # The default schedules are code alone; the hash of the kernel tells whether they are the same.
         return choice
+    if entry.table is not None:
+        func = as_workload(lowered.mod[entry.function])["main"]
+        try:
+            scheduled = as_scheduled(apply_decision(func, target, entry.table))
+        except TemplateError as e:
+            raise LoweringError(f"its table of kernels cannot be made any more: {e}") from e
+        return replace(choice, decision=entry.table, of_sizes=True, scheduled=scheduled)
     if entry.record_id is None or task is None:
         func = lowered.mod[entry.function] if task is None else task.mod["main"]
         offered = (one.to_json() for one in list_candidates(func, target)[0])

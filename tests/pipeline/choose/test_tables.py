@@ -12,10 +12,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 from relaxtune.models.axis_profile import AxisProfile
 from relaxtune.models.size_histogram import SizePoint, profile_of
+from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.codegen.kernel_hash import made_hash
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
+from relaxtune.pipeline.registry.rebuild import rebuild_artifact
 from relaxtune.pipeline.tuned_model import choose_kernels
 from relaxtune.pipeline.tuning.plan.recorder import describe_workload
 from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
@@ -99,6 +102,13 @@ def test_records_alone_give_the_same_kernels_again(model: Path, prepared: Prepar
     again = replace(prepare_model(prepared.request), environment=prepared.environment)
     hashes = [kernels(prepared, choose_kernels(prepared, database)), kernels(again, choose_kernels(again, database))]
     assert hashes[0] == hashes[1] != kernels(prepared, choose_kernels(prepared, None))
+
+
+def test_artifact_with_a_table_of_records_is_made_again_without_them(prepared: PreparedModel, tmp_path: Path) -> None:
+    choices = choose_kernels(prepared, database_of(prepared, tmp_path / "tuning.db", others(prepared)))
+    manifest = write_artifact(compile_module(prepared.lowered, choices, prepared.target), tmp_path / "artifact")
+    assert manifest.kernels[0].table == choices[0].decision
+    assert rebuild_artifact(tmp_path / "artifact", tmp_path / "again").same
 
 
 def kernels(prepared: PreparedModel, choices: tuple[KernelChoice, ...]) -> list[str]:
