@@ -8,7 +8,7 @@ from datetime import datetime
 from itertools import groupby
 
 from relaxtune.tuning_db.lookup import device_of
-from relaxtune.tuning_db.records import Environment, TuningRecord
+from relaxtune.tuning_db.records import Environment, Route, TuningRecord
 
 # One kernel measured again may have been lucky before; what several have in common is the device's.
 _DRIFTED_MIN = 2
@@ -55,6 +55,18 @@ def standing_records(
     for _, group in groupby(others, key=lambda record: record.target):
         ranked += _in_order(list(group), records)
     return ranked
+
+
+def without_ties(records: Sequence[TuningRecord]) -> list[TuningRecord]:
+    """Return the records less those whose median is within the spread that the fallback's own latencies show.
+
+    The best of many equal candidates is the luckiest; such a tie goes to the fallback, which needs no replay.
+    """
+    fallback = next((record for record in records if record.route is Route.FALLBACK), None)
+    if fallback is None:
+        return list(records)
+    fastest_us = min(fallback.latencies_us)
+    return [record for record in records if record is fallback or (record.latency_us or 0.0) < fastest_us]
 
 
 def drift(again: Iterable[tuple[float, float]]) -> float:

@@ -32,6 +32,7 @@ from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Parameters, TemplateError
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Environment, Route, TuningRecord
+from relaxtune.tuning_db.standing import without_ties
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def _choose(
             lookup.tell(task, records, "of default schedules alone: a template's default goes before them")
             return default
     preferred = _inside_the_model(task, records, decision)
-    distinct = _without_ties(records)
+    distinct = without_ties(records)
     lookup.tell(
         task,
         left_out(records, [*distinct, *preferred]),
@@ -215,18 +216,6 @@ def _inside_the_model(
         return []
     wanted = decision.kernels.get(task.workload_hash)
     return [record for record in records if (record.route, record.decision) == wanted]
-
-
-def _without_ties(records: Sequence[TuningRecord]) -> list[TuningRecord]:
-    """Return the records less those whose median is within the spread that the fallback's own latencies show.
-
-    The best of many equal candidates is the luckiest; such a tie goes to the fallback, which needs no replay.
-    """
-    fallback = next((record for record in records if record.route is Route.FALLBACK), None)
-    if fallback is None:
-        return list(records)
-    fastest_us = min(fallback.latencies_us)
-    return [record for record in records if record is fallback or (record.latency_us or 0.0) < fastest_us]
 
 
 def _made(

@@ -23,10 +23,14 @@ from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, judged
 from relaxtune.pipeline.report.profile import Profile
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
+from relaxtune.tuning_db.lookup import Question, device_of
 from relaxtune.tuning_db.questions.queries import TaskBest, top
-from relaxtune.tuning_db.records import Job, JobTask, RecordFilter, TuningRecord, Workload
+from relaxtune.tuning_db.records import Job, JobTask, RecordFilter, Status, TuningRecord, Workload, signature_key
+from relaxtune.tuning_db.standing import standing_records, without_ties
 
 _NAMES_LISTED = 4
+# Records of a kernel that are looked at, the best first.
+_LISTED = 1000
 # A kernel above its arithmetic ceiling by more than a measurement can err.
 _BEYOND = 1.1
 
@@ -152,7 +156,7 @@ def report_artifact(
 
 
 def report_database(database: TuningDatabase, *, ceilings: Ceilings | None = None) -> tuple[Report, ...]:
-    """Return a report of each model and device that a database has records of: the best kernel of every task.
+    """Return a report of each model and device that a database has records of: the kernels that compiling takes.
 
     The tasks and how often each runs are those of the newest job of the model for that target.
     """
@@ -186,7 +190,7 @@ def _report_of_job(
     for workload_hash, task in tasks.items():
         workload = database.get_workload(workload_hash, task.tvm_version)
         found = best.get(workload_hash)
-        rows.append(_row_of_task(task, workload, found.best if found else None))
+        rows.append(_row_of_task(task, workload, _that_ships(database, workload, found.best) if found else None))
     known = ceilings or known_ceilings(device)
     kernels = judged(rows, known)
     tvm_versions = sorted({one.best.environment.tvm_version for one in best.values()})
@@ -201,6 +205,15 @@ def _report_of_job(
         versions={"tvm": ", ".join(tvm_versions)},
         notes=tuple(_notes(kernels, known, device)),
     )
+
+
+def _that_ships(database: TuningDatabase, workload: Workload, best: TuningRecord) -> TuningRecord:
+    """Return the record that compiling takes where `best` was measured: of kernels within noise, the default's."""
+    question = Question(workload.workload_hash, signature_key(workload.signature), best.target, best.environment, None)
+    here = device_of(best.environment)
+    listed = [one for one in database.list_top(question, k=_LISTED) if device_of(one.environment) == here]
+    wrong = database.list_failed(question, status=Status.WRONG_RESULT)
+    return next(iter(without_ties(standing_records(listed, best.environment, wrong))), best)
 
 
 def _records_of(manifest: Manifest, database: TuningDatabase | None, notes: list[str]) -> dict[str, TuningRecord]:
