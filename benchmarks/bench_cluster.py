@@ -63,7 +63,7 @@ from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits
 from relaxtune.pipeline.tuning.local.machine import Machine
-from relaxtune.pipeline.tuning.measure.backend import Built, Capabilities, Outcome
+from relaxtune.pipeline.tuning.measure.backend import Built, Capabilities, Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
@@ -148,6 +148,8 @@ class WaitingMeasurer(ActorMeasurer):
 
     def measure(self, artifact: BuiltArtifact, spec: WorkloadSpec) -> Outcome:
         """Let the actor wait."""
+        if self._stop.due:
+            return Outcome(Unmeasured.STOPPED)
         answer = self._ask(lambda: self._actor.measure.remote(spec.workload, self._store.find(artifact)))
         if isinstance(answer, Outcome):
             return answer
