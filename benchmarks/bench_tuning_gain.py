@@ -74,7 +74,7 @@ def main() -> None:
 
 def _write(path: Path, rows: Sequence[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE, text=True, check=False)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     conditions = {
         "command": " ".join(["python -m benchmarks.bench_tuning_gain", *sys.argv[1:]]),
         "commit": commit.stdout.strip(),
