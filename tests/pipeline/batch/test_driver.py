@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
@@ -317,18 +318,18 @@ def test_a_second_driver_is_told_who_has_the_plan(ran: Ran, database: TuningData
 
 
 def test_a_driver_that_is_killed_is_taken_up_where_it_was(ran: Ran, database: TuningDatabase) -> None:
-    path = plan_of(ran, "killed", {"candidates = 6": "candidates = 12"}, FIRST + 'shapes = ["x=24x32"]\n')
+    path = plan_of(ran, "killed", {"candidates = 6": "candidates = 24"}, FIRST + 'shapes = ["x=24x32"]\n')
     command = [sys.executable, "-c", "from relaxtune.pipeline.cli.app import main; main()", "batch", "run", str(path)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
-        if "of 12 candidates" in line:
+        if "of 24 candidates" in line:
             break
-    # Records are written each second.
-    for _ in process.stderr:
-        if len([one for one in database.list_records() if one.job_id == database.list_jobs()[0].id]) > 2:
-            break
+    # Records are written each second: the first ones are there long before the last candidate is measured.
+    job = database.list_jobs()[0].id
+    while process.poll() is None and sum(one.job_id == job for one in database.list_records()) < 3:
+        time.sleep(0.02)
     process.kill()
     process.wait()
     process.stderr.close()
@@ -343,7 +344,7 @@ def test_a_driver_that_is_killed_is_taken_up_where_it_was(ran: Ran, database: Tu
     measured = {one.decision for one in left if one.route is not Route.FALLBACK}
     (summary,) = result.tuning
     # What was measured counts; only a final measures a decision twice.
-    assert summary.candidates == 12 - len(measured)
+    assert summary.candidates == 24 - len(measured)
     searched = [one.decision for one in new if one.route is not Route.FALLBACK]
     assert len(set(searched) - measured) == summary.candidates
 
