@@ -19,7 +19,7 @@ from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from tests.schedules.attention_cases import AttentionCase, draw, reference
 
 needs_gpu = pytest.mark.skipif(
-    not tvm.cuda(0).exist or str(tvm.cuda(0).compute_version) < "8.0", reason="needs a GPU of compute capability 8.0"
+    not tvm.cuda(0).exist or float(tvm.cuda(0).compute_version) < 8, reason="needs a GPU of compute capability 8.0"
 )
 PRIME = AttentionCase(2, 3, 127, 131, 64, dtype="float16")
 SMALL = AttentionParameters(4, 1, 64, 2)

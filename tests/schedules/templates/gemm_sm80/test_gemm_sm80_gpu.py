@@ -20,7 +20,7 @@ from tests.schedules.templates.gemm_sm90.test_gemm_sm90_gpu import expected, ran
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 needs_gpu = pytest.mark.skipif(
-    not tvm.cuda(0).exist or str(tvm.cuda(0).compute_version) < "8.0", reason="needs a GPU of compute capability 8.0"
+    not tvm.cuda(0).exist or float(tvm.cuda(0).compute_version) < 8, reason="needs a GPU of compute capability 8.0"
 )
 RAGGED = MatmulCase((129,), 200, 200, ("bias", "residual"))
 WIDE = replace(RAGGED, rows=(300,), n=456, k=392)
