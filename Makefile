@@ -46,8 +46,11 @@ coverage: $(VENV)/.installed-dev  ## the same with the lines that ran, a fifth s
 test-all: $(VENV)/.installed-dev  ## every test that needs no GPU; the exports need `pip install -e .[export]`
 	$(BIN)/python -m pytest -m "not gpu and not nightly"
 
-nightly: $(VENV)/.installed-dev  ## fuzzed calls of artifacts, random graphs and near misses against ONNX Runtime
+nightly: $(VENV)/.installed-dev  ## fuzzed calls, random graphs, near misses; with the extra `export`, all exports
 	$(BIN)/python -m pytest -m nightly
+	@if $(BIN)/python -c 'import torch, transformers' 2>/dev/null; then \
+		$(BIN)/python -m tests.export.matrix --every --no-sweeps --precisions --out out/exports.json; \
+	else echo "torch and transformers are not installed: the matrix of exports was not run"; fi
 
 lock:  ## the newest versions that pyproject.toml allows, with hashes, for Python 3.11 and 3.12
 	$(PYTHON) -m venv .venv-lock

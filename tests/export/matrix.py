@@ -8,7 +8,7 @@ ONNX Runtime with the default tolerances; `inspect` has to say of each what comp
 broken off goes on where it was, and only cells that did not pass are done again; `--fresh` begins anew. `--every` takes
 all architectures of transformers, not only those with a recipe. One environment may make the files (`--export-only`)
 and another, without torch, compile them (`--made`). Writes `benchmarks/results/export-matrix.json` with every cell,
-and beside it a Markdown table of them.
+and beside it a Markdown table. Exits 1 where one was wrong, crashed or did not compile though `inspect` took it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from tvm.target.codegen import llvm_get_system_cpu
+
 from tests.export.matrix_cases import Cell, list_cells
 from tests.export.matrix_table import render
 from tests.export.names import family_of
@@ -33,6 +35,8 @@ from tests.export.names import family_of
 RESULTS = Path("benchmarks/results/export-matrix.json")
 PRECISIONS = ("fp16", "bf16", "w8a16", "w4a16")
 FAMILY_TIMEOUT_S = 3600
+# An exporter's failure, a graph that ONNX Runtime refuses, and what `inspect` explains are no faults.
+_FAULTS = ("not compiled", "wrong result", "crashed")
 _MODEL_PACKAGES = ("torch", "transformers")
 _PACKAGES = ("apache-tvm", "onnx", "onnxruntime", "onnxscript", *_MODEL_PACKAGES)
 
@@ -117,9 +121,13 @@ def _crashed(cell: Cell, reason: str) -> dict[str, object]:
 
 
 def environment() -> Mapping[str, str]:
-    """Return the versions and the processor that the outcomes are true for."""
-    return {"machine": platform.machine(), "python": platform.python_version()} | {
-        name: _version(name) for name in _PACKAGES
+    """Return the versions, the commit and the processor that the outcomes are true for."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "machine": f"{platform.machine()}, {llvm_get_system_cpu()}",
+        "commit": commit,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
     }
 
 
@@ -185,6 +193,7 @@ def main() -> None:
             print(f"{family}: {good} of {len(found)} validated, {time.perf_counter() - started:.0f} s", file=sys.stderr)
     good = sum(row["state"] == "validated" for row in rows.values())
     print(f"{good} of {len(rows)} cells validated; {args.out} and {args.out.with_suffix('.md')}")
+    sys.exit(any(row["state"] in _FAULTS for row in rows.values()))
 
 
 def _families(made: Path | None, *, every: bool) -> list[str]:
