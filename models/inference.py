@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import onnx
 from onnx import checker, helper, shape_inference
 
@@ -42,9 +43,7 @@ def check_and_infer(model: onnx.ModelProto) -> None:
     try:
         inferred = _infer(light, strict=True, data_prop=False)
     except InvalidModelError:
-        if not _drop_stale_types(light):
-            raise
-        inferred = _infer(light, strict=True, data_prop=False)
+        inferred = _infer_without_stale(light)
     _check_sizes(inferred.graph)
     if not _has_long_vector(inferred.graph):
         inferred = _infer(light, strict=True, data_prop=True)
@@ -53,6 +52,19 @@ def check_and_infer(model: onnx.ModelProto) -> None:
         del values[:]
         values.extend(getattr(inferred.graph, field))
     check_ranks(model.graph.output)
+
+
+def _infer_without_stale(light: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the inferred graph without the types that contradict the operators, else without any of inner values.
+
+    What follows an operator that onnx does not know is inferred from stated types alone: a stale one there is found by
+    leaving all out.
+    """
+    if _drop_stale_types(light):
+        with contextlib.suppress(InvalidModelError):
+            return _infer(light, strict=True, data_prop=False)
+    del light.graph.value_info[:]
+    return _infer(light, strict=True, data_prop=False)
 
 
 def _drop_stale_types(light: onnx.ModelProto) -> bool:

@@ -309,7 +309,8 @@ def save_nodes(path: Path, nodes: list[onnx.NodeProto], **stated: list[int | str
         [numpy_helper.from_array(np.arange(1, 5, dtype="float32"), "w")],
         value_info=[helper.make_tensor_value_info(name, FLOAT, shape) for name, shape in stated.items()],
     )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
     return path
 
 
@@ -336,6 +337,17 @@ def test_stale_types_of_values_give_way_to_the_operators(tmp_path: Path) -> None
     np.testing.assert_array_equal(*run_file(path))
     (value,) = load_model(path).proto.graph.value_info
     assert (value.name, value.type.tensor_type.shape.dim[1].dim_value) == ("h", 4)
+
+
+def test_stale_types_behind_operators_that_onnx_does_not_know_are_left_out(tmp_path: Path) -> None:
+    """What transformers' fusions leave behind in a decoder: onnx infers nothing beside the stale type itself."""
+    nodes = [
+        helper.make_node("QuickGelu", ["x"], ["h"], domain="com.microsoft"),
+        helper.make_node("Relu", ["h"], ["g"]),
+        helper.make_node("Mul", ["g", "w"], ["y"]),
+    ]
+    path = save_nodes(tmp_path / "behind.onnx", nodes, h=[3, 2, 7])
+    np.testing.assert_array_equal(*run_file(path))
 
 
 def test_norm_that_onnx_runtime_writes_into_the_standard_domain_is_loaded(tmp_path: Path) -> None:
