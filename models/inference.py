@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import onnx
 from onnx import checker, helper, shape_inference
 
@@ -43,7 +42,9 @@ def check_and_infer(model: onnx.ModelProto) -> None:
     try:
         inferred = _infer(light, strict=True, data_prop=False)
     except InvalidModelError:
-        inferred = _infer_without_stale(light)
+        if not _drop_stale_types(light):
+            raise
+        inferred = _infer(light, strict=True, data_prop=False)
     _check_sizes(inferred.graph)
     if not _has_long_vector(inferred.graph):
         inferred = _infer(light, strict=True, data_prop=True)
@@ -52,19 +53,6 @@ def check_and_infer(model: onnx.ModelProto) -> None:
         del values[:]
         values.extend(getattr(inferred.graph, field))
     check_ranks(model.graph.output)
-
-
-def _infer_without_stale(light: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the inferred graph without the types that contradict the operators, else without any of inner values.
-
-    What follows an operator that onnx does not know is inferred from stated types alone: a stale one there is found by
-    leaving all out.
-    """
-    if _drop_stale_types(light):
-        with contextlib.suppress(InvalidModelError):
-            return _infer(light, strict=True, data_prop=False)
-    del light.graph.value_info[:]
-    return _infer(light, strict=True, data_prop=False)
 
 
 def _drop_stale_types(light: onnx.ModelProto) -> bool:
@@ -78,9 +66,14 @@ def _drop_stale_types(light: onnx.ModelProto) -> bool:
     for value in bare.graph.output:
         value.type.tensor_type.ClearField("shape")
     try:
-        found = {value.name: value for value in _all_values(_infer(bare, strict=False, data_prop=False).graph)}
+        inferred = _infer(bare, strict=False, data_prop=False).graph
     except InvalidModelError:
         return False
+    weights = [
+        helper.make_tensor_value_info(one.name, one.data_type, list(one.dims)) for one in light.graph.initializer
+    ]
+    # Large weights are inputs of the light copy.
+    found = {value.name: value for value in (*_all_values(inferred), *inferred.input, *weights)}
     stale = {value.name for value in _all_values(light.graph) if _contradicts(value, found.get(value.name))}
     kept = [value for value in light.graph.value_info if value.name not in stale]
     del light.graph.value_info[:]

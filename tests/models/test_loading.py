@@ -339,14 +339,10 @@ def test_stale_types_of_values_give_way_to_the_operators(tmp_path: Path) -> None
     assert (value.name, value.type.tensor_type.shape.dim[1].dim_value) == ("h", 4)
 
 
-def test_stale_types_behind_operators_that_onnx_does_not_know_are_left_out(tmp_path: Path) -> None:
-    """What transformers' fusions leave behind in a decoder: without the stated types, onnx infers nothing there."""
-    nodes = [
-        helper.make_node("QuickGelu", ["x"], ["h"], domain="com.microsoft"),
-        helper.make_node("Relu", ["h"], ["g"]),
-        helper.make_node("Mul", ["g", "w"], ["y"]),
-    ]
-    path = save_nodes(tmp_path / "behind.onnx", nodes, h=["a", 4], g=[3, 2, 7])
+def test_stale_type_of_a_weight_gives_way_to_the_weight(tmp_path: Path) -> None:
+    """As transformers' fusions state a scale of shape (1) as a scalar."""
+    nodes = [helper.make_node("Mul", ["x", "w"], ["h"]), helper.make_node("Relu", ["h"], ["y"])]
+    path = save_nodes(tmp_path / "weight.onnx", nodes, w=[])
     np.testing.assert_array_equal(*run_file(path))
 
 
