@@ -272,7 +272,7 @@ def sort_nodes(graph: onnx.GraphProto) -> None:
         for subgraph in _subgraphs(node):
             sort_nodes(subgraph)
     maker = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
-    needs = [{maker[name] for name in _names_read(node) if name in maker} for node in graph.node]
+    needs = [{maker[name] for name in names_read(node) if name in maker} for node in graph.node]
     readers: dict[int, list[int]] = {}
     for place, makers in enumerate(needs):
         for one in makers:
@@ -292,12 +292,12 @@ def sort_nodes(graph: onnx.GraphProto) -> None:
         graph.node.extend(copies)
 
 
-def _names_read(node: onnx.NodeProto) -> set[str]:
+def names_read(node: onnx.NodeProto) -> set[str]:
     """Return the names a node reads, its subgraphs' from outside of them too."""
     names = {name for name in node.input if name}
     for graph in _subgraphs(node):
         inside = {name for inner in graph.node for name in inner.output}
-        names |= {name for inner in graph.node for name in _names_read(inner)} - inside
+        names |= {name for inner in graph.node for name in names_read(inner)} - inside
         names |= {value.name for value in graph.output} - inside
     return names
 

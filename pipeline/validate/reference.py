@@ -22,6 +22,7 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from relaxtune.models import OnnxModel
+from relaxtune.models.checks import names_read
 from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.precision.graph_dtypes import HALF_TYPES, computes_in_half
@@ -338,9 +339,11 @@ class _Session(onnxruntime.InferenceSession):  # type: ignore[misc]
 def _without_weights(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnxruntime.OrtValue]]:
     """Return the graph with its large weights as external ones, and these: ONNX Runtime takes them as they lie.
 
-    A graph handed over as bytes is copied several times, weights included, and has at most 2 GiB.
+    A graph handed over as bytes is copied several times, weights included, and has at most 2 GiB. Weights that no node
+    reads (quantising leaves the floats behind) stay as they are: ONNX Runtime does not find them any more.
     """
     graph, weights = onnx.ModelProto(), {}
+    read = {name for node in proto.graph.node for name in names_read(node)}
     for descriptor, value in proto.ListFields():
         if descriptor.name != "graph":
             _copy_field(graph, descriptor.name, value)
@@ -348,7 +351,8 @@ def _without_weights(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str,
         if descriptor.name != "initializer":
             _copy_field(graph.graph, descriptor.name, value)
     for tensor in proto.graph.initializer:
-        if tensor.data_type not in _SHARED_TYPES or len(tensor.raw_data) < _LARGE_BYTES:
+        shared = tensor.data_type in _SHARED_TYPES and len(tensor.raw_data) >= _LARGE_BYTES
+        if not (shared and tensor.name in read):
             graph.graph.initializer.add().CopyFrom(tensor)
             continue
         array = onnx.numpy_helper.to_array(tensor)

@@ -15,7 +15,7 @@ from relaxtune.schedules.cpu.plain import Plain
 def test_default_models_are_of_the_whole_zoo_and_parse() -> None:
     cases = [parse_case(model) for model in default_models()]
     families = {case.source.split("-")[0] for case in cases}
-    assert families == {"bert", "gpt2", "llama", "vit", "t5"}
+    assert families == {"bert", "gpt2", "llama", "vit", "t5", "whisper"}
     assert parse_case("bert-tiny:fp16@batch=2,sequence=n").shapes["input_ids"] == (2, "n")
 
 

@@ -102,6 +102,15 @@ def test_large_weights_are_read_where_they_lie(bert_tiny: OnnxModel, monkeypatch
     assert all(np.array_equal(got[name], within[name]) for name in within)
 
 
+def test_large_weights_that_no_node_reads_do_no_harm(bert_tiny: OnnxModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    unread = onnx.ModelProto()
+    unread.CopyFrom(bert_tiny.inline_proto())
+    large = np.zeros((reference_module._LARGE_BYTES,), np.float32)
+    unread.graph.initializer.append(onnx.numpy_helper.from_array(large, "left_behind"))
+    monkeypatch.setattr(type(bert_tiny), "inline_proto", lambda _: unread)
+    assert peer_session(bert_tiny, 1).get_inputs()
+
+
 def test_a_model_that_onnx_runtime_refuses_is_named(bert_tiny: OnnxModel, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = onnx.ModelProto()
     broken.CopyFrom(bert_tiny.inline_proto())

@@ -17,6 +17,7 @@ from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.pipeline.tuning.ray import builder as builder_module
 from relaxtune.pipeline.tuning.ray.backend import ActorMeasurer
+from relaxtune.pipeline.tuning.ray.build_task import build as build_candidate
 from relaxtune.pipeline.tuning.ray.builder import RayBuilder
 from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
 from relaxtune.schedules.targets import ResolvedTarget
@@ -54,7 +55,7 @@ class Cluster:
         self.builds: list[tuple[bytes, ...]] = []
 
     def remote(self, **_: object) -> object:
-        return lambda _: SimpleNamespace(remote=self._build)
+        return lambda function: SimpleNamespace(remote=self._build if function is build_candidate else Answer)
 
     def _build(self, *given: bytes) -> tuple[Answer, Answer]:
         self.builds.append(given)
