@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def _planted(builds: Builds, share: float) -> Callable[[], tuple[Arm, Arm]]:
-    """Return a loader of both arms, the second of which takes so much longer."""
+    """Return a loader of both arms; the second arm takes so much longer."""
 
     def load() -> tuple[Arm, Arm]:
         first, second = builds.load()

@@ -308,7 +308,7 @@ class Module:
         outputs = _as_tuple(result)
         if self._shared_outputs is None:
             self._check_outputs(outputs)
-            if self._watched:  # the second run below would be one too many for whoever counts kernels
+            if self._watched:  # the second run below would be one too many where kernels are counted
                 return tuple(_copied(one) for one in outputs)
             # A constant inside the code is where two runs put their output, although the first one's is still held.
             embedded = () if self._weights or self._buffers is not None else _as_tuple(self._run_kernels(tensors))

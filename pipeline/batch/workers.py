@@ -142,7 +142,7 @@ class HomedWorkers(CellWorkers):
                         self._changed.notify_all()
                 if not again:
                     asked.future.set_exception(PipelineError(str(e)))
-            # The border of the thread: whoever waits for the work is told.
+            # The border of the thread: the caller that waits for the work is told.
             except Exception as e:
                 asked.future.set_exception(e)
 

@@ -49,7 +49,7 @@ def centre(differences: Sequence[float] | np.ndarray, *, doubt: float) -> Bounds
 @functools.cache
 def _rank(count: int, doubt: float) -> int:
     """Return which of the sorted pairwise means is a bound, counted from 1; 0 when none is."""
-    # The sum of ranks is that of 1..n, each taken or not with probability 1/2.
+    # The sum of ranks adds up 1..n, each taken or not with probability 1/2.
     chances = np.ones(1)
     for number in range(1, count + 1):
         taken = np.concatenate([np.zeros(number), chances])

@@ -1,7 +1,7 @@
 """`Registry`: a store of artifacts and the tags that the database moves over them.
 
 `promote` runs the gate against what the tag stands at; `rollback` goes back one step. Each move is one transaction of
-the database, then one rename in the store: whoever loads by the link has the old artifact or the new one, whole.
+the database, then one rename in the store: a process that loads by the link has the old artifact or the new one, whole.
 """
 
 from __future__ import annotations

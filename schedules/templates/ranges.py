@@ -116,7 +116,7 @@ class Ranges:
         times = _times(maker, func, target, proposed, calls)
         if not times:
             return [RangesParameters((SizeRange(bounds[-1], proposed[0].to_json()),))]
-        # Loads of many rows of which few exist are slow (H200: 1.1 to 1.4 times as long with 1 to 16 rows): the kernel
+        # Loads of many rows, where few exist, are slow (H200: 1.1 to 1.4 times as long with 1 to 16 rows): the kernel
         # of the first range is planned for few.
         own = 1 if proposed[0].loads_boxes else 0
         chosen = [*_cover(times, range(own)), *_cover(times, range(own, len(bounds)))]

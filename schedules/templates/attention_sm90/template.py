@@ -2,7 +2,7 @@
 
 Notation
 --------
-That of `schedules.functions.attention`, with Q, K, V and O float16 or bfloat16::
+The function of `schedules.functions.attention`, with Q, K, V and O float16 or bfloat16::
 
     S = Q K^T                       float32, registers; a tile of `64 * consumers` rows and `block_k` keys at a time
     P = exp(mask(scale * S) - m)    float32, then 2 bytes a value, registers; m the rows' largest scores so far

@@ -79,8 +79,8 @@ def wait_for_copies(pending: int) -> None:
 def wait_for_copies_of_block(pending: int) -> None:
     """Emit the wait for all groups but the last `pending`, and for all threads of the block to have waited.
 
-    No wait of the warp stands before that of the block: the compiler would move other instructions between the two, and
-    leave fewer to hide the first loads behind the barrier (GEMM of 4096 cubed, 256 x 128 tiles).
+    No wait of the warp stands before the wait of the block: the compiler would move other instructions between the two,
+    and leave fewer to hide the first loads behind the barrier (GEMM of 4096 cubed, 256 x 128 tiles).
     """
     name = f"relaxtune_copies_of_block_but_{pending}"
     T.evaluate(T.cuda.func_call(name, source_code=_WAIT_OF_BLOCK.format(pending=pending)))

@@ -6,7 +6,7 @@ It is what each of four things would take alone, in a sum that leans to the long
 
 `chain` is one step along K after another: a warp's own instructions, or the latency of loads as far as the ring does
 not hide it. Constants are a fit (10 % root mean square) to 72 medians of an H200 without its wgmma. Another GPU has
-other ones, of which the order of candidates depends little; that was not measured.
+other ones; how much they change the order of candidates was not measured.
 """
 
 from __future__ import annotations

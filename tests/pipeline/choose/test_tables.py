@@ -67,7 +67,7 @@ def database_of(prepared: PreparedModel, path: Path, winners: dict[int, str]) ->
 
 
 def others(prepared: PreparedModel) -> dict[int, str]:
-    """Return a decision for each size, none of which is proposed first anywhere."""
+    """Return a decision for each size; none is proposed first anywhere."""
     few, many = ((task.tables[0].rows, template_candidates(task, prepared.target)) for task in prepared.tasks[:2])
     return {few[0]: few[1][1].decision, many[0]: many[1][3].decision, 4096: many[1][3].decision}
 
