@@ -1,25 +1,29 @@
 """A plan of twelve cells on one GPU and on two: cells an hour, candidates a second, and how busy each GPU is.
 
     python -m benchmarks.bench_batch [--devices 1 2] [--candidates 360] [--cores 16] [--rounds 1] [--target cuda]
-        [--models bert-base-2-layers:fp16 ...] [--ways local ray] [--out FILE]
+        [--models bert-base-2-layers:fp16 ...] [--ways local ray] [--out FILE] [--spans FILE.json.gz]
 
 Each run is a process of its own with a fresh database, pinned to its GPUs (CUDA_VISIBLE_DEVICES) and to so many cores
 a GPU. Through Ray, a cluster of one node with these GPUs and cores and a PostgreSQL are started before the clock is.
-Busy is the share of the tuning in which a device measured, or waited for its turn while a cell was timed.
+Busy is the share of the tuning in which a device measured, or waited for its turn while a cell was timed. `stages` says
+how often each stage was done and what it took, in all processes (`relaxtune.pipeline.spans`); `--spans` keeps each one.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import itertools
 import json
 import os
+import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -31,6 +35,7 @@ from relaxtune.pipeline.batch.executors import ClusterExecutors, LocalExecutors
 from relaxtune.pipeline.batch.feed import CellFeed
 from relaxtune.pipeline.batch.finishing import FinishedCell
 from relaxtune.pipeline.batch.plan import parse_plan
+from relaxtune.pipeline.spans import VARIABLE, Span, read_spans, span
 from relaxtune.pipeline.tuning.ray.cluster import CPU_RESOURCE
 from tests.tuning_db.postgres_server import running_server
 
@@ -55,6 +60,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--ways", nargs="+", choices=["local", "ray"], default=["local"])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--spans", type=Path, help="Keep what every process did, and when.")
     parser.add_argument("--keep", type=Path, help="Copy the last local run's database here.")
     parser.add_argument("--arm", action="store_true", help="Be one run (used by the script itself).")
     arguments = parser.parse_args()
@@ -62,33 +68,63 @@ def main() -> None:
         print(json.dumps(run_arm(arguments)))
         return
     runs = []
+    logs = []
     for _ in range(arguments.rounds):
         for count, way in itertools.product(arguments.devices, arguments.ways):
-            runs.append({"devices": count, "way": way, **start_arm(arguments, count, way)})
-            told = {key: value for key, value in runs[-1].items() if key not in ("cells", "moments")}
+            result, spans = start_arm(arguments, count, way)
+            runs.append({"devices": count, "way": way, **result, "stages": summarise(spans)})
+            told = {key: value for key, value in runs[-1].items() if key not in ("cells", "moments", "stages")}
             print(json.dumps(told), flush=True)
             if arguments.out:
                 document = {"machine": machine(), "plan": plan_text(arguments), "runs": runs}
                 arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            if arguments.spans:
+                logs.append([vars(one) for one in spans])
+                arguments.spans.write_bytes(gzip.compress(json.dumps(logs).encode()))
 
 
-def start_arm(arguments: argparse.Namespace, count: int, way: str) -> dict[str, object]:
-    """Run the plan in a process that sees so many GPUs and cores; return what it printed."""
+def summarise(spans: Sequence[Span]) -> dict[str, dict[str, float]]:
+    """Return of each stage how often it was done, and the seconds it took; its first and last moment in the run."""
+    stages: dict[str, list[Span]] = {}
+    for one in spans:
+        stages.setdefault(one.stage, []).append(one)
+    began = min((one.began_s for one in spans), default=0.0)
+    return {
+        name: {
+            "count": len(found),
+            "seconds": round(sum(one.seconds for one in found), 3),
+            "cpu_s": round(sum(one.cpu_s or 0.0 for one in found), 3),
+            "median_ms": round(1e3 * statistics.median(one.seconds for one in found), 2),
+            "greatest_ms": round(1e3 * max(one.seconds for one in found), 2),
+            "first_s": round(min(one.began_s for one in found) - began, 2),
+            "last_s": round(max(one.ended_s for one in found) - began, 2),
+        }
+        for name, found in sorted(stages.items())
+    }
+
+
+def start_arm(arguments: argparse.Namespace, count: int, way: str) -> tuple[dict[str, object], list[Span]]:
+    """Run the plan in a process that sees so many GPUs and cores; return what it printed, and its spans."""
     cores = sorted(os.sched_getaffinity(0))[: count * arguments.cores]
     command = [sys.executable, "-m", "benchmarks.bench_batch", "--arm", "--target", arguments.target]
     command += ["--candidates", str(arguments.candidates), "--models", *arguments.models]
     command += ["--ways", way, "--devices", str(count)]
     command += ["--keep", str(arguments.keep)] if arguments.keep else []
     visible = ",".join(str(index) for index in range(count))
-    process = subprocess.run(
-        ["taskset", "-c", ",".join(map(str, cores)), *command],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": visible},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "spans"
+        log.touch()
+        process = subprocess.run(
+            ["taskset", "-c", ",".join(map(str, cores)), *command],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": visible, VARIABLE: str(log)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        spans = read_spans(log)
     lines = process.stdout.splitlines()
-    return json.loads(lines[-1]) if process.returncode == 0 else {"failed": process.returncode, "said": lines[-5:]}
+    found = json.loads(lines[-1]) if process.returncode == 0 else {"failed": process.returncode, "said": lines[-5:]}
+    return found, spans
 
 
 def plan_text(arguments: argparse.Namespace, database: str = "relaxtune.db") -> str:
@@ -160,7 +196,8 @@ def run_arm(arguments: argparse.Namespace) -> dict[str, object]:
             database, cluster = stack.enter_context(running_server()), stack.enter_context(one_node(arguments))
         plan = parse_plan(Path(folder) / "twelve.toml", plan_text(arguments, database))
         began = time.monotonic()
-        result = run_batch(plan, on_event=told, cluster=cluster)
+        with span("run"):
+            result = run_batch(plan, on_event=told, cluster=cluster)
         seconds = time.monotonic() - began
         if arguments.keep and cluster is None:
             shutil.copy(Path(folder) / "relaxtune.db", arguments.keep)
@@ -172,6 +209,7 @@ def run_arm(arguments: argparse.Namespace) -> dict[str, object]:
         "cells_per_hour": 3600 * result.accepted / seconds,
         "candidates": candidates,
         "tuning_s": tuning_s,
+        "driver_cpu_s": resource.getrusage(resource.RUSAGE_SELF).ru_utime,
         "candidates_per_s": candidates / tuning_s if tuning_s else None,
         "idle_share": {name: 1 - one / tuning_s for name, one in busy.items()},
         "first_candidate_s": min(tuned, default=None),

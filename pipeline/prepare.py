@@ -18,6 +18,7 @@ from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions
+from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tasks.extract import UntunableKernel, extract_tasks, list_untunable
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.pipeline.tasks.sizes_of_tables import tasks_of_tables, tuned_sizes
@@ -167,7 +168,8 @@ def _lowering_for(request: ModelRequest) -> LoweringOptions:
 def stage(name: str) -> Iterator[None]:
     """Log how long a stage of a job took."""
     started = time.perf_counter()
-    yield
+    with span(name):
+        yield
     seconds = time.perf_counter() - started
     logger.info("%s: %.1f s", name, seconds)
     told = _stage_s.get()

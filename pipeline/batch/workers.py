@@ -9,14 +9,16 @@ to a device; `relaxtune.pipeline.batch.cluster_workers` has those of a cluster.
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from relaxtune.pipeline.batch.worker import WORKER_MODULE, AheadWork, FinishWork, PrepareWork, Work
 from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.spans import note_span, span
 from relaxtune.pipeline.tuning.local.devices import pinned
 from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess
 from relaxtune.pipeline.tuning.ray.reservation import SHARES
@@ -56,10 +58,12 @@ class _Asked:
     work: Work
     future: Future[object]
     lost: int = 0
+    since_s: float = field(default_factory=time.monotonic)
 
 
 # What a process does first: what others wait for.
 _ORDER = (FinishWork, PrepareWork, AheadWork)
+_STAGES = {FinishWork: "finish", PrepareWork: "prepare", AheadWork: "get ready"}
 
 
 class HomedWorkers(CellWorkers):
@@ -132,7 +136,11 @@ class HomedWorkers(CellWorkers):
     def _serve(self, number: int) -> None:
         while (asked := self._next(number)) is not None:
             try:
-                asked.future.set_result(self._do(asked.work, number))
+                what, cell = _STAGES[type(asked.work)], asked.work.cell.name
+                note_span(f"wait to {what}", cell, asked.since_s, time.monotonic())
+                with span(what, cell):
+                    done = self._do(asked.work, number)
+                asked.future.set_result(done)
             except WorkerLostError as e:
                 asked.lost += 1
                 with self._changed:

@@ -18,6 +18,7 @@ from tvm.s_tir import meta_schedule as ms
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import NothingMeasuredError, UsageError
+from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.local.devices import choose_devices
 from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
@@ -223,7 +224,8 @@ class _Session:
         while not self.stop.due:
             arrivals = self.feed.take(idle=True)
             for arrival in arrivals:
-                admitted = self._admit(arrival)
+                with span("driver: admit"):
+                    admitted = self._admit(arrival)
                 told = [*admitted.new, *admitted.heavier]
                 self.feed.settled([one.task.workload_hash for one in told if one.skipped or one.ended])
             if self._has_work():
@@ -231,7 +233,8 @@ class _Session:
             if not arrivals and not self.feed.arriving:
                 break
             if not arrivals:
-                self.feed.wait(_FEED_WAIT_S)
+                with span("driver: wait for cells"):
+                    self.feed.wait(_FEED_WAIT_S)
         return False
 
     def _has_work(self) -> bool:
@@ -323,9 +326,11 @@ class _Session:
         )
         try:
             # The processes start meanwhile.
-            self._begin(self._states)
+            with span("driver: begin"):
+                self._begin(self._states)
             rounds.take(Admitted((), (), (), self._trials, self._spent, max(1, self._models)))
-            rounds.begin(self._states)
+            with span("driver: begin tasks"):
+                rounds.begin(self._states)
             self.seconds["start"] += time.monotonic() - began
             rounds.run()
         except KeyboardInterrupt:

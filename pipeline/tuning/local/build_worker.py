@@ -46,6 +46,7 @@ def start() -> Callable[[object], object]:
     from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
     from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
     from relaxtune.pipeline.codegen.library_objects import compile_library_objects, list_library_sources
+    from relaxtune.pipeline.spans import span
     from relaxtune.pipeline.tuning.measure.launch_memory import DynamicSharedMemory
     from relaxtune.pipeline.tuning.measure.recipe import scheduled
     from relaxtune.pipeline.tuning.measure.resources import parse_compiler_log
@@ -54,20 +55,21 @@ def start() -> Callable[[object], object]:
     def build(request: object) -> object:
         if not isinstance(request, BuildRequest):
             raise TypeError(f"expected a BuildRequest, got {type(request).__name__}")
-        mod = scheduled(pickle.loads(request.what))
-        target = pickle.loads(request.target)
-        finished = finish_kernels(mod, target)
-        built = kernel_hash(finished["main"], target.kind.name)
+        with span("build: schedule"):
+            mod = scheduled(pickle.loads(request.what))
+            target = pickle.loads(request.target)
+            finished = finish_kernels(mod, target)
+            built = kernel_hash(finished["main"], target.kind.name)
         log: list[str] = []
         dynamic = DynamicSharedMemory()
         instruments = [dynamic] if target.kind.name == "cuda" else []
         context = tvm.transform.PassContext(opt_level=3, instruments=instruments)
-        with device_toolchain(target, log.append), context, target:
+        with span("build: compile"), device_toolchain(target, log.append), context, target:
             executable = _with_intrinsics(
                 lambda: tvm.compile(finished, target, tir_pipeline=tir_pipeline_for(finished))
             )
         sources = list_library_sources(finished.functions.values())
-        with temporary_folder() as directory:
+        with span("build: link"), temporary_folder() as directory:
             path = _link(executable.mod, request.stem, compile_library_objects(sources, Path(directory)))
         resources = replace(parse_compiler_log("\n".join(log), dynamic.bytes), kernel_hash=built)
         return BuildReply(BuiltArtifact(path, hashlib.sha256(Path(path).read_bytes()).hexdigest(), resources))

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import tvm
 
+from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.threads import configure_threads
 from relaxtune.pipeline.tuning.local.requests import (
     CompareReply,
@@ -138,22 +139,25 @@ class _Measurer:
         function = tvm.runtime.load_module(reference.content)[_ENTRY]
         for seed in check_seeds(request):
             workload = self._workload(request, seed, tvm.device(request.device))
-            tensors = _tensors(workload.arrays, spec.arguments, device)
-            function(*tensors)
-            device.sync()
+            with span("reference: compute", spec.workload):
+                tensors = _tensors(workload.arrays, spec.arguments, device)
+                function(*tensors)
+                device.sync()
             path = outputs_file(reference, seed)
-            workload.expect([tensors[position].numpy() for position in spec.outputs], path)
-            # Written whole: a process killed here must not leave half a reference, and others may write the same one.
-            partial = path.with_suffix(f".{os.getpid()}.partial")
-            partial.write_bytes(pickle.dumps(workload.expected))
-            partial.rename(path)
+            with span("reference: keep", spec.workload):
+                workload.expect([tensors[position].numpy() for position in spec.outputs], path)
+                # Written whole: a process killed here must not leave half a reference, and others may write the same.
+                partial = path.with_suffix(f".{os.getpid()}.partial")
+                partial.write_bytes(pickle.dumps(workload.expected))
+                partial.rename(path)
         return True
 
     def measure(self, request: MeasureRequest) -> MeasureReply:
         """Check and time a candidate."""
         _use_threads(request)
         device = tvm.device(request.device)
-        module = tvm.runtime.load_module(request.artifact)
+        with span("load", request.spec.workload):
+            module = tvm.runtime.load_module(request.artifact)
         timed_seed, fresh_seed = check_seeds(request)
         workload = self._workload(request, timed_seed, device)
         elapsed, mismatch = self._run_and_compare(module, workload, request, timed_seed, device)
@@ -163,7 +167,8 @@ class _Measurer:
         if is_hopeless(elapsed, best_s, request.options):
             return MeasureReply((elapsed,), None)
         loaded = self._load(module, workload, request, device)
-        seconds = time_adaptively(loaded.timer, loaded.number_for, best_s, request.options)
+        with span("time", request.spec.workload):
+            seconds = time_adaptively(loaded.timer, loaded.number_for, best_s, request.options)
         median = float(np.median(seconds))
         if median < workload.best_s:
             mismatch = self._compare_fresh(module, request, fresh_seed, device)
@@ -188,10 +193,11 @@ class _Measurer:
             loaded.append(None if mismatch is not None else self._load(module, workload, one, device))
         numbers = [each.number_for(min(each.timer(1, 2))) if each is not None else 0 for each in loaded]
         seconds: list[list[float]] = [[] for _ in loaded]
-        for _ in range(request.rounds):
-            for candidate, number, raw in zip(loaded, numbers, seconds, strict=True):
-                if candidate is not None:
-                    raw += candidate.timer(number, 1)
+        with span("time", request.measurements[0].spec.workload):
+            for _ in range(request.rounds):
+                for candidate, number, raw in zip(loaded, numbers, seconds, strict=True):
+                    if candidate is not None:
+                        raw += candidate.timer(number, 1)
         return CompareReply(
             tuple(MeasureReply(tuple(raw), mismatch) for raw, mismatch in zip(seconds, mismatches, strict=True))
         )
@@ -205,11 +211,12 @@ class _Measurer:
         # On a GPU, on arguments that are not in the L2 cache.
         self._timer = rotated = self._timer or RotatedTimer(device)
         if not workload.copies:
-            own = workload.tensors
-            if request.spec.masks:
-                own = _tensors(hiding_nothing(workload.arrays, request.spec.masks), request.spec.arguments, device)
-            more = range(sets_needed(workload.bytes, rotated.l2_bytes) - 1)
-            workload.copies = [own, *([_duplicate(tensor) for tensor in own] for _ in more)]
+            with span("copies", request.spec.workload):
+                own = workload.tensors
+                if request.spec.masks:
+                    own = _tensors(hiding_nothing(workload.arrays, request.spec.masks), request.spec.arguments, device)
+                more = range(sets_needed(workload.bytes, rotated.l2_bytes) - 1)
+                workload.copies = [own, *([_duplicate(tensor) for tensor in own] for _ in more)]
         function, sets, size = module[_ENTRY], workload.copies, workload.bytes
         return _Loaded(
             lambda number, repeats: rotated.time(function, sets, number, repeats),
@@ -221,9 +228,10 @@ class _Measurer:
         key = (spec.workload, spec.arguments, seed, request.device)
         workload = self._workloads.pop(key, None)
         if workload is None:
-            arrays = make_arrays(spec.arguments, spec.index_ranges, seed, spec.outputs)
-            arrays = with_column_sums(with_partial_sums(arrays, spec.partial_sums), spec.column_sums)
-            workload = _Workload(arrays, _tensors(arrays, spec.arguments, device))
+            with span("arguments", spec.workload):
+                arrays = make_arrays(spec.arguments, spec.index_ranges, seed, spec.outputs)
+                arrays = with_column_sums(with_partial_sums(arrays, spec.partial_sums), spec.column_sums)
+                workload = _Workload(arrays, _tensors(arrays, spec.arguments, device))
             while self._workloads and sum(one.bytes for one in self._workloads.values()) + workload.bytes > _KEPT_BYTES:
                 self._workloads.pop(next(iter(self._workloads)))
         self._workloads[key] = workload
@@ -256,12 +264,20 @@ class _Measurer:
                 workload.untouched[position] = _duplicate(workload.tensors[position])
         device.sync()
         began = time.perf_counter()
-        module[_ENTRY](*workload.tensors)
-        device.sync()
+        with span("first run", request.spec.workload):
+            module[_ENTRY](*workload.tensors)
+            device.sync()
         elapsed = time.perf_counter() - began
         path = reference_file(request, seed)
         if path is None:
             return elapsed, None
+        with span("check", request.spec.workload):
+            return elapsed, self._compare(workload, request, path, device)
+
+    def _compare(
+        self, workload: _Workload, request: MeasureRequest, path: Path, device: tvm.runtime.Device
+    ) -> str | None:
+        """Return how the outputs of a run differ from the reference in a file, if they do."""
         if workload.expected is None or workload.expected_from != path:
             workload.expect(pickle.loads(path.read_bytes()), path)
         for position, expected in zip(request.spec.outputs, workload.expected or (), strict=True):
@@ -270,10 +286,10 @@ class _Measurer:
             got = workload.tensors[position].numpy()
             mismatch = find_mismatch(got, expected, request.spec.tolerance_of(position))
             if mismatch is not None:
-                return elapsed, f"output parameter {position}: {mismatch}"
+                return f"output parameter {position}: {mismatch}"
             # A reference that was overwritten on the device is put there anew.
             workload.held.pop(position, None)
-        return elapsed, None
+        return None
 
     def _is_right_there(
         self,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tuning.local.devices import Device
 from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer, Reply, is_of_the_disk
 from relaxtune.pipeline.tuning.local.requests import (
@@ -125,20 +126,21 @@ class MeasuringProcess:
         """Set the device up the first time; a failure comes again, and is told, with the first candidate."""
         if not self._warm:
             self._warm = True
-            self._outcome_of(
-                lambda: self._ask(WarmRequest(self.device.name, self._options), _REFERENCE_TIMEOUT_S, bool)
-            )
+            with span(f"{self.name}: start"):
+                self._outcome_of(
+                    lambda: self._ask(WarmRequest(self.device.name, self._options), _REFERENCE_TIMEOUT_S, bool)
+                )
         return not self._closed
 
     def prepare_reference(self, spec: WorkloadSpec) -> None:
         """Compute a workload's reference; a failure is told with the first candidate."""
-        with self._turn:
+        with self._using("reference", spec):
             if not self._stop.due:
                 self._outcome_of(lambda: self._make_references(self.request("", spec)))
 
     def measure(self, artifact: BuiltArtifact, spec: WorkloadSpec) -> Outcome:
         """Check and time a candidate."""
-        with self._turn:
+        with self._using("measure", spec):
             if self._stop.due:
                 return _STOPPED
             began = time.monotonic()
@@ -152,7 +154,7 @@ class MeasuringProcess:
         A failure tells nothing about which candidate failed: each of them ran before. It may be asked after the
         deadline.
         """
-        with self._turn:
+        with self._using("final", spec):
             began = time.monotonic()
             answer = self._outcome_of(lambda: self._compare(artifacts, spec, rounds))
         if not isinstance(answer, CompareReply):
@@ -164,6 +166,15 @@ class MeasuringProcess:
             replace(_outcome(reply), duration_s=share_s, environment=self._environment, resources=artifact.resources)
             for reply, artifact in zip(answer.replies, artifacts, strict=True)
         ]
+
+    @contextmanager
+    def _using(self, stage: str, spec: WorkloadSpec) -> Iterator[None]:
+        """Hold the device's turn; the spans say what waited for it and what used it."""
+        with ExitStack() as stack:
+            with span(f"{self.name}: turn", spec.workload):
+                stack.enter_context(self._turn)
+            with span(f"{self.name}: {stage}", spec.workload):
+                yield
 
     def request(self, path: str, spec: WorkloadSpec) -> MeasureRequest:
         """Return the request to measure a file as a candidate."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import IO, Protocol
 
+from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tuning.local.child import resident_bytes
 from relaxtune.pipeline.tuning.local.fork_requests import Fork, Reap
 
@@ -320,10 +322,11 @@ class ChildProcess:
             The child died.
         """
         try:
-            message = self._connection.recv()
+            message = self._connection.recv_bytes()
         except (EOFError, ConnectionResetError) as e:
             raise self._obituary() from e
-        reply = Reply(*message)
+        with span("unpickle"):
+            reply = Reply(*pickle.loads(message))
         if self.ready:
             self.answered += 1
         self.ready = True

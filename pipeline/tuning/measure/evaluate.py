@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import tvm
 
 from relaxtune.pipeline.errors import MeasuringBrokenError
+from relaxtune.pipeline.spans import note_span
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, MeasureBackend, Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.clock import BusyClock
 from relaxtune.pipeline.tuning.measure.recipe import Buildable
@@ -62,11 +64,19 @@ class _Ticket:
     artifact: BuiltArtifact = field(default_factory=lambda: BuiltArtifact(b"", ""))
     build_s: float = 0.0
     attempts: int = 0
+    since_s: float = field(default_factory=time.monotonic)
     twins: list[_Ticket] = field(default_factory=list)
 
     @property
     def key(self) -> _CodeKey:
         return self.job.spec.workload, self.artifact.sha256
+
+    def noted(self, stage: str, seconds: float) -> None:
+        """Write down a stage that took the last so many seconds, and what it waited for that before."""
+        now, workload = time.monotonic(), self.job.spec.workload
+        note_span(f"wait to {stage}", workload, self.since_s, now - seconds)
+        note_span(stage, workload, now - seconds, now)
+        self.since_s = now
 
 
 class Evaluator:
@@ -161,6 +171,7 @@ class Evaluator:
     def _built(self, ticket: _Ticket, built: Built) -> None:
         """Take in a build, in the builder's thread."""
         ticket.build_s = built.seconds
+        ticket.noted("build", built.seconds)
         if built.artifact is None:
             outcome = Outcome(built.status, error=built.error, duration_s=built.seconds)
             self._finished.put(Finished(ticket.tag, outcome))
@@ -201,6 +212,7 @@ class Evaluator:
 
     def _measured(self, ticket: _Ticket, outcome: Outcome) -> None:
         """Take in a measurement, in a thread of the backend."""
+        ticket.noted("measure", outcome.duration_s)
         with self._lock:
             self._measuring -= 1
             self._by_key.pop(ticket.key, None)

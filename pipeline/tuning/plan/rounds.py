@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from relaxtune.pipeline.errors import MeasuringBrokenError, UsageError
 from relaxtune.pipeline.printable import last_line
+from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.evaluate import Evaluator, Finished, Job
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
@@ -137,7 +138,8 @@ class Rounds:
             elif self._evaluator.pending or self._searches.running:
                 self._take_back(_WAIT_S)
             elif self._feed is not None and self._feed.arriving:
-                self._feed.wait(_WAIT_S)
+                with span("driver: wait for cells"):
+                    self._feed.wait(_WAIT_S)
             elif self._feed is None or not self._end_all():
                 break
         self._drain()
@@ -167,9 +169,11 @@ class Rounds:
                 self._hold_finals(self._queue.take_settled())
             arrivals = self._feed.take(idle=idle)
             for arrival in arrivals:
-                admitted = self._admit(arrival)
-                self.take(admitted)
-                self.begin(admitted.new)
+                with span("driver: admit"):
+                    admitted = self._admit(arrival)
+                    self.take(admitted)
+                with span("driver: begin tasks"):
+                    self.begin(admitted.new)
             if not arrivals or not idle:
                 return
 
@@ -186,7 +190,8 @@ class Rounds:
         self._finals |= {id(state): state.valid for state in fresh}
         if fresh and self._options.finals and self._evaluator.backend.capabilities.compares:
             rounds = self._options.finals
-            hold_finals(fresh, self._evaluator.backend, self._recorder, self._stop, rounds=rounds)
+            with span("driver: finals"):
+                hold_finals(fresh, self._evaluator.backend, self._recorder, self._stop, rounds=rounds)
         if settled and self._feed is not None:
             self._recorder.try_flush()
             self._feed.settled([state.task.workload_hash for state in settled])
@@ -273,7 +278,8 @@ class Rounds:
 
     def _take_back(self, timeout_s: float) -> None:
         """Take what is finished, waiting so long for the first."""
-        finished = self._evaluator.take(timeout_s)
+        with span("driver: wait"):
+            finished = self._evaluator.take(timeout_s)
         while finished is not None:
             self._take(finished)
             finished = self._evaluator.take(0)

@@ -41,6 +41,7 @@ from relaxtune.pipeline.batch.worker import CellWorker, Work
 from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.jobs import Limits
+from relaxtune.pipeline.spans import VARIABLE, read_spans
 from relaxtune.pipeline.tuning.options import LEVELS, Effort
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.tuning_db.batches import batch_key, get_batch, list_attempts, move_cell, start_batch
@@ -111,6 +112,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     printed: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdout.write", printed.append)
+        patch.setenv(VARIABLE, str(folder / "spans"))
         with pytest.raises(SystemExit) as ended:
             main(["batch", "run", str(plan), "--format", "json"])
     return Ran(folder, plan, int(ended.value.code or 0), [json.loads(line) for line in "".join(printed).splitlines()])
@@ -145,6 +147,21 @@ def test_each_cell_has_its_own_end(ran: Ran) -> None:
         "first-8x32-llvm.rejected",
     }
     assert load_manifest(Path(str(done["artifact"]))).validation["passed"]
+
+
+def test_all_processes_of_a_run_say_what_they_did_and_when(ran: Ran) -> None:
+    spans = read_spans(ran.folder / "spans")
+    processes: dict[str, set[int]] = {}
+    for one in spans:
+        processes.setdefault(one.stage, set()).add(one.process)
+    here = {os.getpid()}
+    assert processes["import"] == processes["compile"] == processes["build"] == processes["cpu:0: measure"] == here
+    assert not (processes["build: compile"] | processes["time"]) & here
+    for task in {one.of for one in spans if one.stage == "time"}:
+        built, taken = (
+            [one for one in spans if (one.stage, one.of) == (stage, task)] for stage in ("build", "measure")
+        )
+        assert min(one.ended_s for one in built) <= min(one.began_s for one in taken)
 
 
 def test_a_task_of_several_cells_is_one_task_with_their_weights(ran: Ran, database: TuningDatabase) -> None:
