@@ -1,6 +1,7 @@
 """Kernels of the attention template beside torch's attention on a Hopper GPU, each checked before it is timed.
 
     python -m benchmarks.bench_attention_sm90 build DIR [--candidates 4]    anywhere with a CUDA compiler; needs no GPU
+        [--template attention_sm80 --target cuda:sm_90]                     kernels of mma.sync that an H200 runs
     python -m benchmarks.bench_attention_sm90 run DIR [--rounds 100] [--out FILE.json]      on the GPU; needs no TVM
 
 `run` needs torch and cuda-bindings. Every kernel first runs on fresh random inputs into an output full of NaN, and is
@@ -31,6 +32,7 @@ from benchmarks.cubins import (
     read_kernels,
     time_by_turns,
 )
+from benchmarks.gpu_arms.results import machine
 
 CHECKS = 20
 # Of the norm of the difference; the weights are rounded to 11 bits, as is the output.
@@ -105,14 +107,14 @@ CASES = {
 }
 
 
-def build(directory: Path, candidates: int, only: str) -> None:
+def build(directory: Path, candidates: int, only: str, template_name: str, target_text: str) -> None:
     """Compile the first candidates of every case whose name has a text in it, and describe them in a manifest."""
     from relaxtune.schedules.errors import Refusal
     from relaxtune.schedules.functions.plain_attention import attention_function
+    from relaxtune.schedules.registry import TEMPLATES
     from relaxtune.schedules.targets import resolve_target
-    from relaxtune.schedules.templates.attention_sm90.template import AttentionSm90
 
-    target, template = resolve_target("cuda:sm_90a"), AttentionSm90()
+    target, template = resolve_target(target_text), TEMPLATES[template_name]
     with cubin_writer(directory, target) as writer:
         for name, case in ((name, case) for name, case in CASES.items() if only in name):
             spec, params = specification(case)
@@ -294,7 +296,7 @@ def run(directory: Path, rounds: int, out: Path | None, only: str) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.zeros(1, device="cuda")
     every = read_kernels(directory)
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": {}}
+    results: dict[str, Any] = {"machine": machine(), "torch": torch.__version__, "cases": {}}
     wrong = 0
     ratios: list[tuple[float, float]] = []
     for name, case in CASES.items():
@@ -340,12 +342,14 @@ def main() -> None:
     """Build or run."""
     parser, building, running = build_and_run_parser(__doc__)
     building.add_argument("--candidates", type=int, default=4)
+    building.add_argument("--template", default="attention_sm90")
+    building.add_argument("--target", default="cuda:sm_90a")
     running.add_argument("--rounds", type=int, default=100)
     for part in (building, running):
         part.add_argument("--only", default="", help="cases whose name has this in it")
     arguments = parser.parse_args()
     if arguments.command == "build":
-        build(arguments.directory, arguments.candidates, arguments.only)
+        build(arguments.directory, arguments.candidates, arguments.only, arguments.template, arguments.target)
     else:
         sys.exit(run(arguments.directory, arguments.rounds, arguments.out, arguments.only))
 
