@@ -22,12 +22,13 @@ from relaxtune.pipeline.artifact.directory import (
     rejected_place,
     stage_beside,
 )
-from relaxtune.pipeline.artifact.export import CompiledBucket, policy_of, write_artifact
+from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact.signature import read_signing_key, sign_artifact
 from relaxtune.pipeline.bench.measure import OWN_ARM
+from relaxtune.pipeline.choose.meanwhile import Meanwhile, make_reference, meanwhile
 from relaxtune.pipeline.choose.model_arm import LoadedArm
 from relaxtune.pipeline.choose.norm_forms import NormFormsReport
 from relaxtune.pipeline.choose.rerank import RerankReport
@@ -140,13 +141,7 @@ def make_beforehand(prepared: PreparedModel, samples: int, threads: int | None =
     """Return what finishing a model takes beside its tuned kernels; `threads` are ONNX Runtime's."""
     with stage("compile untuned"):
         untuned = compile_module(prepared.lowered, untuned_kernels(prepared), prepared.target)
-    if not samples or prepared.buckets:
-        return Beforehand(untuned, None)
-    with stage("reference"):
-        reference = Reference(prepared.model, threads, policy=policy_of(prepared.lowered))
-        sizes = sizes_within(prepared.model, prepared.lowered.options.maxima)
-        reference.remember(sample_inputs(prepared.model, samples=samples, seed=0, dims=sizes))
-    return Beforehand(untuned, reference)
+    return Beforehand(untuned, make_reference(prepared, samples, threads))
 
 
 @dataclass(frozen=True)
@@ -309,10 +304,14 @@ def finish_tuned(
         Of `asked`, where it was made while the model was tuned.
     """
     told = on_compiled or (lambda: None)
+    known = None if beforehand is None else beforehand.reference
     prepared, choices, shipping, shipped, missed = tuned.prepared, tuned.choices, None, None, None
-    with stage_beside(out.absolute()) as folder:
+    with (
+        stage_beside(out.absolute()) as folder,
+        meanwhile(asked, benchmark=request.benchmark, samples=request.samples, reference=known) as ready,
+    ):
         if request.benchmark:
-            shipping, shipped = _decide_shipping(asked, tuned, folder, turn, told, beforehand)
+            shipping, shipped = _decide_shipping(asked, tuned, folder, turn, told, beforehand, ready)
             if not shipping.tuned:
                 prepared, choices = asked, shipping.compiled.choices
             own = shipping.report.arm(OWN_ARM)
@@ -342,7 +341,7 @@ def finish_tuned(
             sign=request.sign,
             turn=turn,
             on_compiled=None if request.benchmark else told,
-            reference=None if beforehand is None else beforehand.reference,
+            reference=ready.reference,
         )
     if shipping is not None and request.record:
         artifact = artifact_of(compiled.manifest, compiled.directory, tuned.job_id)
@@ -364,6 +363,7 @@ def _decide_shipping(
     turn: AbstractContextManager[object] | None,
     told: Callable[[], None],
     beforehand: Beforehand | None,
+    ready: Meanwhile,
 ) -> tuple[Shipping, LoadedArm]:
     """Compile a model tuned and untuned; return which of them ships, and that one's artifact in a folder."""
     with stage("compile"):
@@ -373,7 +373,7 @@ def _decide_shipping(
             untuned = compile_module(asked.lowered, untuned_kernels(asked), asked.target, like=made)
     told()
     with stage("compare"):
-        return decide(asked, made, untuned, folder, turn)
+        return decide(asked, made, untuned, folder, turn, ready.peers)
 
 
 def _compile(
@@ -392,7 +392,7 @@ def _compile(
     sign: Path | None = None,
     turn: AbstractContextManager[object] | None = None,
     on_compiled: Callable[[], None] | None = None,
-    reference: Reference | None = None,
+    reference: Callable[[], Reference | None] = lambda: None,
 ) -> CompileResult:
     with stage("compile"):
         compiled = made.compiled if made is not None else compile_module(prepared.lowered, choices, prepared.target)
@@ -412,7 +412,7 @@ def _compile(
     if validates:
         with stage("validate"):
             loaded = loaded or Module.load(place)
-            validation = _validate(loaded, place, prepared.model, samples, limits, turn, reference)
+            validation = _validate(loaded, place, prepared.model, samples, limits, turn, reference())
         manifest = record_validation(place, validation.to_json())
         if not validation.passed:
             missed = "the artifact failed validation"

@@ -38,7 +38,7 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
-def write_directory(destination: Path, write_files: Callable[[Path], Manifest]) -> Manifest:
+def write_directory(destination: Path, write_files: Callable[[Path], Manifest], beside: Path | None = None) -> Manifest:
     """Write an artifact whole or not at all; return its manifest with the hashes of its files.
 
     Parameters
@@ -47,6 +47,8 @@ def write_directory(destination: Path, write_files: Callable[[Path], Manifest]) 
         The artifact's directory; its parent is made if missing.
     write_files : callable
         Writes every file but the manifest into the directory it is given, and returns the manifest without hashes.
+    beside : Path or None
+        Another artifact. A file that is only a second name of one there is not read again: its hash is known.
 
     Raises
     ------
@@ -58,12 +60,12 @@ def write_directory(destination: Path, write_files: Callable[[Path], Manifest]) 
         # mkdtemp makes private directories; an artifact is as readable as any other output.
         staging.chmod(0o777 & ~_umask())
         manifest = write_files(staging)
-        complete = manifest.with_files({path.name: hash_file(path) for path in sorted(staging.iterdir())})
+        complete = manifest.with_files(_hash_files(staging, beside))
         (staging / MANIFEST_FILE).write_text(complete.to_json(), encoding="utf-8")
         for path in staging.iterdir():
             _flush(path)
         _flush(staging)
-        verify_artifact(staging)
+        load_manifest(staging)
         _move_into_place(staging, destination)
     return complete
 
@@ -199,6 +201,16 @@ def _replace_manifest(directory: Path, manifest: Manifest) -> Manifest:
         finally:
             temporary.unlink(missing_ok=True)
     return manifest
+
+
+def _hash_files(directory: Path, beside: Path | None) -> dict[str, FileEntry]:
+    known = {} if beside is None else load_manifest(beside).files
+    return {
+        path.name: known[path.name]
+        if beside is not None and path.name in known and path.samefile(beside / path.name)
+        else hash_file(path)
+        for path in sorted(directory.iterdir())
+    }
 
 
 def hash_file(path: Path) -> FileEntry:

@@ -100,7 +100,7 @@ def write_artifact(
         found = BucketsEntry(entries, fill_values(rules), masks=list_masks(rules))
         return replace(manifest, memory=memory, buckets=found)
 
-    return write_directory(destination, write_files)
+    return write_directory(destination, write_files, None if beside is None else beside[1])
 
 
 def share_weights(stored: dict[str, np.ndarray], added: Mapping[str, np.ndarray], prefix: str) -> tuple[str, ...]:

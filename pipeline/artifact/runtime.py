@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self, cast
 
 import numpy as np
-import safetensors.numpy
+import safetensors
 import tvm
 from tvm.runtime import Device, Tensor
 from tvm.runtime.vm import VirtualMachine
@@ -79,6 +79,7 @@ class Module:
         self._threads = threads if threads is not None else default_threads()
         self._turn = threading.Lock()
         self._router: Router | None = None
+        self._weights_file: Path | None = None
         # Numbers of the outputs that lie in memory of others; what they are is known from the first call on.
         self._shared_outputs: frozenset[int] | None = None
         self._watched = False
@@ -102,6 +103,7 @@ class Module:
         verify: bool = True,
         threads: int | None = None,
         verify_key: Path | str | None = None,
+        beside: Module | None = None,
     ) -> Self:
         """Return the module of an artifact directory, its weights on the device.
 
@@ -118,6 +120,8 @@ class Module:
         verify_key : Path, str or None
             The public key (PEM) of who must have signed the artifact. It is checked before anything of it runs, and
             so is every file's sha256.
+        beside : Module or None
+            Another form of the model, loaded. If both artifacts have one file of weights, the modules share them.
 
         Raises
         ------
@@ -141,8 +145,13 @@ class Module:
             machine = VirtualMachine(_load_code(directory / MODULE_FILE), chosen)
         except (RuntimeError, OSError, ValueError) as e:
             raise ArtifactError(f"{directory / MODULE_FILE} cannot be loaded: {last_line(e)}") from e
-        stored = _load_weights(directory, manifest, chosen)
+        weights_file = directory / PARAMS_FILE
+        if beside is not None and beside._has_weights_of(weights_file, manifest, chosen):
+            stored = dict(zip(beside._manifest.weights, beside._weights, strict=True))
+        else:
+            stored = _load_weights(weights_file, manifest, chosen)
         module = cls(manifest, machine, chosen, [stored[name] for name in manifest.weights], threads)
+        module._weights_file = weights_file
         buckets = manifest.buckets
         if buckets is not None:
             loaded = [cls._of_bucket(directory, manifest, one, chosen, stored, threads) for one in buckets.entries]
@@ -164,6 +173,11 @@ class Module:
         except (RuntimeError, OSError, ValueError) as e:
             raise ArtifactError(f"{directory / entry.file} cannot be loaded: {last_line(e)}") from e
         return cls(manifest.of_bucket(entry), machine, device, [weights[name] for name in entry.weights], threads)
+
+    def _has_weights_of(self, file: Path, manifest: Manifest, device: Device) -> bool:
+        mine = self._weights_file
+        one_file = mine is not None and mine.is_file() and file.is_file() and file.samefile(mine)
+        return one_file and self._manifest.weights == manifest.weights and self._device == device
 
     def variant(self, entry: str) -> Self:
         """Return another entry of the same code as a module, on the same weights; see `pipeline.choose.variants`."""
@@ -366,22 +380,21 @@ def _load_code(path: Path) -> tvm.runtime.Module:
         return tvm.runtime.load_module(str(named))
 
 
-def _load_weights(directory: Path, manifest: Manifest, device: Device) -> dict[str, Tensor]:
+def _load_weights(file: Path, manifest: Manifest, device: Device) -> dict[str, Tensor]:
     """Return the weights of the artifact and of its buckets by name, each once on the device."""
     entries = manifest.buckets.entries if manifest.buckets is not None else ()
     names = dict.fromkeys([*manifest.weights, *(name for entry in entries for name in entry.weights)])
     if not names:
         return {}
     try:
-        arrays = safetensors.numpy.load_file(directory / PARAMS_FILE)
+        # One array at a time: together they would take the model's size a second time.
+        with safetensors.safe_open(file, framework="numpy") as stored:
+            missing = sorted(names.keys() - stored.keys())
+            if not missing:
+                return {name: tvm.runtime.tensor(stored.get_tensor(name), device=device) for name in names}
     except (OSError, safetensors.SafetensorError, ValueError, TypeError, KeyError) as e:
-        raise ArtifactError(f"{directory / PARAMS_FILE} cannot be read: {e}; compile the model again") from e
-    missing = [name for name in names if name not in arrays]
-    if missing:
-        raise ArtifactError(
-            f"{directory / PARAMS_FILE} lacks the weights {', '.join(missing)}; compile the model again"
-        )
-    return {name: tvm.runtime.tensor(arrays[name], device=device) for name in names}
+        raise ArtifactError(f"{file} cannot be read: {e}; compile the model again") from e
+    raise ArtifactError(f"{file} lacks the weights {', '.join(missing)}; compile the model again")
 
 
 def _as_tuple(result: object) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -110,6 +110,7 @@ def measure(
     conditions: Mapping[str, str] | None = None,
     mirrored: bool = False,
     settle: bool = True,
+    until: Callable[[Mapping[str, Sequence[float]]], bool] | None = None,
 ) -> BenchmarkReport:
     """Return the latencies of arms that take turns.
 
@@ -125,6 +126,8 @@ def measure(
         Whether every second turn goes through the arms backwards: a place in the turn then favours none.
     settle : bool
         Whether an arm runs once untimed before each timed run. One that takes long needs no such run.
+    until : callable or None
+        Asked after each turn whether the latencies so far, by arm, are enough.
 
     Raises
     ------
@@ -147,6 +150,9 @@ def measure(
             started = time.perf_counter_ns()
             arm()
             latencies[name].append((time.perf_counter_ns() - started) / 1e6)
+        if until is not None and until(latencies):
+            runs = turn + 1
+            break
     results = tuple(ArmResult(name, tuple(values)) for name, values in latencies.items())
     return BenchmarkReport(results, runs, warmup, dict(conditions or {}))
 

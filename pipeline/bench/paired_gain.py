@@ -52,21 +52,35 @@ def paired_gain(
     doubt : float
         The probability with which each bound may be wrong.
     """
-    taken, first, last = (np.log(np.asarray(one, np.float64)) for one in (latencies, before, after))
-    # In logarithms, a drift over the turn cancels, and a ratio and its inverse are equally far from 0.
-    gains = np.sort((first + last) / 2 - taken)
+    gains = np.sort(_log_gains(latencies, before, after))
     rank = _rank(gains.size, doubt)
     return PairedGain(
         median=_part(float(np.median(gains))),
         least=_part(float(gains[-rank]) if rank else -math.inf),
         most=_part(float(gains[rank - 1]) if rank else math.inf),
-        bias=math.expm1(abs(float(np.median(first - last)))),
+        bias=math.expm1(abs(float(np.median(np.log(before) - np.log(after))))),
     )
+
+
+def is_hopeless(
+    latencies: Sequence[float], before: Sequence[float], after: Sequence[float], *, turns: int, doubt: float
+) -> bool:
+    """Whether no turns to come, up to `turns` in all, can make a gain of what was timed so far (`is_gain`)."""
+    gained = sum(_part(float(gain)) > LEAST_GAIN for gain in _log_gains(latencies, before, after))
+    rank = _rank(turns, doubt)
+    return not rank or gained + turns - len(latencies) < rank
 
 
 def is_gain(gain: PairedGain) -> bool:
     """Whether something is surely faster, by more than a place in the turn makes."""
     return gain.least > max(LEAST_GAIN, gain.bias)
+
+
+def _log_gains(latencies: Sequence[float], before: Sequence[float], after: Sequence[float]) -> np.ndarray:
+    """Return the gain of each turn, as a logarithm."""
+    # There a drift over the turn cancels, and a ratio and its inverse are equally far from 0.
+    taken, first, last = (np.log(np.asarray(one, np.float64)) for one in (latencies, before, after))
+    return np.asarray((first + last) / 2 - taken)
 
 
 @functools.cache

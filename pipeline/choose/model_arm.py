@@ -60,7 +60,7 @@ def load_arm(compiled: CompiledModule, model: OnnxModel, directory: Path, beside
     """Write a compiled model to a directory, and load it; `beside` is another form of the model, which stays there."""
     write_artifact(compiled, directory, beside=None if beside is None else (beside.compiled, beside.directory))
     # Writing has just verified it.
-    module = Module.load(directory, verify=False)
+    module = Module.load(directory, verify=False, beside=None if beside is None else beside.module)
     return LoadedArm(compiled, directory, module, module_arm(module, timed_inputs(model, module.manifest.maxima)))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +20,12 @@ from relaxtune.pipeline.bench.measure import (
     OWN_ARM,
     UNTUNED_ARM,
     Arm,
-    ArmResult,
     BenchmarkReport,
     measure,
     onnxruntime_arm,
     run_conditions,
 )
-from relaxtune.pipeline.bench.paired_gain import PairedGain, is_gain, paired_gain
+from relaxtune.pipeline.bench.paired_gain import PairedGain, is_gain, is_hopeless, paired_gain
 from relaxtune.pipeline.choose.model_arm import LoadedArm, load_arm, timed_inputs
 from relaxtune.pipeline.prepare import PreparedModel
 
@@ -85,6 +84,7 @@ def decide(
     untuned: CompiledModule,
     folder: Path,
     turn: AbstractContextManager[object] | None = None,
+    peers: Callable[[], Mapping[str, Arm]] | None = None,
 ) -> tuple[Shipping, LoadedArm]:
     """Return which of two compiled models ships, after timing both whole; and that one, written and loaded.
 
@@ -98,6 +98,8 @@ def decide(
         Where both are written as artifacts: the one that ships can be moved from there.
     turn : context manager or None
         Held while they are timed.
+    peers : callable or None
+        Gives what is timed beside them; by default `peer_arms`.
 
     Raises
     ------
@@ -108,7 +110,7 @@ def decide(
     loaded = load_arm(tuned, prepared.model, folder / "tuned")
     other = loaded if same else load_arm(untuned, prepared.model, folder / "untuned", beside=loaded)
     arms = {OWN_ARM: loaded.arm} if same else {UNTUNED_ARM: other.arm, OWN_ARM: loaded.arm, _AFTER: other.arm}
-    arms |= _peer(prepared)
+    arms |= peer_arms(prepared) if peers is None else peers()
     with turn or nullcontext():
         report = _measure(arms, run_conditions(loaded.module))
     timed, gain = report.arm(OWN_ARM), None
@@ -121,22 +123,26 @@ def decide(
         if not is_gain(gain):
             shipped = [replace(after, name=OWN_ARM), replace(after, name=UNTUNED_ARM), replace(timed, name=_TUNED)]
     taken = gain is None or is_gain(gain)
-    peers = [arm for arm in report.arms if arm.name == ORT_ARM]
-    result = Shipping(tuned if taken else untuned, taken, _with_arms(report, [*shipped, *peers]), gain)
+    others = [arm for arm in report.arms if arm.name == ORT_ARM]
+    result = Shipping(tuned if taken else untuned, taken, replace(report, arms=(*shipped, *others)), gain)
     logger.info("%s", result.verdict)
     return result, loaded if taken else other
 
 
-def _peer(prepared: PreparedModel) -> Mapping[str, Arm]:
+def peer_arms(prepared: PreparedModel, threads: int | None = None) -> Mapping[str, Arm]:
     """Return ONNX Runtime where it runs on the same device: a ratio over another device means nothing."""
     if prepared.target.kind != "llvm":
         logger.info("no peer is timed: ONNX Runtime would run on the CPU here, the model runs on a GPU")
         return {}
-    return {ORT_ARM: onnxruntime_arm(prepared.model, timed_inputs(prepared.model, prepared.lowered.options.maxima))}
+    inputs = timed_inputs(prepared.model, prepared.lowered.options.maxima)
+    return {ORT_ARM: onnxruntime_arm(prepared.model, inputs, threads=threads)}
 
 
 def _measure(arms: Mapping[str, Arm], conditions: Mapping[str, str]) -> BenchmarkReport:
-    """Return the latencies of as many runs as fit the seconds they may take; slow arms run without untimed ones."""
+    """Return the latencies of as many runs as fit the seconds they may take; slow arms run without untimed ones.
+
+    They end sooner where no runs to come could show the tuned form to be faster.
+    """
     for arm in arms.values():
         arm()
     started = time.perf_counter()
@@ -145,8 +151,10 @@ def _measure(arms: Mapping[str, Arm], conditions: Mapping[str, str]) -> Benchmar
     rounds = int(_SECONDS / (time.perf_counter() - started))
     settle = rounds >= _WARMUP + 2 * _LEAST_RUNS
     runs = max(_LEAST_RUNS, min(_RUNS, (rounds - _WARMUP) // 2 if settle else rounds))
-    return measure(arms, runs=runs, warmup=_WARMUP if settle else 0, conditions=conditions, settle=settle)
 
+    def decided(latencies: Mapping[str, Sequence[float]]) -> bool:
+        timed = [latencies.get(name, ()) for name in (OWN_ARM, UNTUNED_ARM, _AFTER)]
+        return len(timed[1]) >= _LEAST_RUNS and is_hopeless(*timed, turns=runs, doubt=_DOUBT)
 
-def _with_arms(report: BenchmarkReport, arms: list[ArmResult]) -> BenchmarkReport:
-    return replace(report, arms=tuple(arms))
+    warmup = _WARMUP if settle else 0
+    return measure(arms, runs=runs, warmup=warmup, conditions=conditions, settle=settle, until=decided)

@@ -15,6 +15,8 @@ The two uses want different sessions:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import onnx
@@ -331,9 +333,27 @@ class _Session(onnxruntime.InferenceSession):  # type: ignore[misc]
     """A session on the CPU that reads large weights where they lie; it holds them."""
 
     def __init__(self, proto: onnx.ModelProto, options: onnxruntime.SessionOptions) -> None:
-        graph, self._weights = _without_weights(proto)
-        options.add_external_initializers(list(self._weights), list(self._weights.values()))
-        super().__init__(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        self._split = _SplitGraph.of(proto)
+        weights = self._split.weights
+        options.add_external_initializers(list(weights), list(weights.values()))
+        super().__init__(self._split.graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+class _SplitGraph:
+    """A graph and, apart from it, its large weights; sessions on one graph share them while one of them lives."""
+
+    _living: ClassVar[WeakValueDictionary[int, _SplitGraph]] = WeakValueDictionary()
+
+    def __init__(self, proto: onnx.ModelProto) -> None:
+        self._proto = proto  # held, since its identity is what it is found by
+        self.graph, self.weights = _without_weights(proto)
+
+    @classmethod
+    def of(cls, proto: onnx.ModelProto) -> _SplitGraph:
+        found = cls._living.get(id(proto))
+        if found is None:
+            found = cls._living[id(proto)] = cls(proto)
+        return found
 
 
 def _without_weights(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnxruntime.OrtValue]]:

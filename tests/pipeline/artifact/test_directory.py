@@ -10,10 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from relaxtune.pipeline.artifact import directory as directory_module
 from relaxtune.pipeline.artifact.compile import CompiledModule
-from relaxtune.pipeline.artifact.directory import load_manifest, record_validation, verify_artifact, write_directory
+from relaxtune.pipeline.artifact.directory import (
+    hash_file,
+    load_manifest,
+    record_validation,
+    verify_artifact,
+    write_directory,
+)
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.manifest import Manifest
+from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import ArtifactError
 
 Maker = Callable[[], Path]
@@ -134,6 +142,22 @@ def test_write_replaces_an_artifact_and_leaves_nothing_beside_it(
     write_artifact(compiled, directory)
     assert verify_artifact(directory).validation is None
     assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+
+
+def test_weights_that_two_artifacts_share_are_read_once(
+    artifact_copy: Maker, compiled: CompiledModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, read = artifact_copy(), []
+    monkeypatch.setattr(directory_module, "hash_file", lambda path: read.append(path.name) or hash_file(path))
+    write_artifact(compiled, tmp_path / "second", beside=(compiled, first))
+    assert read == ["model.so"]
+    monkeypatch.undo()
+    assert verify_artifact(tmp_path / "second").files["params.safetensors"].bytes
+    loaded = Module.load(first)
+    assert Module.load(tmp_path / "second", beside=loaded)._weights == loaded._weights
+    other = tmp_path / "copy" / "artifact"
+    shutil.copytree(first, other)
+    assert all(a is not b for a, b in zip(Module.load(other, beside=loaded)._weights, loaded._weights, strict=True))
 
 
 def test_write_leaves_alone_what_is_no_artifact(tmp_path: Path, compiled: CompiledModule) -> None:

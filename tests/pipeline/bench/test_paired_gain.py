@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from relaxtune.pipeline.bench.paired_gain import PairedGain, paired_gain
+from relaxtune.pipeline.bench.paired_gain import PairedGain, is_hopeless, paired_gain
 from relaxtune.pipeline.choose.rerank import is_gain
 
 DOUBT = 0.01 / 3
@@ -68,6 +68,22 @@ def test_what_a_place_in_the_turn_makes_is_no_gain() -> None:
     assert gain.median == pytest.approx(0.0196, abs=1e-3)
     assert gain.bias == pytest.approx(0.03)
     assert not is_gain(gain)
+
+
+@pytest.mark.parametrize("shorter", [-0.02, 0.0, 0.005, 0.02])
+def test_what_was_given_up_is_no_gain_after_all_turns_either(shorter: float) -> None:
+    given_up, turns = 0, 30
+    for seed in range(60):
+        before, latency, after = (1 + noise("normal", np.random.default_rng(seed), turns)).T
+        latency = latency * (1 - shorter)
+        for count in range(6, turns):
+            series = [one[:count] for one in (latency, before, after)]
+            if is_hopeless(*series, turns=turns, doubt=DOUBT):
+                given_up += 1
+                assert not is_gain(paired_gain(*series, doubt=DOUBT))
+                assert not is_gain(paired_gain(latency, before, after, doubt=DOUBT))
+                break
+    assert given_up > 55 if shorter <= 0 else given_up < 60
 
 
 def test_too_few_turns_tell_nothing() -> None:

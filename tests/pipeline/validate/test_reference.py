@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 import onnx
@@ -98,8 +99,16 @@ def test_large_weights_are_read_where_they_lie(bert_tiny: OnnxModel, monkeypatch
     graph, weights = reference_module._without_weights(bert_tiny.inline_proto())
     assert graph.ByteSize() < sum(value.numpy().nbytes for value in weights.values()) / 10
     monkeypatch.setattr(reference_module, "_SHARED_TYPES", frozenset())
+    monkeypatch.setattr(reference_module._SplitGraph, "_living", WeakValueDictionary())
     within = Reference(bert_tiny).run(inputs)
     assert all(np.array_equal(got[name], within[name]) for name in within)
+
+
+def test_the_peer_and_the_reference_of_a_model_share_its_weights(bert_tiny: OnnxModel) -> None:
+    peer, reference = peer_session(bert_tiny, 1), Reference(bert_tiny)
+    assert reference._loaded is not None
+    assert peer._split is reference._loaded[1]._split
+    assert peer._split.weights
 
 
 def test_large_weights_that_no_node_reads_do_no_harm(bert_tiny: OnnxModel, monkeypatch: pytest.MonkeyPatch) -> None:
