@@ -141,15 +141,21 @@ def tune(
     session = _Session(list(tasks), target, database, environment, options, job_id, listener, stop, still_true, feed)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ctrl_c_requests(stop))
+
+        def opened() -> Machine:
+            if builder is not None and backend is not None:
+                return Machine(builder, backend)
+            if machine is not None:
+                return stack.enter_context(machine(target, environment, options, stop))
+            return stack.enter_context(this_machine(target, environment, options, stop, builder, backend))
+
+        started = None
+        if session.listen():
+            # Its processes start while models are imported.
+            started = opened()
         if session.prepare():
-            if builder is None or backend is None:
-                opened = (
-                    this_machine(target, environment, options, stop, builder, backend)
-                    if machine is None
-                    else machine(target, environment, options, stop)
-                )
-                started = stack.enter_context(opened)
-                builder, backend = started.builder, started.backend
+            started = started or opened()
+            builder, backend = started.builder, started.backend
             overlap = options.overlap if options.overlap is not None else backend.capabilities.undisturbed
             session.run(Evaluator(builder, backend, target.target, exclusive=not overlap), began)
         return session.summary(began)
@@ -216,18 +222,20 @@ class _Session:
         self._interrupted = False
         self._restarts = 0
 
+    def listen(self) -> bool:
+        """Let the feed begin, and take in what it has already; return whether tasks are on their way."""
+        if self.feed is None or self.stop.due:
+            return False
+        self._admit_all(self.feed, idle=False)
+        return self.feed.arriving and not self._has_work()
+
     def prepare(self) -> bool:
         """Record the workloads and take in what is known of each; return whether there is anything to measure."""
         if self.feed is None:
             self._admit(Arrival(tuple(self.tasks), self.options.trials))
             return self._has_work()
         while not self.stop.due:
-            arrivals = self.feed.take(idle=True)
-            for arrival in arrivals:
-                with span("driver: admit"):
-                    admitted = self._admit(arrival)
-                told = [*admitted.new, *admitted.heavier]
-                self.feed.settled([one.task.workload_hash for one in told if one.skipped or one.ended])
+            arrivals = self._admit_all(self.feed, idle=True)
             if self._has_work():
                 return True
             if not arrivals and not self.feed.arriving:
@@ -236,6 +244,16 @@ class _Session:
                 with span("driver: wait for cells"):
                     self.feed.wait(_FEED_WAIT_S)
         return False
+
+    def _admit_all(self, feed: TaskFeed, *, idle: bool) -> Sequence[Arrival]:
+        """Take in what a feed has now, before anything is measured."""
+        arrivals = feed.take(idle=idle)
+        for arrival in arrivals:
+            with span("driver: admit"):
+                admitted = self._admit(arrival)
+            told = [*admitted.new, *admitted.heavier]
+            feed.settled([one.task.workload_hash for one in told if one.skipped or one.ended])
+        return arrivals
 
     def _has_work(self) -> bool:
         to_do = self._to_do()

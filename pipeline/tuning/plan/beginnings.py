@@ -72,6 +72,8 @@ class Beginnings:
         """Hand in the references of tasks that are not left alone."""
         states = [state for state in states if state.skipped is None and state.ended is None]
         self.due += len(states)
+        for state in states:
+            state.fallback_due = True
         tagged = [(state.start.reference, Tag(state, Route.FALLBACK, "", reference=True)) for state in states]
         self._references |= {id(state): 1 for state in states}
         self._evaluator.submit_builds(tagged, host_target(self._target))
@@ -130,6 +132,7 @@ class Beginnings:
         """Hand in a task's fallback, unless it has none or it was measured before; return whether it was."""
         fallback = make_fallback(state)
         state.begins = None
+        state.fallback_due = fallback is not None
         if fallback is not None:
             self._evaluator.submit([(fallback.job, Tag(state, Route.FALLBACK, fallback.decision))])
         return fallback is not None

@@ -9,7 +9,7 @@ if they had drifted as much (`drift`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from relaxtune.pipeline.tuning.measure.backend import MeasureBackend, Outcome, Unmeasured
@@ -25,40 +25,73 @@ logger = logging.getLogger(__name__)
 _MARGIN = 0.05
 
 
-def hold_finals(
-    states: Sequence[TaskState], backend: MeasureBackend, recorder: Recorder, stop: StopSignal, *, rounds: int
-) -> None:
-    """Time the contenders of every task alternately and name the winners anew; ends early when the run is stopped.
+class Finals:
+    """The finals of a run: each is measured like a candidate, while the run goes on with other tasks.
 
     Parameters
     ----------
     backend : MeasureBackend
         Holds the final of one task on one device, those of several tasks side by side.
+    on_back : callable
+        Called, in another thread, when a final is back.
     rounds : int
-        Latencies of each.
+        Latencies of each contender; 0 holds no finals.
     """
-    done: SimpleQueue[tuple[TaskState, list[Contender], Sequence[Outcome] | None]] = SimpleQueue()
-    asked = 0
-    for state in states:
+
+    def __init__(
+        self,
+        backend: MeasureBackend,
+        recorder: Recorder,
+        stop: StopSignal,
+        on_back: Callable[[], None],
+        *,
+        rounds: int,
+    ) -> None:
+        self._backend, self._recorder, self._stop = backend, recorder, stop
+        self._on_back = on_back
+        self._rounds = rounds
+        #: Finals that are on their way.
+        self.out = 0
+        self._back: SimpleQueue[tuple[TaskState, list[Contender], Sequence[Outcome] | None]] = SimpleQueue()
+        # By the id of a task: its valid candidates when its final was held.
+        self._held: dict[int, int] = {}
+
+    def hold(self, states: Sequence[TaskState]) -> list[TaskState]:
+        """Hand in the finals of tasks that are done; return the tasks that need none."""
+        return [state for state in states if not self._hand_in(state)]
+
+    def take(self) -> list[TaskState]:
+        """Return the tasks whose finals are back, with their winners named anew."""
+        found = []
+        while not self._back.empty():
+            state, finalists, outcomes = self._back.get()
+            self.out -= 1
+            found.append(state)
+            if outcomes is None or any(isinstance(one.status, Unmeasured) for one in outcomes):
+                continue
+            _name_winner(state, finalists, outcomes)
+            for one, outcome in zip(finalists, outcomes, strict=True):
+                self._recorder.add(state.task, one.route, one.decision, outcome)
+                state.seconds += outcome.duration_s
+        return found
+
+    def _hand_in(self, state: TaskState) -> bool:
+        fresh = self._held.get(id(state)) != state.valid
+        self._held[id(state)] = state.valid
+        if not fresh or not self._rounds or self._stop.asked or state.spec is None:
+            return False
         finalists = list_finalists(state)
         artifacts = [one.artifact for one in finalists if one.artifact is not None]
-        if len(finalists) < 2 or stop.asked or state.spec is None:
-            continue
-        asked += 1
-        backend.compare(
-            artifacts,
-            state.spec,
-            rounds,
-            lambda outcomes, state=state, finalists=finalists: done.put((state, finalists, outcomes)),  # type: ignore[misc]
-        )
-    for _ in range(asked):
-        state, finalists, outcomes = done.get()
-        if outcomes is None or any(isinstance(one.status, Unmeasured) for one in outcomes):
-            continue
-        _name_winner(state, finalists, outcomes)
-        for one, outcome in zip(finalists, outcomes, strict=True):
-            recorder.add(state.task, one.route, one.decision, outcome)
-            state.seconds += outcome.duration_s
+        if len(finalists) < 2 or not self._backend.capabilities.compares:
+            return False
+
+        def back(outcomes: Sequence[Outcome] | None) -> None:
+            self._back.put((state, finalists, outcomes))
+            self._on_back()
+
+        self.out += 1
+        self._backend.compare(artifacts, state.spec, self._rounds, back)
+        return True
 
 
 def list_finalists(state: TaskState) -> list[Contender]:

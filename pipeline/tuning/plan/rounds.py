@@ -23,7 +23,7 @@ from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.beginnings import FIRST_INFORMED, Beginnings
 from relaxtune.pipeline.tuning.plan.end_of_task import SETTLED
 from relaxtune.pipeline.tuning.plan.feed import Arrival, TaskFeed
-from relaxtune.pipeline.tuning.plan.finals import hold_finals
+from relaxtune.pipeline.tuning.plan.finals import Finals
 from relaxtune.pipeline.tuning.plan.in_flight import Batch, Tag
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.plan.search_pool import Proposal, SearchPool
@@ -115,9 +115,8 @@ class Rounds:
         self._beginnings = Beginnings(
             evaluator, recorder, target, on_device=options.device_references, propose=self._template_round
         )
+        self._finals = Finals(evaluator.backend, recorder, stop, evaluator.wake, rounds=options.finals)
         self._lost = 0
-        # By the id of a task: its valid candidates when its final was held.
-        self._finals: dict[int, int] = {}
         self._began = time.monotonic()
         self._flushed = 0.0
 
@@ -131,19 +130,22 @@ class Rounds:
         while not self._stop.due:
             self._take_back(0)
             self._listen()
+            if self._remaining() == 0 and not self._arriving:
+                self._queue.close("the candidates of the run are used up")
             state = self._next_task() if self._has_room() else None
             if state is not None:
                 self._round(state)
                 self._queue.touch(state)
-            elif self._evaluator.pending or self._searches.running:
+            elif not self._idle:
                 self._take_back(_WAIT_S)
-            elif self._feed is not None and self._feed.arriving:
+            elif self._feed is not None and self._arriving:
                 with span("driver: wait for cells"):
                     self._feed.wait(_WAIT_S)
             elif self._feed is None or not self._end_all():
                 break
         self._drain()
         self._hold_finals(self._queue.take_rest())
+        self._await_finals()
 
     def take(self, admitted: Admitted) -> None:
         """Go on with what came of an arrival."""
@@ -163,10 +165,12 @@ class Rounds:
         if self._feed is None or self._admit is None:
             return
         while True:
-            idle = not self._evaluator.pending and not self._searches.running
+            idle = self._idle
             self._queue.refresh(self._in_flight_max)
             if idle or not self._evaluator.exclusive:
                 self._hold_finals(self._queue.take_settled())
+            if self._evaluator.exclusive:
+                self._await_finals()
             arrivals = self._feed.take(idle=idle)
             for arrival in arrivals:
                 with span("driver: admit"):
@@ -178,27 +182,46 @@ class Rounds:
                 return
 
     def _end_all(self) -> bool:
-        """End what is open, since the candidates are used up; return whether something was."""
-        self._queue.end_all("the candidates of the run are used up")
+        """End what is open, since nothing is left to choose; return whether something was."""
+        self._queue.close("the candidates of the run are used up")
+        self._queue.refresh(self._in_flight_max)
         settled = self._queue.take_settled()
         self._hold_finals(settled)
         return bool(settled)
 
     def _hold_finals(self, settled: Sequence[TaskState]) -> None:
-        """Time the contenders of settled tasks once more, record that, and tell the feed."""
-        fresh = [state for state in settled if self._finals.get(id(state)) != state.valid]
-        self._finals |= {id(state): state.valid for state in fresh}
-        if fresh and self._options.finals and self._evaluator.backend.capabilities.compares:
-            rounds = self._options.finals
-            with span("driver: finals"):
-                hold_finals(fresh, self._evaluator.backend, self._recorder, self._stop, rounds=rounds)
-        if settled and self._feed is not None:
+        """Hand in the finals of settled tasks; tell the feed of those that need none."""
+        self._tell_settled(self._finals.hold(settled))
+
+    def _take_finals(self) -> None:
+        """Take in the finals that are back, and tell the feed of their tasks."""
+        back = self._finals.take()
+        for state in back:
+            self._queue.touch(state)
+        # A task that was taken up meanwhile is told of when it is over again.
+        self._tell_settled([state for state in back if state.over])
+
+    def _await_finals(self) -> None:
+        while self._finals.out:
+            self._take_back(_WAIT_S)
+
+    def _tell_settled(self, states: Sequence[TaskState]) -> None:
+        if states and self._feed is not None:
             self._recorder.try_flush()
-            self._feed.settled([state.task.workload_hash for state in settled])
+            self._feed.settled([state.task.workload_hash for state in states])
+
+    @property
+    def _idle(self) -> bool:
+        """Whether nothing is built, measured or searched for."""
+        return not (self._evaluator.pending or self._searches.running or self._finals.out)
+
+    @property
+    def _arriving(self) -> bool:
+        return self._feed is not None and self._feed.arriving
 
     def _has_room(self) -> bool:
         if self._evaluator.exclusive:
-            return self._evaluator.pending == 0 and self._searches.running == 0
+            return self._idle
         if 0 < self._beginnings.due < self._evaluator.pending:
             # First proposals of tasks whose reference is still being built come before another task's second.
             return False
@@ -286,6 +309,7 @@ class Rounds:
         for proposal in self._searches.take():
             self._take_proposal(proposal)
             self._queue.touch(proposal.state)
+        self._take_finals()
         if time.monotonic() - self._flushed > self._recorder.flush_interval_s:
             self._recorder.try_flush()
             self._flushed = time.monotonic()
@@ -304,7 +328,9 @@ class Rounds:
         if tag.reference:
             self._beginnings.take(tag, finished)
             return
-        if tag.route is not Route.FALLBACK:
+        if tag.route is Route.FALLBACK:
+            state.fallback_due = False
+        else:
             state.in_flight -= 1
         state.on_way.discard(decision_key(tag.decision))
         if isinstance(outcome.status, Unmeasured):

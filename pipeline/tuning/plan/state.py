@@ -56,6 +56,8 @@ class TaskState:
         What it begins with, until its fallback is handed in.
     ready
         Its reference and its fallback are there.
+    fallback_due
+        It has begun, and its fallback is not measured yet.
     in_flight, on_way, searching
         Candidates that are not back, the keys of their decisions, and how many the present search will hand in.
     progress, rounds
@@ -72,6 +74,7 @@ class TaskState:
     near_begun: bool = False
     begins: TaskStart | None = None
     ready: bool = False
+    fallback_due: bool = False
     in_flight: int = 0
     on_way: set[str] = field(default_factory=set)
     searching: int = 0
@@ -111,6 +114,12 @@ class TaskState:
     def open(self) -> bool:
         """Whether more candidates can be asked for."""
         return self.ready and self.skipped is None and self.ended is None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more of it will be measured, unless it is taken up again."""
+        ended = self.skipped is not None or self.ended is not None
+        return ended and not (self.in_flight or self.searching or self.fallback_due)
 
     def take(self, route: Route, outcome: Outcome) -> None:
         """Count a finished candidate; fallbacks only set what they are compared with."""

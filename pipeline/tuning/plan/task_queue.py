@@ -72,6 +72,7 @@ class TaskQueue:
         self._begun: dict[bool, list[_Entry]] = {True: [], False: []}
         self._weakest: list[tuple[float, int, int]] = []
         self._over: set[int] = set()
+        self._closed: str | None = None
         self._settled: list[TaskState] = []
 
     def add(self, states: Iterable[TaskState]) -> None:
@@ -123,7 +124,8 @@ class TaskQueue:
             state = self._states[number]
             self._changes[number] += 1
             if state.open and state.in_flight == 0 and not state.searching:
-                state.ended = reason_to_end(state, self.model_us, self._min_gain, self._bound(number, state))
+                why = reason_to_end(state, self.model_us, self._min_gain, self._bound(number, state))
+                state.ended = why or self._closed
             self._note_end(number, state)
             if state.open and not state.searching and state.in_flight <= in_flight_max:
                 self._push(number, state)
@@ -145,13 +147,11 @@ class TaskQueue:
         self._over |= {self._numbers[id(state)] for state in rest}
         return [*self.take_settled(), *rest]
 
-    def end_all(self, why: str) -> None:
-        """End all tasks that are open and have nothing on its way."""
-        for number, state in enumerate(self._states):
-            if state.skipped is None and state.ended is None and not state.in_flight and not state.searching:
-                state.ended = why
-                self._changes[number] += 1
-                self._note_end(number, state)
+    def close(self, why: str) -> None:
+        """End every open task as soon as nothing of it is on its way: there are no candidates left for it."""
+        if self._closed is None:
+            self._closed = why
+            self._touched |= set(range(len(self._states)))
 
     def reopen(self, state: TaskState) -> None:
         """Take a task that ended back in, since more models have it now."""
@@ -200,8 +200,7 @@ class TaskQueue:
                     self._note_end(number, state)
 
     def _note_end(self, number: int, state: TaskState) -> None:
-        over = (state.skipped is not None or state.ended is not None) and not state.in_flight and not state.searching
-        if over and number not in self._over:
+        if state.over and number not in self._over:
             self._over.add(number)
             self._settled.append(state)
 

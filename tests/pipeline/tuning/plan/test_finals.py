@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
-from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
+from relaxtune.pipeline.tuning.measure.backend import Capabilities, Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
-from relaxtune.pipeline.tuning.plan.finals import hold_finals, list_finalists
+from relaxtune.pipeline.tuning.plan.finals import Finals, list_finalists
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.plan.state import Contender, TaskState
 from relaxtune.tuning_db.contract import TuningDatabase
@@ -46,7 +47,12 @@ def test_the_final_names_the_winner_and_is_recorded(place: Place, database: Tuni
     recorder.start([state.task])
     wrong = Outcome(Status.WRONG_RESULT, error="3 elements are off")
     backend = Compares([wrong, Outcome(Status.OK, (1.07e-5, 1.08e-5)), Outcome(Status.OK, (1.05e-5, 1.05e-5))])
-    hold_finals([state], backend, recorder, StopSignal(), rounds=2)
+    finals = Finals(backend, recorder, StopSignal(), backend.woken.set, rounds=2)
+    assert finals.hold([state]) == []
+    assert (finals.out, finals.take(), finals.out) == (1, [state], 0)
+    assert backend.woken.is_set()
+    # Nothing was measured since.
+    assert finals.hold([state]) == [state]
     recorder.flush()
     assert backend.asked == [(["candidate-1.so", "candidate-2.so", "candidate-3.so"], 2)]
     assert round(state.best_us, 3) == 10.5
@@ -58,7 +64,7 @@ def test_the_final_names_the_winner_and_is_recorded(place: Place, database: Tuni
 def test_one_that_was_measured_before_the_device_became_slower_does_not_win(place: Place) -> None:
     state = contended(20.0, 10.0, 10.2, 10.8)
     backend = Compares([Outcome(Status.OK, (1.12e-5,) * 3), Outcome(Status.OK, (1.13e-5,) * 3)])
-    hold_finals([state], backend, NoRecords(), StopSignal(), rounds=3)
+    hold(state, backend)
     assert state.best_us == pytest.approx(11.2)
 
 
@@ -66,14 +72,23 @@ def test_no_final_is_held_when_the_user_stopped_the_run(place: Place, database: 
     stop = StopSignal()
     stop.request()
     recorder = Recorder(database, place.key, place.environment, job_id=None, seed=0, seconds={"database": 0.0})
-    hold_finals([contended(20.0, 10.0, 10.1)], None, recorder, stop, rounds=2)
+    state = contended(20.0, 10.0, 10.1)
+    finals = Finals(Compares(None), recorder, stop, lambda: None, rounds=2)
+    assert (finals.hold([state]), finals.out) == ([state], 0)
 
 
 @pytest.mark.parametrize("outcomes", [None, [Outcome(Status.OK, (1e-5,)), Outcome(Unmeasured.STOPPED)]])
 def test_a_final_that_was_not_held_changes_nothing(outcomes: list[Outcome] | None) -> None:
     state = contended(20.0, 10.0, 10.2)
-    hold_finals([state], Compares(outcomes), NoRecords(), StopSignal(), rounds=3)
+    hold(state, Compares(outcomes))
     assert state.best_us == 10.0
+
+
+def hold(state: TaskState, backend: Compares) -> None:
+    """Hold the final of a task."""
+    finals = Finals(backend, NoRecords(), StopSignal(), lambda: None, rounds=3)
+    finals.hold([state])
+    assert finals.take() == [state]
 
 
 class NoRecords:
@@ -88,6 +103,8 @@ class Compares:
 
     def __init__(self, outcomes: list[Outcome] | None) -> None:
         self.outcomes = outcomes
+        self.capabilities = Capabilities("cpu", "any")
+        self.woken = threading.Event()
         self.asked: list[tuple[list[object], int]] = []
 
     def compare(self, artifacts, spec, rounds, on_compared):
