@@ -58,7 +58,7 @@ def _names(size: tirx.Expr) -> set[str]:
 
 
 def _sizes(expr: tvm.ir.Expr | None) -> list[tirx.Expr] | None:
-    if not isinstance(expr, relax.Var) or not isinstance(expr.ty, relax.TensorType) or expr.ty.shape is None:
+    if expr is None or not isinstance(expr.ty, relax.TensorType) or expr.ty.shape is None:
         return None
     return list(expr.ty.shape)
 

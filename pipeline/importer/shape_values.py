@@ -1,9 +1,10 @@
 """Arithmetic on symbolic shapes, done at import: `Shape -> Gather -> Unsqueeze -> Concat -> Reshape` leaves no kernel.
 
 A *shape value* stands for a small integer tensor made of sizes: a `relax.ShapeExpr` for a vector, a TIR expression
-for a scalar. `fold_shape_value` computes a node on such values and returns a shape value, a constant, or None where
-the node must be converted like any other; its inputs then become tensors (`as_tensor`). Values of int64 and int32
-qualify; a tensor gets the type that the ONNX graph says. Static sizes are folded before, on the ONNX graph.
+for a scalar, which may also be a condition on sizes. `fold_shape_value` computes a node on such values and returns a
+shape value, a constant, or None where the node must be converted like any other; its inputs then become tensors
+(`as_tensor`). Values of int64 and int32 qualify; a tensor gets the type that the ONNX graph says. Static sizes are
+folded before, on the ONNX graph.
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ def is_shape_value(expr: tvm.ir.Expr | None) -> bool:
 def as_tensor(builder: relax.BlockBuilder, expr: tvm.ir.Expr, *, narrow: bool = False) -> tvm.ir.Expr:
     """Return the tensor of a shape value, or of a variable of type shape: int64, or where `narrow` int32."""
     scalar = tvm.ir.is_prim_expr(expr)
-    tensor = builder.emit(relax.op.shape_to_tensor(relax.ShapeExpr([expr]) if scalar else expr))
+    condition = scalar and _is_condition(expr)
+    sizes = relax.ShapeExpr([_as_number(expr) if condition else expr]) if scalar else expr
+    tensor = builder.emit(relax.op.shape_to_tensor(sizes))
     tensor = builder.emit(relax.op.reshape(tensor, [])) if scalar else tensor
+    if condition:
+        return builder.emit(relax.op.astype(tensor, "bool"))
     return builder.emit(relax.op.astype(tensor, "int32")) if narrow else tensor
 
 
@@ -76,10 +81,11 @@ def fold_shape_value(op_type: str, node: ConverterInput) -> tvm.ir.Expr | None:
     rule = _RULES.get(op_type)
     if rule is None or not any(is_shape_value(item) for item in node.inputs):
         return None
-    operands = [_read(item) for item in node.inputs]
-    if any(operand is None for operand in operands):
+    operands = [sizes for item in node.inputs if (sizes := _read(item)) is not None]
+    conditions = any(_is_condition(value) for sizes in operands for value in sizes.values)
+    if len(operands) < len(node.inputs) or (conditions and op_type not in _OF_CONDITIONS):
         return None
-    return rule(node, [operand for operand in operands if operand is not None])
+    return rule(node, operands)
 
 
 def _read(expr: tvm.ir.Expr | None) -> _Sizes | None:
@@ -125,6 +131,11 @@ def _broadcast(left: _Sizes, right: _Sizes) -> list[tuple[tvm.ir.Expr | int, tvm
     return list(zip(*stretched, strict=True))
 
 
+def _mod(a: tvm.ir.Expr | int, b: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
+    """Return the remainder with the sign of the divisor, as ONNX has it for integers."""
+    return a % b if isinstance(a, int) and isinstance(b, int) else tirx.floormod(a, b)
+
+
 def _divide(a: tvm.ir.Expr | int, b: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
     """Return the quotient as ONNX rounds it, towards zero; floor division simplifies better where they agree."""
     if isinstance(a, int) and isinstance(b, int):
@@ -136,10 +147,15 @@ def _is_size(expr: tvm.ir.Expr | int) -> bool:
     """Return whether a value cannot be negative, given that no axis is."""
     if isinstance(expr, int):
         return expr >= 0
+    return bool(_analyzer(expr).can_prove(tirx.GE(expr, tirx.IntImm("int64", 0))))
+
+
+def _analyzer(expr: tvm.ir.Expr) -> tvm.sym.Analyzer:
+    """Return an analyzer that knows that no axis of an expression is negative."""
     analyzer = tvm.sym.Analyzer()
     for var in tirx.analysis.undefined_vars(expr):
         analyzer.update(var, tvm.sym.ConstIntBound(0, tvm.sym.ConstIntBound.POS_INF))
-    return bool(analyzer.can_prove(tirx.GE(expr, tirx.IntImm("int64", 0))))
+    return analyzer
 
 
 def _gather(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
@@ -186,9 +202,59 @@ def _reshape(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None
 
 
 def _cast(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    if int_attribute(node, "to", 0) not in (TensorProto.INT64, TensorProto.INT32):
+    to, (data,) = int_attribute(node, "to", 0), operands
+    if to == TensorProto.BOOL:
+        return None if data.rank else _truth(_as_condition(data.values[0]))
+    if to not in (TensorProto.INT64, TensorProto.INT32):
         return None
-    return _write(operands[0].values, operands[0].rank)
+    return _write([_as_number(value) for value in data.values], data.rank)
+
+
+def _is_condition(value: tvm.ir.Expr | int) -> bool:
+    return not isinstance(value, int) and str(value.ty.dtype) == "bool"
+
+
+def _as_number(value: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
+    """Return a condition as 1 or 0, a number as it is."""
+    return tirx.Select(value, tirx.IntImm("int64", 1), tirx.IntImm("int64", 0)) if _is_condition(value) else value
+
+
+def _as_condition(value: tvm.ir.Expr | int) -> tvm.ir.Expr:
+    return value if _is_condition(value) else tirx.NE(tirx.IntImm("int64", 0) + value, tirx.IntImm("int64", 0))
+
+
+def _truth(condition: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return a condition in its simplest form, a constant where it holds for all sizes or for none."""
+    simple = _analyzer(condition).simplify(condition)
+    return constant(np.array(bool(simple))) if isinstance(simple, tirx.IntImm) else simple
+
+
+def _not(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+    del node
+    return None if operands[0].rank else _truth(tirx.Not(_as_condition(operands[0].values[0])))
+
+
+def _and(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+    del node
+    if any(item.rank for item in operands):
+        return None
+    left, right = (_as_condition(item.values[0]) for item in operands)
+    analyzer = _analyzer(tirx.And(left, right))
+    # What exporters write for a floor division: "the signs differ, and there is a remainder".
+    with analyzer.constraint_scope(analyzer.simplify(left)):
+        never = analyzer.can_prove(tirx.Not(right))
+    return constant(np.array(False)) if never else _truth(tirx.And(left, right))
+
+
+def _sign(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+    del node
+    (data,) = operands
+    if not all(_is_size(value) for value in data.values):
+        return None
+    one = tirx.IntImm("int64", 1)
+    return _write(
+        [min(value, 1) if isinstance(value, int) else tirx.min(value, one) for value in data.values], data.rank
+    )
 
 
 def _identity(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
@@ -209,9 +275,11 @@ def _equal(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
     del node
     pairs = _broadcast(operands[0], operands[1])
     answers = None if pairs is None else [_is_equal(a, b) for a, b in pairs]
+    rank = max(operands[0].rank, operands[1].rank)
+    if pairs is not None and rank == 0 and answers == [None]:
+        return _truth(tirx.EQ(*(tirx.IntImm("int64", 0) + value for value in pairs[0])))
     if answers is None or None in answers:
         return None
-    rank = max(operands[0].rank, operands[1].rank)
     array = np.array(answers, "bool")
     return constant(array.reshape(()) if rank == 0 else array)
 
@@ -241,6 +309,7 @@ def _where(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
 
 _RULES: Mapping[str, Callable[[ConverterInput, list[_Sizes]], tvm.ir.Expr | None]] = {
     "Add": _elementwise(lambda a, b: a + b),
+    "And": _and,
     "Cast": _cast,
     "Concat": _concat,
     "Div": _elementwise(_divide),
@@ -249,12 +318,17 @@ _RULES: Mapping[str, Callable[[ConverterInput, list[_Sizes]], tvm.ir.Expr | None
     "Identity": _identity,
     "Max": _elementwise(lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else tirx.max(a, b)),
     "Min": _elementwise(lambda a, b: min(a, b) if isinstance(a, int) and isinstance(b, int) else tirx.min(a, b)),
+    "Mod": _elementwise(_mod),
     "Mul": _elementwise(lambda a, b: a * b),
+    "Not": _not,
     "ReduceProd": _product,
     "Reshape": _reshape,
+    "Sign": _sign,
     "Slice": _slice,
     "Squeeze": _squeeze,
     "Sub": _elementwise(lambda a, b: a - b),
     "Unsqueeze": _unsqueeze,
     "Where": _where,
 }
+# Rules that take conditions; elsewhere they become tensors.
+_OF_CONDITIONS = frozenset({"And", "Cast", "Not"})

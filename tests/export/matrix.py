@@ -120,9 +120,13 @@ def _crashed(cell: Cell, reason: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def environment() -> Mapping[str, str]:
+def head_commit() -> str:
+    """Return the commit of this checkout."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def environment(commit: str) -> Mapping[str, str]:
     """Return the versions, the commit and the processor that the outcomes are true for."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         "machine": f"{platform.machine()}, {llvm_get_system_cpu()}",
         "commit": commit,
@@ -148,14 +152,14 @@ def load_rows(path: Path) -> Rows:
     return {row["key"]: row for row in json.loads(path.read_text())["cells"]} if path.exists() else {}
 
 
-def save_rows(path: Path, rows: Rows) -> None:
+def save_rows(path: Path, rows: Rows, commit: str) -> None:
     """Write the rows as JSON and as a Markdown table beside it."""
     cells = [rows[key] for key in sorted(rows)]
     path.parent.mkdir(parents=True, exist_ok=True)
     body = ",\n".join(json.dumps(cell) for cell in cells)
-    head = json.dumps({"command": "python -m tests.export.matrix", "environment": environment()}, indent=1)
+    head = json.dumps({"command": "python -m tests.export.matrix", "environment": environment(commit)}, indent=1)
     path.write_text(f'{head[:-2]},\n "cells": [\n{body}\n]}}\n')
-    path.with_suffix(".md").write_text(render(cells, environment()))
+    path.with_suffix(".md").write_text(render(cells, environment(commit)))
 
 
 def main() -> None:
@@ -169,8 +173,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--exports", type=Path, help="keep the .onnx files here, and take those that are there")
     parser.add_argument("--export-only", action="store_true", help="make the files, and compile none")
+    parser.add_argument("--commit", help="of the code, where it is no git checkout")
     parser.add_argument("--made", action="store_true", help="compile the files that are there, and make none")
     args = parser.parse_args()
+    commit = args.commit or head_commit()
     if (args.export_only or args.made) and not args.exports:
         parser.error("--export-only and --made need --exports DIR")
     families = args.families or _families(args.exports if args.made else None, every=args.every)
@@ -188,7 +194,7 @@ def main() -> None:
         for future in as_completed(names):
             family, found = names[future], future.result()
             rows.update(found)
-            save_rows(args.out, rows)
+            save_rows(args.out, rows, commit)
             good = sum(row["state"] == "validated" for row in found.values())
             print(f"{family}: {good} of {len(found)} validated, {time.perf_counter() - started:.0f} s", file=sys.stderr)
     good = sum(row["state"] == "validated" for row in rows.values())

@@ -6,14 +6,18 @@ Every finished cell is one line of JSON at the end of a file, so a crash loses t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.dims import evaluate_dim
@@ -22,6 +26,7 @@ from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.inspect import inspect_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
@@ -35,6 +40,12 @@ SIZES = ((1, 1), (3, 2), (1, 11), (2, 16), (5, 17), (2, 32))
 PINNED_SIZE = (2, 11)
 SAMPLES = 2
 _HIDDEN = 32
+# Pixels of a side of the images that exports are made with.
+_PIXELS = 32
+_IMAGE = 2
+_IMAGE_RANK = 4
+_DTYPES = {"tensor(int64)": "int64", "tensor(float)": "float32", "tensor(bool)": "bool"}
+_REFUSED = "refused by ONNX Runtime"
 
 
 @dataclass(frozen=True)
@@ -130,7 +141,7 @@ def make_export(made: Export, folder: Path) -> Path | str:
 
 
 def _run(cell: Cell, path: Path, folder: Path, found: dict[str, object]) -> None:
-    with _ends("not imported"):
+    with _ends("not imported", lambda: _runtime_refuses_file(path)):
         model = load_model(path)
     found["nodes"] = len(model.proto.graph.node)
     shapes = sized_shapes(model, *PINNED_SIZE) if cell.axes == PINNED else {}
@@ -139,7 +150,7 @@ def _run(cell: Cell, path: Path, folder: Path, found: dict[str, object]) -> None
     request = ModelRequest(
         path, shapes=shapes, target="llvm", lowering=LoweringOptions(precision=cell.precision or None)
     )
-    with _ends("not imported"):
+    with _ends("not imported", lambda: not _runs(cell, load_model(path))):
         inspection = inspect_model(request)
         if inspection.unsupported:
             raise ValueError("; ".join(f"{node.operator}: {node.reason}" for node in inspection.unsupported))
@@ -152,24 +163,55 @@ def _run(cell: Cell, path: Path, folder: Path, found: dict[str, object]) -> None
         )
         write_artifact(compile_module(prepared.lowered, choices, prepared.target), folder)
     found["kernels"] = len(prepared.lowered.kernels)
-    with _ends("refused by ONNX Runtime"):
-        dims = sized_dims(prepared.model, *SIZES[1])
-        Reference(prepared.model).run(random_inputs(prepared.model, seed=0, dims=dims))
+    if not (runs := _runs(cell, prepared.model)):
+        raise _EndedError(_REFUSED, "it runs at none of the sizes tried")
     with _ends("crashed"):
-        reports = _validate(folder, prepared.model, found, symbolic=cell.axes == SYMBOLIC)
+        reports = _validate(folder, prepared.model, found, runs)
     failed = next((output for report in reports for output in report.outputs if not output.passed), None)
     if failed is not None:
         raise _EndedError("wrong result", f"output {failed.name!r}: {failed.reason}")
 
 
-def _validate(folder: Path, model: OnnxModel, found: dict[str, object], *, symbolic: bool) -> list[ValidationReport]:
+def _runs(cell: Cell, model: OnnxModel) -> dict[tuple[int, int], dict[str, int]]:
+    """Return the sizes that an artifact is run with, and what they make of each axis: those ONNX Runtime runs.
+
+    An exporter may leave an axis symbolic that has one size, such as the side of an image with learnt positions.
+    """
+    sizes = {SYMBOLIC: SIZES, PINNED: (PINNED_SIZE,)}.get(cell.axes, (PINNED_SIZE,))
+    found = {}
+    for size in sizes:
+        dims = sized_dims(model, *size)
+        with contextlib.suppress(PipelineError):
+            Reference(model).run(random_inputs(model, seed=0, dims=dims))
+            found[size] = dims
+    return found
+
+
+def _runtime_refuses_file(path: Path) -> bool:
+    """Return whether ONNX Runtime does not compute a file either, each of its axes by one size."""
+    try:
+        session = ort.InferenceSession(path)
+        feeds = {}
+        for given in session.get_inputs():
+            if len(given.shape) == _IMAGE_RANK and isinstance(given.shape[2], str):
+                return False  # caches: the sizes of its inputs depend on each other
+            batch, length = PINNED_SIZE
+            shape = [
+                size if isinstance(size, int) else length if place else batch for place, size in enumerate(given.shape)
+            ]
+            feeds[given.name] = np.ones(shape, _DTYPES[given.type])
+        session.run(None, feeds)
+    except Exception:  # ONNX Runtime's errors have no common base
+        return True
+    return False
+
+
+def _validate(
+    folder: Path, model: OnnxModel, found: dict[str, object], runs: dict[tuple[int, int], dict[str, int]]
+) -> list[ValidationReport]:
     module = Module.load(folder, threads=1)
-    if symbolic:
-        runs = [(size, sized_dims(model, *size)) for size in SIZES]
-        found["sizes"] = tuple(size for size, _ in runs)
-        reports = [validate(module, model, samples=SAMPLES, dims=dims) for _, dims in runs]
-    else:
-        reports = [validate(module, model, samples=SAMPLES)]
+    found["sizes"] = tuple(runs) if any(runs.values()) else ()
+    reports = [validate(module, model, samples=SAMPLES, dims=dims) for dims in runs.values()]
     outputs = [output for report in reports for output in report.outputs]
     for key, measure, pick in (
         ("max_abs", "max_abs", max),
@@ -184,10 +226,19 @@ def _validate(folder: Path, model: OnnxModel, found: dict[str, object], *, symbo
 
 
 def sized_dims(model: OnnxModel, batch: int, length: int) -> dict[str, int]:
-    """Return a size for every symbolic axis of a model's inputs: a batch where it is the first of one."""
-    found = [(axis, place) for spec in model.inputs for place, axis in enumerate(spec.shape) if isinstance(axis, str)]
-    batches = {axis for axis, place in found if place == 0}
-    return {axis: batch if axis in batches else length for axis, _ in found if axis.isidentifier()}
+    """Return a size for every symbolic axis of a model's inputs: a batch where it is the first of one.
+
+    The sides of an image are the exports' own, or twice as many pixels for a long length.
+    """
+    named = {
+        (axis, place if place == 0 else _IMAGE if spec.name == "pixel_values" else 1)
+        for spec in model.inputs
+        for place, axis in enumerate(spec.shape)
+        if isinstance(axis, str) and axis.isidentifier()
+    }
+    pixels = _PIXELS * (2 if length > PINNED_SIZE[1] else 1)
+    places = {axis: min(kind for one, kind in named if one == axis) for axis, _ in named}
+    return {axis: (batch, length, pixels)[place] for axis, place in places.items()}
 
 
 def sized_shapes(model: OnnxModel, batch: int, length: int) -> dict[str, tuple[int | str, ...]]:
@@ -197,11 +248,12 @@ def sized_shapes(model: OnnxModel, batch: int, length: int) -> dict[str, tuple[i
 
 
 @contextmanager
-def _ends(state: str) -> Iterator[None]:
+def _ends(state: str, refused: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Whatever a stage raises ends the cell in that stage's state, unless ONNX Runtime refuses the graph too."""
     try:
         yield
-    except Exception as e:  # whatever a stage raises ends the cell in that stage's state
-        raise _EndedError(state, _reason(e)) from e
+    except Exception as e:
+        raise _EndedError(_REFUSED if refused() else state, _reason(e)) from e
 
 
 def _reason(error: Exception) -> str:

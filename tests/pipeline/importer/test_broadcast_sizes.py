@@ -11,7 +11,7 @@ from onnx import helper
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.schedules.fallback import apply_fallback
-from tests.pipeline.importer.onnx_cases import make_model
+from tests.pipeline.importer.onnx_cases import assert_agrees, make_model
 from tests.pipeline.passes.pass_cases import LLVM, UNOPTIMISED, run_lowered, run_reference
 
 
@@ -90,3 +90,16 @@ def test_parts_of_rows_of_symbolic_axes_are_as_many_as_there_were(count: int) ->
     feeds["chosen"] = np.array([count, 0, 0])
     (got,) = run_lowered(lower(import_model(model), UNOPTIMISED), feeds)
     np.testing.assert_allclose(got, run_reference(model, feeds)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_size_that_is_computed_gives_way_to_that_of_a_constant() -> None:
+    """Learnt positions: an image of any side is cut into patches, and 4 of them have positions."""
+    nodes = [
+        helper.make_node("MaxPool", ["x"], ["patches"], kernel_shape=[4, 4], strides=[4, 4]),
+        helper.make_node("Reshape", ["patches", "flat"], ["rows"]),
+        helper.make_node("Add", ["rows", "positions"], ["y"]),
+    ]
+    constants = {"flat": np.array([1, 3, -1]), "positions": np.ones((1, 3, 4), "float32")}
+    model = make_model(nodes, {"x": ("float32", (1, 3, "h", "h"))}, {"y": ("float32", (1, 3, 4))}, constants)
+    graph = assert_agrees(model, {"x": np.arange(192, dtype="float32").reshape(1, 3, 8, 8)})
+    assert [int(size) for size in graph.mod["main"].ret_ty.shape] == [1, 3, 4]

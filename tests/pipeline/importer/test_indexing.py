@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer import import_model
@@ -144,3 +144,31 @@ def test_scatter_nd_takes_updates_whose_sizes_are_written_otherwise() -> None:
     rng = np.random.default_rng(0)
     feeds = {name: rng.standard_normal((2, 3)).astype("float32") for name in ("x", "u")}
     assert_agrees(model, feeds | {"order": rng.permutation(6).reshape(3, 2) - 6})
+
+
+@pytest.mark.parametrize("side", [16, 23, 3])
+def test_floor_division_of_a_size_is_a_size(side: int) -> None:
+    """PyTorch's exporter writes `side // 8` as a quotient, less one where signs differ and there is a remainder."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["sizes"], start=1),
+        helper.make_node("Squeeze", ["sizes"], ["side"]),
+        helper.make_node("Div", ["side", "eight"], ["quotient"]),
+        helper.make_node("Sign", ["side"], ["sign"]),
+        helper.make_node("Equal", ["sign", "one"], ["same"]),
+        helper.make_node("Not", ["same"], ["differ"]),
+        helper.make_node("Mod", ["side", "eight"], ["rest"]),
+        helper.make_node("Cast", ["rest"], ["some"], to=TensorProto.BOOL),
+        helper.make_node("And", ["differ", "some"], ["less"]),
+        helper.make_node("Cast", ["less"], ["one_less"], to=TensorProto.INT64),
+        helper.make_node("Sub", ["quotient", "one_less"], ["parts"]),
+        helper.make_node("Unsqueeze", ["parts", "zero"], ["shape"]),
+        helper.make_node("ConstantOfShape", ["shape"], ["y"]),
+        # Conditions that depend on the size, as tensors.
+        helper.make_node("Not", ["some"], ["whole"]),
+        helper.make_node("Where", ["whole", "x", "minus"], ["z"]),
+    ]
+    constants = {"eight": np.array(8), "one": np.array(1), "zero": np.array([0]), "minus": np.array(-1, "float32")}
+    outputs = {"y": ("float32", ("parts",)), "z": ("float32", (1, "side"))}
+    model = make_model(nodes, {"x": ("float32", (1, "side"))}, outputs, constants)
+    graph = assert_agrees(model, {"x": np.arange(side, dtype="float32").reshape(1, side)})
+    assert "side // 8" in graph.mod.script()
