@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import reduce
 
 import ml_dtypes
 import numpy as np
 
+from relaxtune.pipeline.arrays import map_chunks
 from relaxtune.pipeline.validate.tolerances import Tolerance, output_scale
 
 # What an output of an ill-conditioned graph may be off by, in units of how far the reference itself moves.
@@ -17,6 +19,8 @@ HISTOGRAM_EDGES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 # Elements that are compared at a time: they stay in a core's cache (3 times as fast as whole for logits of 51 million).
 _BLOCK = 1 << 15
+# Elements that one thread takes at a time.
+_PART = 16 * _BLOCK
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,16 @@ def compare_arrays(
     # Numbers below the normal ones of the output's dtype lie on a grid: two steps are two roundings.
     grid = float(ml_dtypes.finfo(got.dtype).smallest_subnormal)
     forgiven = CONDITIONING_FACTOR * conditioning + 2 * grid
-    seen = _Seen()
     flat = expected.reshape(-1), got.reshape(-1)
-    for start in range(0, expected.size, _BLOCK):
-        wanted, found = (one[start : start + _BLOCK].astype(np.float64) for one in flat)
-        seen.add(wanted, found, tolerance.rtol, tolerance.atol * scale, forgiven)
+
+    def look(begin: int, end: int) -> _Seen:
+        seen = _Seen()
+        for start in range(begin, end, _BLOCK):
+            wanted, found = (one[start : min(start + _BLOCK, end)].astype(np.float64) for one in flat)
+            seen.add(wanted, found, tolerance.rtol, tolerance.atol * scale, forgiven)
+        return seen
+
+    seen = reduce(_Seen.joined, map_chunks(look, expected.size, _PART), _Seen())
     required_atol = seen.beyond_rtol / scale
     reason = _failure(seen, required_atol, tolerance)
     if reason and conditioning and not (seen.broken or seen.lost):
@@ -180,13 +189,32 @@ class _Seen:
         self.squares = self.squares[0] + own, self.squares[1] + others
         self.product += product
 
+    def joined(self, other: _Seen) -> _Seen:
+        """Return what is known of both parts."""
+        return _Seen(
+            self.broken + other.broken,
+            self.lost + other.lost,
+            self.count + other.count,
+            max(self.error_max, other.error_max),
+            self.error_sum + other.error_sum,
+            max(self.relative_max, other.relative_max),
+            self.relative_sum + other.relative_sum,
+            max(self.beyond_rtol, other.beyond_rtol),
+            max(self.required_rtol, other.required_rtol),
+            max(self.share_max, other.share_max),
+            self.forbidden or other.forbidden,
+            (self.squares[0] + other.squares[0], self.squares[1] + other.squares[1]),
+            self.product + other.product,
+            self.within + other.within,
+        )
+
 
 def differing_bits(a: np.ndarray, b: np.ndarray) -> int:
     """Return how many elements of two arrays of one dtype and shape differ in any bit; NaN equals the same NaN."""
     if not a.size:
         return 0
-    left, right = (np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(x.size, -1) for x in (a, b))
-    return int(np.count_nonzero((left != right).any(axis=1)))
+    left, right = (np.ascontiguousarray(x).reshape(-1).view(f"u{x.itemsize}") for x in (a, b))
+    return int(np.count_nonzero(left != right))
 
 
 def _compare_exact(expected: np.ndarray, got: np.ndarray, sample: int) -> SampleComparison:
