@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 # A first run shorter than this may be mostly launch and page faults, and says little.
 _SLOW_S = 0.01
+# A row of launches on a GPU takes some 4 us more than the launches. A single launch of a kernel of 1 us seemed five times
+# as slow as the best, which a row had timed: every later candidate of a short kernel was given up.
+_ROW_S = 1e-4
 
 # Times a kernel: runs averaged in one latency, latencies -> seconds of one run each.
 Timer = Callable[[int, int], list[float]]
@@ -25,8 +28,8 @@ class MeasureOptions:
     min_repeat_s
         Seconds that one of them lasts at least, by running the kernel several times and dividing.
     hopeless_factor, hopeless_repeats
-        A candidate whose single runs all take more than that many times the best of its workload is given up after so
-        many of them.
+        A candidate that takes more than that many times the best of its workload is given up after so many latencies:
+        a single run, then rows of at least 0.1 ms.
     contender_factor, contender_repeats
         One whose median is at most that many times the best gets so many latencies more.
     cold_cache
@@ -71,13 +74,18 @@ def time_adaptively(
     best_s : float
         Best of the workload so far; infinite when there is none.
     """
-    single: list[float] = []
-    while not single or (len(single) < options.hopeless_repeats and min(single) > options.hopeless_factor * best_s):
-        single += timer(1, 1)
-    if min(single) > options.hopeless_factor * best_s:
-        return single
-    number = number_for(min(single))
-    seconds = timer(number, options.repeats)
+    limit_s = options.hopeless_factor * best_s
+    first = timer(1, 1)
+    while min(first) > limit_s and len(first) < options.hopeless_repeats:
+        first += timer(min(number_for(min(first)), runs_for(min(first), _ROW_S)), 1)
+    if min(first) > limit_s:
+        return first
+    number, wanted = 0, number_for(min(first))
+    # A first run that something held up asks for too few runs of a short kernel.
+    while wanted > 2 * number:
+        number = wanted
+        seconds = timer(number, options.repeats)
+        wanted = number_for(min(seconds))
     if options.contender_repeats and statistics.median(seconds) <= options.contender_factor * best_s:
         seconds += timer(number, options.contender_repeats)
     return seconds

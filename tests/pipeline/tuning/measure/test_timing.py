@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import math
+import statistics
+
+import pytest
 
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions, is_hopeless, runs_for, time_adaptively
 
@@ -43,6 +46,29 @@ def test_latencies_average_enough_runs() -> None:
     kernel = Kernel(1e-3)
     timed(kernel, best_s=math.inf)
     assert kernel.asked == [(1, 1), (4, 3), (4, 4)]
+
+
+@pytest.mark.parametrize("kernel_us", [1.0, 3.0, 5.0])
+def test_a_short_kernel_on_a_gpu_is_not_given_up_for_what_a_row_takes_beside_it(kernel_us: float) -> None:
+    """Measured on an H200: a row takes 3.9 us more than its launches."""
+
+    def rows(number: int, repeats: int) -> list[float]:
+        return [(number * kernel_us + 3.9) * 1e-6 / number] * repeats
+
+    def number_for(single: float) -> int:
+        return min(32, runs_for(single, 0.004))
+
+    best_s = statistics.median(time_adaptively(rows, number_for, math.inf, OPTIONS))
+    again = time_adaptively(rows, number_for, best_s, OPTIONS)
+    assert again == [best_s] * (OPTIONS.repeats + OPTIONS.contender_repeats)
+    slower = time_adaptively(rows, number_for, best_s / 3, OPTIONS)
+    assert len(slower) == OPTIONS.hopeless_repeats
+
+
+def test_a_first_run_that_was_held_up_does_not_make_the_rows_short() -> None:
+    kernel = Kernel(3e-3, 1e-5)
+    assert timed(kernel, best_s=math.inf) == OPTIONS.repeats + OPTIONS.contender_repeats
+    assert kernel.asked == [(1, 1), (2, 3), (400, 3), (400, 4)]
 
 
 def test_a_first_run_tells_only_when_it_is_long() -> None:
