@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 # A first run shorter than this may be mostly launch and page faults, and says little.
 _SLOW_S = 0.01
-# A row of launches on a GPU takes some 4 us more than the launches. A single launch of a kernel of 1 us seemed five times
-# as slow as the best, which a row had timed: every later candidate of a short kernel was given up.
+# A row of launches on a GPU takes some 4 us more than the launches. A single launch of a kernel of 1 us seemed five
+# times as slow as the best, which a row had timed: every later candidate of a short kernel was given up.
 _ROW_S = 1e-4
 
 # Times a kernel: runs averaged in one latency, latencies -> seconds of one run each.
