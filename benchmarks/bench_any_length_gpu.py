@@ -49,7 +49,7 @@ def axes_of(model: str) -> tuple[str, ...]:
     return tuple(name for name in ("batch", "sequence", "past_sequence") if name in names)
 
 
-def compile_artifact(model: str, sizes: Mapping[str, int], directory: str) -> dict[str, float]:
+def compile_artifact(model: str, sizes: Mapping[str, int], directory: str, *, unpad: bool = False) -> dict[str, float]:
     """Compile the model, its axes symbolic but for the given sizes; return what it took and made."""
     from relaxtune.models.axis_profile import AxisProfile
     from relaxtune.models.dims import evaluate_dim
@@ -67,7 +67,7 @@ def compile_artifact(model: str, sizes: Mapping[str, int], directory: str) -> di
         f"{model}:fp16",
         {spec.name: tuple(evaluate_dim(axis, sizes) for axis in spec.shape) for spec in get_preset(model).inputs},
         "cuda:sm_90a",
-        LoweringOptions(),
+        LoweringOptions(unpad=unpad),
         profile={axis: profile[axis] for axis in axes_of(model) if axis not in sizes},
     )
     prepared = prepare_model(request)

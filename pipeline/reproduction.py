@@ -229,6 +229,7 @@ def _write(
         group=options.group_size,
         disabled=sorted(options.disabled_passes),
         embed=options.embed_weights,
+        unpad=options.unpad,
         rtol=request.tolerance.rtol,
         atol=request.tolerance.atol,
     )
@@ -276,6 +277,7 @@ OPTIONS = LoweringOptions(
     group_size={group!r},
     disabled_passes=frozenset({disabled!r}),
     embed_weights={embed!r},
+    unpad={unpad!r},
 )
 
 model = load_model(MODEL)

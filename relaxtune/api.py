@@ -119,6 +119,8 @@ class ModelOptions(TypedDict, total=False):
         `fp32`, `tf32`, `fp16`, `bf16`, `w8a16`, `w4a16` or `int8`; weights that share a scale. Default: the graph's.
     disabled_passes, dump_ir, embed_weights
         Passes to switch off, a folder for the IR of each phase, whether model.so holds the weights.
+    unpad
+        Whether padding is left out, so that an encoder's time goes with its tokens.
     routes
         Who may make kernels.
     seed
@@ -134,6 +136,7 @@ class ModelOptions(TypedDict, total=False):
     disabled_passes: Sequence[str]
     dump_ir: Path | None
     embed_weights: bool
+    unpad: bool
     routes: Sequence[Route]
     seed: int
 
@@ -332,6 +335,7 @@ def _request(source: str | Path, options: ModelOptions) -> ModelRequest:
         disabled_passes=frozenset(options.get("disabled_passes", ())),
         dump_dir=options.get("dump_ir"),
         embed_weights=options.get("embed_weights", False),
+        unpad=options.get("unpad", False),
     )
     return ModelRequest(
         source=source,

@@ -20,6 +20,7 @@ from relaxtune.pipeline.codegen.dependent_launch import without_dependent_launch
 from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
 from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
 from relaxtune.pipeline.codegen.planned_memory import planned_bytes, with_maxima
+from relaxtune.pipeline.codegen.token_list import with_token_list
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes import plan_memory_passes
@@ -105,10 +106,11 @@ def compile_module(
     seconds: dict[str, float] = {}
     with _timed(seconds, "schedule"):
         mod = with_variants(apply_choices(lowered.mod, choices), variants, lowered.mod)
-        mod = with_maxima(mod, lowered.options.maxima)
+        mod = with_maxima(mod, lowered.maxima)
         graph = cuda_graph and target.kind == "cuda"
         if graph:
-            mod = capture_whole_function(mod, len(lowered.graph.inputs))
+            mod = capture_whole_function(mod, lowered.input_count)
+        mod = with_token_list(mod, lowered)
         mod = apply_fallback(mod, target.target)
         determinism = describe_determinism({name: mod[name] for name in lowered.kernels}, choices, target)
         mod = finish_kernels(mod, target.target)
@@ -171,7 +173,7 @@ def check_plan(lowered: LoweredModule, target: ResolvedTarget) -> None:
     """
     target = portable_host(target)
     with _pass_context(False), target.target:
-        _plan_memory(with_maxima(lowered.mod, lowered.options.maxima), target, False, lowered.graph.name)
+        _plan_memory(with_maxima(lowered.mod, lowered.maxima), target, False, lowered.graph.name)
 
 
 def _plan_memory(

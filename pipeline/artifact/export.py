@@ -196,6 +196,7 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
         deterministic=compiled.determinism,
         norm_rows_max=lowered.options.norm_rows_max,
         maxima=lowered.options.maxima,
+        unpadding=lowered.unpadding,
     )
 
 

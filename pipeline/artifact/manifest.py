@@ -26,6 +26,7 @@ from relaxtune.pipeline.artifact.entries import (
 )
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.precision.recorded import PolicyEntry
+from relaxtune.pipeline.unpadding import Unpadding
 
 # Raised by one whenever an older reader would misread the directory.
 FORMAT_VERSION = 1
@@ -61,6 +62,8 @@ class Manifest:
         Rows of a matmul up to which norms were taken into it; None where a version before did not say.
     maxima
         Symbolic axis -> its largest size; none for an axis without one.
+    unpadding
+        How padding is left out; None where it is not.
     """
 
     model: str
@@ -84,6 +87,7 @@ class Manifest:
     buckets: BucketsEntry | None = None
     norm_rows_max: int | None = None
     maxima: Mapping[str, int] = field(default_factory=dict)
+    unpadding: Unpadding | None = None
 
     @property
     def needed_files(self) -> frozenset[str]:

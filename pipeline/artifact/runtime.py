@@ -26,6 +26,7 @@ from relaxtune.pipeline.artifact.input_check import check_inputs
 from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.signature import require_signature
 from relaxtune.pipeline.artifact.size_graphs import SizeGraphs, Sizes
+from relaxtune.pipeline.artifact.token_list import TokenList
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.printable import last_line
@@ -92,7 +93,9 @@ class Module:
         self._run_sizes: Callable[[Sequence[Tensor]], object] = self._run_kernels
         if self._buffers is None and manifest.target.cuda_graph:
             self._run_sizes = SizeGraphs(machine, device, self._run_kernels)
-        self._sizes: set[Sizes] | None = None if all(spec.is_static for spec in manifest.inputs) else set()
+        self._sizes: set[Sizes] | None = None if self._is_static else set()
+        unpadding = manifest.unpadding
+        self._tokens = TokenList(machine, manifest.inputs, unpadding) if unpadding is not None else None
 
     @classmethod
     def load(
@@ -306,6 +309,8 @@ class Module:
         configure_threads(self._threads)
         try:
             if self._buffers is None:
+                if self._tokens is not None:
+                    tensors = [*tensors, *self._tokens(tensors)]
                 self._trim_pool(tensors)
                 result = self._run_sizes(tensors)
             else:
@@ -316,7 +321,7 @@ class Module:
         except (TypeError, ValueError, RuntimeError) as e:
             if not any(sign in str(e) for sign in _REFUSALS):
                 raise
-            if all(spec.is_static for spec in self.inputs):
+            if self._is_static:
                 raise self._lies(last_line(e)) from e
             raise PipelineError(f"the code of {self._manifest.model} refuses these sizes: {last_line(e)}") from e
         outputs = _as_tuple(result)
@@ -358,9 +363,14 @@ class Module:
             f"the code of {self._manifest.model} is not what its manifest states: {what}; compile the model again"
         )
 
+    @property
+    def _is_static(self) -> bool:
+        """Whether all sizes are known; how many tokens a mask leaves is not."""
+        return self._manifest.unpadding is None and all(spec.is_static for spec in self.inputs)
+
     def _fixed_inputs(self) -> tuple[Tensor, ...] | None:
         """Return a tensor on the device for each input, or None when one has a symbolic shape."""
-        if not all(spec.is_static for spec in self.inputs):
+        if not self._is_static:
             return None
         return tuple(tvm.runtime.empty(spec.shape, spec.dtype, self._device) for spec in self.inputs)
 

@@ -77,6 +77,8 @@ class Stages:
         watch = KernelWatch(calls)
         machine.set_instrument(watch)
         given = [self._inputs[spec.name] for spec in self._graph.inputs]
+        if state.unpadding is not None:
+            given += state.unpadding.lists(self._inputs[state.unpadding.mask])
         arguments = [tvm.runtime.tensor(np.asarray(array, order="C")) for array in (*given, *state.weights.values())]
         result = machine["main"](*arguments)
         watch.verify()

@@ -121,6 +121,7 @@ def lowering_options(manifest: Manifest) -> LoweringOptions:
         group_size=policy.group_size if grouped and policy is not None else None,
         norm_rows_max=NORM_ROWS_MAX if manifest.norm_rows_max is None else manifest.norm_rows_max,
         maxima=manifest.maxima,
+        unpad=manifest.unpadding is not None,
     )
 
 

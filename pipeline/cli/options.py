@@ -92,6 +92,9 @@ class ModelOptions:
     lengths: Path | None = option(
         None, "Instead of --profile: sizes of real calls, lines of 'sequence,count' (docs/shapes.md).", metavar="FILE"
     )
+    unpad: bool = option(
+        False, "Leave padding out: an encoder's time goes with its tokens (docs/shapes.md).", "--unpad"
+    )
     seed: SeedOption = 0
     disable_pass: list[str] | None = option(None, "Switch a pass off by name (repeatable).", metavar="NAME")
     dump_ir: Path | None = option(None, "Write the IR after each phase into DIR.", metavar="DIR")
@@ -132,6 +135,7 @@ class ModelOptions:
                 disabled_passes=frozenset(self.disable_pass or ()),
                 dump_dir=self.dump_ir,
                 embed_weights=self.embed_weights,
+                unpad=self.unpad,
             ),
             seed=self.seed,
             routes=parse_routes(self.routes),

@@ -31,7 +31,7 @@ def lower(graph: ImportedGraph, target: tvm.target.Target, options: LoweringOpti
     Raises
     ------
     UsageError
-        An unknown precision or pass name, or a pass that must not be switched off.
+        An unknown precision or pass name, a pass that must not be switched off, or padding that cannot be left out.
     LoweringError
         A pass failed that the graph, or the precision asked for, cannot do without; the message names it. Any other
         pass that fails is logged and left out; where a needed pass fails, all optional ones are, before this is raised.
@@ -85,6 +85,7 @@ def _lower(
         reports=tuple(reports),
         quantised_nodes=tuple(sorted(state.quantised_nodes)),
         float_nodes=tuple(sorted(state.float_nodes)),
+        unpadding=state.unpadding,
     )
 
 
@@ -132,6 +133,8 @@ def _run(step: Step, mod: tvm.ir.IRModule, state: LoweringState) -> tuple[tvm.ir
     start = time.perf_counter()
     try:
         result = step.run(mod, state)
+    except UsageError:
+        raise
     except Exception as e:  # TVM's error classes share no base of their own
         failure = _reason(e)
         needed = _why_needed(step, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import tvm
 
+from relaxtune.models.dims import evaluate_dim
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.precision.policy import PrecisionPolicy, named_policy
+from relaxtune.pipeline.unpadding import EXTRA_INPUTS, TOKENS, Unpadding
 
 # With more, what a norm costs the matmuls around it is no less than the norm: BERT-base in half precision took, on an
 # H200, 0.94, 0.93 and 1.03 times as long with norms fused as without, with 128, 1024 and 4096 rows.
@@ -40,6 +43,8 @@ class LoweringOptions:
         Rows of a matmul up to which `fuse_norms` takes norms into it; see `pipeline.choose.norm_forms`, which measures.
     maxima
         Symbolic axis -> its largest size: memory is planned for it. A call with more is refused.
+    unpad
+        Whether padding is left out (`pipeline.passes.tokens.unpad`).
     """
 
     precision: str | None = None
@@ -50,6 +55,7 @@ class LoweringOptions:
     group_size: int | None = None
     norm_rows_max: int = NORM_ROWS_MAX
     maxima: Mapping[str, int] = field(default_factory=dict)
+    unpad: bool = False
 
     @property
     def policy(self) -> PrecisionPolicy | None:
@@ -112,6 +118,8 @@ class LoweredModule:
         Names of the ONNX matmuls whose weights were quantised; under precision int8, of those computed in integers.
     float_nodes
         Names of the ONNX matmuls that precision int8 has left in floats.
+    unpadding
+        How padding is left out, None where it is not; `main` then has two inputs more than the graph.
     """
 
     graph: ImportedGraph
@@ -123,3 +131,20 @@ class LoweredModule:
     reports: tuple[PassReport, ...] = field(default=())
     quantised_nodes: tuple[str, ...] = ()
     float_nodes: tuple[str, ...] = ()
+    unpadding: Unpadding | None = None
+
+    @property
+    def input_count(self) -> int:
+        """How many of the parameters of `main` are inputs; the others are weights."""
+        return len(self.graph.inputs) + (0 if self.unpadding is None else EXTRA_INPUTS)
+
+    @property
+    def maxima(self) -> Mapping[str, int]:
+        """The largest sizes that memory is planned for, by symbolic axis; that of tokens follows from its mask's."""
+        known = self.options.maxima
+        if self.unpadding is None:
+            return known
+        (mask,) = (spec for spec in self.graph.inputs if spec.name == self.unpadding.mask)
+        sizes = [evaluate_dim(size, known) for size in mask.shape]
+        whole = [size for size in sizes if isinstance(size, int)]
+        return {**known, TOKENS: math.prod(whole)} if len(whole) == len(sizes) else known

@@ -20,6 +20,7 @@ from relaxtune.pipeline.passes.fuse_operations import fuse_operations
 from relaxtune.pipeline.passes.keep_sizes_apart import keep_sizes_apart
 from relaxtune.pipeline.passes.kit.step import Phase, Step, stock
 from relaxtune.pipeline.passes.layout.combine_matmuls import combine_matmuls
+from relaxtune.pipeline.passes.layout.gather_before_slices import gather_before_slices
 from relaxtune.pipeline.passes.layout.gather_rows import gather_rows
 from relaxtune.pipeline.passes.layout.interleave_gates import interleave_gates
 from relaxtune.pipeline.passes.layout.patches_to_matmul import patches_to_matmul
@@ -40,6 +41,7 @@ from relaxtune.pipeline.passes.precision.integer_matmuls import integer_matmuls
 from relaxtune.pipeline.passes.precision.mark_tf32 import mark_tf32
 from relaxtune.pipeline.passes.precision.round_to_tf32 import round_to_tf32
 from relaxtune.pipeline.passes.recognise_activations import recognise_activations
+from relaxtune.pipeline.passes.tokens.unpad import unpad
 from relaxtune.pipeline.passes.weights.fold_constants import fold_constants
 from relaxtune.pipeline.passes.weights.lift_weights import lift_weights
 from relaxtune.pipeline.passes.weights.mark_constants import mark_constants
@@ -71,12 +73,14 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.REMOVE_DEAD_CODE, "simplify_views", simplify_views),
         Step(Phase.REMOVE_DEAD_CODE, "scatters_to_concat", scatters_to_concat),
         Step(Phase.REMOVE_DEAD_CODE, "remove_nan_guards", remove_nan_guards),
+        Step(Phase.REMOVE_DEAD_CODE, "unpad", unpad),
         # 3 precision
         Step(Phase.PRECISION, "compute_in_half_precision", compute_in_half_precision, makes_precision=True),
         Step(Phase.PRECISION, "round_to_tf32", round_to_tf32, makes_precision=True),
         Step(Phase.PRECISION, "accumulate_in_float32", accumulate_in_float32),
         # 4 pattern rewrites
         Step(Phase.PATTERNS, "combine_matmuls", combine_matmuls),
+        Step(Phase.PATTERNS, "gather_before_slices", gather_before_slices),
         Step(Phase.PATTERNS, "interleave_gates", interleave_gates),
         Step(Phase.PATTERNS, "recognise_rotary", recognise_rotary),
         Step(Phase.PATTERNS, "rotate_in_matmul", rotate_in_matmul),

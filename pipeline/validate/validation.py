@@ -171,10 +171,18 @@ def observe(
     """Return what both give for each sample; needs `validate`'s arguments, runs each once a sample."""
     if inputs is None:
         inputs = sample_inputs(model, samples=samples, seed=seed, dims=dims)
-    expected = [reference.run(sample) for sample in inputs]
+    expected = [comparable(module, reference.run(sample), sample) for sample in inputs]
     with turn or nullcontext():
         got = [module.run(sample) for sample in inputs]
     return [Observation(*one) for one in zip(expected, got, inputs, strict=True)]
+
+
+def comparable(
+    module: Module, outputs: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return what a model gives as a module is to give it: one without padding has zeros there."""
+    unpadding = module.manifest.unpadding
+    return dict(outputs) if unpadding is None else unpadding.without_padding(outputs, inputs)
 
 
 def _drift_of(
@@ -190,7 +198,11 @@ def _drift_of(
     sizes = axis_sizes(model, dims)
     inputs = [seen.inputs for seen in observations]
     original = Reference(model) if reference.quantised else reference
-    expected = [seen.expected for seen in observations] if original is reference else [*map(original.run, inputs)]
+    expected = (
+        [seen.expected for seen in observations]
+        if original is reference
+        else [comparable(module, original.run(sample), sample) for sample in inputs]
+    )
     outputs = measure_drift(model, expected, [seen.got for seen in observations], options.logits)
     data: list[DataSource] = [inputs_source(inputs, seed)]
     perplexity = None

@@ -11,6 +11,7 @@ import tvm
 
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.pipeline.unpadding import EXTRA_INPUTS, Unpadding
 
 
 @dataclass
@@ -39,6 +40,8 @@ class LoweringState:
         Bindings of constants alone that are to be computed at run time: packed weights are smaller than unpacked ones.
     tf32
         Whether what float32 matmuls read was rounded to tf32.
+    unpadding
+        How padding is left out, None where it is not.
     """
 
     graph: ImportedGraph
@@ -53,7 +56,13 @@ class LoweringState:
     float_nodes: set[str] = field(default_factory=set)
     unfolded: set[str] = field(default_factory=set)
     tf32: bool = False
+    unpadding: Unpadding | None = None
     _order: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def input_count(self) -> int:
+        """How many of the parameters of `main` are inputs; weights follow."""
+        return len(self.graph.inputs) + (0 if self.unpadding is None else EXTRA_INPUTS)
 
     @property
     def launches_cost(self) -> bool:
@@ -90,5 +99,6 @@ _TOLD = (
     "float_nodes",
     "unfolded",
     "tf32",
+    "unpadding",
     "constants_folded",
 )

@@ -22,8 +22,9 @@ from relaxtune.pipeline.passes.kit.ir import (
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
-# Operations that the slice out of the combined result disappears into: it changes what they read, not what they cost.
-_VIEWS = ("reshape", "permute_dims", "expand_dims", "split", "strided_slice")
+# Operations that the slice out of the combined result disappears into: it changes what they read, not what they cost
+# (of rows that are gathered, by `gather_before_slices`).
+_VIEWS = ("reshape", "permute_dims", "expand_dims", "split", "strided_slice", "take")
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,9 @@ class _Half(Rewriter):
             half: tvm.ir.Expr = relax.const(array_of(expr).astype(numpy_dtype(self._dtype)), self._dtype)
         elif is_op(value, *_VIEWS):
             half = self._bind_half(expr, _VIEWS[value.op.name.removeprefix("relax.")](value, self._half(value.args[0])))
+        elif is_op(value, "take") and isinstance(value.args[0], relax.Var):
+            rows, attrs = [self._half(value.args[0]), self.of(value.args[1])], value.attrs
+            half = self._bind_half(expr, relax.Call(value.op, rows, attrs))
         elif is_op(value, "astype") and dtype_of(value.args[0]) == self._dtype:
             half = self.of(value.args[0])
         else:

@@ -46,7 +46,7 @@ def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
         return mod
     graph = Graph(mod)
     main = graph.main
-    count = len(state.graph.inputs)
+    count = state.input_count
     weights, inputs = set(main.params[count:]), set(main.params[:count])
     if not all(static_shape(param) is not None for param in inputs):
         inputs = set()

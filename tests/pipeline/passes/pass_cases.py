@@ -95,7 +95,9 @@ def compiled(lowered: LoweredModule, target: Target = UNOPTIMISED) -> relax.Virt
 def run_compiled(
     machine: relax.VirtualMachine, lowered: LoweredModule, feeds: Mapping[str, np.ndarray]
 ) -> list[np.ndarray]:
-    arguments = [*(feeds[spec.name] for spec in lowered.graph.inputs), *lowered.weights.values()]
+    unpadding = lowered.unpadding
+    lists = () if unpadding is None else unpadding.lists(feeds[unpadding.mask])
+    arguments = [*(feeds[spec.name] for spec in lowered.graph.inputs), *lists, *lowered.weights.values()]
     return _arrays(machine["main"](*[tvm.runtime.tensor(np.asarray(a, order="C")) for a in arguments]))
 
 
