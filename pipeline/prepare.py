@@ -15,6 +15,7 @@ from relaxtune.models.axis_profile import AxisProfile, check_profile
 from relaxtune.models.buckets import Bucket, bucket_shapes, make_buckets, open_axes
 from relaxtune.models.size_histogram import SizePoint
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
+from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions
@@ -111,6 +112,8 @@ def prepare_model(request: ModelRequest) -> PreparedModel:
     ModelError, ScheduleError, PipelineError
         The model, the target, or the lowering cannot be had; see `pipeline.errors`.
     """
+    if request.lowering.unpad and request.buckets:
+        raise UsageError("--unpad leaves padding out, and --bucket pads to a size; leave one of them out")
     target = resolve_target(request.target)
     logger.info("target %s %s: %s; %s", target.kind, target.arch, target.source, target.limits)
     with stage("load"):

@@ -140,8 +140,11 @@ class LoweredModule:
 
     @property
     def maxima(self) -> Mapping[str, int]:
-        """The largest sizes that memory is planned for, by symbolic axis; that of tokens follows from its mask's."""
-        known = self.options.maxima
+        """The largest sizes that memory is planned for, by symbolic axis."""
+        return self.with_tokens(self.options.maxima)
+
+    def with_tokens(self, known: Mapping[str, int]) -> Mapping[str, int]:
+        """Return sizes of axes with that of tokens: as many as places, of which none is padding."""
         if self.unpadding is None:
             return known
         (mask,) = (spec for spec in self.graph.inputs if spec.name == self.unpadding.mask)

@@ -73,7 +73,8 @@ def tasks_of_tables(
         if count is None or not any(isinstance(one, RangesParameters) for one in list_candidates(func, target)[0]):
             continue
         for point in points:
-            static = at_sizes(func, point.sizes)
+            sizes = lowered.with_tokens(point.sizes)
+            static = at_sizes(func, sizes)
             if static is None or untunable_reason(static) is not None:
                 continue
             mod = as_workload(static.with_attr(AT_SIZES_ATTR, True))
@@ -82,7 +83,7 @@ def tasks_of_tables(
                 calls=[call.onnx_nodes for call in calls] * point.weight,
             )  # fmt: skip
             task = replace(
-                task, functions={}, tables=(SizeOfTable(lowered.graph.name, name, size_at(count, point.sizes)),)
+                task, functions={}, tables=(SizeOfTable(lowered.graph.name, name, size_at(count, sizes)),)
             )
             known = found.get(task.workload_hash)
             found[task.workload_hash] = task if known is None else known.joined(task)

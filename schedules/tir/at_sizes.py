@@ -11,9 +11,14 @@ from relaxtune.schedules.tir.blocks import shape_of
 
 
 def at_sizes(func: tirx.PrimFunc, sizes: Mapping[str, int]) -> tirx.PrimFunc | None:
-    """Return a function with numbers for the variables of its shapes, None where one of them has no size given."""
+    """Return a function with numbers for the variables of its shapes.
+
+    None where one of them has no size given, or where an axis is more than a variable, which TIR does not specialise.
+    """
     shapes = {param: shape for param in func.params if (shape := shape_of(param)) is not None}
     if not variables_of(shapes.values()).keys() <= sizes.keys():
+        return None
+    if not all(isinstance(size, int | tirx.Var) for shape in shapes.values() for size in shape):
         return None
     buffers = {
         param: tirx.decl_buffer(
