@@ -82,9 +82,7 @@ def tasks_of_tables(
                 f"{name}[{point.name}]", mod, model=lowered.graph.name, function=name,
                 calls=[call.onnx_nodes for call in calls] * point.weight,
             )  # fmt: skip
-            task = replace(
-                task, functions={}, tables=(SizeOfTable(lowered.graph.name, name, size_at(count, sizes)),)
-            )
+            task = replace(task, functions={}, tables=(SizeOfTable(lowered.graph.name, name, size_at(count, sizes)),))
             known = found.get(task.workload_hash)
             found[task.workload_hash] = task if known is None else known.joined(task)
     return tuple(found.values())
