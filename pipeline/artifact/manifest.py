@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from relaxtune.models import TensorSpec
 from relaxtune.models.spec import numpy_dtype
+from relaxtune.models.unpadding import Unpadding
 from relaxtune.pipeline.artifact.entries import (
     BucketEntry,
     BucketsEntry,
@@ -26,7 +27,6 @@ from relaxtune.pipeline.artifact.entries import (
 )
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.precision.recorded import PolicyEntry
-from relaxtune.pipeline.unpadding import Unpadding
 
 # Raised by one whenever an older reader would misread the directory.
 FORMAT_VERSION = 1

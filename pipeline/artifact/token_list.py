@@ -9,7 +9,7 @@ from tvm.runtime import Tensor
 from tvm.runtime.vm import VirtualMachine
 
 from relaxtune.models import TensorSpec
-from relaxtune.pipeline.unpadding import ENTRY, Unpadding
+from relaxtune.models.unpadding import ENTRY, Unpadding
 
 
 class TokenList:

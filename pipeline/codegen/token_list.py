@@ -5,10 +5,10 @@ from __future__ import annotations
 import tvm
 from tvm import relax, te, tirx
 
+from relaxtune.models.unpadding import ENTRY
 from relaxtune.pipeline.codegen.cuda_graph import NUM_INPUT
 from relaxtune.pipeline.passes.kit.ir import dtype_of, main_of, shape_of
 from relaxtune.pipeline.passes.module import LoweredModule
-from relaxtune.pipeline.unpadding import ENTRY
 
 
 def with_token_list(mod: tvm.ir.IRModule, lowered: LoweredModule) -> tvm.ir.IRModule:

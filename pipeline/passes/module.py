@@ -11,10 +11,10 @@ import numpy as np
 import tvm
 
 from relaxtune.models.dims import evaluate_dim
+from relaxtune.models.unpadding import EXTRA_INPUTS, TOKENS, Unpadding
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.precision.policy import PrecisionPolicy, named_policy
-from relaxtune.pipeline.unpadding import EXTRA_INPUTS, TOKENS, Unpadding
 
 # With more, what a norm costs the matmuls around it is no less than the norm: BERT-base in half precision took, on an
 # H200, 0.94, 0.93 and 1.03 times as long with norms fused as without, with 128, 1024 and 4096 rows.

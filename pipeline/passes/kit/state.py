@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import tvm
 
+from relaxtune.models.unpadding import EXTRA_INPUTS, Unpadding
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.passes.module import LoweringOptions
-from relaxtune.pipeline.unpadding import EXTRA_INPUTS, Unpadding
 
 
 @dataclass

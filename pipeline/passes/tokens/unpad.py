@@ -9,6 +9,7 @@ from tvm import relax, tirx
 from tvm.relax.expr_functor import mutator
 
 from relaxtune.models.inputs import InputKind, describe_inputs
+from relaxtune.models.unpadding import ROWS, SLOTS, TOKENS, Unpadding
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import dtype_of, is_constant, is_op, main_of, shape_of, with_main
@@ -17,7 +18,6 @@ from relaxtune.pipeline.passes.kit.sizes import sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.tokens.axes import MixesTokensError, is_clean, leading, padding
 from relaxtune.pipeline.passes.tokens.follow import Followed, follow_tokens
-from relaxtune.pipeline.unpadding import ROWS, SLOTS, TOKENS, Unpadding
 
 # Of numbers of tokens on a GPU: each that comes has a CUDA graph.
 _MULTIPLE = 64

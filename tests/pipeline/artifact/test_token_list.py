@@ -6,11 +6,11 @@ import tvm
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.inputs import random_inputs
+from relaxtune.models.unpadding import ENTRY, Unpadding
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
-from relaxtune.pipeline.unpadding import ENTRY, Unpadding
 from relaxtune.pipeline.validate.reference import Reference
 
 SHAPES = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ("batch", "sequence"))

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from relaxtune.models import OnnxModel
+from relaxtune.models.unpadding import TOKENS
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
 from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of, shape_of
-from relaxtune.pipeline.unpadding import TOKENS
 from tests.pipeline.passes.attention_forms import BATCH, HEADS, HIDDEN, LENGTH, SIZE, Form
 from tests.pipeline.passes.pass_cases import LLVM, compiled, feeds_of, run_compiled, run_reference
 
