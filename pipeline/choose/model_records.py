@@ -85,15 +85,13 @@ class MeasuredModel:
         newest = self._newest(database)
         if newest is None:
             return None
-        decision = json.loads(newest.decision)
-        kernels = {key: (Route(route), text) for key, (route, text) in decision["kernels"].items()}
+        decision = read_decision(newest)
         logger.info(
             "model as record %s of %s says: norms in matmuls of up to %d rows, %d kernels for their time inside it%s",
-            newest.id, newest.environment.device_name, decision["norm_rows_max"], len(kernels),
-            ", untuned since tuned kernels were no faster in the model" * decision.get("untuned", False),
+            newest.id, newest.environment.device_name, decision.norm_rows_max, len(decision.kernels),
+            ", untuned since tuned kernels were no faster in the model" * decision.untuned,
         )  # fmt: skip
-        untuned = decision.get("untuned", False)
-        return ModelDecision(decision["norm_rows_max"], kernels, untuned, newest.created_at)
+        return decision
 
     def record(
         self,
@@ -126,6 +124,13 @@ class MeasuredModel:
             created_at=utc_now() if before is None else max(utc_now(), before.created_at),
         )
         database.record_all(workloads=[self.workload], records=[record])
+
+
+def read_decision(record: TuningRecord) -> ModelDecision:
+    """Return the decision of a model's record."""
+    plain = json.loads(record.decision)
+    kernels = {key: (Route(route), text) for key, (route, text) in plain["kernels"].items()}
+    return ModelDecision(plain["norm_rows_max"], kernels, plain.get("untuned", False), record.created_at)
 
 
 def measured_model(prepared: PreparedModel) -> MeasuredModel:

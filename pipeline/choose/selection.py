@@ -115,7 +115,7 @@ def _choose(
         if default.route is Route.TEMPLATE or not records:
             lookup.tell(task, records, "of default schedules alone: a template's default goes before them")
             return default
-    preferred = _inside_the_model(task, records, decision)
+    preferred = inside_the_model(task.workload_hash, records, decision)
     distinct = without_ties(records)
     lookup.tell(
         task,
@@ -208,13 +208,13 @@ def template_default(
     return first
 
 
-def _inside_the_model(
-    task: TuningTask, records: Sequence[TuningRecord], decision: ModelDecision | None
+def inside_the_model(
+    workload_hash: str, records: Sequence[TuningRecord], decision: ModelDecision | None
 ) -> list[TuningRecord]:
     """Return the record that a decision about the model names, unless the fastest was measured since."""
     if decision is None or not records or decision.made_at is None or records[0].created_at > decision.made_at:
         return []
-    wanted = decision.kernels.get(task.workload_hash)
+    wanted = decision.kernels.get(workload_hash)
     return [record for record in records if (record.route, record.decision) == wanted]
 
 

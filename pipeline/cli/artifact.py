@@ -30,6 +30,7 @@ from relaxtune.pipeline.errors import UsageError
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
+    from relaxtune.pipeline.gate.gate import GateReport
     from relaxtune.pipeline.registry.registry import Registry, StoredArtifact
     from relaxtune.tuning_db.tags import TagMove
 
@@ -146,10 +147,16 @@ def promote(
     from relaxtune.pipeline.registry.store import ArtifactStore, find_artifact
 
     require_signed(verify_key, find_artifact(artifact, ArtifactStore(registry.store)))
+
+    def show_gate(report: GateReport) -> None:
+        if registry.output_format is OutputFormat.TABLE:
+            stdout_console().print(render(report))
+        elif not report.passed and not force:
+            print_json(report.to_json())
+
+    asked = limits.limits(tolerance)
     with registry.open() as opened:
-        done = opened.promote(artifact, tag, why.why, limits.limits(tolerance), model=model, force=force)
-    if done.gate is not None and registry.output_format is OutputFormat.TABLE:
-        stdout_console().print(render(done.gate))
+        done = opened.promote(artifact, tag, why.why, asked, model=model, force=force, on_gate=show_gate)
     registry.emit_move(done.move)
 
 

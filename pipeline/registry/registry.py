@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -115,6 +116,7 @@ class Registry:
         *,
         model: str | Path | None = None,
         force: bool = False,
+        on_gate: Callable[[GateReport], None] = lambda _: None,
     ) -> Promotion:
         """Set a tag to an artifact if the gate says yes to it in place of the one that the tag stands at.
 
@@ -126,6 +128,8 @@ class Registry:
             What the artifact may cost, and where the ONNX model is.
         force : bool
             Whether a no moves the tag all the same; the history keeps both.
+        on_gate : callable
+            Told what the gate found, before a no ends the promotion.
 
         Raises
         ------
@@ -142,6 +146,7 @@ class Registry:
         report = None
         if stack:
             report = run_gate(place, self.store.path_of(stack[-1]), limits, source=model)
+            on_gate(report)
             if not force:
                 report.raise_if_refused()
         else:

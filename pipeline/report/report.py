@@ -18,13 +18,15 @@ from pathlib import Path
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.entries import KernelEntry, MeasuredEntry
 from relaxtune.pipeline.artifact.manifest import Manifest
+from relaxtune.pipeline.choose.model_records import FAMILY, ModelDecision, read_decision
+from relaxtune.pipeline.choose.selection import inside_the_model
 from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
 from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, judged
 from relaxtune.pipeline.report.profile import Profile
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.lookup import Question, device_of
-from relaxtune.tuning_db.questions.queries import TaskBest, top
+from relaxtune.tuning_db.questions.queries import TaskBest, query, top
 from relaxtune.tuning_db.records import Job, JobTask, RecordFilter, Status, TuningRecord, Workload, signature_key
 from relaxtune.tuning_db.standing import standing_records, without_ties
 
@@ -33,6 +35,10 @@ _NAMES_LISTED = 4
 _LISTED = 1000
 # A kernel above its arithmetic ceiling by more than a measurement can err.
 _BEYOND = 1.1
+_SHIPS_UNTUNED = (
+    "the model ships untuned: tuned kernels made it no faster as a whole. The kernels listed are the fastest alone; "
+    "compiling takes the untuned ones"
+)
 
 
 @dataclass(frozen=True)
@@ -187,13 +193,17 @@ def _report_of_job(
     ceilings: Ceilings | None,
 ) -> Report:
     rows = []
+    shipped = _model_record(database, job, tasks, device)
+    decision = None if shipped is None else read_decision(shipped)
     for workload_hash, task in tasks.items():
         workload = database.get_workload(workload_hash, task.tvm_version)
         found = best.get(workload_hash)
-        rows.append(_row_of_task(task, workload, _that_ships(database, workload, found.best) if found else None))
+        record = _that_ships(database, workload, found.best, decision) if found else None
+        rows.append(_row_of_task(task, workload, record))
     known = ceilings or known_ceilings(device)
     kernels = judged(rows, known)
     tvm_versions = sorted({one.best.environment.tvm_version for one in best.values()})
+    untuned = () if decision is None or not decision.untuned else (_SHIPS_UNTUNED,)
     return Report(
         model=job.model,
         source=f"job {job.id} of {job.started_at:%Y-%m-%d %H:%M} UTC",
@@ -203,17 +213,34 @@ def _report_of_job(
         created_at=datetime.now(UTC),
         ceilings=known,
         versions={"tvm": ", ".join(tvm_versions)},
-        notes=tuple(_notes(kernels, known, device)),
+        notes=(*untuned, *_notes(kernels, known, device)),
     )
 
 
-def _that_ships(database: TuningDatabase, workload: Workload, best: TuningRecord) -> TuningRecord:
-    """Return the record that compiling takes where `best` was measured: of kernels within noise, the default's."""
+def _model_record(database: TuningDatabase, job: Job, tasks: Mapping[str, JobTask], device: str) -> TuningRecord | None:
+    """Return the newest record of a whole model on a device, as a job of the same tasks made it."""
+    wanted = {workload_hash: task.weight for workload_hash, task in tasks.items()}
+    kind, arch = job.target.kind, job.target.arch
+    asked = RecordFilter(family=FAMILY, target_kind=kind, arch=arch, device_name=device, status=Status.OK)
+    for line in query(database, asked, limit=None):
+        made_by = line.record.job_id
+        if line.name == job.model and made_by is not None:
+            made_of = {task.workload_hash: task.weight for task in database.list_job_tasks(made_by)}
+            if made_of == wanted:
+                return line.record
+    return None
+
+
+def _that_ships(
+    database: TuningDatabase, workload: Workload, best: TuningRecord, decision: ModelDecision | None
+) -> TuningRecord:
+    """Return the record that compiling takes where `best` was measured, by the rules of `choose.selection`."""
     question = Question(workload.workload_hash, signature_key(workload.signature), best.target, best.environment, None)
     here = device_of(best.environment)
     listed = [one for one in database.list_top(question, k=_LISTED) if device_of(one.environment) == here]
     wrong = database.list_failed(question, status=Status.WRONG_RESULT)
-    return next(iter(without_ties(standing_records(listed, best.environment, wrong))), best)
+    standing = standing_records(listed, best.environment, wrong)
+    return next(iter([*inside_the_model(workload.workload_hash, standing, decision), *without_ties(standing)]), best)
 
 
 def _records_of(manifest: Manifest, database: TuningDatabase | None, notes: list[str]) -> dict[str, TuningRecord]:

@@ -23,11 +23,12 @@ def test_tags_move_over_artifacts_and_back(artifact_copy, artifact, tmp_path, ca
             main([str(word) for word in ["artifact", *words, *place, "--format", "json"]])
         written = capsys.readouterr()
         assert int(ended.value.code or 0) == code, written.err
-        return json.loads(written.out) if not code else {"error": written.err}
+        return json.loads(written.out) if not code else {"error": written.err, "out": written.out}
 
     (move,) = call("tag", "prod", "--to", artifact, "--why", "the first")
     refused = call("promote", new, "prod", "--max-slowdown", "900%", "--seconds", 0.3, code=5)
     assert "validation" in refused["error"]
+    assert json.loads(refused["out"])["passed"] is False
     record_validation(new, VALIDATION)
     (promoted,) = call("promote", new, "prod", "--max-slowdown", "900%", "--seconds", 0.3, "--why", "better")
     assert promoted["kind"] == "promote"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy import make_url
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.compile import compile_module
@@ -31,12 +33,12 @@ from relaxtune.pipeline.report.html import number, page, percent, render_page, t
 from relaxtune.pipeline.report.kernel import Bottleneck, KernelRow, TimeSource, find_bottleneck, judged
 from relaxtune.pipeline.report.plot import roofline, shares
 from relaxtune.pipeline.report.profile import Profile, profile_artifact
-from relaxtune.pipeline.report.report import report_artifact, report_database
+from relaxtune.pipeline.report.report import Report, report_artifact, report_database
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.contract import TuningDatabase
-from relaxtune.tuning_db.records import JobTask, Route, Status, TuningRecord, Workload
+from relaxtune.tuning_db.records import JobTask, Route, Status, TuningRecord, Workload, utc_now
 from relaxtune.tuning_db.store import SqlDatabase
 
 CEILINGS = Ceilings("test", {"float32": 1e12}, 10e9, 1.0, "made up")
@@ -179,6 +181,36 @@ def test_a_database_alone_gives_one_report_for_a_model_and_device(database: Tuni
     with_resources = report_artifact(tuned, database=database)
     assert {row.registers for row in report.kernels} == {row.registers for row in with_resources.kernels}
     assert report_database(database)[0].source.startswith("job ")
+
+
+def test_a_database_says_that_a_model_ships_untuned_and_which_kernel_suits_it_better(
+    database: TuningDatabase, tmp_path: Path
+) -> None:
+    (job,) = database.list_jobs()
+    task = database.list_job_tasks(job.id)[0]
+    own = next(one for one in database.list_records() if one.workload_hash == task.workload_hash)
+    model = Workload("a" * 64, "model", '{"family":"model"}', job.model, 0.0, 0.0, None, task.tvm_version)
+    own = replace(own, workload_hash=model.workload_hash, signature_key=model.signature_key, route=Route.TEMPLATE)
+
+    def shipped(opened: TuningDatabase, **decided: object) -> Report:
+        decision = json.dumps({"template": "model", "norm_rows_max": 0, "kernels": {}, **decided})
+        made = replace(own, decision=decision, created_at=utc_now())
+        opened.record_all(workloads=[model], records=[made])
+        (found,) = report_database(opened)
+        return found
+
+    assert isinstance(database, SqlDatabase)
+    with (
+        sqlite3.connect(make_url(database.url).database or "") as own_file,
+        sqlite3.connect(tmp_path / "copy.db") as file,
+    ):
+        own_file.backup(file)
+    with SqlDatabase.open(tmp_path / "copy.db") as copy:
+        assert "ships untuned" in " ".join(shipped(copy, untuned=True).notes)
+        assert "ships untuned" not in " ".join(shipped(copy).notes)
+        lucky = {task.workload_hash: [Route.METASCHEDULE.value, "[]"]}
+        (taken,) = [row for row in shipped(copy, kernels=lucky).kernels if row.route == "metaschedule"]
+        assert taken.time_us == 9.5
 
 
 def test_an_empty_database_has_nothing_to_report(tmp_path: Path) -> None:
