@@ -105,12 +105,15 @@ class Board:
             for key, weight in own.items():
                 self._weights.setdefault(key, {})[one.cell.name] = weight
 
+    def improved(self, workload_hash: str, best_us: float) -> None:
+        """Note the best latency of a task, its fallback's included."""
+        with self._lock:
+            self._best_us[workload_hash] = best_us
+
     def candidate_measured(self, event: ProgressEvent) -> None:
         """Tell of a candidate."""
         with self._lock:
             key = event.workload_hash
-            if event.best_us is not None:
-                self._best_us[key] = event.best_us
             found = {name: self._kernels_ms(name) for name in self._weights.get(key, ())}
             told = CandidateEvent(event, {name: ms for name, ms in found.items() if ms is not None})
             self._on_event(told)

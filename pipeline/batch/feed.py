@@ -112,7 +112,8 @@ class CellFeed:
                 self._settle(cell)
 
     def improved(self, workload_hash: str, best_us: float) -> None:
-        """Note how fast a task is, for cells that are finished as soon as they are fast enough."""
+        """Note how fast a task is: it is shown, and a cell is finished as soon as it is fast enough."""
+        self._board.improved(workload_hash, best_us)
         self._limited.improved(workload_hash, best_us)
 
     def wait(self, seconds: float) -> None:

@@ -20,12 +20,15 @@ from relaxtune.pipeline.cli.output import (
     TableView,
     as_table,
     emit,
+    leave_out_details,
     print_json,
     print_table,
     stderr_console,
     stdout_console,
 )
 from relaxtune.pipeline.cli.report import write_page
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.tuning_db.sql.engine import parse_location
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
     from relaxtune.tuning_db.cell_states import Batch, BatchCell
 
 app = typer.Typer(help="Tune many models by one plan.", no_args_is_help=True)
+
+# Of a plan, so many tasks are listed, those with the most arithmetic, with so much of their names.
+_TASKS_SHOWN, _NAME_SHOWN = 30, 60
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The plan: a TOML file, see docs/batch.md.")]
 
@@ -46,6 +52,7 @@ def plan(file: PlanArgument, output_format: FormatOption = OutputFormat.TABLE) -
     from relaxtune.pipeline.batch.prediction import preview
     from relaxtune.pipeline.batch.tasks import CellFault
 
+    leave_out_details()
     shown = preview(read_plan(file))
     if output_format is OutputFormat.JSON:
         print_json(_preview_data(shown))
@@ -76,11 +83,14 @@ def run(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Tune the tasks of a plan, then compile, compare and validate each cell. JSON is a line for each cell."""
+    from relaxtune.pipeline.batch.cells import list_cells
     from relaxtune.pipeline.batch.driver import run_batch
     from relaxtune.pipeline.batch.plan import read_plan
 
+    leave_out_details()
     read = read_plan(file)
-    with BatchView(stderr_console(), json_lines=output_format is OutputFormat.JSON) as view:
+    names = [cell.name for cell in list_cells(read)]
+    with BatchView(stderr_console(), json_lines=output_format is OutputFormat.JSON, cells=names) as view:
         result = run_batch(read, fail_fast=fail_fast, on_event=view.take, cluster=cluster)
     _end(result, output_format)
 
@@ -99,6 +109,7 @@ def resume(
     """Go on with a batch whose driver is gone; what it measured is not measured again."""
     from relaxtune.pipeline.batch.driver import resume_batch
 
+    leave_out_details()
     place, start = _place(batch, db)
     with BatchView(stderr_console(), json_lines=output_format is OutputFormat.JSON) as view:
         result = resume_batch(place, start, retry=retry, fail_fast=fail_fast, on_event=view.take, cluster=cluster)
@@ -194,6 +205,9 @@ def _place(batch: str | None, db: DatabaseUrl) -> tuple[DatabaseUrl, str | None]
     from relaxtune.pipeline.batch.plan import read_plan
 
     plan = read_plan(batch)
+    path = parse_location(plan.database).path
+    if path is not None and not path.exists():
+        raise UsageError(f"{batch} was not run yet: {path} is not there. Begin with: relaxtune batch run {batch}")
     return plan.database, plan.name
 
 
@@ -230,13 +244,15 @@ def _print_preview(shown: Preview) -> None:
     print_table(TableView.of(f"cells of {shown.plan.name}", shown.cells, columns))
     for group in shown.groups:
         tasks: dict[str, Callable[[TuningTask], object]] = {
-            "task": lambda task: task.name,
+            "task": lambda task: task.name if len(task.name) <= _NAME_SHOWN else f"{task.name[:_NAME_SHOWN]}...",
             "family": lambda task: task.family,
             "weight": lambda task: task.weight,
             "cells": lambda task: len(task.functions),
             "records": partial(_records, group),
         }
-        print_table(TableView.of(_headline(group), group.group.tasks, tasks))
+        print_table(TableView.of(_headline(group), group.group.tasks[:_TASKS_SHOWN], tasks))
+        if len(group.group.tasks) > _TASKS_SHOWN:
+            typer.echo(f"and {len(group.group.tasks) - _TASKS_SHOWN} smaller tasks; --format json has all of them")
 
 
 def _records(group: GroupPreview, task: TuningTask) -> int:
@@ -247,14 +263,15 @@ def _headline(group: GroupPreview) -> str:
     alone = sum(len(one.tasks) for one in group.group.cells)
     most = "as many as time allows" if group.candidates is None else f"at most {group.candidates}"
     if group.ended_by is not None:
-        most = f"none, job {group.ended_by} did the same"
+        most = f"none, job {group.ended_by[:8]} did the same"
     costs = [
         f"{what} {'unknown' if seconds is None else f'{seconds:.0f} s'}"
         for what, seconds in (("tuning", group.tuning_s), ("finishing", group.finishing_s))
     ]
+    by = f"by {group.history.jobs} earlier jobs" if group.history.jobs else "the database has no earlier job of it"
     return (
         f"{group.group.target.arch}: {len(group.group.tasks)} tasks, {alone} before merging; candidates: {most}; "
-        f"predicted: {', '.join(costs)} (by {group.history.jobs} earlier jobs)"
+        f"predicted: {', '.join(costs)} ({by})"
     )
 
 

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -36,6 +37,12 @@ class _Row:
     shipped_ms: float | None = None
     note: str = ""
     since: float = field(default_factory=time.monotonic)
+    seconds: float | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds in this state; of a cell that is over, those that it was finished in."""
+        return time.monotonic() - self.since if self.seconds is None else self.seconds
 
 
 class BatchView:
@@ -47,12 +54,14 @@ class BatchView:
         Where to: stderr.
     json_lines : bool
         Whether each cell that is over is a line of JSON on stdout.
+    cells : sequence of str
+        Names of cells that are shown before anything is told of them.
     """
 
-    def __init__(self, console: Console, *, json_lines: bool) -> None:
+    def __init__(self, console: Console, *, json_lines: bool, cells: Sequence[str] = ()) -> None:
         self._console = console
         self._json = json_lines
-        self._rows: dict[str, _Row] = {}
+        self._rows = {name: _Row() for name in cells}
         self._times: deque[float] = deque()
         self._newest: CandidateEvent | None = None
         self._printed = 0.0
@@ -81,6 +90,7 @@ class BatchView:
         row = self._rows.setdefault(event.cell.name, _Row())
         row.state, row.since = event.state.value, time.monotonic()
         row.shipped_ms, row.note = event.facts.shipped_ms, event.facts.error or event.note
+        row.seconds = (event.facts.seconds or 0.0) if event.state.over else None
         if self._json and event.state.over:
             sys.stdout.write(json.dumps(event.to_json()) + "\n")
             sys.stdout.flush()
@@ -110,7 +120,7 @@ class BatchView:
         rate = None if span is None else (len(self._times) - 1) / span
         parts = [
             f"{progress.done}{'' if progress.total is None else f' of {progress.total}'} candidates",
-            "" if rate is None else f"{rate / progress.devices:.1f}/s a device x {progress.devices}",
+            "" if rate is None else _rate(rate, progress.devices),
             "" if progress.seconds_left is None else f"about {_duration(progress.seconds_left)} of tuning left",
             over,
         ]
@@ -120,8 +130,7 @@ class BatchView:
         table = Table("cell", "stage", "s", "best so far ms", "ms shipped", "note")
         rows = sorted(self._rows.items(), key=lambda item: item[1].state in ("queued", "done"))
         for name, row in sorted(rows[:_ROWS_MAX]):
-            seconds = f"{time.monotonic() - row.since:.0f}"
-            cells = (name, row.state, seconds, _ms(row.kernels_ms), _ms(row.shipped_ms), row.note[:60])
+            cells = (name, row.state, f"{row.elapsed_s:.0f}", _ms(row.kernels_ms), _ms(row.shipped_ms), row.note[:60])
             table.add_row(*map(Text, cells))
         more = len(rows) - _ROWS_MAX
         return Group(Text(self._headline()), table, Text(f"and {more} more" if more > 0 else ""))
@@ -137,7 +146,7 @@ def final_table(title: str, cells: Iterable[tuple[str, str, CellFacts]]) -> Tabl
         "ms tuned": lambda one: _ms(one[2].shipped_ms),
         "ms peer": lambda one: one[2].peer_ms and f"{_ms(one[2].peer_ms)} {one[2].peer}",
         "MB": lambda one: one[2].size_bytes and f"{one[2].size_bytes / 1e6:.1f}",
-        "artifact": lambda one: one[2].artifact,
+        "artifact": lambda one: one[2].artifact and _from_here(one[2].artifact),
         "why": lambda one: one[2].error,
     }
     return TableView.of(title, list(cells), columns)
@@ -155,6 +164,17 @@ def status_rows(cells: Sequence[BatchCell]) -> list[tuple[str, str, CellFacts]]:
 
 def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
+
+
+def _rate(candidates_per_s: float, devices: int) -> str:
+    each = f", {candidates_per_s / devices:.1f} on each of {devices} devices" if devices > 1 else ""
+    return f"{candidates_per_s:.1f} a second{each}"
+
+
+def _from_here(path: str) -> str:
+    """Return a path as it is from the current directory, where it is in there."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def _duration(seconds: float) -> str:

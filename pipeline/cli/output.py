@@ -189,6 +189,13 @@ def configure_logging(*, verbose: bool) -> None:
     logging.getLogger("relaxtune.metaschedule").setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 
+def leave_out_details() -> None:
+    """Show warnings alone, unless everything is asked for: what is told of one model is too much of many."""
+    logger = logging.getLogger("relaxtune")
+    for handler in logger.handlers:
+        handler.setLevel(logging.NOTSET if logger.level == logging.DEBUG else logging.WARNING)
+
+
 class _SafeFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return printable(hide_secrets(super().format(record)))

@@ -299,6 +299,9 @@ class _Session:
             self._trials = (
                 None if None in (self._trials, arrival.trials) else (self._trials or 0) + (arrival.trials or 0)
             )
+        for state in new:
+            if self.feed is not None and state.best_us is not None:
+                self.feed.improved(state.task.workload_hash, state.best_us)
         dropped = [self._by_hash[one] for one in sorted(arrival.dropped & self._by_hash.keys())]
         return Admitted(new, heavier, dropped, self._trials, self._spent, max(1, self._models))
 
