@@ -95,12 +95,19 @@ class Finals:
 
 
 def list_finalists(state: TaskState) -> list[Contender]:
-    """Return the contenders of a task that may be its best, when the best is of this run."""
+    """Return the contenders of a task that may be its best, when the best is of this run.
+
+    The fallback is one where its fastest run is no slower than the best: such a tie gives it the kernel
+    (`without_ties`), and one run may have been lucky, or all others disturbed.
+    """
     kept = [one for one in state.contenders if one.artifact is not None]
     if not kept or state.best_us is None or kept[0].latency_us > state.best_us:
         return []
     margin = max(_MARGIN, (state.best_spread or 0.0) / 2)
-    return [one for one in kept if one.latency_us <= state.best_us * (1 + margin)]
+    limit_us, best_us = state.best_us * (1 + margin), state.best_us
+    return [
+        one for one in kept if one.latency_us <= limit_us or (one.route is Route.FALLBACK and one.fastest_us <= best_us)
+    ]
 
 
 def _name_winner(state: TaskState, finalists: Sequence[Contender], outcomes: Sequence[Outcome]) -> None:

@@ -368,7 +368,7 @@ class Rounds:
         latency_us = median_latency_us(outcome)
         dropped = [] if artifact is None else [artifact]
         if latency_us is not None and artifact is not None:
-            contender = Contender(tag.route, tag.decision, latency_us, artifact)
+            contender = Contender(tag.route, tag.decision, latency_us, artifact, min(outcome.seconds) * 1e6)
             dropped = [one.artifact for one in state.keep(contender) if one.artifact is not None]
         for one in dropped:
             self._evaluator.builder.discard(one)

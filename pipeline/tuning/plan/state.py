@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,12 +33,13 @@ _CONTENDERS_MAX = 6
 
 @dataclass(frozen=True)
 class Contender:
-    """One of a task's best candidates: its route, decision and latency, and its artifact if it is kept."""
+    """One of a task's best candidates: its route, decision, latency and fastest run, and its artifact if it is kept."""
 
     route: Route
     decision: str
     latency_us: float
     artifact: BuiltArtifact | None
+    fastest_us: float = math.inf
 
 
 @dataclass
@@ -141,9 +143,10 @@ class TaskState:
             self.best_us, self.route, self.best_spread = latency_us, route, relative_spread
 
     def keep(self, contender: Contender) -> list[Contender]:
-        """Keep a candidate for the final if it is among the best; return those that are no longer."""
-        self.contenders = sorted([*self.contenders, contender], key=lambda one: one.latency_us)
-        dropped, self.contenders = self.contenders[_CONTENDERS_MAX:], self.contenders[:_CONTENDERS_MAX]
+        """Keep a candidate for the final if it is among the best, or the fallback; return those that are no longer."""
+        ranked = sorted([*self.contenders, contender], key=lambda one: one.latency_us)
+        dropped = [one for one in ranked[_CONTENDERS_MAX:] if one.route is not Route.FALLBACK]
+        self.contenders = [one for one in ranked if one not in dropped]
         return dropped
 
     def close_round(self) -> None:

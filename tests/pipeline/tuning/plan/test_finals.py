@@ -41,6 +41,16 @@ def test_only_what_may_be_the_best_is_in_the_final() -> None:
     assert list_finalists(known) == []
 
 
+def test_a_default_that_was_disturbed_when_it_was_measured_is_measured_again_before_a_tie_gives_it_the_kernel() -> None:
+    """Without the final, `without_ties` keeps the default of 30 us for its one run of 9, before candidates of 10."""
+    state = contended(30.0, *(10.0 + number for number in range(8)))
+    fallback = next(one for one in state.contenders if one.route is Route.FALLBACK)
+    assert len(state.contenders) == 7
+    assert list_finalists(state) == state.contenders[:1]
+    state.contenders = [replace(one, fastest_us=9.0) if one is fallback else one for one in state.contenders]
+    assert [one.latency_us for one in list_finalists(state)] == [10.0, 30.0]
+
+
 def test_the_final_names_the_winner_and_is_recorded(place: Place, database: TuningDatabase) -> None:
     state = contended(20.0, 10.0, 10.2, 10.4)
     recorder = Recorder(database, place.key, place.environment, job_id=None, seed=0, seconds={"database": 0.0})
