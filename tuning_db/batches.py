@@ -182,7 +182,7 @@ def move_cell(
 
 
 def cancel_cell(database: TuningDatabase, batch_id: str, name: str) -> None:
-    """Cancel a cell that is not over; its driver leaves it at the next opportunity.
+    """Cancel a cell that is not over; its driver leaves it at the next opportunity. One that is cancelled stays so.
 
     Raises
     ------
@@ -192,9 +192,8 @@ def cancel_cell(database: TuningDatabase, batch_id: str, name: str) -> None:
         The batch has no such cell.
     """
     state = next((one.state for one in list_cells(database, batch_id) if one.spec.name == name), None)
-    if state is CellState.CANCELLED:
-        raise TransitionError(name, state, CellState.CANCELLED)
-    move_cell(database, batch_id, name, CellState.CANCELLED, CellFacts(error="cancelled"))
+    if state is not CellState.CANCELLED:
+        move_cell(database, batch_id, name, CellState.CANCELLED, CellFacts(error="cancelled"))
 
 
 def finish_batch(database: TuningDatabase, batch_id: str, outcome: str) -> None:

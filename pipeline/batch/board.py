@@ -125,7 +125,8 @@ class Board:
 
     def _tell(self, event: CellEvent) -> None:
         with self._lock:
-            if self._events[event.cell.name].state is event.state and not event.facts.error:
+            known = self._events[event.cell.name]
+            if known.state is event.state and event.facts.error in (None, known.facts.error):
                 return
             self._events[event.cell.name] = event
             self._on_event(event)

@@ -95,7 +95,7 @@ class BatchView:
             sys.stdout.write(json.dumps(event.to_json()) + "\n")
             sys.stdout.flush()
         if not self._live.is_started:
-            told = f": {row.note}" if row.note else ""
+            told = f": {row.note}" if row.note not in ("", row.state) else ""
             self._console.print(f"{event.cell.name}: {event.state.value}{told}", markup=False, soft_wrap=True)
 
     def _take_candidate(self, event: CandidateEvent) -> None:
