@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -190,29 +192,65 @@ def test_tune_refuses_a_device_that_is_not_here(relaxtune, workspace, tmp_path) 
     assert "relaxtune compile" in outcome.stderr
 
 
-def test_ctrl_c_keeps_what_was_measured_and_still_compiles(workspace, tmp_path) -> None:
-    database, artifact = tmp_path / "tuning.db", tmp_path / "artifact"
+@pytest.fixture
+def tuning_process(workspace, tmp_path) -> Iterator[subprocess.Popen[str]]:
+    """A real run of `tune` that would go on for minutes, in a session of its own."""
     command = [sys.executable, "-c", "from relaxtune.pipeline.cli import main; main()", "tune", str(workspace.model)]
-    options = ["--target", "llvm", "--shape", "x=64x32", "--trials", "5000", "--db", str(database)]
+    options = ["--target", "llvm", "--shape", "x=64x32", "--trials", "5000", "--no-bench"]
     job = subprocess.Popen(
-        [*command, *options, "--no-bench", "--out", str(artifact)],
+        [*command, *options, "--db", str(tmp_path / "tuning.db"), "--out", str(tmp_path / "artifact")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
+        start_new_session=True,
     )
+    yield job
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
+    job.communicate()
+
+
+def _wait_for(happened: Callable[[], object]) -> None:
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not _valid_records(database):
-        time.sleep(0.5)
-    job.send_signal(signal.SIGINT)
-    stdout, stderr = job.communicate(timeout=120)
-    assert job.returncode == 0, stderr
+    while time.monotonic() < deadline and not happened():
+        time.sleep(0.2)
+
+
+def test_ctrl_c_keeps_what_was_measured_and_still_compiles(tuning_process, tmp_path) -> None:
+    database, artifact = tmp_path / "tuning.db", tmp_path / "artifact"
+    _wait_for(lambda: _valid_records(database))
+    tuning_process.send_signal(signal.SIGINT)
+    stdout, stderr = tuning_process.communicate(timeout=120)
+    assert tuning_process.returncode == 0, stderr
     assert "interrupted" in stdout
     assert "validation of classifier: passed" in stdout
     assert json.loads((artifact / "manifest.json").read_text())["validation"]["passed"]
     with SqlDatabase.open(database) as opened:
         (recorded,) = opened.list_jobs()
         assert recorded.outcome == "interrupted"
+
+
+def test_a_second_ctrl_c_half_a_second_later_ends_the_run_and_keeps_what_was_measured(tuning_process, tmp_path) -> None:
+    _wait_for(lambda: _valid_records(tmp_path / "tuning.db"))
+    tuning_process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    tuning_process.send_signal(signal.SIGINT)
+    _, stderr = tuning_process.communicate(timeout=60)
+    assert tuning_process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert not (tmp_path / "artifact").exists()
+    assert _valid_records(tmp_path / "tuning.db")
+
+
+def test_sigterm_before_anything_was_measured_is_130_and_leaves_nothing(tuning_process, tmp_path) -> None:
+    _wait_for((tmp_path / "tuning.db").exists)
+    tuning_process.terminate()
+    _, stderr = tuning_process.communicate(timeout=60)
+    assert tuning_process.returncode == 130, stderr
+    assert "interrupted" in stderr
+    assert "Traceback" not in stderr
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("tuning.db")] == []
 
 
 def _valid_records(database: Path) -> int:
