@@ -25,7 +25,14 @@ from relaxtune.models.zoo.bert import build_bert
 from relaxtune.models.zoo.graph import Precision
 from relaxtune.models.zoo.presets import get_preset
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.bench.measure import BenchmarkReport, measure, module_arm, onnxruntime_arm, run_conditions
+from relaxtune.pipeline.bench.measure import (
+    ORT_ARM,
+    BenchmarkReport,
+    measure,
+    module_arm,
+    onnxruntime_arms,
+    run_conditions,
+)
 from relaxtune.pipeline.environment import cpu_name
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
@@ -73,7 +80,7 @@ def measure_model(name: str, lengths: list[int], batch: int, runs: int, folder: 
             {
                 SYMBOLIC: module_arm(module, inputs),
                 STATIC: module_arm(static, inputs),
-                PEER: onnxruntime_arm(symbolic, inputs),
+                PEER: onnxruntime_arms(symbolic, inputs)[ORT_ARM],
             },
             runs=runs,
             conditions=run_conditions(module),

@@ -18,7 +18,7 @@ from relaxtune.pipeline.bench.measure import (
     BenchmarkReport,
     measure,
     module_arm,
-    onnxruntime_arm,
+    onnxruntime_arms,
     run_conditions,
 )
 from relaxtune.pipeline.errors import UsageError
@@ -97,7 +97,7 @@ def measure_lengths(
         inputs = unpadded_inputs(model, seed=seed, dims=sizes_within(model, first.manifest.maxima, dict(point.sizes)))
         arms: dict[str, Arm] = {name: _arm(one, inputs) for name, one in artifacts.items() if _takes(one, inputs)}
         if ORT_ARM in against:
-            arms[ORT_ARM] = onnxruntime_arm(model, inputs, threads=threads)
+            arms |= onnxruntime_arms(model, inputs, first.manifest.target.kind, threads=threads)
         measured.append((point, measure(arms, runs=runs, warmup=warmup, conditions=run_conditions(first))))
     return LengthsReport(tuple(measured))
 

@@ -6,6 +6,7 @@ untimed: it gets its data back into the caches from the arm before, and outlasts
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -21,7 +22,9 @@ from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.threads import configure_threads
-from relaxtune.pipeline.validate.reference import peer_session, run_session
+from relaxtune.pipeline.validate.reference import peer_provider, peer_session, run_session
+
+logger = logging.getLogger(__name__)
 
 Arm = Callable[[], None]
 
@@ -177,7 +180,7 @@ def measure_module(
     inputs : mapping of str to array
         Of one inference; the module has them on its device before the clock starts.
     against : frozenset of str
-        `ort`: ONNX Runtime on the CPU, every optimisation on.
+        `ort`: ONNX Runtime on the same device, every optimisation on; left out where it does not run there.
 
     Raises
     ------
@@ -191,19 +194,20 @@ def measure_module(
     threads = configure_threads()
     arms: dict[str, Arm] = {OWN_ARM: module_arm(module, inputs)}
     if ORT_ARM in against:
-        arms[ORT_ARM] = onnxruntime_arm(model, inputs, threads=threads)
+        arms |= onnxruntime_arms(model, inputs, module.manifest.target.kind, threads=threads)
     return measure(arms, runs=runs, warmup=warmup, conditions=run_conditions(module))
 
 
 def run_conditions(module: Module) -> dict[str, str]:
     """Return what the latencies of a module and of ONNX Runtime beside it are true for."""
     threads = str(configure_threads())
+    left_out = "" if peer_provider(module.manifest.target.kind) else ", not timed: it does not run on this device"
     return {
         "device": str(module.device),
         "target": f"{module.manifest.target.kind} {module.manifest.target.arch}",
         "tvm": tvm.__version__,
         "tvm_threads": threads,
-        "onnxruntime": onnxruntime.__version__,
+        "onnxruntime": onnxruntime.__version__ + left_out,
         "onnxruntime_threads": threads,
     }
 
@@ -223,20 +227,37 @@ def module_arm(module: Module, inputs: Mapping[str, np.ndarray]) -> Arm:
     return run
 
 
-def onnxruntime_arm(model: OnnxModel, inputs: Mapping[str, np.ndarray], *, threads: int | None = None) -> Arm:
-    """Return an arm that runs a model under ONNX Runtime on the CPU, every optimisation on.
+def onnxruntime_arms(
+    model: OnnxModel, inputs: Mapping[str, np.ndarray], kind: str = "llvm", *, threads: int | None = None
+) -> dict[str, Arm]:
+    """Return an arm that runs a model under ONNX Runtime on a kind of device, every optimisation on.
 
-    `threads` defaults to what TVM's pool of this thread has, which is set first if it was not.
+    There is none where ONNX Runtime has no provider for it: a ratio over another device means nothing. `threads`
+    defaults to what TVM's pool of this thread has, which is set first if it was not.
     """
-    count = configure_threads() if threads is None else threads
-    session = peer_session(model, count)
+    provider = peer_provider(kind)
+    if provider is None:
+        logger.info("no peer is timed: this ONNX Runtime does not compute on a device of kind %s", kind)
+        return {}
+    session = peer_session(model, configure_threads() if threads is None else threads, provider)
+    if provider not in session.get_providers():
+        logger.warning("no peer is timed: ONNX Runtime's %s does not load on this machine", provider)
+        return {}
     names = [spec.name for spec in model.outputs]
     feed = dict(inputs)
+    if kind == "llvm":
 
-    def run() -> None:
-        run_session(session, names, feed, model.name)
+        def run() -> None:
+            run_session(session, names, feed, model.name)
 
-    return run
+        return {ORT_ARM: run}
+    binding = session.io_binding()
+    for name, array in feed.items():
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, kind, 0))
+    for name in names:
+        binding.bind_output(name, kind, 0)
+    # It returns when the outputs are there.
+    return {ORT_ARM: lambda: session.run_with_iobinding(binding)}
 
 
 def render(report: BenchmarkReport) -> Table:

@@ -22,7 +22,7 @@ from relaxtune.pipeline.bench.measure import (
     Arm,
     BenchmarkReport,
     measure,
-    onnxruntime_arm,
+    onnxruntime_arms,
     run_conditions,
 )
 from relaxtune.pipeline.bench.paired_gain import PairedGain, is_gain, is_hopeless, paired_gain
@@ -130,12 +130,9 @@ def decide(
 
 
 def peer_arms(prepared: PreparedModel, threads: int | None = None) -> Mapping[str, Arm]:
-    """Return ONNX Runtime where it runs on the same device: a ratio over another device means nothing."""
-    if prepared.target.kind != "llvm":
-        logger.info("no peer is timed: ONNX Runtime would run on the CPU here, the model runs on a GPU")
-        return {}
+    """Return ONNX Runtime where it runs on the same device."""
     inputs = timed_inputs(prepared.model, prepared.lowered.options.maxima)
-    return {ORT_ARM: onnxruntime_arm(prepared.model, inputs, threads=threads)}
+    return onnxruntime_arms(prepared.model, inputs, prepared.target.kind, threads=threads)
 
 
 def _measure(arms: Mapping[str, Arm], conditions: Mapping[str, str]) -> BenchmarkReport:

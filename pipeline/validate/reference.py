@@ -43,6 +43,8 @@ _ORT_ERRORS = (
     state.RuntimeException,
 )
 
+_CPU = "CPUExecutionProvider"
+_PROVIDERS = {"llvm": _CPU, "cuda": "CUDAExecutionProvider"}
 # Attributes that hold an element type.
 _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype"})
 _ROUNDED_TYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16})
@@ -210,8 +212,14 @@ def _last_line(error: Exception) -> str:
     return line.rpartition("Status Message: ")[2].rpartition(" : ")[2].rstrip(".") + "."
 
 
-def peer_session(model: OnnxModel, threads: int) -> onnxruntime.InferenceSession:
-    """Return a session with every optimisation on, computing with `threads` threads.
+def peer_provider(kind: str) -> str | None:
+    """Return ONNX Runtime's provider for a target's kind of device, None where the one installed has none."""
+    provider = _PROVIDERS.get(kind)
+    return provider if provider in onnxruntime.get_available_providers() else None
+
+
+def peer_session(model: OnnxModel, threads: int, provider: str = _CPU) -> onnxruntime.InferenceSession:
+    """Return a session with every optimisation on; on the CPU it computes with `threads` threads.
 
     Raises
     ------
@@ -222,7 +230,7 @@ def peer_session(model: OnnxModel, threads: int) -> onnxruntime.InferenceSession
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     # Workers that spin between runs would take the cores from whatever is measured next.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    return _session(model.inline_proto(), model.name, options, threads)
+    return _session(model.inline_proto(), model.name, options, threads, provider)
 
 
 def longest_reduction(model: OnnxModel) -> int:
@@ -315,13 +323,17 @@ def _rename_uses(graph: onnx.GraphProto, old: str, new: str) -> None:
 
 
 def _session(
-    proto: onnx.ModelProto, name: str, options: onnxruntime.SessionOptions, threads: int | None
+    proto: onnx.ModelProto,
+    name: str,
+    options: onnxruntime.SessionOptions,
+    threads: int | None,
+    provider: str = _CPU,
 ) -> onnxruntime.InferenceSession:
     if threads is not None:
         options.intra_op_num_threads = threads
     options.log_severity_level = 3
     try:
-        return _Session(proto, options)
+        return _Session(proto, options, provider)
     except (*_ORT_ERRORS, RuntimeError, ValueError) as e:
         raise PipelineError(
             f"ONNX Runtime {onnxruntime.__version__} does not load the model {name!r}: {_last_line(e)} It is the "
@@ -330,13 +342,13 @@ def _session(
 
 
 class _Session(onnxruntime.InferenceSession):  # type: ignore[misc]
-    """A session on the CPU that reads large weights where they lie; it holds them."""
+    """A session that reads large weights where they lie; it holds them."""
 
-    def __init__(self, proto: onnx.ModelProto, options: onnxruntime.SessionOptions) -> None:
+    def __init__(self, proto: onnx.ModelProto, options: onnxruntime.SessionOptions, provider: str) -> None:
         self._split = _SplitGraph.of(proto)
         weights = self._split.weights
         options.add_external_initializers(list(weights), list(weights.values()))
-        super().__init__(self._split.graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        super().__init__(self._split.graph.SerializeToString(), options, providers=[provider])
 
 
 class _SplitGraph:

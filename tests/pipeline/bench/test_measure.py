@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,14 @@ from rich.console import Console
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.bench.measure import ArmResult, BenchmarkReport, measure, measure_module, render
+from relaxtune.pipeline.bench.measure import (
+    ArmResult,
+    BenchmarkReport,
+    measure,
+    measure_module,
+    onnxruntime_arms,
+    render,
+)
 from relaxtune.pipeline.errors import UsageError
 
 
@@ -62,6 +70,22 @@ def test_a_module_is_measured_beside_onnx_runtime_with_the_same_threads(
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(render(report))
     assert "relaxtune" in console.export_text()
+
+
+def test_a_peer_runs_on_the_same_device_or_is_left_out_and_told(
+    bert_tiny: OnnxModel, bert_inputs: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    """No machine of the tests has the CUDA provider: here it is missing from the list, then on it and does not load."""
+    assert "CUDAExecutionProvider" not in onnxruntime.get_available_providers()
+    caplog.set_level("INFO", logger="relaxtune")
+    assert onnxruntime_arms(bert_tiny, bert_inputs, "cuda") == {}
+    assert "no peer is timed: this ONNX Runtime does not compute on a device of kind cuda" in caplog.text
+    listed = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: listed)
+    with pytest.warns(UserWarning, match="CUDAExecutionProvider"):
+        assert onnxruntime_arms(bert_tiny, bert_inputs, "cuda") == {}
+    assert "CUDAExecutionProvider does not load on this machine" in caplog.text
+    assert list(onnxruntime_arms(bert_tiny, bert_inputs, "llvm")) == ["ort"]
 
 
 def test_a_module_can_be_measured_alone_and_unknown_peers_are_refused(
