@@ -11,11 +11,8 @@ comparisons instead, for a GPU that is lent by the minute.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
-import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -24,14 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tvm
 
 import relaxtune
+from benchmarks.this_run import run_facts
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact_jobs import reference_model
 from relaxtune.pipeline.bench.measure import Arm, measure, module_arm
-from relaxtune.pipeline.environment import cpu_name, nvidia_driver_version
 from relaxtune.pipeline.gate.latency import LatencyComparison, LatencyLimit, Speed, compare_latency
 
 RESULTS = Path(__file__).parent / "results"
@@ -99,7 +95,7 @@ def main() -> None:
     document = {
         "command": "python -m benchmarks.bench_gate",
         "options": {name: str(value) for name, value in vars(asked).items() if name != "results"},
-        "machine": _machine(asked.target, loads),
+        "machine": run_facts(asked.target, loads),
         "loadings": builds.loadings,
         "kinds": {kind: _summary(every, kinds[kind]) for kind, every in found.items()},
     }
@@ -149,22 +145,6 @@ def _summary(every: list[LatencyComparison], planted: float) -> dict[str, object
         "median_ms": float(np.median([one.baseline.median_ms for one in every])),
         "slowdowns": [round(one.slowdown, 5) for one in every],
         "looks": [one.looks for one in every],
-    }
-
-
-def _machine(target: str, loads: list[float]) -> dict[str, object]:
-    gpu = tvm.cuda(0) if "cuda" in target else None
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit or None,
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "load_average": {"median": float(np.median(loads)), "max": max(loads)},
-        "gpu": None if gpu is None else str(gpu.device_name),
-        "driver": None if gpu is None else nvidia_driver_version(),
-        "python": platform.python_version(),
-        "tvm": tvm.__version__,
     }
 
 

@@ -9,18 +9,14 @@ is not here are compared by the hashes of kernels and weights, the others by the
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 
-import tvm
-
 import relaxtune
+from benchmarks.this_run import run_facts
 from relaxtune.api import ModelOptions
-from relaxtune.pipeline.environment import cpu_name
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.registry.rebuild import rebuild_artifact
 
@@ -69,15 +65,8 @@ def main() -> None:
                 entry |= {"same": False, "error": str(error)[:300]}
         found.append(entry)
         print(number, entry, flush=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    machine = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit or None,
-        "cpu": cpu_name(),
-        "tvm": tvm.__version__,
-    }
     same = sum(entry["same"] is True for entry in found)
-    document = {"machine": machine, "artifacts": len(found), "same": same, "cases": found}
+    document = {"machine": run_facts(), "artifacts": len(found), "same": same, "cases": found}
     asked.results.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(f"{same} of {len(found)} are the same")
 

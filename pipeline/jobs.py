@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relaxtune.models import OnnxModel
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.directory import (
@@ -26,7 +25,6 @@ from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.artifact.signature import read_signing_key, sign_artifact
 from relaxtune.pipeline.bench.measure import OWN_ARM
 from relaxtune.pipeline.choose.meanwhile import Meanwhile, make_reference, meanwhile
 from relaxtune.pipeline.choose.model_arm import LoadedArm
@@ -48,10 +46,10 @@ from relaxtune.pipeline.tuned_model import (
 )
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
-from relaxtune.pipeline.validate.padding_trials import route_inputs, try_and_record
+from relaxtune.pipeline.validate.acceptance import FAILED, NO_LIMITS, Limits, check_key, settle, validate_written
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.report import ValidationReport
-from relaxtune.pipeline.validate.validation import sample_inputs, validate
+from relaxtune.pipeline.validate.validation import sample_inputs
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.layers import open_databases
@@ -99,26 +97,6 @@ class TuneResult:
     rerank: RerankReport | None = None
     norm_forms: NormFormsReport | None = None
     missed: str | None = None
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What an artifact keeps to, else it stays in `DIR.rejected`.
-
-    Attributes
-    ----------
-    max_latency_ms
-        Median latency of the whole model; None sets no limit.
-    rtol, atol
-        What may differ from ONNX Runtime; None takes the table of tolerances.
-    """
-
-    max_latency_ms: float | None = None
-    rtol: float | None = None
-    atol: float | None = None
-
-
-NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -214,7 +192,7 @@ def compile_model(
         See `pipeline.errors`. Nothing is written then.
     """
     check_destination(out)
-    _check_key(sign)
+    check_key(sign)
     if record and database is None:
         raise UsageError("nothing says where to note the artifact: expected a database (--db URL) beside --record")
     urls = [*([database] if database is not None else []), *shared]
@@ -242,19 +220,13 @@ def tune_model(
         See `pipeline.errors`.
     """
     check_destination(out)
-    _check_key(tune_request.sign)
+    check_key(tune_request.sign)
     urls = [tune_request.database, *tune_request.shared]
     with open_databases(urls, mode=tune_request.tuning.mode) as database:
         prepared = prepare_model(request)
         require_device(prepared)
         tuned = tune_prepared(prepared, tune_request.tuning, database, progress or SilentProgress())
         return finish_tuned(prepared, tuned, tune_request, database, out)
-
-
-def _check_key(sign: Path | None) -> None:
-    """Refuse a key that cannot sign, before hours of work."""
-    if sign is not None:
-        read_signing_key(sign)
 
 
 def require_device(prepared: PreparedModel) -> None:
@@ -412,10 +384,10 @@ def _compile(
     if validates:
         with stage("validate"):
             loaded = loaded or Module.load(place)
-            validation = _validate(loaded, place, prepared.model, samples, limits, turn, reference())
+            validation = validate_written(loaded, place, prepared.model, samples, limits, turn, reference())
         manifest = record_validation(place, validation.to_json())
         if not validation.passed:
-            missed = "the artifact failed validation"
+            missed = FAILED
             if database is not None:
                 with stage("refute"):
                     sizes = sizes_within(prepared.model, manifest.maxima)
@@ -424,13 +396,7 @@ def _compile(
                     refute_kernels(prepared, choices, wrong, database, places)
     elif samples:
         logger.warning("not validated: %s cannot run on this machine", prepared.target.arch)
-    if missed is not None:
-        logger.error("%s: it is in %s, and %s is as it was", missed, place, out)
-    elif place != out:
-        if sign is not None:
-            sign_artifact(place, read_signing_key(sign))
-        accept(place, out)
-    directory = out if missed is None else place
+    directory = settle(place, out, missed, sign)
     if database is not None and record:
         artifact = artifact_of(manifest, directory, job_id)
         database.record_artifact(artifact)
@@ -443,30 +409,3 @@ def _compile(
 def _compile_bucket(prepared: PreparedModel, bucket: PreparedBucket, database: TuningDatabase | None) -> CompiledBucket:
     choices = choose_kernels(prepared, database, bucket.lowered)
     return CompiledBucket(bucket.bucket, compile_module(bucket.lowered, choices, prepared.target))
-
-
-def _validate(
-    module: Module,
-    out: Path,
-    model: OnnxModel,
-    samples: int,
-    limits: Limits,
-    turn: AbstractContextManager[object] | None = None,
-    reference: Reference | None = None,
-) -> ValidationReport:
-    """Validate an artifact; of one with buckets, first find out where padding is allowed, then go by every route."""
-    inputs = None
-    if module.manifest.buckets is not None:
-        with turn or nullcontext():
-            module = try_and_record(out, module, model)
-        inputs = route_inputs(module, model, samples=samples, seed=0)
-    return validate(
-        module,
-        model,
-        samples=samples,
-        inputs=inputs,
-        rtol=limits.rtol,
-        atol=limits.atol,
-        turn=turn,
-        reference=reference,
-    )

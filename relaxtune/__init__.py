@@ -12,6 +12,8 @@ The words of the command line, for Python:
     What is known of an artifact: is it right, how fast, how far from another build, where its time goes.
 `gate`
     Whether an artifact may take the place of another.
+`refit`
+    An artifact with other weights, not compiled again.
 `explain`
     Why a model's kernels are those they are: the records that were looked at.
 `inspect`
@@ -60,6 +62,7 @@ __all__ = [
     "OnnxModel",
     "PipelineError",
     "RecordFilter",
+    "Refit",
     "Registry",
     "Report",
     "Route",
@@ -84,6 +87,7 @@ __all__ = [
     "open_database",
     "open_registry",
     "random_inputs",
+    "refit",
     "report",
     "tune",
     "validate",

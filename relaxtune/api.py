@@ -34,6 +34,7 @@ from relaxtune.pipeline.inspect import Inspection, inspect_model
 from relaxtune.pipeline.jobs import CompileResult, TuneRequest, TuneResult, compile_model, tune_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.registry.refit import Refit, refit_artifact
 from relaxtune.pipeline.registry.registry import Registry
 from relaxtune.pipeline.report.report import Report, report_artifact
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
@@ -73,6 +74,7 @@ __all__ = [
     "OnnxModel",
     "PipelineError",
     "RecordFilter",
+    "Refit",
     "Registry",
     "Report",
     "Route",
@@ -96,6 +98,7 @@ __all__ = [
     "open_database",
     "open_registry",
     "random_inputs",
+    "refit",
     "report",
     "tune",
     "validate",
@@ -306,6 +309,22 @@ def gate(
     if not where it was.
     """
     return run_gate(Path(new), Path(baseline), limits, source=model, inputs=inputs)
+
+
+def refit(
+    directory: str | Path,
+    weights: str | Path,
+    out: str | Path | None = None,
+    *,
+    seed: int = 0,
+    samples: int = 3,
+) -> Refit:
+    """Give an artifact the weights of another model of the same graph, without compiling or tuning.
+
+    Without `out` the new artifact takes the place of the old one. It is validated like a compiled one. Weights that do
+    not fit the code are an `ArtifactError` that names them.
+    """
+    return refit_artifact(Path(directory), weights, None if out is None else Path(out), seed=seed, samples=samples)
 
 
 def report(directory: str | Path, *, database: str | Path | None = None) -> Report:

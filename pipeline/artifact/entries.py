@@ -198,6 +198,25 @@ class KernelEntry:
 
 
 @dataclass(frozen=True)
+class RecipeEntry:
+    """What the passes made of the graph, as hashes (`pipeline.artifact.recipe`): other weights must give the same.
+
+    Attributes
+    ----------
+    main
+        Of `main`, without the values of its constants.
+    kernels
+        PrimFunc -> its hash before it was scheduled.
+    constants
+        Place of a constant that is part of the code -> its dtype, shape and hash.
+    """
+
+    main: str
+    kernels: Mapping[str, str]
+    constants: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class BucketEntry:
     """One shape that the artifact has code of its own for.
 
@@ -217,6 +236,8 @@ class BucketEntry:
         Whether it runs as a captured CUDA graph.
     planned_bytes
         Storage of its memory plan; None when it still has symbolic axes.
+    recipe
+        As the artifact's own.
     """
 
     sizes: Mapping[str, int]
@@ -227,6 +248,7 @@ class BucketEntry:
     kernels: tuple[KernelEntry, ...]
     cuda_graph: bool
     planned_bytes: int | None
+    recipe: RecipeEntry | None = None
 
     @property
     def bucket(self) -> Bucket:

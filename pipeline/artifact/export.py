@@ -35,6 +35,7 @@ from relaxtune.pipeline.artifact.entries import (
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.kernel_facts import kernel_work
 from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
+from relaxtune.pipeline.artifact.recipe import recipe_of
 from relaxtune.pipeline.codegen.cuda_libraries import CUDART, DRIVER
 from relaxtune.pipeline.codegen.library_objects import compile_library_objects, list_library_sources
 from relaxtune.pipeline.errors import LoweringError
@@ -87,9 +88,7 @@ def write_artifact(
         if beside is not None and not buckets and _same_arrays(compiled.lowered.weights, beside[0].lowered.weights):
             _link_file(beside[1] / PARAMS_FILE, directory / PARAMS_FILE)
         elif weights:
-            _write_weights(weights, directory / PARAMS_FILE)
-            # safetensors makes private files.
-            (directory / PARAMS_FILE).chmod((directory / MODULE_FILE).stat().st_mode & 0o666)
+            write_weights(weights, directory / PARAMS_FILE)
         manifest = build_manifest(compiled, link_seconds)
         if not buckets:
             return manifest
@@ -139,6 +138,7 @@ def _bucket_entry(number: int, one: CompiledBucket, weights: tuple[str, ...]) ->
         kernels=tuple(_kernel_entry(compiled, choice) for choice in compiled.choices),
         cuda_graph=compiled.cuda_graph,
         planned_bytes=compiled.planned_bytes,
+        recipe=recipe_of(compiled.lowered),
     )
 
 
@@ -154,12 +154,14 @@ def _link_file(source: Path, destination: Path) -> None:
         shutil.copyfile(source, destination)
 
 
-def _write_weights(weights: Mapping[str, np.ndarray], path: Path) -> None:
-    """Write the weights; a full disk is an OSError, as for every other file, and not one of the library's own."""
+def write_weights(weights: Mapping[str, np.ndarray], path: Path) -> None:
+    """Write the weights beside the code; a full disk is an OSError, as for every other file, and not the library's."""
     try:
         safetensors.numpy.save_file(dict(weights), path)
     except safetensors.SafetensorError as e:
         raise OSError(f"{path.name}: {e}") from e
+    # safetensors makes private files.
+    path.chmod((path.parent / MODULE_FILE).stat().st_mode & 0o666)
 
 
 def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
@@ -197,6 +199,7 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
         norm_rows_max=lowered.options.norm_rows_max,
         maxima=lowered.options.maxima,
         unpadding=lowered.unpadding,
+        recipe=recipe_of(lowered),
     )
 
 

@@ -23,6 +23,7 @@ from relaxtune.pipeline.artifact.entries import (
     MemoryEntry,
     PaddingEntry,
     PassEntry,
+    RecipeEntry,
     TargetEntry,
 )
 from relaxtune.pipeline.errors import ArtifactError
@@ -64,6 +65,8 @@ class Manifest:
         Symbolic axis -> its largest size; none for an axis without one.
     unpadding
         How padding is left out; None where it is not.
+    recipe
+        By which it takes other weights; None where a version before did not say.
     """
 
     model: str
@@ -88,6 +91,7 @@ class Manifest:
     norm_rows_max: int | None = None
     maxima: Mapping[str, int] = field(default_factory=dict)
     unpadding: Unpadding | None = None
+    recipe: RecipeEntry | None = None
 
     @property
     def needed_files(self) -> frozenset[str]:
@@ -126,6 +130,7 @@ class Manifest:
             kernels=entry.kernels,
             weights=entry.weights,
             target=replace(self.target, cuda_graph=entry.cuda_graph),
+            recipe=entry.recipe,
             memory=replace(memory, planned_bytes=entry.planned_bytes) if memory is not None else None,
             buckets=None,
         )

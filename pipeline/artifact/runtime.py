@@ -152,7 +152,8 @@ class Module:
         if beside is not None and beside._has_weights_of(weights_file, manifest, chosen):
             stored = dict(zip(beside._manifest.weights, beside._weights, strict=True))
         else:
-            stored = _load_weights(weights_file, manifest, chosen)
+            arrays = read_weights(weights_file, manifest)
+            stored = {name: tvm.runtime.tensor(array, device=chosen) for name, array in arrays}
         module = cls(manifest, machine, chosen, [stored[name] for name in manifest.weights], threads)
         module._weights_file = weights_file
         buckets = manifest.buckets
@@ -390,21 +391,29 @@ def _load_code(path: Path) -> tvm.runtime.Module:
         return tvm.runtime.load_module(str(named))
 
 
-def _load_weights(file: Path, manifest: Manifest, device: Device) -> dict[str, Tensor]:
-    """Return the weights of the artifact and of its buckets by name, each once on the device."""
+def read_weights(file: Path, manifest: Manifest) -> Iterator[tuple[str, np.ndarray]]:
+    """Give the weights of an artifact and of its buckets, each once.
+
+    One at a time: together they would take the model's size a second time.
+
+    Raises
+    ------
+    ArtifactError
+        The file is missing or damaged, or lacks some.
+    """
     entries = manifest.buckets.entries if manifest.buckets is not None else ()
     names = dict.fromkeys([*manifest.weights, *(name for entry in entries for name in entry.weights)])
     if not names:
-        return {}
+        return
     try:
-        # One array at a time: together they would take the model's size a second time.
         with safetensors.safe_open(file, framework="numpy") as stored:
             missing = sorted(names.keys() - stored.keys())
-            if not missing:
-                return {name: tvm.runtime.tensor(stored.get_tensor(name), device=device) for name in names}
+            for name in names if not missing else ():
+                yield name, stored.get_tensor(name)
     except (OSError, safetensors.SafetensorError, ValueError, TypeError, KeyError) as e:
         raise ArtifactError(f"{file} cannot be read: {e}; compile the model again") from e
-    raise ArtifactError(f"{file} lacks the weights {', '.join(missing)}; compile the model again")
+    if missing:
+        raise ArtifactError(f"{file} lacks the weights {', '.join(missing)}; compile the model again")
 
 
 def _as_tuple(result: object) -> tuple[Tensor, ...]:

@@ -29,9 +29,9 @@ from relaxtune.pipeline.batch.plan import (
     plan_error,
 )
 from relaxtune.pipeline.batch.toml_lines import Place
-from relaxtune.pipeline.jobs import Limits
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.validate.acceptance import Limits
 from relaxtune.schedules.errors import ScheduleError
 from relaxtune.schedules.targets import resolve_target
 

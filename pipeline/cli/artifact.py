@@ -18,6 +18,7 @@ from relaxtune.pipeline.cli.options import (
     DatabaseOption,
     FormatOption,
     ReferenceOption,
+    SeedOption,
     SharedDatabasesOption,
     StoreOption,
     ToleranceOptions,
@@ -241,3 +242,56 @@ def _emit_artifacts(registry: RegistryOptions, title: str, found: list[StoredArt
         "added": lambda one: f"{one.added_at:%Y-%m-%d %H:%M}",
     }
     emit(registry.output_format, [asdict(one) for one in found], TableView.of(title, found, columns))
+
+
+@app.command()
+@takes_groups()
+def refit(
+    artifact: ArtifactName,
+    weights: Annotated[
+        str, typer.Option("--weights", metavar="NEW.onnx", help="The same graph with other weights, or a zoo name.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="The new artifact. Default: in place of the old one.")
+    ] = None,
+    seed: SeedOption = 0,
+    samples: Annotated[
+        int, typer.Option("--samples", min=0, help="Random inputs to validate with; 0 leaves the validation out.")
+    ] = 3,
+    sign: Annotated[
+        Path | None, typer.Option("--sign", metavar="KEY", help="Sign it with this Ed25519 private key (PEM).")
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Give an artifact other weights without compiling or tuning; its code stays as it is.
+
+    Exits 1 and names what does not fit: a weight inside the code, or another graph. Exits 3 when the new artifact
+    fails the validation; it is in DIR.rejected then.
+    """
+    from relaxtune.pipeline.registry.refit import refit_artifact
+    from relaxtune.pipeline.registry.store import ArtifactStore, find_artifact
+
+    place = find_artifact(artifact, ArtifactStore(store))
+    if out is None and place != Path(artifact):
+        raise UsageError(f"{artifact} is in the store {store}, where no artifact changes; name a place with --out DIR")
+    done = refit_artifact(place, weights, out, seed=seed, samples=samples, sign=sign)
+    report = done.validation
+    passed = None if report is None else report.passed
+    facts = {
+        "weights": f"{len(done.changed)} changed, {len(done.same)} the same",
+        "seconds": f"{done.seconds:.2f}",
+        "validation": "not run" if report is None else "passed" if passed else "FAILED",
+    }
+    columns = {"what": lambda fact: fact[0], "found": lambda fact: fact[1]}
+    data = {
+        "artifact": str(done.directory),
+        "model": done.manifest.model,
+        "changed": list(done.changed),
+        "same": list(done.same),
+        "seconds": done.seconds,
+        "validation_passed": passed,
+    }
+    emit(output_format, data, TableView.of(f"{done.directory} with the weights of {weights}", facts.items(), columns))
+    if report is not None:
+        report.raise_if_failed()

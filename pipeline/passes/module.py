@@ -51,7 +51,7 @@ class LoweringOptions:
     disabled_passes: frozenset[str] = frozenset()
     dump_dir: Path | None = None
     embed_weights: bool = False
-    weight_bytes_min: int = 1024
+    weight_bytes_min: int = 16
     group_size: int | None = None
     norm_rows_max: int = NORM_ROWS_MAX
     maxima: Mapping[str, int] = field(default_factory=dict)

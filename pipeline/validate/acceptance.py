@@ -1,0 +1,96 @@
+"""What becomes of a written artifact: it is validated where its device is, and moves to its place or stays aside."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.artifact.directory import accept
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.signature import read_signing_key, sign_artifact
+from relaxtune.pipeline.validate.padding_trials import route_inputs, try_and_record
+from relaxtune.pipeline.validate.reference import Reference
+from relaxtune.pipeline.validate.report import ValidationReport
+from relaxtune.pipeline.validate.validation import validate
+
+logger = logging.getLogger(__name__)
+
+FAILED = "the artifact failed validation"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an artifact keeps to, else it stays in `DIR.rejected`.
+
+    Attributes
+    ----------
+    max_latency_ms
+        Median latency of the whole model; None sets no limit.
+    rtol, atol
+        What may differ from ONNX Runtime; None takes the table of tolerances.
+    """
+
+    max_latency_ms: float | None = None
+    rtol: float | None = None
+    atol: float | None = None
+
+
+NO_LIMITS = Limits()
+
+
+def check_key(sign: Path | None) -> None:
+    """Refuse a key that cannot sign, before hours of work."""
+    if sign is not None:
+        read_signing_key(sign)
+
+
+def validate_written(
+    module: Module,
+    directory: Path,
+    model: OnnxModel,
+    samples: int,
+    limits: Limits = NO_LIMITS,
+    turn: AbstractContextManager[object] | None = None,
+    reference: Reference | None = None,
+) -> ValidationReport:
+    """Validate an artifact; of one with buckets, first find out where padding is allowed, then go by every route."""
+    inputs = None
+    if module.manifest.buckets is not None:
+        with turn or nullcontext():
+            module = try_and_record(directory, module, model)
+        inputs = route_inputs(module, model, samples=samples, seed=0)
+    return validate(
+        module,
+        model,
+        samples=samples,
+        inputs=inputs,
+        rtol=limits.rtol,
+        atol=limits.atol,
+        turn=turn,
+        reference=reference,
+    )
+
+
+def settle(written: Path, out: Path, missed: str | None, sign: Path | None) -> Path:
+    """Sign an artifact and move it where it was asked for; return where it is.
+
+    Parameters
+    ----------
+    written, out : Path
+        Where it is, and where it is to be.
+    missed : str or None
+        Why it stays where it is; nothing is signed then.
+    sign : Path or None
+        The private key.
+    """
+    if missed is not None:
+        logger.error("%s: it is in %s, and %s is as it was", missed, written, out)
+        return written
+    if written != out:
+        if sign is not None:
+            sign_artifact(written, read_signing_key(sign))
+        accept(written, out)
+    return out
