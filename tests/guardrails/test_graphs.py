@@ -13,6 +13,7 @@ from tests.guardrails.graph_judge import FAULTS, Outcome, Plan, Status, try_grap
 from tests.guardrails.graph_workers import try_graphs
 from tests.guardrails.graphs import summary
 from tests.guardrails.near_misses import PATTERNS
+from tests.guardrails.planted_faults import PLANTS, Plant, verdicts
 
 STEPS, NEAR = Plan(), Plan(near_misses=True)
 HOPPER = Plan(near_misses=True, target="cuda:sm_90a")
@@ -47,6 +48,11 @@ def test_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     run = graph_judge.run_lowered
     monkeypatch.setattr(graph_judge, "run_lowered", lambda *given: [array + np.float32(0.1) for array in run(*given)])
     assert try_graph(5, STEPS).status is Status.WRONG
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_planted_fault_is_called_wrong(plant: Plant) -> None:
+    assert verdicts(plant, 2) == [Status.WRONG, Status.WRONG]
 
 
 def test_graph_that_takes_too_long_is_lost_and_no_other() -> None:
