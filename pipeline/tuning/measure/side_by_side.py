@@ -1,6 +1,10 @@
-"""Measuring on several devices side by side: the next candidate goes to whichever device is free.
+"""Measuring on several devices side by side, each with workloads of its own as long as there are enough.
 
     submit ── waiting work ──▶ a thread for each place of a device ── Measurer ──▶ outcome
+
+A device keeps a workload's arguments, which take it up to a second to make. So it goes on with the workloads that it
+began, then begins others, and takes those of other devices only when it would be idle. What a task begins with, and its
+final, come before further candidates, in the order of the tasks: so the first tasks are done first.
 
 What a device is, a process of this machine or an actor of a cluster, is the `Measurer`'s business.
 """
@@ -9,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -72,11 +76,16 @@ class Measurer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """Something for a device to do; `fail` tells that no device is left to do it."""
+    """Something for a device to do; `fail` tells that no device is left to do it. The least `rank` is done first."""
 
     workload: str
     do: Callable[[Measurer], None]
     fail: Callable[[Outcome], None]
+    rank: tuple[int, int]
+
+
+# What a task begins with: its reference, first proposals and fallback.
+_FIRST_WORK = 4
 
 
 class SideBySide(MeasureBackend):
@@ -98,7 +107,11 @@ class SideBySide(MeasureBackend):
         self._measurers = tuple(measurers)
         self._capabilities = capabilities
         self._changed = threading.Condition()
-        self._waiting: deque[_Work] = deque()
+        self._waiting: list[_Work] = []
+        # Workload -> its place among all, how much work it had, and the device that began it.
+        self._places: dict[str, int] = {}
+        self._asked: Counter[str] = Counter()
+        self._homes: dict[str, Measurer] = {}
         # Host and workload. A workload's first work on a host computes its reference; other devices do other work.
         self._preparing: set[tuple[str, str]] = set()
         self._prepared: set[tuple[str, str]] = set()
@@ -135,22 +148,21 @@ class SideBySide(MeasureBackend):
 
     def prepare_reference(self, spec: WorkloadSpec) -> None:
         """Compute a workload's reference after what was handed in before."""
-        self._put(_Work(spec.workload, lambda device: device.prepare_reference(spec), lambda _: None))
+        self._put(spec.workload, lambda device: device.prepare_reference(spec), lambda _: None)
 
     def submit(self, artifact: BuiltArtifact, spec: WorkloadSpec, on_measured: OnMeasured) -> None:
-        """Measure a candidate on the next free device."""
-        self._put(_Work(spec.workload, lambda device: on_measured(device.measure(artifact, spec)), on_measured))
+        """Measure a candidate."""
+        self._put(spec.workload, lambda device: on_measured(device.measure(artifact, spec)), on_measured)
 
     def compare(
         self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int, on_compared: OnCompared
     ) -> None:
-        """Time candidates of one workload alternately on the next free device."""
+        """Time candidates of one workload alternately on one device."""
         self._put(
-            _Work(
-                spec.workload,
-                lambda device: on_compared(device.compare(artifacts, spec, rounds)),
-                lambda _: on_compared(None),
-            )
+            spec.workload,
+            lambda device: on_compared(device.compare(artifacts, spec, rounds)),
+            lambda _: on_compared(None),
+            last=True,
         )
 
     def close(self) -> None:
@@ -165,21 +177,32 @@ class SideBySide(MeasureBackend):
         for one in self._measurers:
             one.close()
 
-    def _put(self, work: _Work) -> None:
+    def _put(
+        self,
+        workload: str,
+        do: Callable[[Measurer], None],
+        fail: Callable[[Outcome], None],
+        *,
+        last: bool = False,
+    ) -> None:
         with self._changed:
             refused = Outcome(Unmeasured.STOPPED, error="the backend is closed") if self._closed else self._broken
             if refused is None:
-                self._waiting.append(work)
+                place = self._places.setdefault(workload, len(self._places))
+                self._asked[workload] += 1
+                first = last or self._asked[workload] <= _FIRST_WORK
+                rank = (0, place) if first else (1, self._asked.total())
+                self._waiting.append(_Work(workload, do, fail, rank))
                 self._changed.notify()
         if refused is not None:
-            work.fail(refused)
+            fail(refused)
 
     def _serve(self, device: Measurer) -> None:
         work = None
         clock = self._clocks[id(device)]
         # The border of a thread: a device that is gone must not take its work along.
         try:
-            while (device.ready() or self._closed) and (work := self._next(device.host)) is not None:
+            while (device.ready() or self._closed) and (work := self._next(device)) is not None:
                 clock.enter()
                 try:
                     work.do(device)
@@ -189,15 +212,20 @@ class SideBySide(MeasureBackend):
                 work = None
         except Exception as e:
             logger.exception("%s is left alone: it cannot be measured on", device.name)
-            self._leave(work, device.host, Outcome(Unmeasured.BROKEN, error=str(e)))
+            self._leave(work, device, Outcome(Unmeasured.BROKEN, error=str(e)))
 
-    def _next(self, host: str) -> _Work | None:
+    def _next(self, device: Measurer) -> _Work | None:
         """Wait for work that no other device of the host stands in the way of; None at the end."""
+        host = device.host
         with self._changed:
             while True:
-                work = next((one for one in self._waiting if (host, one.workload) not in self._preparing), None)
+                free = (one for one in self._waiting if (host, one.workload) not in self._preparing)
+                work = min(
+                    free, key=lambda one: (self._homes.get(one.workload, device) is not device, one.rank), default=None
+                )
                 if work is not None:
                     self._waiting.remove(work)
+                    self._homes.setdefault(work.workload, device)
                     if (host, work.workload) not in self._prepared:
                         self._preparing.add((host, work.workload))
                     return work
@@ -212,17 +240,18 @@ class SideBySide(MeasureBackend):
                 self._changed.notify_all()
             self._prepared.add((host, work.workload))
 
-    def _leave(self, work: _Work | None, host: str, broken: Outcome) -> None:
+    def _leave(self, work: _Work | None, device: Measurer, broken: Outcome) -> None:
         """Give back the work of a device that is gone; without any device, all work fails."""
         given_up: list[_Work] = []
         with self._changed:
             self._alive -= 1
+            self._homes = {name: home for name, home in self._homes.items() if home is not device}
             if work is not None:
-                self._preparing.discard((host, work.workload))
-                self._waiting.appendleft(work)
+                self._preparing.discard((device.host, work.workload))
+                self._waiting.append(work)
             if not self._alive:
                 self._broken = broken
-                given_up, self._waiting = list(self._waiting), deque()
+                given_up, self._waiting = self._waiting, []
             self._changed.notify_all()
         for one in given_up:
             one.fail(broken)

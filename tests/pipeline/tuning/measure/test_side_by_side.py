@@ -40,6 +40,7 @@ class Device:
         return Outcome(Unmeasured.STOPPED) if self.left else Outcome(Status.OK, (1e-6,))
 
     def compare(self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int) -> Sequence[Outcome] | None:
+        self._do(f"final {spec.workload}")
         return None
 
     def _do(self, what: str) -> None:
@@ -103,3 +104,41 @@ def test_work_fails_as_broken_once_every_device_is_gone() -> None:
         outcome = done.get(timeout=30)
         assert outcome.status is Unmeasured.BROKEN
         assert outcome.error == "no such device any more"
+
+
+def test_a_device_goes_on_with_its_workloads_and_takes_others_when_it_would_be_idle() -> None:
+    first, second = Device("first", "one host"), Device("second", "another")
+    second.usable.clear()
+    with closing(side_by_side(first, second)) as backend:
+        done: SimpleQueue[Outcome] = SimpleQueue()
+        backend.submit(CODE, workload("a"), done.put)
+        assert first.begun.wait(30)
+        second.usable.set()
+        for name in ("b", "a"):
+            backend.submit(CODE, workload(name), done.put)
+        assert second.begun.wait(30)
+        assert (first.given, second.given) == (["a"], ["b"])
+        backend.submit(CODE, workload("b"), done.put)
+        # The other device is busy with its own: this one takes what it would leave waiting.
+        first.go.set()
+        assert [done.get(timeout=30).status for _ in range(3)] == [Status.OK] * 3
+        assert first.given == ["a", "a", "b"]
+        second.go.set()
+        done.get(timeout=30)
+
+
+def test_what_tasks_begin_with_and_finals_come_first_in_the_order_of_the_tasks() -> None:
+    device = Device("only")
+    with closing(side_by_side(device)) as backend:
+        done: SimpleQueue[object] = SimpleQueue()
+        backend.submit(CODE, workload("w"), done.put)
+        assert device.begun.wait(30)
+        backend.prepare_reference(workload("a"))
+        backend.prepare_reference(workload("b"))
+        for name in ("b", "a", "a", "a", "a", "b"):
+            backend.submit(CODE, workload(name), done.put)
+        backend.compare([CODE], workload("a"), 2, done.put)
+        device.go.set()
+        for _ in range(8):
+            done.get(timeout=30)
+        assert device.given == ["w", "reference a", "a", "a", "a", "final a", "reference b", "b", "b", "a"]
