@@ -20,8 +20,9 @@ from relaxtune.pipeline.errors import PipelineError, ValidationFailedError
 from relaxtune.pipeline.validate.array_comparison import compare_arrays, differing_bits
 from relaxtune.pipeline.validate.tolerances import Tolerance
 
-# Of a kernel, what can differ between two builds.
+# Of a kernel, what can differ between two builds, and what of it is the same code from another measurement.
 _KERNEL_FIELDS = ("route", "record_id", "decision_sha256", "kernel_hash", "onnx_nodes", "calls")
+_RECORD_FIELDS = frozenset({"record_id", "decision_sha256"})
 
 # Kernels that the table of a comparison names.
 _ROWS_SHOWN = 20
@@ -196,7 +197,10 @@ def render(comparison: Comparison) -> list[Table]:
             _optional(output.argmax_agreement), _result(output, comparison.asked),
         )  # fmt: skip
     tables = [drift]
-    for title, found in (("kernels that differ", comparison.kernels), ("builds", comparison.builds)):
+    # Equal code of another record is no other kernel; the JSON has it.
+    other_code = {one.subject for one in comparison.kernels if one.field not in _RECORD_FIELDS}
+    kernels = [one for one in comparison.kernels if one.subject in other_code]
+    for title, found in (("kernels that differ", kernels), ("builds", comparison.builds)):
         if found:
             tables.append(_differences(title, found))
     return tables

@@ -175,3 +175,10 @@ def test_difference_is_called_ok_only_where_something_was_asked_for() -> None:
     assert "elements have other bits" in verdict(exact=True)
     same = render(Comparison("a", "b", compare_outputs([first], [first])))[0]
     assert list(same.columns[-1].cells) == ["same bits"]
+
+
+def test_equal_code_from_another_record_is_no_kernel_that_differs() -> None:
+    records = (Difference("matmul", "record_id", "10", "-"), Difference("matmul", "decision_sha256", "ab", "-"))
+    assert [str(table.title) for table in render(Comparison("a", "b", (), records, ()))] == ["drift from a to b"]
+    other = (*records, Difference("matmul", "kernel_hash", "ab", "cd"))
+    assert len(render(Comparison("a", "b", (), other, ()))) == 2
