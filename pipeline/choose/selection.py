@@ -117,9 +117,10 @@ def _choose(
             return default
     preferred = inside_the_model(task.workload_hash, records, decision)
     distinct = without_ties(records)
+    tied = left_out(records, [*distinct, *preferred])
     lookup.tell(
         task,
-        left_out(records, [*distinct, *preferred]),
+        tied,
         "no faster than the default schedule, whose latencies scatter as much",
     )
     ranked = [*preferred, *left_out(distinct, preferred)]
@@ -146,7 +147,12 @@ def _choose(
         inside = record in preferred
         lookup.tell(task, [record], f"{TAKEN}: the whole model is faster with it" if inside else TAKEN)
         lookup.tell(task, after, "the one taken ranks before it")
-        return _made(function, task, record, passed_over, scheduled, within_model=inside)
+        choice = _made(function, task, record, passed_over, scheduled, within_model=inside)
+        faster_us = tied[0].latency_us if tied else None
+        if record.route is Route.FALLBACK and faster_us and faster_us < (record.latency_us or 0.0) and not choice.note:
+            told = f"within noise, default kept: the fastest candidate took {faster_us:.3g} us"
+            choice = replace(choice, note=told)
+        return choice
     lookup.tell(task, ranked[RECORDS_TRIED:], f"{RECORDS_TRIED} faster ones could not be used, more are not tried")
     choice = _unmeasured(function, task, target, routes, _note(passed_over), lookup.failed_templates(task))
     return replace(choice, unusable=tuple(number for number, _ in passed_over))

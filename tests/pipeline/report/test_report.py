@@ -175,7 +175,11 @@ def test_a_database_alone_gives_one_report_for_a_model_and_device(database: Tuni
     assert report.model == "bert-tiny"
     assert report.kernels_us == pytest.approx(by_artifact.kernels_us)
     assert report.launches == by_artifact.launches
-    kernels = {(kernel.route, kernel.record_id, kernel.latency_us) for kernel in load_manifest(tuned).kernels}
+    shipped = load_manifest(tuned).kernels
+    assert [one.note for one in shipped if one.note] == [
+        "within noise, default kept: the fastest candidate took 9.5 us"
+    ]
+    kernels = {(kernel.route, kernel.record_id, kernel.latency_us) for kernel in shipped}
     for one in (report, by_artifact):
         assert {(row.route, row.record_id, row.time_us) for row in one.kernels} == kernels
     with_resources = report_artifact(tuned, database=database)
