@@ -105,3 +105,15 @@ def test_ci_runs_the_readmes_test_command() -> None:
 def test_python_of_a_page_runs(page, code, tmp_path) -> None:
     outcome = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
+
+
+def test_every_test_that_the_guarantees_name_exists() -> None:
+    named = re.findall(r"`(tests/\S+?\.py|)(?:::(test_\w+))?`", TEXTS["docs/guarantees.md"])
+    path, found = "", 0
+    for own, test in named:
+        path = own or path
+        assert (ROOT / path).is_file(), path
+        if test:
+            found += 1
+            assert re.search(rf"def {test}\(", (ROOT / path).read_text(encoding="utf-8")), f"{path}::{test}"
+    assert found > 40
