@@ -65,6 +65,17 @@ def list_candidates(
     return found, refused
 
 
+def list_refusals(func: PrimFunc, target: ResolvedTarget) -> list[str]:
+    """Return why no template makes an unscheduled function; empty where one does."""
+    reasons = []
+    for name, template in TEMPLATES.items():
+        refused = template.refuses(func, target)
+        if refused is None:
+            return []
+        reasons.append(f"{name}: {refused.reason}")
+    return reasons
+
+
 def apply_decision(func: PrimFunc, target: ResolvedTarget, decision: str) -> PrimFunc:
     """Return the kernel that a recorded decision makes of an unscheduled function.
 

@@ -14,6 +14,7 @@ from tvm import tirx
 
 from relaxtune.pipeline.codegen.cuda_compile import OnLog, uses_fast_math
 from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
+from relaxtune.pipeline.codegen.cuda_units import units_side_by_side
 from relaxtune.pipeline.codegen.cuda_vectors import fit_vectors
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.schedules.cpu.partitioning import narrow_partitioned
@@ -69,5 +70,8 @@ def device_toolchain(target: tvm.target.Target, on_log: OnLog | None = None) -> 
     if target.kind.name != "cuda":
         yield
         return
-    with cuda_compiler(str(target.attrs["arch"]), fast_math=uses_fast_math(target), on_log=on_log):
+    with (
+        cuda_compiler(str(target.attrs["arch"]), fast_math=uses_fast_math(target), on_log=on_log),
+        units_side_by_side(),
+    ):
         yield

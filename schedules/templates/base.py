@@ -101,6 +101,10 @@ class Template(Protocol):
         """
         ...
 
+    def refuses(self, func: PrimFunc, target: ResolvedTarget) -> Refusal | None:
+        """Return why there are no candidates; None where there are, which is quicker to find than they are."""
+        ...
+
     def apply(
         self, func: PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int | None = None
     ) -> PrimFunc | Refusal:
@@ -175,6 +179,11 @@ class KernelTemplate(ABC, Generic[Found, Own]):
         if not isinstance(found, Refusal) and _is_dependent(parameters):
             found = refuse_target(target, Feature.DEPENDENT_LAUNCH) or found
         return found if isinstance(found, Refusal) else self.make(func, found, target, parameters)
+
+    def refuses(self, func: PrimFunc, target: ResolvedTarget) -> Refusal | None:
+        """Return why there are no candidates, None where there are."""
+        offered = self.candidates(func, target)
+        return offered if isinstance(offered, Refusal) else None
 
     def _find(self, func: PrimFunc, target: ResolvedTarget, rows: int | None) -> Found | Refusal:
         return self.recognise(func, target) if rows is None else self.recognise_rows(func, target, rows)

@@ -43,6 +43,7 @@ _EQUAL_US, _EQUAL_MEMORY_US = 0.05, 0.2
 # Each kernel takes half a second to compile. It is worth that where the calls of all ranges take that much less.
 _WORTH, _KERNELS_MAX = 0.015, 5
 _INDEX_MAX = 2**31 - 1
+_KNOWN = Refusal("its output's shape is known (the other templates make such functions)")
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Ranges:
     ) -> Sequence[RangesParameters] | Refusal:
         """Return the table of what the templates propose first for each range, or why there is none."""
         if symbolic_rows(func) is None:
-            return Refusal("its output's shape is known (the other templates make such functions)")
+            return _KNOWN
         planned, bounds = (PLANNED_ROWS, DEFAULT_RANGES) if rows is None else ((rows,), (rows,))
         found = self._proposed(func, target, planned)
         if isinstance(found, Refusal):
@@ -122,6 +123,13 @@ class Ranges:
         chosen = [*_cover(times, range(own)), *_cover(times, range(own, len(bounds)))]
         last = [n for n in range(len(bounds)) if n < own or n + 1 == len(bounds) or chosen[n] != chosen[n + 1]]
         return [RangesParameters(tuple(SizeRange(bounds[n], chosen[n].to_json()) for n in last))]
+
+    def refuses(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Refusal | None:
+        """Return why there is no table, None where there is one."""
+        if symbolic_rows(func) is None:
+            return _KNOWN
+        found = self._offered(func, target, PLANNED_ROWS[-1])
+        return found if isinstance(found, Refusal) else None
 
     def measured(
         self, func: tirx.PrimFunc, target: ResolvedTarget, winners: Mapping[int, str]
@@ -206,19 +214,28 @@ class Ranges:
         self, func: tirx.PrimFunc, target: ResolvedTarget, planned: Sequence[int]
     ) -> tuple[Template, list[Parameters]] | Refusal:
         """Return the first template to make the function for the most rows, and what it proposes for all numbers."""
+        found = self._offered(func, target, planned[-1])
+        if isinstance(found, Refusal):
+            return found
+        maker, offered = found
+        proposed = list(offered[:_LISTED])
+        for least, most in zip((0, *planned), planned, strict=False):
+            for rows in ((least + most) // 2, most):
+                others = maker.candidates(func, target, rows)
+                proposed += [] if isinstance(others, Refusal) else others[:_LISTED]
+        # Parameters are values: each once, in their order.
+        return maker, list(dict.fromkeys(proposed))
+
+    def _offered(
+        self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int
+    ) -> tuple[Template, Sequence[Parameters]] | Refusal:
+        """Return the first template to make the function for so many rows, and what it proposes."""
         refused = []
         for name, maker in self._makers.items():
-            offered = maker.candidates(func, target, planned[-1])
-            if isinstance(offered, Refusal):
-                refused.append(f"{name}: {offered.reason}")
-                continue
-            proposed = list(offered[:_LISTED])
-            for least, most in zip((0, *planned), planned, strict=False):
-                for rows in ((least + most) // 2, most):
-                    others = maker.candidates(func, target, rows)
-                    proposed += [] if isinstance(others, Refusal) else others[:_LISTED]
-            # Parameters are values: each once, in their order.
-            return maker, list(dict.fromkeys(proposed))
+            offered = maker.candidates(func, target, rows)
+            if not isinstance(offered, Refusal):
+                return maker, offered
+            refused.append(f"{name}: {offered.reason}")
         return Refusal("; ".join(refused))
 
     def _parsed(self, decision: str) -> tuple[Template, Parameters]:

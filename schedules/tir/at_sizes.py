@@ -13,18 +13,19 @@ from relaxtune.schedules.tir.blocks import shape_of
 def at_sizes(func: tirx.PrimFunc, sizes: Mapping[str, int]) -> tirx.PrimFunc | None:
     """Return a function with numbers for the variables of its shapes.
 
-    None where one of them has no size given, or where an axis is more than a variable, which TIR does not specialise.
+    None where one of them has no size given, or is nowhere the size of an axis by itself.
     """
     shapes = {param: shape for param in func.params if (shape := shape_of(param)) is not None}
-    if not variables_of(shapes.values()).keys() <= sizes.keys():
-        return None
-    if not all(isinstance(size, int | tirx.Var) for shape in shapes.values() for size in shape):
+    # TVM takes numbers for variables alone; sizes made of them follow.
+    plain = {param: shape for param, shape in shapes.items() if all(isinstance(one, (int, tirx.Var)) for one in shape)}
+    wanted = variables_of(shapes.values()).keys()
+    if not wanted <= sizes.keys() or not wanted <= variables_of(plain.values()).keys():
         return None
     buffers = {
         param: tirx.decl_buffer(
             [tirx.IntImm("int64", size_at(size, sizes)) for size in shape], str(param.ty.dtype), str(param.name)
         )
-        for param, shape in shapes.items()
+        for param, shape in plain.items()
         if not all(isinstance(size, int) for size in shape)
     }
     return func.specialize(buffers) if buffers else func

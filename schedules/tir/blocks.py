@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import tvm
 import tvm_ffi
@@ -210,6 +211,7 @@ def static_extent(extent: tirx.Expr) -> int | None:
     return int(extent) if isinstance(extent, tirx.IntImm) else None
 
 
+@cache
 def element_bytes(dtype: str) -> int:
     """Return the bytes of an element in memory."""
     return max(1, int(tvm.DataType(dtype).bits) // 8)

@@ -15,7 +15,7 @@ from relaxtune.pipeline.passes.kit.ir import dtype_of, shape_of
 from relaxtune.pipeline.passes.kit.sizes import Size, Symbols, plain
 from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, Param, ScoreBias, scalars_of
 from relaxtune.schedules.functions.plain_attention import attention_function
-from relaxtune.schedules.registry import list_candidates
+from relaxtune.schedules.registry import list_refusals
 from relaxtune.schedules.targets import ResolvedTarget, target_limits
 
 
@@ -128,5 +128,5 @@ class AttentionFunctions:
 def template_refusal(func: tirx.PrimFunc, target: tvm.target.Target) -> str | None:
     """Return why no template makes an attention for a target, None when one does."""
     kind, arch = str(target.kind.name), str(target.attrs.get("arch", ""))
-    found, refused = list_candidates(func, ResolvedTarget(target, "lowering", kind, arch, target_limits(target)))
-    return None if found else f"no template makes it ({'; '.join(refused)})"
+    refused = list_refusals(func, ResolvedTarget(target, "lowering", kind, arch, target_limits(target)))
+    return f"no template makes it ({'; '.join(refused)})" if refused else None

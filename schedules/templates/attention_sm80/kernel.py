@@ -17,7 +17,12 @@ from relaxtune.schedules.templates.attention_sm80.multiply import AttentionMulti
 from relaxtune.schedules.templates.attention_sm80.plan import ROWS, WARP, AttentionPlan
 from relaxtune.schedules.templates.attention_sm80.row_copies import RowCopies
 from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies_of_block
-from relaxtune.schedules.templates.emit.kernel_frame import declare_params, finish_kernel, wait_for_predecessor
+from relaxtune.schedules.templates.emit.kernel_frame import (
+    declare_params,
+    finish_kernel,
+    shared_pool,
+    wait_for_predecessor,
+)
 from relaxtune.schedules.templates.emit.registers import in_register, when
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place
 
@@ -44,7 +49,7 @@ class _Kernel:
             block = T.cta_id([plan.blocks])
             self._thread = T.thread_id([plan.threads])
             self._warp, self._lane = self._thread // WARP, self._thread % WARP
-            pool = T.SMEMPool()
+            pool = shared_pool()
             self._tile_q = pool.alloc((plan.query_elements,), self._dtype, align=1024)
             self._tile_k = pool.alloc((p.stages, p.block_k * plan.width * CHUNK), self._dtype, align=1024)
             self._tile_v = pool.alloc((p.stages, p.block_k * plan.value_width * CHUNK), self._dtype, align=1024)

@@ -10,6 +10,7 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.templates.attention.tiles import Tile
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, AttentionPlan
 from relaxtune.schedules.templates.emit.hopper import initialise_barrier
+from relaxtune.schedules.templates.emit.kernel_frame import shared_pool
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Memory:
         self._plan = plan
         # Tiles start at multiples of 1024 bytes, as swizzle atoms need: on sm_90 the system reserves the first KiB of a
         # block's shared memory, and the kernel has no static shared memory.
-        pool = T.SMEMPool()
+        pool = shared_pool()
         self.tile_q = pool.alloc((plan.query_stages, plan.rows * plan.query_chunks * CHUNK), dtype, align=1024)
         self.tile_k = pool.alloc((p.stages, p.block_k * plan.chunks * CHUNK), dtype, align=1024)
         self.tile_v = pool.alloc((p.stages, p.block_k * plan.value_chunks * CHUNK), dtype, align=1024)

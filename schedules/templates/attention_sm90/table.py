@@ -132,6 +132,11 @@ class AttentionTable:
         found = _table(spec.to_json(), names, cuda_limits(target), bias_bytes(func, spec))
         return [found] if found is not None else Refusal("no tile fits these shapes")
 
+    def refuses(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Refusal | None:
+        """Return why there is no table, None where there is one."""
+        offered = self.candidates(func, target)
+        return offered if isinstance(offered, Refusal) else None
+
     def apply(
         self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int | None = None
     ) -> tirx.PrimFunc | Refusal:

@@ -9,7 +9,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies_of_block
-from relaxtune.schedules.templates.emit.kernel_frame import bind_rows, declare_params, finish_kernel
+from relaxtune.schedules.templates.emit.kernel_frame import bind_rows, declare_params, finish_kernel, shared_pool
 from relaxtune.schedules.templates.emit.registers import in_register
 from relaxtune.schedules.templates.emit.tile_order import tile_place
 from relaxtune.schedules.templates.gemm_sm80.multiply import Multiply
@@ -52,7 +52,7 @@ class _Kernel:
             block = T.cta_id([tiles_m * plan.tiles_n])
             thread = T.thread_id([plan.threads])
             row, column = (in_register(place, "int32") for place in tile_place(block, tiles_m, plan.tiles_n, p.group))
-            pool = T.SMEMPool()
+            pool = shared_pool()
             # Rows of shared memory start where all banks do: at multiples of 128 bytes.
             tile_a = pool.alloc((p.stages, p.block_m * p.block_k), matmul.input_dtype, align=1024)
             tile_b = pool.alloc((p.stages, p.block_n * p.block_k), matmul.input_dtype, align=1024)

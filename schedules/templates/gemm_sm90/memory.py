@@ -7,6 +7,7 @@ from collections.abc import Callable
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.hopper import arrive, initialise_barrier
+from relaxtune.schedules.templates.emit.kernel_frame import shared_pool
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmPlan
 
 
@@ -23,7 +24,7 @@ class Memory:
         p, operands = plan.parameters, plan.operands
         # It starts at a multiple of 1024 bytes, as swizzle atoms need: on sm_90 the system reserves the first KiB of a
         # block's shared memory, and the kernel has no static shared memory.
-        pool = T.SMEMPool()
+        pool = shared_pool()
         self.tile_a = pool.alloc((p.stages, plan.rows_a * operands.block_k), operands.tensor_map, align=1024)
         self.tile_b = pool.alloc((p.stages, p.block_n * operands.block_k), operands.tensor_map, align=1024)
         allocate_for_output(pool)

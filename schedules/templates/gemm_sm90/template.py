@@ -67,7 +67,7 @@ from relaxtune.schedules.templates.base import OPEN_ROWS, KernelTemplate, Parame
 from relaxtune.schedules.templates.gemm_sm90.cost import predicted_us
 from relaxtune.schedules.templates.gemm_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.gemm_sm90.operands import operands_of
-from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, make_plan
+from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, loaded_rows, make_plan
 from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
 
 _OUTPUT_DTYPES = ("float16", "bfloat16", "float32")
@@ -132,8 +132,19 @@ class GemmSm90(KernelTemplate[MatmulFunction, GemmParameters]):
         found, limits = self.recognise_rows(func, target, rows), cuda_limits(target)
         if isinstance(found, Refusal) or not isinstance(parameters, GemmParameters):
             return None
-        plan = make_plan(found, parameters, limits, constant_b=found.b in constant_params(func))
-        return None if isinstance(plan, Refusal) else predicted_us(found, plan, limits.likely_sm_count)
+        plan = _plan_of_rows(func, parameters, limits, loaded_rows(found, parameters))
+        if isinstance(plan, Refusal):
+            return None
+        return predicted_us(found, plan.resized(rows), limits.likely_sm_count)
+
+
+@lru_cache(maxsize=512)
+def _plan_of_rows(func: tirx.PrimFunc, parameters: GemmParameters, limits: CudaLimits, rows: int) -> GemmPlan | Refusal:
+    """Return the plan of a symbolic number of rows of which so many are loaded at a time."""
+    found = _recognise_any(func)
+    if isinstance(found, Refusal):
+        return found
+    return make_plan(replace(found, m=rows), parameters, limits, constant_b=found.b in constant_params(func))
 
 
 @lru_cache(maxsize=4)

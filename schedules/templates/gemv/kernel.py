@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.templates.emit.async_copy import copy_async, end_copies, wait_for_copies
 from relaxtune.schedules.templates.emit.global_access import load_bytes
-from relaxtune.schedules.templates.emit.kernel_frame import build_function, flat_view, wait_for_predecessor
+from relaxtune.schedules.templates.emit.kernel_frame import build_function, flat_view, shared_pool, wait_for_predecessor
 from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.gemv.function import GemvFunction
 from relaxtune.schedules.templates.gemv.multiply import emit_pairs, emit_products
@@ -52,7 +52,7 @@ class _Kernel:
         lane = thread % WARP
         self._group, self._part = lane // LANES, lane % LANES
         self._first_row = block * plan.rows
-        pool = T.SMEMPool()
+        pool = shared_pool()
         self._shared = pool.alloc(self._end.shape, "float32", align=16)
         if p.staged:
             self._shared_x = pool.alloc((self._matmul.m, plan.span + X_PAD), self._matmul.input_dtype, align=16)

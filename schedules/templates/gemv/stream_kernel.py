@@ -8,7 +8,7 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.templates.emit.async_copy import copy_async, copy_async_where, end_copies, wait_for_copies
 from relaxtune.schedules.templates.emit.global_access import load_bytes
-from relaxtune.schedules.templates.emit.kernel_frame import build_function, flat_view, wait_for_predecessor
+from relaxtune.schedules.templates.emit.kernel_frame import build_function, flat_view, shared_pool, wait_for_predecessor
 from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.gemv.function import GemvFunction
 from relaxtune.schedules.templates.gemv.multiply import LEVELS_FACTOR, emit_offsets, emit_pairs, emit_products
@@ -50,7 +50,7 @@ class _Kernel:
         plan, p = self._plan, self._p
         self._block, self._warp, self._lane = block, thread // WARP, thread % WARP
         self._group, self._part = self._lane // LANES, self._lane % LANES
-        pool = T.SMEMPool()
+        pool = shared_pool()
         # Every lane copies what it reads itself: 16 bytes beside those of its neighbours.
         self._ring = pool.alloc((p.depth, p.warps, p.tiles * 2, WARP * _WORDS), "uint32", align=16)
         shape = (p.depth, p.warps, plan.scale_rows, plan.rows)

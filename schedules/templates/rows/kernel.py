@@ -10,7 +10,13 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.accesses import Accesses
-from relaxtune.schedules.templates.emit.kernel_frame import Frame, build_kernel, unflatten, wait_for_predecessor
+from relaxtune.schedules.templates.emit.kernel_frame import (
+    Frame,
+    build_kernel,
+    shared_pool,
+    unflatten,
+    wait_for_predecessor,
+)
 from relaxtune.schedules.templates.emit.registers import Lanes, tree, when
 from relaxtune.schedules.templates.rows.plan import RowsPlan
 from relaxtune.schedules.tir.blocks import narrow
@@ -60,7 +66,7 @@ class _Kernel:
         row = tirx.min(self._row, self._rows - 1) if self._ragged_rows else self._row
         self._outer = unflatten(row, flow.axes[:-1])
         if plan.warps > 1:
-            pool = T.SMEMPool()
+            pool = shared_pool()
             self._shared = pool.alloc((len(flow.reductions), p.rows, plan.warps), "float32", align=16)
             pool.commit()
         self._load()
