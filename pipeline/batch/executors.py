@@ -14,11 +14,13 @@ from types import TracebackType
 from typing import Self
 
 from relaxtune.pipeline.batch.cluster_workers import ClusterWorkers, DeviceWorkers
+from relaxtune.pipeline.batch.worker import WORKER_MODULE
 from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.devices import choose_devices
 from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
+from relaxtune.pipeline.tuning.local.process import ForkServer
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.ray.machine import RayCluster, require_server
@@ -79,9 +81,13 @@ class LocalExecutors(Executors):
         """Start nothing yet."""
         self._stack = ExitStack()
         self._turns = self._stack.enter_context(temporary_folder())
+        self._server: ForkServer | None = None
 
     def find_environment(self, target: ResolvedTarget) -> Environment | None:
         """Return this machine's environment."""
+        if target.kind == "cuda" and self._server is None and ForkServer.available():
+            # It does the imports of the processes that will work on cells, while this one looks for the devices.
+            self._server = self._stack.enter_context(closing(ForkServer([WORKER_MODULE])))
         found = detect_environment(target)
         return None if found.device_name == UNKNOWN_DEVICE else found
 
@@ -95,7 +101,7 @@ class LocalExecutors(Executors):
         """Return processes pinned to the GPUs; none for a CPU, whose clock they would disturb."""
         if target.kind != "cuda":
             return None
-        return self._stack.enter_context(closing(LocalWorkers(choose_devices(target), self._turns)))
+        return self._stack.enter_context(closing(LocalWorkers(choose_devices(target), self._turns, self._server)))
 
     def close(self) -> None:
         """End the processes that work on cells."""

@@ -20,7 +20,7 @@ from relaxtune.pipeline.batch.worker import WORKER_MODULE, AheadWork, FinishWork
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.spans import note_span, span
 from relaxtune.pipeline.tuning.local.devices import pinned
-from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess
+from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer
 from relaxtune.pipeline.tuning.ray.reservation import SHARES
 from relaxtune.schedules.targets.host import physical_cores
 
@@ -179,10 +179,12 @@ class LocalWorkers(HomedWorkers):
         Devices that candidates are measured on; the processes are pinned to them, one after another.
     turns : Path
         The folder of the devices' turns: a process times something only while its device measures nothing else.
+    server : ForkServer or None
+        What forks them, which is not closed here; without one each is started afresh.
     """
 
-    def __init__(self, devices: Sequence[str], turns: Path) -> None:
-        self._devices, self._turns = tuple(devices), turns
+    def __init__(self, devices: Sequence[str], turns: Path, server: ForkServer | None = None) -> None:
+        self._devices, self._turns, self._server = tuple(devices), turns, server
         self._processes: dict[int, ChildProcess] = {}
         super().__init__(workers_for(len(devices), physical_cores() or 1))
 
@@ -212,10 +214,12 @@ class LocalWorkers(HomedWorkers):
             process.kill()
 
     def _start(self, number: int, device: str) -> ChildProcess:
+        server = self._server if self._server is not None and self._server.can_use_gpus() else None
         with self._changed:
             if self._closed:
                 raise OSError("the run has ended")
-            process = ChildProcess(WORKER_MODULE, {**pinned(device).environment, "OMP_NUM_THREADS": str(_CORES_EACH)})
+            environment = {**pinned(device).environment, "OMP_NUM_THREADS": str(_CORES_EACH)}
+            process = ChildProcess(WORKER_MODULE, environment, server)
             self._processes[number] = process
         process.receive()
         return process

@@ -15,6 +15,11 @@ class Fork:
 
 
 @dataclass(frozen=True)
+class HasGpuOpen:
+    """Tell whether the server itself uses a GPU: then no worker that it forks can."""
+
+
+@dataclass(frozen=True)
 class Reap:
     """Tell how a worker ended, waiting so long for its end."""
 

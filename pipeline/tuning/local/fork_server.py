@@ -2,11 +2,12 @@
 
 A worker spends two seconds of a processor on importing TVM; sixteen at the same time spend seven (16 cores of an H200's
 host). `python -m relaxtune.pipeline.tuning.local.fork_server FD PARENT MODULE...` imports the modules once, on a single
-thread, so that nothing is lost by forking. A worker that needs a GPU cannot be forked, since TVM may initialise CUDA
-here. The process answers one request at a time on its socket:
+thread, so that nothing is lost by forking. A worker that needs a GPU can be forked as long as no import has initialised
+CUDA here. The process answers one request at a time on its socket:
 
 - `Fork`, followed by two descriptors (the worker's connection, its log): the pid of a worker, which then answers
   requests as `pipeline.tuning.local.child` does;
+- `HasGpuOpen`: whether this process has a device file of a GPU open;
 - `Reap`: the exit code of a worker that has ended, as `subprocess` tells it, or None when it goes on.
 
 Workers lead process groups of their own and die with this process, which dies with the one that started it.
@@ -14,6 +15,7 @@ Workers lead process groups of their own and die with this process, which dies w
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -22,9 +24,10 @@ import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from relaxtune.pipeline.tuning.local.child import answer_requests, die_with_parent, leave_out_torch
-from relaxtune.pipeline.tuning.local.fork_requests import Fork, Reap
+from relaxtune.pipeline.tuning.local.fork_requests import Fork, HasGpuOpen, Reap
 
 _POLL_S = 0.002
 
@@ -45,10 +48,22 @@ def main(descriptor: int, parent_pid: int, modules: Sequence[str]) -> None:
             match request:
                 case Fork():
                     connection.send(_fork(request, control, connection))
+                case HasGpuOpen():
+                    connection.send(has_gpu_open())
                 case Reap():
                     connection.send(_reap(request))
                 case _:
-                    raise TypeError(f"expected Fork or Reap, got {type(request).__name__}")
+                    raise TypeError(f"expected a request to the fork server, got {type(request).__name__}")
+
+
+def has_gpu_open(folder: Path = Path("/proc/self/fd"), devices: str = "/dev/nvidia") -> bool:
+    """Whether this process has opened a GPU, as CUDA does when it is initialised."""
+    links = []
+    for one in folder.iterdir():
+        # The listing's own descriptor is gone by now.
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(one))
+    return any(link.startswith(devices) for link in links)
 
 
 def _fork(request: Fork, control: socket.socket, connection: Connection) -> int:

@@ -27,7 +27,7 @@ from typing import IO, Protocol
 
 from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tuning.local.child import resident_bytes
-from relaxtune.pipeline.tuning.local.fork_requests import Fork, Reap
+from relaxtune.pipeline.tuning.local.fork_requests import Fork, HasGpuOpen, Reap
 
 _STDERR_TAIL_BYTES = 2000
 _END_S = 5.0
@@ -116,6 +116,10 @@ class ForkServer:
                 socket.send_fds(self._control, [b"f"], [connection.fileno(), log.fileno()])
                 self._asked.append(answer)
             return _Forked(self, answer, self._process)
+
+    def can_use_gpus(self) -> bool:
+        """Whether what it forks can use a GPU: its imports left them alone. Waits for these."""
+        return self.ask(HasGpuOpen()) is False
 
     def ask(self, request: object) -> object:
         """Return the answer to a request; None when the server is gone."""

@@ -41,6 +41,7 @@ from relaxtune.pipeline.batch.worker import CellWorker, Work
 from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.spans import VARIABLE, read_spans
+from relaxtune.pipeline.tuning.local.process import ForkServer
 from relaxtune.pipeline.tuning.options import LEVELS, Effort
 from relaxtune.pipeline.validate.acceptance import Limits
 from relaxtune.pipeline.validate.report import ValidationReport
@@ -393,7 +394,8 @@ def test_a_cancelled_cell_is_left_out(ran: Ran, database: TuningDatabase, capsys
 
 def test_other_processes_import_and_finish_cells_beside_the_tuning(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     def workers(self: LocalExecutors, target: object) -> LocalWorkers:
-        return self._stack.enter_context(closing(LocalWorkers(["cpu:0"], self._turns)))
+        server = self._stack.enter_context(closing(ForkServer([worker.WORKER_MODULE])))
+        return self._stack.enter_context(closing(LocalWorkers(["cpu:0"], self._turns, server)))
 
     monkeypatch.setattr(LocalExecutors, "workers", workers)
     path = plan_of(ran, "beside", cells='[[cells]]\nmodels = ["first.onnx", "strange.onnx"]\n')

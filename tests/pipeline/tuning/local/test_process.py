@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from relaxtune.pipeline.tuning.local.fork_server import has_gpu_open
 from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer
 
 pytestmark = pytest.mark.skipif(not ForkServer.available(), reason="processes are forked on Linux only")
@@ -75,6 +76,14 @@ def gone(pid: int) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def test_a_server_that_has_a_gpu_open_forks_nothing_that_uses_one(server: ForkServer, tmp_path: Path) -> None:
+    assert server.can_use_gpus()
+    (tmp_path / "0").symlink_to("/dev/null")
+    assert not has_gpu_open(tmp_path)
+    (tmp_path / "1").symlink_to("/dev/nvidia-uvm")
+    assert has_gpu_open(tmp_path)
 
 
 def test_forked_children_answer_in_an_environment_of_their_own(server: ForkServer, module: str) -> None:
