@@ -12,6 +12,7 @@ import numpy as np
 
 from relaxtune.models import ModelError, OnnxModel, list_models, load_model, random_inputs
 from relaxtune.models.axis_profile import AxisProfile
+from relaxtune.models.size_histogram import profile_of, read_histogram
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact_jobs import ValidationRequest, bench_artifact, compare_builds, validate_artifact
 from relaxtune.pipeline.batch.driver import BatchRun
@@ -118,6 +119,8 @@ class ModelOptions(TypedDict, total=False):
         Symbolic axis -> sizes that get code of their own.
     profile
         Symbolic axis -> its least, typical and largest size, which kernels are tuned at.
+    lengths
+        Instead of `profile`: a file with the sizes of real calls, lines of 'sequence,count'.
     precision, group_size
         `fp32`, `tf32`, `fp16`, `bf16`, `w8a16`, `w4a16` or `int8`; weights that share a scale. Default: the graph's.
     disabled_passes, dump_ir, embed_weights
@@ -134,6 +137,7 @@ class ModelOptions(TypedDict, total=False):
     shapes: Mapping[str, Sequence[int | str]]
     buckets: Mapping[str, Sequence[int]]
     profile: Mapping[str, tuple[int, int, int]]
+    lengths: str | Path | None
     precision: str | None
     group_size: int | None
     disabled_passes: Sequence[str]
@@ -348,6 +352,11 @@ def open_registry(store: str | Path, database: str | Path) -> Iterator[Registry]
 
 
 def _request(source: str | Path, options: ModelOptions) -> ModelRequest:
+    profile = {axis: AxisProfile(*sizes) for axis, sizes in options.get("profile", {}).items()}
+    file = options.get("lengths")
+    if file is not None and profile:
+        raise UsageError("lengths gives the profile too; leave profile out, or lengths")
+    lengths = read_histogram(Path(file)) if file is not None else ()
     lowering = LoweringOptions(
         precision=options.get("precision"),
         group_size=options.get("group_size"),
@@ -364,5 +373,6 @@ def _request(source: str | Path, options: ModelOptions) -> ModelRequest:
         seed=options.get("seed", 0),
         routes=frozenset(options.get("routes", DEFAULT_ROUTES)),
         buckets=options.get("buckets", {}),
-        profile={axis: AxisProfile(*sizes) for axis, sizes in options.get("profile", {}).items()},
+        profile=profile_of(lengths) if lengths else profile,
+        lengths=lengths,
     )

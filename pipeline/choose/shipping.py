@@ -55,16 +55,21 @@ class Shipping:
         not ship, and of a peer on the same device.
     gain
         What the tuned model gains over the untuned one; None where both have the same kernels.
+    searched
+        Whether any kernel could be tuned.
     """
 
     compiled: CompiledModule
     tuned: bool
     report: BenchmarkReport
     gain: PairedGain | None
+    searched: bool = True
 
     @property
     def verdict(self) -> str:
         """One sentence on what ships, and why."""
+        if not self.searched:
+            return "The kernels are the untuned ones: none of them can be tuned."
         if self.gain is None:
             return "The tuned kernels are the untuned ones: the search found nothing faster."
         found = f"{self.gain.median:+.1%} (at least {self.gain.least:+.1%})"
@@ -124,7 +129,8 @@ def decide(
             shipped = [replace(after, name=OWN_ARM), replace(after, name=UNTUNED_ARM), replace(timed, name=_TUNED)]
     taken = gain is None or is_gain(gain)
     others = [arm for arm in report.arms if arm.name == ORT_ARM]
-    result = Shipping(tuned if taken else untuned, taken, replace(report, arms=(*shipped, *others)), gain)
+    report, searched = replace(report, arms=(*shipped, *others)), bool(prepared.tasks)
+    result = Shipping(tuned if taken else untuned, taken, report, gain, searched)
     logger.info("%s", result.verdict)
     return result, loaded if taken else other
 

@@ -75,11 +75,13 @@ def _print_tasks(inspection: Inspection) -> None:
         "FLOPs a run": lambda task: f"{task.flops:,.0f}",
         "bytes a run": lambda task: f"{task.bytes:,.0f}",
     }
-    print_table(TableView.of(f"tasks for {inspection.target}", inspection.tasks, columns))
-    stdout_console().print(
-        f"one inference: {inspection.flops:,.0f} FLOPs, {inspection.bytes:,.0f} bytes read and written by its kernels",
-        markup=False,
-    )
+    if inspection.tasks:
+        print_table(TableView.of(f"tasks for {inspection.target}", inspection.tasks, columns))
+        told = f"{inspection.flops:,.0f} FLOPs, {inspection.bytes:,.0f} bytes read and written by its kernels"
+        stdout_console().print(f"one inference: {told}", markup=False)
+    else:
+        told = f"no tasks for {inspection.target}: no kernel can be tuned"
+        stdout_console().print(told, markup=False, soft_wrap=True)
     for name, reason in inspection.without_task.items():
         stdout_console().print(f"{name} is no task and not counted: {reason}", soft_wrap=True)
 

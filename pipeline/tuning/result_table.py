@@ -43,6 +43,11 @@ def headline(summary: TuningSummary) -> str:
 
     What the model itself takes is measured apart (`choose.shipping`): kernels beside others take another time.
     """
+    if not summary.tasks:
+        return (
+            "nothing to tune: the sizes of every kernel are known at run time only; give axes sizes (--shape), or "
+            "sizes that get code of their own (--bucket)"
+        )
     before = sum(task.weight * (task.before_us or math.inf) for task in summary.tasks if task.after_us is not None)
     told = f"{before / 1e3:.3f} ms" if math.isfinite(before) else "unknown"
     after = sum(task.weight * task.after_us for task in summary.tasks if task.after_us is not None)

@@ -167,6 +167,17 @@ def test_the_command_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture
     assert re.search(r"one inference: [1-9][\d,]* FLOPs", out)
 
 
+def test_the_command_says_so_when_no_kernel_can_be_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_model(tmp_path, [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")])
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", str(path), "--target", "llvm", "--shape", "x=rowsx4"])
+    out = capsys.readouterr().out
+    assert not ended.value.code
+    assert re.search(r"no tasks for llvm.*: no kernel can be tuned", out)
+    assert "is known at run time only" in out
+    assert "FLOPs" not in out
+
+
 @pytest.mark.parametrize(
     ("domain", "operator", "reason", "nearest"),
     [

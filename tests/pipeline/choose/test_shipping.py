@@ -82,6 +82,7 @@ def test_equal_kernels_are_not_compared_and_keep_their_records(prepared, fast, t
     assert shipping.gain is None
     assert shipping.report.arm("untuned").latencies_ms == shipping.report.arm("relaxtune").latencies_ms
     assert "found nothing faster" in shipping.verdict
+    assert "none of them can be tuned" in replace(shipping, searched=False).verdict
 
 
 def test_slow_models_run_only_as_often_as_a_decision_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,13 @@ def test_table_shows_the_figures() -> None:
     assert "search 1.0 s, build 2.0 s; 3 processes replaced" in shown
 
 
+def test_table_without_tasks_says_that_there_was_nothing_to_tune() -> None:
+    text = io.StringIO()
+    Console(file=text, width=200).print(summary_table(dataclasses.replace(SUMMARY, tasks=())))
+    assert "nothing to tune" in text.getvalue()
+    assert "candidates" not in text.getvalue()
+
+
 def test_table_shows_dashes_when_nothing_is_known() -> None:
     text = io.StringIO()
     empty = dataclasses.replace(TASK, before_us=None, after_us=None, route=None, skipped="no reference")
