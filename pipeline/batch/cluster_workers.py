@@ -7,23 +7,22 @@ free, after the tuning, so that nothing is timed beside a measurement.
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import Future
-from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, cast
 
-from relaxtune.pipeline.batch.finishing import FinishedCell
-from relaxtune.pipeline.batch.worker import AheadWork, CellWorker, FinishWork, PrepareWork, Work, start
-from relaxtune.pipeline.batch.workers import CellWorkers, HomedWorkers, WorkerLostError, with_threads, workers_for
+from relaxtune.pipeline.batch.worker import AheadWork, CellActor, CellWorker, PrepareWork, Work, placed
+from relaxtune.pipeline.batch.workers import (
+    CORES_EACH,
+    CellWorkers,
+    HomedWorkers,
+    WorkerLostError,
+    with_threads,
+    workers_for,
+)
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.temporary import shared_folder
-from relaxtune.pipeline.tuning.local.child import leave_out_torch
 from relaxtune.pipeline.tuning.ray.machine import RayCluster
-from relaxtune.pipeline.tuning.ray.measuring_actor import own_gpu
 from relaxtune.pipeline.tuning.ray.reservation import Reservation
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.tuning_db.cell_states import CellState
 
 
 class DeviceWorkers(HomedWorkers):
@@ -50,7 +49,7 @@ class DeviceWorkers(HomedWorkers):
                 raise PipelineError("the run has ended")
             if number not in self._actors:
                 asked = self._reservation.working(number % self._reservation.devices)
-                self._actors[number] = self._made.options(**asked).remote(self._reservation.run)
+                self._actors[number] = self._made.options(**asked).remote(self._reservation.run, CORES_EACH)
             actor = self._actors[number]
         try:
             return self._ray.get(actor.answer.remote(with_threads(work)))
@@ -63,22 +62,6 @@ class DeviceWorkers(HomedWorkers):
     def _end(self) -> None:
         for actor in self._actors.values():
             self._ray.kill(actor)
-
-
-class CellActor:
-    """Works on cells on a node of a cluster; Ray has chosen its device."""
-
-    def __init__(self, run: str) -> None:
-        leave_out_torch()
-        self._stack = ExitStack()
-        self._turns = self._stack.enter_context(shared_folder(run))
-        self._answer = start()
-
-    def answer(self, work: Work) -> object:
-        """Do work."""
-        if isinstance(work, FinishWork):
-            work = replace(work, turns=self._turns, device=own_gpu())
-        return _placed(work, self._answer(work))
 
 
 class ClusterWorkers(CellWorkers):
@@ -120,12 +103,4 @@ class ClusterWorkers(CellWorkers):
 
 def _answer(work: Work) -> object:
     """Do work on a node."""
-    return _placed(work, CellWorker().answer(work))
-
-
-def _placed(work: Work, found: object) -> object:
-    """Return an answer; an error says on which node."""
-    if isinstance(work, FinishWork) and isinstance(found, FinishedCell) and found.state is CellState.FAILED:
-        where = f"on {os.uname().nodename}: "
-        return replace(found, facts=replace(found.facts, error=where + (found.facts.error or "")))
-    return found
+    return placed(CellWorker().answer(work))

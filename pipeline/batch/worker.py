@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from relaxtune.pipeline.temporary import shared_folder
+from relaxtune.pipeline.tuning.local.child import leave_out_torch
+from relaxtune.pipeline.tuning.ray.measuring_actor import own_gpu
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.batch.cells import Cell
@@ -107,6 +111,42 @@ class CellWorker:
         turn = nullcontext() if request.turns is None else closing(turn_of(request.turns, request.device))
         with SqlDatabase.open(request.request.database, create=False) as database, turn as held:
             return finish_cell(request.request, database, held, ready=ready)
+
+
+class CellActor:
+    """Works on cells on a node of a cluster; Ray has chosen its device.
+
+    Parameters
+    ----------
+    run : str
+        Names the folder of the devices' turns.
+    cores : int
+        Threads that its libraries start.
+    """
+
+    def __init__(self, run: str, cores: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(cores)
+        leave_out_torch()
+        self._stack = ExitStack()
+        self._turns = self._stack.enter_context(shared_folder(run))
+        self._answer = start()
+
+    def answer(self, work: Work) -> object:
+        """Do work."""
+        if isinstance(work, FinishWork):
+            work = replace(work, turns=self._turns, device=own_gpu())
+        return placed(self._answer(work))
+
+
+def placed(found: object) -> object:
+    """Return an answer; the error of a cell says on which node."""
+    from relaxtune.pipeline.batch.finishing import FinishedCell
+    from relaxtune.tuning_db.cell_states import CellState
+
+    if isinstance(found, FinishedCell) and found.state is CellState.FAILED:
+        where = f"on {os.uname().nodename}: "
+        return replace(found, facts=replace(found.facts, error=where + (found.facts.error or "")))
+    return found
 
 
 def memory_left() -> float:

@@ -25,7 +25,7 @@ from relaxtune.pipeline.tuning.ray.reservation import SHARES
 from relaxtune.schedules.targets.host import physical_cores
 
 # Cores for each worker that imports and compiles beside the build processes; `SHARES` are the most for a device.
-_CORES_EACH = 2
+CORES_EACH = 2
 # Workers that may be lost with one cell.
 _LOST_MAX = 2
 
@@ -218,7 +218,7 @@ class LocalWorkers(HomedWorkers):
         with self._changed:
             if self._closed:
                 raise OSError("the run has ended")
-            environment = {**pinned(device).environment, "OMP_NUM_THREADS": str(_CORES_EACH)}
+            environment = {**pinned(device).environment, "OMP_NUM_THREADS": str(CORES_EACH)}
             process = ChildProcess(WORKER_MODULE, environment, server)
             self._processes[number] = process
         process.receive()
@@ -227,9 +227,9 @@ class LocalWorkers(HomedWorkers):
 
 def workers_for(devices: int, cores: int) -> int:
     """Return how many workers devices get, of so many cores beside them."""
-    return max(1, min(devices * SHARES, cores // _CORES_EACH))
+    return max(1, min(devices * SHARES, cores // CORES_EACH))
 
 
 def with_threads(work: Work) -> Work:
     """Return work with the threads that a worker may use."""
-    return replace(work, threads=_CORES_EACH) if isinstance(work, AheadWork) else work
+    return replace(work, threads=CORES_EACH) if isinstance(work, AheadWork) else work

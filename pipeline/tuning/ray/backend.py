@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 import time
 import uuid
@@ -217,9 +218,10 @@ class RayBackend(SideBySide):
         asked = [
             place.actor if reservation is None else reservation.measuring(number) for number in range(place.devices)
         ]
+        actors = [made.options(**one).remote(pickle.dumps(settings)) for one in asked]
         measurers = [
-            ActorMeasurer(ray, made.options(**one).remote(settings), f"{environment.device_name} {number}", store, stop)
-            for number, one in enumerate(asked)
+            ActorMeasurer(ray, actor, f"{environment.device_name} {number}", store, stop)
+            for number, actor in enumerate(actors)
         ]
         for one in measurers:
             one.peers = measurers

@@ -2,25 +2,35 @@
 
 A candidate may crash or hang its compiler. So the worker does not compile: a child of it does, with the limits, the
 time-outs and the statuses that builds have on one machine. When the Ray worker itself dies, no candidate did it.
+
+Ray imports this file before anything else of ours, so nothing here is imported that imports TVM, and PyTorch with it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.temporary import temporary_folder
-from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits, BuildPool
-from relaxtune.pipeline.tuning.measure.backend import Built, Unmeasured
+from relaxtune.pipeline.tuning.local.child import leave_out_torch
 
-_pools: dict[BuilderLimits, BuildPool] = {}
+if TYPE_CHECKING:
+    from relaxtune.pipeline.tuning.local.build_pool import BuildPool
+    from relaxtune.pipeline.tuning.measure.backend import Built
+
+_pools: dict[bytes, BuildPool] = {}
 
 
-def build(what: bytes, target: bytes, limits: BuilderLimits) -> tuple[Built, bytes]:
-    """Return what came of a build, and the bytes of the artifact apart from it."""
+def build(what: bytes, target: bytes, limits: bytes) -> tuple[Built, bytes]:
+    """Return what came of a build, and the bytes of the artifact apart from it; `limits` are pickled too."""
+    leave_out_torch()
+    from relaxtune.pipeline.tuning.measure.backend import Built, Unmeasured
+
     done: SimpleQueue[Built] = SimpleQueue()
     try:
         _pool(limits).submit_pickled(what, target, done.put)
@@ -36,15 +46,18 @@ def build(what: bytes, target: bytes, limits: BuilderLimits) -> tuple[Built, byt
     return replace(built, artifact=replace(built.artifact, content="")), code
 
 
-def warm(limits: BuilderLimits) -> None:
+def warm(limits: bytes) -> None:
     """Start a worker's build process before there is something to build."""
     _pool(limits)
 
 
-def _pool(limits: BuilderLimits) -> BuildPool:
+def _pool(limits: bytes) -> BuildPool:
     if limits not in _pools:
+        leave_out_torch()
+        from relaxtune.pipeline.tuning.local.build_pool import BuildPool
+
         stack = contextlib.ExitStack()
         directory = Path(stack.enter_context(temporary_folder()))
-        _pools[limits] = stack.enter_context(contextlib.closing(BuildPool(1, directory, limits)))
+        _pools[limits] = stack.enter_context(contextlib.closing(BuildPool(1, directory, pickle.loads(limits))))
         atexit.register(stack.close)
     return _pools[limits]

@@ -70,7 +70,7 @@ class RayBuilder(Builder):
         super().__init__()
         self._ray = ray
         self._store = store
-        self._limits = limits
+        self._limits = pickle.dumps(limits)
         self._stop = stop
         self._reserved = reserved
         self._task = ray.remote(num_cpus=1, num_returns=2, max_retries=_RETRIES)(build)
@@ -81,7 +81,7 @@ class RayBuilder(Builder):
         self._capacity, self._asked = 1, 0.0
         # Every core's worker imports what it needs while the first candidates are made; a lost one does so later.
         start = ray.remote(num_cpus=1, max_retries=0)(warm)
-        self._warming = [start.remote(limits) for _ in range(self.capacity)]
+        self._warming = [start.remote(self._limits) for _ in range(self.capacity)]
         self._watcher = threading.Thread(target=self._watch, name="relaxtune-build", daemon=True)
         self._watcher.start()
 

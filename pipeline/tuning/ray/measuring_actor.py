@@ -2,30 +2,32 @@
 
 A candidate runs in a child of the actor, which may crash or hang; the actor kills and replaces it, as on one machine.
 References are computed here, where the device is; actors of one machine share the files.
+
+Ray imports this file before anything else of ours, so nothing here is imported that imports TVM, and PyTorch with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.temporary import shared_folder, temporary_folder
 from relaxtune.pipeline.tuning.local.child import leave_out_torch
-from relaxtune.pipeline.tuning.local.devices import pinned
-from relaxtune.pipeline.tuning.local.measuring_process import MeasuringProcess
-from relaxtune.pipeline.tuning.measure.backend import Outcome
 from relaxtune.pipeline.tuning.measure.device_turn import turn_of
-from relaxtune.pipeline.tuning.measure.stop import StopSignal
-from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
-from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
-from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.tuning_db.records import Environment
+
+if TYPE_CHECKING:
+    from relaxtune.pipeline.tuning.measure.backend import Outcome
+    from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+    from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
+    from relaxtune.schedules.targets import ResolvedTarget
+    from relaxtune.tuning_db.records import Environment
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,25 @@ class ActorSettings:
 class MeasuringActor:
     """Measures candidates that come as bytes, one after another, on its device.
 
+    Parameters
+    ----------
+    pickled : bytes
+        The `ActorSettings`.
+
     Raises
     ------
     PipelineError
         The device is of another model than the run's.
     """
 
-    def __init__(self, settings: ActorSettings) -> None:
+    def __init__(self, pickled: bytes) -> None:
         leave_out_torch()
+        from relaxtune.pipeline.environment import detect_environment
+        from relaxtune.pipeline.tuning.local.devices import pinned
+        from relaxtune.pipeline.tuning.local.measuring_process import MeasuringProcess
+        from relaxtune.pipeline.tuning.measure.stop import StopSignal
+
+        settings = pickle.loads(pickled)
         found = detect_environment(settings.target)
         if found != settings.environment:
             raise PipelineError(
