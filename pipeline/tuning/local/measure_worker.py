@@ -42,7 +42,14 @@ from relaxtune.pipeline.tuning.measure.arguments import (
 )
 from relaxtune.pipeline.tuning.measure.device_check import SMALLEST, DeviceCheck
 from relaxtune.pipeline.tuning.measure.rotation import RotatedTimer, can_rotate, launches, sets_needed
-from relaxtune.pipeline.tuning.measure.timing import MeasureOptions, Timer, is_hopeless, runs_for, time_adaptively
+from relaxtune.pipeline.tuning.measure.timing import (
+    MeasureOptions,
+    Timer,
+    is_hopeless,
+    runs_for,
+    settled_row,
+    time_adaptively,
+)
 from relaxtune.pipeline.tuning.measure.wrong_result import absolute_bound, find_mismatch
 
 _ENTRY = "main"
@@ -191,7 +198,10 @@ class _Measurer:
             mismatch = mismatch or self._compare_fresh(module, one, fresh_seed, device)
             mismatches.append(mismatch)
             loaded.append(None if mismatch is not None else self._load(module, workload, one, device))
-        numbers = [each.number_for(min(each.timer(1, 2))) if each is not None else 0 for each in loaded]
+        numbers = [
+            settled_row(each.timer, each.number_for, min(each.timer(1, 2)), 1)[0] if each is not None else 0
+            for each in loaded
+        ]
         seconds: list[list[float]] = [[] for _ in loaded]
         with span("time", request.measurements[0].spec.workload):
             for _ in range(request.rounds):

@@ -80,15 +80,25 @@ def time_adaptively(
         first += timer(min(number_for(min(first)), runs_for(min(first), _ROW_S)), 1)
     if min(first) > limit_s:
         return first
-    number, wanted = 0, number_for(min(first))
-    # A first run that something held up asks for too few runs of a short kernel.
-    while wanted > 2 * number:
-        number = wanted
-        seconds = timer(number, options.repeats)
-        wanted = number_for(min(seconds))
+    number, seconds = settled_row(timer, number_for, min(first), options.repeats)
     if options.contender_repeats and statistics.median(seconds) <= options.contender_factor * best_s:
         seconds += timer(number, options.contender_repeats)
     return seconds
+
+
+def settled_row(
+    timer: Timer, number_for: Callable[[float], int], single_s: float, repeats: int
+) -> tuple[int, list[float]]:
+    """Return how many runs one latency averages, and latencies of such rows.
+
+    A first run that something held up asks for too few runs of a short kernel: the row says how many it takes.
+    """
+    number, wanted = 0, number_for(single_s)
+    while wanted > 2 * number:
+        number = wanted
+        seconds = timer(number, repeats)
+        wanted = number_for(min(seconds))
+    return number, seconds
 
 
 def runs_for(single_s: float, min_repeat_s: float) -> int:

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from relaxtune.pipeline.tuning.measure.timing import MeasureOptions, is_hopeless, runs_for, time_adaptively
+from relaxtune.pipeline.tuning.measure.timing import MeasureOptions, is_hopeless, runs_for, settled_row, time_adaptively
 
 OPTIONS = MeasureOptions(repeats=3, contender_repeats=4, hopeless_repeats=2)
 
@@ -69,6 +69,8 @@ def test_a_first_run_that_was_held_up_does_not_make_the_rows_short() -> None:
     kernel = Kernel(3e-3, 1e-5)
     assert timed(kernel, best_s=math.inf) == OPTIONS.repeats + OPTIONS.contender_repeats
     assert kernel.asked == [(1, 1), (2, 3), (400, 3), (400, 4)]
+    again = Kernel(1e-5)
+    assert settled_row(again, lambda single: runs_for(single, 0.004), 3e-3, 1) == (400, [1e-5])
 
 
 def test_a_first_run_tells_only_when_it_is_long() -> None:
