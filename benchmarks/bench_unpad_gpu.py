@@ -1,14 +1,16 @@
 """BERT on batches of sentences of many lengths: without padding, padded, and torch's attention over packed tokens.
 
-    python -m benchmarks.bench_unpad_gpu [--model bert-base] [--batch 32] [--batches 12] [--texts sentences|docstrings]
-        [--maximum 128] [--arms unpadded,padded,static,torch,torch_padded] [--runs 20] [--budget S] [--out FILE.json]
+    python -m benchmarks.bench_unpad_gpu [--model bert-base] [--batch 32] [--batches 12]
+        [--texts sentences:128,docstrings:512] [--arms unpadded,padded,static,torch,torch_padded] [--runs 20]
+        [--folder DIR] [--budget S] [--out FILE.json]
 
 The texts are the docstrings of the modules of Python's standard library, whole or by sentence (cut behind a full stop
 before a capital letter). A word counts one token for each begun six letters, any other sign one, and [CLS] and [SEP]
 two more; the tokens themselves are drawn at random. Batches are drawn at random (seed 0). `unpadded` is one artifact of
-`--unpad`, `padded` the symbolic artifact at the longest text of each batch, `static` one at `--maximum` tokens, to
-which longer texts are cut. `torch` is torch.compile(dynamic=True) of the same model over packed tokens, with
-`torch.nn.attention.varlen`; `torch_padded` the same as `padded`. Tokens are packed outside of torch's time.
+`--unpad`, `padded` the symbolic artifact at the longest text of each batch, `static` one at the number of tokens in
+`--texts`, to which longer texts are cut. Artifacts that lie in `--folder` already are taken from there. `torch` is
+torch.compile(dynamic=True) of the same model over packed tokens, with `torch.nn.attention.varlen`; `torch_padded` the
+same as `padded`. Tokens are packed outside of torch's time.
 
 Precision is fp16; nothing is tuned. Each arm's output is first compared with the float32 model on the rows that count
 (relative error, Frobenius). Then the arms take turns; a time is what a caller waits for, by the host clock.
@@ -132,8 +134,8 @@ def main() -> None:
     parser.add_argument("--model", default="bert-base")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--batches", type=int, default=12)
-    parser.add_argument("--texts", choices=("sentences", "docstrings"), default="sentences")
-    parser.add_argument("--maximum", type=int, default=128)
+    parser.add_argument("--texts", default="sentences:128,docstrings:512", type=_kinds)
+    parser.add_argument("--folder", type=Path, help="where artifacts are kept")
     parser.add_argument("--arms", default=",".join(_ARMS), type=lambda text: text.split(","))
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=3, help="artifacts that are compiled at a time")
@@ -141,21 +143,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     began = time.monotonic()
-    sizes = {"static": {"batch": arguments.batch, "sequence": arguments.maximum}}
-    own = [name for name in ("unpadded", "padded", "static") if name in arguments.arms]
+    sizes: dict[str, dict[str, int]] = {name: {} for name in ("unpadded", "padded") if name in arguments.arms}
+    if "static" in arguments.arms:
+        sizes |= {f"static-{most}": {"batch": arguments.batch, "sequence": most} for most in arguments.texts.values()}
     with (
-        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as temporary,
         ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool,
     ):
+        folder = arguments.folder or Path(temporary)
         jobs = {
-            name: pool.submit(
-                compile_artifact, arguments.model, sizes.get(name, {}), f"{folder}/{name}", unpad=name == "unpadded"
-            )
-            for name in own
+            name: pool.submit(compile_artifact, arguments.model, given, str(folder / name), unpad=name == "unpadded")
+            for name, given in sizes.items()
+            if not (folder / name).is_dir()
         }
         compiled = {name: job.result() for name, job in jobs.items()}
         print({name: {key: round(one) for key, one in facts.items()} for name, facts in compiled.items()}, flush=True)
-        _run(arguments, own, Path(folder), compiled, began)
+        _run(arguments, list(sizes), folder, compiled, began)
+
+
+def _kinds(text: str) -> dict[str, int]:
+    """Return kind of text -> the most tokens of one."""
+    pairs = [part.split(":") for part in text.split(",")]
+    return {kind: int(most) for kind, most in pairs}
 
 
 def _run(
@@ -169,8 +178,6 @@ def _run(
     from relaxtune.models.zoo.presets import get_preset
     from relaxtune.pipeline.artifact.runtime import Module
 
-    lengths = np.minimum([token_count(text) for text in list_texts(arguments.texts)], arguments.maximum)
-    rng = np.random.default_rng(0)
     modules = {name: Module.load(folder / name) for name in own}
     peers = Peers(arguments.model, ["torch"] if "torch_padded" in arguments.arms else [])
     makers: dict[str, Callable[[Mapping[str, np.ndarray]], Arm]] = {}
@@ -179,46 +186,54 @@ def _run(
             makers["torch"] = Packed(arguments.model).arm
         except ImportError as error:
             print(f"torch has no attention over packed tokens: {error}", flush=True)
-    document: dict[str, Any] = {
-        **machine(),
-        "model": arguments.model,
-        "texts": {
-            "kind": arguments.texts,
+    document: dict[str, Any] = {**machine(), "model": arguments.model, "compiled": compiled, "texts": {}}
+    vocabulary = int(getattr(get_preset(arguments.model).config, "vocab", 1000))
+    for kind, most in arguments.texts.items():
+        lengths = np.minimum([token_count(text) for text in list_texts(kind)], most)
+        rng = np.random.default_rng(0)
+        found: dict[str, Any] = {
             "count": len(lengths),
+            "most": most,
             "mean": float(np.mean(lengths)),
             "quantiles": [int(one) for one in np.quantile(lengths, (0.1, 0.5, 0.9, 0.99, 1))],
-        },
-        "compiled": compiled,
-        "batches": [],
-    }
-    print(document["texts"], flush=True)
-    vocabulary = int(getattr(get_preset(arguments.model).config, "vocab", 1000))
-    for number in range(arguments.batches):
-        if time.monotonic() - began > arguments.budget:
-            print("the budget is spent", flush=True)
-            break
-        drawn = rng.choice(lengths, arguments.batch)
-        feeds = make_feeds(drawn, int(drawn.max()), vocabulary, number)
-        wide = {name: np.pad(one, ((0, 0), (0, arguments.maximum - one.shape[1]))) for name, one in feeds.items()}
-        arms = {name: own_arm(module, wide if name == "static" else feeds)[0] for name, module in modules.items()}
-        arms = {name: _cut(arm, feeds["attention_mask"]) for name, arm in arms.items()}
-        arms |= {name: make(feeds) for name, make in makers.items()}
-        if "torch_padded" in arguments.arms:
-            arms["torch_padded"] = _cut(peers.torch_arms(feeds)["torch"], feeds["attention_mask"])
-        expected = _without_padding(peers.expected(feeds), feeds["attention_mask"])
-        found = measure(arms, expected, arguments.runs)
-        document["batches"].append({"tokens": int(drawn.sum()), "longest": int(drawn.max()), "arms": found})
-        text = ", ".join(
-            f"{name} {one['median_us']:.0f}" if "median_us" in one else f"{name} WRONG {one['error']:.3g}"
-            for name, one in found.items()
-        )
-        print(f"{int(drawn.sum())} tokens, longest {int(drawn.max())}: {text} us", flush=True)
-        _summarise(document)
-        if arguments.out:
-            arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(document.get("summary"), flush=True)
-    print({name: round(one, 2) for name, one in document.get("ratios", {}).items()}, flush=True)
+            "batches": [],
+        }
+        print(kind, found, flush=True)
+        document["texts"][kind] = found
+        for number in range(arguments.batches):
+            if time.monotonic() - began > arguments.budget:
+                print("the budget is spent", flush=True)
+                break
+            drawn = rng.choice(lengths, arguments.batch)
+            feeds = make_feeds(drawn, int(drawn.max()), vocabulary, number)
+            arms = _own_arms(modules, feeds, most)
+            arms |= {name: make(feeds) for name, make in makers.items()}
+            if "torch_padded" in arguments.arms:
+                arms["torch_padded"] = _cut(peers.torch_arms(feeds)["torch"], feeds["attention_mask"])
+            expected = _without_padding(peers.expected(feeds), feeds["attention_mask"])
+            result = measure(arms, expected, arguments.runs)
+            found["batches"].append({"tokens": int(drawn.sum()), "longest": int(drawn.max()), "arms": result})
+            text = ", ".join(
+                f"{name} {one['median_us']:.0f}" if "median_us" in one else f"{name} WRONG {one['error']:.3g}"
+                for name, one in result.items()
+            )
+            print(f"{int(drawn.sum())} tokens, longest {int(drawn.max())}: {text} us", flush=True)
+            _summarise(found)
+            if arguments.out:
+                arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        print(found.get("mean_us"), {name: round(one, 2) for name, one in found.get("ratios", {}).items()}, flush=True)
     os._exit(0)  # torch's compile workers may hang at exit
+
+
+def _own_arms(modules: Mapping[str, Any], feeds: Mapping[str, np.ndarray], most: int) -> dict[str, Arm]:
+    """Return a call of each artifact; of a static one, with inputs padded to its size."""
+    wide = {name: np.pad(one, ((0, 0), (0, most - one.shape[1]))) for name, one in feeds.items()}
+    given = {"unpadded": feeds, "padded": feeds, f"static-{most}": wide}
+    return {
+        name.partition("-")[0]: _cut(own_arm(module, given[name])[0], feeds["attention_mask"])
+        for name, module in modules.items()
+        if name in given
+    }
 
 
 def _without_padding(outputs: Mapping[str, Any], mask: np.ndarray) -> dict[str, Any]:
@@ -249,17 +264,17 @@ def _cut(arm: Arm, mask: np.ndarray) -> Arm:
     return run
 
 
-def _summarise(document: dict[str, Any]) -> None:
-    """Sum the arms up over the batches: total medians, and each arm's as a multiple of the unpadded one's."""
-    names = {name for batch in document["batches"] for name in batch["arms"]}
-    totals = {}
+def _summarise(found: dict[str, Any]) -> None:
+    """Sum the arms up over the batches: mean medians, and each arm's as a multiple of the unpadded one's."""
+    names = {name for batch in found["batches"] for name in batch["arms"]}
+    means = {}
     for name in sorted(names):
-        found = [batch["arms"].get(name, {}).get("median_us") for batch in document["batches"]]
-        if None not in found:
-            totals[name] = statistics.fmean(found)
-    document["summary"] = totals
-    base = totals.get("unpadded")
-    document["ratios"] = {name: one / base for name, one in totals.items()} if base else {}
+        medians = [batch["arms"].get(name, {}).get("median_us") for batch in found["batches"]]
+        if None not in medians:
+            means[name] = statistics.fmean(medians)
+    found["mean_us"] = means
+    base = means.get("unpadded")
+    found["ratios"] = {name: one / base for name, one in means.items()} if base else {}
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# The two inputs of `main` that say where the tokens are, the axis of the first, and the function that makes both.
-ROWS, SLOTS, TOKENS, ENTRY = "token_rows", "token_slots", "tokens", "list_tokens"
-EXTRA_INPUTS = 2
+# The inputs of `main` that say where the tokens are, the axis of the first, and the function that makes them.
+ROWS, SPANS, SLOTS, TOKENS, ENTRY = "token_rows", "token_spans", "token_slots", "tokens", "list_tokens"
+EXTRA_INPUTS = 3
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,34 @@ class Unpadding:
     multiple: int
     zeros: tuple[str, ...]
 
-    def lists(self, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the two inputs of `main` for a mask, as the artifact makes them on its device.
+    def lists(self, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the last inputs of `main` for a mask, as the artifact makes them on its device.
 
-        The first is [tokens]: the place of each token in the flat mask, and of the last place for what fills up. The
-        second is [rows, places]: the token that a place is, and at padding the first of its row, or the next row's.
+        Tokens lie row by row, those that are kept behind the mask last. The first input is [tokens]: the place of each
+        in the flat mask; what fills up is the last place. The second is [tokens, 2]: the first token that the mask
+        shows of the same row, and the one after the last. The third is [rows, places]: the token that a place is, and
+        at padding the first of its row, or the next row's.
         """
-        kept = np.asarray(mask) != 0
+        seen = np.asarray(mask) != 0
+        kept = np.zeros_like(seen)
         kept[:, list(self.kept)] = True
-        rows = np.flatnonzero(kept)
-        size = self.size(len(rows), kept.size)
-        filled = np.concatenate([rows, np.full(size - len(rows), kept.size - 1)])
-        starts = np.cumsum(kept.sum(axis=1)) - kept.sum(axis=1)
-        slots = np.where(kept, kept.cumsum().reshape(kept.shape) - 1, np.minimum(starts, len(rows) - 1)[:, None])
-        return filled.astype("int32"), np.maximum(slots, 0).astype("int32")
+        kept &= ~seen
+        counts, shown = (seen | kept).sum(axis=1), seen.sum(axis=1)
+        total = int(counts.sum())
+        starts = np.cumsum(counts) - counts
+        behind = starts + shown
+        hidden = np.clip(starts, 0, max(total - 1, 0))[:, None]
+        slots = np.where(
+            seen,
+            starts[:, None] + seen.cumsum(axis=1) - 1,
+            np.where(kept, behind[:, None] + kept.cumsum(axis=1) - 1, hidden),
+        )
+        rows = np.full(self.size(total, seen.size), seen.size - 1)
+        places = np.flatnonzero(seen | kept)
+        rows[slots.reshape(-1)[places]] = places
+        row = rows // seen.shape[1]
+        spans = np.stack([starts[row], starts[row] + np.maximum(shown[row], 1)], axis=1)
+        return rows.astype("int32"), spans.astype("int32"), slots.astype("int32")
 
     def size(self, tokens: int, places: int) -> int:
         """Return what a number of tokens is rounded up to."""

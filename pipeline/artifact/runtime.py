@@ -95,7 +95,7 @@ class Module:
             self._run_sizes = SizeGraphs(machine, device, self._run_kernels)
         self._sizes: set[Sizes] | None = None if self._is_static else set()
         unpadding = manifest.unpadding
-        self._tokens = TokenList(machine, manifest.inputs, unpadding) if unpadding is not None else None
+        self._tokens = TokenList(machine, device, manifest.inputs, unpadding) if unpadding is not None else None
 
     @classmethod
     def load(

@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 
-from tvm.runtime import Tensor
+from tvm.runtime import Device, Tensor, empty
 from tvm.runtime.vm import VirtualMachine
 
 from relaxtune.models import TensorSpec
 from relaxtune.models.unpadding import ENTRY, Unpadding
 
+# Shapes of masks whose lists keep their memory at a time.
+_SHAPES_MAX = 64
+
 
 class TokenList:
-    """Lists the tokens of a mask on the device; how many there are is read from there, four bytes a call."""
+    """Lists the tokens of a mask on the device; how many there are is read from there, four bytes a call.
 
-    def __init__(self, machine: VirtualMachine, inputs: Sequence[TensorSpec], unpadding: Unpadding) -> None:
-        self._list = machine[ENTRY]
+    The lists of a shape are written to the same place each time: a CUDA graph reads them there.
+    """
+
+    def __init__(
+        self, machine: VirtualMachine, device: Device, inputs: Sequence[TensorSpec], unpadding: Unpadding
+    ) -> None:
+        self._list, self._device = machine[ENTRY], device
         self._mask = [spec.name for spec in inputs].index(unpadding.mask)
         self._unpadding = unpadding
+        self._held: OrderedDict[tuple[int, ...], tuple[Tensor, ...]] = OrderedDict()
 
-    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the last inputs of `main` for a call's tensors."""
         mask = tensors[self._mask]
-        rows, slots, count = self._list(mask)
+        rows, spans, slots, count = self._lists_of(tuple(mask.shape))
+        self._list(mask, rows, spans, slots, count)
         size = self._unpadding.size(int(count.numpy()[0]), math.prod(mask.shape))
-        return rows._create_view((size,)), slots
+        return rows._create_view((size,)), spans._create_view((size, 2)), slots
+
+    def _lists_of(self, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+        places = math.prod(shape)
+        if shape not in self._held:
+            shapes = ((places,), (places, 2), shape, (1,))
+            self._held[shape] = tuple(empty(one, "int32", self._device) for one in shapes)
+        self._held.move_to_end(shape)
+        if len(self._held) > _SHAPES_MAX:
+            self._held.popitem(last=False)
+        return self._held[shape]

@@ -121,6 +121,9 @@ class AttentionSpec:
         The mask, if there is one.
     growth
         What K and V, then the last two parameters, are made of; None where they are inputs.
+    spans
+        Position of a parameter, int32 [queries, 2]: the first key that a query sees, and the one after the last. Both
+        grow with the query, and no span is empty. Sequences of several lengths are one batch element so.
     """
 
     batch: Size
@@ -139,11 +142,17 @@ class AttentionSpec:
     output: HeadLayout
     bias: ScoreBias | None = None
     growth: CacheGrowth | None = None
+    spans: int | None = None
 
     @property
     def outputs(self) -> int:
         """Parameters, the last ones, that the function writes."""
         return 1 if self.growth is None else 3
+
+    @property
+    def hides_earlier(self) -> bool:
+        """Whether a query may not see a key before one that it sees."""
+        return self.window > 0 or self.spans is not None
 
     @property
     def group(self) -> int:
@@ -197,6 +206,8 @@ class AttentionSpec:
         fields: dict[str, Any] = _document(self)
         if self.value_dim == self.head_dim:
             del fields["value_dim"]
+        if self.spans is None:
+            del fields["spans"]
         return fields
 
     def to_json(self) -> str:
@@ -331,6 +342,10 @@ def check_spec(spec: AttentionSpec, params: Sequence[Param]) -> None:
         steps = [layout.batch_stride, layout.head_stride, layout.position_stride, 1]
         extents = (spec.batch, spec.heads_of(role), spec.positions(role), spec.width(role))
         _check_inside(role, layout.param, layout.offset, steps, extents, params)
+    if spec.spans is not None:
+        _check_inside("spans", spec.spans, 0, [0, 0, 2, 1], (1, 1, spec.queries, 2), params)
+        if spec.causal or spec.window or spec.growth is not None or not are_equal(spec.batch, 1):
+            raise AttentionError("spans go with one batch element, all keys of a span, and no caches that grow.")
     if spec.bias is not None:
         bias = spec.bias
         steps = [bias.batch_stride, bias.head_stride, bias.query_stride, bias.key_stride]

@@ -128,6 +128,9 @@ def _score(
             score = score + mask.astype("float32")
         else:
             seen.append(mask.astype("float32") != tirx.const(0.0, "float32"))
+    if spec.spans is not None:
+        first, end = (inputs[spec.spans][i, bound] for bound in range(2))
+        seen += [first <= j, j < end]
     ahead = j - i - (spec.keys - spec.queries)
     if spec.causal:
         seen.append(ahead <= 0)

@@ -102,6 +102,8 @@ def _recognise(func: tirx.PrimFunc) -> AttentionSpec | Refusal:
         return Refusal("the function is not marked as an attention")
     if not spec.is_static:
         return Refusal("its sizes are symbolic")
+    if spec.spans is not None:
+        return Refusal("its keys are in spans")
     if spec.growth is not None:
         return Refusal("cuDNN does not write caches of K and V")
     if spec.value_dim != spec.head_dim:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import tvm
-from tvm import tirx
+from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.attention.find_attention import Attention
 from relaxtune.pipeline.passes.attention.head_layout import Strides
@@ -31,6 +31,8 @@ class AttentionKernel:
         As `schedules.functions.plain_attention.attention_function` takes them.
     bases
         The tensors that hold heads, in the order of the parameters; the tensor of the mask, if any, follows.
+    spans
+        The tensor of the spans of keys that queries see, the next one; None without.
     """
 
     attention: Attention
@@ -38,9 +40,12 @@ class AttentionKernel:
     spec: AttentionSpec
     params: tuple[Param, ...]
     bases: tuple[tvm.ir.Expr, ...]
+    spans: relax.Var | None = None
 
 
-def kernel_of(attention: Attention, masking: Masking, symbols: Symbols) -> AttentionKernel:
+def kernel_of(
+    attention: Attention, masking: Masking, symbols: Symbols, spans: relax.Var | None = None
+) -> AttentionKernel:
     """Return the kernel of an attention and its mask.
 
     Raises
@@ -72,6 +77,8 @@ def kernel_of(attention: Attention, masking: Masking, symbols: Symbols) -> Atten
         bias = ScoreBias(len(params), masking.kind, *map(size, masking.strides))
         dtype = "float32" if masking.source is None else dtype_of(masking.source)
         params.append((tuple(map(size, masking.shape)), dtype))
+    if spans is not None:
+        params.append((param_shape(spans), "int32"))
     result = param_shape(attention.result)
     scalars = scalars_of(params, result)
     spec = AttentionSpec(
@@ -90,9 +97,10 @@ def kernel_of(attention: Attention, masking: Masking, symbols: Symbols) -> Atten
         value=value,
         output=layout(len(params) + len(scalars), attention.output.strides),
         bias=bias,
+        spans=None if spans is None else len(params) - 1,
     )
     params += [*scalars, (result, attention.dtype)]
-    return AttentionKernel(attention, masking, spec, tuple(params), tuple(bases))
+    return AttentionKernel(attention, masking, spec, tuple(params), tuple(bases), spans)
 
 
 def param_shape(expr: tvm.ir.Expr) -> tuple[int | tirx.Expr, ...]:

@@ -11,6 +11,7 @@ from tvm import relax, tirx
 from relaxtune.pipeline.passes.attention.find_attention import is_weighting, match_attention
 from relaxtune.pipeline.passes.attention.kernel import AttentionFunctions, AttentionKernel, kernel_of
 from relaxtune.pipeline.passes.attention.kernel_mask import Masking, masking_of
+from relaxtune.pipeline.passes.attention.of_tokens import of_tokens
 from relaxtune.pipeline.passes.attention.rounded_copies import Roundings
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError
 from relaxtune.pipeline.passes.kit.graph import Graph
@@ -34,6 +35,9 @@ def recognise_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IR
     Heads are read where they lie: through reshapes, transposes, slices and broadcasts back to the tensor that
     a kernel writes (slices of one combined projection, a cache), grouped heads without being repeated. The
     result is written as its reader wants it, [batch, positions, heads * head_dim].
+
+    Where padding is left out (`tokens.unpad`) and the mask hides padding alone, attention is of the packed tokens: each
+    sees those of its own row.
 
     A row that sees no key at all (padding before the first token) has no meaning, and its value may differ from the
     graph's: it is some mean of the values, and NaN only where the graph's is. All other rows are the graph's.
@@ -63,10 +67,12 @@ def attention_as_kernels(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.I
             attention = match_attention(var, graph)
             kernel = kernel_of(attention, masking_of(attention, graph), graph.symbols)
             functions.get(kernel)
+            kernel = of_tokens(kernel, graph, functions) or kernel
         except NotAttentionError as e:
             state.note(f"attention not recognised at {var.name}: {e}")
             logger.info("%s: attention not recognised at %s: %s", state.graph.name, var.name, e)
             continue
+        attention = kernel.attention
         found[attention.result] = kernel
         path = (*attention.path, attention.result)
         state.sources[attention.result.name] = state.nodes_of(step.name for step in path)
@@ -92,6 +98,8 @@ class _Emit:
         operands = [self._roundings.get(new, base, kernel.attention.dtype) for base in kernel.bases]
         if kernel.spec.bias is not None:
             operands.append(self._mask(new, kernel.masking))
+        if kernel.spans is not None:
+            operands.append(new.of(kernel.spans))
         func = self._functions.get(kernel)
         if func not in self._added:
             self._added[func] = new.function(func.without_attr("global_symbol"), "attention")

@@ -157,6 +157,16 @@ _NUMBERS = {
 }  # fmt: skip
 
 
+def number_at(name: str, numbers: Sequence[float]) -> float | None:
+    """Return what an elementwise operation makes of numbers, None where it is not known."""
+    if name == "where":
+        return numbers[1] if numbers[0] else numbers[2]
+    if name not in _NUMBERS:
+        return None
+    with np.errstate(all="ignore"):
+        return float(_NUMBERS[name](*numbers))
+
+
 def _combined(name: str, pads: Sequence[Padding]) -> Padding:
     """Return what an elementwise operation gives at padding."""
     first = pads[0]
@@ -168,9 +178,9 @@ def _combined(name: str, pads: Sequence[Padding]) -> Padding:
         return 1.0
     numbers = [pad for pad in pads if isinstance(pad, float)]
     if len(numbers) == len(pads):
-        if name in _NUMBERS:
-            with np.errstate(all="ignore"):
-                return float(_NUMBERS[name](*numbers))
+        known = number_at(name, numbers)
+        if known is not None:
+            return known
         return numbers[0] if name in ("concat", "broadcast_to") and len(set(numbers)) == 1 else Pad.EXACT
     if _stays_low(name, pads):
         return Pad.LOW

@@ -9,7 +9,7 @@ from tvm import relax, tirx
 from tvm.relax.expr_functor import mutator
 
 from relaxtune.models.inputs import InputKind, describe_inputs
-from relaxtune.models.unpadding import ROWS, SLOTS, TOKENS, Unpadding
+from relaxtune.models.unpadding import ROWS, SLOTS, SPANS, TOKENS, Unpadding
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import dtype_of, is_constant, is_op, main_of, shape_of, with_main
@@ -33,10 +33,11 @@ def unpad(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         a = attention(q, k, v, mask)    [B, S, H]        a = attention(take(q, slots), ..., mask)   [B, S, H]
         y = a @ U                       [B, S, H]        y = take(a, rows) @ U                      [tokens, H]
 
-    `main` gets two more inputs. `rows` [tokens] says where each token lies in [B * S]; `slots` [B, S] which token a
-    place is, and at padding some token of the same row. Attention runs in the padded form: its mask hides the keys at
-    padding, and nobody reads the queries there. What mixes the sequence otherwise has to read numbers there that the
-    mask makes (a mean of what was multiplied by the mask). Outputs are 0 at padding.
+    `main` gets three more inputs (`Unpadding.lists`). `rows` [tokens] says where each token lies in [B * S], `slots`
+    [B, S] which token a place is, and at padding some token of the same row; `spans` is for attention over tokens.
+    Attention runs in the padded form here: its mask hides the keys at padding, and nothing reads the queries there.
+    What mixes the sequence otherwise has to read numbers there that the mask makes (a mean of what was multiplied by
+    the mask). Outputs are 0 at padding.
 
     Raises
     ------
@@ -105,11 +106,12 @@ def _output_names(state: LoweringState, results: Sequence[relax.Var]) -> list[st
 
 
 def _with_inputs(mod: tvm.ir.IRModule, mask: relax.Var) -> tuple[tvm.ir.IRModule, relax.Var, relax.Var]:
-    """Return the module with the two inputs of `main`, and these."""
-    main = main_of(mod)
-    rows = relax.Var(ROWS, relax.TensorType([tirx.Var(TOKENS, "int64")], "int32"))
+    """Return the module with the further inputs of `main`, and those of them that say where tokens are."""
+    main, tokens = main_of(mod), tirx.Var(TOKENS, "int64")
+    rows = relax.Var(ROWS, relax.TensorType([tokens], "int32"))
+    spans = relax.Var(SPANS, relax.TensorType([tokens, tirx.IntImm("int64", 2)], "int32"))
     slots = relax.Var(SLOTS, relax.TensorType(shape_of(mask), "int32"))
-    params = [*main.params, rows, slots]
+    params = [*main.params, rows, spans, slots]
     function = relax.Function(params, main.body, main.ret_ty, main.is_pure, main.attrs)
     return with_main(mod, function.with_attr("num_input", len(params))), rows, slots
 

@@ -228,7 +228,7 @@ class OnlineSoftmax:
         here = block * self._plan.parameters.block_k + self._column
         for row in range(2):
             end = hold(self._rows.end[row] - here)
-            first = hold(self._rows.first[row] - here) if spec.window else None
+            first = hold(self._rows.first[row] - here) if spec.hides_earlier else None
             for pair in range(self._pairs):
                 for index in range(2):
                     at = pair * 4 + row * 2 + index
@@ -258,7 +258,7 @@ class OnlineSoftmax:
     def _may_see_nothing(self) -> bool:
         """Whether a row may not have seen any key after a block."""
         spec, p = self._plan.spec, self._plan.parameters
-        return self._bias is not None or spec.window > 0 or p.split > 1 or self._plan.sees_nothing
+        return self._bias is not None or spec.hides_earlier or p.split > 1 or self._plan.sees_nothing
 
     def _power(self, score: tirx.Expr, row: int) -> tirx.Expr:
         """Return the power of 2 that is a score's weight."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from tvm import tirx
 
 from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.sizes import Size
@@ -49,6 +51,8 @@ class TilePlan:
         Groups of heads of one batch element.
     section
         Of all groups of heads, those whose tiles are made together, the longest tiles first (`causal`).
+    spans
+        The kernel's flat view of the spans of keys, once there is a kernel.
     """
 
     spec: AttentionSpec
@@ -57,6 +61,13 @@ class TilePlan:
     tile_queries: int
     heads: int
     section: int
+    spans: tirx.Var | None = field(default=None, kw_only=True)
+
+    def span(self, query: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+        """Return the first key that a query sees, and the one after the last; those of the last query beyond it."""
+        assert self.spans is not None
+        at = tirx.min(query, self.spec.queries - 1) * 2
+        return self.spans[at], self.spans[at + 1]
 
     @property
     def symbolic(self) -> bool:

@@ -41,6 +41,8 @@ class Tile:
 
     def end_at(self, plan: TilePlan, position: tirx.Expr) -> tirx.Expr | int:
         """Return the key after the last that a query at a position among the keys sees."""
+        if plan.spec.spans is not None:
+            return tirx.min(plan.span(position)[1], self.key_end)
         if plan.spec.causal:
             return tirx.min(position + 1, self.key_end)
         if plan.spec.window:
@@ -109,6 +111,8 @@ def _visible_blocks(plan: TilePlan, query: tirx.Expr) -> tuple[tirx.Expr, tirx.E
     end: tirx.Expr = tirx.IntImm("int32", key_blocks) if isinstance(key_blocks, int) else key_blocks
     position = query + plan.ahead
     last = tirx.min(position + plan.tile_queries, spec.keys) - 1
+    if spec.spans is not None:
+        return plan.span(query)[0] // block_k, (plan.span(last)[1] + block_k - 1) // block_k
     if spec.window:
         first = tirx.max(position - spec.window + 1, 0) // block_k
     if spec.causal or spec.window:

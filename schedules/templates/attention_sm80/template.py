@@ -84,10 +84,12 @@ class AttentionSm80(KernelTemplate[AttentionSpec, AttentionParameters]):
             return refusal or Refusal("the function is not marked as an attention")
         if not spec.is_static:
             return Refusal("its sizes are symbolic")
-        return refuse_attention(func, spec) or _refuse_growth(spec) or spec
+        return refuse_attention(func, spec) or _refuse_forms(spec) or spec
 
 
-def _refuse_growth(spec: AttentionSpec) -> Refusal | None:
+def _refuse_forms(spec: AttentionSpec) -> Refusal | None:
+    if spec.spans is not None:
+        return Refusal("its keys are in spans, which this template does not make")
     return None if spec.growth is None else Refusal("it writes caches that grow, which this template does not")
 
 

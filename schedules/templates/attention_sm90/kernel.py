@@ -12,7 +12,7 @@ from relaxtune.schedules.functions.attention import HeadLayout
 from relaxtune.schedules.marks import MIN_BLOCKS_ATTR, own_outputs, unwritten_params
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.templates.attention.mask import Rows
-from relaxtune.schedules.templates.attention.sizes import bind_sizes, most
+from relaxtune.schedules.templates.attention.sizes import bind_sizes, flat_view, most
 from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax
 from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES
 from relaxtune.schedules.templates.attention.tiles import Tile, each_tile, named
@@ -65,6 +65,8 @@ class _Kernel:
             if p.split > 1:
                 T.cta_id_in_cluster([p.split])
             self._thread = T.thread_id([plan.threads])
+            if plan.spec.spans is not None:
+                self._plan = plan = replace(plan, spans=flat_view(self._params[plan.spec.spans]))
             self._memory = Memory(plan, self._dtype)
             self._fetch_maps()
             self._initialise()
@@ -151,7 +153,7 @@ class _Kernel:
         self._multiply.describe(first_row, self._memory.tile_k.ptr_to([0, 0]), self._memory.tile_v.ptr_to([0, 0]))
         self._ring_k, self._ring_v = Ring(p.stages), Ring(p.stages)
         self._leader = self._thread % WARPGROUP == 0
-        if p.dependent and (bias is not None or spec.growth is not None):
+        if p.dependent and (bias is not None or spec.growth is not None or spec.spans is not None):
             T.evaluate(T.ptx.griddepcontrol.wait())
         if spec.growth is not None:
             self._new_keys = NewPositions(plan, "key", self._params)
@@ -191,18 +193,22 @@ class _Kernel:
         first, end = T.alloc_local([2], "int32"), T.alloc_local([2], "int32")
         for row in range(2):
             position = queries[row] + plan.ahead
-            T.buffer_store(first, position - spec.window + 1, [row])
+            T.buffer_store(first, self._first_key(position), [row])
             T.buffer_store(end, at.end_at(plan, position), [row])
         self._softmax.begin(Rows(at.batch, (queries[0], queries[1]), (heads[0], heads[1]), first, end))
         top = at.query + group * ROWS // plan.group + plan.ahead
         bottom = at.query + (group * ROWS + ROWS - 1) // plan.group + plan.ahead
         self._whole_end = named("whole_end", at.end_at(plan, top))
-        self._whole_first = named("whole_first", bottom - spec.window + 1) if spec.window else None
+        self._whole_first = named("whole_first", self._first_key(bottom)) if spec.hides_earlier else None
+
+    def _first_key(self, position: tirx.Expr) -> tirx.Expr:
+        """Return the first key that a query at a position among the keys sees, where some are hidden."""
+        return position - self._spec.window + 1 if self._spec.spans is None else self._plan.span(position)[0]
 
     def _masked(self, block: tirx.Expr) -> tirx.Expr | None:
         """Return whether some row of the warpgroup does not see all of a block of keys; None when never."""
         spec, p = self._spec, self._p
-        if not spec.causal and not spec.window and p.split == 1 and self._plan.whole_blocks:
+        if not spec.causal and not spec.hides_earlier and p.split == 1 and self._plan.whole_blocks:
             return None
         masked = (block + 1) * p.block_k > self._whole_end
         return masked if self._whole_first is None else tirx.any(masked, block * p.block_k < self._whole_first)

@@ -58,6 +58,8 @@ _REGISTERS_OF_SIZES = 6
 _KERNELS_MAX = 5
 # A point has a kernel of its own where the others would take longer by more than this factor.
 _GOOD_ENOUGH = 1.04
+# Keys that a query sees of packed sequences, for the prediction.
+_SPAN = 64
 # The factor of a kernel that the prediction does not take for a point.
 _WORST = 10.0
 
@@ -221,13 +223,15 @@ def _table(text: str, names: tuple[str, ...], limits: CudaLimits, mask_bytes: in
     axes = _axes(spec)
     points = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*axes.values())]
     rest = {name: _LENGTHS[-1] for name in spec.variables if name not in axes}
-    plain = [with_values(spec, {**rest, **point}) for point in points]
+    plain = [_without_spans(with_values(spec, {**rest, **point})) for point in points]
     pool: dict[AttentionParameters, list[float]] = {}
     for point, one in zip(points, plain, strict=True):
         # To propose takes a hundred times as long as to predict: at every other point.
         if any(sizes.index(point[name]) % 2 for name, sizes in axes.items()):
             continue
         for proposed in propose_for(one, limits, mask_bytes)[:_PROPOSED_MAX]:
+            if spec.spans is not None and (proposed.split > 1 or proposed.blocks):
+                continue
             p = _fitting(spec, proposed, limits, mask_bytes)
             if p is not None and p not in pool:
                 pool[p] = [_cycles(each, p, limits, mask_bytes) for each in plain]
@@ -238,6 +242,11 @@ def _table(text: str, names: tuple[str, ...], limits: CudaLimits, mask_bytes: in
     used = sorted(set(chosen))
     lines = _lines(axes, points, [used.index(kernel) for kernel in chosen])
     return TableParameters(tuple(kernels[kernel] for kernel in used), lines)
+
+
+def _without_spans(spec: AttentionSpec) -> AttentionSpec:
+    """Return the attention that kernels are predicted for: of spans, a window as wide as they are."""
+    return spec if spec.spans is None else replace(spec, spans=None, window=_SPAN)
 
 
 def _fitting(

@@ -38,6 +38,9 @@ block that adds up that row, in the order of ranks, and writes it. With `depende
 before it in the stream ends (programmatic dependent launch): it waits for it before it reads or writes global memory,
 but for caches that no kernel writes, and what they are copied to where no other kernel uses it.
 
+With spans, a block of keys that no query of a tile sees is skipped as well: sequences of several lengths that lie one
+after another are made as one, and a tile may hold several.
+
 Where caches grow (`schedules.functions.attention.CacheGrowth`), the kernel writes K and V too: it loads the caches and
 the new positions, and copies each block of keys from shared memory (`attention_sm90_growth`).
 
@@ -101,7 +104,9 @@ class AttentionSm90(KernelTemplate[AttentionSpec, AttentionParameters]):
     def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
         """Return the function's attention when this template can make it with some parameters."""
         found = recognise_attention(func, target)
-        return found if isinstance(found, Refusal) or found.is_static else Refusal("its sizes are symbolic")
+        if isinstance(found, Refusal) or (found.is_static and found.spans is None):
+            return found
+        return Refusal("its sizes are symbolic, or its keys in spans")
 
 
 def recognise_attention(func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:

@@ -55,16 +55,20 @@ def test_device_lists_the_tokens_as_numpy_does(module: Module) -> None:
     unpadding = module.manifest.unpadding
     assert unpadding is not None
     for mask in masks():
-        rows, slots, count = (one.numpy() for one in module._machine[ENTRY](tvm.runtime.tensor(mask)))
-        want_rows, want_slots = unpadding.lists(mask)
+        shapes = ((mask.size,), (mask.size, 2), mask.shape, (1,))
+        lists = [tvm.runtime.empty(shape, "int32") for shape in shapes]
+        module._machine[ENTRY](tvm.runtime.tensor(mask), *lists)
+        rows, spans, slots, count = (one.numpy() for one in lists)
+        want_rows, want_spans, want_slots = unpadding.lists(mask)
         assert unpadding.size(int(count[0]), mask.size) == len(want_rows)
         np.testing.assert_array_equal(rows[: int(count[0])], want_rows[: int(count[0])])
+        np.testing.assert_array_equal(spans[: len(want_spans)], want_spans)
         np.testing.assert_array_equal(slots, want_slots)
 
 
 def test_number_of_tokens_is_rounded_up_and_no_more_than_the_places() -> None:
     unpadding = Unpadding("mask", (), 64, ())
     assert [unpadding.size(tokens, 200) for tokens in (0, 1, 64, 65, 199)] == [64, 64, 64, 128, 200]
-    rows, slots = unpadding.lists(np.eye(3, 30))
+    rows, _, slots = unpadding.lists(np.eye(3, 30))
     assert len(rows) == 64
     assert slots.max() == 2
