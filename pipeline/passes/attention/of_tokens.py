@@ -16,8 +16,8 @@ from relaxtune.pipeline.passes.attention.read_mask import MASKED
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError, ScoreStep
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import is_constant, is_op, number_of
+from relaxtune.pipeline.passes.kit.numbers import number_at
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
-from relaxtune.pipeline.passes.tokens.axes import number_at
 
 _MOVES = ("reshape", "expand_dims", "squeeze", "broadcast_to", "permute_dims")
 

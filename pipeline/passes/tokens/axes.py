@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import TypeAlias
 
-import numpy as np
-
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.passes.attention.read_mask import MASKED
+from relaxtune.pipeline.passes.kit.numbers import number_at
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, quotient
 
 
@@ -146,25 +145,6 @@ def _pad_of(axis: Axis | float | None, place: int, told: Sequence[Axis]) -> Padd
     if isinstance(axis, float):
         return axis
     return axis[place].pad if axis and any(axis is one for one in told) else Pad.EXACT
-
-
-_NUMBERS = {
-    "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "divide": np.divide, "equal": np.equal,
-    "not_equal": np.not_equal, "greater": np.greater, "greater_equal": np.greater_equal, "less": np.less,
-    "less_equal": np.less_equal, "logical_not": np.logical_not, "logical_and": np.logical_and,
-    "logical_or": np.logical_or, "negative": np.negative, "maximum": np.maximum, "minimum": np.minimum,
-    "astype": np.positive,
-}  # fmt: skip
-
-
-def number_at(name: str, numbers: Sequence[float]) -> float | None:
-    """Return what an elementwise operation makes of numbers, None where it is not known."""
-    if name == "where":
-        return numbers[1] if numbers[0] else numbers[2]
-    if name not in _NUMBERS:
-        return None
-    with np.errstate(all="ignore"):
-        return float(_NUMBERS[name](*numbers))
 
 
 def _combined(name: str, pads: Sequence[Padding]) -> Padding:
