@@ -34,11 +34,11 @@ sys.path.insert(0, str(ROOT))
 import psutil  # noqa: E402
 
 from relaxtune.tuning_db.contract import TuningDatabase  # noqa: E402
+from relaxtune.tuning_db.jobs import JobTask  # noqa: E402
 from relaxtune.tuning_db.lookup import Question  # noqa: E402
 from relaxtune.tuning_db.questions import insights  # noqa: E402
 from relaxtune.tuning_db.records import (  # noqa: E402
     Environment,
-    JobTask,
     RecordFilter,
     Route,
     Status,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from relaxtune.models.axis_profile import sizes_within
@@ -23,17 +23,15 @@ from relaxtune.pipeline.artifact.directory import (
 )
 from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.bench.measure import OWN_ARM
 from relaxtune.pipeline.choose.meanwhile import Meanwhile, make_reference, meanwhile
 from relaxtune.pipeline.choose.model_arm import LoadedArm
-from relaxtune.pipeline.choose.norm_forms import NormFormsReport
-from relaxtune.pipeline.choose.rerank import RerankReport
 from relaxtune.pipeline.choose.selection import tasks_without_record
 from relaxtune.pipeline.choose.shipping import Shipping, decide
 from relaxtune.pipeline.errors import PipelineError, UsageError
 from relaxtune.pipeline.job_outcomes import artifact_of, note_benchmark, note_validation
+from relaxtune.pipeline.job_values import CompileResult, TuneRequest, TuneResult
 from relaxtune.pipeline.prepare import ModelRequest, PreparedBucket, PreparedModel, prepare_model, stage
 from relaxtune.pipeline.refutation import refute_kernels
 from relaxtune.pipeline.tuned_model import (
@@ -44,11 +42,9 @@ from relaxtune.pipeline.tuned_model import (
     tune_prepared,
     untuned_kernels,
 )
-from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
 from relaxtune.pipeline.validate.acceptance import FAILED, NO_LIMITS, Limits, check_key, settle, validate_written
 from relaxtune.pipeline.validate.reference import Reference
-from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.pipeline.validate.validation import sample_inputs
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.contract import TuningDatabase
@@ -57,46 +53,6 @@ from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.urls import DatabasePlace
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CompileResult:
-    """A written artifact.
-
-    Attributes
-    ----------
-    directory, manifest
-        Where it is and what it says about itself.
-    choices
-        How each kernel got its schedule.
-    without_record
-        Names of the tuning tasks that had no usable record and took the fallback.
-    validation
-        The comparison with ONNX Runtime; None where the target cannot run here or it was not asked for.
-    """
-
-    directory: Path
-    manifest: Manifest
-    choices: tuple[KernelChoice, ...]
-    without_record: tuple[str, ...]
-    validation: ValidationReport | None
-
-
-@dataclass(frozen=True)
-class TuneResult:
-    """A tuning run and the artifact made of its records.
-
-    `shipping` is None when it was not asked for, as is `rerank`; `norm_forms` also where there is one form only.
-    `missed` is the limit that the artifact does not keep, None without one.
-    """
-
-    job_id: str
-    summary: TuningSummary
-    compiled: CompileResult
-    shipping: Shipping | None
-    rerank: RerankReport | None = None
-    norm_forms: NormFormsReport | None = None
-    missed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -120,41 +76,6 @@ def make_beforehand(prepared: PreparedModel, samples: int, threads: int | None =
     with stage("compile untuned"):
         untuned = compile_module(prepared.lowered, untuned_kernels(prepared), prepared.target)
     return Beforehand(untuned, make_reference(prepared, samples, threads))
-
-
-@dataclass(frozen=True)
-class TuneRequest:
-    """What `tune_model` is asked for, beside the model.
-
-    Attributes
-    ----------
-    database
-        File or URL of the tuning database; created when missing.
-    tuning
-        Budgets, seed and mode.
-    benchmark
-        Whether the model is timed tuned and untuned, and a tuned one that is not surely faster does not ship. Without
-        it the tuned one ships, whatever it takes.
-    samples
-        Random inputs that the artifact is validated with.
-    shared
-        Databases under it, by file or URL: they are read and never written.
-    record
-        Whether the artifact, its validation and its benchmark are noted in the database, as measurements always are.
-    limits
-        What the artifact is to keep; a limit of its latency needs `benchmark`.
-    sign
-        The private key (PEM) that the artifact is signed with, None leaves it unsigned.
-    """
-
-    database: DatabasePlace
-    tuning: TuningOptions = field(default_factory=TuningOptions)
-    benchmark: bool = True
-    samples: int = 3
-    shared: tuple[DatabasePlace, ...] = ()
-    record: bool = True
-    limits: Limits = NO_LIMITS
-    sign: Path | None = None
 
 
 def compile_model(

@@ -32,7 +32,8 @@ from relaxtune.pipeline.explain import Explanation, explain_model
 from relaxtune.pipeline.gate.gate import GateLimits, GateReport, run_gate
 from relaxtune.pipeline.gate.latency import LatencyLimit
 from relaxtune.pipeline.inspect import Inspection, inspect_model
-from relaxtune.pipeline.jobs import CompileResult, TuneRequest, TuneResult, compile_model, tune_model
+from relaxtune.pipeline.job_values import CompileResult, TuneRequest, TuneResult
+from relaxtune.pipeline.jobs import compile_model, tune_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.registry.refit import Refit, refit_artifact

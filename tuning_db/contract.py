@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.errors import NotFoundError
+from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.lookup import Question
-from relaxtune.tuning_db.records import (
-    DatabaseInfo,
-    Job,
-    JobTask,
-    Mode,
-    RecordFilter,
-    Status,
-    TargetKey,
-    TuningRecord,
-    Workload,
-)
+from relaxtune.tuning_db.records import DatabaseInfo, Mode, RecordFilter, Status, TargetKey, TuningRecord, Workload
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session

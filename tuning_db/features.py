@@ -21,7 +21,8 @@ from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import InvalidRecordError, NotFoundError
 from relaxtune.tuning_db.lookup import target_is_lower, target_matches
 from relaxtune.tuning_db.records import Status, TargetKey
-from relaxtune.tuning_db.sql.schema import FeatureRow, RecordRow, WorkloadRow, read_as
+from relaxtune.tuning_db.sql.column_types import read_as
+from relaxtune.tuning_db.sql.schema import FeatureRow, RecordRow, WorkloadRow
 from relaxtune.tuning_db.sql.statements import read_places
 from relaxtune.tuning_db.sql.writing import chunks
 

@@ -16,18 +16,9 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase
 from relaxtune.tuning_db.errors import DatabaseUrlError
+from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.lookup import Question, rank_record
-from relaxtune.tuning_db.records import (
-    DatabaseInfo,
-    Job,
-    JobTask,
-    Mode,
-    RecordFilter,
-    Status,
-    TargetKey,
-    TuningRecord,
-    Workload,
-)
+from relaxtune.tuning_db.records import DatabaseInfo, Mode, RecordFilter, Status, TargetKey, TuningRecord, Workload
 from relaxtune.tuning_db.sql.engine import parse_location
 from relaxtune.tuning_db.store import SqlDatabase
 from relaxtune.tuning_db.urls import DatabasePlace

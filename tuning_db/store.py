@@ -12,11 +12,10 @@ from sqlalchemy.orm import Session, undefer
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase
 from relaxtune.tuning_db.errors import DatabaseOpenError, NotFoundError
+from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import (
     DatabaseInfo,
-    Job,
-    JobTask,
     Mode,
     RecordFilter,
     Route,

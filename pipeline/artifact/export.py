@@ -32,8 +32,7 @@ from relaxtune.pipeline.artifact.entries import (
     PassEntry,
     TargetEntry,
 )
-from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.artifact.kernel_facts import kernel_work
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice, kernel_work
 from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.recipe import recipe_of
 from relaxtune.pipeline.codegen.cuda_libraries import CUDART, DRIVER

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import math
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self, cast
+from typing import Self
 
 import numpy as np
-import safetensors
 import tvm
 from tvm.runtime import Device, Tensor
 from tvm.runtime.vm import VirtualMachine
 
 from relaxtune.models import TensorSpec
-from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.artifact.bucket_routing import Router, RouteStatistics
 from relaxtune.pipeline.artifact.device_choice import device_for
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
 from relaxtune.pipeline.artifact.entries import BucketEntry
 from relaxtune.pipeline.artifact.input_check import check_inputs
+from relaxtune.pipeline.artifact.loading import as_tuple, copied, load_code, read_weights, shared_outputs
 from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.signature import require_signature
 from relaxtune.pipeline.artifact.size_graphs import SizeGraphs, Sizes
@@ -30,7 +27,6 @@ from relaxtune.pipeline.artifact.token_list import TokenList
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.printable import last_line
-from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.threads import configure_threads, default_threads
 from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
 
@@ -145,7 +141,7 @@ class Module:
             if library.file in manifest.target.libraries:
                 offer_library(library)
         try:
-            machine = VirtualMachine(_load_code(directory / MODULE_FILE), chosen)
+            machine = VirtualMachine(load_code(directory / MODULE_FILE), chosen)
         except (RuntimeError, OSError, ValueError) as e:
             raise ArtifactError(f"{directory / MODULE_FILE} cannot be loaded: {last_line(e)}") from e
         weights_file = directory / PARAMS_FILE
@@ -173,7 +169,7 @@ class Module:
         threads: int | None,
     ) -> Self:
         try:
-            machine = VirtualMachine(_load_code(directory / entry.file), device)
+            machine = VirtualMachine(load_code(directory / entry.file), device)
         except (RuntimeError, OSError, ValueError) as e:
             raise ArtifactError(f"{directory / entry.file} cannot be loaded: {last_line(e)}") from e
         return cls(manifest.of_bucket(entry), machine, device, [weights[name] for name in entry.weights], threads)
@@ -325,17 +321,18 @@ class Module:
             if self._is_static:
                 raise self._lies(last_line(e)) from e
             raise PipelineError(f"the code of {self._manifest.model} refuses these sizes: {last_line(e)}") from e
-        outputs = _as_tuple(result)
+        outputs = as_tuple(result)
         if self._shared_outputs is None:
             self._check_outputs(outputs)
             if self._watched:  # the second run below would be one too many where kernels are counted
-                return tuple(_copied(one) for one in outputs)
+                return tuple(copied(one) for one in outputs)
             # A constant inside the code is where two runs put their output, although the first one's is still held.
-            embedded = () if self._weights or self._buffers is not None else _as_tuple(self._run_kernels(tensors))
-            self._shared_outputs = _shared(outputs, [*tensors, *(self._buffers or ()), *self._weights, *embedded])
+            embedded = () if self._weights or self._buffers is not None else as_tuple(self._run_kernels(tensors))
+            others = [*tensors, *(self._buffers or ()), *self._weights, *embedded]
+            self._shared_outputs = shared_outputs(outputs, others)
         if not self._shared_outputs:
             return outputs
-        return tuple(_copied(one) if n in self._shared_outputs else one for n, one in enumerate(outputs))
+        return tuple(copied(one) if n in self._shared_outputs else one for n, one in enumerate(outputs))
 
     def _run_kernels(self, tensors: Sequence[Tensor]) -> object:
         return self._main(*tensors, *self._weights)
@@ -374,76 +371,3 @@ class Module:
         if not self._is_static:
             return None
         return tuple(tvm.runtime.empty(spec.shape, spec.dtype, self._device) for spec in self.inputs)
-
-
-def _load_code(path: Path) -> tvm.runtime.Module:
-    """Return the code of a shared object as the file is now.
-
-    The loader takes a path that it has opened before for the same file, also when another artifact has been written
-    there since; so it gets a name that was never used: a second one of the file, or on another file system a copy.
-    """
-    with temporary_folder() as directory:
-        named = Path(directory) / path.name
-        try:
-            named.hardlink_to(path)
-        except OSError:
-            shutil.copyfile(path, named)
-        return tvm.runtime.load_module(str(named))
-
-
-def read_weights(file: Path, manifest: Manifest) -> Iterator[tuple[str, np.ndarray]]:
-    """Give the weights of an artifact and of its buckets, each once.
-
-    One at a time: together they would take the model's size a second time.
-
-    Raises
-    ------
-    ArtifactError
-        The file is missing or damaged, or lacks some.
-    """
-    entries = manifest.buckets.entries if manifest.buckets is not None else ()
-    names = dict.fromkeys([*manifest.weights, *(name for entry in entries for name in entry.weights)])
-    if not names:
-        return
-    try:
-        with safetensors.safe_open(file, framework="numpy") as stored:
-            missing = sorted(names.keys() - stored.keys())
-            for name in names if not missing else ():
-                yield name, stored.get_tensor(name)
-    except (OSError, safetensors.SafetensorError, ValueError, TypeError, KeyError) as e:
-        raise ArtifactError(f"{file} cannot be read: {e}; compile the model again") from e
-    if missing:
-        raise ArtifactError(f"{file} lacks the weights {', '.join(missing)}; compile the model again")
-
-
-def _as_tuple(result: object) -> tuple[Tensor, ...]:
-    return (result,) if isinstance(result, Tensor) else tuple(cast("Sequence[Tensor]", result))
-
-
-def _shared(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> frozenset[int]:
-    """Return which outputs lie in memory of an input, a weight or an earlier output: a caller who writes one must not.
-
-    Such an output is an input, a weight, a reshape of one, or the same tensor twice. That is how the code was compiled,
-    so it is the same in each call.
-    """
-    taken = [_span(tensor) for tensor in others]
-    found = set()
-    for number, tensor in enumerate(outputs):
-        start, end = _span(tensor)
-        if any(start < other_end and other_start < end for other_start, other_end in taken):
-            found.add(number)
-        else:
-            taken.append((start, end))
-    return frozenset(found)
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first and the last address of a tensor's memory."""
-    start = int(tensor.data_ptr())
-    return start, start + (math.prod(tensor.shape) * numpy_dtype(str(tensor.dtype)).itemsize if tensor.shape else 1)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    copy = tvm.runtime.empty(tensor.shape, tensor.dtype, tensor.device)
-    tensor.copyto(copy)
-    return copy

@@ -38,7 +38,7 @@ class _Table(BaseModel):
 
 
 class LimitsTable(_Table):
-    """What an artifact must keep to be accepted; see `pipeline.jobs.Limits`."""
+    """What an artifact must keep to be accepted; see `pipeline.validate.acceptance.Limits`."""
 
     max_latency_ms: float | None = Field(default=None, gt=0)
     rtol: float | None = Field(default=None, ge=0)

@@ -14,9 +14,10 @@ from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, TaskGroup, grou
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.resume import DONE, find_runs
 from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.questions.insights import job_cost
-from relaxtune.tuning_db.records import Job, Mode, RecordFilter
+from relaxtune.tuning_db.records import Mode, RecordFilter
 from relaxtune.tuning_db.sql.engine import parse_location
 
 # Jobs whose cost is looked at, the newest first.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from relaxtune.pipeline.artifact.manifest import Manifest
     from relaxtune.pipeline.choose.norm_forms import NormFormsReport
     from relaxtune.pipeline.choose.rerank import RerankReport
-    from relaxtune.pipeline.jobs import CompileResult, TuneResult
+    from relaxtune.pipeline.job_values import CompileResult, TuneResult
     from relaxtune.pipeline.prepare import ModelRequest
 
 
@@ -114,7 +114,8 @@ def tune(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Import, tune, compile, validate and export a model: the main job."""
-    from relaxtune.pipeline.jobs import TuneRequest, tune_model
+    from relaxtune.pipeline.job_values import TuneRequest
+    from relaxtune.pipeline.jobs import tune_model
     from relaxtune.pipeline.tuning.progress import ConsoleProgress
 
     request = model.request()

@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 import typer
 
+from relaxtune.pipeline.cli.doctor import FindingStatus, run_checks
 from relaxtune.pipeline.cli.options import FormatOption
 from relaxtune.pipeline.cli.output import OutputFormat, TableView, emit
-from relaxtune.pipeline.doctor import FindingStatus, run_checks
 
 
 def doctor(output_format: FormatOption = OutputFormat.TABLE) -> None:

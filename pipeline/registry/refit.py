@@ -24,9 +24,10 @@ from relaxtune.pipeline.artifact.directory import (
 )
 from relaxtune.pipeline.artifact.entries import BucketEntry, KernelEntry, MemoryEntry
 from relaxtune.pipeline.artifact.export import policy_of, write_weights
+from relaxtune.pipeline.artifact.loading import read_weights
 from relaxtune.pipeline.artifact.manifest import PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.recipe import find_obstacles
-from relaxtune.pipeline.artifact.runtime import Module, read_weights
+from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.passes.module import LoweredModule

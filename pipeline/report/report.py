@@ -25,9 +25,10 @@ from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, judged
 from relaxtune.pipeline.report.profile import Profile
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
+from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.lookup import Question, device_of
 from relaxtune.tuning_db.questions.queries import TaskBest, query, top
-from relaxtune.tuning_db.records import Job, JobTask, RecordFilter, Status, TuningRecord, Workload, signature_key
+from relaxtune.tuning_db.records import RecordFilter, Status, TuningRecord, Workload, signature_key
 from relaxtune.tuning_db.standing import standing_records, without_ties
 
 _NAMES_LISTED = 4

@@ -16,7 +16,7 @@ from relaxtune.schedules.cpu.generic import schedule_reduction_plainly
 from relaxtune.schedules.cpu.matmul import find_matmul
 from relaxtune.schedules.cpu.tiling import schedule_contraction
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.tir.epilogue import recognise_matmul
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from relaxtune.schedules.tir.scheduled_blocks import find_path_to, is_canonical, list_blocks
 
 

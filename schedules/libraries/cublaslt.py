@@ -35,8 +35,9 @@ from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import KernelTemplate, Parameters, refuse_target
 from relaxtune.schedules.templates.emit.fast_gelu import find_gelu
 from relaxtune.schedules.tir.blocks import plain_blocks, static_shape
-from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import constant_value, without_casts
+from relaxtune.schedules.tir.matmul import recognise_matmul
 
 _FUNCTION = "relaxtune_cublaslt_matmul"
 _INPUTS = {"float16": 0, "bfloat16": 1}

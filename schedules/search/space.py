@@ -19,7 +19,7 @@ from relaxtune.schedules.search.register_tile import contraction_designs
 from relaxtune.schedules.search.tensor_tile import takes_tensor_tiles, tensor_tile_designs
 from relaxtune.schedules.search.thread_tile import thread_tile_designs
 from relaxtune.schedules.targets import CpuLimits, target_limits
-from relaxtune.schedules.tir.epilogue import recognise_matmul
+from relaxtune.schedules.tir.matmul import recognise_matmul
 
 
 def make_space(target: Target, mod: IRModule | None = None) -> ms.SpaceGenerator:

@@ -48,7 +48,7 @@ from relaxtune.schedules.search.thread_tile import LOAD_BYTES, isolate_contracti
 from relaxtune.schedules.targets import CudaLimits, Feature, target_features, target_limits
 from relaxtune.schedules.tir.blocks import element_bytes, static_extent
 from relaxtune.schedules.tir.contraction import find_operands
-from relaxtune.schedules.tir.epilogue import recognise_matmul
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock
 
 # Tiles along an axis of a block at most, and how much longer padding may make an axis.

@@ -8,8 +8,9 @@ from tvm.ir.expr import TensorLoad
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import spec_of
 from relaxtune.schedules.tir.blocks import position_of
-from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import constant_value, find_all
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from relaxtune.schedules.tir.row_norm import SHIFT
 
 

@@ -22,7 +22,8 @@ from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
-from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.pipeline.importer.test_quantised_models import quantise
 from tests.unoptimised import UNOPTIMISED_TEXT
 

@@ -9,7 +9,8 @@ import onnx
 import pytest
 from tvm import s_tir
 
-from relaxtune.pipeline.jobs import CompileResult, compile_model
+from relaxtune.pipeline.job_values import CompileResult
+from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.refutation import refute_kernels
 from relaxtune.pipeline.tasks.task import TuningTask

@@ -16,7 +16,8 @@ from relaxtune.tuning_db.errors import ExchangeError, InvalidRecordError
 from relaxtune.tuning_db.exchange.archive import export_archive, import_archive, merge, read_archive
 from relaxtune.tuning_db.exchange.entries import COVERED_TABLES, DERIVED_TABLES, merge_jobs, merge_workloads
 from relaxtune.tuning_db.exchange.pruning import PruneRules, prune
-from relaxtune.tuning_db.records import Job, JobTask, RecordFilter, Route, Status
+from relaxtune.tuning_db.jobs import Job, JobTask
+from relaxtune.tuning_db.records import RecordFilter, Route, Status
 from relaxtune.tuning_db.sql.schema import Base
 from relaxtune.tuning_db.store import SqlDatabase
 

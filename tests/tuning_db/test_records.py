@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import InvalidRecordError
+from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.records import (
     Environment,
-    Job,
-    JobTask,
     RecordFilter,
     Route,
     Status,

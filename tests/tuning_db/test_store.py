@@ -11,8 +11,9 @@ import pytest
 from sqlalchemy import update
 
 from relaxtune.tuning_db.errors import NotFoundError, TuningDatabaseError
+from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.lookup import Question
-from relaxtune.tuning_db.records import JobTask, RecordFilter, Route, Status
+from relaxtune.tuning_db.records import RecordFilter, Route, Status
 from relaxtune.tuning_db.sql.schema import HEAD_REVISION, JobRow
 from relaxtune.tuning_db.store import SqlDatabase
 

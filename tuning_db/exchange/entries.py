@@ -22,9 +22,8 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session, undefer
 
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
+from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.records import (
-    Job,
-    JobTask,
     RecordFilter,
     TuningRecord,
     Workload,

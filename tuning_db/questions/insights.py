@@ -15,7 +15,8 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase
-from relaxtune.tuning_db.records import Job, RecordFilter, Route, Status, utc_now
+from relaxtune.tuning_db.jobs import Job
+from relaxtune.tuning_db.records import RecordFilter, Route, Status, utc_now
 from relaxtune.tuning_db.sql import writing
 from relaxtune.tuning_db.sql.rows import latencies_from_text
 from relaxtune.tuning_db.sql.schema import (

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.records import Environment
+from relaxtune.tuning_db.sql.column_types import NumberKind
 from relaxtune.tuning_db.sql.engine import insert_or_ignore
 from relaxtune.tuning_db.sql.rows import (
     environment_columns,
@@ -22,14 +23,7 @@ from relaxtune.tuning_db.sql.rows import (
     to_environment,
     to_target,
 )
-from relaxtune.tuning_db.sql.schema import (
-    ArtifactRow,
-    BenchmarkRow,
-    EnvironmentRow,
-    NumberKind,
-    TargetRow,
-    ValidationRow,
-)
+from relaxtune.tuning_db.sql.schema import ArtifactRow, BenchmarkRow, EnvironmentRow, TargetRow, ValidationRow
 from relaxtune.tuning_db.sql.writing import put_keyed, require_jobs
 
 _Row = TypeVar("_Row", ValidationRow, BenchmarkRow)

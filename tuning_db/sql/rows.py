@@ -6,17 +6,17 @@ import dataclasses
 import json
 import math
 
-from relaxtune.tuning_db.records import Environment, Job, JobTask, TargetKey, TuningRecord, Workload, canonical_json
+from relaxtune.tuning_db.jobs import Job, JobTask
+from relaxtune.tuning_db.records import Environment, TargetKey, TuningRecord, Workload, canonical_json
+from relaxtune.tuning_db.sql.column_types import NumberKind, read_as
 from relaxtune.tuning_db.sql.schema import (
     EnvironmentRow,
     JobRow,
     JobTaskRow,
-    NumberKind,
     RecordRow,
     SignatureRow,
     TargetRow,
     WorkloadRow,
-    read_as,
 )
 
 # Fields of the value, and columns of the row.

@@ -17,17 +17,10 @@ Non-finite latencies are kept as NULL with their kind (`NumberKind`): neither JS
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable
-from datetime import UTC, datetime
-from enum import StrEnum
-from functools import partial
-from typing import Any, TypeVar
+from datetime import datetime
 
 from sqlalchemy import (
     BigInteger,
-    DateTime,
-    Dialect,
     Double,
     ForeignKey,
     Index,
@@ -40,12 +33,11 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
-from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from relaxtune.tuning_db.cell_states import CellState
 from relaxtune.tuning_db.records import Route, Status
+from relaxtune.tuning_db.sql.column_types import NumberKind, TextEnum, UtcDateTime
 
-T = TypeVar("T")
 #: The revision that this package writes and reads; a test holds it equal to the head of the migrations.
 HEAD_REVISION = "0006"
 #: Not Alembic's default name, so that a database of another application is never taken for ours.
@@ -65,83 +57,6 @@ BY_SIGNATURE = text("route IN ('template', 'library')")
 #: A batch that is not over.
 OPEN = text("finished_at IS NULL")
 _LOOKUP_ORDER = ("status", "target_id", "latency_us", "route", "environment_id")
-
-
-class NumberKind(StrEnum):
-    """Why a number is, or is not, in its column."""
-
-    FINITE = "finite"
-    NONE = "none"
-    NAN = "nan"
-    INF = "inf"
-    NEG_INF = "-inf"
-
-
-class DamagedValueError(ValueError):
-    """What a row holds is no value of its column."""
-
-
-def read_as(convert: Callable[[Any], T], value: object) -> T:
-    """Return `convert(value)` of a stored value.
-
-    Raises
-    ------
-    DamagedValueError
-        It cannot be converted.
-    """
-    try:
-        return convert(value)
-    except (ValueError, zlib.error) as e:
-        raise DamagedValueError(f"{type(e).__name__}: {e}") from e
-
-
-class _CheckedWhenRead(TypeEngine[T]):
-    """A column type whose converter raises `DamagedValueError` for what it cannot convert."""
-
-    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], T | None] | None:
-        """Return the converter of stored values."""
-        convert = super().result_processor(dialect, coltype)
-        return None if convert is None else partial(read_as, convert)
-
-
-class UtcDateTime(_CheckedWhenRead[datetime], TypeDecorator[datetime]):
-    """An aware time in UTC; SQLite keeps no zone, so it is put back when read."""
-
-    impl = DateTime(timezone=True)
-    cache_ok = True
-
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Convert to UTC."""
-        if value is None:
-            return None
-        moment = value.astimezone(UTC)
-        return moment.replace(tzinfo=None) if dialect.name == "sqlite" else moment
-
-    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Return an aware time in UTC."""
-        if value is None:
-            return None
-        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
-
-
-class TextEnum(_CheckedWhenRead[StrEnum], TypeDecorator[StrEnum]):
-    """The values of `enum` as text, so that a new member needs no migration."""
-
-    impl = String(16)
-    cache_ok = True
-
-    def __init__(self, enum: type[StrEnum]) -> None:
-        """Hold the enum."""
-        super().__init__()
-        self.enum = enum
-
-    def process_bind_param(self, value: StrEnum | None, dialect: Dialect) -> str | None:
-        """Return the text of a member."""
-        return None if value is None else self.enum(value).value
-
-    def process_result_value(self, value: str | None, dialect: Dialect) -> StrEnum | None:
-        """Return the member."""
-        return None if value is None else self.enum(value)
 
 
 class Base(DeclarativeBase):

@@ -25,9 +25,9 @@ from relaxtune.tuning_db.errors import (
     TuningDatabaseError,
 )
 from relaxtune.tuning_db.records import Mode
+from relaxtune.tuning_db.sql.column_types import DamagedValueError
 from relaxtune.tuning_db.sql.engine import Location, transaction_options, translate_error
 from relaxtune.tuning_db.sql.kept_file import KeptFile
-from relaxtune.tuning_db.sql.schema import DamagedValueError
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")

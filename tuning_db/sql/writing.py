@@ -10,7 +10,9 @@ from sqlalchemy import String, Table, func, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from relaxtune.tuning_db.errors import NotFoundError
-from relaxtune.tuning_db.records import Job, JobTask, TuningRecord, Workload, canonical_json, utc_now
+from relaxtune.tuning_db.jobs import Job, JobTask
+from relaxtune.tuning_db.records import TuningRecord, Workload, canonical_json, utc_now
+from relaxtune.tuning_db.sql.column_types import UtcDateTime
 from relaxtune.tuning_db.sql.engine import insert_new_rows, insert_or_ignore
 from relaxtune.tuning_db.sql.rows import environment_columns, record_columns, target_columns, to_job
 from relaxtune.tuning_db.sql.schema import (
@@ -20,7 +22,6 @@ from relaxtune.tuning_db.sql.schema import (
     RecordRow,
     SignatureRow,
     TargetRow,
-    UtcDateTime,
     WorkloadRow,
 )
 

@@ -12,7 +12,7 @@ from relaxtune.pipeline.cli.db.common import TableOptions, app, find_job, micros
 from relaxtune.pipeline.cli.db.filters import FilterOptions, as_utc
 from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.errors import UsageError
-from relaxtune.tuning_db.records import Job
+from relaxtune.tuning_db.jobs import Job
 
 
 @app.command()

@@ -26,8 +26,9 @@ from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.norms.find_norm_kernels import NormKernel, find_norm
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.tir.blocks import is_buffer
-from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, substitute
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from relaxtune.schedules.tir.normed_matmul import (
     OperandNorm,
     adds_only,

@@ -13,18 +13,10 @@ from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.options import TaskSummary
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseLostError, DatabaseWriteError
+from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.lookup import DeviceRank, device_rank, versions_match
 from relaxtune.tuning_db.metaschedule import ir_to_json
-from relaxtune.tuning_db.records import (
-    Environment,
-    JobTask,
-    RecordFilter,
-    Route,
-    Status,
-    TargetKey,
-    TuningRecord,
-    Workload,
-)
+from relaxtune.tuning_db.records import Environment, RecordFilter, Route, Status, TargetKey, TuningRecord, Workload
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.tir.blocks import written_params
 from relaxtune.schedules.tir.dependent_arguments import column_sums_of_weights, padding_masks, partial_sums_of_rows
-from relaxtune.schedules.tir.epilogue import recognise_matmul
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from relaxtune.schedules.tir.row_norm import COUNT
 from relaxtune.tuning_db.records import Route, canonical_json
 

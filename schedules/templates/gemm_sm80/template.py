@@ -52,7 +52,8 @@ from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, MMA_KINDS
 from relaxtune.schedules.templates.gemm_sm80.cost import predicted_us
 from relaxtune.schedules.templates.gemm_sm80.kernel import build_kernel
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
-from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.matmul import recognise_matmul
 
 _OUTPUTS = ("float16", "bfloat16", "float32")
 _INDEX_MAX = 2**31 - 1

@@ -68,7 +68,8 @@ from relaxtune.schedules.templates.gemm_sm90.cost import predicted_us
 from relaxtune.schedules.templates.gemm_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.gemm_sm90.operands import operands_of
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, loaded_rows, make_plan
-from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.matmul import recognise_matmul
 
 _OUTPUT_DTYPES = ("float16", "bfloat16", "float32")
 # Of integer sums, beside those.

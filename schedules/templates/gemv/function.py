@@ -26,8 +26,9 @@ from tvm.s_tir import SBlock
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.quantised_matmul import dequantise_rows
 from relaxtune.schedules.tir.blocks import Block, list_statements, plain_blocks, position_of, static_shape
-from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import list_loads
+from relaxtune.schedules.tir.matmul import recognise_matmul
 
 
 @dataclass(frozen=True)

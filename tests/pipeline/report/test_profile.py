@@ -12,7 +12,7 @@ from tvm import tirx
 from relaxtune.pipeline.artifact.compile import CompiledModule
 from relaxtune.pipeline.artifact.entries import ArgumentEntry, WorkEntry
 from relaxtune.pipeline.artifact.export import build_manifest
-from relaxtune.pipeline.artifact.kernel_facts import kernel_work
+from relaxtune.pipeline.artifact.kernel_choice import kernel_work
 from relaxtune.pipeline.artifact.manifest import Manifest, parse_manifest
 from relaxtune.pipeline.report.profile import profile_arrays
 from relaxtune.schedules.functions.plain_attention import attention_function

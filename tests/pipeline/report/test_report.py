@@ -38,7 +38,8 @@ from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.contract import TuningDatabase
-from relaxtune.tuning_db.records import JobTask, Route, Status, TuningRecord, Workload, utc_now
+from relaxtune.tuning_db.jobs import JobTask
+from relaxtune.tuning_db.records import Route, Status, TuningRecord, Workload, utc_now
 from relaxtune.tuning_db.store import SqlDatabase
 
 CEILINGS = Ceilings("test", {"float32": 1e12}, 10e9, 1.0, "made up")

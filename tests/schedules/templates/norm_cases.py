@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 from tvm import tirx
 
-from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from relaxtune.schedules.tir.normed_matmul import OperandNorm, keep_partial_sums, normalise_operand, normalise_residual
 from tests.schedules.templates.matmul_cases import MatmulCase
 

@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 from tvm import te, tirx
 
-from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from relaxtune.schedules.tir.normed_matmul import OperandNorm, normalise_operand
 from relaxtune.schedules.tir.rotated_matmul import interleaved_heads, rotated_matmul
 from relaxtune.schedules.tir.row_norm import COUNT

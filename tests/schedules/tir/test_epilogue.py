@@ -10,8 +10,9 @@ from tvm import te, tirx
 from tvm.ir.expr import TensorLoad
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.tir.epilogue import MatmulFunction, gate_column, recognise_matmul
+from relaxtune.schedules.tir.epilogue import MatmulFunction, gate_column
 from relaxtune.schedules.tir.expressions import substitute
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 PLAIN = MatmulCase((4, 6), 24, 16)

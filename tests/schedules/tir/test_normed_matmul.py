@@ -12,7 +12,7 @@ from tvm import te, topi
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.libraries.cublaslt import CublasLt
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.tir.epilogue import recognise_matmul
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from relaxtune.schedules.tir.normed_matmul import adds_only, find_bias
 from tests.schedules.templates.matmul_cases import MatmulCase
 from tests.schedules.templates.norm_cases import EPSILON, OUTPUTS, NormCase, assert_right, known

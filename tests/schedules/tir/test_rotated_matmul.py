@@ -18,7 +18,7 @@ from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.gemv.function import recognise_gemv
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
-from relaxtune.schedules.tir.epilogue import recognise_matmul
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from relaxtune.schedules.tir.normed_matmul import keep_partial_sums
 from relaxtune.schedules.tir.rotated_matmul import (
     interleaved_heads,

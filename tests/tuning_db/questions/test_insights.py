@@ -6,10 +6,11 @@ from datetime import UTC, date, datetime, timedelta
 import pytest
 
 from relaxtune.tuning_db.errors import NotFoundError, TuningDatabaseError
+from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.questions import insights, queries
 from relaxtune.tuning_db.questions.data_frames import flatten, to_frame
 from relaxtune.tuning_db.questions.insights import failure_cause
-from relaxtune.tuning_db.records import JobTask, RecordFilter, Route, Status
+from relaxtune.tuning_db.records import RecordFilter, Route, Status
 
 START = datetime(2026, 1, 1, 12, tzinfo=UTC)
 DAY = timedelta(days=1)

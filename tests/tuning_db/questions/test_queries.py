@@ -4,8 +4,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.questions import queries
-from relaxtune.tuning_db.records import JobTask, RecordFilter, Route, Status
+from relaxtune.tuning_db.records import RecordFilter, Route, Status
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -26,8 +26,9 @@ from relaxtune.tuning_db.batches import (
 from relaxtune.tuning_db.cell_states import CellSpec, CellState, Driver
 from relaxtune.tuning_db.errors import DatabaseOpenError, SchemaVersionError
 from relaxtune.tuning_db.features import list_features, record_features
+from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.lookup import Question
-from relaxtune.tuning_db.records import JobTask, Mode, Route, Status
+from relaxtune.tuning_db.records import Mode, Route, Status
 from relaxtune.tuning_db.sql.engine import make_engine, parse_location
 from relaxtune.tuning_db.sql.migrate import alembic_config, known_revisions
 from relaxtune.tuning_db.sql.schema import HEAD_REVISION, VERSION_TABLE, Base

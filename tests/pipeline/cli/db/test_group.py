@@ -18,7 +18,8 @@ import pytest
 from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.cli.db.filters import FilterOptions
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
-from relaxtune.tuning_db.records import Environment, JobTask, Route, Status, TargetKey, TuningRecord, Workload
+from relaxtune.tuning_db.jobs import JobTask
+from relaxtune.tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord, Workload
 from relaxtune.tuning_db.store import SqlDatabase
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

@@ -10,7 +10,7 @@ from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.layout import interleave_gates
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.tir.epilogue import recognise_matmul
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.pipeline.passes.attention_forms import Form
 from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, run_reference
 

@@ -14,7 +14,8 @@ from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.norms import fuse_norms
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from relaxtune.tuning_db.records import Route
 from tests.pipeline.passes.attention_forms import Form
 from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, run_reference, small_model

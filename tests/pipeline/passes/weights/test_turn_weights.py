@@ -11,7 +11,8 @@ from relaxtune.pipeline.passes.weights.turn_weights import turn_weights
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
-from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, graph_of, operators_of, run_module, state_of
 
 op = relax.op

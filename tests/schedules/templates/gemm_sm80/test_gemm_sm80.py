@@ -13,7 +13,7 @@ from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import TemplateError, cuda_limits
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.templates.gemm_sm80.template import GemmSm80
-from relaxtune.schedules.tir.epilogue import recognise_matmul
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 BERT = MatmulCase((8, 128), 3072, 768, ("bias", "gelu"))

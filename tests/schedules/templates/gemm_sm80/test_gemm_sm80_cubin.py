@@ -14,7 +14,7 @@ from relaxtune.schedules.templates.base import cuda_limits
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.templates.gemm_sm80.template import TILES, GemmSm80
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
-from relaxtune.schedules.tir.epilogue import recognise_matmul
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.schedules.templates.cubin import (
     COPY_ASYNC,
     LAUNCH_DEPENDENTS,

@@ -15,7 +15,8 @@ from relaxtune.schedules.templates.base import cuda_limits
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.templates.gemm_sm80.template import TILES, GemmSm80
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
-from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.schedules.templates.gemm_sm90.test_gemm_sm90_gpu import expected, random_array
 from tests.schedules.templates.matmul_cases import MatmulCase
 

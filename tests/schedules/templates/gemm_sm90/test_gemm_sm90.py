@@ -17,7 +17,8 @@ from relaxtune.schedules.templates.emit import fast_math
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.gemm_sm90.tiles import GridSizes, Tiles
-from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 CASE = MatmulCase((128,), 768, 768, ("bias", "residual"))

@@ -17,7 +17,8 @@ from relaxtune.schedules.templates.gemm_sm90.operands import DTYPES, operands_of
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
-from relaxtune.schedules.tir.epilogue import MatmulFunction, recognise_matmul
+from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.schedules.templates.cubin import (
     LOCAL_LOAD,
     LOCAL_STORE,

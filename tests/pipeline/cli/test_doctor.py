@@ -3,10 +3,10 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from relaxtune.pipeline import doctor
-from relaxtune.pipeline.doctor import Finding, FindingStatus
+from relaxtune.pipeline.cli import doctor
+from relaxtune.pipeline.cli.doctor import Finding, FindingStatus
 
-PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def test_pinned_versions_agree_with_the_project_file() -> None:

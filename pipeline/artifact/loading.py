@@ -1,0 +1,94 @@
+"""Code and weights of an artifact, read for the device, and which of a module's tensors share memory."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import safetensors
+import tvm
+from tvm.runtime import Tensor
+
+from relaxtune.models.spec import numpy_dtype
+from relaxtune.pipeline.artifact.manifest import Manifest
+from relaxtune.pipeline.errors import ArtifactError
+from relaxtune.pipeline.temporary import temporary_folder
+
+
+def load_code(path: Path) -> tvm.runtime.Module:
+    """Return the code of a shared object as the file is now.
+
+    The loader takes a path that it has opened before for the same file, also when another artifact has been written
+    there since; so it gets a name that was never used: a second one of the file, or on another file system a copy.
+    """
+    with temporary_folder() as directory:
+        named = Path(directory) / path.name
+        try:
+            named.hardlink_to(path)
+        except OSError:
+            shutil.copyfile(path, named)
+        return tvm.runtime.load_module(str(named))
+
+
+def read_weights(file: Path, manifest: Manifest) -> Iterator[tuple[str, np.ndarray]]:
+    """Give the weights of an artifact and of its buckets, each once.
+
+    One at a time: together they would take the model's size a second time.
+
+    Raises
+    ------
+    ArtifactError
+        The file is missing or damaged, or lacks some.
+    """
+    entries = manifest.buckets.entries if manifest.buckets is not None else ()
+    names = dict.fromkeys([*manifest.weights, *(name for entry in entries for name in entry.weights)])
+    if not names:
+        return
+    try:
+        with safetensors.safe_open(file, framework="numpy") as stored:
+            missing = sorted(names.keys() - stored.keys())
+            for name in names if not missing else ():
+                yield name, stored.get_tensor(name)
+    except (OSError, safetensors.SafetensorError, ValueError, TypeError, KeyError) as e:
+        raise ArtifactError(f"{file} cannot be read: {e}; compile the model again") from e
+    if missing:
+        raise ArtifactError(f"{file} lacks the weights {', '.join(missing)}; compile the model again")
+
+
+def as_tuple(result: object) -> tuple[Tensor, ...]:
+    """Return what a function of the virtual machine gave back, one tensor or several, as a tuple."""
+    return (result,) if isinstance(result, Tensor) else tuple(cast("Sequence[Tensor]", result))
+
+
+def shared_outputs(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> frozenset[int]:
+    """Return which outputs lie in memory of an input, a weight or an earlier output: a caller who writes one must not.
+
+    Such an output is an input, a weight, a reshape of one, or the same tensor twice. That is how the code was compiled,
+    so it is the same in each call.
+    """
+    taken = [_span(tensor) for tensor in others]
+    found = set()
+    for number, tensor in enumerate(outputs):
+        start, end = _span(tensor)
+        if any(start < other_end and other_start < end for other_start, other_end in taken):
+            found.add(number)
+        else:
+            taken.append((start, end))
+    return frozenset(found)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first and the last address of a tensor's memory."""
+    start = int(tensor.data_ptr())
+    return start, start + (math.prod(tensor.shape) * numpy_dtype(str(tensor.dtype)).itemsize if tensor.shape else 1)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy on the same device."""
+    copy = tvm.runtime.empty(tensor.shape, tensor.dtype, tensor.device)
+    tensor.copyto(copy)
+    return copy

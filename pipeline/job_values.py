@@ -1,0 +1,91 @@
+"""What the jobs are asked for and what they give back; plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
+from relaxtune.pipeline.artifact.manifest import Manifest
+from relaxtune.pipeline.choose.norm_forms import NormFormsReport
+from relaxtune.pipeline.choose.rerank import RerankReport
+from relaxtune.pipeline.choose.shipping import Shipping
+from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
+from relaxtune.pipeline.validate.acceptance import NO_LIMITS, Limits
+from relaxtune.pipeline.validate.report import ValidationReport
+from relaxtune.tuning_db.urls import DatabasePlace
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """A written artifact.
+
+    Attributes
+    ----------
+    directory, manifest
+        Where it is and what it says about itself.
+    choices
+        How each kernel got its schedule.
+    without_record
+        Names of the tuning tasks that had no usable record and took the fallback.
+    validation
+        The comparison with ONNX Runtime; None where the target cannot run here or it was not asked for.
+    """
+
+    directory: Path
+    manifest: Manifest
+    choices: tuple[KernelChoice, ...]
+    without_record: tuple[str, ...]
+    validation: ValidationReport | None
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """A tuning run and the artifact made of its records.
+
+    `shipping` is None when it was not asked for, as is `rerank`; `norm_forms` also where there is one form only.
+    `missed` is the limit that the artifact does not keep, None without one.
+    """
+
+    job_id: str
+    summary: TuningSummary
+    compiled: CompileResult
+    shipping: Shipping | None
+    rerank: RerankReport | None = None
+    norm_forms: NormFormsReport | None = None
+    missed: str | None = None
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """What `tune_model` is asked for, beside the model.
+
+    Attributes
+    ----------
+    database
+        File or URL of the tuning database; created when missing.
+    tuning
+        Budgets, seed and mode.
+    benchmark
+        Whether the model is timed tuned and untuned, and a tuned one that is not surely faster does not ship. Without
+        it the tuned one ships, whatever it takes.
+    samples
+        Random inputs that the artifact is validated with.
+    shared
+        Databases under it, by file or URL: they are read and never written.
+    record
+        Whether the artifact, its validation and its benchmark are noted in the database, as measurements always are.
+    limits
+        What the artifact is to keep; a limit of its latency needs `benchmark`.
+    sign
+        The private key (PEM) that the artifact is signed with, None leaves it unsigned.
+    """
+
+    database: DatabasePlace
+    tuning: TuningOptions = field(default_factory=TuningOptions)
+    benchmark: bool = True
+    samples: int = 3
+    shared: tuple[DatabasePlace, ...] = ()
+    record: bool = True
+    limits: Limits = NO_LIMITS
+    sign: Path | None = None
