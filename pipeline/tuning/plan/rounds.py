@@ -8,6 +8,7 @@ their task up; the model learns from them when they arrive.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +51,10 @@ _QUORUM = 0.75
 # So many candidates lost one after another are no accident.
 _LOST_MAX = 16
 _WAIT_S = 0.2
+# A task is left out where twice as many rounds as are left would not come to it: others may end sooner than they seem
+# to. It is looked for again when a fifth of those rounds is over.
+_LEFT_OUT = 2
+_FEWER = 0.8
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,8 @@ class Rounds:
         self._lost = 0
         self._began = time.monotonic()
         self._flushed = 0.0
+        # Rounds that were left when tasks were last left out.
+        self._looked_at = math.inf
 
     def begin(self, states: Sequence[TaskState]) -> None:
         """Hand in the references of tasks; what else is measured of a task follows its reference."""
@@ -130,8 +137,7 @@ class Rounds:
         while not self._stop.due:
             self._take_back(0)
             self._listen()
-            if self._remaining() == 0 and not self._arriving:
-                self._queue.close("the candidates of the run are used up")
+            self._end_early()
             state = self._next_task() if self._has_room() else None
             if state is not None:
                 self._round(state)
@@ -180,6 +186,19 @@ class Rounds:
                     self.begin(admitted.new)
             if not arrivals or not idle:
                 return
+
+    def _end_early(self) -> None:
+        """End tasks that what is left of the candidates is not for, so that their models can be finished."""
+        remaining = self._remaining()
+        if remaining is None or self._arriving:
+            return
+        if remaining == 0:
+            self._queue.close("the candidates of the run are used up")
+        rounds = math.ceil(_LEFT_OUT * remaining / self._round_size())
+        beside = self._feed is not None and not self._evaluator.exclusive
+        if beside and not self._beginnings.due and rounds < min(len(self._states), _FEWER * self._looked_at):
+            self._looked_at = rounds
+            self._queue.end_left_out(rounds)
 
     def _end_all(self) -> bool:
         """End what is open, since nothing is left to choose; return whether something was."""

@@ -166,6 +166,10 @@ class TaskState:
         experience = (earlier - latency) / min(rounds, _WINDOW) if earlier is not None else 0.0
         return self.task.weight * ((1 - _HOPE) * experience + _HOPE * latency / rounds)
 
+    def hoped_gain_us(self, more: int) -> float:
+        """Return what a round may save after so many more, at least one, that saved nothing."""
+        return self.task.weight * _HOPE * (self.best_us or self.before_us or 0.0) / (len(self.progress) + more)
+
     def round_seconds(self, usual: float) -> float:
         """Return what a round of this task takes; `usual` for one that had none."""
         return self.seconds / self.rounds if self.rounds else usual

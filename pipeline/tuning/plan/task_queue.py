@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from relaxtune.pipeline.tuning.plan.end_of_task import reason_to_end
+from relaxtune.pipeline.tuning.plan.end_of_task import SETTLED, reason_to_end
 from relaxtune.pipeline.tuning.plan.matmul_bound import search_bound_us
 from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.schedules.targets import ResolvedTarget
@@ -146,6 +146,33 @@ class TaskQueue:
         rest = [state for number, state in enumerate(self._states) if number not in self._over]
         self._over |= {self._numbers[id(state)] for state in rest}
         return [*self.take_settled(), *rest]
+
+    def end_left_out(self, rounds: int) -> None:
+        """End the tasks that so many more rounds will not come to, even if those save nothing.
+
+        Their models need not wait for the end of the run.
+        """
+        self.tally()
+        usual = self._seconds / self._rounds if self._rounds else 1.0
+
+        def rank(state: TaskState, more: int) -> float:
+            gain_us = state.hoped_gain_us(more) if more else state.expected_gain_us()
+            return gain_us / max(state.round_seconds(usual), _SECONDS_MIN)
+
+        waiting = [number for number, state in enumerate(self._states) if state.skipped is None and state.ended is None]
+        heap = [(-rank(self._states[number], 0), number, 0) for number in waiting]
+        heapq.heapify(heap)
+        reached: set[int] = set()
+        for _ in range(rounds if heap else 0):
+            _, number, more = heap[0]
+            reached.add(number)
+            heapq.heapreplace(heap, (-rank(self._states[number], more + 1), number, more + 1))
+        for number in waiting:
+            state = self._states[number]
+            if number not in reached and state.open and not (state.in_flight or state.searching):
+                state.ended = f"{SETTLED}: the candidates that are left are for tasks that promise more"
+                self._changes[number] += 1
+                self._note_end(number, state)
 
     def close(self, why: str) -> None:
         """End every open task as soon as nothing of it is on its way: there are no candidates left for it."""

@@ -109,3 +109,28 @@ def test_sums_are_brought_up_to_date_by_what_changed_alone(monkeypatch: pytest.M
     # Ranks are brought up to date with all of them still.
     assert queue.choose() is not None
     assert len(counted) == 51
+
+
+def test_tasks_that_the_rounds_left_do_not_come_to_end_before_the_run_does() -> None:
+    large, small, busy, new = make_states(4)
+    for state, us in ((large, 1000.0), (small, 1.0), (busy, 1.0), (new, 1.0)):
+        state.before_us = state.best_us = us
+        state.progress, state.rounds, state.seconds = [us] * 4, 4, 4.0
+    busy.in_flight = 2
+    queue = TaskQueue()
+    queue.add([large, small, busy, new])
+    # The large task promises more after a hundred rounds that saved nothing than the others after none.
+    queue.end_left_out(100)
+    assert large.ended is None
+    assert "for tasks that promise more" in str(small.ended)
+    assert queue.take_settled() == [small, new]
+    busy.in_flight = 0
+    queue.touch(busy)
+    queue.refresh()
+    assert busy.ended is None
+    queue.reopen(small)
+    assert small.open
+    # A thousand rounds come to all of them.
+    queue.end_left_out(1000 * 4 * 4)
+    assert busy.ended is None
+    assert small.ended is None
