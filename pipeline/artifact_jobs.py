@@ -27,7 +27,7 @@ from relaxtune.pipeline.bench.measure import (
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.job_outcomes import artifact_of, environment_of, note_benchmark, note_validation
 from relaxtune.pipeline.validate.comparison import Comparison, compare_manifests, compare_outputs
-from relaxtune.pipeline.validate.drift import DriftOptions
+from relaxtune.pipeline.validate.drift_report import DriftOptions
 from relaxtune.pipeline.validate.padding_trials import route_inputs, route_sizes, try_and_record
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.pipeline.validate.tolerances import Tolerance

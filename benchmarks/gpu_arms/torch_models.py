@@ -18,81 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.gpu_arms.cases import Case, Family
+from benchmarks.gpu_arms.torch_layers import (
+    BertLayer,
+    LlamaLayer,
+    PreNormLayer,
+    Weights,
+    causal_and_padding,
+    frozen,
+    rotary_tables,
+)
 from relaxtune.models.zoo.bert import BertConfig
 from relaxtune.models.zoo.gpt2 import Gpt2Config
-from relaxtune.models.zoo.llama import LlamaConfig, inverse_frequencies
+from relaxtune.models.zoo.llama import LlamaConfig
 from relaxtune.models.zoo.vit import VitConfig
 
 Outputs = dict[str, Tensor]
-
-
-class Weights:
-    """The zoo's weights by name, as tensors on one device in one dtype."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray], device: str, dtype: torch.dtype) -> None:
-        """Hold arrays that are copied to the device when asked for."""
-        self._arrays = arrays
-        self.device = device
-        self.dtype = dtype
-
-    def get(self, name: str) -> Tensor:
-        """Return one weight."""
-        return torch.from_numpy(np.array(self._arrays[name])).to(self.device, self.dtype)
-
-    def linear(self, *names: str, bias: bool = True) -> Linear:
-        """Return projections of the same input as one, the first of `names` first in its output."""
-        weight = torch.cat([self.get(f"{name}.weight") for name in names], dim=1).t().contiguous()
-        return Linear(weight, torch.cat([self.get(f"{name}.bias") for name in names]) if bias else None)
-
-    def norm(self, name: str, epsilon: float) -> LayerNorm:
-        """Return a layer normalisation."""
-        return LayerNorm(self.get(f"{name}.weight"), self.get(f"{name}.bias"), epsilon)
-
-    def rms_norm(self, name: str, epsilon: float) -> RmsNorm:
-        """Return an RMS normalisation."""
-        return RmsNorm(self.get(f"{name}.weight"), epsilon)
-
-
-class Linear(nn.Module):
-    """x W^T + b with W (out, in)."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Hold the weights."""
-        super().__init__()
-        self.weight = _frozen(weight)
-        self.bias = None if bias is None else _frozen(bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the projection of (..., in)."""
-        return F.linear(x, self.weight, self.bias)
-
-
-class LayerNorm(nn.Module):
-    """Layer normalisation over the last axis."""
-
-    def __init__(self, weight: Tensor, bias: Tensor, epsilon: float) -> None:
-        """Hold the weights."""
-        super().__init__()
-        self.weight, self.bias = _frozen(weight), _frozen(bias)
-        self.epsilon = epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised x."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
-
-
-class RmsNorm(nn.Module):
-    """RMS normalisation over the last axis."""
-
-    def __init__(self, weight: Tensor, epsilon: float) -> None:
-        """Hold the gain."""
-        super().__init__()
-        self.weight = _frozen(weight)
-        self.epsilon = epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised x."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
 
 
 class Bert(nn.Module):
@@ -102,9 +42,9 @@ class Bert(nn.Module):
         """Take the weights of the preset."""
         super().__init__()
         self.masked = masked
-        self.words = _frozen(weights.get("embeddings.word_embeddings.weight"))
-        self.types = _frozen(weights.get("embeddings.token_type_embeddings.weight"))
-        self.positions = _frozen(weights.get("embeddings.position_embeddings.weight"))
+        self.words = frozen(weights.get("embeddings.word_embeddings.weight"))
+        self.types = frozen(weights.get("embeddings.token_type_embeddings.weight"))
+        self.positions = frozen(weights.get("embeddings.position_embeddings.weight"))
         self.norm = weights.norm("embeddings.LayerNorm", config.epsilon)
         self.layers = nn.ModuleList(
             BertLayer(config, weights, f"encoder.layer.{index}") for index in range(config.layers)
@@ -121,27 +61,6 @@ class Bert(nn.Module):
         return {"last_hidden_state": hidden, "pooler_output": torch.tanh(self.pooler(hidden[:, 0]))}
 
 
-class BertLayer(nn.Module):
-    """One layer of the encoder."""
-
-    def __init__(self, config: BertConfig, weights: Weights, name: str) -> None:
-        """Take the weights of one layer."""
-        super().__init__()
-        self.heads = config.heads
-        self.qkv = weights.linear(*(f"{name}.attention.{which}" for which in ("query", "key", "value")))
-        self.mixed = weights.linear(f"{name}.attention.output.dense")
-        self.mixed_norm = weights.norm(f"{name}.attention.output.LayerNorm", config.epsilon)
-        self.wide = weights.linear(f"{name}.intermediate.dense")
-        self.narrow = weights.linear(f"{name}.output.dense")
-        self.norm = weights.norm(f"{name}.output.LayerNorm", config.epsilon)
-
-    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the next hidden state (B, S, N)."""
-        context = _self_attention(self.qkv(hidden), self.heads, mask=mask)
-        hidden = self.mixed_norm(self.mixed(context) + hidden)
-        return self.norm(self.narrow(F.gelu(self.wide(hidden))) + hidden)
-
-
 class Vit(nn.Module):
     """Patches by a convolution, a class token, encoder layers with the norm before, and the classifier."""
 
@@ -149,10 +68,10 @@ class Vit(nn.Module):
         """Take the weights of the preset."""
         super().__init__()
         self.patch = config.patch
-        self.kernel = _frozen(weights.get("embeddings.patch_embeddings.projection.weight"))
-        self.bias = _frozen(weights.get("embeddings.patch_embeddings.projection.bias"))
-        self.token = _frozen(weights.get("embeddings.cls_token"))
-        self.positions = _frozen(weights.get("embeddings.position_embeddings"))
+        self.kernel = frozen(weights.get("embeddings.patch_embeddings.projection.weight"))
+        self.bias = frozen(weights.get("embeddings.patch_embeddings.projection.bias"))
+        self.token = frozen(weights.get("embeddings.cls_token"))
+        self.positions = frozen(weights.get("embeddings.position_embeddings"))
         self.layers = nn.ModuleList(
             PreNormLayer(
                 config.heads,
@@ -188,8 +107,8 @@ class Gpt2(nn.Module):
         """Take the weights of the preset."""
         super().__init__()
         self.masked = masked
-        self.table = _frozen(weights.get("transformer.wte.weight"))
-        self.positions = _frozen(weights.get("transformer.wpe.weight"))
+        self.table = frozen(weights.get("transformer.wte.weight"))
+        self.positions = frozen(weights.get("transformer.wpe.weight"))
         self.layers = nn.ModuleList(
             PreNormLayer(
                 config.heads,
@@ -209,40 +128,10 @@ class Gpt2(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Outputs:
         """Return the logits (B, S, V)."""
         hidden = F.embedding(input_ids, self.table) + self.positions[: input_ids.shape[1]]
-        mask = _causal_and_padding(attention_mask) if self.masked else None
+        mask = causal_and_padding(attention_mask) if self.masked else None
         for layer in self.layers:
             hidden = layer(hidden, mask)
         return {"logits": F.linear(self.norm(hidden), self.table)}
-
-
-class PreNormLayer(nn.Module):
-    """One layer with the norm before attention and before the two-matmul network, as ViT and GPT-2 have it."""
-
-    def __init__(
-        self,
-        heads: int,
-        norm: LayerNorm,
-        qkv: Linear,
-        mixed: Linear,
-        after: LayerNorm,
-        wide: Linear,
-        narrow: Linear,
-        *,
-        gelu: str,
-        causal: bool,
-    ) -> None:
-        """Take the parts of one layer; `gelu` is torch's name of the approximation."""
-        super().__init__()
-        self.heads, self.gelu, self.causal = heads, gelu, causal
-        self.norm, self.qkv, self.mixed = norm, qkv, mixed
-        self.after, self.wide, self.narrow = after, wide, narrow
-
-    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the next hidden state (B, S, N); a mask given is the causal one too."""
-        causal = self.causal and mask is None
-        context = _self_attention(self.qkv(self.norm(hidden)), self.heads, mask=mask, causal=causal)
-        hidden = self.mixed(context) + hidden
-        return hidden + self.narrow(F.gelu(self.wide(self.after(hidden)), approximate=self.gelu))
 
 
 class Llama(nn.Module):
@@ -252,16 +141,16 @@ class Llama(nn.Module):
         """Take the weights of the preset; `length` is S."""
         super().__init__()
         self.masked = masked
-        self.table = _frozen(weights.get("model.embed_tokens.weight"))
+        self.table = frozen(weights.get("model.embed_tokens.weight"))
         self.layers = nn.ModuleList(LlamaLayer(config, weights, index) for index in range(config.layers))
         self.norm = weights.rms_norm("model.norm", config.epsilon)
         self.head = weights.linear("lm_head", bias=False)
-        self.cos, self.sin = (_frozen(table) for table in rotary_tables(config, length, weights))
+        self.cos, self.sin = (frozen(table) for table in rotary_tables(config, length, weights))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Outputs:
         """Return the logits (B, S, V)."""
         hidden = F.embedding(input_ids, self.table)
-        mask = _causal_and_padding(attention_mask) if self.masked else None
+        mask = causal_and_padding(attention_mask) if self.masked else None
         for layer in self.layers:
             query, key, value = layer.project(hidden, self.cos, self.sin)
             context = F.scaled_dot_product_attention(
@@ -284,12 +173,12 @@ class LlamaDecode(nn.Module):
         super().__init__()
         self.masked = masked
         self.kv_heads = config.kv_heads
-        self.table = _frozen(weights.get("model.embed_tokens.weight"))
+        self.table = frozen(weights.get("model.embed_tokens.weight"))
         self.layers = nn.ModuleList(LlamaLayer(config, weights, index) for index in range(config.layers))
         self.norm = weights.rms_norm("model.norm", config.epsilon)
         self.head = weights.linear("lm_head", bias=False)
         filled = caches["past_key_values.0.key"].shape[2]
-        self.cos, self.sin = (_frozen(table) for table in rotary_tables(config, filled + 1, weights))
+        self.cos, self.sin = (frozen(table) for table in rotary_tables(config, filled + 1, weights))
         for index in range(config.layers):
             for which in ("key", "value"):
                 past = torch.from_numpy(caches[f"past_key_values.{index}.{which}"])
@@ -321,34 +210,6 @@ class LlamaDecode(nn.Module):
             for index in range(len(self.layers))
             for which in ("key", "value")
         }
-
-
-class LlamaLayer(nn.Module):
-    """One layer without its attention, which prefill and decode do differently."""
-
-    def __init__(self, config: LlamaConfig, weights: Weights, index: int) -> None:
-        """Take the weights of one layer."""
-        super().__init__()
-        name = f"model.layers.{index}"
-        self.heads, self.kv_heads, self.head_size = config.heads, config.kv_heads, config.head_size
-        self.norm = weights.rms_norm(f"{name}.input_layernorm", config.epsilon)
-        self.qkv = weights.linear(*(f"{name}.self_attn.{which}_proj" for which in "qkv"), bias=False)
-        self.mixed = weights.linear(f"{name}.self_attn.o_proj", bias=False)
-        self.after = weights.rms_norm(f"{name}.post_attention_layernorm", config.epsilon)
-        self.gate_up = weights.linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj", bias=False)
-        self.down = weights.linear(f"{name}.mlp.down_proj", bias=False)
-
-    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query (B, H, S, D), key and value (B, KV, S, D), query and key turned to their positions."""
-        mixed = self.qkv(self.norm(hidden)).unflatten(2, (-1, self.head_size)).transpose(1, 2)
-        query, key, value = mixed.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        return _rotated(query, cos, sin), _rotated(key, cos, sin), value
-
-    def finish(self, hidden: Tensor, context: Tensor) -> Tensor:
-        """Return the next hidden state (B, S, N) from the attention's context (B, S, H*D)."""
-        hidden = hidden + self.mixed(context)
-        gate, up = self.gate_up(self.after(hidden)).chunk(2, dim=-1)
-        return hidden + self.down(F.silu(gate) * up)
 
 
 def build(
@@ -391,33 +252,3 @@ def outputs_of(module: nn.Module, returned: Mapping[str, Tensor]) -> Outputs:
     """Return copies of all outputs by name, the caches of a decode step included."""
     present = module.present() if isinstance(module, LlamaDecode) else {}
     return {name: tensor.clone() for name, tensor in {**returned, **present}.items()}
-
-
-def rotary_tables(config: LlamaConfig, length: int, weights: Weights) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (S, D) of position times frequency, computed in float32 and rounded to the weights' dtype."""
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * torch.from_numpy(inverse_frequencies(config))
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(weights.device, weights.dtype), angles.sin().to(weights.device, weights.dtype)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-high, low], dim=-1) * sin
-
-
-def _self_attention(qkv: Tensor, heads: int, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """Return the context (B, S, N) from (B, S, 3 N) with all heads of Q first, then K, then V."""
-    query, key, value = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-    context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
-    return context.transpose(1, 2).flatten(2)
-
-
-def _causal_and_padding(attention_mask: Tensor) -> Tensor:
-    """Return a bool mask (B, 1, S, S), true where a query may look at a key."""
-    length = attention_mask.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
-    return causal & attention_mask[:, None, None, :].bool()
-
-
-def _frozen(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)

@@ -56,7 +56,7 @@ class ValidateOptions:
     def request(self, tolerance: ToleranceOptions) -> ValidationRequest:
         """Return what the validation is asked for."""
         from relaxtune.pipeline.artifact_jobs import ValidationRequest
-        from relaxtune.pipeline.validate.drift import DriftOptions
+        from relaxtune.pipeline.validate.drift_report import DriftOptions
 
         drift = DriftOptions(tuple(self.logits or ()), self.tokens)
         return ValidationRequest(tolerance.rtol, tolerance.atol, self.samples, self.seed, self.repeat, drift, self.db)
@@ -79,7 +79,7 @@ def validate_command(
     from relaxtune.pipeline.artifact_jobs import validate_artifact
     from relaxtune.pipeline.bisect import check_kernels
     from relaxtune.pipeline.bisect import render as render_bisection
-    from relaxtune.pipeline.validate.drift import render_drift
+    from relaxtune.pipeline.validate.drift_report import render_drift
     from relaxtune.pipeline.validate.report import render
 
     require_signed(verify_key, directory)

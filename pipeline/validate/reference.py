@@ -14,7 +14,7 @@ The two uses want different sessions:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
@@ -25,11 +25,11 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from relaxtune.models import OnnxModel
 from relaxtune.models.checks import names_read
-from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.precision.graph_dtypes import HALF_TYPES, computes_in_half
+from relaxtune.pipeline.precision.graph_dtypes import computes_in_half
 from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
 from relaxtune.pipeline.precision.recorded import PolicyEntry
+from relaxtune.pipeline.validate.upcast import ROUNDED_TYPES, upcast_to_float32, without_bfloat16
 
 # ONNX Runtime's errors have no base class below Exception.
 _ORT_ERRORS = (
@@ -45,10 +45,6 @@ _ORT_ERRORS = (
 
 _CPU = "CPUExecutionProvider"
 _PROVIDERS = {"llvm": _CPU, "cuda": "CUDAExecutionProvider"}
-# Attributes that hold an element type.
-_TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype"})
-_ROUNDED_TYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16})
-_CAST_SUFFIX = "__as_float32"
 # Weights of this size and more are handed over as they lie; a smaller constant may be a shape, which the graph needs.
 _LARGE_BYTES = 4096
 _SHARED_TYPES = frozenset(
@@ -103,7 +99,7 @@ class Reference:
         for known, outputs in self._known:
             if known.keys() == inputs.keys() and all(np.array_equal(known[name], inputs[name]) for name in known):
                 return dict(outputs)
-        feeds = {name: _without_bfloat16(array) for name, array in inputs.items()}
+        feeds = {name: without_bfloat16(array) for name, array in inputs.items()}
         return dict(zip(self._names, run_session(self._load()[1], self._names, feeds, self._model), strict=True))
 
     def remember(self, samples: Sequence[Mapping[str, np.ndarray]]) -> None:
@@ -130,7 +126,7 @@ class Reference:
         rounded.CopyFrom(proto)
         constants = [a for node in rounded.graph.node if node.op_type == "Constant" for a in node.attribute]
         for tensor in [*rounded.graph.initializer, *(a.t for a in constants if a.name == "value")]:
-            if tensor.data_type in _ROUNDED_TYPES:
+            if tensor.data_type in ROUNDED_TYPES:
                 tensor.CopyFrom(
                     onnx.numpy_helper.from_array(
                         _nudged(onnx.numpy_helper.to_array(tensor), roundoff, draw), tensor.name
@@ -139,7 +135,7 @@ class Reference:
         for attribute in constants:
             if attribute.name == "value_float":
                 attribute.f = float(_nudged(np.asarray(attribute.f, np.float32), roundoff, draw))
-        feeds = {name: _nudged(_without_bfloat16(array), roundoff, draw) for name, array in inputs.items()}
+        feeds = {name: _nudged(without_bfloat16(array), roundoff, draw) for name, array in inputs.items()}
         level = onnxruntime.GraphOptimizationLevel
         expected = self.run(inputs)
         found = {name: 0.0 for name, array in expected.items() if array.dtype.kind == "f"}
@@ -150,7 +146,7 @@ class Reference:
             options = onnxruntime.SessionOptions()
             options.graph_optimization_level = optimised
             session = _session(graph, self._model, options, self._threads)
-            plain = {name: _without_bfloat16(array) for name, array in fed.items()}
+            plain = {name: without_bfloat16(array) for name, array in fed.items()}
             values = run_session(session, self._names, plain, self._model)
             for name, value in zip(self._names, values, strict=True):
                 if name in found:
@@ -247,79 +243,6 @@ def longest_reduction(model: OnnxModel) -> int:
         elif node.op_type == "Conv" and len(shape) > 2:
             longest = max(longest, int(np.prod(shape[1:])))
     return longest
-
-
-def upcast_to_float32(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of the graph in which all half-precision work is done in float32.
-
-    Inputs keep their dtype (a Cast follows them), but bfloat16 becomes float32, as outputs do.
-    """
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
-    for function in copy.functions:
-        _upcast_nodes(function.node)
-    _upcast_graph(copy.graph)
-    casts = []
-    for value in copy.graph.input:
-        if value.type.tensor_type.elem_type in HALF_TYPES:
-            _rename_uses(copy.graph, value.name, value.name + _CAST_SUFFIX)
-            casts.append(
-                onnx.helper.make_node("Cast", [value.name], [value.name + _CAST_SUFFIX], to=onnx.TensorProto.FLOAT)
-            )
-            if value.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16:
-                # ONNX Runtime takes no NumPy array of bfloat16.
-                value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
-    nodes = [*casts, *copy.graph.node]
-    del copy.graph.node[:]
-    copy.graph.node.extend(nodes)
-    for value in copy.graph.output:
-        if value.type.tensor_type.elem_type in HALF_TYPES:
-            value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
-    return copy
-
-
-def _without_bfloat16(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.float32) if array.dtype == numpy_dtype("bfloat16") else array
-
-
-def _upcast_graph(graph: onnx.GraphProto) -> None:
-    del graph.value_info[:]
-    for tensor in graph.initializer:
-        _upcast_tensor(tensor)
-    _upcast_nodes(graph.node)
-
-
-def _upcast_nodes(nodes: Iterator[onnx.NodeProto]) -> None:
-    for node in nodes:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.TENSOR:
-                _upcast_tensor(attribute.t)
-            elif attribute.type == onnx.AttributeProto.GRAPH:
-                _upcast_graph(attribute.g)
-                for value in attribute.g.output:
-                    if value.type.tensor_type.elem_type in HALF_TYPES:
-                        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
-            elif attribute.name in _TYPE_ATTRIBUTES and attribute.i in HALF_TYPES:
-                attribute.i = onnx.TensorProto.FLOAT
-
-
-def _upcast_tensor(tensor: onnx.TensorProto) -> None:
-    if tensor.data_type in HALF_TYPES:
-        array = onnx.numpy_helper.to_array(tensor).astype(np.float32)
-        tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-
-
-def _rename_uses(graph: onnx.GraphProto, old: str, new: str) -> None:
-    for node in graph.node:
-        for index, name in enumerate(node.input):
-            if name == old:
-                node.input[index] = new
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                _rename_uses(attribute.g, old, new)
-    for value in graph.output:
-        if value.name == old:
-            graph.node.append(onnx.helper.make_node("Identity", [new], [old]))
 
 
 def _session(

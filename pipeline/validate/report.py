@@ -10,7 +10,7 @@ from rich.table import Table
 
 from relaxtune.pipeline.errors import ValidationFailedError
 from relaxtune.pipeline.validate.array_comparison import HISTOGRAM_EDGES, SampleComparison
-from relaxtune.pipeline.validate.drift import DriftReport
+from relaxtune.pipeline.validate.drift_report import DriftReport
 from relaxtune.pipeline.validate.tolerances import Tolerance
 
 

@@ -20,14 +20,8 @@ from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import ValidationFailedError
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
 from relaxtune.pipeline.validate.array_comparison import SampleComparison, compare_arrays, differing_bits
-from relaxtune.pipeline.validate.drift import (
-    DataSource,
-    DriftOptions,
-    DriftReport,
-    inputs_source,
-    measure_drift,
-    measure_perplexity,
-)
+from relaxtune.pipeline.validate.drift import inputs_source, measure_drift, measure_perplexity
+from relaxtune.pipeline.validate.drift_report import DataSource, DriftOptions, DriftReport
 from relaxtune.pipeline.validate.fill_with_nan import poisoned_kernels
 from relaxtune.pipeline.validate.reference import Reference, longest_reduction
 from relaxtune.pipeline.validate.report import OutputReport, RepeatReport, ValidationReport

@@ -11,13 +11,13 @@ from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.validate.drift import (
     EMBEDDING,
     LOGITS,
-    DriftOptions,
     inputs_source,
     logits_of,
     measure_drift,
     measure_perplexity,
     read_tokens,
 )
+from relaxtune.pipeline.validate.drift_report import DriftOptions
 
 RNG = np.random.default_rng(0)
 

@@ -14,7 +14,8 @@ from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype, computes_in_half
 from relaxtune.pipeline.validate import reference as reference_module
-from relaxtune.pipeline.validate.reference import Reference, peer_session, upcast_to_float32
+from relaxtune.pipeline.validate.reference import Reference, peer_session
+from relaxtune.pipeline.validate.upcast import upcast_to_float32
 
 
 def save(tmp_path: Path, nodes: list[onnx.NodeProto], **signature: object) -> OnnxModel:
