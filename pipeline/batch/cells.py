@@ -125,7 +125,8 @@ def list_cells(plan: Plan) -> tuple[Cell, ...]:
             key = (cell.source, cell.shape, cell.buckets, cell.precision, cell.target)
             if key in places:
                 line = plan.lines.find(places[key])
-                told = f"{Path(cell.source).stem} {cell.shape} {cell.precision} {cell.target} is there twice"
+                parts = (Path(cell.source).stem, cell.shape, cell.precision, cell.target)
+                told = f"{' '.join(filter(None, parts))} is there twice"
                 faults.append(plan.fault(place, f"{told}, also at line {line}; keep one of them"))
                 continue
             places[key] = place

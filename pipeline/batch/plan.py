@@ -160,7 +160,7 @@ def parse_plan(path: Path, text: str) -> Plan:
     except tomllib.TOMLDecodeError as e:
         found = re.search(r"at line (\d+)", str(e))
         line = int(found[1]) if found else len(text.splitlines()) or 1
-        raise PlanError(f"{path}:{line}: this is no TOML: {e}") from e
+        raise PlanError(f"{path}:{line}: this is no TOML: {e}. Text is in quotes, lists in brackets") from e
     lines = TomlLines(text)
     try:
         return Plan(path, PlanTable.model_validate(data), lines, text)
@@ -192,9 +192,8 @@ def _told(error: ErrorDetails) -> str:
     if error["type"] == "enum":
         efforts = [effort.value for effort in Effort]
         return f"got {given}, expected one of {', '.join(efforts)}{nearest(given, efforts)}"
-    wanted = error["msg"].removeprefix("Input should be ")
     hint = _EXPECTED.get(str(next((part for part in reversed(place) if isinstance(part, str)), "")))
-    return f"got {given}, expected {wanted}" + (f": {hint}" if hint else "")
+    return f"got {given}, expected {hint or error['msg'].removeprefix('Input should be ')}"
 
 
 _EXPECTED = {
@@ -205,7 +204,16 @@ _EXPECTED = {
     "precisions": f"a list of precisions out of {', '.join(PRECISIONS)}",
     "targets": 'a list of targets, such as targets = ["llvm"]',
     "tags": 'a list of words, such as tags = ["nightly"]',
-    "importance": "how many times its kernels count, 1 or more",
+    "importance": "how many times its kernels count, a whole number of at least 1",
+    "candidates": "how many candidates are measured at most, a whole number greater than 0",
+    "seconds": "how many seconds are tuned at most, a number greater than 0",
+    "samples": "how many random inputs to validate with, a whole number, such as samples = 3",
+    "max_latency_ms": "milliseconds, a number greater than 0",
+    "rtol": "a relative tolerance, such as rtol = 0.02",
+    "atol": "an absolute tolerance, such as atol = 0.001",
+    "database": 'the text of a file or a URL, such as database = "relaxtune.db"',
+    "out": 'the text of a folder, such as out = "out/night"',
+    "name": 'a text, such as name = "night"',
 }
 
 
