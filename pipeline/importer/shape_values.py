@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import tvm
+import tvm_ffi
 from onnx import TensorProto
 from tvm import relax, tirx
 
@@ -119,6 +120,16 @@ def _elementwise(
         left, right = operands
         pairs = _broadcast(left, right)
         return None if pairs is None else _write([function(a, b) for a, b in pairs], max(left.rank, right.rank))
+
+    return rule
+
+
+def _each(
+    function: Callable[[tvm.ir.Expr | int], tvm.ir.Expr | int],
+) -> Callable[[ConverterInput, list[_Sizes]], tvm.ir.Expr | None]:
+    def rule(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
+        del node
+        return _write([function(value) for value in operands[0].values], operands[0].rank)
 
     return rule
 
@@ -238,28 +249,28 @@ def _and(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
     del node
     if any(item.rank for item in operands):
         return None
-    left, right = (_as_condition(item.values[0]) for item in operands)
-    analyzer = _analyzer(tirx.And(left, right))
-    # What exporters write for a floor division: "the signs differ, and there is a remainder".
-    with analyzer.constraint_scope(analyzer.simplify(left)):
-        never = analyzer.can_prove(tirx.Not(right))
-    return constant(np.array(False)) if never else _truth(tirx.And(left, right))
+    return _truth(tirx.And(*(_as_condition(item.values[0]) for item in operands)))
 
 
-def _sign(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    del node
-    (data,) = operands
-    if not all(_is_size(value) for value in data.values):
-        return None
-    one = tirx.IntImm("int64", 1)
-    return _write(
-        [min(value, 1) if isinstance(value, int) else tirx.min(value, one) for value in data.values], data.rank
-    )
+def _sign(value: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
+    if isinstance(value, int):
+        return (value > 0) - (value < 0)
+    minus, one = tirx.IntImm("int64", -1), tirx.IntImm("int64", 1)
+    return tirx.min(tirx.max(value, minus), one)
 
 
-def _identity(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    del node
-    return _write(operands[0].values, operands[0].rank)
+def _subtract(a: tvm.ir.Expr | int, b: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
+    """Return a difference; a quotient, less one where signs differ and there is a remainder, is a floor division.
+
+    PyTorch's exporter writes floor divisions so.
+    """
+    if isinstance(a, tirx.FloorDiv | tirx.Div) and isinstance(b, tirx.Select) and isinstance(a.b, tirx.IntImm):
+        rest = tirx.NE(tirx.floormod(a.a, a.b), tirx.IntImm("int64", 0))
+        differ = tirx.Not(tirx.EQ(simplify(_sign(a.a)), tirx.IntImm("int64", _sign(int(a.b)))))
+        less = simplify(_as_number(_truth(tirx.And(_truth(differ), _truth(rest)))))
+        if tvm_ffi.structural_equal(less, simplify(b)):
+            return tirx.floordiv(a.a, a.b)
+    return a - b
 
 
 def _product(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
@@ -315,7 +326,7 @@ _RULES: Mapping[str, Callable[[ConverterInput, list[_Sizes]], tvm.ir.Expr | None
     "Div": _elementwise(_divide),
     "Equal": _equal,
     "Gather": _gather,
-    "Identity": _identity,
+    "Identity": _each(lambda value: value),
     "Max": _elementwise(lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else tirx.max(a, b)),
     "Min": _elementwise(lambda a, b: min(a, b) if isinstance(a, int) and isinstance(b, int) else tirx.min(a, b)),
     "Mod": _elementwise(_mod),
@@ -323,10 +334,10 @@ _RULES: Mapping[str, Callable[[ConverterInput, list[_Sizes]], tvm.ir.Expr | None
     "Not": _not,
     "ReduceProd": _product,
     "Reshape": _reshape,
-    "Sign": _sign,
+    "Sign": _each(_sign),
     "Slice": _slice,
     "Squeeze": _squeeze,
-    "Sub": _elementwise(lambda a, b: a - b),
+    "Sub": _elementwise(_subtract),
     "Unsqueeze": _unsqueeze,
     "Where": _where,
 }

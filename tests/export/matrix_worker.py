@@ -40,10 +40,9 @@ SIZES = ((1, 1), (3, 2), (1, 11), (2, 16), (5, 17), (2, 32))
 PINNED_SIZE = (2, 11)
 SAMPLES = 2
 _HIDDEN = 32
-# Pixels of a side of the images that exports are made with.
-_PIXELS = 32
-_IMAGE = 2
-_IMAGE_RANK = 4
+# A side of the images, and the sounds, that exports are made with.
+_PIXELS, _SAMPLES = 32, 1600
+_CACHE_RANK = 4
 _DTYPES = {"tensor(int64)": "int64", "tensor(float)": "float32", "tensor(bool)": "bool"}
 _REFUSED = "refused by ONNX Runtime"
 
@@ -193,7 +192,7 @@ def _runtime_refuses_file(path: Path) -> bool:
         session = ort.InferenceSession(path)
         feeds = {}
         for given in session.get_inputs():
-            if len(given.shape) == _IMAGE_RANK and isinstance(given.shape[2], str):
+            if len(given.shape) == _CACHE_RANK and isinstance(given.shape[2], str):
                 return False  # caches: the sizes of its inputs depend on each other
             batch, length = PINNED_SIZE
             shape = [
@@ -228,17 +227,16 @@ def _validate(
 def sized_dims(model: OnnxModel, batch: int, length: int) -> dict[str, int]:
     """Return a size for every symbolic axis of a model's inputs: a batch where it is the first of one.
 
-    The sides of an image are the exports' own, or twice as many pixels for a long length.
+    The sides of an image and the samples of a sound are the exports' own, or twice as many for a long length.
     """
-    named = {
-        (axis, place if place == 0 else _IMAGE if spec.name == "pixel_values" else 1)
-        for spec in model.inputs
-        for place, axis in enumerate(spec.shape)
-        if isinstance(axis, str) and axis.isidentifier()
-    }
-    pixels = _PIXELS * (2 if length > PINNED_SIZE[1] else 1)
-    places = {axis: min(kind for one, kind in named if one == axis) for axis, _ in named}
-    return {axis: (batch, length, pixels)[place] for axis, place in places.items()}
+    own = {"pixel_values": _PIXELS, "input_values": _SAMPLES}
+    dims: dict[str, int] = {}
+    for spec in model.inputs:
+        for place, axis in enumerate(spec.shape):
+            if isinstance(axis, str) and axis.isidentifier() and (place == 0 or axis not in dims):
+                long = own[spec.name] * (2 if length > PINNED_SIZE[1] else 1) if spec.name in own else length
+                dims[axis] = long if place else batch
+    return dims
 
 
 def sized_shapes(model: OnnxModel, batch: int, length: int) -> dict[str, tuple[int | str, ...]]:

@@ -146,12 +146,13 @@ def test_scatter_nd_takes_updates_whose_sizes_are_written_otherwise() -> None:
     assert_agrees(model, feeds | {"order": rng.permutation(6).reshape(3, 2) - 6})
 
 
-@pytest.mark.parametrize("side", [16, 23, 3])
-def test_floor_division_of_a_size_is_a_size(side: int) -> None:
-    """PyTorch's exporter writes `side // 8` as a quotient, less one where signs differ and there is a remainder."""
+@pytest.mark.parametrize(("side", "less"), [(16, 0), (23, 0), (3, 0), (17, 1), (3, 1)])
+def test_floor_division_of_a_size_is_a_size(side: int, less: int) -> None:
+    """PyTorch's exporter writes `(side - less) // 8` as a quotient, less one where signs differ and there is a remainder."""
     nodes = [
         helper.make_node("Shape", ["x"], ["sizes"], start=1),
-        helper.make_node("Squeeze", ["sizes"], ["side"]),
+        helper.make_node("Squeeze", ["sizes"], ["whole_side"]),
+        helper.make_node("Sub", ["whole_side", "fewer"], ["side"]),
         helper.make_node("Div", ["side", "eight"], ["quotient"]),
         helper.make_node("Sign", ["side"], ["sign"]),
         helper.make_node("Equal", ["sign", "one"], ["same"]),
@@ -168,7 +169,8 @@ def test_floor_division_of_a_size_is_a_size(side: int) -> None:
         helper.make_node("Where", ["whole", "x", "minus"], ["z"]),
     ]
     constants = {"eight": np.array(8), "one": np.array(1), "zero": np.array([0]), "minus": np.array(-1, "float32")}
+    constants["fewer"] = np.array(less)
     outputs = {"y": ("float32", ("parts",)), "z": ("float32", (1, "side"))}
     model = make_model(nodes, {"x": ("float32", (1, "side"))}, outputs, constants)
     graph = assert_agrees(model, {"x": np.arange(side, dtype="float32").reshape(1, side)})
-    assert "side // 8" in graph.mod.script()
+    assert f"{'(side - 1)' if less else 'side'} // 8" in graph.mod.script()
