@@ -1,6 +1,7 @@
 """Operators that lose a NaN in TVM's kernels, with kernels that keep it, as ONNX Runtime does.
 
-TVM's `max(x, 0)` compares on a CPU and is `fmaxf` on a GPU: both make a number of a NaN.
+TVM's `max(x, 0)` compares on a CPU and is `fmaxf` on a GPU: both make a number of a NaN. Its arithmetic on numbers that
+are known is that of real numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import tvm
 from tvm import relax, te, tirx, topi
 from tvm.relax.transform.legalize_ops.common import _try_convert_to_scalar_const
 
+from relaxtune.pipeline.passes.kit.ir import dtype_of
+from relaxtune.pipeline.passes.kit.special_numbers import FOLDED, is_special_number
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.legalise_reductions import Legaliser, reduction_legalisers
 from relaxtune.pipeline.passes.symbolic_moves import legalise_concatenation, legalise_reshape
@@ -71,7 +74,7 @@ def _is_nan(value: tvm.ir.Expr) -> tvm.ir.Expr:
 
 def _legaliser(operator: str, function: Callable[..., te.Tensor]) -> Legaliser:
     """Return how an operator of floating point numbers is lowered; integers have no NaN, and TVM lowers them."""
-    stock = tvm.ir.Op.get(operator).get_attr("FLegalize")
+    stock = _stock(operator)
 
     def legalise(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
         if not str(call.ty.dtype.dtype).startswith(("float", "bfloat")):
@@ -84,13 +87,46 @@ def _legaliser(operator: str, function: Callable[..., te.Tensor]) -> Legaliser:
     return legalise
 
 
+def _kept_apart(legalise: Legaliser) -> Legaliser:
+    """Return how an operator is lowered so that special numbers beside a tensor stay tensors."""
+
+    def lowered(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
+        if any(map(is_special_number, call.args)):
+            arguments = [builder.emit(one) if is_special_number(one) else one for one in call.args]
+            call = builder.normalize(relax.Call(call.op, arguments, call.attrs))
+        return legalise(builder, call)
+
+    return lowered
+
+
+def _leaky_relu(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
+    """Return a leaky ReLU; one that leaks nothing is a ReLU, as TVM makes 0 of `NaN * 0`."""
+    if call.attrs.alpha == 0:
+        return builder.call_te(_relu, call.args[0], primfunc_name_hint="relu")
+    return _stock("relax.nn.leakyrelu")(builder, call)
+
+
+def _equal(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
+    """Return a comparison; TVM takes `x == x` for true, which a NaN is not."""
+    first, second = call.args
+    if isinstance(first, relax.Var) and first == second and dtype_of(first).startswith(("float", "bfloat")):
+        return builder.call_te(
+            lambda x: _each(lambda value: tirx.Not(_is_nan(value)), x), first, primfunc_name_hint="equal"
+        )
+    return _stock("relax.equal")(builder, call)
+
+
+def _stock(operator: str) -> Legaliser:
+    legalise: Legaliser = tvm.ir.Op.get(operator).get_attr("FLegalize")
+    return legalise
+
+
 def _subtract(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
     """Return a difference; TVM makes 0 of `x - x`, which is NaN where x is infinite or NaN."""
     first, second = call.args
     if isinstance(first, relax.Var) and first == second and str(call.ty.dtype.dtype).startswith(("float", "bfloat")):
         return builder.call_te(_zero_where_finite, first, primfunc_name_hint="subtract")
-    stock: Legaliser = tvm.ir.Op.get("relax.subtract").get_attr("FLegalize")
-    return stock(builder, call)
+    return _stock("relax.subtract")(builder, call)
 
 
 def _zero_where_finite(x: te.Tensor) -> te.Tensor:
@@ -117,5 +153,7 @@ def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
         "relax.sign": _sign,
     }
     own = {operator: _legaliser(operator, function) for operator, function in functions.items()}
+    own |= {name: _kept_apart(own.get(name) or _stock(name)) for name in (f"relax.{operator}" for operator in FOLDED)}
     own |= {"relax.concat": legalise_concatenation, "relax.reshape": legalise_reshape}
-    return relax.transform.LegalizeOps({**own, **reduction_legalisers(), "relax.subtract": _subtract})(mod)
+    own |= {"relax.equal": _equal, "relax.nn.leakyrelu": _leaky_relu, "relax.subtract": _subtract}
+    return relax.transform.LegalizeOps({**own, **reduction_legalisers()})(mod)

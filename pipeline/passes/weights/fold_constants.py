@@ -12,11 +12,13 @@ from relaxtune.pipeline.passes.kit.ir import (
     bindings_of,
     constants_in,
     dtype_of,
+    is_op,
     main_of,
     static_shape,
     with_main,
 )
 from relaxtune.pipeline.passes.kit.rewrite import replace_constants
+from relaxtune.pipeline.passes.kit.special_numbers import FOLDED, is_special_number
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 # A fold may make a constant this large out of nothing (the causal mask of 2048 tokens in float32 is 16 MiB) ...
@@ -30,16 +32,22 @@ def fold_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
 
     A binding whose result would be both larger than `FOLD_BYTES_MAX` and larger than `FOLD_GROWTH_MAX` times its
     constants stays in the graph, with a note; one of `LoweringState.unfolded` stays, too. `FoldConstant` has no limit
-    of its own, so the constants of such a binding are hidden from it as parameters of `main` while it runs.
+    of its own, so the constants of such a binding are hidden from it as parameters of `main` while it runs. So are the
+    numbers that TVM computes with as if they were real.
     """
     large = _large_results(mod, state)
-    if not large:
-        return _fold(mod, state)
     main = main_of(mod)
+    of_numbers = {
+        binding.var
+        for binding in bindings_of(main)
+        if is_op(binding.value, *FOLDED) and any(map(is_special_number, binding.value.args))
+    }
+    if not large and not of_numbers:
+        return _fold(mod, state)
     hidden: dict[relax.Var, tvm.ir.Expr] = {}
 
     def hide(constant: tvm.ir.Expr, reader: relax.Var | None) -> tvm.ir.Expr:
-        if reader not in large:
+        if reader not in large and not (reader in of_numbers and is_special_number(constant)):
             return constant
         param = relax.Var(f"hidden_constant_{len(hidden)}", constant.ty)
         hidden[param] = constant

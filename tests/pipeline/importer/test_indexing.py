@@ -148,7 +148,7 @@ def test_scatter_nd_takes_updates_whose_sizes_are_written_otherwise() -> None:
 
 @pytest.mark.parametrize(("side", "less"), [(16, 0), (23, 0), (3, 0), (17, 1), (3, 1)])
 def test_floor_division_of_a_size_is_a_size(side: int, less: int) -> None:
-    """PyTorch's exporter writes `(side - less) // 8` as a quotient, less one where signs differ and there is a remainder."""
+    """PyTorch's exporter writes `(side - less) // 8` as a quotient, less one where signs differ and a rest is left."""
     nodes = [
         helper.make_node("Shape", ["x"], ["sizes"], start=1),
         helper.make_node("Squeeze", ["sizes"], ["whole_side"]),

@@ -25,6 +25,7 @@ BOUND, LOW = np.array(0.5, "float32"), np.array(-0.5, "float32")
         ("Relu", {"x": X}, {}),
         ("Sign", {"x": X}, {}),
         ("Elu", {"x": X}, {"alpha": 0.5}),
+        ("LeakyRelu", {"x": X}, {"alpha": 0.0}),
         ("Celu", {"x": X}, {"alpha": 0.5}),
         ("HardSigmoid", {"x": X}, {}),
         ("Max", {"x": X, "z": Z}, {}),
@@ -44,6 +45,32 @@ def test_nan_comes_out(operator: str, feeds: dict[str, np.ndarray], attributes: 
     (want,) = run_reference(model, feeds)
     np.testing.assert_allclose(got, want, rtol=1e-5, equal_nan=True)
     assert np.isnan(got).any()
+
+
+SPECIAL = np.array([np.nan, np.inf, -np.inf, 0, -0.0, 1, -2], "float32")
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("number", [0, np.inf, np.nan])
+@pytest.mark.parametrize("operator", ["Mul", "Div", "Min", "Max"])
+@pytest.mark.parametrize("first", [True, False])
+def test_number_beside_a_tensor_is_no_real_number(
+    operator: str, number: float, shape: tuple[int, ...], first: bool
+) -> None:
+    """TVM makes 0 of `x * 0` and of `0 / x`, `x` of `min(x, NaN)`, and an error of `x / 0`."""
+    node = helper.make_node(operator, ["c", "x"] if first else ["x", "c"], ["y"])
+    spec = ("float32", SPECIAL.shape)
+    model = make_model([node], {"x": spec}, {"y": spec}, {"c": np.full(shape, number, "float32")})
+    (got,) = run_lowered(lower(import_model(model), UNOPTIMISED), {"x": SPECIAL})
+    np.testing.assert_array_equal(got, run_reference(model, {"x": SPECIAL})[0])
+
+
+def test_nan_is_not_equal_to_itself() -> None:
+    nodes = [helper.make_node("Equal", ["x", "x"], ["same"]), helper.make_node("Where", ["same", "x", "c"], ["y"])]
+    spec = ("float32", SPECIAL.shape)
+    model = make_model(nodes, {"x": spec}, {"y": spec}, {"c": np.array(7, "float32")})
+    (got,) = run_lowered(lower(import_model(model), UNOPTIMISED), {"x": SPECIAL})
+    np.testing.assert_array_equal(got, np.where(np.isnan(SPECIAL), 7, SPECIAL))
 
 
 def test_bounds_given_when_the_model_runs_are_scalars() -> None:
