@@ -31,6 +31,17 @@ _STYLE = (
 
 def render_batch(database: TuningDatabase, batch: Batch) -> str:
     """Return the page of a batch, as the database knows it now."""
+    told = [
+        batch_body(database, batch),
+        "<h2>Where the time goes</h2>",
+        *_sections(list_cells(database, batch.id)),
+        f"<details><summary>The plan</summary><pre>{_escape(batch.plan)}</pre></details>",
+    ]
+    return page(f"batch {batch.name}", printable("".join(told)))
+
+
+def batch_body(database: TuningDatabase, batch: Batch) -> str:
+    """Return the tables of a batch as HTML, without opening an artifact."""
     cells, attempts = list_cells(database, batch.id), list_attempts(database, batch.id)
     parts = [
         _STYLE,
@@ -41,11 +52,8 @@ def render_batch(database: TuningDatabase, batch: Batch) -> str:
         table(_CELL_COLUMNS, [_cell(cell, _slowest(cells)) for cell in cells], _LEFT),
         "<h2>Attempts</h2>",
         table(_ATTEMPT_COLUMNS, [*map(_attempt, attempts)], _LEFT),
-        "<h2>Where the time goes</h2>",
-        *_sections(cells),
-        f"<details><summary>The plan</summary><pre>{_escape(batch.plan)}</pre></details>",
     ]
-    return page(f"batch {batch.name}", printable("".join(parts)))
+    return printable("".join(parts))
 
 
 def _facts(batch: Batch, cells: Sequence[BatchCell]) -> list[tuple[str, str]]:

@@ -14,7 +14,18 @@ from typing import Annotated
 import typer
 
 import relaxtune
-from relaxtune.pipeline.cli import artifact, artifacts, batch, cluster, compilation, diagnosis, gate, inspection, report
+from relaxtune.pipeline.cli import (
+    artifact,
+    artifacts,
+    batch,
+    cluster,
+    compilation,
+    dashboard,
+    diagnosis,
+    gate,
+    inspection,
+    report,
+)
 from relaxtune.pipeline.cli.db import group as database
 from relaxtune.pipeline.cli.groups import Command
 from relaxtune.pipeline.cli.output import configure_logging, print_error
@@ -62,6 +73,7 @@ COMMANDS: dict[str, Command] = {
     "gate": gate.gate,
     "inspect": inspection.inspect,
     "report": report.report,
+    "dashboard": dashboard.dashboard,
     "doctor": diagnosis.doctor,
 }
 for name, command in COMMANDS.items():

@@ -43,12 +43,12 @@ def render_page(reports: Sequence[Report]) -> str:
     return page(title, body)
 
 
-def page(title: str, body: str) -> str:
-    """Return a whole page; `body` is HTML."""
+def page(title: str, body: str, head: str = "") -> str:
+    """Return a whole page; `body` is HTML, and so is what goes into its head besides."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{_escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body>{body}</body></html>\n"
+        f"<style>{_STYLE}</style>{head}</head><body>{body}</body></html>\n"
     )
 
 

@@ -1,0 +1,57 @@
+"""`relaxtune dashboard`: a page of the tuning database to leave open."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+
+from relaxtune.pipeline.cli.db.common import open_for_reading
+from relaxtune.pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption
+from relaxtune.pipeline.errors import UsageError
+
+TOKEN_VARIABLE = "RELAXTUNE_DASHBOARD_TOKEN"
+_PORT = 8760
+
+
+def dashboard(
+    db: DatabaseOption = DEFAULT_DATABASE,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen at. Beyond loopback, a token is asked for.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port to listen at; 0 takes a free one.")
+    ] = _PORT,
+) -> None:
+    """Serve pages of the database until Ctrl-C: batches, jobs, tasks, artifacts, what failed and what it took.
+
+    Pages are read only, and those of what is going on renew themselves. Listening beyond this machine, the server asks
+    for the token of RELAXTUNE_DASHBOARD_TOKEN, or for one that it makes and prints.
+    """
+    try:
+        import uvicorn
+
+        from relaxtune.pipeline.dashboard.server import LOOPBACK, create_app
+    except ModuleNotFoundError as e:
+        raise UsageError(f"the dashboard needs {e.name}: pip install 'relaxtune[dashboard]'") from e
+    with open_for_reading(db) as database:
+        local = host in LOOPBACK
+        token = os.environ.get(TOKEN_VARIABLE) or (None if local else secrets.token_urlsafe(24))
+        app = create_app(database, hosts=LOOPBACK if local else ("*",), token=token)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        try:
+            listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as e:
+            raise UsageError(
+                f"cannot listen at {host}:{port}: {e.strerror or e}; choose another --port or --host"
+            ) from e
+        address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
+        print(f"{address}{f'?token={token}' if token else ''} shows {database.url}; Ctrl-C ends it", file=sys.stderr)
+        # Ctrl-C is how it ends.
+        with suppress(KeyboardInterrupt):
+            server.run(sockets=[listening])

@@ -1,0 +1,178 @@
+"""The web server of the dashboard: routes, who may look, and what a page may do.
+
+A page reads the database and nothing else: there is no route that writes. Scripts and connections are those of this
+server alone (Content-Security-Policy), names of hosts that nothing here goes by are refused (DNS rebinding), and where
+others can reach the server, a token is asked for.
+"""
+
+from __future__ import annotations
+
+import hmac
+import html
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from relaxtune.pipeline.dashboard.pages import PAGES, Page, compare
+from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.printable import printable
+from relaxtune.pipeline.report.html import page
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.errors import NotFoundError, TuningDatabaseError
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_COOKIE = "relaxtune_token"
+_HEADERS: Mapping[str, str] = {
+    # Bars of a table carry their width in a style; nothing else is written into a page's own text.
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+_STYLE = """<style>
+nav { display: flex; gap: 1.5rem; flex-wrap: wrap; border-bottom: 1px solid #cbd5e0; padding-bottom: .5rem }
+nav b { margin-right: auto } a { color: #2b6cb0 } .curve { max-width: 60rem }
+@media (max-width: 600px) { body { margin: .75rem auto } .curve { min-width: 30rem } }
+@media (prefers-color-scheme: dark) {
+  body { background: #171923; color: #e2e8f0 } th { background: #2d3748 } a { color: #90cdf4 }
+  th, td, nav { border-color: #4a5568 } svg text { fill: #e2e8f0 } svg line { stroke: #718096 }
+  .note { color: #f6ad55 } .done { color: #68d391 }
+}
+</style>"""
+# Reads the page anew every three seconds while it is in sight; what is selected or folded out stays as it is.
+_SCRIPT = """
+const main = document.querySelector("main[data-live]");
+async function renew() {
+  if (document.hidden || document.getSelection().toString() || main.querySelector("details[open]")) return;
+  try {
+    const answer = await fetch(location.href);
+    if (!answer.ok) throw new Error(answer.status);
+    const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
+    main.innerHTML = fresh.innerHTML;
+    document.getElementById("state").textContent = "";
+  } catch (error) {
+    document.getElementById("state").textContent = "no answer from the server; shown is the last state";
+  }
+}
+if (main) setInterval(renew, 3000);
+"""
+
+
+def create_app(database: TuningDatabase, *, hosts: Sequence[str] = LOOPBACK, token: str | None = None) -> Starlette:
+    """Return the application.
+
+    Parameters
+    ----------
+    database : TuningDatabase
+        What is shown; open for reading.
+    hosts : sequence of str
+        Names that requests may be addressed to; `*` allows any.
+    token : str or None
+        What `?token=` or the cookie must say; None lets everybody look who reaches the server.
+    """
+    routes = [Route(path, _endpoint(database, make)) for path, make in PAGES.items()]
+    routes += [Route("/compare", _comparison(database)), Route("/live.js", _script)]
+    allowed = [f"[{host}]" if ":" in host else host for host in hosts]
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=allowed, www_redirect=False)],
+        exception_handlers={404: _not_found},
+    )
+    app.add_middleware(_Guard, token=token)
+    return app
+
+
+class _Guard:
+    """Asks for the token, and gives every answer its headers."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *own]}
+            await send(message)
+
+        answer = self._refusal(Request(scope))
+        await (answer or self._app)(scope, receive, with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        if self._token is None or _same(request.cookies.get(_COOKIE), self._token):
+            return None
+        if not _same(request.query_params.get("token"), self._token):
+            told = "This dashboard asks for a token: open the address that `relaxtune dashboard` printed.\n"
+            return PlainTextResponse(told, status_code=401)
+        # The token goes out of the address, which histories and logs keep, into a cookie.
+        answer = RedirectResponse(request.url.path, status_code=303)
+        answer.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
+        return answer
+
+
+def _same(given: str | None, token: str) -> bool:
+    return given is not None and hmac.compare_digest(given.encode(), token.encode())
+
+
+def _endpoint(database: TuningDatabase, make: Callable[..., Page]) -> Callable[[Request], Response]:
+    def answer(request: Request) -> Response:
+        return _answer(lambda: make(database, **request.path_params))
+
+    return answer
+
+
+def _comparison(database: TuningDatabase) -> Callable[[Request], Response]:
+    def answer(request: Request) -> Response:
+        before, after = (request.query_params.get(name, "") for name in ("before", "after"))
+        return _answer(lambda: compare(database, before, after))
+
+    return answer
+
+
+def _answer(make: Callable[[], Page]) -> Response:
+    try:
+        return _html(make())
+    except NotFoundError as e:
+        return _html(_told("not found", str(e)), 404)
+    except (TuningDatabaseError, PipelineError) as e:
+        logger.warning("%s", e)
+        return _html(_told("not shown", str(e)), 503)
+
+
+def _not_found(request: Request, _: Exception) -> Response:
+    return _html(_told("not found", f"there is no page {request.url.path}"), 404)
+
+
+def _told(title: str, message: str) -> Page:
+    return Page(title, f"<h1>{html.escape(title)}</h1><p>{html.escape(message)}</p>")
+
+
+def _html(shown: Page, status: int = 200) -> Response:
+    live = " data-live" if shown.live else ""
+    body = (
+        '<nav><b>relaxtune</b><a href="/">overview</a><a href="/cost">cost</a><span id="state"></span></nav>'
+        f"<main{live}>{printable(shown.body)}</main>"
+    )
+    head = f'{_STYLE}<script src="/live.js" defer></script>'
+    return HTMLResponse(page(f"{printable(shown.title)} - relaxtune", body, head), status_code=status)
+
+
+def _script(_: Request) -> Response:
+    return PlainTextResponse(_SCRIPT, media_type="text/javascript")

@@ -1,0 +1,215 @@
+"""The dashboard over a real database and a real server; where there is a browser, in it too."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+
+import pytest
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from relaxtune.pipeline.cli.app import main
+from relaxtune.pipeline.dashboard.server import create_app
+from relaxtune.tuning_db.artifacts import Artifact
+from relaxtune.tuning_db.records import JobTask, Mode
+from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.tags import MoveKind, TagMove, record_move
+from tests.tuning_db.conftest import Samples
+
+HOSTILE = "<script>alert('x')</script>\x1b[31m\"&"
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A dashboard that answers at a port, and the database behind it, open for writing."""
+
+    port: int
+    database: SqlDatabase
+    job_id: str
+
+    def get(self, address: str, **headers: str) -> tuple[HTTPResponse, str]:
+        return self.ask("GET", address, **headers)
+
+    def ask(self, method: str, address: str, **headers: str) -> tuple[HTTPResponse, str]:
+        with closing(HTTPConnection("127.0.0.1", self.port, timeout=20)) as connection:
+            connection.request(method, address, headers=headers)
+            reply = connection.getresponse()
+            return reply, reply.read().decode()
+
+
+@contextmanager
+def served(app: ASGIApp) -> Iterator[int]:
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    socket = server.config.bind_socket()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
+    thread.start()
+    try:
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        yield socket.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SqlDatabase, str]]:
+    """Return a database with a job that runs, whose names try to be HTML, and two artifacts of its model."""
+    samples = Samples()
+    with SqlDatabase.open(tmp_path_factory.mktemp("dashboard") / "tuning.db") as database:
+        works = [samples.workload(number, name=HOSTILE) for number in (1, 2)]
+        for work in works:
+            database.record_workload(work)
+        target = samples.target()
+        job = database.start_job(model=HOSTILE, model_sha256="0" * 64, target=target)
+        tasks = [JobTask(work.workload_hash, work.tvm_version, 2, (HOSTILE,), 1.0) for work in works]
+        database.record_job_tasks(job.id, tasks)
+        database.record_measurements([samples.record(work, job_id=job.id) for work in works])
+        database.record_measurement(samples.failure(works[0], job_id=job.id, error=HOSTILE))
+        for number in (1, 2):
+            artifact = Artifact(HOSTILE, "0" * 64, target, f'{{"number":{number}}}', f"/nowhere/{number}", job.id)
+            database.record_artifact(artifact)
+        record_move(database, TagMove("prod", 1, MoveKind.TAG, artifact.key, "ann@host", HOSTILE))
+        yield database, job.id
+
+
+@pytest.fixture(scope="module")
+def site(kept: tuple[SqlDatabase, str]) -> Iterator[Site]:
+    database, job_id = kept
+    with SqlDatabase.open(database.url, mode=Mode.READ_ONLY) as reading, served(create_app(reading)) as port:
+        yield Site(port, database, job_id)
+
+
+def test_every_page_that_a_page_leads_to_answers_and_holds_no_markup_of_names(site: Site) -> None:
+    seen, left = set[str](), ["/"]
+    while left:
+        address = left.pop()
+        seen.add(address)
+        reply, text = site.get(address)
+        missing = address.startswith(("/artifacts/", "/compare"))  # their folders are not there
+        assert reply.status == (503 if missing else 200), text
+        assert "<script>alert" not in text
+        assert "\x1b" not in text
+        left += [link for link in re.findall(r'href="(/[^"]*)"', text) if link not in seen and link not in left]
+    assert {address.split("/")[1] for address in seen} == {"", "cost", "jobs", "models", "tasks", "artifacts"}
+
+
+def test_first_page_counts_records_and_names_tags(site: Site) -> None:
+    _, text = site.get("/")
+    assert re.search(r"<b>2</b>records ok", text)
+    assert re.search(r"<b>1</b>records build_error", text)
+    assert text.count(">prod<") == 1
+
+
+def test_page_of_a_job_that_runs_is_live_and_shows_tasks_and_causes(site: Site) -> None:
+    _, text = site.get(f"/jobs/{site.job_id}")
+    assert "<main data-live>" in text
+    assert "<b>2 of 2</b>tasks with a time" in text
+    assert text.count('href="/tasks/hash') == 2
+    assert "Why candidates failed" in text
+
+
+@pytest.mark.parametrize("address", ["/jobs/none", "/tasks/none", "/models/none", "/artifacts/none", "/none"])
+def test_what_is_not_there_is_404_with_its_name(site: Site, address: str) -> None:
+    reply, text = site.get(address)
+    assert reply.status == 404
+    assert "none" in text
+
+
+@pytest.mark.parametrize("address", ["/", "/none", "/live.js"])
+def test_answers_forbid_foreign_scripts_and_frames(site: Site, address: str) -> None:
+    reply, _ = site.get(address)
+    policy = reply.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "script-src 'self'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert reply.headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("evil.example", 400), ("localhost", 200), ("127.0.0.1:1", 200), ("[::1]:8760", 200)]
+)
+def test_only_names_of_this_machine_are_answered(site: Site, host: str, status: int) -> None:
+    reply, _ = site.get("/", Host=host)
+    assert reply.status == status
+
+
+def test_nothing_writes(site: Site) -> None:
+    assert site.ask("POST", f"/jobs/{site.job_id}")[0].status == 405
+
+
+def test_token_is_asked_for_then_kept_in_a_cookie(kept: tuple[SqlDatabase, str]) -> None:
+    database, job_id = kept
+    with served(create_app(database, token="secret")) as port:
+        site = Site(port, database, job_id)
+        assert site.get("/")[0].status == 401
+        assert site.get("/?token=wrong")[0].status == 401
+        reply, _ = site.get("/?token=secret")
+        assert (reply.status, reply.headers["Location"]) == (303, "/")
+        cookie = reply.headers["Set-Cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=strict" in cookie
+        assert site.get("/", Cookie=cookie.partition(";")[0])[0].status == 200
+        assert site.get("/", Cookie="relaxtune_token=wrong")[0].status == 401
+
+
+def test_command_tells_its_address_and_ends_with_ctrl_c(site: Site) -> None:
+    code = "from relaxtune.pipeline.cli import main; main()"
+    command = [sys.executable, "-c", code, "dashboard", "--db", site.database.url, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        line = process.stderr.readline() if process.stderr else ""
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/ shows", line)
+        assert found, line
+        for _ in range(200):
+            try:
+                reply, _ = replace(site, port=int(found[1])).get("/")
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+        assert reply.status == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def test_command_refuses_a_port_that_is_taken(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["dashboard", "--db", site.database.url, "--port", str(site.port)])
+    assert ended.value.code == 2
+    assert f"cannot listen at 127.0.0.1:{site.port}" in capsys.readouterr().err
+
+
+def counted(app: ASGIApp, asked: list[str]) -> ASGIApp:
+    async def count(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            asked.append(str(scope["path"]))
+        await app(scope, receive, send)
+
+    return count
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on this machine")
+def test_browser_renews_a_live_page_and_runs_no_name(kept: tuple[SqlDatabase, str], tmp_path: Path) -> None:
+    database, job_id = kept
+    asked: list[str] = []
+    with served(counted(create_app(database), asked)) as port:
+        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+        # Its clock runs ahead: ten seconds pass as quickly as the page lets them.
+        command = [str(BROWSER), *options, "--virtual-time-budget=10000", "--dump-dom"]
+        command.append(f"http://127.0.0.1:{port}/jobs/{job_id}")
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert asked.count(f"/jobs/{job_id}") > 1
+    assert "tasks with a time" in shown
+    assert "alert" in shown
+    assert "<script>alert" not in shown
