@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,7 @@ from relaxtune.schedules.targets.capabilities import capabilities_of
 from relaxtune.tuning_db.records import Route
 
 TARGETS = "cuda:sm_80,cuda:sm_86,cuda:sm_89,cuda:sm_90,cuda:sm_90a,cuda:sm_120"
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _FULL_WIDTH = ("bert-base", "gpt2-small", "gpt2-small-decode", "llama-1b", "llama-1b-decode", "vit-base", "t5-small")
 MODELS = (*(f"{name}-2-layers:fp16" for name in _FULL_WIDTH), "whisper-base-2-layers:fp16", "bert-base-2-layers")
 
@@ -76,7 +78,8 @@ def compiled(text: str, target: str) -> dict[str, Any]:
     except Exception as error:
         # A failure is a result here, and makes the command fail at the end.
         return {**found, "error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}
-    resources = parse_compiler_log("\n".join(logs), dynamic.bytes)
+    resources = parse_compiler_log("\n".join(logs))
+    spilling = {name: bytes_ for log in logs for name, bytes_ in spills(log).items() if bytes_}
     limit = capabilities_of(prepared.target.arch).shared_bytes_optin
     chosen = {choice.function: choice for choice in module.choices}
     default = [name for name in prepared.lowered.kernels if name not in chosen or chosen[name].route is Route.FALLBACK]
@@ -86,18 +89,28 @@ def compiled(text: str, target: str) -> dict[str, Any]:
         "kernels": len(prepared.lowered.kernels),
         "default_schedules": {name: chosen[name].note if name in chosen else "no task" for name in default},
         "registers_max": resources.registers,
-        "spill_bytes": resources.spill_bytes,
-        "shared_bytes_max": resources.smem_bytes,
+        "spill_bytes": spilling,
+        # Static and at launch, each of the kernel that takes most; a kernel of a template takes one of them.
+        "shared_bytes_max": max(resources.smem_bytes or 0, dynamic.bytes),
         "shared_bytes_limit": limit,
     }
+
+
+def spills(log: str) -> dict[str, int]:
+    """Return kernel -> bytes that a thread stores to and loads from local memory for want of registers."""
+    found = {}
+    for part in log.split("Compiling entry function '")[1:]:
+        name = part.partition("'")[0]
+        found[name] = sum(int(stored) + int(loaded) for stored, loaded in _SPILLS.findall(part))
+    return found
 
 
 def at_fault(row: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a row, None when nothing is."""
     if "error" in row:
         return str(row["error"])
-    if row["spill_bytes"] != 0:
-        return f"{row['spill_bytes']} bytes are spilled"
+    if row["spill_bytes"]:
+        return "spills: " + ", ".join(f"{name} {count} bytes" for name, count in row["spill_bytes"].items())
     if row["shared_bytes_max"] > row["shared_bytes_limit"]:
         return f"{row['shared_bytes_max']} bytes of shared memory, {row['shared_bytes_limit']} at most"
     return None
