@@ -1,13 +1,11 @@
 """Copies of tiles of A and B from global to shared memory by all threads of a block; the notation is `template.py`'s.
 
-A thread copies chunks of 16 bytes, the same one of every some rows. Chunks of a row change places, as
-`schedules.templates.emit.tensor_cores.swizzle` says. Rows and columns outside a matrix are clamped: what they make is
-not written. Along K, zeros stand for what does not exist.
+`schedules.templates.emit.tile_chunks` says which thread copies what. Rows and columns outside a matrix are clamped:
+what they make is not written. Along K, zeros stand for what does not exist.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from tvm import tirx
@@ -16,7 +14,8 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.templates.emit.async_copy import copy_async
 from relaxtune.schedules.templates.emit.kernel_frame import flat_view
 from relaxtune.schedules.templates.emit.registers import when
-from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place
+from relaxtune.schedules.templates.emit.tensor_cores import CHUNK
+from relaxtune.schedules.templates.emit.tile_chunks import TileChunks
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmPlan
 from relaxtune.schedules.tir.blocks import Size
 from relaxtune.schedules.tir.epilogue import MatmulFunction
@@ -57,7 +56,7 @@ class TileCopies:
 
 
 class _Tile:
-    """Which chunks of a tile of `shape` a thread copies: chunk `chunk` of rows `row`, `row + step`, ..."""
+    """A tile of `shape`, in shared memory, of a matrix."""
 
     def __init__(
         self,
@@ -69,49 +68,34 @@ class _Tile:
         shape: tuple[int, int],
         limit: Size,
     ) -> None:
-        rows, columns = shape
         self._source, self._tile, self._depth, self._shape, self._limit = source, tile, depth, shape, limit
-        width = columns // CHUNK
-        # With more threads than chunks, the last ones have nothing to do.
-        used = min(threads, rows * width)
-        self._idle = [thread < used] if used < threads else []
-        self._step = used // width
-        self._count = math.ceil(rows / self._step)
-        self._chunk, self._row = thread % width, thread // width
-        self._width = width
-
-    def _place(self, number: int) -> tirx.Expr:
-        if self._step % 8 == 0:
-            # The pattern of rows some eights apart is the same.
-            return chunk_place(self._row, self._chunk, self._width) + number * (self._step * self._width * CHUNK)
-        return chunk_place(self._row + number * self._step, self._chunk, self._width)
-
-    def _inside(self, number: int) -> list[tirx.Expr]:
-        ragged = (number + 1) * self._step > self._shape[0]
-        return [*self._idle, *([self._row + number * self._step < self._shape[0]] if ragged else [])]
+        self._chunks = TileChunks(threads, thread, shape[0], shape[1] // CHUNK)
 
 
 class _Rows(_Tile):
     """Tiles of a matrix whose rows run along K: of A, and of B as [N, K]."""
 
     def begin(self, first: tirx.Expr) -> None:
-        self._starts = T.alloc_local([self._count], "int32")
+        self._starts = T.alloc_local([self._chunks.count], "int32")
         ragged = not isinstance(self._limit, int) or self._limit % self._shape[0] != 0
-        for number in range(self._count):
-            row = first + self._row + number * self._step
+        for number in range(self._chunks.count):
+            row = first + self._chunks.row + number * self._chunks.step
             row = tirx.min(row, self._limit - 1) if ragged else row
-            T.buffer_store(self._starts, row * self._depth + self._chunk * CHUNK, [number])
+            T.buffer_store(self._starts, row * self._depth + self._chunks.chunk * CHUNK, [number])
 
     def load(self, stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
         k = k_tile * self._shape[1]
-        exists = [k + self._chunk * CHUNK < self._depth] if self._depth % self._shape[1] else []
-        for number in range(self._count):
+        exists = [k + self._chunks.chunk * CHUNK < self._depth] if self._depth % self._shape[1] else []
+        for number in range(self._chunks.count):
             at = self._starts[number] + k
             # What is not read has to exist, too.
-            at = tirx.Select(exists[0], at, self._starts[number] - self._chunk * CHUNK) if exists else at
-            with when(self._inside(number)):
+            at = tirx.Select(exists[0], at, self._starts[number] - self._chunks.chunk * CHUNK) if exists else at
+            with when(self._chunks.inside(number)):
                 copy_async(
-                    self._tile.ptr_to([stage, self._place(number)]), self._source.ptr_to([at]), exists, lines=True
+                    self._tile.ptr_to([stage, self._chunks.place(number)]),
+                    self._source.ptr_to([at]),
+                    exists,
+                    lines=True,
                 )
 
 
@@ -120,18 +104,21 @@ class _Depths(_Tile):
 
     def begin(self, first: tirx.Expr) -> None:
         self._start = T.alloc_local([1], "int32")
-        column = first + self._chunk * CHUNK
+        column = first + self._chunks.chunk * CHUNK
         ragged = not isinstance(self._limit, int) or self._limit % self._shape[1] != 0
         column = tirx.min(column, self._limit - CHUNK) if ragged else column
         T.buffer_store(self._start, column, [0])
 
     def load(self, stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
-        for number in range(self._count):
-            k = k_tile * self._shape[0] + self._row + number * self._step
+        for number in range(self._chunks.count):
+            k = k_tile * self._shape[0] + self._chunks.row + number * self._chunks.step
             exists = [k < self._depth] if self._depth % self._shape[0] else []
             row = tirx.Select(exists[0], k, tirx.IntImm("int32", 0)) if exists else k
             at = row * self._limit + self._start[0]
-            with when(self._inside(number)):
+            with when(self._chunks.inside(number)):
                 copy_async(
-                    self._tile.ptr_to([stage, self._place(number)]), self._source.ptr_to([at]), exists, lines=True
+                    self._tile.ptr_to([stage, self._chunks.place(number)]),
+                    self._source.ptr_to([at]),
+                    exists,
+                    lines=True,
                 )

@@ -61,6 +61,11 @@ CASES = {
         f"widths of {d} and {v}": (replace(PRIME, head_dim=d, value_dim=v, causal=d > v), SMALL)
         for d, v in ((192, 128), (128, 64), (64, 128), (24, 16), (40, 200))
     },
+    # A row of 192 elements is 24 chunks, which no number of threads divides into.
+    "decode of two widths": (
+        replace(PRIME, heads=4, queries=1, keys=1009, head_dim=192, value_dim=128, heads_first=True),
+        AttentionParameters(1, 1, 32, 2),
+    ),
     "head of 256": (replace(PRIME, head_dim=256, causal=True), AttentionParameters(4, 1, 32, 2)),
 }
 
