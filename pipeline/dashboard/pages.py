@@ -19,10 +19,11 @@ from relaxtune.tuning_db.batches import get_batch, list_batches, list_cells
 from relaxtune.tuning_db.cell_states import Batch
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
+from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.questions.artifacts import ArtifactSummary, artifacts
 from relaxtune.tuning_db.questions.insights import coverage, failures, history, job_cost
 from relaxtune.tuning_db.questions.progress import count_by_status, job_progress
-from relaxtune.tuning_db.records import Job, RecordFilter, Status
+from relaxtune.tuning_db.records import RecordFilter, Status
 from relaxtune.tuning_db.tags import TagMove, list_moves, stood_at
 
 LISTED = 25

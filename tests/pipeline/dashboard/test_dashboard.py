@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.dashboard.server import create_app
 from relaxtune.tuning_db.artifacts import Artifact
-from relaxtune.tuning_db.records import JobTask, Mode
+from relaxtune.tuning_db.jobs import JobTask
+from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.store import SqlDatabase
 from relaxtune.tuning_db.tags import MoveKind, TagMove, record_move
 from tests.tuning_db.conftest import Samples

@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.questions.progress import count_by_status, job_progress
-from relaxtune.tuning_db.records import JobTask, Status
+from relaxtune.tuning_db.records import Status
 from tests.tuning_db.conftest import Samples
 
 
