@@ -1,0 +1,90 @@
+// Load an artifact and run it, without Python: needs TVM's runtime (libtvm_runtime, libtvm_ffi) and nothing else.
+//
+//   auto artifact = relaxtune::Artifact::Load("out/bert");
+//   std::vector<DLTensor> inputs = ...;                        // on the host or on the device, in the model's order
+//   std::vector<relaxtune::Output> outputs = artifact.Run(inputs);
+//
+// Loading runs the artifact's code: load only what you trust.
+#ifndef RELAXTUNE_ARTIFACT_H_
+#define RELAXTUNE_ARTIFACT_H_
+
+#include <dlpack/dlpack.h>
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#define RELAXTUNE_API __attribute__((visibility("default")))
+
+namespace relaxtune {
+
+// What went wrong, where (a file, an input), and what to do about it; `what()` is all three.
+class RELAXTUNE_API Error : public std::runtime_error {
+ public:
+  Error(std::string problem, std::string where, std::string fix)
+      : std::runtime_error(where + ": " + problem + (fix.empty() ? "" : "; " + fix)),
+        problem(std::move(problem)),
+        where(std::move(where)),
+        fix(std::move(fix)) {}
+
+  const std::string problem, where, fix;
+};
+
+// One axis: its size, or -1 and the name of a symbolic axis ("sequence", or a sum such as "past + sequence").
+struct Axis {
+  int64_t size;
+  std::string name;
+};
+
+struct TensorSpec {
+  std::string name;
+  std::string dtype;  // as in NumPy: "float32", "int64", "bool", "bfloat16"
+  std::vector<Axis> shape;
+};
+
+struct Options {
+  // Whether each file's sha256 is checked first; the manifest's always is.
+  bool verify = true;
+  // Which device of the artifact's kind.
+  int device = 0;
+  // CPU threads; 0 takes one for each core that the process may use.
+  int threads = 0;
+  // Whether outputs come to the host; a run then waits for them. No difference on a CPU.
+  bool host_outputs = false;
+};
+
+struct OutputDeleter {
+  void operator()(DLManagedTensorVersioned* tensor) const { tensor->deleter(tensor); }
+};
+// An output, on the artifact's device unless asked for on the host. Where the artifact runs as a CUDA graph, the next run writes it again.
+using Output = std::unique_ptr<DLManagedTensorVersioned, OutputDeleter>;
+
+// A loaded artifact. Threads may call one; calls take turns.
+class RELAXTUNE_API Artifact {
+ public:
+  static Artifact Load(const std::string& directory, const Options& options = {});
+  Artifact(Artifact&&) noexcept;
+  Artifact& operator=(Artifact&&) noexcept;
+  ~Artifact();
+
+  const std::string& model() const;
+  const std::vector<TensorSpec>& inputs() const;
+  const std::vector<TensorSpec>& outputs() const;
+  DLDevice device() const;
+
+  // Run once. Inputs come in the model's order. One that is on the device, compact and aligned to 64 bytes is read where
+  // it lies; any other is copied. On CUDA everything is put on `stream`, and nothing is waited for. A call that has
+  // exactly the sizes of a shape bucket goes to it; any other runs with symbolic sizes.
+  std::vector<Output> Run(const std::vector<DLTensor>& inputs, void* stream = nullptr);
+
+ private:
+  struct State;
+  explicit Artifact(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace relaxtune
+
+#endif  // RELAXTUNE_ARTIFACT_H_

@@ -1,0 +1,390 @@
+#include <relaxtune/artifact.h>
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/extra/json.h>
+#include <tvm/ffi/extra/module.h>
+#include <tvm/ffi/function.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+#include <mutex>
+#include <numeric>
+
+#include "manifest.h"
+
+namespace relaxtune {
+namespace {
+
+namespace ffi = tvm::ffi;
+using ffi::Tensor;
+
+// Compiled code reads its arguments in vectors of this many bytes.
+constexpr uintptr_t kAlignment = 64;
+// Of tvm/runtime/memory/memory_manager.h: memory is kept for the next call.
+constexpr int kPooled = 2;
+// Of tvm/runtime/device_api.h.
+constexpr int kExist = 0;
+// Of tvm/runtime/threading_backend.h: threads may run on all the CPUs given.
+constexpr int kShareAllCpus = -3;
+constexpr char kSaved[] = "relaxtune_saved_main";
+
+size_t Bytes(const DLTensor& tensor) {
+  int64_t count = std::accumulate(tensor.shape, tensor.shape + tensor.ndim, int64_t{1}, std::multiplies<int64_t>());
+  return (count * tensor.dtype.bits * tensor.dtype.lanes + 7) / 8;
+}
+
+const char* Start(const DLTensor& tensor) { return static_cast<const char*>(tensor.data) + tensor.byte_offset; }
+
+bool IsCompact(const DLTensor& tensor) {
+  if (tensor.strides == nullptr) return true;
+  int64_t expected = 1;
+  for (int axis = tensor.ndim - 1; axis >= 0; --axis) {
+    if (tensor.shape[axis] != 1 && tensor.strides[axis] != expected) return false;
+    expected *= tensor.shape[axis];
+  }
+  return true;
+}
+
+// A function of TVM's runtime. By its name, since the wheel lacks headers that the runtime's own headers include.
+ffi::Function Runtime(const char* name) { return ffi::Function::GetGlobalRequired(std::string("runtime.") + name); }
+
+Tensor Empty(const ffi::Shape& shape, DLDataType dtype, DLDevice device) {
+  static const ffi::Function allocate = Runtime("TVMTensorAllocWithScope");
+  return allocate(shape, dtype, device, nullptr).cast<Tensor>();
+}
+
+void Copy(const DLTensor& from, const Tensor& to) {
+  static const ffi::Function copy = Runtime("TVMTensorCopyFromTo");
+  copy(const_cast<DLTensor*>(&from), to);
+}
+
+Tensor Copied(const DLTensor& tensor, DLDevice device) {
+  Tensor copy = Empty(ffi::Shape(tensor.shape, tensor.shape + tensor.ndim), tensor.dtype, device);
+  Copy(tensor, copy);
+  return copy;
+}
+
+// A tensor over the caller's memory, for the time of one call.
+Tensor Borrowed(const DLTensor& tensor) {
+  auto* managed = new DLManagedTensor{tensor, nullptr, [](DLManagedTensor* self) { delete self; }};
+  return Tensor::FromDLPack(managed);
+}
+
+int UsableCpus(ffi::Array<ffi::String>* names) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  sched_getaffinity(0, sizeof(set), &set);
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+    if (CPU_ISSET(cpu, &set)) names->push_back(std::to_string(cpu));
+  return static_cast<int>(names->size());
+}
+
+// TVM keeps a pool of threads for each calling thread, so each sets its own, once.
+void ConfigureThreads(int threads) {
+  thread_local int configured = 0;
+  ffi::Array<ffi::String> cpus;
+  int wanted = threads > 0 ? threads : -1;
+  if (configured == wanted) return;
+  int usable = UsableCpus(&cpus);
+  Runtime("config_threadpool")(kShareAllCpus, threads > 0 ? threads : usable, cpus);
+  configured = wanted;
+}
+
+// The loader takes a path that it has opened before for the same file, and two artifacts must not share one state: so
+// the code gets a name that was never used.
+ffi::Module LoadCode(const std::string& path) {
+  std::string name = std::filesystem::temp_directory_path() / "relaxtune-XXXXXX";
+  if (mkdtemp(name.data()) == nullptr) throw Error("no folder can be made", name, "set TMPDIR to one that is writable");
+  std::filesystem::path folder(name), copy = folder / "model.so";
+  try {
+    std::filesystem::copy_file(path, copy);
+    ffi::Module module = ffi::Module::LoadFromFile(copy.string());
+    std::filesystem::remove_all(folder);
+    return module;
+  } catch (const std::exception& e) {
+    std::filesystem::remove_all(folder);
+    throw Error(std::string("it cannot be loaded: ") + e.what(), path, "compile the model again");
+  }
+}
+
+// A file in memory, page by page as it is read: weights would take their size twice otherwise.
+class MappedFile {
+ public:
+  explicit MappedFile(const std::string& path) {
+    int file = open(path.c_str(), O_RDONLY);
+    struct stat status {};
+    if (file >= 0 && fstat(file, &status) == 0) size = static_cast<size_t>(status.st_size);
+    void* mapped = size == 0 ? MAP_FAILED : mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file, 0);
+    if (file >= 0) close(file);
+    if (mapped == MAP_FAILED) throw Error("it cannot be read", path, "copy the artifact again");
+    data = static_cast<const char*>(mapped);
+  }
+  MappedFile(const MappedFile&) = delete;
+  ~MappedFile() { munmap(const_cast<char*>(data), size); }
+
+  const char* data = nullptr;
+  size_t size = 0;
+};
+
+std::map<std::string, Tensor> LoadWeights(const std::string& path, DLDevice device) {
+  std::map<std::string, Tensor> found;
+  if (!std::filesystem::exists(path)) return found;
+  // The format of safetensors: the header's size, the header as JSON, then the bytes of all tensors.
+  MappedFile file(path);
+  uint64_t header = 0;
+  const Error damaged("it is no safetensors file", path, "compile the model again");
+  if (file.size < sizeof(header)) throw damaged;
+  std::memcpy(&header, file.data, sizeof(header));
+  if (header > file.size - sizeof(header)) throw damaged;
+  const std::map<std::string, std::string> names = {
+      {"F64", "float64"}, {"F32", "float32"},   {"F16", "float16"}, {"BF16", "bfloat16"}, {"I64", "int64"},
+      {"I32", "int32"},   {"I16", "int16"},     {"I8", "int8"},     {"U64", "uint64"},    {"U32", "uint32"},
+      {"U16", "uint16"},  {"U8", "uint8"},      {"BOOL", "bool"},   {"F8_E4M3", "float8_e4m3fn"},
+      {"F8_E5M2", "float8_e5m2"}};
+  auto parsed = ffi::json::Parse(ffi::String(file.data + sizeof(header), header)).cast<ffi::json::Object>();
+  const char* data = file.data + sizeof(header) + header;
+  const uint64_t data_size = file.size - sizeof(header) - header;
+  const ffi::Function copy = Runtime("TVMTensorCopyFromBytes");
+  for (const auto& [key, value] : parsed) {
+    std::string name = key.cast<ffi::String>();
+    if (name == "__metadata__") continue;
+    auto entry = value.cast<ffi::json::Object>();
+    auto dtype = names.find(entry[ffi::String("dtype")].cast<ffi::String>());
+    if (dtype == names.end()) throw Error("weight " + name + " has a dtype that is not known", path, damaged.fix);
+    std::vector<int64_t> shape;
+    for (const ffi::Any& size : entry[ffi::String("shape")].cast<ffi::json::Array>()) shape.push_back(size.cast<int64_t>());
+    auto offsets = entry[ffi::String("data_offsets")].cast<ffi::json::Array>();
+    auto begin = offsets[0].cast<int64_t>(), end = offsets[1].cast<int64_t>();
+    Tensor tensor = Empty(ffi::Shape(shape), DtypeOf(dtype->second, path), device);
+    bool inside = begin >= 0 && end >= begin && static_cast<uint64_t>(end) <= data_size;
+    if (!inside || static_cast<size_t>(end - begin) != Bytes(*tensor.GetDLTensorPtr())) throw damaged;
+    if (end != begin) copy(tensor, const_cast<void*>(static_cast<const void*>(data + begin)), static_cast<int64_t>(end - begin));
+    found.emplace(name, tensor);
+  }
+  return found;
+}
+
+// The code of one set of shapes: the artifact's own, or a bucket's.
+class Code {
+ public:
+  Code(const std::string& directory, const CodeEntry& entry, const std::map<std::string, Tensor>& weights,
+       DLDevice device)
+      : entry_(entry),
+        device_(device),
+        machine_(LoadCode(directory + "/" + entry.file)->GetFunction("vm_load_executable").value()().cast<ffi::Module>()) {
+    std::vector<ffi::Any> setup = {static_cast<int>(device.device_type), device.device_id, kPooled};
+    if (device.device_type != kDLCPU) setup.insert(setup.end(), {static_cast<int>(kDLCPU), 0, kPooled});
+    Call("vm_initialization", setup);
+    for (const std::string& name : entry.weights) {
+      auto found = weights.find(name);
+      if (found == weights.end())
+        throw Error("it lacks the weight " + name, directory + "/params.safetensors", "compile the model again");
+      weights_.push_back(found->second);
+    }
+    if (entry.cuda_graph && IsStatic()) SaveWithBuffers();
+  }
+
+  const CodeEntry& entry() const { return entry_; }
+
+  std::vector<Tensor> Run(const std::vector<DLTensor>& inputs) {
+    std::vector<Tensor> arguments;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (!buffers_.empty()) {
+        if (Start(inputs[i]) != Start(*buffers_[i].GetDLTensorPtr())) Fill(buffers_[i], inputs[i]);
+        continue;
+      }
+      arguments.push_back(Argument(inputs[i]));
+    }
+    std::vector<Tensor> outputs = buffers_.empty() ? Machine(arguments) : Unpacked(Call(kSaved, {}));
+    if (!known_) Note(outputs, buffers_.empty() ? arguments : buffers_);
+    for (size_t number = 0; number < outputs.size(); ++number)
+      if (shared_[number]) outputs[number] = Copied(*outputs[number].GetDLTensorPtr(), device_);
+    return outputs;
+  }
+
+ private:
+  ffi::Any Call(const char* name, const std::vector<ffi::Any>& arguments) {
+    std::vector<ffi::AnyView> views(arguments.begin(), arguments.end());
+    ffi::Any result;
+    machine_->GetFunction(name).value().CallPacked(views.data(), static_cast<int>(views.size()), &result);
+    return result;
+  }
+
+  std::vector<Tensor> Machine(const std::vector<Tensor>& inputs) {
+    std::vector<ffi::Any> arguments(inputs.begin(), inputs.end());
+    arguments.insert(arguments.end(), weights_.begin(), weights_.end());
+    return Unpacked(Call("main", arguments));
+  }
+
+  static std::vector<Tensor> Unpacked(const ffi::Any& result) {
+    if (auto one = result.try_cast<Tensor>()) return {*one};
+    auto several = result.cast<ffi::Array<Tensor>>();
+    return {several.begin(), several.end()};
+  }
+
+  bool IsStatic() const {
+    for (const TensorSpec& spec : entry_.inputs)
+      for (const Axis& axis : spec.shape)
+        if (axis.size < 0) return false;
+    return true;
+  }
+
+  // A CUDA graph reads its inputs at fixed addresses.
+  void SaveWithBuffers() {
+    for (const TensorSpec& spec : entry_.inputs) {
+      std::vector<int64_t> shape;
+      for (const Axis& axis : spec.shape) shape.push_back(axis.size);
+      buffers_.push_back(Empty(ffi::Shape(shape), DtypeOf(spec.dtype, spec.name), device_));
+    }
+    std::vector<ffi::Any> arguments = {ffi::String("main"), ffi::String(kSaved), 1};
+    arguments.insert(arguments.end(), buffers_.begin(), buffers_.end());
+    arguments.insert(arguments.end(), weights_.begin(), weights_.end());
+    Call("save_function", arguments);
+  }
+
+  static void Fill(const Tensor& buffer, const DLTensor& input) {
+    if (IsCompact(input)) return Copy(input, buffer);
+    throw Error("its strides leave gaps", "an input", "give a compact tensor");
+  }
+
+  Tensor Argument(const DLTensor& input) const {
+    if (!IsCompact(input)) throw Error("its strides leave gaps", "an input", "give a compact tensor");
+    bool here = input.device.device_type == device_.device_type && input.device.device_id == device_.device_id;
+    bool aligned = reinterpret_cast<uintptr_t>(Start(input)) % kAlignment == 0;
+    return here && aligned ? Borrowed(input) : Copied(input, device_);
+  }
+
+  // Find out which outputs lie in memory of an input, a weight, a constant or an earlier output: they are copied. That is
+  // how the code was compiled, so it is the same in each call.
+  void Note(const std::vector<Tensor>& outputs, const std::vector<Tensor>& inputs) {
+    std::vector<Tensor> others(inputs);
+    others.insert(others.end(), weights_.begin(), weights_.end());
+    // A constant inside the code is where two runs put their output, although the first one's is still held.
+    if (weights_.empty() && buffers_.empty())
+      for (const Tensor& again : Machine(inputs)) others.push_back(again);
+    for (const Tensor& output : outputs) {
+      const DLTensor& one = *output.GetDLTensorPtr();
+      bool shared = false;
+      for (const Tensor& other : others) {
+        const DLTensor& taken = *other.GetDLTensorPtr();
+        shared = shared || (Start(one) < Start(taken) + Bytes(taken) && Start(taken) < Start(one) + Bytes(one));
+      }
+      shared_.push_back(shared);
+      others.push_back(output);
+    }
+    known_ = true;
+  }
+
+  CodeEntry entry_;
+  DLDevice device_;
+  ffi::Module machine_;
+  std::vector<Tensor> weights_, buffers_;
+  std::vector<bool> shared_;
+  bool known_ = false;
+};
+
+DLDevice DeviceOf(const Manifest& manifest, const Options& options, const std::string& directory) {
+  if (manifest.kind != "cuda") return {kDLCPU, 0};
+  if (dlopen("libtvm_runtime_cuda.so", RTLD_NOW | RTLD_GLOBAL) == nullptr)
+    throw Error(std::string("it is for a GPU, and TVM's runtime for CUDA cannot be loaded: ") + dlerror(), directory,
+                "put libtvm_runtime_cuda.so beside libtvm_runtime.so, and install CUDA's runtime");
+  DLDevice device{kDLCUDA, options.device};
+  if (!Runtime("GetDeviceAttr")(static_cast<int>(device.device_type), device.device_id, kExist).cast<bool>())
+    throw Error("it is for a GPU (" + manifest.arch + "), and there is no CUDA device " + std::to_string(options.device),
+                directory, "run it where there is one");
+  return device;
+}
+
+// Puts the work of a scope on a stream of the caller's.
+class OnStream {
+ public:
+  OnStream(DLDevice device, void* stream) : device_(device) {
+    if (device.device_type != kDLCPU)
+      TVMFFIEnvSetStream(device.device_type, device.device_id, stream, &before_);
+  }
+  ~OnStream() {
+    if (device_.device_type != kDLCPU)
+      TVMFFIEnvSetStream(device_.device_type, device_.device_id, before_, nullptr);
+  }
+
+ private:
+  DLDevice device_;
+  TVMFFIStreamHandle before_ = nullptr;
+};
+
+}  // namespace
+
+struct Artifact::State {
+  Manifest manifest;
+  DLDevice device;
+  Options options;
+  std::vector<Code> codes;  // the artifact's own, then its buckets'
+  std::mutex turn;
+};
+
+Artifact::Artifact(std::unique_ptr<State> state) : state_(std::move(state)) {}
+Artifact::Artifact(Artifact&&) noexcept = default;
+Artifact& Artifact::operator=(Artifact&&) noexcept = default;
+Artifact::~Artifact() = default;
+
+Artifact Artifact::Load(const std::string& directory, const Options& options) {
+  auto state = std::make_unique<State>();
+  state->manifest = ReadManifest(directory, options.verify);
+  const Manifest& manifest = state->manifest;
+  state->device = DeviceOf(manifest, options, directory);
+  state->options = options;
+  try {
+    ConfigureThreads(options.threads);
+    auto weights = LoadWeights(directory + "/params.safetensors", state->device);
+    state->codes.emplace_back(directory, manifest.main, weights, state->device);
+    for (const CodeEntry& bucket : manifest.buckets)
+      state->codes.emplace_back(directory, bucket, weights, state->device);
+  } catch (const ffi::Error& e) {
+    throw Error(std::string("it cannot be loaded: ") + e.message(), directory, "compile the model again");
+  }
+  return Artifact(std::move(state));
+}
+
+const std::string& Artifact::model() const { return state_->manifest.model; }
+const std::vector<TensorSpec>& Artifact::inputs() const { return state_->manifest.main.inputs; }
+const std::vector<TensorSpec>& Artifact::outputs() const { return state_->manifest.main.outputs; }
+DLDevice Artifact::device() const { return state_->device; }
+
+std::vector<Output> Artifact::Run(const std::vector<DLTensor>& inputs, void* stream) {
+  auto sizes = CheckInputs(state_->manifest, inputs);
+  std::lock_guard<std::mutex> turn(state_->turn);
+  Code* chosen = &state_->codes.front();
+  for (Code& code : state_->codes) {
+    const auto& bucket = code.entry().sizes;
+    bool fits = !bucket.empty();
+    for (const auto& [axis, size] : bucket) fits = fits && sizes[axis] == size;
+    if (fits) {
+      chosen = &code;
+      break;
+    }
+  }
+  std::vector<Output> outputs;
+  try {
+    ConfigureThreads(state_->options.threads);
+    OnStream on(state_->device, stream);
+    std::vector<Tensor> made = chosen->Run(inputs);
+    if (state_->options.host_outputs && state_->device.device_type != kDLCPU) {
+      for (Tensor& tensor : made) tensor = Copied(*tensor.GetDLTensorPtr(), {kDLCPU, 0});
+      Runtime("Device_StreamSync")(state_->device, reinterpret_cast<int64_t>(stream));
+    }
+    for (const Tensor& tensor : made) outputs.emplace_back(tensor.ToDLPackVersioned());
+  } catch (const ffi::Error& e) {
+    throw Error(std::string("the code refuses these inputs: ") + e.message(), state_->manifest.model, "");
+  }
+  return outputs;
+}
+
+}  // namespace relaxtune

@@ -1,0 +1,45 @@
+// What manifest.json says, as far as loading and running need it.
+#ifndef RELAXTUNE_SRC_MANIFEST_H_
+#define RELAXTUNE_SRC_MANIFEST_H_
+
+#include <relaxtune/artifact.h>
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace relaxtune {
+
+struct CodeEntry {
+  std::string file;
+  std::vector<TensorSpec> inputs, outputs;
+  std::vector<std::string> weights;
+  bool cuda_graph;
+  std::map<std::string, int64_t> sizes;  // of a shape bucket, by axis; none for the artifact's own code
+};
+
+struct Manifest {
+  std::string model, kind, arch, machine;
+  std::vector<std::string> cpu_features;
+  CodeEntry main;
+  std::vector<CodeEntry> buckets;
+  std::map<std::string, int64_t> maxima;
+  std::map<std::string, std::pair<std::string, int64_t>> files;  // name -> sha256, bytes
+};
+
+// Read a manifest and check its own hash; with `verify` also every file against its hash.
+Manifest ReadManifest(const std::string& directory, bool verify);
+
+// The bytes of a whole file.
+std::string ReadFile(const std::string& path);
+
+// Check the sizes and dtypes of a call, as the Python runtime does. Returns the size of each symbolic axis.
+std::map<std::string, int64_t> CheckInputs(const Manifest& manifest, const std::vector<DLTensor>& inputs);
+
+std::string DtypeName(DLDataType dtype);
+DLDataType DtypeOf(const std::string& name, const std::string& where);
+
+}  // namespace relaxtune
+
+#endif  // RELAXTUNE_SRC_MANIFEST_H_

@@ -1,0 +1,82 @@
+"""Run an artifact through the C functions, with ctypes and NumPy alone: LIBRARY DIR IN.npz OUT.npz."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import numpy as np
+
+_CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
+
+
+class Tensor(ctypes.Structure):
+    """DLTensor."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+class Managed(ctypes.Structure):
+    """DLManagedTensorVersioned."""
+
+
+Managed._fields_ = [
+    ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p),
+    ("deleter", ctypes.CFUNCTYPE(None, ctypes.POINTER(Managed))), ("flags", ctypes.c_uint64), ("tensor", Tensor),
+]  # fmt: skip
+
+
+def given(array: np.ndarray) -> Tensor:
+    """Return a view of an array, which the caller keeps."""
+    shape = (ctypes.c_int64 * array.ndim)(*array.shape)
+    bits = 8 if array.dtype == bool else array.dtype.itemsize * 8
+    return Tensor(array.ctypes.data, 1, 0, array.ndim, _CODES[array.dtype.kind], bits, 1, shape, None, 0)
+
+
+def taken(pointer: ctypes._Pointer[Managed]) -> np.ndarray:
+    """Return a copy of an output, and give the output back."""
+    tensor = pointer.contents.tensor
+    kind = {code: letter for letter, code in _CODES.items()}[tensor.code]
+    shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
+    dtype = np.dtype(bool if kind == "b" else f"{kind}{tensor.bits // 8}")
+    size = int(np.prod(shape)) * dtype.itemsize
+    array = np.frombuffer(ctypes.string_at(tensor.data, size), dtype).reshape(shape)
+    pointer.contents.deleter(pointer)
+    return array
+
+
+def main(library: str, directory: str, inputs: str, outputs: str) -> None:
+    """Load, run twice, write the second run's outputs."""
+    lib = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    lib.relaxtune_last_error.restype = lib.relaxtune_input_name.restype = ctypes.c_char_p
+    lib.relaxtune_output_name.restype = ctypes.c_char_p
+    lib.relaxtune_input_count.restype = lib.relaxtune_output_count.restype = ctypes.c_size_t
+    artifact = ctypes.c_void_p()
+
+    def check(status: int) -> None:
+        if status:
+            sys.exit(lib.relaxtune_last_error().decode())
+
+    options = (ctypes.c_int32 * 4)(1, 0, 0, 1)
+    check(lib.relaxtune_load(directory.encode(), options, ctypes.byref(artifact)))
+    names = [lib.relaxtune_input_name(artifact, ctypes.c_size_t(n)) for n in range(lib.relaxtune_input_count(artifact))]
+    with np.load(inputs) as stored:
+        arrays = [np.ascontiguousarray(stored[name.decode()]) for name in names]
+    tensors = (Tensor * len(arrays))(*map(given, arrays))
+    count = lib.relaxtune_output_count(artifact)
+    for _ in range(2):
+        made = (ctypes.POINTER(Managed) * count)()
+        check(lib.relaxtune_run(artifact, tensors, ctypes.c_size_t(len(arrays)), None, made))
+        results = {
+            lib.relaxtune_output_name(artifact, ctypes.c_size_t(n)).decode(): taken(made[n]) for n in range(count)
+        }
+    lib.relaxtune_free(artifact)
+    np.savez(outputs, **results)
+
+
+main(*sys.argv[1:])

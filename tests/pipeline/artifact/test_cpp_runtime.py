@@ -1,0 +1,151 @@
+"""The C++ runtime, built and installed once: the bits of the Python runtime, in C++ and in C, and errors."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import tvm
+import tvm_ffi
+from onnx import helper
+
+import relaxtune
+from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, MODULE_FILE, PARAMS_FILE
+from relaxtune.pipeline.artifact.runtime import Module
+from tests.pipeline.importer.onnx_cases import make_model
+
+SOURCES = Path(relaxtune.__file__).parent / "pipeline/artifact/cpp"
+HERE = Path(__file__).parent / "cpp"
+WIDTH = 32
+
+pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+
+
+def cmake(*words: object) -> None:
+    done = subprocess.run(["cmake", *map(str, words)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where the runtime is installed, with a program that was built with its CMake package."""
+    folder = tmp_path_factory.mktemp("cpp")
+    wheels = [f"-DTVM_WHEEL={Path(tvm.__file__).parent}", f"-DTVM_FFI_WHEEL={Path(tvm_ffi.__file__).parent}"]
+    cmake("-S", SOURCES, "-B", folder / "build", *wheels, "-DRELAXTUNE_EXAMPLE=OFF", "-DCMAKE_BUILD_TYPE=")
+    cmake("--build", folder / "build", "--parallel", "2")
+    cmake("--install", folder / "build", "--prefix", folder / "prefix")
+    cmake("-S", HERE, "-B", folder / "program", f"-DCMAKE_PREFIX_PATH={folder / 'prefix'}")
+    cmake("--build", folder / "program")
+    return folder
+
+
+def through_c(runtime: Path, artifact: Path, inputs: dict[str, np.ndarray], folder: Path) -> dict[str, np.ndarray]:
+    """Return the outputs of the C functions, or raise with their message."""
+    np.savez(folder / "inputs.npz", **inputs)
+    library = runtime / "prefix/lib/librelaxtune_runtime.so"
+    words = [sys.executable, HERE / "client.py", library, artifact, folder / "inputs.npz", folder / "outputs.npz"]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip())
+    with np.load(folder / "outputs.npz") as stored:
+        return {name: stored[name] for name in stored.files}
+
+
+def assert_same(runtime: Path, artifact: Path, inputs: dict[str, np.ndarray], folder: Path) -> None:
+    expected, got = Module.load(artifact).run(inputs), through_c(runtime, artifact, inputs, folder)
+    assert list(got) == list(expected)
+    for name, array in expected.items():
+        assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape)
+        assert got[name].tobytes() == array.tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an artifact of symbolic rows with a bucket of four of them."""
+    folder, rng = tmp_path_factory.mktemp("layers"), np.random.default_rng(0)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Relu", ["a"], ["y"])]
+    spec = ("float32", ("n", WIDTH))
+    weight = rng.standard_normal((WIDTH, WIDTH)).astype("float32")
+    onnx.save(make_model(nodes, {"x": spec}, {"y": spec}, {"w": weight}).proto, folder / "layers.onnx")
+    return relaxtune.compile(
+        folder / "layers.onnx", folder / "artifact", target="llvm", samples=0, buckets={"n": (4,)}
+    ).directory
+
+
+def rows(count: int) -> np.ndarray:
+    return np.random.default_rng(count).standard_normal((count, WIDTH)).astype("float32")
+
+
+def test_c_gives_the_bits_of_python(
+    runtime: Path, artifact: Path, bert_inputs: dict[str, np.ndarray], layers: Path, tmp_path: Path
+) -> None:
+    assert_same(runtime, artifact, bert_inputs, tmp_path)
+    for count in (1, 4, 7):  # the second one is the bucket
+        assert_same(runtime, layers, {"x": rows(count)}, tmp_path)
+
+
+def test_outputs_that_are_inputs_or_constants_are_copies(runtime: Path, tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Not", ["flags"], ["turned"]),
+        helper.make_node("Identity", ["numbers"], ["same"]),
+        helper.make_node("Identity", ["held"], ["constant"]),
+    ]
+    inputs = {"flags": ("bool", (3,)), "numbers": ("int64", (2, 2))}
+    outputs = {"turned": ("bool", (3,)), "same": ("int64", (2, 2)), "constant": ("float32", (8,))}
+    onnx.save(make_model(nodes, inputs, outputs, {"held": np.arange(8, dtype="float32")}).proto, tmp_path / "odd.onnx")
+    made = relaxtune.compile(tmp_path / "odd.onnx", tmp_path / "artifact", target="llvm", samples=0).directory
+    given = {"flags": np.array([True, False, True]), "numbers": np.arange(4).reshape(2, 2)}
+    assert_same(runtime, made, given, tmp_path)
+
+
+def test_a_program_of_the_cmake_package_runs_and_catches_errors(runtime: Path, layers: Path, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(rows(5).tobytes())
+    words = [runtime / "program/program", layers, tmp_path / "x", tmp_path / "y", 5]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "expected dtype float32, got float16|layers, input x|the model takes x: float32[n, 32]",
+        "got shape 5x31|layers, input x|the model takes x: float32[n, 32]",
+    ]
+    assert (tmp_path / "y").read_bytes() == Module.load(layers).run({"x": rows(5)})["y"].tobytes()
+
+
+def _other_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _altered_manifest(folder: Path) -> None:
+    path = folder / MANIFEST_FILE
+    path.write_text(path.read_text().replace('"model": "layers"', '"model": "others"'))
+
+
+def _without_weights(folder: Path) -> None:
+    (folder / PARAMS_FILE).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: _other_byte(folder / MODULE_FILE), r"model\.so: it was changed after it was written"),
+        (lambda folder: _other_byte(folder / PARAMS_FILE), r"params\.safetensors: it was changed after"),
+        (_altered_manifest, r"manifest\.json: it was changed after it was written: its content is not what its sha256"),
+        (_without_weights, r"params\.safetensors: the artifact lacks this file; copy the artifact again"),
+        (lambda folder: (folder / "other").touch(), r"other: the manifest does not know this file; remove it"),
+        (lambda folder: (folder / MANIFEST_FILE).unlink(), r"this is no artifact: it has no manifest\.json"),
+    ],
+)
+def test_a_damaged_artifact_is_refused(
+    runtime: Path, layers: Path, tmp_path: Path, damage: Callable[[Path], None], said: str
+) -> None:
+    copy = shutil.copytree(layers, tmp_path / "copy")
+    damage(copy)
+    with pytest.raises(RuntimeError, match=said):
+        through_c(runtime, copy, {"x": rows(2)}, tmp_path)
