@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 import shutil
 import time
@@ -41,8 +42,11 @@ from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
 from relaxtune.pipeline.precision.recorded import PolicyEntry, policy_entry
+from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.schedules.libraries.vendors import libraries_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -261,14 +265,23 @@ def _library_sources(compiled: CompiledModule) -> list[Path]:
 def _link(compiled: CompiledModule, path: Path) -> float:
     started = time.perf_counter()
     try:
-        with temporary_folder() as directory:
-            objects = compile_library_objects(_library_sources(compiled), Path(directory))
-            # TVM's own folder for the objects would be left by a killed run, and swept by none.
-            compiled.executable.export_library(
-                str(path), workspace_dir=str(directory), addons=[str(made) for made in objects]
-            )
+        try:
+            _export(compiled, path)
+        except RuntimeError as e:
+            # The compiler, or the linker that it calls, may have been killed from outside: no fault of the module.
+            logger.warning("linking %s failed and is tried once more: %s", MODULE_FILE, last_line(e))
+            _export(compiled, path)
     except (RuntimeError, ValueError, FileNotFoundError) as e:
         raise LoweringError(
             f"linking {MODULE_FILE} failed: {e}. It needs a C++ compiler on the path (Debian: apt install g++)"
         ) from e
     return time.perf_counter() - started
+
+
+def _export(compiled: CompiledModule, path: Path) -> None:
+    with temporary_folder() as directory:
+        objects = compile_library_objects(_library_sources(compiled), Path(directory))
+        # TVM's own folder for the objects would be left by a killed run, and swept by none.
+        compiled.executable.export_library(
+            str(path), workspace_dir=str(directory), addons=[str(made) for made in objects]
+        )

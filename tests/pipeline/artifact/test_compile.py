@@ -237,6 +237,18 @@ def test_embedded_weights_make_no_parameter_file(
         np.testing.assert_allclose(got, expected[name], rtol=1e-5, atol=1e-5)
 
 
+def test_a_linker_that_is_killed_from_outside_does_not_end_the_compilation(
+    compiled: CompiledModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed, compiler = tmp_path / "killed", tmp_path / "c++"
+    compiler.write_text(f'#!/bin/sh\n[ -e {killed} ] && exec g++ "$@"\ntouch {killed}\nkill -9 $$\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert write_artifact(compiled, tmp_path / "out").files["model.so"].bytes
+    assert killed.exists()
+    assert "tried once more" in caplog.text
+
+
 def test_a_failed_link_says_what_it_needs(
     compiled: CompiledModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
