@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
+from tvm.runtime.vm import VMInstrumentReturnKind
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.inputs import random_inputs
@@ -17,6 +18,7 @@ from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact.size_graphs import SizeGraphs
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.schedules.targets import resolve_target
@@ -35,11 +37,14 @@ def model() -> OnnxModel:
 
 @pytest.fixture(scope="module")
 def artifact(model: OnnxModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(model, tmp_path_factory.mktemp("symbolic") / "artifact", {})
+
+
+def compiled(model: OnnxModel, directory: Path, maxima: dict[str, int]) -> Path:
     target = resolve_target("cuda")
-    lowered = lower(import_model(model), target.target, LoweringOptions(precision="fp16"))
+    lowered = lower(import_model(model), target.target, LoweringOptions(precision="fp16", maxima=maxima))
     environment = detect_environment(target)
     choices = select_kernels(lowered, (), database=None, target=target, environment=environment)
-    directory = tmp_path_factory.mktemp("symbolic") / "artifact"
     write_artifact(compile_module(lowered, choices, target), directory)
     return directory
 
@@ -115,3 +120,26 @@ def test_memory_stays_the_same_over_many_sizes(model: OnnxModel, artifact: Path)
             free.append(tvm.cuda(0).available_global_memory)
     # The pool holds 64 sets of sizes at most, of less than 4 MB each.
     assert free[0] - free[-1] < 256 * 2**20
+
+
+def test_nothing_is_allocated_in_a_run_that_has_a_maximum(model: OnnxModel, artifact: Path, tmp_path: Path) -> None:
+    names: list[str] = []
+
+    def note(_function: object, name: str, before: bool, *_others: object) -> int:
+        names.extend([name] if before else [])
+        return int(VMInstrumentReturnKind.NO_OP)
+
+    def allocations(module: Module) -> int:
+        # The first call takes the planned memory.
+        for sizes in SIZES:
+            names.clear()
+            module._machine.set_instrument(note)
+            module._run_kernels(module.to_device(feeds(model, sizes, 0)))
+            module._machine.set_instrument(None)
+        return sum("alloc_storage" in name for name in names)
+
+    assert allocations(Module.load(artifact)) > 0
+    planned = Module.load(compiled(model, tmp_path / "planned", {"batch": 3, "sequence": 64}))
+    assert allocations(planned) == 0
+    with pytest.raises(PipelineError, match="64"):
+        planned.run(feeds(model, (1, 65), 0))
