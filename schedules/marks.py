@@ -21,6 +21,8 @@ KERNEL_ATTR = "relaxtune.tirx_kernel"
 KERNELS_ATTR = "relaxtune.kernels"
 #: The function is one of symbolic sizes at one set of them. No trace is searched for it: a table's kernels take others.
 AT_SIZES_ATTR = "relaxtune.at_sizes"
+#: The most rows that calls of a function with a symbolic number of rows have; more are right too, and may be slow.
+ROWS_MAX_ATTR = "relaxtune.rows_max"
 #: Names of the C sources of `schedules/libraries` that a module with the function must be linked with.
 SOURCES_ATTR = "relaxtune.library_sources"
 #: On the root block of a schedule: its copies to shared memory are asynchronous where its loops ask for it.

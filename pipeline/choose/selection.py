@@ -19,6 +19,7 @@ from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, TAKEN, Candidate
 from relaxtune.pipeline.choose.model_records import ModelDecision
 from relaxtune.pipeline.choose.replay import as_scheduled, replay_record
 from relaxtune.pipeline.choose.tables import choose_table
+from relaxtune.pipeline.codegen.planned_memory import largest_size
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.module import LoweredModule
@@ -26,10 +27,11 @@ from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tasks.extract import as_workload
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.schedules.marks import is_scheduled
+from relaxtune.schedules.marks import ROWS_MAX_ATTR, is_scheduled
 from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Parameters, TemplateError
+from relaxtune.schedules.templates.ranges import symbolic_rows
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Environment, Route, TuningRecord
 from relaxtune.tuning_db.standing import without_ties
@@ -76,7 +78,7 @@ def select_kernels(
     for function in lowered.kernels:
         task = by_function.get(function)
         if task is None:
-            func = as_workload(lowered.mod[function])["main"]
+            func = untuned_function(lowered, function)
             own = (lowered.graph.name, function)
             sizes = [(of.rows, one) for one in tasks for of in one.tables if (of.model, of.function) == own]
             table = None
@@ -90,6 +92,14 @@ def select_kernels(
         choices.append(choice)
     _log_choices(choices)
     return tuple(choices)
+
+
+def untuned_function(lowered: LoweredModule, function: str) -> tirx.PrimFunc:
+    """Return a function that has no tuning task as templates are asked for it: with the most rows that it will have."""
+    func = as_workload(lowered.mod[function])["main"]
+    rows = symbolic_rows(func)
+    most = None if rows is None else largest_size(rows, lowered.options.maxima)
+    return func if most is None else func.with_attr(ROWS_MAX_ATTR, most)
 
 
 def tasks_without_record(choices: Sequence[KernelChoice]) -> tuple[str, ...]:

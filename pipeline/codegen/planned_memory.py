@@ -27,7 +27,7 @@ def planned_bytes(mod: tvm.ir.IRModule) -> int | None:
         def visit(expr: tvm.ir.Expr, maxima: Mapping[str, int] = maxima) -> None:
             if isinstance(expr, tvm.ir.Call) and str(getattr(expr.op, "name", "")) == _ALLOC_STORAGE:
                 extents = list(expr.args[0].values) if isinstance(expr.args[0], relax.ShapeExpr) else []
-                sizes.extend([_largest(extent, maxima) for extent in extents] or [None])
+                sizes.extend([largest_size(extent, maxima) for extent in extents] or [None])
 
         relax.analysis.post_order_visit(function, visit)
     known = [size for size in sizes if size is not None]
@@ -58,7 +58,7 @@ def largest_shape(value: relax.Expr, maxima: Mapping[str, int]) -> list[int] | N
     shape = getattr(value.ty, "shape", None)
     if shape is None:
         return None
-    largest = [number for size in shape if (number := _largest(size, maxima)) is not None]
+    largest = [number for size in shape if (number := largest_size(size, maxima)) is not None]
     return largest if len(largest) == len(shape) else None
 
 
@@ -67,7 +67,8 @@ def entries(mod: tvm.ir.IRModule) -> list[tuple[tvm.ir.GlobalVar, relax.Function
     return [(var, function) for var, function in mod.functions_items() if isinstance(function, relax.Function)]
 
 
-def _largest(size: tirx.Expr, maxima: Mapping[str, int]) -> int | None:
+def largest_size(size: tirx.Expr, maxima: Mapping[str, int]) -> int | None:
+    """Return a size where every axis that it is made of is the largest; None where one has no maximum."""
     known = {var: tirx.IntImm("int64", maxima[var.name]) for var in find_all(size, tirx.Var) if var.name in maxima}
     number = Analyzer().simplify(substitute(size, known))
     return int(number) if isinstance(number, tirx.IntImm) else None

@@ -25,6 +25,7 @@ from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact_jobs import manifest_model
 from relaxtune.pipeline.bisect.subject import lowering_options
 from relaxtune.pipeline.choose.replay import as_scheduled, replay_record
+from relaxtune.pipeline.choose.selection import untuned_function
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.errors import ArtifactError, LoweringError
 from relaxtune.pipeline.importer import import_model
@@ -236,7 +237,7 @@ def _choice(
             raise LoweringError(f"its table of kernels cannot be made any more: {e}") from e
         return replace(choice, decision=entry.table, of_sizes=True, scheduled=scheduled)
     if entry.record_id is None or task is None:
-        func = lowered.mod[entry.function] if task is None else task.mod["main"]
+        func = untuned_function(lowered, entry.function) if task is None else task.mod["main"]
         offered = (one.to_json() for one in list_candidates(func, target)[0])
         decision = next((one for one in offered if _sha256(one) == entry.decision_sha256), None)
         if decision is None:

@@ -17,9 +17,9 @@ from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.tasks.extract import as_workload, called_kernels, make_task, untunable_reason
 from relaxtune.pipeline.tasks.task import SizeOfTable, TuningTask
 from relaxtune.schedules.marks import AT_SIZES_ATTR
-from relaxtune.schedules.registry import list_candidates
+from relaxtune.schedules.registry import RANGES
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.ranges import RangesParameters, symbolic_rows
+from relaxtune.schedules.templates.ranges import symbolic_rows
 from relaxtune.schedules.tir.at_sizes import at_sizes, size_at
 
 # Points of a histogram, and what their weights add up to.
@@ -70,7 +70,7 @@ def tasks_of_tables(
     found: dict[str, TuningTask] = {}
     for name, func, calls in called_kernels(lowered):
         count = symbolic_rows(func) if untunable_reason(func) is not None else None
-        if count is None or not any(isinstance(one, RangesParameters) for one in list_candidates(func, target)[0]):
+        if count is None or RANGES.refuses(func, target) is not None:
             continue
         for point in points:
             sizes = lowered.with_tokens(point.sizes)

@@ -6,6 +6,7 @@ which for seven kernels in one function took six times as long as for the seven 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -15,12 +16,14 @@ from tvm import tirx
 from tvm.ir import Call, StringImm
 
 from relaxtune.schedules.marks import KERNELS_ATTR
+from relaxtune.schedules.tir.blocks import shape_of, static_shape
 
 #: What must hold, and the text of the error where it does not.
 Check: TypeAlias = "tuple[tirx.Expr, str]"
 
 # Stands for a kernel in the function that chooses; never compiled.
 _PLACE = "relaxtune_kernel_place"
+_ELEMENTS_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,13 @@ def launch_first(
     body = tirx.SeqStmt([*asserts, tirx.IfThenElse(work > tirx.IntImm("int64", 0), body, None)])
     made = _with_attrs(tirx.PrimFunc(first.params, body, first.ret_type), first)
     return made.with_attr(KERNELS_ATTR, len(kernels))
+
+
+def element_checks(func: tirx.PrimFunc) -> list[Check]:
+    """Return that 32 bits, in which kernels count, count the elements of each tensor of symbolic shape."""
+    shapes = [shape for param in func.params if (shape := shape_of(param)) and static_shape(param) is None]
+    why = f"a tensor has more than {_ELEMENTS_MAX} elements; make smaller batches"
+    return [(math.prod(shape) <= tirx.IntImm("int64", _ELEMENTS_MAX), why) for shape in shapes]
 
 
 def is_table(func: tirx.PrimFunc) -> bool:

@@ -24,10 +24,11 @@ from typing import Any, ClassVar, Self
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.marks import ROWS_MAX_ATTR
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import OPEN_ROWS, Parameters, Template, TemplateError, template_of
-from relaxtune.schedules.templates.launch_table import launch_first
-from relaxtune.schedules.tir.blocks import shape_of, static_shape, written_params
+from relaxtune.schedules.templates.launch_table import element_checks, launch_first
+from relaxtune.schedules.tir.blocks import shape_of, written_params
 
 #: Numbers of rows that kernels are planned for where nothing was measured.
 PLANNED_ROWS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
@@ -42,7 +43,6 @@ _LISTED = 4
 _EQUAL_US, _EQUAL_MEMORY_US = 0.05, 0.2
 # Each kernel takes half a second to compile. It is worth that where the calls of all ranges take that much less.
 _WORTH, _KERNELS_MAX = 0.015, 5
-_INDEX_MAX = 2**31 - 1
 _KNOWN = Refusal("its output's shape is known (the other templates make such functions)")
 
 
@@ -109,12 +109,16 @@ class Ranges:
         if symbolic_rows(func) is None:
             return _KNOWN
         planned, bounds = (PLANNED_ROWS, DEFAULT_RANGES) if rows is None else ((rows,), (rows,))
-        found = self._proposed(func, target, planned)
+        if rows is None and func.attrs and ROWS_MAX_ATTR in func.attrs:
+            planned, bounds = (_up_to(int(func.attrs[ROWS_MAX_ATTR]), sizes) for sizes in (planned, bounds))
+        found = self._proposed(func, target, planned, PLANNED_ROWS[-1] if rows is None else rows)
         if isinstance(found, Refusal):
             return found
         maker, proposed = found
         calls = [(bounds[number - 1] + 1 if number else 1, most) for number, most in enumerate(bounds)]
         times = _times(maker, func, target, proposed, calls)
+        # The last kernel is for all above, too.
+        bounds = (*bounds[:-1], max(bounds[-1], OPEN_ROWS)) if rows is None else bounds
         if not times:
             return [RangesParameters((SizeRange(bounds[-1], proposed[0].to_json()),))]
         # Loads of many rows, where few exist, are slow (H200: 1.1 to 1.4 times as long with 1 to 16 rows): the kernel
@@ -196,9 +200,7 @@ class Ranges:
         for (most, _, _), number in reversed(list(zip(chosen[:-1], numbers[:-1], strict=True))):
             taken = tirx.Select(count <= tirx.IntImm("int64", most), tirx.IntImm("int32", number), taken)
         within = [taken == number for number in range(len(kernels) - 1)]
-        most_rows = _most_rows(func)
-        why = f"too many rows: a tensor has 2**31 elements or more, this kernel takes {most_rows} rows"
-        return launch_first(func, within, kernels, count, [(count <= tirx.IntImm("int64", most_rows), why)])
+        return launch_first(func, within, kernels, count, element_checks(func))
 
     def predict_us(
         self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
@@ -211,14 +213,14 @@ class Ranges:
         return RangesParameters.from_json(decision)
 
     def _proposed(
-        self, func: tirx.PrimFunc, target: ResolvedTarget, planned: Sequence[int]
+        self, func: tirx.PrimFunc, target: ResolvedTarget, planned: Sequence[int], most: int
     ) -> tuple[Template, list[Parameters]] | Refusal:
-        """Return the first template to make the function for the most rows, and what it proposes for all numbers."""
-        found = self._offered(func, target, planned[-1])
+        """Return the first template to make the function for `most` rows, and what it proposes for those planned."""
+        found = self._offered(func, target, most)
         if isinstance(found, Refusal):
             return found
         maker, offered = found
-        proposed = list(offered[:_LISTED])
+        proposed = list(offered[:_LISTED]) if planned[-1] == most else []
         for least, most in zip((0, *planned), planned, strict=False):
             for rows in ((least + most) // 2, most):
                 others = maker.candidates(func, target, rows)
@@ -244,6 +246,12 @@ class Ranges:
         if maker is None:
             raise TemplateError(f"template {name!r} is not known here, expected one of {', '.join(self._makers)}.")
         return maker, maker.parse(decision)
+
+
+def _up_to(most: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the sizes up to the first that is `most` or more; two at least."""
+    end = next((number for number, size in enumerate(sizes) if size >= most), len(sizes) - 1)
+    return tuple(sizes[: max(2, end + 1)])
 
 
 def _times(
@@ -307,12 +315,6 @@ def symbolic_rows(func: tirx.PrimFunc) -> tirx.Expr | None:
     widest = max(shapes, key=lambda shape: shape[-1] if isinstance(shape[-1], int) else 0)
     rows, elements = math.prod(widest[:-1]), math.prod(widest)
     return next((count for count in (rows, elements) if not isinstance(count, int)), None)
-
-
-def _most_rows(func: tirx.PrimFunc) -> int:
-    """Return how many rows have elements that 32 bits count, of the widest tensor."""
-    shapes = [shape for param in func.params if (shape := shape_of(param)) and static_shape(param) is None]
-    return _INDEX_MAX // max(math.prod(size for size in shape if isinstance(size, int)) for shape in shapes)
 
 
 def _independent(parameters: Parameters) -> Parameters:

@@ -29,7 +29,7 @@ from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.sizes import Size, variables_of
 from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
 from relaxtune.schedules.templates.attention.recognise import bias_bytes
-from relaxtune.schedules.templates.attention.sizes import INDEX_MAX, variables_in, with_values
+from relaxtune.schedules.templates.attention.sizes import variables_in, with_values
 from relaxtune.schedules.templates.attention_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.attention_sm90.plan import (
     AttentionParameters,
@@ -44,8 +44,7 @@ from relaxtune.schedules.templates.attention_sm90.template import (
     recognise_attention,
 )
 from relaxtune.schedules.templates.base import Parameters, TemplateError, cuda_limits, template_of
-from relaxtune.schedules.templates.launch_table import Check, launch_first
-from relaxtune.schedules.tir.blocks import shape_of, static_shape
+from relaxtune.schedules.templates.launch_table import element_checks, launch_first
 
 # The points that kernels are planned for: each is the most of its line, and the last one is for all above, too.
 _BATCHES = (1, 4, 16, 64)
@@ -170,7 +169,7 @@ class AttentionTable:
             number = tirx.Select(tirx.all(*keeps), tirx.IntImm("int32", line.kernel), number)
         is_kernel = [number == kernel for kernel in range(len(kernels) - 1)]
         work = spec.batch * spec.queries * spec.keys
-        return launch_first(func, is_kernel, kernels, work, _checks(func))
+        return launch_first(func, is_kernel, kernels, work, element_checks(func))
 
     def predict_us(
         self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
@@ -318,10 +317,3 @@ def _found(lines: Sequence[Line], point: Mapping[str, int]) -> int:
 
 def _names(size: Size) -> list[str]:
     return list(variables_of([[size]]))
-
-
-def _checks(func: tirx.PrimFunc) -> list[Check]:
-    """Return that 32 bits count the elements of each tensor."""
-    shapes = [shape for param in func.params if (shape := shape_of(param)) and static_shape(param) is None]
-    why = f"a tensor of attention has more than {INDEX_MAX} elements; make smaller batches"
-    return [(math.prod(shape) <= tirx.IntImm("int64", INDEX_MAX), why) for shape in shapes]

@@ -8,10 +8,10 @@ import pytest
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.marks import LAUNCH_ATTR
+from relaxtune.schedules.marks import LAUNCH_ATTR, ROWS_MAX_ATTR
 from relaxtune.schedules.registry import TEMPLATES
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
-from relaxtune.schedules.templates.base import TemplateError
+from relaxtune.schedules.templates.base import OPEN_ROWS, TemplateError
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
 from relaxtune.schedules.templates.ranges import Ranges, RangesParameters, SizeRange, symbolic_rows
 from tests.schedules.templates.matmul_cases import MatmulCase
@@ -53,8 +53,8 @@ def test_every_range_has_a_kernel_of_one_function(target: ResolvedTarget) -> Non
     text = made.script()
     assert text.count("tirx.device_entry") == 2
     assert "T.Select(batch * length <= T.int64(64), 0, 1)" in text
-    # Of 2**31 elements of 768 columns.
-    assert "batch * length <= T.int64(2796202)" in text
+    # Of tensors, whatever counts as a row.
+    assert "batch * length * T.int64(768) <= T.int64(2147483647)" in text
 
 
 def test_a_kernel_that_waits_for_none_makes_all_wait(target: ResolvedTarget) -> None:
@@ -74,6 +74,19 @@ def test_default_has_fewer_kernels_than_ranges_and_is_for_any_number(target: Res
     assert isinstance(made, tirx.PrimFunc)
     # Few rows may have a kernel of their own of a decision that another range has too.
     assert made.script().count("tirx.device_entry") in (kernels, kernels + 1)
+
+
+def test_table_of_few_rows_has_few_kernels_and_is_for_more_rows_too(target: ResolvedTarget) -> None:
+    every, few = (
+        Ranges(TEMPLATES).candidates(func, target)[0].ranges
+        for func in (CASE.func(), CASE.func().with_attr(ROWS_MAX_ATTR, 32))
+    )
+    assert [one.most for one in few] == [16, OPEN_ROWS]
+    # The best for up to 32 rows, planned for tiles of all rows.
+    assert few[0] == every[0]
+    made = Ranges(TEMPLATES).apply(CASE.func().with_attr(ROWS_MAX_ATTR, 32), target, RangesParameters(few))
+    assert isinstance(made, tirx.PrimFunc)
+    assert ROWS_MAX_ATTR not in made.attrs
 
 
 def test_ranges_of_one_decision_share_a_kernel_planned_for_the_most_rows(target: ResolvedTarget) -> None:
@@ -101,3 +114,11 @@ def test_static_functions_and_shared_sums_are_refused(target: ResolvedTarget) ->
 
 def test_rows_are_all_axes_of_the_output_but_the_last() -> None:
     assert str(symbolic_rows(CASE.func())) == "batch * length"
+
+
+def test_calls_are_limited_by_the_elements_of_tensors_not_by_what_a_row_is(target: ResolvedTarget) -> None:
+    """ViT's images: rows are images times patches, and a call of 25 images had been refused."""
+    images = replace(CASE, rows=(BATCH, 197)).func()
+    text = Ranges(TEMPLATES).apply(images, target, table((4096, MANY))).script()
+    assert "batch * T.int64(197) * T.int64(768) <= T.int64(2147483647)" in text
+    assert "batch * T.int64(197) <= T.int64(1419" not in text
