@@ -31,9 +31,9 @@ from relaxtune.schedules.templates.launch_table import element_checks, launch_fi
 from relaxtune.schedules.tir.blocks import shape_of, written_params
 
 #: Numbers of rows that kernels are planned for where nothing was measured.
-PLANNED_ROWS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
+PLANNED_ROWS: tuple[int, ...] = (16, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
 #: The most rows of each range, which takes one of those kernels; the last one is for all above, too.
-DEFAULT_RANGES = (
+DEFAULT_RANGES: tuple[int, ...] = (
     *(16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048),
     *(2560, 3072, 3584, 4096, 5120, 6144, 8192, 12288, 16384),
 )
