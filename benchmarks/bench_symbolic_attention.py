@@ -10,21 +10,16 @@ of launches over rotating buffers that do not fit the L2 cache together. Needs T
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_attention_sm90 import BYTES_PER_TURN, ERROR_MAX, Case, heads_of, inputs, reference, specification
-from benchmarks.bench_symbolic_gemm import captured
-from benchmarks.gpu_arms.results import machine
+from benchmarks.bench_symbolic_gemm import captured, compare_tables, table_parser
+from benchmarks.cubins import time_by_turns
 
 _COPIES_MAX = 24
 Make = Callable[[Any, Any], Case]
@@ -94,49 +89,24 @@ def measure(name: str, batch: int, length: int, library: Any, rounds: int) -> di
         torch.cuda.synchronize()
         right, found = reference(entry, buffers[0]), heads_of(entry, buffers[0], "output").float()
         errors[arm] = float((found - right).norm() / right.norm())
-    times: dict[str, list[float]] = {arm: [] for arm in arms}
-    for _ in range(rounds):
-        for arm, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[arm].append(begin.elapsed_time(end) * 1e3 / copies)
+    times = time_by_turns(graphs, copies, rounds)
     medians = {arm: statistics.median(values) for arm, values in times.items()}
     return {**medians, "ratio": medians["symbolic"] / medians["static"], "errors": errors, "copies": copies}
 
 
 def main() -> None:
     """Build, check, time, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=".")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    names = [name for name in CASES if re.search(arguments.cases, name)]
-    found: dict[str, Any] = {**machine(), "kernels": {}, "cases": {}}
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(16, get_context("spawn")) as pool:
-        for kernels in pool.map(build, names, [folder] * len(names)):
-            found["kernels"].update(kernels)
-        import tvm
-
-        for name in names:
-            library = tvm.runtime.load_module(f"{folder}/{name}.so")
-            for batch, length in CASES[name][1]:
-                result = measure(name, batch, length, library, arguments.rounds)
-                worst = max(result["errors"].values())
-                found["cases"][f"{name}-{batch}x{length}"] = result
-                print(
-                    f"{name} {batch}x{length}: symbolic {result['symbolic']:.2f} us, static {result['static']:.2f} us, "
-                    f"ratio {result['ratio']:.3f}, {'' if worst <= ERROR_MAX else 'WRONG '}errors {result['errors']}",
-                    flush=True,
-                )
-                if arguments.out:
-                    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
-    ratios = [result["ratio"] for result in found["cases"].values()]
-    print(f"geometric mean {statistics.geometric_mean(ratios):.3f}, greatest {max(ratios):.3f}")
-    print(f"kernels {found['kernels']}")
+    arguments = table_parser(__doc__).parse_args()
+    compare_tables(
+        [name for name in CASES if re.search(arguments.cases, name)],
+        build,
+        lambda name, library: (
+            (f"{name} {batch}x{length}", measure(name, batch, length, library, arguments.rounds))
+            for batch, length in CASES[name][1]
+        ),
+        ERROR_MAX,
+        arguments.out,
+    )
 
 
 if __name__ == "__main__":

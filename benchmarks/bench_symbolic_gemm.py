@@ -16,14 +16,16 @@ import math
 import re
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_gemm_sm90 import BYTES_PER_TURN, CASES, Case, fused_matmul, inputs
+from benchmarks.cubins import time_by_turns
 from benchmarks.gpu_arms.results import machine
 
 ROWS = (1, 7, 16, 50, 64, 100, 128, 200, 333, 512, 1000, 2048, 4097)
@@ -32,7 +34,7 @@ _COPIES_MAX = 24
 _ERROR_MAX = 6e-4
 
 
-def build(name: str, rows: Sequence[int], folder: str) -> dict[str, int]:
+def build(name: str, folder: str, rows: Sequence[int]) -> dict[str, int]:
     """Compile a shape's table and its kernels for known rows into one library; return the table's kernels."""
     import tvm
     from tvm import tirx
@@ -72,15 +74,7 @@ def measure(case: Case, library: Any, rounds: int) -> dict[str, Any]:
         graphs[arm].replay()
         torch.cuda.synchronize()
         errors[arm] = max(_error(case, one) for one in buffers[:2])
-    times: dict[str, list[float]] = {arm: [] for arm in arms}
-    for _ in range(rounds):
-        for arm, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[arm].append(begin.elapsed_time(end) * 1e3 / copies)
+    times = time_by_turns(graphs, copies, rounds)
     medians = {arm: statistics.median(values) for arm, values in times.items()}
     return {**medians, "ratio": medians["symbolic"] / medians["static"], "errors": errors, "copies": copies}
 
@@ -111,38 +105,63 @@ def _error(case: Case, tensors: dict[str, Any]) -> float:
     return float((tensors["output"].float() - right).norm() / right.norm())
 
 
-def main() -> None:
-    """Build, check, time, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def table_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark that compares tables with kernels of known sizes."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=".")
-    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    names = [name for name in _SHAPES if name != "square" and re.search(arguments.cases, name)]
+    return parser
+
+
+def compare_tables(
+    names: Sequence[str],
+    build: Callable[[str, str], dict[str, int]],
+    points: Callable[[str, Any], Iterable[tuple[str, dict[str, Any]]]],
+    error_max: float,
+    out: Path | None,
+) -> None:
+    """Build every case side by side, measure its points, print a line each and the mean; keep the raw values in `out`.
+
+    `points` gives what a case's points are called and what was measured, from the case's library.
+    """
     found: dict[str, Any] = {**machine(), "kernels": {}, "cases": {}}
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(16, get_context("spawn")) as pool:
-        for kernels in pool.map(build, names, [arguments.rows] * len(names), [folder] * len(names)):
+        for kernels in pool.map(build, names, [folder] * len(names)):
             found["kernels"].update(kernels)
         import tvm
 
         for name in names:
-            library = tvm.runtime.load_module(f"{folder}/{name}.so")
-            for rows in arguments.rows:
-                case = replace(_SHAPES[name], rows=rows)
-                result = measure(case, library, arguments.rounds)
-                wrong = max(result["errors"].values()) > _ERROR_MAX or math.isnan(sum(result["errors"].values()))
-                found["cases"][f"{name}-{rows}"] = result
+            for point, result in points(name, tvm.runtime.load_module(f"{folder}/{name}.so")):
+                right = all(error <= error_max for error in result["errors"].values())
+                found["cases"][point.replace(" ", "-")] = result
                 print(
-                    f"{name} {rows}: symbolic {result['symbolic']:.2f} us, static {result['static']:.2f} us, "
-                    f"ratio {result['ratio']:.3f}, {'WRONG ' if wrong else ''}errors {result['errors']}",
+                    f"{point}: symbolic {result['symbolic']:.2f} us, static {result['static']:.2f} us, "
+                    f"ratio {result['ratio']:.3f}, {'' if right else 'WRONG '}errors {result['errors']}",
                     flush=True,
                 )
-                if arguments.out:
-                    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+                if out:
+                    out.write_text(json.dumps(found, indent=1) + "\n")
     ratios = [result["ratio"] for result in found["cases"].values()]
     print(f"geometric mean {statistics.geometric_mean(ratios):.3f}, greatest {max(ratios):.3f}")
     print(f"kernels {found['kernels']}")
+
+
+def main() -> None:
+    """Build, check, time, print."""
+    parser = table_parser(__doc__)
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
+    arguments = parser.parse_args()
+    compare_tables(
+        [name for name in _SHAPES if name != "square" and re.search(arguments.cases, name)],
+        partial(build, rows=arguments.rows),
+        lambda name, library: (
+            (f"{name} {rows}", measure(replace(_SHAPES[name], rows=rows), library, arguments.rounds))
+            for rows in arguments.rows
+        ),
+        _ERROR_MAX,
+        arguments.out,
+    )
 
 
 if __name__ == "__main__":

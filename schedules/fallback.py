@@ -48,17 +48,6 @@ def apply_fallback(mod: IRModule, target: Target) -> IRModule:
     return fallback_with_rules(mod, target)[0]
 
 
-def fallback_rule_names(mod: IRModule, target: Target) -> dict[str, str]:
-    """Return the name of the rule that takes each unscheduled PrimFunc, by function name; the module stays as it is.
-
-    Raises
-    ------
-    TargetError, UnscheduledError
-        As `apply_fallback`.
-    """
-    return fallback_with_rules(mod, target)[1]
-
-
 def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
     """Return the default rules of a target with their names, the most special first.
 

@@ -177,22 +177,6 @@ def tensor_tolerance(outputs: Tolerance, depth: int, deepest: int) -> Tolerance:
     return Tolerance(outputs.rtol * share, outputs.atol * share)
 
 
-def table_markdown() -> str:
-    """Return the table of whole models as Markdown, for the documentation."""
-    lines = [
-        "| storage | accumulator | longest sum | rtol | atol (x RMS) | why |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in TOLERANCE_TABLE:
-        longest = "any" if row.reduction_max is None else f"<= {row.reduction_max}"
-        lines.append(
-            f"| {row.storage} | {row.accumulator} | {longest} | {row.tolerance.rtol:g} | {row.tolerance.atol:g} | "
-            f"{row.reason} |"
-        )
-    lines.append("| integers, bool | | | 0 | 0 | equal |")
-    return "\n".join(lines) + "\n"
-
-
 def kernel_tolerance(func: tirx.PrimFunc, output: int | None = None) -> KernelTolerance:
     """Return the tolerance for the outputs of an unscheduled PrimFunc; integers that no float is rounded to are equal.
 

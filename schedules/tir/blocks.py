@@ -70,11 +70,6 @@ class Block:
         return tuple(_size(axis.dom.extent) for axis in self.stmt.iter_vars)
 
     @property
-    def spatial_sizes(self) -> tuple[int, ...]:
-        """The sizes of the data-parallel axes, which must be static."""
-        return self._sizes("S")
-
-    @property
     def reduced_sizes(self) -> tuple[int, ...]:
         """The sizes of the reduction axes, which must be static."""
         return self._sizes("R")

@@ -12,7 +12,7 @@ from scipy import special
 from tvm import te, tirx, topi
 
 from relaxtune.schedules.cpu.packing import pack_weight, packed_matmul, panel_width
-from relaxtune.schedules.fallback import apply_fallback, fallback_rule_names
+from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 
 
@@ -43,7 +43,7 @@ def host() -> ResolvedTarget:
 def run(case: Case, target: tvm.target.Target | None = None) -> str:
     """Schedule, build, run on poisoned outputs, compare; return the name of the rule."""
     target = target or host().target
-    rule = fallback_rule_names(case.module, target)["main"]
+    rule = fallback_with_rules(case.module, target)[1]["main"]
     check(case, apply_fallback(case.module, target), target)
     return rule
 

@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 from relaxtune.schedules import fallback
 from relaxtune.schedules.cpu.elementwise import Elementwise
 from relaxtune.schedules.errors import TargetError, UnscheduledError
-from relaxtune.schedules.fallback import apply_fallback, fallback_rule_names, rules_for
+from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules, rules_for
 from relaxtune.schedules.marks import is_scheduled
 from relaxtune.schedules.targets import resolve_target
 from tests.schedules.kernel_cases import host, matmul_case, rows_case
@@ -25,13 +25,13 @@ def two_kernels() -> IRModule:
 
 
 def test_fallback_names_a_rule_for_each_kernel_when_on_llvm():
-    names = fallback_rule_names(two_kernels(), host().target)
+    names = fallback_with_rules(two_kernels(), host().target)[1]
     assert names == {"scores": "cpu-matmul", "weights": "cpu-reduction"}
 
 
 def test_fallback_binds_threads_when_on_cuda():
     target = resolve_target("cuda:sm_90a").target
-    names = fallback_rule_names(two_kernels(), target)
+    names = fallback_with_rules(two_kernels(), target)[1]
     assert names == {"scores": "dlight-matmul", "weights": "dlight-generalreduction"}
     scheduled = apply_fallback(two_kernels(), target)
     for name in names:
@@ -47,7 +47,7 @@ def test_fallback_leaves_the_input_and_scheduled_functions_alone_when_applied():
     assert after["scores"].same_as(marked)
     assert is_scheduled(after["weights"])
     assert tvm.ir.save_json(module) == before
-    assert fallback_rule_names(after, host().target) == {}
+    assert fallback_with_rules(after, host().target)[1] == {}
 
 
 def test_fallback_keeps_relax_functions_and_runs_when_the_shape_is_symbolic():
@@ -81,7 +81,7 @@ def test_next_rule_takes_over_and_it_is_logged_when_a_rule_misjudges_a_function(
 
     monkeypatch.setattr(Elementwise, "apply", misjudge)
     with caplog.at_level(logging.WARNING, "relaxtune.schedules.fallback"):
-        names = fallback_rule_names(IRModule({"main": matmul_case(4, 16, 8).func}), host().target)
+        names = fallback_with_rules(IRModule({"main": matmul_case(4, 16, 8).func}), host().target)[1]
     assert names == {"main": "cpu-matmul"}
     assert "rule cpu-elementwise failed on main" in caplog.text
 
@@ -105,5 +105,5 @@ def test_generic_rule_keeps_an_extern_call_when_the_body_is_no_loop_nest():
             T.func_attr({"global_symbol": "main"})
             T.evaluate(T.call_extern("int32", "nothing", A.data))
 
-    names = fallback_rule_names(Module, host().target)
+    names = fallback_with_rules(Module, host().target)[1]
     assert names == {"main": "cpu-generic"}

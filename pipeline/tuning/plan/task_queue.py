@@ -9,7 +9,7 @@ usual one, which changes with every candidate: they have heaps of their own, whe
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from relaxtune.pipeline.tuning.plan.end_of_task import SETTLED, reason_to_end
@@ -250,10 +250,3 @@ class TaskQueue:
         self.asked += now.asked - before.asked
         self.valid += now.valid - before.valid
         self.failed += now.failed - before.failed
-
-
-def choose_among(states: Sequence[TaskState]) -> TaskState | None:
-    """Return the task that a queue of these would choose first."""
-    queue = TaskQueue()
-    queue.add(states)
-    return queue.choose()

@@ -21,15 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import ClassVar
 
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import KernelTemplate, Parameters, cuda_limits, refuse_target
+from relaxtune.schedules.templates.base import Parameters, cuda_limits
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Access, Accesses
 from relaxtune.schedules.templates.emit.kernel_frame import (
     Frame,
@@ -40,8 +39,9 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
 )
 from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
 from relaxtune.schedules.templates.emit.registers import Lanes, refuse_dtypes, when
+from relaxtune.schedules.templates.rows.dataflow_template import DataflowTemplate, accesses_of
 from relaxtune.schedules.tir.blocks import element_bytes, is_multiple, narrow, shape_of
-from relaxtune.schedules.tir.dataflow import Axis, Dataflow, recognise_dataflow
+from relaxtune.schedules.tir.dataflow import Axis, Dataflow
 from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, constant_value, substitute
 
 _LANES_MAX = 16
@@ -76,10 +76,22 @@ class ElementwiseParameters(Parameters):
     dependent: bool = False
 
 
-class Elementwise(KernelTemplate[Dataflow, ElementwiseParameters]):
+class Elementwise(DataflowTemplate[ElementwiseParameters]):
     """The template; see `schedules.templates.base.KernelTemplate`."""
 
     parameters = ElementwiseParameters
+
+    @staticmethod
+    def refuse(func: tirx.PrimFunc, flow: Dataflow) -> Refusal | None:
+        """Return why the template cannot make what a function computes."""
+        if flow.reductions:
+            return Refusal("it has reductions (the template for rows makes those)")
+        try:
+            refuse_dtypes([str(param.ty.dtype) for param in func.params])
+            Accesses(flow, 1)
+        except UnsupportedExpressionError as reason:
+            return Refusal(str(reason))
+        return None
 
     def propose(
         self, func: tirx.PrimFunc, found: Dataflow, target: ResolvedTarget
@@ -92,7 +104,7 @@ class Elementwise(KernelTemplate[Dataflow, ElementwiseParameters]):
         for lanes in {widest, widest // 2, widest * 2}:
             if not 1 <= lanes <= _LANES_MAX or not is_multiple(flow.columns.size, lanes):
                 continue
-            accesses = _accesses(func, flow, lanes)
+            accesses = accesses_of(func, flow, lanes)
             for vectors in (1, 2, 4):
                 for threads in (64, 128, 256, 512):
                     p = ElementwiseParameters(lanes, vectors, threads, dependent=True)
@@ -108,15 +120,6 @@ class Elementwise(KernelTemplate[Dataflow, ElementwiseParameters]):
         """Return the scheduled PrimFunc, or why it cannot be made."""
         return _refuse_parameters(parameters, found) or _Kernel(func, found, parameters).build()
 
-    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Dataflow | Refusal:
-        """Return what the function computes when this template can make it with some parameters."""
-        return refuse_target(target) or _recognise(func)
-
-    def recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> Dataflow | Refusal:
-        """Return what a function with a symbolic number of rows computes."""
-        found = refuse_target(target) or _recognise_any(func)
-        return found if isinstance(found, Refusal) else replace(found, planned=rows)
-
     def predict_us(
         self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
     ) -> float | None:
@@ -125,40 +128,8 @@ class Elementwise(KernelTemplate[Dataflow, ElementwiseParameters]):
         if isinstance(found, Refusal) or not isinstance(p, ElementwiseParameters):
             return None
         blocks = math.ceil(_elements(func, found) / (p.lanes * p.vectors * p.threads))
-        accesses, sm_count = _accesses(func, found, p.lanes), cuda_limits(target).likely_sm_count
+        accesses, sm_count = accesses_of(func, found, p.lanes), cuda_limits(target).likely_sm_count
         return _predicted(p, blocks, accesses, _lanes(found, func), tensor_bytes(func, rows), sm_count)
-
-
-@lru_cache(maxsize=4)
-def _recognise_any(func: tirx.PrimFunc) -> Dataflow | Refusal:
-    """Return what a function of a symbolic number of rows computes; many of those are asked for, one after another."""
-    return _recognise(func, symbolic=True)
-
-
-@lru_cache(maxsize=16)
-def _accesses_of_any(func: tirx.PrimFunc, lanes: int) -> Accesses | None:
-    found = _recognise_any(func)
-    return None if isinstance(found, Refusal) else Accesses(found, lanes)
-
-
-def _accesses(func: tirx.PrimFunc, flow: Dataflow, lanes: int) -> Accesses:
-    """Return the accesses of a function, to count them."""
-    known = _accesses_of_any(func, lanes) if flow.planned else None
-    return known or Accesses(flow, lanes)
-
-
-def _recognise(func: tirx.PrimFunc, *, symbolic: bool = False) -> Dataflow | Refusal:
-    flow = recognise_dataflow(func, symbolic=symbolic)
-    if isinstance(flow, Refusal):
-        return flow
-    if flow.reductions:
-        return Refusal("it has reductions (the template for rows makes those)")
-    try:
-        refuse_dtypes([str(param.ty.dtype) for param in func.params])
-        Accesses(flow, 1)
-    except UnsupportedExpressionError as reason:
-        return Refusal(str(reason))
-    return flow
 
 
 def _refuse_parameters(p: ElementwiseParameters, flow: Dataflow) -> Refusal | None:
@@ -174,7 +145,7 @@ def _refuse_parameters(p: ElementwiseParameters, flow: Dataflow) -> Refusal | No
 def _lanes(flow: Dataflow, func: tirx.PrimFunc) -> int:
     """Return how many elements of the largest dtype take 16 bytes, as far as they divide a row."""
     outputs = [str(func.params[output.param].ty.dtype) for output in flow.outputs]
-    loads = [access.dtype for access in _accesses(func, flow, 1).found if not access.per_row]
+    loads = [access.dtype for access in accesses_of(func, flow, 1).found if not access.per_row]
     lanes = VECTOR_BYTES // max(element_bytes(dtype) for dtype in (*outputs, *loads))
     while not is_multiple(flow.columns.size, lanes):
         lanes //= 2

@@ -23,22 +23,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import lru_cache
 
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import KernelTemplate, Parameters, cuda_limits, refuse_target
+from relaxtune.schedules.templates.base import Parameters, cuda_limits
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Accesses
 from relaxtune.schedules.templates.emit.kernel_frame import tensor_bytes
 from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
 from relaxtune.schedules.templates.emit.registers import refuse_dtypes
+from relaxtune.schedules.templates.rows.dataflow_template import DataflowTemplate, accesses_of
 from relaxtune.schedules.templates.rows.kernel import build_rows_kernel
 from relaxtune.schedules.templates.rows.plan import LANES_MAX, RowsParameters, RowsPlan, make_plan
 from relaxtune.schedules.tir.blocks import element_bytes
-from relaxtune.schedules.tir.dataflow import Dataflow, Reduction, recognise_dataflow
+from relaxtune.schedules.tir.dataflow import Dataflow, Reduction
 from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, list_loads
 
 _CANDIDATES_MAX = 24
@@ -46,10 +45,26 @@ _CANDIDATES_MAX = 24
 _LONG, _LONG_THREADS = 16, 256
 
 
-class Rows(KernelTemplate[Dataflow, RowsParameters]):
+class Rows(DataflowTemplate[RowsParameters]):
     """The template; see `schedules.templates.base.KernelTemplate`."""
 
     parameters = RowsParameters
+
+    @staticmethod
+    def refuse(func: tirx.PrimFunc, flow: Dataflow) -> Refusal | None:
+        """Return why the template cannot make what a function computes."""
+        if not flow.reductions:
+            return Refusal("it has no reductions (the template for elementwise functions makes those)")
+        if any(_is_contraction(one) for one in flow.reductions):
+            return Refusal("it sums products of two tensors (the templates for matmuls make those)")
+        try:
+            refuse_dtypes([str(param.ty.dtype) for param in func.params])
+            scattered = [access for access in Accesses(flow, 2 - flow.columns.size % 2).found if access.scattered]
+        except UnsupportedExpressionError as reason:
+            return Refusal(str(reason))
+        if scattered:
+            return Refusal(f"{scattered[0].buffer.name} is not contiguous along the rows")
+        return None
 
     def propose(
         self, func: tirx.PrimFunc, found: Dataflow, target: ResolvedTarget
@@ -58,7 +73,7 @@ class Rows(KernelTemplate[Dataflow, RowsParameters]):
         flow, limits, moved = found, cuda_limits(target), tensor_bytes(func, found.planned)
         plans: list[tuple[float, RowsParameters]] = []
         for lanes in _lanes(flow, func):
-            accesses = _accesses(func, flow, lanes)
+            accesses = accesses_of(func, flow, lanes)
             for threads, rows in _shares():
                 for held in (True, False):
                     p = RowsParameters(lanes, threads, rows, held, dependent=True)
@@ -80,15 +95,6 @@ class Rows(KernelTemplate[Dataflow, RowsParameters]):
         plan = make_plan(found, accesses, parameters, cuda_limits(target))
         return plan if isinstance(plan, Refusal) else build_rows_kernel(func, found, accesses, plan)
 
-    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Dataflow | Refusal:
-        """Return the function's rows when this template can make them with some parameters."""
-        return refuse_target(target) or _recognise(func)
-
-    def recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> Dataflow | Refusal:
-        """Return the rows of a function with a symbolic number of them."""
-        found = refuse_target(target) or _recognise_any(func)
-        return found if isinstance(found, Refusal) else replace(found, planned=rows)
-
     def predict_us(
         self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
     ) -> float | None:
@@ -96,47 +102,11 @@ class Rows(KernelTemplate[Dataflow, RowsParameters]):
         found, limits = self.recognise_rows(func, target, rows), cuda_limits(target)
         if isinstance(found, Refusal) or not isinstance(parameters, RowsParameters):
             return None
-        accesses = _accesses(func, found, parameters.lanes)
+        accesses = accesses_of(func, found, parameters.lanes)
         plan = make_plan(found, accesses, parameters, limits)
         if isinstance(plan, Refusal):
             return None
         return _predicted(plan, tensor_bytes(func, rows), accesses, limits.likely_sm_count)
-
-
-@lru_cache(maxsize=4)
-def _recognise_any(func: tirx.PrimFunc) -> Dataflow | Refusal:
-    """Return what a function of a symbolic number of rows computes; many of those are asked for, one after another."""
-    return _recognise(func, symbolic=True)
-
-
-@lru_cache(maxsize=16)
-def _accesses_of_any(func: tirx.PrimFunc, lanes: int) -> Accesses | None:
-    found = _recognise_any(func)
-    return None if isinstance(found, Refusal) else Accesses(found, lanes)
-
-
-def _accesses(func: tirx.PrimFunc, flow: Dataflow, lanes: int) -> Accesses:
-    """Return the accesses of a function, to count them."""
-    known = _accesses_of_any(func, lanes) if flow.planned else None
-    return known or Accesses(flow, lanes)
-
-
-def _recognise(func: tirx.PrimFunc, *, symbolic: bool = False) -> Dataflow | Refusal:
-    flow = recognise_dataflow(func, symbolic=symbolic)
-    if isinstance(flow, Refusal):
-        return flow
-    if not flow.reductions:
-        return Refusal("it has no reductions (the template for elementwise functions makes those)")
-    if any(_is_contraction(one) for one in flow.reductions):
-        return Refusal("it sums products of two tensors (the templates for matmuls make those)")
-    try:
-        refuse_dtypes([str(param.ty.dtype) for param in func.params])
-        scattered = [access for access in Accesses(flow, 2 - flow.columns.size % 2).found if access.scattered]
-    except UnsupportedExpressionError as reason:
-        return Refusal(str(reason))
-    if scattered:
-        return Refusal(f"{scattered[0].buffer.name} is not contiguous along the rows")
-    return flow
 
 
 def _is_contraction(reduction: Reduction) -> bool:
@@ -150,7 +120,7 @@ def _is_contraction(reduction: Reduction) -> bool:
 
 def _lanes(flow: Dataflow, func: tirx.PrimFunc) -> list[int]:
     """Return numbers of elements to load together: as many as fill 16 bytes of some tensor's dtype."""
-    loads = [access.dtype for access in _accesses(func, flow, 1).found if not access.per_row]
+    loads = [access.dtype for access in accesses_of(func, flow, 1).found if not access.per_row]
     outputs = [str(func.params[one.param].ty.dtype) for one in flow.outputs if not one.per_row]
     widths = {VECTOR_BYTES // element_bytes(dtype) for dtype in (*loads, *outputs)} or {1}
     return sorted({math.gcd(width, flow.columns.size) for width in widths})

@@ -10,13 +10,12 @@ from rich.console import Console
 from relaxtune.pipeline.tuning.options import TaskSummary, TuningSummary
 from relaxtune.pipeline.tuning.plan.end_of_task import reason_to_end
 from relaxtune.pipeline.tuning.plan.state import Contender, TaskState
-from relaxtune.pipeline.tuning.plan.task_queue import choose_among
 from relaxtune.pipeline.tuning.progress import ConsoleProgress, ProgressEvent, SilentProgress, describe, estimate_left
 from relaxtune.pipeline.tuning.result_table import shorten_nodes, summary_table, to_data, to_json
 from relaxtune.pipeline.tuning.search.template_candidates import TemplateCandidate
 from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
 from relaxtune.tuning_db.records import Route, Status
-from tests.pipeline.tuning.tuning_cases import Place, matmul_task
+from tests.pipeline.tuning.tuning_cases import Place, choose_among, matmul_task
 
 TASK = TaskSummary(
     task=matmul_task(),

@@ -19,6 +19,8 @@ from relaxtune.pipeline.tuning.measure.arguments import argument_specs
 from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend, Outcome, build_all
 from relaxtune.pipeline.tuning.measure.recipe import Buildable, Recipe
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
+from relaxtune.pipeline.tuning.plan.state import TaskState
+from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import TemplateError
@@ -151,3 +153,10 @@ def far_mod() -> tvm.ir.IRModule:
     near = "C[v_i] = "
     assert near in text
     return tvm.script.from_source(text.replace(near, f"C[v_i + {1 << 29}] = "))
+
+
+def choose_among(states: Sequence[TaskState]) -> TaskState | None:
+    """Return the task that a queue of these would choose first."""
+    queue = TaskQueue()
+    queue.add(states)
+    return queue.choose()

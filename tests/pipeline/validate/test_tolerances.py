@@ -22,7 +22,6 @@ from relaxtune.pipeline.validate.tolerances import (
     model_tolerance,
     output_scale,
     symbolic_kernel_tolerance,
-    table_markdown,
     tensor_tolerance,
 )
 from tests.pipeline.tuning.tuning_cases import matmul_mod
@@ -137,6 +136,22 @@ def test_the_scale_is_the_root_mean_square_however_small() -> None:
     assert output_scale(np.zeros(3)) == 1.0
     assert output_scale(np.asarray([100, 100])) == 1.0
     assert output_scale(np.zeros(0, np.float32)) == 1.0
+
+
+def table_markdown() -> str:
+    """Return the table of whole models as Markdown, for the documentation."""
+    lines = [
+        "| storage | accumulator | longest sum | rtol | atol (x RMS) | why |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in TOLERANCE_TABLE:
+        longest = "any" if row.reduction_max is None else f"<= {row.reduction_max}"
+        lines.append(
+            f"| {row.storage} | {row.accumulator} | {longest} | {row.tolerance.rtol:g} | {row.tolerance.atol:g} | "
+            f"{row.reason} |"
+        )
+    lines.append("| integers, bool | | | 0 | 0 | equal |")
+    return "\n".join(lines) + "\n"
 
 
 def test_the_documentation_shows_the_table() -> None:

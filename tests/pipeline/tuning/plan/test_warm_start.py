@@ -11,7 +11,6 @@ from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.recorder import describe_workload
 from relaxtune.pipeline.tuning.plan.state import TaskState
-from relaxtune.pipeline.tuning.plan.task_queue import choose_among
 from relaxtune.pipeline.tuning.plan.warm_start import learn_from_records, spread_out
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
@@ -22,7 +21,7 @@ from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.metaschedule import replay_decision
 from relaxtune.tuning_db.records import RecordFilter, Route
 from relaxtune.tuning_db.store import SqlDatabase
-from tests.pipeline.tuning.tuning_cases import Place, all_records, matmul_task
+from tests.pipeline.tuning.tuning_cases import Place, all_records, choose_among, matmul_task
 
 OPTIONS = TuningOptions(
     trials=40,
