@@ -131,9 +131,6 @@ def tune(
     if Route.LIBRARY in options.routes:
         for library in VENDOR_LIBRARIES:
             offer_library(library)
-    if has_tensor_tiles(target.target):
-        # Records of earlier runs name them.
-        register_intrinsics()
     began = time.monotonic()
     stop = stop or StopSignal()
     stop.deadline = began + options.time_budget_s if options.time_budget_s is not None else None
@@ -150,7 +147,12 @@ def tune(
             return stack.enter_context(this_machine(target, environment, options, stop, builder, backend))
 
         started = None
-        if session.listen():
+        # Models are imported while the next second goes by.
+        arrivals = () if feed is None or stop.due else feed.take(idle=False)
+        if has_tensor_tiles(target.target):
+            # Records of earlier runs name them.
+            register_intrinsics()
+        if session.listen(arrivals):
             # Its processes start while models are imported.
             started = opened()
         if session.prepare():
@@ -222,11 +224,11 @@ class _Session:
         self._interrupted = False
         self._restarts = 0
 
-    def listen(self) -> bool:
-        """Let the feed begin, and take in what it has already; return whether tasks are on their way."""
+    def listen(self, arrivals: Sequence[Arrival]) -> bool:
+        """Take in what the feed had already; return whether more tasks are on their way."""
         if self.feed is None or self.stop.due:
             return False
-        self._admit_all(self.feed, idle=False)
+        self._admit_all(self.feed, arrivals)
         return self.feed.arriving and not self._has_work()
 
     def prepare(self) -> bool:
@@ -235,7 +237,8 @@ class _Session:
             self._admit(Arrival(tuple(self.tasks), self.options.trials))
             return self._has_work()
         while not self.stop.due:
-            arrivals = self._admit_all(self.feed, idle=True)
+            arrivals = self.feed.take(idle=True)
+            self._admit_all(self.feed, arrivals)
             if self._has_work():
                 return True
             if not arrivals and not self.feed.arriving:
@@ -245,15 +248,13 @@ class _Session:
                     self.feed.wait(_FEED_WAIT_S)
         return False
 
-    def _admit_all(self, feed: TaskFeed, *, idle: bool) -> Sequence[Arrival]:
-        """Take in what a feed has now, before anything is measured."""
-        arrivals = feed.take(idle=idle)
+    def _admit_all(self, feed: TaskFeed, arrivals: Sequence[Arrival]) -> None:
+        """Take in what a feed gave, before anything is measured."""
         for arrival in arrivals:
             with span("driver: admit"):
                 admitted = self._admit(arrival)
             told = [*admitted.new, *admitted.heavier]
             feed.settled([one.task.workload_hash for one in told if one.skipped or one.ended])
-        return arrivals
 
     def _has_work(self) -> bool:
         to_do = self._to_do()
