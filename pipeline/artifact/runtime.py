@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import tvm
+import tvm_ffi
 from tvm.runtime import Device, Tensor
 from tvm.runtime.vm import VirtualMachine
 
@@ -31,6 +32,8 @@ from relaxtune.pipeline.threads import configure_threads, default_threads
 from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
 
 _MAIN = "main"
+# Compiled code reads its arguments in vectors of this many bytes.
+_ALIGNMENT = 64
 # Sets of sizes whose memory the pool keeps at a time.
 _SIZES_MAX = 64
 # What TVM says when its code gets other tensors than it was compiled for.
@@ -39,6 +42,16 @@ _REFUSALS = ("ErrorContext(fn=", "Mismatched ", "Invoking function", "storage al
 # What the virtual machine calls before and after each call it makes: (function, its name, whether before, what it
 # returned, arguments) -> a `tvm.runtime.vm.VMInstrumentReturnKind`.
 Instrument = Callable[..., int]
+
+
+class SupportsDLPack(Protocol):
+    """A tensor of any library that exchanges tensors by DLPack."""
+
+    def __dlpack__(self, *, stream: int | None = None) -> object:
+        """Return the tensor as a DLPack capsule."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the kind and the number of its device."""
 
 
 class Module:
@@ -257,20 +270,43 @@ class Module:
             tvm.runtime.tensor(np.asarray(inputs[spec.name], order="C"), device=self._device) for spec in self.inputs
         )
 
-    def run_device(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs as tensors on the device; nothing is checked, copied or waited for.
+    def run_device(self, tensors: Sequence[Tensor | SupportsDLPack]) -> tuple[Tensor, ...]:
+        """Return the outputs as tensors on the device; no dtype or shape is checked, nothing is copied or waited for.
+
+        Outputs have `__dlpack__`, for `torch.from_dlpack` and its like.
 
         Parameters
         ----------
-        tensors : sequence of tvm.runtime.Tensor
+        tensors : sequence of tvm.runtime.Tensor or of what has `__dlpack__` (PyTorch, CuPy, NumPy)
             One for each input, in the model's order, on `device`. A call goes to a shape bucket when it has exactly its
             sizes; nothing is padded here.
+
+        Raises
+        ------
+        PipelineError
+            A tensor of another library is on another device, has gaps, or is not aligned to 64 bytes.
         """
-        routed = self._router.run_device(tensors) if self._router is not None else None
+        given = [one if isinstance(one, Tensor) else self._borrowed(one, n) for n, one in enumerate(tensors)]
+        routed = self._router.run_device(given) if self._router is not None else None
         if routed is not None:
             return routed
         with self._turn:
-            return self._call(tensors)
+            return self._call(given)
+
+    def _borrowed(self, tensor: SupportsDLPack, number: int) -> Tensor:
+        """Return another library's tensor without a copy."""
+        where = f"input {self.inputs[number].name!r} of {self._manifest.model}"
+        device = (int(self._device.dlpack_device_type()), int(self._device.index))
+        if tuple(map(int, tensor.__dlpack_device__())) != device:
+            raise PipelineError(f"{where} is on another device than the artifact ({self._device}); move it there")
+        try:
+            borrowed: Tensor = tvm_ffi.from_dlpack(tensor, require_alignment=_ALIGNMENT, require_contiguous=True)
+        except (RuntimeError, ValueError, BufferError) as e:
+            raise PipelineError(
+                f"{where} cannot be read where it lies: {last_line(e)}. Expected a compact tensor that starts at a "
+                f"multiple of {_ALIGNMENT} bytes; give a copy of it, or use `to_device`"
+            ) from e
+        return borrowed
 
     def synchronise(self) -> None:
         """Wait until the device has finished all that was started."""

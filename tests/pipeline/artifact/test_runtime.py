@@ -80,6 +80,25 @@ def test_run_device_gives_what_run_gives(module: Module, bert_inputs: Inputs) ->
     assert module.device == tvm.cpu(0)
 
 
+def test_run_device_reads_tensors_of_other_libraries_where_they_lie(module: Module, bert_inputs: Inputs) -> None:
+    def aligned(array: np.ndarray, offset: int = 0) -> np.ndarray:
+        room = np.zeros(array.nbytes + 128, np.uint8)
+        start = -room.ctypes.data % 64 + offset
+        placed = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        placed[...] = array
+        return placed
+
+    given = [aligned(bert_inputs[spec.name]) for spec in module.inputs]
+    expected = module.run(bert_inputs)
+    for spec, tensor in zip(module.outputs, module.run_device(given), strict=True):
+        np.testing.assert_array_equal(np.from_dlpack(tensor), expected[spec.name])
+    shifted = [aligned(given[0], offset=8), *given[1:]]
+    with pytest.raises(PipelineError, match=r"input 'input_ids' of bert-tiny cannot be read where it lies: .*64 bytes"):
+        module.run_device(shifted)
+    with pytest.raises(PipelineError, match=r"cannot be read where it lies"):
+        module.run_device([given[0][:, ::2], *given[1:]])
+
+
 def test_module_runs_in_a_fresh_process_with_the_directory_alone(
     module: Module, artifact_copy: Maker, bert_inputs: Inputs, tmp_path: Path
 ) -> None:
