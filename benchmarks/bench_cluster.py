@@ -17,7 +17,7 @@ the code decides. A build is a wait of --build-ms in one of four actors that sta
 
 Told of each run: the share of the time in which an actor waited for a measurement (of all actors, from the first one's
 first to the last), candidates a second, the time of one decision which task is next, the driver's processor time, and
-its peak memory.
+its memory: the peak with what it maps of the object store, and without that over time (seconds, tasks, MB).
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ from relaxtune.tuning_db.store import SqlDatabase
 from tests.tuning_db.postgres_server import running_server
 
 _OBJECT_STORE = 800 << 20
+_MEMORY_EVERY_S = 5.0
 
 
 def prepare(folder: Path, count: int, processes: int) -> list[Path]:
@@ -120,6 +121,23 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
     ray.get([one.begin.remote() for one in builders])
     told: list[tuple[float, float, float]] = []
     spent: list[float] = []
+    memory: list[tuple[float, int, float]] = []
+    over = threading.Event()
+
+    def watch(queues: list[TaskQueue]) -> None:
+        began = time.monotonic()
+        while not over.wait(_MEMORY_EVERY_S):
+            memory.append((time.monotonic() - began, sum(len(one._states) for one in queues), own_mb()))
+
+    queues: list[TaskQueue] = []
+    made_queue = TaskQueue.__init__
+
+    def noted(self: TaskQueue, *rest: Any) -> None:
+        made_queue(self, *rest)
+        queues.append(self)
+
+    TaskQueue.__init__ = noted  # type: ignore[method-assign]
+    threading.Thread(target=watch, args=(queues,), daemon=True).start()
 
     @contextmanager
     def opened(stop: StopSignal) -> Iterator[Machine]:
@@ -136,6 +154,7 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
             yield Machine(builder, backend)
             told.extend(ray.get([one.told.remote() for one in handles]))
         finally:
+            timer.cancel()
             spent.extend((time.process_time() - cpu, time.thread_time() - own, time.monotonic() - began))
             builder.close()
             backend.close()
@@ -157,6 +176,7 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
         with SqlDatabase.open(url) as database:
             records = database.count_records()
             states = [row.state for row in list_rows(database, result.batch_id)]
+    over.set()
     ray.shutdown()
     (summary,) = result.tuning
     used = [one for one in told if one[0]]
@@ -181,8 +201,16 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
         "driver_process_ms_per_record": 1e3 * spent[0] / max(1, records),
         "driver_threads": threading.active_count(),
         "driver_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "driver_own_mb": [(round(at), tasks, round(mb)) for at, tasks, mb in memory],
+        "driver_own_peak_mb": max((mb for _, _, mb in memory), default=own_mb()),
         "seconds_by_phase": dict(summary.seconds_by_phase),
     }
+
+
+def own_mb() -> float:
+    """Return this process's memory without what it shares, such as the object store."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
@@ -192,7 +220,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figures = (("busy_share", "share of actors busy"), ("driver_peak_mb", "driver, MB"), ("decision_ms_p99", "ms, p99"))
+    figures = (("busy_share", "actors busy"), ("driver_own_peak_mb", "driver, MB"), ("decision_ms_p99", "ms, p99"))
     figure, axes = pyplot.subplots(1, len(figures), figsize=(13, 4))
     for axis, (name, label) in zip(axes, figures, strict=True):
         for cells in sorted({run["cells"] for run in document["runs"]}):

@@ -7,6 +7,7 @@ that compiles the kernel makes it: the thread that tunes hands in ten times as m
 from __future__ import annotations
 
 import pickle
+import zlib
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -23,7 +24,7 @@ class Recipe:
     Attributes
     ----------
     mod
-        The pickled module with the unscheduled function as `main`.
+        The module with the unscheduled function as `main`, pickled and compressed.
     target
         What the kernel is made for.
     decision
@@ -42,23 +43,25 @@ class Recipe:
         TemplateError
             The template does not make it after all.
         """
-        return tvm.IRModule({"main": apply_decision(pickle.loads(self.mod)["main"], self.target, self.decision)})
+        return tvm.IRModule(
+            {"main": apply_decision(pickle.loads(zlib.decompress(self.mod))["main"], self.target, self.decision)}
+        )
 
 
 @dataclass(frozen=True)
 class Pickled:
-    """A scheduled module in the form in which it is sent."""
+    """A scheduled module in the form in which it is sent and kept; compressed, a driver holds thousands of them."""
 
     mod: bytes
 
     @classmethod
     def of(cls, mod: tvm.ir.IRModule) -> Pickled:
         """Return a module's."""
-        return cls(pickle.dumps(mod))
+        return cls(zlib.compress(pickle.dumps(mod), 1))
 
     def make(self) -> tvm.ir.IRModule:
         """Return the module."""
-        mod: tvm.ir.IRModule = pickle.loads(self.mod)
+        mod: tvm.ir.IRModule = pickle.loads(zlib.decompress(self.mod))
         return mod
 
 

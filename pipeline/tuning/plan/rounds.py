@@ -225,6 +225,10 @@ class Rounds:
             self._take_back(_WAIT_S)
 
     def _tell_settled(self, states: Sequence[TaskState]) -> None:
+        for state in (one for one in states if one.over):
+            self._searches.forget(state)
+            for one in state.release():
+                self._evaluator.builder.discard(one)
         if states and self._feed is not None:
             self._recorder.try_flush()
             self._feed.settled([state.task.workload_hash for state in states])

@@ -76,6 +76,10 @@ class SearchPool:
         """Keep what came back of a task's candidates for when it is searched again."""
         self._lessons.setdefault(id(state), []).extend(lessons)
 
+    def forget(self, state: TaskState) -> None:
+        """Give up what a task's search was to learn next: the task is over."""
+        self._lessons.pop(id(state), None)
+
     def take(self) -> list[Proposal]:
         """Return the searches that are over, in the order in which they began."""
         done = [future for future in self._running if future.done()]

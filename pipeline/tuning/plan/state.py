@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.tasks.similar_shapes import NearRecords
@@ -148,6 +148,18 @@ class TaskState:
         dropped = [one for one in ranked[_CONTENDERS_MAX:] if one.route is not Route.FALLBACK]
         self.contenders = [one for one in ranked if one not in dropped]
         return dropped
+
+    def release(self) -> list[BuiltArtifact]:
+        """Forget what only further candidates need, now that the task is over; return the artifacts that it kept.
+
+        When it is taken up again, its search begins with the records.
+        """
+        kept = [one.artifact for one in self.contenders if one.artifact is not None]
+        self.contenders = [replace(one, artifact=None) for one in self.contenders]
+        self.begins = self.templates = self.search = None
+        self.near = replace(self.near, traces=())
+        self.task.__dict__.pop("pickled_mod", None)
+        return kept
 
     def close_round(self) -> None:
         """Note how far the task is after a round."""

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -12,6 +15,8 @@ import tvm
 from tvm.s_tir import meta_schedule as ms
 
 from relaxtune.pipeline.errors import NothingMeasuredError, UsageError
+from relaxtune.pipeline.tuning.local.build_pool import BuildPool
+from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
 from relaxtune.pipeline.tuning.measure.recipe import Recipe
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TaskSummary, TuningOptions, TuningSummary
@@ -131,6 +136,29 @@ def test_tune_ends_with_a_final_between_contenders(place: Place, database: Tunin
     assert standing[0].latency_us == summary.tasks[0].after_us
     assert summary.tasks[0].spread is not None
     assert children() == []
+
+
+def test_of_a_settled_task_only_its_reference_is_kept(place: Place, database: TuningDatabase) -> None:
+    kept: list[str] = []
+
+    @contextlib.contextmanager
+    def machine(*asked: Any) -> Iterator[Machine]:
+        with this_machine(*asked) as found:
+            assert isinstance(found.builder, BuildPool)
+            yield found
+            kept.extend(path.name for path in found.builder._directory.glob("*.so"))
+
+    summary = tune(
+        [task_of("add", add_one_mod(size=4096))],
+        target=place.target,
+        database=database,
+        environment=place.environment,
+        still_true=all_records,
+        options=dataclasses.replace(OPTIONS, finals=5, min_gain=1e6),
+        machine=machine,
+    )
+    assert summary.tasks[0].ended is not None
+    assert kept == ["candidate-000001.so"]
 
 
 def test_tune_measures_nothing_again_when_enough_is_known(place: Place, database: TuningDatabase) -> None:
