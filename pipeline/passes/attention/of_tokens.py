@@ -12,12 +12,12 @@ from relaxtune.models.unpadding import ROWS, SLOTS, SPANS
 from relaxtune.pipeline.passes.attention.find_attention import Attention, Heads
 from relaxtune.pipeline.passes.attention.kernel import AttentionFunctions, AttentionKernel, kernel_of
 from relaxtune.pipeline.passes.attention.kernel_mask import Masking
-from relaxtune.pipeline.passes.attention.read_mask import MASKED
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError, ScoreStep
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import is_constant, is_op, number_of
-from relaxtune.pipeline.passes.kit.numbers import number_at
+from relaxtune.pipeline.passes.kit.numbers import MASKED, number_at
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
+from relaxtune.pipeline.passes.tokens.gathered_masks import gathered_axes
 
 _MOVES = ("reshape", "expand_dims", "squeeze", "broadcast_to", "permute_dims")
 
@@ -124,9 +124,11 @@ def _number(expr: tvm.ir.Expr, graph: Graph, mask: relax.Var, number: float) -> 
     value = graph.value(expr) if isinstance(expr, relax.Var) else expr
     if not isinstance(value, relax.Call) or not isinstance(value.op, tvm.ir.Op):
         return None
-    count = 1 if is_op(value, *_MOVES) else len(value.args)
+    rows, places = sizes_of(mask) or (0, 0)
+    moves = is_op(value, *_MOVES) or gathered_axes(value, graph, (rows, places)) is not None
+    count = 1 if moves else len(value.args)
     operands = [_number(one, graph, mask, number) for one in value.args[:count]]
     if any(one is None for one in operands):
         return None
     known = [one for one in operands if one is not None]
-    return known[0] if is_op(value, *_MOVES) else number_at(str(value.op.name).removeprefix("relax."), known)
+    return known[0] if moves else number_at(str(value.op.name).removeprefix("relax."), known)

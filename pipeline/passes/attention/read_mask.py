@@ -23,10 +23,8 @@ from relaxtune.pipeline.passes.kit.ir import (
     number_of,
     numbers_beside,
 )
+from relaxtune.pipeline.passes.kit.numbers import MASKED
 from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, size_of, sizes_of
-
-# A score this low leaves its key out: the weight is exp(-10000) of a visible key's, 0 in float32.
-MASKED = -1e4
 
 _QUERIES, _KEYS = -2, -1
 # Comparison -> whether it bounds the difference of its operands from above, and the bound.

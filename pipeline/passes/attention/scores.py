@@ -8,9 +8,9 @@ from typing import Literal
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.passes.attention.read_mask import MASKED
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import either_way, is_op, number_of, numbers_beside
+from relaxtune.pipeline.passes.kit.numbers import MASKED
 from relaxtune.pipeline.passes.kit.sizes import Shape, sizes_of
 
 _DEPTH_MAX = 32

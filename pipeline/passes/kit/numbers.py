@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# A score this low leaves its key out: the weight is exp(-10000) of a visible key's, 0 in float32.
+MASKED = -1e4
+
 _NUMBERS = {
     "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "divide": np.divide, "equal": np.equal,
     "not_equal": np.not_equal, "greater": np.greater, "greater_equal": np.greater_equal, "less": np.less,
     "less_equal": np.less_equal, "logical_not": np.logical_not, "logical_and": np.logical_and,
     "logical_or": np.logical_or, "negative": np.negative, "maximum": np.maximum, "minimum": np.minimum,
-    "astype": np.positive,
+    "astype": np.positive, "isnan": np.isnan, "isinf": np.isinf,
 }  # fmt: skip
 
 

@@ -13,8 +13,7 @@ from enum import Enum, StrEnum
 from typing import TypeAlias
 
 from relaxtune.pipeline.errors import UsageError
-from relaxtune.pipeline.passes.attention.read_mask import MASKED
-from relaxtune.pipeline.passes.kit.numbers import number_at
+from relaxtune.pipeline.passes.kit.numbers import MASKED, number_at
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, quotient
 
 

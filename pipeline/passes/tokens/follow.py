@@ -33,6 +33,7 @@ from relaxtune.pipeline.passes.tokens.axes import (
     plain_axes,
     regrouped,
 )
+from relaxtune.pipeline.passes.tokens.gathered_masks import gathered_axes
 
 _ELEMENTWISE = (
     *ELEMENTWISE,
@@ -88,7 +89,7 @@ class _Follower:
         self._graph = graph
         self._found = Followed()
         rows, places = sizes_of(mask) or (0, 0)
-        self._sizes: Shape = (rows, places)
+        self._sizes = (rows, places)
         self._found.fields[mask] = (((Factor(Kind.BATCH, rows),), (Factor(Kind.PLACE, places, 0.0),)),)
         self._rules: dict[str, Callable[[relax.Call], Axes | None]] = {
             **dict.fromkeys(_ELEMENTWISE, self._elementwise),
@@ -96,7 +97,8 @@ class _Follower:
             **dict.fromkeys(_NORMS, self._norm),
             "matmul": self._matmul, "nn.softmax": self._softmax, "reshape": self._reshape,
             "permute_dims": self._permute, "expand_dims": self._expand, "squeeze": self._squeeze,
-            "broadcast_to": self._broadcast, "strided_slice": self._slice, "take": self._take, "concat": self._concat,
+            "broadcast_to": self._broadcast, "strided_slice": self._slice, "take": self._take,
+            "gather_nd": self._gather, "concat": self._concat,
         }  # fmt: skip
 
     def run(self) -> Followed:
@@ -337,6 +339,9 @@ class _Follower:
             return (*degraded(ids), *plain_axes(_shape(data)[1:]))
         if axes is None or ids is not None or axis is None:
             raise MixesTokensError("it looks tokens up by tokens")
+        gathered = self._gather(value) if axis == 0 else None
+        if gathered is not None:
+            return gathered
         if is_clean(axes):
             return None
         axis = _positive(axis, len(axes))
@@ -345,6 +350,22 @@ class _Follower:
         inner = plain_axes(sizes_of(index) or ())
         result = (*axes[:axis], *inner, *axes[axis + 1 :])
         return None if is_clean(result) else result
+
+    def _gather(self, value: relax.Call) -> Axes | None:
+        """Return the axes of each place's own element, gathered one by one."""
+        axes = self._data(value)
+        first = [factor for axis in axes[: 1 if is_op(value, "take") else 2] for factor in axis]
+        found = gathered_axes(value, self._graph, self._sizes)
+        if found is None or [factor.kind for factor in first] != [Kind.BATCH, Kind.PLACE]:
+            if is_op(value, "gather_nd") and not is_clean(axes):
+                raise MixesTokensError("it gathers tokens by places that are not known")
+            return None
+        shape = sizes_of(value.args[1]) or ()
+        given: list[Axis] = [()] * (len(shape) - (0 if is_op(value, "take") else 1))
+        for axis, factor in zip(found, first, strict=True):
+            if axis is not None:
+                given[axis] = (factor,)
+        return (*given, *axes[1 if is_op(value, "take") else 2 :])
 
     def _keep(self, axis: Axis, wanted: list[int] | None) -> None:
         """Compute some places of each row even where the mask hides them."""

@@ -53,6 +53,26 @@ def joined_with_causal(f: Form, scores: str) -> str:
     return f.op("Where", f.op("And", f.padding(), causal), scores, -1e30)
 
 
+def indices(*, backwards: bool = False) -> np.ndarray:
+    """Return the index tensor of `mask[rows, places]` as transformers exports it, [B, 1, 1, S, 2]."""
+    rows, places = np.indices((BATCH, LENGTH))
+    return np.stack([rows, places[:, ::-1] if backwards else places], axis=-1)[:, None, None].astype("int64")
+
+
+def gathered(f: Form, scores: str) -> str:
+    seen = f.op("GatherND", f.op("Cast", f.mask(), to=9), indices())
+    return f.op("Where", f.op("And", np.ones((1, 1, LENGTH, LENGTH), bool), seen), scores, -3e38)
+
+
+def gathered_by_ranges(f: Form, scores: str) -> str:
+    """torchscript's: one index of the flat mask, made of two ranges."""
+    rows = f.op("Reshape", f.op("Range", np.array(0), np.array(BATCH), np.array(1)), [BATCH, 1, 1, 1])
+    places = f.op("Reshape", f.op("Range", np.array(0), np.array(LENGTH), np.array(1)), [1, 1, 1, LENGTH])
+    index = f.op("Add", places, f.op("Mul", rows, np.array([LENGTH])))
+    flat = f.op("Reshape", f.op("Cast", f.mask(), to=9), [BATCH * LENGTH])
+    return f.op("Where", f.op("Gather", flat, index, axis=0), scores, -3e38)
+
+
 def kept(f: Form) -> str:
     return f.op("Cast", f.op("Reshape", f.mask(), [BATCH, LENGTH, 1]), to=1)
 
@@ -71,7 +91,9 @@ def greatest(f: Form, hidden: str) -> str:
     return f.op("ReduceMax", f.op("Add", hidden, low), [1], keepdims=0)
 
 
-@pytest.mark.parametrize("form", [added, chosen, beside_a_position_bias, joined_with_causal])
+@pytest.mark.parametrize(
+    "form", [added, chosen, beside_a_position_bias, joined_with_causal, gathered, gathered_by_ranges]
+)
 def test_tokens_are_those_of_the_padded_graph_under_any_mask(form: Callable[[Form, str], str]) -> None:
     f = Form()
     hidden = layer(f, f.x(), form)
@@ -150,6 +172,13 @@ def convolution_over_the_sequence(f: Form) -> OnnxModel:
     return f.model(mixed, (BATCH, HIDDEN, LENGTH))
 
 
+def mask_read_backwards(f: Form) -> OnnxModel:
+    def backwards(f: Form, scores: str) -> str:
+        return f.op("Where", f.op("GatherND", f.op("Cast", f.mask(), to=9), indices(backwards=True)), scores, -3e38)
+
+    return f.model(layer(f, f.x(), backwards), (BATCH, LENGTH, HIDDEN))
+
+
 def sequence_behind(f: Form) -> OnnxModel:
     heads = f.heads(layer(f, f.x(), added))
     return f.model(f.op("Mul", heads, 2.0), (BATCH, HEADS, LENGTH, SIZE))
@@ -162,6 +191,7 @@ def sequence_behind(f: Form) -> OnnxModel:
         (unmasked_attention, "node 'Softmax_.*its softmax reads padding that no mask hides"),
         (mean_of_all, "node 'ReduceMean_.*takes the mean over the sequence, padding included"),
         (convolution_over_the_sequence, "node 'Conv_.*what it does with tokens is not known"),
+        (mask_read_backwards, "node 'Softmax_.*its softmax reads padding that no mask hides"),
         (sequence_behind, "has tokens along other axes than its first ones"),
     ],
 )
