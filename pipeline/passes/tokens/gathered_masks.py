@@ -29,9 +29,10 @@ def gathered_axes(call: tvm.ir.Expr, graph: Graph, sizes: tuple[Size, Size]) -> 
     """
     steps: list[_Steps | None]
     if is_op(call, "take") and call.attrs.axis is not None and int(call.attrs.axis) == 0:
-        flat = (sizes_of(call.args[0]) or (None,))[0] == sizes[0] * sizes[1]
-        found = _steps(call.args[1], graph) if flat else None
-        return None if found is None else _placed(found, sizes_of(call.args[1]) or (), (sizes[1], 1), sizes)
+        index = call.args[1]
+        found = _steps(index, graph) if (sizes_of(call.args[0]) or (0,))[0] == sizes[0] * sizes[1] else None
+        axes = None if found is None else _placed(found, sizes_of(index) or (), (sizes[1], 1), sizes)
+        return None if axes is None else (axes[0], axes[1])
     if not is_op(call, "gather_nd") or int(call.attrs.batch_dims) != 0:
         return None
     indices = _without_wrap(call.args[1], graph)
@@ -42,9 +43,12 @@ def gathered_axes(call: tvm.ir.Expr, graph: Graph, sizes: tuple[Size, Size]) -> 
         value = graph.value(indices)
         parts = list(value.args[0].fields) if is_op(value, "concat") and isinstance(value.args[0], relax.Tuple) else []
         steps = [None if found is None else found[:-1] for found in (_steps(part, graph) for part in parts)]
-    if len(steps) != 2 or steps[0] is None or steps[1] is None or (sizes_of(call.args[0]) or ())[:2] != sizes:
+    if len(steps) != 2 or (sizes_of(call.args[0]) or ())[:2] != sizes:
         return None
-    rows, places = (_placed(found, shape[:-1], (1,), sizes[part : part + 1]) for part, found in enumerate(steps))
+    rows, places = (
+        None if found is None else _placed(found, shape[:-1], (1,), sizes[part : part + 1])
+        for part, found in enumerate(steps)
+    )
     return None if rows is None or places is None else (rows[0], places[0])
 
 
