@@ -13,7 +13,8 @@ from onnx import helper
 from relaxtune.models import OnnxModel, TensorSpec, load_model
 from relaxtune.models.inputs import InputKind, describe_inputs
 from relaxtune.models.spec import element_type_name, is_numeric, numpy_dtype, tensor_bytes
-from relaxtune.pipeline.artifact.compile import check_plan
+from relaxtune.pipeline.artifact.compile import check_plan, compile_module
+from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.importer.unsupported import ImportSurvey, UnsupportedNode, find_unsupported
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 
@@ -85,6 +86,8 @@ class Inspection:
         The tasks; kernels that none can be made of, with the reason.
     flops, bytes
         Of one inference, over all tasks.
+    code
+        Whether the code of the kernels was generated.
     """
 
     model: str
@@ -102,6 +105,7 @@ class Inspection:
     without_task: Mapping[str, str] = field(default_factory=dict)
     flops: float | None = None
     bytes: float | None = None
+    code: bool = False
 
     @property
     def unsupported(self) -> tuple[UnsupportedNode, ...]:
@@ -115,14 +119,20 @@ class Inspection:
         return {**data, "unsupported": survey["unsupported"], "not_looked_at": survey["not_looked_at"]}
 
 
-def inspect_model(request: ModelRequest) -> Inspection:
+def inspect_model(request: ModelRequest, *, code: bool = False) -> Inspection:
     """Return what a model needs and would become.
+
+    Parameters
+    ----------
+    code
+        Generate the code of the kernels too, as `compile` does: the one thing that can refuse a model otherwise.
 
     Raises
     ------
     ModelError, ScheduleError, PipelineError
         The file, the target or the lowering cannot be had, or memory cannot be planned; see `pipeline.errors`. A node
-        that cannot be imported is no error here but part of the answer. Only the code of kernels is not tried.
+        that cannot be imported is no error here but part of the answer. Without
+        `code`, the code of kernels is not tried.
     """
     model = load_model(request.source, shapes=request.shapes or None, seed=request.seed, any_operator=True)
     survey = find_unsupported(model)
@@ -143,7 +153,12 @@ def inspect_model(request: ModelRequest) -> Inspection:
     prepared = prepare_model(request)
     for lowered in (prepared.lowered, *(bucket.lowered for bucket in prepared.buckets)):
         check_plan(lowered, prepared.target)
-    return _with_tasks(facts, prepared)
+        if code:
+            choices = select_kernels(
+                lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
+            )
+            compile_module(lowered, choices, prepared.target)
+    return _with_tasks(replace(facts, code=code), prepared)
 
 
 def count_parameters(weights: Sequence[onnx.TensorProto]) -> tuple[ParameterCount, ...]:

@@ -235,9 +235,12 @@ def batch(plan: str | Path, *, fail_fast: bool = False, cluster: str | None = No
     return BatchRun(read_plan(plan), fail_fast=fail_fast, cluster=cluster)
 
 
-def inspect(source: str | Path, **options: Unpack[ModelOptions]) -> Inspection:
-    """Return what a model needs and would become, or every node that stops its import."""
-    return inspect_model(_request(source, options))
+def inspect(source: str | Path, *, code: bool = False, **options: Unpack[ModelOptions]) -> Inspection:
+    """Return what a model needs and would become, or every node that stops its import.
+
+    `code` generates the code of the kernels too, and raises what compiling would.
+    """
+    return inspect_model(_request(source, options), code=code)
 
 
 def explain(

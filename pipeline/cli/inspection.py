@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.cli.options import FormatOption, ModelOptions
@@ -18,14 +20,21 @@ _SIGNATURE_CHARS = 100
 
 
 @takes_groups(without=("group_size", "bucket", "disable_pass", "dump_ir", "embed_weights", "routes"))
-def inspect(model: ModelOptions, output_format: FormatOption = OutputFormat.TABLE) -> None:
+def inspect(
+    model: ModelOptions,
+    code: Annotated[
+        bool, typer.Option("--code", help="Generate the code of the kernels too, as compile does.")
+    ] = False,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
     """Say what a model needs: signature, weights, tasks, FLOPs, bytes, KV cache; or every node that stops its import.
 
-    Exits 1 when a node cannot be imported.
+    Exits 1 when a node cannot be imported, or when compiling would refuse the model; without --code, the code of its
+    kernels is not tried.
     """
     from relaxtune.pipeline.inspect import inspect_model
 
-    inspection = inspect_model(model.request())
+    inspection = inspect_model(model.request(), code=code)
     if output_format is OutputFormat.JSON:
         print_json(inspection.to_json())
     else:
@@ -84,6 +93,8 @@ def _print_tasks(inspection: Inspection) -> None:
         stdout_console().print(told, markup=False, soft_wrap=True)
     for name, reason in inspection.without_task.items():
         stdout_console().print(f"{name} is no task and not counted: {reason}", soft_wrap=True)
+    if not inspection.code:
+        stdout_console().print("the code of its kernels was not generated; --code tries that too", soft_wrap=True)
 
 
 def _sizes(signature: Mapping[str, object]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from tvm import relax
+from tvm import relax, te, tirx
 
 from relaxtune.models import load_model
 from relaxtune.pipeline.artifact.compile import check_plan, compile_module
@@ -128,6 +128,30 @@ def test_model_whose_memory_cannot_be_planned_is_refused_as_compile_refuses_it(
         inspect_model(prepared.request)
     with pytest.raises(LoweringError, match=r"memory of case for llvm .* cannot be planned"):
         compile_module(lowered, (), prepared.target)
+
+
+def test_model_whose_kernels_have_no_code_is_refused_where_that_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Inspect said nothing against what compile refused in the code generator."""
+    prepared = prepare_model(
+        ModelRequest(write_model(tmp_path, [helper.make_node("Neg", ["x"], ["y"])]), target="llvm")
+    )
+    # An intrinsic of GPUs, which LLVM has no code for on a CPU.
+    x = te.placeholder((tirx.Var("batch", "int64"), 4), "float32", name="x")
+    y = te.compute(x.shape, lambda *at: tirx.call_intrin("float32", "tirx.ptx.wgmma_wait_group", x(*at)))
+    mod = prepared.lowered.mod.clone()
+    mod.update_func(mod.get_global_var("tir_negative"), te.create_prim_func([x, y]))
+    faulty = replace(prepared, lowered=replace(prepared.lowered, mod=mod))
+    monkeypatch.setattr("relaxtune.pipeline.inspect.prepare_model", lambda _: faulty)
+    assert not inspect_model(prepared.request).code
+    with pytest.raises(SystemExit, match="0"):
+        main(["inspect", str(prepared.request.source)])
+    assert "--code tries that too" in capsys.readouterr().out
+    with pytest.raises(LoweringError):
+        inspect_model(prepared.request, code=True)
+    with pytest.raises(SystemExit, match="1"):
+        main(["inspect", str(prepared.request.source), "--code"])
 
 
 def test_inspection_sums_tasks_parameters_and_the_cache() -> None:
