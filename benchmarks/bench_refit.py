@@ -1,6 +1,6 @@
 """Refit beside compilation: zoo models in several precisions, bits of the outputs and the time of both.
 
-    python -m benchmarks.bench_refit [--results FILE]
+    python -m benchmarks.bench_refit [--target llvm|cuda] [--models bert-tiny ...] [--results FILE]
 
 Each model is compiled with the weights of one seed. Then the weights of another seed come: once by `artifact refit`,
 once by compiling. Both artifacts run on the same inputs. Times are without validation, which is the same for both.
@@ -37,11 +37,11 @@ CASES: tuple[tuple[str, ModelOptions], ...] = (
 )
 
 
-def measure(model: str, options: ModelOptions, folder: Path) -> dict[str, object]:
+def measure(model: str, options: ModelOptions, folder: Path, target: str) -> dict[str, object]:
     """Return how long both ways took and whether the outputs have the same bits."""
-    relaxtune.compile(model, folder / "first", samples=0, target="llvm", **options)
+    relaxtune.compile(model, folder / "first", samples=0, target=target, **options)
     began = time.perf_counter()
-    relaxtune.compile(model, folder / "compiled", samples=0, target="llvm", seed=1, **options)
+    relaxtune.compile(model, folder / "compiled", samples=0, target=target, seed=1, **options)
     compiled_s = time.perf_counter() - began
     began = time.perf_counter()
     done = relaxtune.refit(folder / "first", model, folder / "refitted", seed=1, samples=0)
@@ -63,16 +63,21 @@ def measure(model: str, options: ModelOptions, folder: Path) -> dict[str, object
 def main() -> None:
     """Measure every case, print a line each and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="llvm")
+    parser.add_argument("--models", nargs="+", default=[model for model, _ in CASES])
+    parser.add_argument("--commit", default=None, help="where there is no git")
     parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
     found = []
-    for model, options in CASES:
+    for model, options in (case for case in CASES if case[0] in asked.models):
         with tempfile.TemporaryDirectory() as folder:
             shown = {key: str(value) for key, value in options.items()}
-            entry = {"model": model, "options": shown, **measure(model, options, Path(folder))}
+            entry = {"model": model, "options": shown, **measure(model, options, Path(folder), asked.target)}
         found.append(entry)
         print(entry, flush=True)
-    document = {"machine": run_facts(), "cases": found}
+    facts = run_facts(asked.target)
+    machine = {**facts, "commit": asked.commit or facts["commit"]}
+    document = {"machine": machine, "target": asked.target, "cases": found}
     asked.results.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
