@@ -315,6 +315,8 @@ class Rounds:
     def _hand_in(self, state: TaskState, jobs: list[tuple[Job, Tag]]) -> None:
         state.in_flight += len(jobs)
         state.on_way |= {decision_key(tag.decision) for _, tag in jobs}
+        # They count against the candidates of the run from now on.
+        self._queue.touch(state)
         self._evaluator.submit(jobs)
 
     def _spec_of(self, state: TaskState) -> WorkloadSpec:

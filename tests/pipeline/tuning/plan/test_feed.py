@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
+
+import tvm
 
 from benchmarks.waiting_backend import WaitingBackend
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.build_pool import BuildPool
 from relaxtune.pipeline.tuning.local.machine import Machine
+from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt
+from relaxtune.pipeline.tuning.measure.recipe import Buildable
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.feed import Arrival
+from relaxtune.pipeline.tuning.plan.task_start import TaskStart
 from relaxtune.pipeline.tuning.progress import ProgressEvent
+from relaxtune.pipeline.tuning.search.template_candidates import TemplateCandidate
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.records import Route, Status
 from tests.pipeline.tuning.tuning_cases import Place, all_records, matmul_task
 
 TRIALS = 8
@@ -50,6 +58,52 @@ class Feed:
 
     def candidate_measured(self, event: ProgressEvent) -> None:
         self.heard.append("measured")
+
+
+class InstantBuilder(Builder):
+    """Builds nothing: each candidate has code of its own at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.built = 0
+
+    capacity, waiting = 4, 0
+
+    def submit(self, what: Buildable, target: tvm.target.Target, on_built: OnBuilt) -> None:
+        self.built += 1
+        on_built(Built(Status.OK, BuiltArtifact(b"code", f"code {self.built}")))
+
+    def discard(self, artifact: BuiltArtifact) -> None:
+        """There is nothing."""
+
+    def close(self) -> None:
+        """There is nothing."""
+
+
+def test_first_proposals_count_against_the_candidates_of_the_run(place: Place, database: TuningDatabase) -> None:
+    tasks = [matmul_task(16, 16, 16 * size, f"task{size}") for size in range(1, 7)]
+    environment = replace(place.environment, device_name="a device that waits")
+    options = TuningOptions(trials=7, trials_per_iteration=4, routes=frozenset({Route.TEMPLATE}))
+    starts = {}
+    for task in tasks:
+        starts[task.workload_hash] = start = TaskStart(task, place.target, options.routes)
+        start.__dict__["offers"] = tuple(TemplateCandidate(task, f'{{"tile": {size}}}') for size in range(1, 9))
+    arrivals = [Arrival(tuple(tasks), options.trials, starts=starts)]
+    feed = Feed([])
+    feed.take = lambda *, idle: [arrivals.pop()] if arrivals else []  # type: ignore[method-assign]
+    with closing(WaitingBackend(environment, 1, 0.01)) as backend:
+        summary = tune(
+            (),
+            target=place.target,
+            database=database,
+            environment=environment,
+            options=options,
+            still_true=all_records,
+            builder=InstantBuilder(),
+            backend=backend,
+            feed=feed,
+        )
+    assert summary.candidates == options.trials
 
 
 def test_processes_start_before_tasks_come_and_a_task_is_told_of_when_it_is_done(
