@@ -12,15 +12,6 @@ from relaxtune.pipeline.cli.output import OutputFormat, TableView, emit
 
 app = typer.Typer(help="Look at a Ray cluster.", no_args_is_help=True)
 
-ClusterOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        metavar="ADDRESS",
-        help="Build and measure on a Ray cluster, such as 10.0.0.1:6379, or auto on one of its nodes.",
-    ),
-]
-
 
 @app.callback()
 def _group() -> None:
