@@ -35,7 +35,7 @@ _SAMPLE_S = 0.25
 
 
 def main() -> None:
-    """Tune by turns, and print what each run took."""
+    """Tune with one device and with several, alternately; print what each run took."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="bert-base:fp16")
     parser.add_argument("--shape", action="append", default=[])

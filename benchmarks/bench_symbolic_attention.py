@@ -4,8 +4,8 @@
 
 Shapes: the layers of BERT-base, GPT-2 small, Llama-1B (prefill, decode over caches) and T5-small. Each table and each
 kernel is what is taken where nothing was measured. Masks hide nothing. Before they are timed, both run into poisoned
-outputs, which are compared with torch's attention in float32. Both arms of a shape are timed by turns, as CUDA graphs
-of launches over rotating buffers that do not fit the L2 cache together. Needs TVM, torch and a C++ compiler.
+outputs, which are compared with torch's attention in float32. Both arms are timed alternately, as CUDA graphs of
+launches over rotating buffers that do not fit the L2 cache together. Needs TVM, torch and a C++ compiler.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Shapes: the matmuls of BERT-base (and GPT-2 small) and of Llama-1B of `benchmarks.bench_gemm_sm90`. Each table and each
 kernel is what is taken where nothing was measured. Before it is timed, each runs into a poisoned output, which is
-compared with a product in float32. Both arms of a shape are timed by turns, as CUDA graphs of launches over rotating
+compared with a product in float32. Both arms of a shape are timed alternately, as CUDA graphs of launches over rotating
 buffers that do not fit the L2 cache together. Needs TVM, torch and a C++ compiler.
 """
 

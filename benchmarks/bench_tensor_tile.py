@@ -6,9 +6,9 @@
 A case's candidates are drawn at random from its designs, as a search's first ones are, for `--target` (sm_90 by
 default, which has the instructions of Ampere and Ada and no template of its own). `run` runs each on fresh random
 inputs into an output full of NaN, compares it with a float64 product, looks at the time of each right one, and times
-the three fastest with cuBLAS through torch by turns, as CUDA graphs over rotating buffers that do not fit the L2 cache.
-Cases of tf32 are beside torch's tf32, and their inputs are rounded to it. `--before` takes a folder that `build` of an
-older version wrote.
+the three fastest and cuBLAS through torch alternately, as CUDA graphs over rotating buffers that do not fit the L2
+cache. Cases of tf32 are beside torch's tf32, and their inputs are rounded to it. `--before` takes a folder that
+`build` of an older version wrote.
 """
 
 from __future__ import annotations

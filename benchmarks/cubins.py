@@ -1,4 +1,4 @@
-"""Kernels as cubins: built where TVM is, launched through the driver where it is not, and timed by turns.
+"""Kernels as cubins: built where TVM is, launched through the driver where it is not, timed alternately.
 
 A benchmark's `build DIR` makes a `CubinWriter` and adds PrimFuncs that templates made; its `run DIR` reads the manifest
 with `read_kernels`, and needs torch and cuda-bindings, not TVM. What a launch needs (arguments, tensor maps, grid,

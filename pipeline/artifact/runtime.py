@@ -36,7 +36,7 @@ _MAIN = "main"
 _ALIGNMENT = 64
 # Sets of sizes whose memory the pool keeps at a time.
 _SIZES_MAX = 64
-# What TVM says when its code gets other tensors than it was compiled for.
+# TVM's messages for tensors that its code was not compiled for.
 _REFUSALS = ("ErrorContext(fn=", "Mismatched ", "Invoking function", "storage allocation failure")
 
 # What the virtual machine calls before and after each call it makes: (function, its name, whether before, what it

@@ -144,7 +144,7 @@ class LoweredModule:
         return self.with_tokens(self.options.maxima)
 
     def with_tokens(self, known: Mapping[str, int]) -> Mapping[str, int]:
-        """Return sizes of axes with that of tokens: as many as places, of which none is padding."""
+        """Return sizes of axes and of the tokens' axis: as many tokens as places, no padding."""
         if self.unpadding is None:
             return known
         (mask,) = (spec for spec in self.graph.inputs if spec.name == self.unpadding.mask)

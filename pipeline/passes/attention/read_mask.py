@@ -220,7 +220,7 @@ class MaskReader:
         return is_upper and plain(right - left + bound) == plain(self.keys - self.queries)
 
     def _position(self, expr: tvm.ir.Expr) -> tuple[int, Size] | None:
-        """Return the axis, from the end, of which a tensor holds the positions, and the first one's number."""
+        """Return the axis, from the end, whose positions a tensor holds, and the first one's number."""
         value = self._value(expr)
         shape = sizes_of(value) if isinstance(value, relax.Call) else None
         if shape is None:

@@ -198,7 +198,7 @@ class GemmPlan:
         return fewer or self.k_share > self.parameters.stages
 
     def resized(self, rows: int) -> GemmPlan:
-        """Return the plan of a symbolic number of rows for another number, of which as many are loaded at a time."""
+        """Return the plan for another number of rows; as many are loaded at a time as before."""
         tiles_m = math.ceil(rows / (self.parameters.block_m * self.parameters.multicast))
         tiles = tiles_m * self.tiles_n
         return replace(self, tiles_m=tiles_m, blocks=min(self.parameters.blocks or tiles, tiles))

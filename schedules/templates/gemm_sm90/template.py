@@ -141,7 +141,7 @@ class GemmSm90(KernelTemplate[MatmulFunction, GemmParameters]):
 
 @lru_cache(maxsize=512)
 def _plan_of_rows(func: tirx.PrimFunc, parameters: GemmParameters, limits: CudaLimits, rows: int) -> GemmPlan | Refusal:
-    """Return the plan of a symbolic number of rows of which so many are loaded at a time."""
+    """Return the plan of a symbolic number of rows; `rows` of them are loaded at a time."""
     found = _recognise_any(func)
     if isinstance(found, Refusal):
         return found
