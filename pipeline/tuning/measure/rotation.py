@@ -30,6 +30,10 @@ _LAUNCH_S = 6e-6
 _LAUNCH_MAX_S = 40e-6
 _MEMSET_BYTES_PER_S = 3e12
 _L2_FACTOR = 2
+# Launches in a row at most. Of kernels of 2 us, 500 are two thousand times an event's resolution (about 0.5 us, CUDA
+# runtime API, "cudaEventElapsedTime"); ten times as many keep the GPU at the memset that hides their queueing for longer
+# than all else that is done with a candidate.
+_ROW_MAX = 500
 # A row that took less than this many times what queueing it took may have waited for the host.
 _HOST_BOUND = 1.25
 # Times at most that a row is timed again.
@@ -47,11 +51,11 @@ def sets_needed(argument_bytes: int, l2_bytes: int) -> int:
 
 
 def launches(argument_bytes: int, sets: int, l2_bytes: int, quick_s: float, min_repeat_s: float) -> int:
-    """Return how many launches one raw latency is the mean of.
+    """Return how many launches one raw latency is the mean of: such that they last `min_repeat_s`, or 500.
 
     Where all copies together fit into twice the L2, no copy may come twice.
     """
-    wanted = max(1, math.ceil(min_repeat_s / quick_s))
+    wanted = min(_ROW_MAX, max(1, math.ceil(min_repeat_s / quick_s)))
     return min(wanted, sets) if sets * argument_bytes <= _L2_FACTOR * l2_bytes else wanted
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 
 from relaxtune.pipeline.tuning.measure import rotation
 from relaxtune.pipeline.tuning.measure.rotation import RotatedTimer, can_rotate, launches, sets_needed
+from relaxtune.pipeline.tuning.measure.timing import MeasureOptions, time_adaptively
 
 L2 = 50 << 20
 
@@ -21,6 +23,7 @@ def test_a_copy_comes_twice_only_when_the_others_evict_it() -> None:
     assert launches(1 << 10, 32, L2, quick_s=3e-6, min_repeat_s=0.004) == 32
     assert launches(10 << 20, 11, L2, quick_s=1e-5, min_repeat_s=0.004) == 400
     assert launches(10 << 20, 11, L2, quick_s=1.0, min_repeat_s=0.004) == 1
+    assert launches(10 << 20, 11, L2, quick_s=1e-6, min_repeat_s=0.004) == 500
 
 
 def test_the_binding_of_the_cuda_extra_is_found() -> None:
@@ -96,3 +99,21 @@ def test_a_host_that_stays_too_busy_ends_the_wait(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rotation.time, "perf_counter", clock.perf_counter)
     timer = RotatedTimer(SimpleNamespace(l2_cache_size_bytes=L2))
     assert len(timer.time(clock.launch, [()], 32, 3)) == 3
+
+
+@pytest.mark.parametrize("kernel_us", [1, 3, 10])
+def test_a_candidate_on_a_busy_host_takes_the_gpu_for_less_than_a_second(
+    kernel_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(kernel_us * 1e-6, 50e-6)
+    monkeypatch.setattr(rotation.importlib, "import_module", lambda _: clock)
+    monkeypatch.setattr(rotation.time, "perf_counter", clock.perf_counter)
+    timer = RotatedTimer(SimpleNamespace(l2_cache_size_bytes=L2))
+    size = 10 << 20
+    time_adaptively(
+        lambda number, repeats: timer.time(clock.launch, [()], number, repeats),
+        lambda single: launches(size, sets_needed(size, L2), L2, single, MeasureOptions().min_repeat_s),
+        math.inf,
+        MeasureOptions(),
+    )
+    assert clock.now < 1
