@@ -28,7 +28,6 @@ from relaxtune.pipeline.cli.output import (
 )
 from relaxtune.pipeline.cli.report import write_page
 from relaxtune.pipeline.errors import UsageError
-from relaxtune.tuning_db.sql.engine import parse_location
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
@@ -203,6 +202,7 @@ def _place(batch: str | None, db: DatabaseUrl) -> tuple[DatabaseUrl, str | None]
     if batch is None or not batch.endswith(".toml"):
         return db, batch
     from relaxtune.pipeline.batch.plan import read_plan
+    from relaxtune.tuning_db.sql.engine import parse_location
 
     plan = read_plan(batch)
     path = parse_location(plan.database).path

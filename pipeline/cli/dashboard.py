@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import sys
 from contextlib import suppress
 from typing import Annotated
 
@@ -13,6 +12,7 @@ import typer
 
 from relaxtune.pipeline.cli.db.common import open_for_reading
 from relaxtune.pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption
+from relaxtune.pipeline.cli.output import stderr_console
 from relaxtune.pipeline.errors import UsageError
 
 TOKEN_VARIABLE = "RELAXTUNE_DASHBOARD_TOKEN"
@@ -51,7 +51,8 @@ def dashboard(
                 f"cannot listen at {host}:{port}: {e.strerror or e}; choose another --port or --host"
             ) from e
         address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
-        print(f"{address}{f'?token={token}' if token else ''} shows {database.url}; Ctrl-C ends it", file=sys.stderr)
+        shown = f"{address}{f'?token={token}' if token else ''} shows {database.url}; Ctrl-C ends it"
+        stderr_console().print(shown, markup=False, highlight=False, soft_wrap=True)
         # Ctrl-C is how it ends.
         with suppress(KeyboardInterrupt):
             server.run(sockets=[listening])

@@ -31,8 +31,8 @@ _LAUNCH_MAX_S = 40e-6
 _MEMSET_BYTES_PER_S = 3e12
 _L2_FACTOR = 2
 # Launches in a row at most. Of kernels of 2 us, 500 are two thousand times an event's resolution (about 0.5 us, CUDA
-# runtime API, "cudaEventElapsedTime"); ten times as many keep the GPU at the memset that hides their queueing for longer
-# than all else that is done with a candidate.
+# runtime API, "cudaEventElapsedTime"); ten times as many keep the GPU at the memset that hides their queueing for
+# longer than all else that is done with a candidate.
 _ROW_MAX = 500
 # A row that took less than this many times what queueing it took may have waited for the host.
 _HOST_BOUND = 1.25

@@ -192,10 +192,15 @@ def test_tune_refuses_a_device_that_is_not_here(relaxtune, workspace, tmp_path) 
     assert "relaxtune compile" in outcome.stderr
 
 
+# What follows the search takes a minute: a second Ctrl-C comes in the middle of it, however fast the machine is.
+SLOW_END = "import time; from relaxtune.pipeline import jobs; jobs.compile_module = lambda *a, **k: time.sleep(60); "
+
+
 @pytest.fixture
-def tuning_process(workspace, tmp_path) -> Iterator[subprocess.Popen[str]]:
+def tuning_process(request, workspace, tmp_path) -> Iterator[subprocess.Popen[str]]:
     """A real run of `tune` that would go on for minutes, in a session of its own."""
-    command = [sys.executable, "-c", "from relaxtune.pipeline.cli import main; main()", "tune", str(workspace.model)]
+    program = getattr(request, "param", "") + "from relaxtune.pipeline.cli import main; main()"
+    command = [sys.executable, "-c", program, "tune", str(workspace.model)]
     options = ["--target", "llvm", "--shape", "x=64x32", "--trials", "5000", "--no-bench"]
     job = subprocess.Popen(
         [*command, *options, "--db", str(tmp_path / "tuning.db"), "--out", str(tmp_path / "artifact")],
@@ -231,6 +236,7 @@ def test_ctrl_c_keeps_what_was_measured_and_still_compiles(tuning_process, tmp_p
         assert recorded.outcome == "interrupted"
 
 
+@pytest.mark.parametrize("tuning_process", [SLOW_END], indirect=True, ids=["slow-end"])
 def test_a_second_ctrl_c_half_a_second_later_ends_the_run_and_keeps_what_was_measured(tuning_process, tmp_path) -> None:
     _wait_for(lambda: _valid_records(tmp_path / "tuning.db"))
     tuning_process.send_signal(signal.SIGINT)

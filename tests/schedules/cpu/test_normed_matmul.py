@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tvm
 
-from relaxtune.schedules.fallback import apply_fallback, fallback_rule_names
+from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules
 from tests.schedules.kernel_cases import host, loop_kinds, matmul_case
 from tests.schedules.templates.matmul_cases import MatmulCase
 from tests.schedules.templates.norm_cases import OUTPUTS, NormCase, assert_right
@@ -35,7 +35,7 @@ def module_of(case: NormCase) -> tvm.IRModule:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_every_output_is_right(case: NormCase) -> None:
     mod, inputs, target = module_of(case), case.inputs(np.random.default_rng(0)), host().target
-    assert fallback_rule_names(mod, target) == {"main": "cpu-normed-matmul"}
+    assert fallback_with_rules(mod, target)[1] == {"main": "cpu-normed-matmul"}
     params = mod["main"].params
     outputs = {
         str(param.name): np.full([int(size) for size in param.ty.shape], np.nan, str(param.ty.dtype))
@@ -51,6 +51,6 @@ def test_every_output_is_right(case: NormCase) -> None:
 
 def test_other_functions_are_left_to_other_rules() -> None:
     target = host().target
-    assert fallback_rule_names(matmul_case(32, 96, 24, epilogue="bias").module, target) == {"main": "cpu-matmul"}
+    assert fallback_with_rules(matmul_case(32, 96, 24, epilogue="bias").module, target)[1] == {"main": "cpu-matmul"}
     reads = NormCase(replace(PLAIN, epilogue=("bias", "residual")), residual=True, shifted=True)
-    assert fallback_rule_names(module_of(reads), target) == {"main": "cpu-matmul"}
+    assert fallback_with_rules(module_of(reads), target)[1] == {"main": "cpu-matmul"}

@@ -9,7 +9,7 @@ from tvm import te, tirx
 
 from relaxtune.pipeline.precision.quantise import packed_panels, packed_rows, quantise
 from relaxtune.schedules.cpu.packing import panel_width
-from relaxtune.schedules.fallback import apply_fallback, fallback_rule_names
+from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules
 from relaxtune.schedules.functions.quantised_matmul import dequantise_rows, matmul_of_panels, matmul_of_rows
 from relaxtune.schedules.targets import CpuLimits, resolve_target
 
@@ -50,7 +50,7 @@ def test_panels_match_numpy_when_shapes_do_not_fit_the_tile(m: int, n: int, k: i
 def test_a_panel_is_dequantised_where_it_is_used() -> None:
     func, _, _ = panels_case(64, 768, 256, 4, 128)
     mod = tvm.IRModule({"main": func})
-    assert fallback_rule_names(mod, HOST.target) == {"main": "cpu-matmul"}
+    assert fallback_with_rules(mod, HOST.target)[1] == {"main": "cpu-matmul"}
     text = apply_fallback(mod, HOST.target)["main"].script()
     before, inside = text.split('T.sblock("dequantise")', 1)
     # Under the loop over panels that the cores share, and no loop nest of its own before it.

@@ -10,7 +10,7 @@ from tvm.script import ir as I
 from tvm.script import tirx as T
 
 from relaxtune.schedules.errors import UnscheduledError
-from relaxtune.schedules.fallback import apply_fallback, fallback_rule_names
+from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules
 from relaxtune.schedules.gpu import dlight_rules
 from relaxtune.schedules.gpu.binding import count_launches, list_unbound_blocks
 from relaxtune.schedules.gpu.dlight_rules import BindingRule
@@ -40,14 +40,14 @@ def test_dlight_transpose_leaves_blocks_unbound_and_is_passed_over(
         assert left == ["T_concat"]
         assert BindingRule(stock).apply(transpose_and_join, target, False) is None
     module = tvm.IRModule({"main": transpose_and_join})
-    assert fallback_rule_names(module, target) == {"main": "dlight-fallback"}
+    assert fallback_with_rules(module, target)[1] == {"main": "dlight-fallback"}
     assert list_unbound_blocks(apply_fallback(module, target)["main"]) == []
 
 
 def test_transpose_keeps_its_rule_when_every_block_is_bound(target: tvm.target.Target) -> None:
     a = te.placeholder((64, 48), "float32", name="A")
     module = tvm.IRModule({"main": prim_func([a, topi.transpose(a)])})
-    assert fallback_rule_names(module, target) == {"main": "dlight-transpose"}
+    assert fallback_with_rules(module, target)[1] == {"main": "dlight-transpose"}
 
 
 def test_fallback_takes_a_transpose_when_an_axis_has_length_one(target: tvm.target.Target) -> None:
@@ -55,7 +55,7 @@ def test_fallback_takes_a_transpose_when_an_axis_has_length_one(target: tvm.targ
     func = prim_func([a, topi.transpose(a)])
     with target, pytest.raises(ValueError, match="Cannot use and / or / not"):
         dlight.gpu.Transpose().apply(func, target, False)
-    assert fallback_rule_names(tvm.IRModule({"main": func}), target) == {"main": "dlight-fallback"}
+    assert fallback_with_rules(tvm.IRModule({"main": func}), target)[1] == {"main": "dlight-fallback"}
 
 
 def test_next_rule_takes_over_when_dlight_raises_what_is_no_schedule_error(
@@ -64,7 +64,7 @@ def test_next_rule_takes_over_when_dlight_raises_what_is_no_schedule_error(
     monkeypatch.setattr(dlight_rules, "Transpose", dlight.gpu.Transpose)
     a = te.placeholder((8, 1), "float32", name="A")
     module = tvm.IRModule({"main": prim_func([a, topi.transpose(a)])})
-    assert fallback_rule_names(module, target) == {"main": "dlight-fallback"}
+    assert fallback_with_rules(module, target)[1] == {"main": "dlight-fallback"}
 
 
 def test_every_block_is_bound_when_a_gather_has_several(target: tvm.target.Target) -> None:
@@ -84,7 +84,7 @@ def test_code_that_names_its_threads_is_taken_as_it_is(target: tvm.target.Target
     with target:
         func = prim_func([data, rows, updates, topi.gpu.scatter_elements(data, rows, updates, 1)])
     module = tvm.IRModule({"main": func})
-    assert fallback_rule_names(module, target) == {"main": "bound"}
+    assert fallback_with_rules(module, target)[1] == {"main": "bound"}
     assert count_launches(apply_fallback(module, target)["main"]) == 2
 
 
