@@ -115,6 +115,12 @@ class Ranges:
         if isinstance(found, Refusal):
             return found
         maker, proposed = found
+        if rows is None and bounds[-1] < OPEN_ROWS:
+            # The last kernel is for all rows above, too: with norms inside, these may ask for more shared memory.
+            open_ended = [one for one in proposed if maker.predict_us(func, target, one, OPEN_ROWS) is not None]
+            if not open_ended and any(maker.predict_us(func, target, one, bounds[0]) for one in proposed):
+                return self.candidates(func.without_attr(ROWS_MAX_ATTR), target)
+            proposed = open_ended or proposed
         calls = [(bounds[number - 1] + 1 if number else 1, most) for number, most in enumerate(bounds)]
         times = _times(maker, func, target, proposed, calls)
         # The last kernel is for all above, too.

@@ -15,6 +15,7 @@ from relaxtune.schedules.templates.base import OPEN_ROWS, TemplateError
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
 from relaxtune.schedules.templates.ranges import Ranges, RangesParameters, SizeRange, symbolic_rows
 from tests.schedules.templates.matmul_cases import MatmulCase
+from tests.schedules.templates.norm_cases import NormCase
 
 BATCH, LENGTH = tirx.Var("batch", "int64"), tirx.Var("length", "int64")
 CASE = MatmulCase((BATCH, LENGTH), 768, 768, ("bias", "residual"))
@@ -87,6 +88,16 @@ def test_table_of_few_rows_has_few_kernels_and_is_for_more_rows_too(target: Reso
     made = Ranges(TEMPLATES).apply(CASE.func().with_attr(ROWS_MAX_ATTR, 32), target, RangesParameters(few))
     assert isinstance(made, tirx.PrimFunc)
     assert ROWS_MAX_ATTR not in made.attrs
+
+
+@pytest.mark.parametrize("size", [1, 32])
+def test_last_kernel_of_few_rows_has_memory_for_the_norms_of_more(size: int, target: ResolvedTarget) -> None:
+    """A norm's scales lie in shared memory, a pair for each row of a tile: tiles of more rows ask for more."""
+    case = NormCase(MatmulCase((BATCH, LENGTH), 8192, 2048), group=16, operand=True, centred=False)
+    func = case.func().with_attr(ROWS_MAX_ATTR, size)
+    offered = Ranges(TEMPLATES).candidates(func, target)
+    assert not isinstance(offered, Refusal)
+    assert isinstance(Ranges(TEMPLATES).apply(func, target, offered[0]), tirx.PrimFunc)
 
 
 def test_ranges_of_one_decision_share_a_kernel_planned_for_the_most_rows(target: ResolvedTarget) -> None:
