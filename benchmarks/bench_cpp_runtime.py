@@ -9,6 +9,7 @@ outputs on the host. The library is built here with g++ -O2.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import site
@@ -104,11 +105,11 @@ def shipped_bytes(built: tuple[Path, Path], target: str) -> dict[str, dict[str, 
     """Return the files that each needs beside the artifact, without CUDA's own."""
     needed = [built[0], TVM / "lib/libtvm_runtime.so", FFI / "lib/libtvm_ffi.so"]
     needed += [TVM / "lib/libtvm_runtime_cuda.so"] if target.startswith("cuda") else []
-    packages = Path(site.getsitepackages()[0])
-    python = {path.name: _size(path) for path in sorted(packages.iterdir()) if path.is_dir()}
+    names = ("tvm", "tvm_ffi", "numpy", "safetensors", "onnx", "scipy")
+    folders = {name: Path(str(importlib.import_module(name).__file__)).parent for name in names}
     return {
         "cpp": {path.name: path.stat().st_size for path in needed},
-        "python": {name: python.get(name, 0) for name in ("tvm", "tvm_ffi", "numpy", "safetensors", "onnx", "scipy")},
+        "python": {name: _size(folder) for name, folder in folders.items()},
     }
 
 

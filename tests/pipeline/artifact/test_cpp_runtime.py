@@ -16,6 +16,9 @@ import tvm_ffi
 from onnx import helper
 
 import relaxtune
+from relaxtune.models.buckets import Side
+from relaxtune.pipeline.artifact.directory import record_padding
+from relaxtune.pipeline.artifact.entries import PaddingEntry
 from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, MODULE_FILE, PARAMS_FILE
 from relaxtune.pipeline.artifact.runtime import Module
 from tests.pipeline.importer.onnx_cases import make_model
@@ -88,6 +91,64 @@ def test_c_gives_the_bits_of_python(
     assert_same(runtime, artifact, bert_inputs, tmp_path)
     for count in (1, 4, 7):  # the second one is the bucket
         assert_same(runtime, layers, {"x": rows(count)}, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an artifact whose calls are padded on both sides; its outputs show what padding holds."""
+    folder = tmp_path_factory.mktemp("padded")
+    nodes = [
+        helper.make_node("Add", ["x", "half_mask"], ["hidden"]),
+        helper.make_node("ReduceMin", ["hidden"], ["least"], keepdims=1),
+        helper.make_node("ReduceMax", ["hidden", "last"], ["most"], keepdims=0),
+        helper.make_node("Add", ["cache", "one"], ["grown"]),
+        helper.make_node("Not", ["attention_mask"], ["hides"]),
+    ]
+    inputs = {
+        "x": ("float16", ("n", "s")),
+        "half_mask": ("float16", ("n", "s")),
+        "cache": ("float32", ("n", "p", 2)),
+        "attention_mask": ("bool", ("n", "p + 1")),
+    }
+    outputs = {
+        "hidden": ("float16", ("n", "s")),
+        "least": ("float16", (1, 1)),
+        "most": ("float16", ("n",)),
+        "grown": ("float32", ("n", "p", 2)),
+        "hides": ("bool", ("n", "p + 1")),
+    }
+    constants = {"one": np.ones(1, "float32"), "last": np.array([1])}
+    onnx.save(make_model(nodes, inputs, outputs, constants).proto, folder / "padded.onnx")
+    buckets = {"n": (4,), "s": (8,), "p": (6,)}
+    made = relaxtune.compile(folder / "padded.onnx", folder / "artifact", target="llvm", samples=0, buckets=buckets)
+    sides = {"n": Side.RIGHT, "s": Side.RIGHT, "p": Side.LEFT}
+    record_padding(made.directory, tuple(PaddingEntry(axis, side, 1) for axis, side in sides.items()))
+    return made.directory
+
+
+@pytest.mark.parametrize(
+    ("sizes", "hides_a_row", "padded_calls"),
+    [((3, 5, 2), False, 1), ((4, 8, 6), False, 0), ((4, 7, 6), True, 0), ((4, 8, 7), False, 0)],
+)
+def test_calls_are_padded_as_in_python(
+    runtime: Path, padded: Path, tmp_path: Path, sizes: tuple[int, int, int], hides_a_row: bool, padded_calls: int
+) -> None:
+    n, s, p = sizes
+    rng = np.random.default_rng(n * s * p)
+    mask = np.zeros((n, s), "float16")
+    mask[-1, -1] = -1e4
+    if hides_a_row:
+        mask[0] = -1e4
+    inputs = {
+        "x": -np.abs(rng.standard_normal((n, s))).astype("float16"),
+        "half_mask": mask,
+        "cache": rng.standard_normal((n, p, 2)).astype("float32"),
+        "attention_mask": np.ones((n, p + 1), bool),
+    }
+    assert_same(runtime, padded, inputs, tmp_path)
+    module = Module.load(padded)
+    module.run(inputs)
+    assert sum(bucket.padded for bucket in module.statistics.buckets) == padded_calls
 
 
 def test_outputs_that_are_inputs_or_constants_are_copies(runtime: Path, tmp_path: Path) -> None:

@@ -16,9 +16,10 @@
 #include <cstring>
 #include <filesystem>
 #include <mutex>
-#include <numeric>
 
 #include "manifest.h"
+#include "padding.h"
+#include "tensors.h"
 
 namespace relaxtune {
 namespace {
@@ -35,42 +36,6 @@ constexpr int kExist = 0;
 // Of tvm/runtime/threading_backend.h: threads may run on all the CPUs given.
 constexpr int kShareAllCpus = -3;
 constexpr char kSaved[] = "relaxtune_saved_main";
-
-size_t Bytes(const DLTensor& tensor) {
-  int64_t count = std::accumulate(tensor.shape, tensor.shape + tensor.ndim, int64_t{1}, std::multiplies<int64_t>());
-  return (count * tensor.dtype.bits * tensor.dtype.lanes + 7) / 8;
-}
-
-const char* Start(const DLTensor& tensor) { return static_cast<const char*>(tensor.data) + tensor.byte_offset; }
-
-bool IsCompact(const DLTensor& tensor) {
-  if (tensor.strides == nullptr) return true;
-  int64_t expected = 1;
-  for (int axis = tensor.ndim - 1; axis >= 0; --axis) {
-    if (tensor.shape[axis] != 1 && tensor.strides[axis] != expected) return false;
-    expected *= tensor.shape[axis];
-  }
-  return true;
-}
-
-// A function of TVM's runtime. By its name, since the wheel lacks headers that the runtime's own headers include.
-ffi::Function Runtime(const char* name) { return ffi::Function::GetGlobalRequired(std::string("runtime.") + name); }
-
-Tensor Empty(const ffi::Shape& shape, DLDataType dtype, DLDevice device) {
-  static const ffi::Function allocate = Runtime("TVMTensorAllocWithScope");
-  return allocate(shape, dtype, device, nullptr).cast<Tensor>();
-}
-
-void Copy(const DLTensor& from, const Tensor& to) {
-  static const ffi::Function copy = Runtime("TVMTensorCopyFromTo");
-  copy(const_cast<DLTensor*>(&from), to);
-}
-
-Tensor Copied(const DLTensor& tensor, DLDevice device) {
-  Tensor copy = Empty(ffi::Shape(tensor.shape, tensor.shape + tensor.ndim), tensor.dtype, device);
-  Copy(tensor, copy);
-  return copy;
-}
 
 // A tensor over the caller's memory, for the time of one call.
 Tensor Borrowed(const DLTensor& tensor) {
@@ -360,26 +325,34 @@ DLDevice Artifact::device() const { return state_->device; }
 
 std::vector<Output> Artifact::Run(const std::vector<DLTensor>& inputs, void* stream) {
   auto sizes = CheckInputs(state_->manifest, inputs);
+  const Manifest& manifest = state_->manifest;
+  // What is padded has to be read here, and what is cut too.
+  bool may_pad = state_->device.device_type == kDLCPU || state_->options.host_outputs;
+  for (const DLTensor& input : inputs) may_pad = may_pad && OnHost(input) && IsCompact(input);
+  auto route = ChooseBucket(manifest, inputs, sizes, may_pad);
   std::lock_guard<std::mutex> turn(state_->turn);
-  Code* chosen = &state_->codes.front();
-  for (Code& code : state_->codes) {
-    const auto& bucket = code.entry().sizes;
-    bool fits = !bucket.empty();
-    for (const auto& [axis, size] : bucket) fits = fits && sizes[axis] == size;
-    if (fits) {
-      chosen = &code;
-      break;
-    }
-  }
+  Code& code = state_->codes[route ? route->bucket + 1 : 0];
   std::vector<Output> outputs;
   try {
     ConfigureThreads(state_->options.threads);
     OnStream on(state_->device, stream);
-    std::vector<Tensor> made = chosen->Run(inputs);
+    std::vector<Tensor> padded, made;
+    if (route && route->padded) {
+      Sizes wider = sizes;
+      for (const auto& [axis, size] : code.entry().sizes) wider[axis] = size;
+      padded = Padded(manifest, inputs, wider);
+      std::vector<DLTensor> larger;
+      for (const Tensor& tensor : padded) larger.push_back(*tensor.GetDLTensorPtr());
+      made = code.Run(larger);
+    } else {
+      made = code.Run(inputs);
+    }
     if (state_->options.host_outputs && state_->device.device_type != kDLCPU) {
       for (Tensor& tensor : made) tensor = Copied(*tensor.GetDLTensorPtr(), {kDLCPU, 0});
       Runtime("Device_StreamSync")(state_->device, reinterpret_cast<int64_t>(stream));
     }
+    if (!padded.empty())
+      for (size_t number = 0; number < made.size(); ++number) made[number] = Cut(manifest, number, made[number], sizes);
     for (const Tensor& tensor : made) outputs.emplace_back(tensor.ToDLPackVersioned());
   } catch (const ffi::Error& e) {
     throw Error(std::string("the code refuses these inputs: ") + e.message(), state_->manifest.model, "");

@@ -128,7 +128,15 @@ Manifest Parse(const json::Object& body, const std::string& where) {
   if (body.count(String("unpadding")) && body[String("unpadding")] != nullptr)
     throw Error("it leaves padding out (--unpad), which this library cannot", where, "compile it without --unpad");
   if (body[String("buckets")] != nullptr) {
-    for (const Any& one : Member(body, "buckets")[String("entries")].cast<json::Array>()) {
+    auto buckets = Member(body, "buckets");
+    found.masks = Texts(buckets[String("masks")]);
+    for (const auto& [name, fill] : Member(buckets, "fills")) found.fills[name.cast<String>()] = fill.cast<double>();
+    for (const Any& one : buckets[String("padding")].cast<json::Array>()) {
+      auto axis = one.cast<json::Object>();
+      if (axis[String("side")] != nullptr)
+        found.sides[axis[String("axis")].cast<String>()] = axis[String("side")].cast<String>();
+    }
+    for (const Any& one : buckets[String("entries")].cast<json::Array>()) {
       auto entry = one.cast<json::Object>();
       found.buckets.push_back({entry[String("file")].cast<String>(), Specs(entry[String("inputs")]),
                                Specs(entry[String("outputs")]), Texts(entry[String("weights")]),
@@ -197,6 +205,14 @@ void CheckProcessor(const Manifest& manifest, const std::string& directory) {
 }
 
 bool IsName(const std::string& axis) { return axis.find_first_of(" +-*/()") == std::string::npos; }
+
+// Whether an axis may have no places: the length of a cache may before its first token; tokens may not.
+bool MayBeEmpty(const std::string& axis, const std::vector<TensorSpec>& specs) {
+  for (const TensorSpec& spec : specs)
+    for (size_t place = 0; place < spec.shape.size(); ++place)
+      if (spec.shape[place].name == axis && (spec.shape.size() <= 2 || place == 0)) return false;
+  return true;
+}
 
 std::string Text(const TensorSpec& spec) {
   std::string text = spec.name + ": " + spec.dtype + "[";
@@ -289,6 +305,8 @@ std::map<std::string, int64_t> CheckInputs(const Manifest& manifest, const std::
     if (!fits) throw Error("got shape " + (got.empty() ? "of a scalar" : got), where, takes);
   }
   for (const auto& [axis, size] : sizes) {
+    if (size == 0 && !MayBeEmpty(axis, specs))
+      throw Error("axis " + axis + " has size 0, expected 1 or more", manifest.model, takes);
     auto most = manifest.maxima.find(axis);
     if (most != manifest.maxima.end() && size > most->second)
       throw Error("axis " + axis + " has size " + std::to_string(size) + ", the profile that it was compiled with has " +

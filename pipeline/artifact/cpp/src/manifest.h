@@ -24,6 +24,10 @@ struct Manifest {
   std::vector<std::string> cpu_features;
   CodeEntry main;
   std::vector<CodeEntry> buckets;
+  // Along which axes calls may be padded up to a bucket, and on which side; what padding of an input holds; its masks.
+  std::map<std::string, std::string> sides;
+  std::map<std::string, double> fills;
+  std::vector<std::string> masks;
   std::map<std::string, int64_t> maxima;
   std::map<std::string, std::pair<std::string, int64_t>> files;  // name -> sha256, bytes
 };
