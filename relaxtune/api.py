@@ -321,18 +321,21 @@ def gate(
 
 def refit(
     directory: str | Path,
-    weights: str | Path,
+    weights: str | Path | None = None,
     out: str | Path | None = None,
     *,
+    lora: str | Path | None = None,
     seed: int = 0,
     samples: int = 3,
 ) -> Refit:
     """Give an artifact the weights of another model of the same graph, without compiling or tuning.
 
     Without `out` the new artifact takes the place of the old one. It is validated like a compiled one. Weights that do
-    not fit the code are an `ArtifactError` that names them.
+    not fit the code are an `ArtifactError` that names them. `lora` is a LoRA adapter, merged into `weights` or into
+    the artifact's own model.
     """
-    return refit_artifact(Path(directory), weights, None if out is None else Path(out), seed=seed, samples=samples)
+    place, adapter = (None if path is None else Path(path) for path in (out, lora))
+    return refit_artifact(Path(directory), weights, place, lora=adapter, seed=seed, samples=samples)
 
 
 def report(directory: str | Path, *, database: str | Path | None = None) -> Report:

@@ -249,8 +249,13 @@ def _emit_artifacts(registry: RegistryOptions, title: str, found: list[StoredArt
 def refit(
     artifact: ArtifactName,
     weights: Annotated[
-        str, typer.Option("--weights", metavar="NEW.onnx", help="The same graph with other weights, or a zoo name.")
-    ],
+        str | None,
+        typer.Option("--weights", metavar="NEW.onnx", help="The same graph with other weights, or a zoo name."),
+    ] = None,
+    lora: Annotated[
+        Path | None,
+        typer.Option("--lora", metavar="ADAPTER", help="A LoRA adapter (PEFT's folder or file) to merge into them."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="The new artifact. Default: in place of the old one.")
     ] = None,
@@ -266,6 +271,8 @@ def refit(
 ) -> None:
     """Give an artifact other weights without compiling or tuning; its code stays as it is.
 
+    With --lora alone, the adapter is merged into the model that the artifact was compiled from.
+
     Exits 1 and names what does not fit: a weight inside the code, or another graph. Exits 3 when the new artifact
     fails the validation; it is in DIR.rejected then.
     """
@@ -275,7 +282,7 @@ def refit(
     place = find_artifact(artifact, ArtifactStore(store))
     if out is None and place != Path(artifact):
         raise UsageError(f"{artifact} is in the store {store}, where no artifact changes; name a place with --out DIR")
-    done = refit_artifact(place, weights, out, seed=seed, samples=samples, sign=sign)
+    done = refit_artifact(place, weights, out, lora=lora, seed=seed, samples=samples, sign=sign)
     report = done.validation
     passed = None if report is None else report.passed
     facts = {
@@ -292,6 +299,10 @@ def refit(
         "seconds": done.seconds,
         "validation_passed": passed,
     }
-    emit(output_format, data, TableView.of(f"{done.directory} with the weights of {weights}", facts.items(), columns))
+    emit(
+        output_format,
+        data,
+        TableView.of(f"{done.directory} with the weights of {done.manifest.source}", facts.items(), columns),
+    )
     if report is not None:
         report.raise_if_failed()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relaxtune.models import OnnxModel, load_model
+from relaxtune.models import OnnxModel, load_model, save_model
 from relaxtune.pipeline.artifact.directory import (
     check_destination,
     record_validation,
@@ -29,9 +29,10 @@ from relaxtune.pipeline.artifact.manifest import PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.recipe import find_obstacles
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
-from relaxtune.pipeline.errors import ArtifactError
+from relaxtune.pipeline.errors import ArtifactError, UsageError
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.prepare import stage
+from relaxtune.pipeline.registry.lora import merge_lora
 from relaxtune.pipeline.registry.rebuild import lower_again
 from relaxtune.pipeline.validate.acceptance import FAILED, check_key, settle, validate_written
 from relaxtune.pipeline.validate.report import ValidationReport
@@ -66,9 +67,10 @@ class Refit:
 
 def refit_artifact(
     directory: Path,
-    weights: str | Path,
+    weights: str | Path | None = None,
     out: Path | None = None,
     *,
+    lora: Path | None = None,
     seed: int = 0,
     samples: int = 3,
     sign: Path | None = None,
@@ -79,10 +81,13 @@ def refit_artifact(
     ----------
     directory : Path
         The artifact whose code is taken.
-    weights : str or Path
-        The ONNX model with the new weights, or a name of the zoo.
+    weights : str, Path or None
+        The ONNX model with the new weights, or a name of the zoo; with `lora`, None is the artifact's own model.
     out : Path or None
         The new artifact's directory; None takes the place of the old one.
+    lora : Path or None
+        A LoRA adapter, which is merged into the weights first. The merged model is written to `OUT.merged.onnx`: what
+        compares the artifact with its model later reads it there.
     seed : int
         Seed of the zoo's weights.
     samples : int
@@ -92,6 +97,8 @@ def refit_artifact(
 
     Raises
     ------
+    UsageError
+        Neither `weights` nor `lora` is given, or the merged model would be written over its base.
     ArtifactError
         The new weights do not fit the code: each kernel, constant or weight that is another is named, with its ONNX
         nodes and initialisers. Nothing is written then.
@@ -109,8 +116,14 @@ def refit_artifact(
             "write one; compile the model once with this version"
         )
     target = resolve_target(manifest.target.config)
+    shapes = {spec.name: spec.shape for spec in manifest.inputs}
+    if lora is not None:
+        base, seed = (manifest.source, manifest.seed or 0) if weights is None else (weights, seed)
+        weights = _merged(load_model(base, shapes=shapes, seed=seed), lora, out)
+    if weights is None:
+        raise UsageError("refit needs other weights; name an ONNX model of them, or a LoRA adapter")
     with stage("lower"):
-        model = load_model(weights, shapes={spec.name: spec.shape for spec in manifest.inputs}, seed=seed)
+        model = load_model(weights, shapes=shapes, seed=seed)
         modules = [lowered for lowered, _ in lower_again(manifest, model, weights, target)]
     _check(manifest, modules, directory, weights)
     arrays = _named(manifest, modules, directory)
@@ -127,6 +140,17 @@ def refit_artifact(
     missed = FAILED if validation is not None and not validation.passed else None
     same = tuple(name for name in arrays if name not in changed)
     return Refit(settle(place, out, missed, sign), written, changed, same, seconds, validation)
+
+
+def _merged(base: OnnxModel, adapter: Path, out: Path) -> Path:
+    """Write the model with an adapter merged into it, and return where."""
+    place = out.with_name(f"{out.name}.merged.onnx")
+    if base.path is not None and place.exists() and place.samefile(base.path):
+        raise UsageError(
+            f"{place} has an adapter in it already; name the model without it, or another place for the new"
+        )
+    with stage("merge"):
+        return save_model(merge_lora(base, adapter), place)
 
 
 def _check(manifest: Manifest, modules: list[LoweredModule], directory: Path, weights: str | Path) -> None:

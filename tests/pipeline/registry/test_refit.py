@@ -12,15 +12,17 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper
+from safetensors.numpy import save_file
 
 from relaxtune.pipeline.artifact.directory import hash_file, load_manifest, verify_artifact
 from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, MODULE_FILE
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.cli.app import main
-from relaxtune.pipeline.errors import ArtifactError
+from relaxtune.pipeline.errors import ArtifactError, UsageError
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.registry.lora import ADAPTER_FILE, CONFIG_FILE
 from relaxtune.pipeline.registry.refit import refit_artifact
 from tests.pipeline.importer.onnx_cases import make_model
 
@@ -95,6 +97,30 @@ def test_each_shape_bucket_takes_the_new_weights(tmp_path: Path) -> None:
     for rows in (2, 3, 4):
         assert outputs(first, rows)["y"].tobytes() == outputs(expected, rows)["y"].tobytes()
     assert load_manifest(first).buckets.entries[0].recipe is not None
+
+
+def test_a_lora_adapter_is_merged_on_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = network(tmp_path / "old.onnx", 0)
+    first = compiled(old, tmp_path / "first")
+    rng = np.random.default_rng(5)
+    a, b = (rng.standard_normal(shape).astype("float32") for shape in ((4, WIDTH), (WIDTH, 4)))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file({"base_model.model.w1.lora_A.weight": a, "base_model.model.w1.lora_B.weight": b}, adapter / ADAPTER_FILE)
+    (adapter / CONFIG_FILE).write_text(json.dumps({"lora_alpha": 8}))
+    out = tmp_path / "tuned"
+    with pytest.raises(SystemExit, match="0"):
+        main(["artifact", "refit", str(first), "--lora", str(adapter), "--out", str(out), "--format", "json"])
+    told = json.loads(capsys.readouterr().out)
+    assert (len(told["changed"]), len(told["same"]), told["validation_passed"]) == (1, 3, True)
+    expected = compiled(tmp_path / "tuned.merged.onnx", tmp_path / "expected")
+    assert outputs(out)["y"].tobytes() == outputs(expected)["y"].tobytes() != outputs(first)["y"].tobytes()
+    with pytest.raises(SystemExit, match="0"):
+        main(["validate", str(out), "--samples", "1"])
+    with pytest.raises(UsageError, match="has an adapter in it already; name the model without it"):
+        refit_artifact(out, out=out, lora=adapter)
+    with pytest.raises(UsageError, match="refit needs other weights"):
+        refit_artifact(first)
 
 
 @pytest.fixture(scope="module")
