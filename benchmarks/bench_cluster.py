@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_cluster [--actors 4 16 64] [--cells 100 1000] [--models 40] [--measure-ms 250]
         [--build-ms 500] [--import-ms 8000] [--builders-each 4] [--trials-each 30] [--seconds 60] [--file-database]
-        [--prepared FOLDER] [--out FILE] [--plot FILE]
+        [--prepared FOLDER] [--limit 600] [--out FILE] [--plot FILE]
 
 Real are the plan and its cells' states, Ray with an actor process for each device, its object store, PostgreSQL
 (`tests/tuning_db/postgres_server.py`), the run's thread, its queue of tasks, searches, what templates offer, and the
@@ -17,7 +17,8 @@ the code decides. A build is a wait of --build-ms in one of four actors that sta
 
 Told of each run: the share of the time in which an actor waited for a measurement (of all actors, from the first one's
 first to the last), candidates a second, the time of one decision which task is next, the driver's processor time, and
-its memory: the peak with what it maps of the object store, and without that over time (seconds, tasks, MB).
+its memory: the peak with what it maps of the object store, and without that over time (`samples`, every 5 s). A run is
+interrupted after --limit seconds; its samples tell how far it came. With --out they are in FILE.samples meanwhile.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ import os
 import pickle
 import random
 import resource
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -45,7 +48,7 @@ from typing import Any
 import ray
 
 from benchmarks.count_batch_tasks import plan_text
-from benchmarks.gpu_arms.results import machine
+from benchmarks.this_run import run_facts
 from benchmarks.waiting_cluster import (
     BUILDING_ACTORS,
     BuildTask,
@@ -58,6 +61,7 @@ from benchmarks.waiting_cluster import (
 )
 from relaxtune.pipeline.batch import driver
 from relaxtune.pipeline.batch.cells import Cell, list_cells
+from relaxtune.pipeline.batch.events import BatchEvent, CandidateEvent
 from relaxtune.pipeline.batch.plan import parse_plan
 from relaxtune.pipeline.batch.tasks import CellFault, prepare_cell
 from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits
@@ -73,7 +77,9 @@ from relaxtune.tuning_db.store import SqlDatabase
 from tests.tuning_db.postgres_server import running_server
 
 _OBJECT_STORE = 800 << 20
-_MEMORY_EVERY_S = 5.0
+_SAMPLE_EVERY_S = 5.0
+# What a run that is interrupted has for its end.
+_END_S = 60.0
 
 
 def prepare(folder: Path, count: int, processes: int) -> list[Path]:
@@ -121,13 +127,29 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
     ray.get([one.begin.remote() for one in builders])
     told: list[tuple[float, float, float]] = []
     spent: list[float] = []
-    memory: list[tuple[float, int, float]] = []
+    samples: list[dict[str, float]] = []
+    seen: Counter[str] = Counter()
     over = threading.Event()
+
+    def count(event: BatchEvent) -> None:
+        seen["candidates" if isinstance(event, CandidateEvent) else event.state.value] += 1
 
     def watch(queues: list[TaskQueue]) -> None:
         began = time.monotonic()
-        while not over.wait(_MEMORY_EVERY_S):
-            memory.append((time.monotonic() - began, sum(len(one._states) for one in queues), own_mb()))
+        while not over.wait(_SAMPLE_EVERY_S):
+            tasks = sum(len(one._states) for one in queues)
+            samples.append({
+                "at_s": round(time.monotonic() - began, 1),
+                "tasks": tasks,
+                "candidates": seen["candidates"],
+                "cells_done": seen[CellState.DONE.value],
+                "decisions": len(decisions),
+                "processor_s": round(time.process_time(), 2),
+                "own_mb": round(own_mb(), 1),
+            })  # fmt: skip
+            if arguments.samples:
+                with arguments.samples.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(samples[-1]) + "\n")
 
     queues: list[TaskQueue] = []
     made_queue = TaskQueue.__init__
@@ -172,9 +194,9 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
         numbers = {cell.name: number for number, cell in enumerate(list_cells(plan))}
         workers = WaitingWorkers(actors, builders, paths, numbers)
         driver.open_executors = lambda *_, **__: WaitingExecutors(opened, workers)  # type: ignore[assignment]
-        result = driver.run_batch(plan)
+        result = driver.run_batch(plan, on_event=count)
         with SqlDatabase.open(url) as database:
-            records = database.count_records()
+            records, database_bytes = database.count_records(), database.info().size_bytes
             states = [row.state for row in list_rows(database, result.batch_id)]
     over.set()
     ray.shutdown()
@@ -201,8 +223,9 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
         "driver_process_ms_per_record": 1e3 * spent[0] / max(1, records),
         "driver_threads": threading.active_count(),
         "driver_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "driver_own_mb": [(round(at), tasks, round(mb)) for at, tasks, mb in memory],
-        "driver_own_peak_mb": max((mb for _, _, mb in memory), default=own_mb()),
+        "driver_own_peak_mb": max((one["own_mb"] for one in samples), default=own_mb()),
+        "database_mb": database_bytes / 2**20,
+        "samples": samples,
         "seconds_by_phase": dict(summary.seconds_by_phase),
     }
 
@@ -223,8 +246,9 @@ def plot(document: dict[str, Any], path: Path) -> None:
     figures = (("busy_share", "actors busy"), ("driver_own_peak_mb", "driver, MB"), ("decision_ms_p99", "ms, p99"))
     figure, axes = pyplot.subplots(1, len(figures), figsize=(13, 4))
     for axis, (name, label) in zip(axes, figures, strict=True):
-        for cells in sorted({run["cells"] for run in document["runs"]}):
-            runs = sorted((run for run in document["runs"] if run["cells"] == cells), key=lambda run: run["actors"])
+        ended = [run for run in document["runs"] if "fault" not in run]
+        for cells in sorted({run["cells"] for run in ended}):
+            runs = sorted((run for run in ended if run["cells"] == cells), key=lambda run: run["actors"])
             axis.plot([run["actors"] for run in runs], [run[name] for run in runs], marker="o", label=f"{cells} cells")
         axis.set(xlabel="measuring actors", ylabel=label, ylim=(0, None))
         axis.legend()
@@ -238,8 +262,7 @@ def run_all(arguments: argparse.Namespace, prepared: Path) -> dict[str, Any]:
     settings = {name: getattr(arguments, name) for name in passed}
     document: dict[str, Any] = {
         "settings": {**settings, "models": len(list(prepared.iterdir()))},
-        "machine": machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "machine": run_facts(),
         "ray": ray.__version__,
         "runs": [],
     }
@@ -248,14 +271,35 @@ def run_all(arguments: argparse.Namespace, prepared: Path) -> dict[str, Any]:
         command += ["--actors", str(actors), "--cells", str(cells)]
         command += [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         command += ["--file-database"] if arguments.file_database else []
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{actors} actors, {cells} cells: {done.stderr.strip()[-2000:]}")
-        document["runs"].append(json.loads(done.stdout.strip().splitlines()[-1]))
-        print(json.dumps(document["runs"][-1]), flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            samples = Path(f"{arguments.out}.samples") if arguments.out else Path(folder) / "samples"
+            samples.write_text("", encoding="utf-8")
+            run = run_limited([*command, "--samples", str(samples)], samples, arguments.limit)
+        document["runs"].append({"actors": actors, "cells": cells, "load": os.getloadavg()[0], **run})
+        print(json.dumps({**document["runs"][-1], "samples": run["samples"][-1:]}), flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return document
+
+
+def run_limited(command: Sequence[str], samples: Path, limit_s: float) -> dict[str, Any]:
+    """Return what a run told; of one that ended without an answer, why, and its samples."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        told = ""
+        for sign, seconds in ((signal.SIGINT, limit_s), (signal.SIGKILL, _END_S)):
+            try:
+                out, told = process.communicate(timeout=seconds)
+                break
+            except subprocess.TimeoutExpired:
+                # Ctrl-C first: what was started is ended, and the answer comes.
+                process.send_signal(sign)
+                told = f"killed after {limit_s:g} s"
+    if process.returncode == 0:
+        return dict(json.loads(out.strip().splitlines()[-1]))
+    seen = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    return {"fault": told.strip()[-2000:], "samples": seen}
 
 
 def main() -> None:
@@ -272,6 +316,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="Processes that import these.")
     parser.add_argument("--prepared", type=Path, help="A folder of such cells; kept from one call to the next.")
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--limit", type=float, default=600.0, help="Seconds after which a run is interrupted.")
+    parser.add_argument("--samples", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--file-database", action="store_true", help="SQLite, where PostgreSQL is not installed.")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)

@@ -204,7 +204,10 @@ class LocalWorkers(HomedWorkers):
             self._leave(number)
             lines = str(e).strip().splitlines() or [type(e).__name__]
             told = " ".join(dict.fromkeys([lines[0], lines[-1].strip()]))
-            raise PipelineError(f"the process that worked on the cell is gone: {told}") from e
+            # What was killed from outside, by the memory killer say, another process does again.
+            lost = isinstance(e, ChildDiedError) and e.from_outside
+            kind = WorkerLostError if lost else PipelineError
+            raise kind(f"the process that worked on the cell is gone: {told}") from e
         if reply.error is not None:
             raise PipelineError(reply.error.strip().splitlines()[-1])
         return reply.value

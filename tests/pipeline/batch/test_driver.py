@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -33,11 +34,11 @@ from relaxtune.pipeline.batch.events import BatchEvent, CandidateEvent, CellEven
 from relaxtune.pipeline.batch.executors import LocalExecutors
 from relaxtune.pipeline.batch.feed import CellFeed
 from relaxtune.pipeline.batch.finishing import FinishedCell
-from relaxtune.pipeline.batch.plan import read_plan
+from relaxtune.pipeline.batch.plan import parse_plan, read_plan
 from relaxtune.pipeline.batch.prediction import preview
 from relaxtune.pipeline.batch.tasks import CellTasks, group_cells, prepare_cell, share_budget
 from relaxtune.pipeline.batch.unchanged import cell_key, find_unchanged
-from relaxtune.pipeline.batch.worker import CellWorker, Work
+from relaxtune.pipeline.batch.worker import CellWorker, PrepareWork, Work
 from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.spans import VARIABLE, read_spans
@@ -409,6 +410,20 @@ def test_other_processes_import_and_finish_cells_beside_the_tuning(ran: Ran, mon
     assert [one.state.value for one in result.cells] == ["done", "failed"]
     assert states["first-16x32-llvm"] == ["importing", "tuning", "compiling", "done"]
     assert "strange.onnx" in str(result.cells[1].facts.error)
+
+
+def test_a_cell_of_a_killed_process_is_done_by_another(tmp_path: Path) -> None:
+    onnx.save(dense(), tmp_path / "first.onnx")
+    text = '[[cells]]\ntargets = ["llvm"]\nmodels = ["first.onnx"]\nshapes = ["x=16x32"]\n'
+    (cell,) = list_cells(parse_plan(tmp_path / "near.toml", text))
+    with (
+        closing(ForkServer([worker.WORKER_MODULE])) as server,
+        closing(LocalWorkers(["cpu:0"], tmp_path, server)) as workers,
+    ):
+        assert isinstance(workers.submit(PrepareWork(cell)).result(timeout=120), CellTasks)
+        for process in workers._processes.values():
+            os.kill(process.pid, signal.SIGKILL)
+        assert isinstance(workers.submit(PrepareWork(cell)).result(timeout=120), CellTasks)
 
 
 class HereWorkers(CellWorkers):
