@@ -10,10 +10,10 @@ survives its end, and the same plan of two cells. It comes once some candidates 
 - actor, builder: the Ray workers that measure, or that build, are killed
 - postgres: the server is stopped for seconds and started again, twice: while tasks are tuned, while cells are finished
 - store: the object stores of all nodes are full for seconds, and no disk takes what they spill
-- driver: it is killed with -9 again and again, each time at another moment, and `batch resume` goes on
+- driver: it is killed with -9 again and again, while it starts or once it has the batch, and `batch resume` goes on
 
 Afterwards the same cells must be accepted as without a fault. No record may be lost that was there before a fault, none
-may be there twice, and none may say that a candidate failed.
+may be there twice, none may say that a candidate failed, and a candidate that was recorded may not be built again.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ from tests.tuning_db.postgres_server import Server, restartable_server
 CANDIDATES = 40
 BEGUN = 4
 AWAY_S = 4.0
+# Of the kills, so many come while the driver starts, the others within so many seconds of its work.
+_WHILE_STARTING, _AT_WORK_S = 0.25, 4.0
 ENDS_WITHIN_S = 600.0
 _MAIN = "from relaxtune.pipeline.cli.app import main; main()"
 # What is larger than this goes through the object stores; nothing may be spilled to a disk.
@@ -64,6 +66,8 @@ class Run:
     ----------
     seen
         Records that were there before a fault, by id.
+    driver
+        The newest one.
     """
 
     fault: str
@@ -73,16 +77,22 @@ class Run:
     kills: int
     seen: dict[int, str] = field(default_factory=dict)
     done: int = 0
+    driver: subprocess.Popen[bytes] = field(init=False)
 
     @property
     def plan(self) -> Path:
         return self.folder / "plan.toml"
 
-    def start(self, *words: str) -> subprocess.Popen[bytes]:
+    def start(self, *words: str) -> None:
         """Start a driver in a session of its own; its output goes to a file."""
         command = [sys.executable, "-c", _MAIN, "batch", *words, str(self.plan), "--cluster", self.cluster.address]
         with (self.folder / "log.txt").open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            self.driver = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def kill(self) -> None:
+        """Kill the driver's session: processes that it started die with it, as with its node."""
+        os.killpg(self.driver.pid, signal.SIGKILL)
+        self.driver.wait()
 
     def look(self) -> int:
         """Note the records that are there now; return how many candidates they are of."""
@@ -91,14 +101,19 @@ class Run:
         self.seen |= {int(one.id or 0): one.decision for one in records}
         return len({(one.workload_hash, one.decision) for one in records if one.route is not Route.FALLBACK})
 
-    def wait_for(self, ready: Callable[[], bool], driver: subprocess.Popen[bytes]) -> bool:
+    def wait_for(self, ready: Callable[[], bool]) -> bool:
         """Wait until something is so; False when the driver ended first."""
         end = time.monotonic() + ENDS_WITHIN_S
-        while time.monotonic() < end and driver.poll() is None:
+        while time.monotonic() < end and self.driver.poll() is None:
             if ready():
                 return True
             time.sleep(0.2)
         return False
+
+    def held(self) -> bool:
+        """Return whether the driver has the batch."""
+        with SqlDatabase.open(self.server.url) as database:
+            return get_batch(database, "faults").driver.pid == self.driver.pid
 
     def any_cell(self, *states: CellState) -> bool:
         """Return whether some cell is in one of these states."""
@@ -107,7 +122,7 @@ class Run:
         return any(one.state in states for one in cells)
 
 
-def break_node(run: Run, driver: subprocess.Popen[bytes]) -> None:
+def break_node(run: Run) -> None:
     """Kill the node that builds once another one is there, then the one that measures."""
     run.cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
     add_measuring_node(run.cluster)
@@ -117,21 +132,21 @@ def break_node(run: Run, driver: subprocess.Popen[bytes]) -> None:
         run.done += 1
 
 
-def break_workers(name: str) -> Callable[[Run, subprocess.Popen[bytes]], None]:
+def break_workers(name: str) -> Callable[[Run], None]:
     """Return what kills the Ray workers that do something."""
 
-    def kill(run: Run, driver: subprocess.Popen[bytes]) -> None:
+    def kill(run: Run) -> None:
         kill_workers(run.cluster, name)
         run.done += 1
 
     return kill
 
 
-def break_postgres(run: Run, driver: subprocess.Popen[bytes]) -> None:
+def break_postgres(run: Run) -> None:
     """Stop the server for seconds: while tasks are tuned, and while a cell is finished."""
     finishing = (CellState.COMPILING, CellState.VALIDATING)
     for ready in (lambda: True, lambda: run.any_cell(*finishing)):
-        if not run.wait_for(ready, driver):
+        if not run.wait_for(ready):
             return
         run.look()
         run.server.stop()
@@ -157,7 +172,7 @@ class Filler:
         return len(self.held)
 
 
-def break_store(run: Run, driver: subprocess.Popen[bytes]) -> None:
+def break_store(run: Run) -> None:
     """Fill all object stores for seconds."""
     ray.init(address=run.cluster.address, namespace="filler", log_to_driver=False, logging_level="ERROR")
     try:
@@ -173,28 +188,25 @@ def break_store(run: Run, driver: subprocess.Popen[bytes]) -> None:
         ray.shutdown()
 
 
-def break_driver(run: Run, driver: subprocess.Popen[bytes]) -> None:
+def break_driver(run: Run) -> None:
     """Kill the driver again and again."""
     moments = random.Random(0)
-    while run.done < run.kills:
-        if driver.poll() is None:
-            # Its session: processes that it started die with it, as with its node.
-            os.killpg(driver.pid, signal.SIGKILL)
-            driver.wait()
-            run.done += 1
+    while run.driver.poll() is None:
+        run.kill()
+        run.done += 1
         run.look()
-        driver = run.start("resume")
-        # Some of them come while it starts, others while it measures or finishes.
-        end = time.monotonic() + moments.uniform(2, 20)
-        while time.monotonic() < end and driver.poll() is None:
-            time.sleep(0.1)
-        if driver.poll() == 0:
-            break
-    driver.wait(ENDS_WITHIN_S)
+        run.start("resume")
+        if run.done == run.kills:
+            return
+        if moments.random() < _WHILE_STARTING:
+            time.sleep(moments.uniform(1, 5))
+        else:
+            run.wait_for(run.held)
+            time.sleep(moments.uniform(0, _AT_WORK_S))
 
 
-FAULTS: dict[str, Callable[[Run, subprocess.Popen[bytes]], None]] = {
-    "none": lambda run, driver: None,
+FAULTS: dict[str, Callable[[Run], None]] = {
+    "none": lambda run: None,
     "node": break_node,
     "actor": break_workers("MeasuringActor"),
     "builder": break_workers("build"),
@@ -222,17 +234,17 @@ def run_fault(fault: str, kills: int) -> dict[str, object]:
             '[[cells]]\nmodels = ["second.onnx"]\nshapes = ["x=48x32"]\n',
             encoding="utf-8",
         )
-        driver = run.start("run")
-        run.wait_for(lambda: run.look() >= BEGUN, driver)
-        FAULTS[fault](run, driver)
+        run.start("run")
+        run.wait_for(lambda: run.look() >= BEGUN)
+        FAULTS[fault](run)
         try:
-            driver.wait(ENDS_WITHIN_S)
+            run.driver.wait(ENDS_WITHIN_S)
         except subprocess.TimeoutExpired:
-            os.killpg(driver.pid, signal.SIGKILL)
-        return {"fault": fault, "seconds": time.monotonic() - began, **outcome(run, driver.returncode)}
+            run.kill()
+        return {"fault": fault, "seconds": time.monotonic() - began, **outcome(run)}
 
 
-def outcome(run: Run, code: int | None) -> dict[str, object]:
+def outcome(run: Run) -> dict[str, object]:
     """Return what the database has after a run, and what is wrong with it."""
     with SqlDatabase.open(run.server.url) as database:
         records = database.list_records()
@@ -245,7 +257,9 @@ def outcome(run: Run, code: int | None) -> dict[str, object]:
     faults += [f"{count} times {key[:3]}" for key, count in twice.items() if count > 1]
     faults += [f"record {one.id} is {one.status}: {one.error}" for one in records if one.status is not Status.OK]
     faults += [] if run.fault == "none" or run.done else ["the fault did not come"]
-    faults += [] if code == 0 or run.fault == "driver" else [f"exit code {code}"]
+    code = run.driver.returncode
+    faults += [] if code == 0 else [f"exit code {code}"]
+    faults += [] if run.fault != "driver" or run.done == run.kills else [f"{run.done} kills, {run.kills} asked for"]
     told = (run.folder / "log.txt").read_text(errors="replace")
     return {
         "times": run.done,
