@@ -49,11 +49,10 @@ import ray
 
 from benchmarks.count_batch_tasks import plan_text
 from benchmarks.this_run import run_facts
+from benchmarks.waiting_actors import WaitingActor, WaitingBuilders
 from benchmarks.waiting_cluster import (
     BUILDING_ACTORS,
     BuildTask,
-    WaitingActor,
-    WaitingBuilders,
     WaitingExecutors,
     WaitingMeasurer,
     WaitingRayBuilder,
@@ -105,7 +104,7 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
     paths = sorted(arguments.prepared.glob("*.pickle"))
     ray.init(
         "local",
-        num_cpus=actors + 8, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+        num_cpus=len(os.sched_getaffinity(0)), include_dashboard=False, log_to_driver=False, logging_level="ERROR",
         object_store_memory=_OBJECT_STORE,
     )  # fmt: skip
     decisions: list[float] = []
@@ -123,7 +122,10 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
     handles = [made.remote(arguments.measure_ms / 1e3) for _ in range(actors)]
     ray.get([one.begin.remote() for one in handles])
     building = ray.remote(num_cpus=0, max_concurrency=1000)(WaitingBuilders)
-    builders = [building.remote(arguments.build_ms / 1e3, arguments.import_ms / 1e3) for _ in range(BUILDING_ACTORS)]
+    builders = [
+        building.remote(arguments.build_ms / 1e3, arguments.import_ms / 1e3)
+        for _ in range(max(1, min(BUILDING_ACTORS, actors // 16)))
+    ]
     ray.get([one.begin.remote() for one in builders])
     told: list[tuple[float, float, float]] = []
     spent: list[float] = []

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import itertools
 import json
-import math
 import multiprocessing
 import pickle
-import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -25,7 +21,7 @@ from relaxtune.pipeline.batch.worker import AheadWork, PrepareWork, Work
 from relaxtune.pipeline.batch.workers import CellWorkers
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.pipeline.tuning.measure.backend import Built, Outcome, Unmeasured
+from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.options import TuningOptions
@@ -45,57 +41,6 @@ _FINISH_S = 0.05
 
 
 _FINISHERS = 2
-
-
-class WaitingActor:
-    """Stands for a device; it imports nothing of ours, so that many fit on one machine."""
-
-    def __init__(self, measure_s: float) -> None:
-        self.measure_s, self.slept, self.first, self.last = measure_s, 0.0, 0.0, 0.0
-
-    def begin(self) -> str:
-        """Return the host."""
-        return socket.gethostname()
-
-    def measure(self, workload: str, code: bytes) -> float:
-        """Wait, and return a latency."""
-        digest = hashlib.sha256(workload.encode() + code).digest()
-        part = int.from_bytes(digest[4:8], "big") / 2**32
-        began = time.time()
-        self.first = self.first or began
-        time.sleep(self.measure_s * min(WAIT_MAX, -math.log1p(-part)))
-        self.last = time.time()
-        self.slept += self.last - began
-        return (10.0 + 90.0 * int.from_bytes(digest[:4], "big") / 2**32) * 1e-6
-
-    def told(self) -> tuple[float, float, float]:
-        """Return the seconds waited, and when the first wait began and the last one ended."""
-        return self.slept, self.first, self.last
-
-    def leave(self) -> None:
-        """Do nothing."""
-
-
-class WaitingBuilders:
-    """Stands for builders and importers: each build is a wait, as many at the same time as are asked for."""
-
-    def __init__(self, build_s: float, import_s: float) -> None:
-        self.build_s, self.import_s = build_s, import_s
-
-    async def begin(self) -> None:
-        """Be there."""
-
-    async def prepare(self, path: str) -> bytes:
-        """Wait, and return the bytes of a cell."""
-        await asyncio.sleep(self.import_s)
-        with open(path, "rb") as file:
-            return file.read()
-
-    async def build(self, what: bytes, _target: bytes, _limits: object) -> tuple[Built, bytes]:
-        """Wait, and return code that the kernel decides."""
-        await asyncio.sleep(self.build_s)
-        code = hashlib.sha256(what).digest() * 2000
-        return Built(Status.OK, BuiltArtifact("", hashlib.sha256(code).hexdigest()), None, self.build_s), code
 
 
 class WaitingMeasurer(ActorMeasurer):
@@ -181,7 +126,9 @@ class WaitingWorkers(CellWorkers):
         return answer
 
     def close(self) -> None:
-        """End the process that finishes."""
+        """End the processes that finish; what they have in hand is given up."""
+        for process in self._finisher._processes.values():
+            process.kill()
         self._finisher.shutdown(cancel_futures=True)
 
 
@@ -226,10 +173,6 @@ ENVIRONMENT = replace(detect_environment(TARGET), device_name="a device that wai
 
 
 _databases: dict[str, SqlDatabase] = {}
-
-
-# No measurement waits longer than so many means.
-WAIT_MAX = 5.0
 
 
 def renamed(found: CellTasks, cell: Cell, again: int) -> CellTasks:
