@@ -92,7 +92,11 @@ class CellWorker:
 
         if isinstance(request, PrepareWork):
             name = request.cell.name
-            found = prepare_cell(request.cell, lambda model: self._ready.update({name: ReadyCell(model)}))
+            # Cells come faster than they are got ready: all models of a plan would fill the memory.
+            found = prepare_cell(
+                request.cell,
+                lambda model: self._ready.update({name: ReadyCell(model)} if memory_left() >= _MEMORY_LEFT else {}),
+            )
             # Errors of some kinds do not survive the way to another process; their text does.
             if isinstance(found, CellFault):
                 return CellFault(found.cell, PipelineError(found.note))

@@ -412,10 +412,15 @@ def test_other_processes_import_and_finish_cells_beside_the_tuning(ran: Ran, mon
     assert "strange.onnx" in str(result.cells[1].facts.error)
 
 
-def test_a_cell_of_a_killed_process_is_done_by_another(tmp_path: Path) -> None:
-    onnx.save(dense(), tmp_path / "first.onnx")
+def small_cell(folder: Path) -> Cell:
+    onnx.save(dense(), folder / "first.onnx")
     text = '[[cells]]\ntargets = ["llvm"]\nmodels = ["first.onnx"]\nshapes = ["x=16x32"]\n'
-    (cell,) = list_cells(parse_plan(tmp_path / "near.toml", text))
+    (cell,) = list_cells(parse_plan(folder / "near.toml", text))
+    return cell
+
+
+def test_a_cell_of_a_killed_process_is_done_by_another(tmp_path: Path) -> None:
+    cell = small_cell(tmp_path)
     with (
         closing(ForkServer([worker.WORKER_MODULE])) as server,
         closing(LocalWorkers(["cpu:0"], tmp_path, server)) as workers,
@@ -424,6 +429,16 @@ def test_a_cell_of_a_killed_process_is_done_by_another(tmp_path: Path) -> None:
         for process in workers._processes.values():
             os.kill(process.pid, signal.SIGKILL)
         assert isinstance(workers.submit(PrepareWork(cell)).result(timeout=120), CellTasks)
+
+
+@pytest.mark.parametrize(("left", "kept"), [(1.0, True), (0.0, False)], ids=["memory is left", "memory is short"])
+def test_a_worker_keeps_no_model_where_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: float, kept: bool
+) -> None:
+    monkeypatch.setattr(worker, "memory_left", lambda: left)
+    one = CellWorker()
+    assert isinstance(one.answer(PrepareWork(small_cell(tmp_path))), CellTasks)
+    assert bool(one._ready) == kept
 
 
 class HereWorkers(CellWorkers):
