@@ -353,7 +353,7 @@ def open_database(url: str | Path, *, mode: Mode | str = Mode.READ_ONLY, create:
 
 @contextmanager
 def open_registry(store: str | Path, database: str | Path) -> Iterator[Registry]:
-    """Give the artifacts of a folder and their tags, whose history is in a database; both are made if missing."""
+    """Give the artifacts of a folder or URL and their tags, whose history a database has; both are made if missing."""
     with SqlDatabase.open(database) as opened:
         yield Registry(store, opened)
 

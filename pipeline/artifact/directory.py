@@ -70,6 +70,22 @@ def write_directory(destination: Path, write_files: Callable[[Path], Manifest], 
     return complete
 
 
+def copy_artifact(source: Path, destination: Path) -> Manifest:
+    """Copy an artifact as it is, signature included, whole or not at all; return its manifest.
+
+    Raises
+    ------
+    ArtifactError
+        It is damaged, or the destination is as `write_directory` refuses it.
+    """
+    destination = destination.absolute()
+    with stage_beside(destination) as staging, _os_errors(destination):
+        shutil.copytree(source, staging, dirs_exist_ok=True)
+        manifest = verify_artifact(staging)
+        _move_into_place(staging, destination)
+    return manifest
+
+
 def check_destination(destination: Path) -> None:
     """Check that an artifact can be written, before hours of work go into it; nothing is left there.
 

@@ -91,7 +91,7 @@ def list_command(registry: RegistryOptions) -> None:
     """List the artifacts of the store, the newest first, with their tags."""
     with registry.open() as opened:
         found = opened.artifacts()
-    _emit_artifacts(registry, f"artifacts in {registry.store}", list(found))
+    _emit_artifacts(registry, f"artifacts in {opened.store.name}", list(found))
 
 
 @app.command()
@@ -106,7 +106,7 @@ def show(name: ArtifactName, registry: RegistryOptions) -> None:
         print_json({"artifact": shown, "history": [asdict(move) for move in moves]})
         return
     if found is not None:
-        _emit_artifacts(registry, str(found.path), [found])
+        _emit_artifacts(registry, found.place, [found])
     if moves:
         registry.emit_moves(f"history of {name}", moves)
 
@@ -145,9 +145,10 @@ def promote(
 ) -> None:
     """Set a tag to an artifact if the gate says yes to it beside what the tag stands at. Exits 5 when it says no."""
     from relaxtune.pipeline.gate.report import render
-    from relaxtune.pipeline.registry.store import ArtifactStore, find_artifact
+    from relaxtune.pipeline.registry.remote import open_store
+    from relaxtune.pipeline.registry.store import find_artifact
 
-    require_signed(verify_key, find_artifact(artifact, ArtifactStore(registry.store)))
+    require_signed(verify_key, find_artifact(artifact, open_store(registry.store)))
 
     def show_gate(report: GateReport) -> None:
         if registry.output_format is OutputFormat.TABLE:
@@ -205,10 +206,11 @@ def rebuild(
     what changed when it is another.
     """
     from relaxtune.pipeline.registry.rebuild import rebuild_artifact
-    from relaxtune.pipeline.registry.store import ArtifactStore, find_artifact
+    from relaxtune.pipeline.registry.remote import open_store
+    from relaxtune.pipeline.registry.store import find_artifact
     from relaxtune.pipeline.temporary import temporary_folder
 
-    place = find_artifact(artifact, ArtifactStore(store))
+    place = find_artifact(artifact, open_store(store))
     with temporary_folder() as folder:
         made = rebuild_artifact(place, out or folder / "again", database=db, shared=shared_db or (), source=model)
     ran = "not run: the device is not here" if made.outputs is None else f"{len(made.outputs)} compared"
@@ -226,6 +228,29 @@ def rebuild(
     )
     emit(output_format, made.to_json(), view)
     made.raise_if_changed()
+
+
+@app.command()
+@takes_groups()
+def fetch(
+    artifact: ArtifactName,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where it goes.")],
+    store: StoreOption = DEFAULT_STORE,
+    verify_key: VerifyKeyOption = None,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Copy an artifact of the store, by its tag or key, to a directory; its files are checked."""
+    from relaxtune.pipeline.artifact.directory import copy_artifact
+    from relaxtune.pipeline.registry.remote import open_store
+    from relaxtune.pipeline.registry.store import find_artifact
+
+    place = find_artifact(artifact, open_store(store))
+    require_signed(verify_key, place)
+    manifest = copy_artifact(place, out)
+    size = sum(entry.bytes for entry in manifest.files.values())
+    row = (manifest.model, str(len(manifest.files)), f"{size / 1e6:.1f}")
+    view = TableView(str(out), ("model", "files", "MB"), (row,))
+    emit(output_format, {"artifact": str(out), "model": manifest.model, "bytes": size}, view)
 
 
 def _emit_artifacts(registry: RegistryOptions, title: str, found: list[StoredArtifact]) -> None:
@@ -277,9 +302,10 @@ def refit(
     fails the validation; it is in DIR.rejected then.
     """
     from relaxtune.pipeline.registry.refit import refit_artifact
-    from relaxtune.pipeline.registry.store import ArtifactStore, find_artifact
+    from relaxtune.pipeline.registry.remote import open_store
+    from relaxtune.pipeline.registry.store import find_artifact
 
-    place = find_artifact(artifact, ArtifactStore(store))
+    place = find_artifact(artifact, open_store(store))
     if out is None and place != Path(artifact):
         raise UsageError(f"{artifact} is in the store {store}, where no artifact changes; name a place with --out DIR")
     done = refit_artifact(place, weights, out, lora=lora, seed=seed, samples=samples, sign=sign)

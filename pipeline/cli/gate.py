@@ -96,10 +96,11 @@ def gate(
     """
     from relaxtune.pipeline.gate.gate import run_gate
     from relaxtune.pipeline.gate.report import render, to_junit, to_markdown
-    from relaxtune.pipeline.registry.store import ArtifactStore, find_artifact
+    from relaxtune.pipeline.registry.remote import open_store
+    from relaxtune.pipeline.registry.store import find_artifact
 
     limits = options.limits(tolerance)
-    before = find_artifact(baseline, ArtifactStore(store))
+    before = find_artifact(baseline, open_store(store))
     require_signed(verify_key, new, before)
     given = None if inputs is None else read_arrays(inputs)
     report = run_gate(new, before, limits, source=model, inputs=given, samples=samples, seed=seed)

@@ -48,10 +48,12 @@ LengthsOption = Annotated[
     typer.Option("--lengths", metavar="FILE", help="Sizes of real calls: lines of 'sequence,count' (docs/shapes.md)."),
 ]
 StoreOption = Annotated[
-    Path,
-    typer.Option("--store", envvar="RELAXTUNE_STORE", metavar="DIR", help="The folder of the artifact store."),
+    str,
+    typer.Option(
+        "--store", envvar="RELAXTUNE_STORE", metavar="DIR|URL", help="The artifact store: a folder, or a URL of fsspec."
+    ),
 ]
-DEFAULT_STORE = Path("relaxtune-store")
+DEFAULT_STORE = "relaxtune-store"
 VerifyKeyOption = Annotated[
     Path | None,
     typer.Option(

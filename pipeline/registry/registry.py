@@ -6,23 +6,21 @@ the database, then one rename in the store: a process that loads by the link has
 
 from __future__ import annotations
 
-import getpass
 import json
-import os
 import re
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from relaxtune.pipeline.artifact.directory import load_manifest
-from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.errors import GateRefusedError, UsageError
 from relaxtune.pipeline.gate.checks import Verdict, check_validation
 from relaxtune.pipeline.gate.gate import GateLimits, GateReport, run_gate
-from relaxtune.pipeline.registry.store import ArtifactStore, find_artifact
+from relaxtune.pipeline.registry.remote import open_store
+from relaxtune.pipeline.registry.store import find_artifact, find_key, user_here
 from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.records import utc_now
 from relaxtune.tuning_db.tags import MoveKind, TagMove, list_moves, record_move, stood_at
 
 _TAG = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -39,6 +37,8 @@ class StoredArtifact:
     ----------
     validated
         Whether it agreed with ONNX Runtime; None where it was never compared.
+    place
+        Where the store has it.
     tags
         Those that stand at it.
     before
@@ -46,7 +46,7 @@ class StoredArtifact:
     """
 
     key: str
-    path: Path
+    place: str
     model: str
     target: str
     precision: str | None
@@ -71,14 +71,14 @@ class Registry:
     Parameters
     ----------
     store : Path or str
-        A folder; the first artifact makes it.
+        A folder, or a URL of fsspec (`s3://bucket/folder`); the first artifact makes it.
     database : TuningDatabase
         Open to write; the history of the tags is there.
     """
 
     def __init__(self, store: Path | str, database: TuningDatabase) -> None:
         """Hold both; links that a killed process left behind follow the database again with the next move."""
-        self.store = ArtifactStore(Path(store))
+        self.store = open_store(store)
         self._database = database
 
     def artifacts(self) -> tuple[StoredArtifact, ...]:
@@ -105,7 +105,7 @@ class Registry:
         """
         _require_tag(tag)
         key, number = self._put(artifact), len(list_moves(self._database, tag))
-        return self._move(TagMove(tag, number + 1, MoveKind.TAG, key, _here(), why))
+        return self._move(TagMove(tag, number + 1, MoveKind.TAG, key, user_here(), why))
 
     def promote(
         self,
@@ -154,7 +154,7 @@ class Registry:
             if first.verdict is Verdict.NO and not force:
                 raise GateRefusedError(f"{artifact} may not be {tag}: {first.reason}")
         told = None if report is None else json.dumps(report.summary())
-        move = TagMove(tag, len(moves) + 1, MoveKind.PROMOTE, key, _here(), why, told)
+        move = TagMove(tag, len(moves) + 1, MoveKind.PROMOTE, key, user_here(), why, told)
         return Promotion(self._move(move), report)
 
     def rollback(self, tag: str, why: str = "") -> TagMove:
@@ -173,8 +173,8 @@ class Registry:
             raise UsageError(
                 f"tag {tag} stood at {'no artifact' if not stack else 'one artifact only'}: there is no way back"
             )
-        self.store.path_of(stack[-2])
-        return self._move(TagMove(tag, len(moves) + 1, MoveKind.ROLLBACK, stack[-2], _here(), why))
+        self.store.require(stack[-2])
+        return self._move(TagMove(tag, len(moves) + 1, MoveKind.ROLLBACK, stack[-2], user_here(), why))
 
     def remove_tag(self, tag: str, why: str = "") -> TagMove:
         """Take a tag away; its artifacts are collected later unless other tags need them.
@@ -189,7 +189,7 @@ class Registry:
             raise UsageError(
                 f"there is no tag {tag}; expected one of {', '.join(self.tags()) or 'none, for none is set'}"
             )
-        return self._move(TagMove(tag, len(moves) + 1, MoveKind.REMOVE, None, _here(), why))
+        return self._move(TagMove(tag, len(moves) + 1, MoveKind.REMOVE, None, user_here(), why))
 
     def collect(self, *, steps: int = KEPT_STEPS, older_than_s: float = KEPT_SECONDS) -> tuple[str, ...]:
         """Remove the artifacts that nothing needs, and return their keys.
@@ -201,8 +201,11 @@ class Registry:
             # Read behind the lock: a tag that another process sets now waits.
             needed = {key for stack in self._stacks().values() for key in stack[-1 - steps :]}
             needed |= set(self.store.links().values())
+            now = utc_now()
             gone = [
-                key for key in self.store.list_keys() if key not in needed and self.store.age_s(key) >= older_than_s
+                key
+                for key in self.store.list_keys()
+                if key not in needed and (now - self.store.added_at(key)).total_seconds() >= older_than_s
             ]
             for key in gone:
                 self.store.remove(key)
@@ -218,7 +221,7 @@ class Registry:
         """
         stacks = self._stacks()
         known = stacks.get(name)
-        return self._stored(known[-1] if known else find_artifact(name, self.store).resolve().name, stacks)
+        return self._stored(known[-1] if known else find_key(name, self.store), stacks)
 
     def _put(self, artifact: str | Path) -> str:
         """Return the key of an artifact, which is in the store and in the database then."""
@@ -231,7 +234,7 @@ class Registry:
     def _move(self, move: TagMove) -> TagMove:
         with self.store.lock():
             if move.artifact_key is not None:
-                self.store.path_of(move.artifact_key)  # not collected meanwhile
+                self.store.require(move.artifact_key)  # not collected meanwhile
             record_move(self._database, move)
             links = self.store.links()
             for tag, stack in self._stacks().items():
@@ -247,12 +250,11 @@ class Registry:
         return {tag: stood_at(of_tag) for tag, of_tag in moves.items()}
 
     def _stored(self, key: str, stacks: dict[str, list[str]]) -> StoredArtifact:
-        path = self.store.path_of(key)
-        manifest: Manifest = load_manifest(path)
+        manifest = self.store.manifest_of(key)
         validation = manifest.validation
         return StoredArtifact(
             key=key,
-            path=path,
+            place=self.store.place_of(key),
             model=manifest.model,
             target=f"{manifest.target.kind} {manifest.target.arch}",
             precision=manifest.precision,
@@ -260,7 +262,7 @@ class Registry:
             validated=None if validation is None else validation.get("passed") is True,
             tags=tuple(tag for tag, stack in stacks.items() if stack and stack[-1] == key),
             before=tuple(tag for tag, stack in stacks.items() if key in stack[:-1]),
-            added_at=datetime.fromtimestamp(path.stat().st_ctime).astimezone(),
+            added_at=self.store.added_at(key),
         )
 
 
@@ -269,11 +271,3 @@ def _require_tag(tag: str) -> None:
         raise UsageError(
             f"{tag!r} cannot be a tag; expected up to 64 small letters, digits, '.', '_' and '-', such as prod"
         )
-
-
-def _here() -> str:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"

@@ -6,21 +6,25 @@
           tags/NAME        a link to one of them: a path that a service can load from
           lock             held shared by who adds or tags, alone by who collects
 
-The database says where a tag stands; the links follow it, each replaced in one step.
+The database says where a tag stands; the links follow it, each replaced in one step. A store at a URL is
+`pipeline.registry.remote`'s.
 """
 
 from __future__ import annotations
 
 import fcntl
+import getpass
 import os
 import shutil
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 from relaxtune.pipeline.artifact.directory import load_manifest, record_validation, verify_artifact
-from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE
+from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, Manifest
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.temporary import locked_folder, sweep
@@ -29,12 +33,52 @@ from relaxtune.tuning_db.artifacts import Artifact
 _STAGING = ".staging-"
 
 
+class Store(Protocol):
+    """Where artifacts are kept, with tags that lead to them. Its failures are of type `ArtifactError`."""
+
+    name: str
+
+    def lock(self, *, alone: bool = False) -> AbstractContextManager[None]:
+        """Hold the store: nothing is collected meanwhile, and with `alone` nothing is added or tagged."""
+
+    def list_keys(self) -> list[str]:
+        """Return the keys of the artifacts that are here, in order."""
+
+    def require(self, key: str) -> None:
+        """Check that an artifact is here."""
+
+    def manifest_of(self, key: str) -> Manifest:
+        """Return the manifest of an artifact."""
+
+    def path_of(self, key: str) -> Path:
+        """Return where an artifact lies on this machine."""
+
+    def place_of(self, key: str) -> str:
+        """Return where the store has an artifact, for people."""
+
+    def added_at(self, key: str) -> datetime:
+        """Return since when an artifact has been here."""
+
+    def put(self, directory: Path) -> Artifact:
+        """Keep a copy of an artifact and return its database form; one that is here takes a newer validation."""
+
+    def link(self, tag: str, key: str | None) -> None:
+        """Have a tag's link lead to an artifact, in one step; with None it is taken away."""
+
+    def links(self) -> dict[str, str]:
+        """Return where the links lead: tag -> key."""
+
+    def remove(self, key: str) -> None:
+        """Remove an artifact. The caller holds the store alone."""
+
+
 class ArtifactStore:
     """A store of artifacts in a folder; many processes may use it at once."""
 
     def __init__(self, folder: Path) -> None:
         """Hold a folder, which the first artifact makes."""
         self.folder = folder.absolute()
+        self.name = str(self.folder)
         self._objects = self.folder / "objects"
         self._tags = self.folder / "tags"
 
@@ -67,6 +111,17 @@ class ArtifactStore:
             return []
         return sorted(path.name for path in self._objects.iterdir() if (path / MANIFEST_FILE).is_file())
 
+    def require(self, key: str) -> None:
+        """Check that an artifact is here.
+
+        Raises
+        ------
+        ArtifactError
+            It is not.
+        """
+        if not (self._objects / key / MANIFEST_FILE).is_file():
+            raise missing(self.name, key)
+
     def path_of(self, key: str) -> Path:
         """Return where an artifact lies.
 
@@ -75,12 +130,20 @@ class ArtifactStore:
         ArtifactError
             It is not here.
         """
-        path = self._objects / key
-        if not (path / MANIFEST_FILE).is_file():
-            raise ArtifactError(
-                f"store {self.folder} has no artifact {key[:12]}; `relaxtune artifact list` says what it has"
-            )
-        return path
+        self.require(key)
+        return self._objects / key
+
+    def place_of(self, key: str) -> str:
+        """Return where an artifact lies, for people."""
+        return str(self._objects / key)
+
+    def manifest_of(self, key: str) -> Manifest:
+        """Return the manifest of an artifact."""
+        return load_manifest(self.path_of(key))
+
+    def added_at(self, key: str) -> datetime:
+        """Return since when an artifact has been here."""
+        return datetime.fromtimestamp(self.path_of(key).stat().st_ctime).astimezone()
 
     def put(self, directory: Path) -> Artifact:
         """Keep a copy of an artifact and return its database form; one that is here already takes a newer validation.
@@ -94,22 +157,32 @@ class ArtifactStore:
         key = artifact_of(manifest, directory).key
         place = self._objects / key
         with self.lock():
-            sweep(self._objects, _STAGING)
             if place.exists():
                 if manifest.validation is not None and load_manifest(place).validation != manifest.validation:
                     record_validation(place, manifest.validation)
             else:
-                self._copy(directory, place)
+                self.keep(key, lambda copy: shutil.copytree(directory, copy))
         return artifact_of(verify_artifact(place), place)
 
-    def _copy(self, directory: Path, place: Path) -> None:
+    def keep(self, key: str, write: Callable[[Path], object]) -> None:
+        """Keep what `write` makes in a place that it is given, once it is whole and has this key; holds the store.
+
+        Raises
+        ------
+        ArtifactError
+            It cannot be written, is damaged, or is another artifact. Nothing is left then.
+        """
+        place = self._objects / key
+        sweep(self._objects, _STAGING)
         with locked_folder(self._objects, _STAGING) as staging:
-            copy = staging / place.name
+            copy = staging / key
             try:
-                shutil.copytree(directory, copy)
+                write(copy)
             except OSError as e:
-                raise ArtifactError(f"artifact {directory} cannot be copied to {place}: {e}") from e
-            verify_artifact(copy)
+                raise ArtifactError(f"an artifact cannot be copied to {place}: {e}") from e
+            found = artifact_of(verify_artifact(copy), copy).key
+            if found != key:
+                raise ArtifactError(f"what was to be {place} is artifact {found[:12]}; the store is damaged")
             try:
                 copy.rename(place)
             except OSError:
@@ -135,10 +208,6 @@ class ArtifactStore:
         found = (path for path in self._tags.iterdir() if path.is_symlink() and not path.name.startswith("."))
         return {path.name: path.readlink().name for path in sorted(found)}
 
-    def age_s(self, key: str) -> float:
-        """Return for how long an artifact has been here."""
-        return time.time() - self.path_of(key).stat().st_ctime
-
     def remove(self, key: str) -> None:
         """Remove an artifact; who holds it open keeps it. The caller holds the store alone."""
         gone = self._objects / f"{_STAGING}gone-{key}"
@@ -146,8 +215,22 @@ class ArtifactStore:
         shutil.rmtree(gone)
 
 
-def find_artifact(name: str, store: ArtifactStore) -> Path:
-    """Return the directory of an artifact by its path, its tag, or the start of its key.
+def user_here() -> str:
+    """Return who runs this process, as user@host."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def missing(store: str, key: str) -> ArtifactError:
+    """Return the error of an artifact that a store does not have."""
+    return ArtifactError(f"store {store} has no artifact {key[:12]}; `relaxtune artifact list` says what it has")
+
+
+def find_artifact(name: str, store: Store) -> Path:
+    """Return the directory of an artifact by its path, or by its tag or the start of its key in a store.
 
     Raises
     ------
@@ -155,16 +238,25 @@ def find_artifact(name: str, store: ArtifactStore) -> Path:
         It is none of them, or the start of several keys.
     """
     path = Path(name)
-    if (path / MANIFEST_FILE).is_file():
-        return path
+    return path if (path / MANIFEST_FILE).is_file() else store.path_of(find_key(name, store))
+
+
+def find_key(name: str, store: Store) -> str:
+    """Return the key of an artifact of a store by its tag, or by the start of the key.
+
+    Raises
+    ------
+    ArtifactError
+        It is neither, or the start of several keys.
+    """
     links = store.links()
     if name in links:
-        return store.path_of(links[name])
+        return links[name]
     keys = [key for key in store.list_keys() if len(name) >= 4 and key.startswith(name)]
     if len(keys) == 1:
-        return store.path_of(keys[0])
+        return keys[0]
     told = f"the start of {len(keys)} artifacts" if keys else "no artifact's directory, tag or key"
     raise ArtifactError(
-        f"{name} is {told}; store {store.folder} has the tags {', '.join(links) or 'none'}, and "
-        f"`relaxtune artifact list --store {store.folder}` says what else"
+        f"{name} is {told}; store {store.name} has the tags {', '.join(links) or 'none'}, and "
+        f"`relaxtune artifact list --store {store.name}` says what else"
     )

@@ -22,10 +22,17 @@ VALIDATION = {"passed": True, "samples": 3, "reference": "ort", "tolerance": {"r
 LIMITS = GateLimits(LatencyLimit(9.0, seconds=0.3))
 
 
+@pytest.fixture(params=["folder", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return where a store can be: a folder, or a URL of fsspec."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return str(tmp_path / "store") if request.param == "folder" else f"memory://{tmp_path}"
+
+
 @pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Registry]:
+def registry(place: str, tmp_path: Path) -> Iterator[Registry]:
     with SqlDatabase.open(tmp_path / "tuning.db") as database:
-        yield Registry(tmp_path / "store", database)
+        yield Registry(place, database)
 
 
 @pytest.fixture
@@ -45,9 +52,9 @@ def build(artifact_copy, tmp_path: Path) -> Callable[..., Path]:
 
 def standing(registry: Registry, tag: str = "prod") -> str:
     """Return the model that a tag's link leads to, which must be where the database says it stands."""
-    place = registry.store.folder / "tags" / tag
-    assert place.resolve().name == registry.tags()[tag]
-    return load_manifest(place).model
+    key = registry.store.links()[tag]
+    assert key == registry.tags()[tag]
+    return registry.store.manifest_of(key).model
 
 
 def test_an_artifact_is_kept_once_and_found_by_path_tag_and_key(registry, build) -> None:
@@ -109,9 +116,9 @@ def test_collecting_keeps_all_that_a_tag_needs(registry, build) -> None:
     assert standing(registry) == "c"
 
 
-def test_collecting_keeps_what_a_link_of_another_database_needs(registry, build, tmp_path) -> None:
+def test_collecting_keeps_what_a_link_of_another_database_needs(registry, build, place, tmp_path) -> None:
     with SqlDatabase.open(tmp_path / "other.db") as other:
-        Registry(registry.store.folder, other).tag(build("a"), "theirs")
+        Registry(place, other).tag(build("a"), "theirs")
     assert registry.collect(steps=0, older_than_s=0) == ()
 
 
@@ -155,7 +162,7 @@ def test_a_link_that_a_killed_process_left_behind_follows_the_database(registry,
     registry.tag(build("a"), "prod")
     key = registry.tag(build("b"), "canary").artifact_key
     record_move(registry._database, TagMove("prod", 2, MoveKind.TAG, key, "killed@here", ""))
-    assert load_manifest(registry.store.folder / "tags" / "prod").model == "a"
+    assert registry.store.manifest_of(registry.store.links()["prod"]).model == "a"
     registry.tag("canary", "spare")
     assert standing(registry) == "b"
 
