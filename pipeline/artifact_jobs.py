@@ -208,7 +208,7 @@ def compare_builds(
     second: Path | Arrays,
     *,
     names: tuple[str, str] | None = None,
-    inputs: Arrays | None = None,
+    inputs: Arrays | Sequence[Arrays] | None = None,
     source: str | Path | None = None,
     samples: int = DEFAULT_SAMPLES,
     seed: int = 0,
@@ -223,8 +223,8 @@ def compare_builds(
         An artifact's directory, or the outputs that a build gave elsewhere.
     names : tuple or None
         What the report calls them.
-    inputs : mapping or None
-        What artifacts are run on; None draws `samples` random inputs, for two artifacts.
+    inputs : mapping, sequence of mappings or None
+        What artifacts are run on, one call or several; None draws `samples` random inputs, for two artifacts.
     source : str, Path or None
         The ONNX model, where it is not where the first artifact says.
     exact, tolerance : bool, Tolerance or None
@@ -240,7 +240,7 @@ def compare_builds(
     shown = names or (str(first) if a else "outputs", str(second) if b else "outputs")
     given: Sequence[Arrays] = []
     if inputs is not None:
-        given = [inputs]
+        given = [inputs] if isinstance(inputs, Mapping) else inputs
     elif a is not None and b is not None:
         model = reference_model(a, source)
         sizes = sizes_within(model, {**b.manifest.maxima, **a.manifest.maxima})

@@ -42,6 +42,7 @@ __all__ = [
     "BatchResult",
     "BatchRun",
     "BenchmarkReport",
+    "CallRecorder",
     "CandidateEvent",
     "CellEvent",
     "Comparison",

@@ -36,6 +36,7 @@ from relaxtune.pipeline.job_values import CompileResult, TuneRequest, TuneResult
 from relaxtune.pipeline.jobs import compile_model, tune_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.registry.recording import CallRecorder
 from relaxtune.pipeline.registry.refit import Refit, refit_artifact
 from relaxtune.pipeline.registry.registry import Registry
 from relaxtune.pipeline.report.report import Report, report_artifact
@@ -56,6 +57,7 @@ __all__ = [
     "BatchResult",
     "BatchRun",
     "BenchmarkReport",
+    "CallRecorder",
     "CandidateEvent",
     "CellEvent",
     "Comparison",
@@ -309,12 +311,12 @@ def gate(
     limits: GateLimits | None = None,
     *,
     model: str | Path | None = None,
-    inputs: Mapping[str, np.ndarray] | None = None,
+    inputs: Mapping[str, np.ndarray] | Sequence[Mapping[str, np.ndarray]] | None = None,
 ) -> GateReport:
     """Return whether an artifact may take the place of another; `raise_if_refused()` of the report raises.
 
-    Both run here, alternately. `inputs` is what they run on, random if not given; `model` is where the ONNX model is,
-    if not where it was.
+    Both run here, alternately. `inputs` is what they run on, one call or several, random if not given; `model` is where
+    the ONNX model is, if not where it was.
     """
     return run_gate(Path(new), Path(baseline), limits, source=model, inputs=inputs)
 

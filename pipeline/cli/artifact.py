@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relaxtune.pipeline.cli.gate import LimitOptions
+from relaxtune.pipeline.cli.gate import CallsOption, LimitOptions, read_calls
 from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.cli.options import (
     DEFAULT_DATABASE,
@@ -140,6 +140,7 @@ def promote(
     limits: LimitOptions,
     tolerance: ToleranceOptions,
     model: ReferenceOption = None,
+    inputs: CallsOption = None,
     force: Annotated[bool, typer.Option("--force", help="Move the tag although the gate says no.")] = False,
     verify_key: VerifyKeyOption = None,
 ) -> None:
@@ -158,7 +159,9 @@ def promote(
 
     asked = limits.limits(tolerance)
     with registry.open() as opened:
-        done = opened.promote(artifact, tag, why.why, asked, model=model, force=force, on_gate=show_gate)
+        done = opened.promote(
+            artifact, tag, why.why, asked, model=model, inputs=read_calls(inputs), force=force, on_gate=show_gate
+        )
     registry.emit_move(done.move)
 
 

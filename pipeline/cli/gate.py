@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 import typer
 
 from relaxtune.pipeline.cli.artifacts import read_arrays
@@ -27,6 +28,12 @@ from relaxtune.pipeline.errors import UsageError
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.gate.gate import GateLimits
+
+
+CallsOption = Annotated[
+    Path | None,
+    typer.Option("--inputs", metavar="X.npz|DIR", help="Recorded calls that both are run on. Default: random ones."),
+]
 
 
 @dataclass(frozen=True)
@@ -71,15 +78,13 @@ class LimitOptions:
 
 @takes_groups()
 def gate(
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="The artifact that wants to take the place.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The artifact that wants to take the place: DIR or TAG.")],
     baseline: Annotated[
         str, typer.Option("--baseline", metavar="DIR|TAG", help="The artifact that has it, or a tag of the store.")
     ],
     options: LimitOptions,
     tolerance: ToleranceOptions,
-    inputs: Annotated[
-        Path | None, typer.Option("--inputs", metavar="X.npz", help="What both are run on. Default: random.")
-    ] = None,
+    inputs: CallsOption = None,
     model: ReferenceOption = None,
     samples: SamplesOption = 3,
     seed: SeedOption = 0,
@@ -100,10 +105,10 @@ def gate(
     from relaxtune.pipeline.registry.store import find_artifact
 
     limits = options.limits(tolerance)
-    before = find_artifact(baseline, open_store(store))
-    require_signed(verify_key, new, before)
-    given = None if inputs is None else read_arrays(inputs)
-    report = run_gate(new, before, limits, source=model, inputs=given, samples=samples, seed=seed)
+    kept = open_store(store)
+    place, before = find_artifact(new, kept), find_artifact(baseline, kept)
+    require_signed(verify_key, place, before)
+    report = run_gate(place, before, limits, source=model, inputs=read_calls(inputs), samples=samples, seed=seed)
     for path, name, text in ((junit, "--junit", to_junit), (markdown, "--markdown", to_markdown)):
         if path is not None:
             write_text(path, text(report), name)
@@ -112,6 +117,22 @@ def gate(
     else:
         stdout_console().print(render(report))
     report.raise_if_refused()
+
+
+def read_calls(path: Path | None) -> list[dict[str, np.ndarray]] | None:
+    """Return the inputs of the calls in a .npz file or in those of a folder; None without either.
+
+    Raises
+    ------
+    UsageError
+        A file is none, or the folder has none.
+    """
+    if path is None:
+        return None
+    files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
+    if not files:
+        raise UsageError(f"--inputs {path} has no .npz file; relaxtune.CallRecorder writes them, one for each call")
+    return [read_arrays(file) for file in files]
 
 
 def parse_percent(text: str, name: str) -> float | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from relaxtune.models.axis_profile import sizes_within
+from relaxtune.models.buckets import read_sizes
 from relaxtune.models.inputs import unpadded_inputs
+from relaxtune.pipeline.artifact.input_check import check_inputs
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact_jobs import Arrays, compare_builds, reference_model
@@ -29,6 +31,9 @@ from relaxtune.pipeline.gate.checks import (
 from relaxtune.pipeline.gate.latency import LatencyComparison, LatencyLimit, compare_latency
 from relaxtune.pipeline.validate.padding_trials import route_sizes
 from relaxtune.pipeline.validate.tolerances import Tolerance
+
+# Sets of sizes of recorded calls that are timed.
+_SIZES_MAX = 4
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def run_gate(
     limits: GateLimits | None = None,
     *,
     source: str | Path | None = None,
-    inputs: Arrays | None = None,
+    inputs: Arrays | Sequence[Arrays] | None = None,
     samples: int = 3,
     seed: int = 0,
 ) -> GateReport:
@@ -134,29 +139,31 @@ def run_gate(
         What the new one may cost.
     source : str, Path or None
         The ONNX model, for random inputs, where it is not where the new artifact says.
-    inputs : mapping or None
-        What both are run on, in place of random inputs.
+    inputs : mapping, sequence of mappings or None
+        What both are run on, in place of random inputs: one call, or recorded ones. All are compared; of each of the
+        four commonest sets of sizes, the first is timed.
     samples, seed : int
         Random inputs for the drift.
 
     Raises
     ------
     UsageError
-        The two have other inputs or outputs, or the model is another.
+        The two have other inputs or outputs, the model is another, or there is no call.
     ArtifactError, ModelError
         One of them, or the model, cannot be had here.
     """
     asked = limits or GateLimits()
     module, before = Module.load(new), Module.load(baseline)
     _require_same_signature(module.manifest, before.manifest, new, baseline)
-    timed = _timed_inputs(module, before, source, seed) if inputs is None else {"": inputs}
+    given = [inputs] if isinstance(inputs, Mapping) else inputs
+    timed = _timed_inputs(module, before, source, seed) if given is None else _by_size(given, module)
     conditions = run_conditions(module)
     manifests = (before.manifest, module.manifest)
     del module, before
     exact = asked.exact
     tolerance = asked.tolerance or drift_tolerance(*manifests)
     comparison = compare_builds(
-        baseline, new, inputs=inputs, source=source, samples=samples, seed=seed,
+        baseline, new, inputs=given, source=source, samples=samples, seed=seed,
         exact=exact, tolerance=None if exact else tolerance,
     )  # fmt: skip
     # Routes share what may be wrong, and the time.
@@ -197,6 +204,19 @@ def _timed_inputs(module: Module, before: Module, source: str | Path | None, see
         route: unpadded_inputs(model, seed=seed, dims=sizes_within(model, maxima, dims))
         for route, dims in routes.items()
     }
+
+
+def _by_size(calls: Sequence[Arrays], module: Module) -> dict[str, Arrays]:
+    """Return the first call of each of the commonest sets of sizes."""
+    if not calls:
+        raise UsageError("no recorded call is given; expected one .npz file at least")
+    named: dict[str, list[Arrays]] = {}
+    for call in calls:
+        check_inputs(call, module.inputs, module.manifest.maxima)
+        sizes = read_sizes({name: array.shape for name, array in call.items()}, module.inputs)
+        named.setdefault(",".join(f"{axis}={size}" for axis, size in sizes.items()), []).append(call)
+    commonest = sorted(named.items(), key=lambda item: -len(item[1]))[:_SIZES_MAX]
+    return {name if len(commonest) > 1 else "": of_size[0] for name, of_size in commonest}
 
 
 def _load_arms(baseline: Path, new: Path, inputs: Mapping[str, np.ndarray]) -> tuple[Arm, Arm]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from relaxtune.pipeline.artifact.directory import load_manifest
+from relaxtune.pipeline.artifact_jobs import Arrays
 from relaxtune.pipeline.errors import GateRefusedError, UsageError
 from relaxtune.pipeline.gate.checks import Verdict, check_validation
 from relaxtune.pipeline.gate.gate import GateLimits, GateReport, run_gate
@@ -115,6 +116,7 @@ class Registry:
         limits: GateLimits | None = None,
         *,
         model: str | Path | None = None,
+        inputs: Arrays | Sequence[Arrays] | None = None,
         force: bool = False,
         on_gate: Callable[[GateReport], None] = lambda _: None,
     ) -> Promotion:
@@ -124,8 +126,8 @@ class Registry:
 
         Parameters
         ----------
-        limits, model : as of `run_gate`
-            What the artifact may cost, and where the ONNX model is.
+        limits, model, inputs : as of `run_gate`
+            What the artifact may cost, where the ONNX model is, and what both run on.
         force : bool
             Whether a no moves the tag all the same; the history keeps both.
         on_gate : callable
@@ -145,7 +147,7 @@ class Registry:
         place = self.store.path_of(key)
         report = None
         if stack:
-            report = run_gate(place, self.store.path_of(stack[-1]), limits, source=model)
+            report = run_gate(place, self.store.path_of(stack[-1]), limits, source=model, inputs=inputs)
             on_gate(report)
             if not force:
                 report.raise_if_refused()

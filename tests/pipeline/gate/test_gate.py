@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,6 +13,7 @@ import pytest
 from relaxtune.pipeline.artifact.directory import load_manifest, record_validation
 from relaxtune.pipeline.artifact.entries import FileEntry
 from relaxtune.pipeline.artifact.manifest import Manifest
+from relaxtune.pipeline.artifact_jobs import Arrays
 from relaxtune.pipeline.errors import GateRefusedError, UsageError
 from relaxtune.pipeline.gate import checks
 from relaxtune.pipeline.gate.checks import Verdict
@@ -32,7 +33,7 @@ def manifest(artifact: Path) -> Manifest:
     return load_manifest(artifact).with_validation(VALIDATION)
 
 
-def gate(new: Path, baseline: Path, inputs: Mapping[str, np.ndarray], limits: GateLimits = LIMITS) -> GateReport:
+def gate(new: Path, baseline: Path, inputs: Arrays | Sequence[Arrays], limits: GateLimits = LIMITS) -> GateReport:
     return run_gate(new, baseline, limits, inputs=inputs)
 
 
