@@ -28,7 +28,7 @@ class CallRecorder:
     every : int
         The first call is kept, and each one so many later.
     most : int
-        Calls that the folder holds at most; later ones take the places of the oldest.
+        Calls of this process that the folder holds at most; later ones take the places of the oldest.
 
     Attributes
     ----------
