@@ -326,6 +326,8 @@ def main() -> None:
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
+        # A shell's background job begins with Ctrl-C ignored, and --limit uses it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         print(json.dumps(run_once(arguments, arguments.actors[0], arguments.cells[0])))
         return
     with tempfile.TemporaryDirectory() if arguments.prepared is None else nullcontext(arguments.prepared) as folder:
