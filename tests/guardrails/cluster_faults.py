@@ -94,6 +94,10 @@ class Run:
         os.killpg(self.driver.pid, signal.SIGKILL)
         self.driver.wait()
 
+    def told(self) -> str:
+        """Return the end of what the drivers wrote."""
+        return (self.folder / "log.txt").read_text(errors="replace")[-3000:]
+
     def look(self) -> int:
         """Note the records that are there now; return how many candidates they are of."""
         with SqlDatabase.open(self.server.url) as database:
@@ -235,7 +239,11 @@ def run_fault(fault: str, kills: int) -> dict[str, object]:
             encoding="utf-8",
         )
         run.start("run")
-        run.wait_for(lambda: run.look() >= BEGUN)
+        if not run.wait_for(lambda: run.look() >= BEGUN):
+            faults = [f"it came to no fault: exit code {run.driver.poll()}"]
+            if run.driver.returncode is None:
+                run.kill()
+            return {"fault": fault, "accepted": [], "faults": faults, "log": run.told()}
         FAULTS[fault](run)
         try:
             run.driver.wait(ENDS_WITHIN_S)
@@ -260,7 +268,6 @@ def outcome(run: Run) -> dict[str, object]:
     code = run.driver.returncode
     faults += [] if code == 0 else [f"exit code {code}"]
     faults += [] if run.fault != "driver" or run.done == run.kills else [f"{run.done} kills, {run.kills} asked for"]
-    told = (run.folder / "log.txt").read_text(errors="replace")
     return {
         "times": run.done,
         "exit_code": code,
@@ -269,7 +276,7 @@ def outcome(run: Run) -> dict[str, object]:
         "candidates": len(tuned),
         "attempts": [one.attempts for one in cells],
         "faults": faults,
-        "log": told[-3000:] if faults else "",
+        "log": run.told() if faults else "",
     }
 
 
