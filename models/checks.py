@@ -10,6 +10,7 @@ import onnx
 from google.protobuf.message import Message  # type: ignore[import-untyped]
 from onnx import defs
 
+from relaxtune.models.dims import may_be_empty
 from relaxtune.models.errors import InvalidModelError, ModelShapeError, UnsupportedModelError
 from relaxtune.models.spec import dtype_name
 
@@ -110,7 +111,7 @@ def _since(operator: str, opset: int) -> int:
 
 
 def check_signature(model: onnx.ModelProto) -> None:
-    """Check that every input is a tensor of a supported dtype with a known rank and positive dimensions.
+    """Check that every input is a tensor of a supported dtype with a known rank; only a cache may be empty.
 
     Raises
     ------
@@ -162,7 +163,8 @@ def _check_value(value: onnx.ValueInfoProto, kind: str, *, rank_needed: bool = T
         msg = f"{what} has no shape, not even a rank; declare its axes (names will do) in the graph"
         raise UnsupportedModelError(msg)
     for axis, dim in enumerate(tensor.shape.dim):
-        if dim.HasField("dim_value") and dim.dim_value < 1:
+        least = 0 if kind == "input" and may_be_empty(len(tensor.shape.dim), axis) else 1
+        if dim.HasField("dim_value") and dim.dim_value < least:
             msg = (
                 f"axis {axis} of {what} is {dim.dim_value}, expected a positive number or a name; "
                 f"export the model with a real or a dynamic axis"

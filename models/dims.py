@@ -10,6 +10,11 @@ from relaxtune.models.errors import ModelShapeError
 Dim = int | str
 
 
+def may_be_empty(rank: int, axis: int) -> bool:
+    """Return whether an axis of an input may have no places: a cache's may before its first token; tokens' may not."""
+    return rank > 2 and axis > 0
+
+
 def evaluate_dim(dim: Dim, bindings: Mapping[str, int]) -> Dim:
     """Return a dimension as a number where `bindings` decide it, else unchanged.
 
@@ -46,7 +51,7 @@ def parse_shape_override(text: str) -> tuple[str, tuple[Dim, ...]]:
     Raises
     ------
     ModelShapeError
-        The text has another form, or an axis is not a positive number or a name.
+        The text has another form, or an axis is not a number or a name.
     """
     name, equals, shape_text = text.strip().rpartition("=")
     name, shape_text = name.strip(), shape_text.strip()
@@ -57,7 +62,7 @@ def parse_shape_override(text: str) -> tuple[str, tuple[Dim, ...]]:
     separator = "*" if "*" in shape_text else "x"
     axes: list[Dim] = []
     for part in (piece.strip() for piece in shape_text.split(separator)):
-        if part.isdecimal() and int(part) > 0:
+        if part.isdecimal() and int(part) >= 0:
             axes.append(int(part))
         elif part.isidentifier():
             axes.append(part)

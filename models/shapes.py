@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import onnx
 
-from relaxtune.models.dims import Dim, evaluate_dim, split_offset
+from relaxtune.models.dims import Dim, evaluate_dim, may_be_empty, split_offset
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.spec import TensorSpec, dtype_name
 
@@ -64,7 +64,13 @@ def bind_shapes(specs: Sequence[TensorSpec], shapes: Shapes, model: str) -> dict
 
 
 def _bind_axis(spec: TensorSpec, axis: int, have: Dim, want: Dim) -> tuple[str, Dim] | None:
-    if isinstance(want, bool) or not isinstance(want, int | str) or (isinstance(want, int) and want < 1) or want == "":
+    least = 0 if may_be_empty(len(spec.shape), axis) else 1
+    if (
+        isinstance(want, bool)
+        or not isinstance(want, int | str)
+        or (isinstance(want, int) and want < least)
+        or want == ""
+    ):
         msg = f"axis {axis} of input {spec.name!r} is {want!r}; expected a positive number or a name"
         raise ModelShapeError(msg)
     if isinstance(have, int):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from relaxtune.models import TensorSpec
+from relaxtune.models.dims import may_be_empty
 from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.errors import PipelineError
 
@@ -50,7 +51,7 @@ def check_inputs(
 def _may_be_empty(axis: str, specs: Sequence[TensorSpec]) -> bool:
     """Return whether an axis may have no places: the length of a cache may before its first token; tokens may not."""
     held = [spec.shape for spec in specs if axis in spec.shape]
-    return all(len(shape) > 2 and shape[0] != axis for shape in held)
+    return all(may_be_empty(len(shape), shape.index(axis)) for shape in held)
 
 
 def _shape_fits(shape: tuple[int, ...], spec: TensorSpec, symbols: dict[str, tuple[int, str]]) -> bool:

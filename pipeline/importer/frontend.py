@@ -58,7 +58,9 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     """
 
     def __init__(self, model: OnnxModel, graph: NormalisedGraph) -> None:
-        super().__init__(shape_dict={}, dtype_dict={}, keep_params_in_input=False, sanitize=True)
+        # TVM takes a size of 0 in a file for an axis of unknown size.
+        empty = {one.name: list(one.shape) for one in model.inputs if 0 in one.shape and one.is_static}
+        super().__init__(shape_dict=empty, dtype_dict={}, keep_params_in_input=False, sanitize=True)
         self._model = model
         self._graph = graph
         axes = (axis for spec in model.inputs for axis in spec.shape if isinstance(axis, str))

@@ -9,12 +9,21 @@ from relaxtune.models import OnnxModel
 
 HALF_TYPES = frozenset({onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 HALF_NAMES = frozenset({"float16", "bfloat16"})
+_QUANTISERS = frozenset({"QuantizeLinear", "QAttention", "QGemm"})
 
 
 def computes_in_half(model: OnnxModel) -> bool:
     """Whether any weight, input or output of the model is float16 or bfloat16."""
     signature = {spec.dtype for spec in (*model.inputs, *model.outputs)}
     return bool(signature & HALF_NAMES) or any(t.data_type in HALF_TYPES for t in model.proto.graph.initializer)
+
+
+def rounds_to_integers(model: OnnxModel) -> bool:
+    """Whether the graph quantises activations: a value beside a tie then takes one step or the other."""
+    return any(
+        node.op_type in _QUANTISERS or node.op_type.startswith(("QLinear", "DynamicQuantize"))
+        for node in model.inline_proto().graph.node
+    )
 
 
 def compute_dtype(model: OnnxModel) -> str:

@@ -6,7 +6,8 @@ The two uses want different sessions:
   code). The higher levels fuse into kernels that approximate (Gelu, LayerNorm in one pass), and their error would be
   charged to the module under test. Half-precision graphs are first rewritten to float32: ONNX Runtime's CPU has few
   float16 kernels and puts casts around the others, so its own float16 result depends on which operators those are. The
-  float32 result is what every float16 implementation approximates, and the tolerances are made for it. Of an artifact
+  float32 result is what every float16 implementation approximates, and the tolerances are made for it. Nor does it
+  round the activations of 4-bit matmuls to 8 bits, where the graph only allows it (accuracy_level). Of an artifact
   with quantised weights the reference has the same ones: what quantisation costs is drift (`pipeline.validate.drift`),
   and the tolerance stays one that finds a wrong kernel.
 - *Peer*: every optimisation on, the graph as given; what a user would run instead.
@@ -26,10 +27,17 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 from relaxtune.models import OnnxModel
 from relaxtune.models.checks import names_read
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.precision.graph_dtypes import computes_in_half
+from relaxtune.pipeline.precision.graph_dtypes import computes_in_half, rounds_to_integers
 from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
 from relaxtune.pipeline.precision.recorded import PolicyEntry
-from relaxtune.pipeline.validate.upcast import ROUNDED_TYPES, upcast_to_float32, without_bfloat16
+from relaxtune.pipeline.validate.array_comparison import Movement, movement
+from relaxtune.pipeline.validate.tolerances import Tolerance
+from relaxtune.pipeline.validate.upcast import (
+    ROUNDED_TYPES,
+    upcast_to_float32,
+    with_exact_activations,
+    without_bfloat16,
+)
 
 # ONNX Runtime's errors have no base class below Exception.
 _ORT_ERRORS = (
@@ -45,6 +53,8 @@ _ORT_ERRORS = (
 
 _CPU = "CPUExecutionProvider"
 _PROVIDERS = {"llvm": _CPU, "cuda": "CUDAExecutionProvider"}
+# Answers of graphs with quantisers whose floats are rounded otherwise.
+_NUDGES_OF_QUANTISERS = 4
 # Weights of this size and more are handed over as they lie; a smaller constant may be a shape, which the graph needs.
 _LARGE_BYTES = 4096
 _SHARED_TYPES = frozenset(
@@ -107,11 +117,12 @@ class Reference:
         self._known = [(sample, self.run(sample)) for sample in samples]
         self._loaded = None
 
-    def moves(self, inputs: Mapping[str, np.ndarray], roundoff: float) -> dict[str, float]:
-        """Return how far each float output moves when ONNX Runtime rounds otherwise: the largest absolute change.
+    def moves(self, inputs: Mapping[str, np.ndarray], roundoff: float, tolerance: Tolerance) -> dict[str, Movement]:
+        """Return how far each float output moves when ONNX Runtime rounds otherwise.
 
-        Asked twice: with every float weight, constant and input changed by `roundoff` of itself, up or down at random,
-        and with all graph optimisations on.
+        Asked with every float weight, constant and input changed by `roundoff` of itself, up or down at random, and
+        with all graph optimisations on. A graph with quantisers is changed four times: few values lie beside a tie, and
+        one answer may hold none of them.
 
         Parameters
         ----------
@@ -119,11 +130,33 @@ class Reference:
             As of `run`.
         roundoff : float
             The unit roundoff of the dtype that the artifact stores its tensors in.
+        tolerance : Tolerance
+            What an output may be off by elsewhere; `Movement.apart` counts what moves by more.
         """
-        draw = np.random.default_rng(0)
-        rounded = onnx.ModelProto()
         proto, _ = self._load()
-        rounded.CopyFrom(proto)
+        level = onnxruntime.GraphOptimizationLevel
+        ties = rounds_to_integers(self._given)
+        expected = self.run(inputs)
+        found = {name: Movement(ties=ties) for name, array in expected.items() if array.dtype.kind == "f"}
+        for seed in (None, *range(_NUDGES_OF_QUANTISERS if ties else 1)):
+            options = onnxruntime.SessionOptions()
+            options.graph_optimization_level = level.ORT_ENABLE_ALL if seed is None else level.ORT_ENABLE_BASIC
+            graph, fed = (proto, inputs) if seed is None else self._rounded(inputs, roundoff, seed)
+            session = _session(graph, self._model, options, self._threads)
+            plain = {name: without_bfloat16(array) for name, array in fed.items()}
+            values = run_session(session, self._names, plain, self._model)
+            for name, value in zip(self._names, values, strict=True):
+                if name in found:
+                    found[name] = found[name].joined(movement(expected[name], value, tolerance, ties=ties))
+        return found
+
+    def _rounded(
+        self, inputs: Mapping[str, np.ndarray], roundoff: float, seed: int
+    ) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+        """Return the graph and inputs with every float changed by `roundoff` of itself, up or down at random."""
+        draw = np.random.default_rng(seed)
+        rounded = onnx.ModelProto()
+        rounded.CopyFrom(self._load()[0])
         constants = [a for node in rounded.graph.node if node.op_type == "Constant" for a in node.attribute]
         for tensor in [*rounded.graph.initializer, *(a.t for a in constants if a.name == "value")]:
             if tensor.data_type in ROUNDED_TYPES:
@@ -135,30 +168,13 @@ class Reference:
         for attribute in constants:
             if attribute.name == "value_float":
                 attribute.f = float(_nudged(np.asarray(attribute.f, np.float32), roundoff, draw))
-        feeds = {name: _nudged(without_bfloat16(array), roundoff, draw) for name, array in inputs.items()}
-        level = onnxruntime.GraphOptimizationLevel
-        expected = self.run(inputs)
-        found = {name: 0.0 for name, array in expected.items() if array.dtype.kind == "f"}
-        for graph, fed, optimised in (
-            (rounded, feeds, level.ORT_ENABLE_BASIC),
-            (proto, inputs, level.ORT_ENABLE_ALL),
-        ):
-            options = onnxruntime.SessionOptions()
-            options.graph_optimization_level = optimised
-            session = _session(graph, self._model, options, self._threads)
-            plain = {name: without_bfloat16(array) for name, array in fed.items()}
-            values = run_session(session, self._names, plain, self._model)
-            for name, value in zip(self._names, values, strict=True):
-                if name in found:
-                    change = np.abs(value.astype(np.float64) - expected[name].astype(np.float64))
-                    found[name] = max(found[name], float(np.max(change[np.isfinite(change)], initial=0.0)))
-        return found
+        return rounded, {name: _nudged(without_bfloat16(array), roundoff, draw) for name, array in inputs.items()}
 
     def _load(self) -> tuple[onnx.ModelProto, onnxruntime.InferenceSession]:
         """Return the graph that is computed, and its session."""
         if self._loaded is None:
             given = self._given.inline_proto()
-            proto = upcast_to_float32(given) if self.upcast else given
+            proto = with_exact_activations(upcast_to_float32(given) if self.upcast else given)
             options = onnxruntime.SessionOptions()
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
             self._loaded = proto, _session(proto, self._model, options, self._threads)

@@ -31,7 +31,20 @@ class OutputReport:
     @property
     def ill_conditioned(self) -> bool:
         """Whether it passed only because ONNX Runtime itself moves by about as much when it rounds otherwise."""
-        return self.passed and any(sample.conditioning for sample in self.samples)
+        return self.passed and any(sample.movement.largest for sample in self.samples)
+
+    @property
+    def verdict(self) -> str:
+        """In words: what is wrong, or whether it is right by itself, or by how far ONNX Runtime moves."""
+        if not self.passed:
+            return self.reason
+        if not self.ill_conditioned:
+            return "ok"
+        if not any(sample.movement.ties for sample in self.samples):
+            return "ok, ill-conditioned"
+        own = max(sample.movement.apart for sample in self.samples)
+        apart = max(sample.apart for sample in self.samples)
+        return f"ok, ties of quantisers: {apart:.2%} of the values differ, {own:.2%} between ONNX Runtime's own answers"
 
     @property
     def reason(self) -> str:
@@ -122,7 +135,10 @@ class ValidationReport:
         for output in self.outputs:
             worst = {measure: output.worst(measure) for measure in measures}
             counts = {"edges": list(HISTOGRAM_EDGES), "counts": list(output.histogram)}
-            own = {"passed": output.passed, "reason": output.reason, "worst": worst, "histogram": counts}
+            own = {
+                "passed": output.passed, "verdict": output.verdict, "reason": output.reason, "worst": worst,
+                "histogram": counts,
+            }  # fmt: skip
             outputs.append({**asdict(output), **own})
         repeats = None
         if self.repeats is not None:
@@ -172,8 +188,7 @@ def render(report: ValidationReport) -> Table:
         table.add_column(column, justify="right" if column in columns else "left")
     for output in report.outputs:
         cells = (_number(output.worst(measure)) for measure in columns.values())
-        verdict = output.reason if not output.passed else "ok, ill-conditioned" if output.ill_conditioned else "ok"
-        table.add_row(output.name, output.dtype, *cells, _bars(output.histogram), verdict)
+        table.add_row(output.name, output.dtype, *cells, _bars(output.histogram), output.verdict)
     return table
 
 

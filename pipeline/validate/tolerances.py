@@ -6,7 +6,8 @@ the sum: a logit near 0 among logits of size 30 carries the error of its neighbo
 
 `conditioning` is 0 unless an output fails without it. It is 4 times how far ONNX Runtime's own output moves when every
 weight and input is rounded once more, or when its graph optimisations are on: a graph that cancels large values, or a
-quantiser's tie, moves by much, and no implementation agrees with another there. A wrong kernel does not move it.
+quantiser's tie, moves by much, and no implementation agrees with another there. A wrong kernel does not move it. The
+mean error is held against the mean move too: a tie moves few values by a step, a wrong kernel all of them.
 
 Where the numbers come from. Rounding to a format with unit roundoff u perturbs each intermediate tensor by about u of
 its size. A dot product of K terms adds about sqrt(K) * u of the accumulator (errors of random sign). A transformer of

@@ -19,7 +19,13 @@ from relaxtune.models.axis_profile import sizes_within
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import ValidationFailedError
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
-from relaxtune.pipeline.validate.array_comparison import SampleComparison, compare_arrays, differing_bits
+from relaxtune.pipeline.validate.array_comparison import (
+    STILL,
+    Movement,
+    SampleComparison,
+    compare_arrays,
+    differing_bits,
+)
 from relaxtune.pipeline.validate.drift import inputs_source, measure_drift, measure_perplexity
 from relaxtune.pipeline.validate.drift_report import DataSource, DriftOptions, DriftReport
 from relaxtune.pipeline.validate.fill_with_nan import poisoned_kernels
@@ -37,13 +43,13 @@ DEFAULT_REPEATS = 2
 class Observation:
     """What the reference and the module gave for one sample.
 
-    `conditioning` is how far each output of the reference moves when it rounds otherwise (`Reference.moves`).
+    `moves` is how far each output of the reference moves when it rounds otherwise (`Reference.moves`).
     """
 
     expected: Mapping[str, np.ndarray]
     got: Mapping[str, np.ndarray]
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
-    conditioning: Mapping[str, float] = field(default_factory=dict)
+    moves: Mapping[str, Movement] = field(default_factory=dict)
 
 
 def validate(
@@ -105,7 +111,9 @@ def validate(
     report = compared(observations)
     if not all(output.passed for output in report.outputs) and rtol is None and atol is None:
         roundoff = storage_roundoff(compute_dtype(model), loaded.manifest.precision)
-        report = compared([replace(seen, conditioning=reference.moves(seen.inputs, roundoff)) for seen in observations])
+        report = compared(
+            [replace(seen, moves=reference.moves(seen.inputs, roundoff, tolerance)) for seen in observations]
+        )
     distance = _drift_of(loaded, model, reference, observations, seed, dims, drift or DriftOptions())
     with turn or nullcontext():
         again = repeat_runs(loaded, observations, repeats) if repeats > 1 else None
@@ -254,7 +262,7 @@ def _compare_output(spec: TensorSpec, observations: Sequence[Observation], toler
         elif _kind(expected) != _kind(got):
             compared.append(SampleComparison(sample, False, f"expected dtype {expected.dtype}, got {got.dtype}"))
         else:
-            compared.append(compare_arrays(expected, got, tolerance, sample, seen.conditioning.get(spec.name, 0.0)))
+            compared.append(compare_arrays(expected, got, tolerance, sample, seen.moves.get(spec.name, STILL)))
     return OutputReport(spec.name, spec.dtype, observations[0].got[spec.name].shape, tuple(compared))
 
 

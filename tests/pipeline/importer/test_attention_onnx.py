@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
+from pathlib import Path
 
+import numpy as np
+import onnx
+import pytest
+import tvm
+from onnx import helper
+
+from relaxtune.models import load_model
 from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes.kit.ir import main_of
 from tests.pipeline.importer.onnx_cases import assert_agrees, run_reference, run_relax
 from tests.pipeline.importer.test_contrib_converters import floats, model_of
 
@@ -33,6 +40,29 @@ def test_a_row_whose_every_key_is_hidden_is_zero() -> None:
     (got,), (want,) = run_relax(import_model(model), feeds), run_reference(model, feeds)
     assert not got[:, :, 1].any()
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("operator", [True, False], ids=["Attention", "its parts"])
+def test_a_cache_of_no_places_is_taken(operator: bool, tmp_path: Path) -> None:
+    inputs = [heads("q"), heads("k"), heads("v"), None, heads("pk", length=0), heads("pv", length=0)]
+    shape = ("float32", (B, N, S, H))
+    model, feeds = model_of("Attention", inputs, {"y": shape, "nk": shape, "nv": shape}, domain="", opset=23)
+    if not operator:
+        del model.proto.graph.node[:]
+        make = helper.make_node
+        model.proto.graph.node.extend(
+            [
+                make("Concat", ["pk", "k"], ["nk"], axis=2),
+                make("Concat", ["pv", "v"], ["nv"], axis=2),
+                make("Transpose", ["nk"], ["turned"], perm=[0, 1, 3, 2]),
+                make("MatMul", ["q", "turned"], ["scores"]),
+                make("Softmax", ["scores"], ["shares"]),
+                make("MatMul", ["shares", "nv"], ["y"]),
+            ]
+        )
+    onnx.save(model.proto, tmp_path / "empty.onnx")
+    graph = assert_agrees(load_model(tmp_path / "empty.onnx"), feeds)
+    assert all(isinstance(size, tvm.tirx.IntImm) for one in main_of(graph.mod).params for size in one.ty.shape)
 
 
 @pytest.mark.parametrize("queries", [3, 6])

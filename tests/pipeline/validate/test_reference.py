@@ -12,6 +12,7 @@ from onnx import helper
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.importer.converters.matmuls import unpack_weights
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype, computes_in_half
 from relaxtune.pipeline.validate import reference as reference_module
 from relaxtune.pipeline.validate.reference import Reference, peer_session
@@ -140,3 +141,26 @@ def test_known_samples_are_not_computed_again_and_others_still_are(half_model: O
         for name, want in plain.run(inputs).items():
             np.testing.assert_array_equal(known.run(inputs)[name], want)
     assert known._loaded is not None
+
+
+def test_activations_of_4_bit_matmuls_are_not_rounded_to_8_bits(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    packed, scales = draw.integers(0, 256, (8, 2, 16), np.uint8), draw.random(16, np.float32)
+    node = helper.make_node(
+        "MatMulNBits", ["x", "p", "s"], ["y"], domain="com.microsoft", K=64, N=8, bits=4, block_size=32,
+        accuracy_level=4,
+    )  # fmt: skip
+    graph = helper.make_graph(
+        [node], "g",
+        [helper.make_tensor_value_info("x", T.FLOAT, [4, 64])], [helper.make_tensor_value_info("y", T.FLOAT, [4, 8])],
+        [onnx.numpy_helper.from_array(one, name) for one, name in ((packed, "p"), (scales, "s"))],
+    )  # fmt: skip
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "m.onnx")
+    model = load_model(tmp_path / "m.onnx")
+    x = draw.standard_normal((4, 64)).astype(np.float32)
+    weight = unpack_weights(packed, scales, None, rows=8, columns=64, bits=4, block=32)
+    exact = x.astype(np.float64) @ weight.T
+    assert np.abs(Reference(model).run({"x": x})["y"] - exact).max() < 1e-4
+    # What a user would run instead rounds.
+    assert np.abs(peer_session(model, 1).run(None, {"x": x})[0] - exact).max() > 1e-2

@@ -16,7 +16,7 @@ from relaxtune.models import OnnxModel, TensorSpec, load_model
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import ValidationFailedError
 from relaxtune.pipeline.validate import array_comparison
-from relaxtune.pipeline.validate.array_comparison import compare_arrays
+from relaxtune.pipeline.validate.array_comparison import Movement, compare_arrays
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.report import ValidationReport, render
 from relaxtune.pipeline.validate.tolerances import Tolerance
@@ -191,12 +191,12 @@ def test_a_graph_that_cancels_passes_and_a_wrong_one_of_that_kind_says_how_wrong
     reference = Reference(load_model(tmp_path / "cancels.onnx"))
     x = draw.standard_normal((4, 64)).astype(np.float32)
     expected = reference.run({"x": x})["y"]
-    moved = reference.moves({"x": x}, 2.0**-24)
+    moved = reference.moves({"x": x}, 2.0**-24, Tolerance(1e-4, 1e-4))
     honest = (x.astype(np.float64) @ (first.astype(np.float64) - second)).astype(np.float32)
     spec = TensorSpec("y", "float32", honest.shape)
 
-    def judged(got: np.ndarray, conditioning: dict[str, float]) -> ValidationReport:
-        seen = [Observation({"y": expected}, {"y": got}, {"x": x}, conditioning)]
+    def judged(got: np.ndarray, moves: dict[str, Movement]) -> ValidationReport:
+        seen = [Observation({"y": expected}, {"y": got}, {"x": x}, moves)]
         return compare(seen, (spec,), Tolerance(1e-4, 1e-4), model="m", reference="r", seed=0)
 
     assert not judged(honest, {}).passed
@@ -204,7 +204,43 @@ def test_a_graph_that_cancels_passes_and_a_wrong_one_of_that_kind_says_how_wrong
     assert judged(honest, moved).outputs[0].ill_conditioned
     wrong = judged(np.roll(honest, 1, axis=0), moved)
     assert not wrong.passed
-    assert "times as far as ONNX Runtime moves" in wrong.outputs[0].reason
+    assert "times as far" in wrong.outputs[0].reason
+
+
+def quantiser(folder: Path, zero_point: int = 3) -> Reference:
+    nodes = "{q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, zero)}"
+    graph = onnx.parser.parse_graph(f"rounds (float[32,64] x) => (float[32,64] y) {nodes}")
+    for name, value in (("s", np.float32(0.1)), ("z", np.int8(zero_point)), ("zero", np.int8(3))):
+        graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), name))
+    path = folder / f"rounds{zero_point}.onnx"
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)]), path)
+    return Reference(load_model(path))
+
+
+def test_ties_of_a_quantiser_pass_with_their_counts_and_a_step_everywhere_is_wrong(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    x = draw.normal(0, 2, (32, 64)).astype(np.float32)
+    beside = draw.random(x.shape) < 1 / 16
+    x[beside] = np.float32(0.1) * (np.round(x[beside] / np.float32(0.1)) + np.float32(0.5))
+    tight, reference = Tolerance(1e-4, 1e-4), quantiser(tmp_path)
+    expected, moves = reference.run({"x": x}), reference.moves({"x": x}, 2.0**-24, tight)
+
+    def judged(got: np.ndarray) -> ValidationReport:
+        seen = [Observation(expected, {"y": got}, {"x": x}, moves)]
+        return compare(seen, (TensorSpec("y", "float32", got.shape),), tight, model="m", reference="r", seed=0)
+
+    exact = (np.round(x.astype(np.float64) / np.float64(np.float32(0.1))) * np.float32(0.1)).astype(np.float32)
+    honest = judged(exact)
+    assert honest.passed
+    share = 100 * float(np.mean(np.abs(exact - expected["y"]) > 0.05))
+    assert 0 < share < 5
+    assert honest.outputs[0].verdict.startswith(f"ok, ties of quantisers: {share:.2f}% of the values differ, ")
+    assert honest.to_json()["outputs"][0]["verdict"] == honest.outputs[0].verdict  # type: ignore[index]
+    # No element is off by more than a tie is: only their number tells.
+    wrong = judged(quantiser(tmp_path, zero_point=4).run({"x": x})["y"])
+    assert not wrong.passed
+    assert "mean error 0.1. ONNX Runtime moves by 0.1 at most" in wrong.outputs[0].reason
+    assert "which ties of quantisers do not explain" in wrong.outputs[0].reason
 
 
 def test_half_precision_numbers_below_the_normal_ones_may_be_a_step_of_their_grid_off() -> None:
