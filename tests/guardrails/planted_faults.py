@@ -252,10 +252,28 @@ def lost_beta(graph: Graph, node: onnx.NodeProto) -> bool:
     return True
 
 
+def zero_point_off_by_one(graph: Graph, node: onnx.NodeProto) -> bool:
+    """Each value is a step of the quantiser off, which a single one may be beside a tie."""
+    if node.op_type != "QuantizeLinear":
+        return False
+    zero = graph.constants[node.input[2]]
+    node.input[2] = graph.constant(zero + zero.dtype.type(1))
+    return True
+
+
+def scales_of_the_next_column(graph: Graph, node: onnx.NodeProto) -> bool:
+    scales = graph.constants.get(node.input[1]) if node.op_type == "DequantizeLinear" else None
+    if scales is None or scales.size < 2:
+        return False
+    node.input[1] = graph.constant(np.roll(scales, 1))
+    return True
+
+
 PLANTS: tuple[Plant, ...] = (
     wrong_softmax_axis, wrong_reduced_axis, lost_broadcast, wrong_epsilon, swapped_operands, slice_off_by_one, lost_nan,
     mask_off_by_one, wrong_index, lost_transpose, lost_scale, lost_bias, erf_by_tanh, four_digits, lost_tail,
     mean_of_one_less, swapped_parts, smallest_for_largest, scattered_backwards, lost_beta,
+    zero_point_off_by_one, scales_of_the_next_column,
 )  # fmt: skip
 
 
