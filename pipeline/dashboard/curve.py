@@ -35,12 +35,18 @@ def step_curve(points: Sequence[tuple[float, float]], across: str, up: str) -> s
     parts = [f'<path d="{path}" fill="none" stroke="#2b6cb0" stroke-width="2"/>']
     for number in range(_TICKS + 1):
         part = number / _TICKS
-        parts.append(_text(x(left + part * wide), _HEIGHT - _BOTTOM + 16, f"{left + part * wide:,.3g}", "middle"))
-        parts.append(_text(_LEFT - 8, y(low + part * tall) + 4, f"{low + part * tall:,.3g}", "end"))
+        # The last one ends with the plot: it may be wide.
+        anchor = "end" if number == _TICKS else "middle"
+        parts.append(_text(x(left + part * wide), _HEIGHT - _BOTTOM + 16, _number(left + part * wide), anchor))
+        parts.append(_text(_LEFT - 8, y(low + part * tall) + 4, _number(low + part * tall), "end"))
     parts.append(_text((_LEFT + _WIDTH) / 2, _HEIGHT - 6, across, "middle"))
     label = html.escape(f"{up} over {across}")
     body = "".join(parts)
     return f'<svg class="curve" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{body}</svg>'
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

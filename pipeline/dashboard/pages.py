@@ -71,7 +71,7 @@ def job(database: TuningDatabase, job_id: str) -> Page:
     facts = [
         *((f"candidates {status.value}", f"{count:,}") for status, count in progress.by_status.items()),
         ("tasks with a time", f"{len(timed)} of {len(progress.tasks)}"),
-        ("seconds from start to end", number(took) or "not over, or killed"),
+        *([("seconds from start to end", number(took))] if took is not None else []),
         ("seconds of building and measuring", number(progress.candidate_s)),
     ]
     points = [(seconds, us / 1e3) for seconds, us in progress.curve]

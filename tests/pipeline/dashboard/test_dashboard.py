@@ -20,6 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from relaxtune.pipeline.cli.app import main
+from relaxtune.pipeline.dashboard.curve import step_curve
 from relaxtune.pipeline.dashboard.server import create_app
 from relaxtune.tuning_db.artifacts import Artifact
 from relaxtune.tuning_db.jobs import JobTask
@@ -118,8 +119,17 @@ def test_page_of_a_job_that_runs_is_live_and_shows_tasks_and_causes(site: Site) 
     _, text = site.get(f"/jobs/{site.job_id}")
     assert "<main data-live>" in text
     assert "<b>2 of 2</b>tasks with a time" in text
+    assert "not over, or killed" in text
+    assert "seconds from start to end" not in text
     assert text.count('href="/tasks/hash') == 2
     assert "Why candidates failed" in text
+
+
+def test_the_last_label_of_a_long_curve_ends_with_the_plot_and_all_differ() -> None:
+    curve = step_curve([(0, 3.0), (9_000, 2.0), (86_400, 1.0)], "seconds", "ms")
+    labels = re.findall(r'<text x="([\d.]+)" y="236.0" text-anchor="(\w+)">([^<]+)</text>', curve)
+    assert [text for _, _, text in labels] == ["0", "21,600", "43,200", "64,800", "86,400"]
+    assert labels[-1][:2] == ("880.0", "end")
 
 
 @pytest.mark.parametrize("address", ["/jobs/none", "/tasks/none", "/models/none", "/artifacts/none", "/none"])
