@@ -23,7 +23,7 @@ from urllib.request import urlopen
 import uvicorn
 
 from benchmarks.bench_tuning_db import fill
-from benchmarks.gpu_arms.results import machine
+from benchmarks.this_run import run_facts
 from relaxtune.pipeline.dashboard.server import create_app
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.tuning_db.records import Mode
@@ -88,7 +88,7 @@ def main() -> None:
                 print(f"{page}: {told}", flush=True)
             records = database.info().records
     if arguments.out is not None:
-        document = {"machine": machine(), "records": records, "asked": ASKED, "pages_ms": pages}
+        document = {"machine": run_facts(), "records": records, "asked": ASKED, "pages_ms": pages}
         arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
