@@ -114,6 +114,7 @@ def measure(
     mirrored: bool = False,
     settle: bool = True,
     until: Callable[[Mapping[str, Sequence[float]]], bool] | None = None,
+    known: Mapping[str, Sequence[float]] | None = None,
 ) -> BenchmarkReport:
     """Return the latencies of arms that take turns.
 
@@ -131,6 +132,8 @@ def measure(
         Whether an arm runs once untimed before each timed run. One that takes long needs no such run.
     until : callable or None
         Asked after each turn whether the latencies so far, by arm, are enough.
+    known : mapping or None
+        Latencies of turns that count among the runs, by arm: they were taken already, in the same way.
 
     Raises
     ------
@@ -144,9 +147,9 @@ def measure(
     for arm in arms.values():
         for _ in range(warmup):
             arm()
-    latencies: dict[str, list[float]] = {name: [] for name in arms}
+    latencies: dict[str, list[float]] = {name: list(known[name]) if known else [] for name in arms}
     forwards = list(arms.items())
-    for turn in range(runs):
+    for turn in range(len(next(iter(latencies.values()))), runs):
         for name, arm in reversed(forwards) if mirrored and turn % 2 else forwards:
             if settle:
                 arm()

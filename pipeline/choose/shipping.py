@@ -8,7 +8,6 @@ artifact that compiling without records makes, "relaxtune" is the artifact that 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -146,18 +145,18 @@ def _measure(arms: Mapping[str, Arm], conditions: Mapping[str, str]) -> Benchmar
 
     They end sooner where no runs to come could show the tuned form to be faster.
     """
-    for arm in arms.values():
+    for arm in dict.fromkeys(arms.values()):
         arm()
-    started = time.perf_counter()
-    for arm in arms.values():
-        arm()
-    rounds = int(_SECONDS / (time.perf_counter() - started))
+    first = measure(arms, runs=1, warmup=0, conditions=conditions, settle=False)
+    rounds = int(1e3 * _SECONDS / sum(arm.median_ms for arm in first.arms))
     settle = rounds >= _WARMUP + 2 * _LEAST_RUNS
     runs = max(_LEAST_RUNS, min(_RUNS, (rounds - _WARMUP) // 2 if settle else rounds))
+    # Slow arms were timed as they are from here on: that turn is the first of their runs.
+    known = {arm.name: () if settle else arm.latencies_ms for arm in first.arms}
 
     def decided(latencies: Mapping[str, Sequence[float]]) -> bool:
         timed = [latencies.get(name, ()) for name in (OWN_ARM, UNTUNED_ARM, _AFTER)]
         return len(timed[1]) >= _LEAST_RUNS and is_hopeless(*timed, turns=runs, doubt=_DOUBT)
 
     warmup = _WARMUP if settle else 0
-    return measure(arms, runs=runs, warmup=warmup, conditions=conditions, settle=settle, until=decided)
+    return measure(arms, runs=runs, warmup=warmup, conditions=conditions, settle=settle, until=decided, known=known)

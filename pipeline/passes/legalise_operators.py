@@ -18,6 +18,9 @@ from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.legalise_reductions import Legaliser, reduction_legalisers
 from relaxtune.pipeline.passes.symbolic_moves import legalise_concatenation, legalise_reshape
 
+# TVM generates no code for them in float16, on a CPU or on a GPU.
+_NOT_IN_HALF = ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "sinh")
+
 
 def _relu(x: te.Tensor) -> te.Tensor:
     return _each(lambda value: tirx.Select(value < 0, tirx.const(0, x.dtype), value), x)
@@ -99,6 +102,21 @@ def _kept_apart(legalise: Legaliser) -> Legaliser:
     return lowered
 
 
+def _widened(operator: str, function: Callable[[te.Tensor], te.Tensor]) -> Legaliser:
+    """Return how a function that no target has for half precision is lowered: in float32, its result rounded."""
+
+    def legalise(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
+        if dtype_of(call) not in ("float16", "bfloat16"):
+            return _stock(operator)(builder, call)
+
+        def rounded(x: te.Tensor) -> te.Tensor:
+            return topi.cast(function(topi.cast(x, "float32")), x.dtype)
+
+        return builder.call_te(rounded, call.args[0], primfunc_name_hint=operator.rpartition(".")[2])
+
+    return legalise
+
+
 def _leaky_relu(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
     """Return a leaky ReLU; one that leaks nothing is a ReLU, as TVM makes 0 of `NaN * 0`."""
     if call.attrs.alpha == 0:
@@ -155,5 +173,6 @@ def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     own = {operator: _legaliser(operator, function) for operator, function in functions.items()}
     own |= {name: _kept_apart(own.get(name) or _stock(name)) for name in (f"relax.{operator}" for operator in FOLDED)}
     own |= {"relax.concat": legalise_concatenation, "relax.reshape": legalise_reshape}
+    own |= {f"relax.{name}": _widened(f"relax.{name}", getattr(topi, name)) for name in _NOT_IN_HALF}
     own |= {"relax.equal": _equal, "relax.nn.leakyrelu": _leaky_relu, "relax.subtract": _subtract}
     return relax.transform.LegalizeOps({**own, **reduction_legalisers()})(mod)

@@ -177,6 +177,8 @@ class Reference:
             proto = with_exact_activations(upcast_to_float32(given) if self.upcast else given)
             options = onnxruntime.SessionOptions()
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+            # It computes beside a compilation: workers that spin take that one's cores.
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
             self._loaded = proto, _session(proto, self._model, options, self._threads)
         return self._loaded
 

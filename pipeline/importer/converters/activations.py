@@ -1,4 +1,4 @@
-"""Activations: ONNX Runtime's GELU family (domain com.microsoft), and ONNX's Swish, Celu and ThresholdedRelu.
+"""Activations: ONNX Runtime's GELU family (domain com.microsoft), and those of ONNX that TVM lacks or converts wrongly.
 
 Formulas: ONNX Runtime, docs/ContribOperators.md; ONNX, Operators.md (Swish, opset 24).
 """
@@ -11,9 +11,16 @@ from collections.abc import Mapping
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, float_attribute, scalar_like
+from relaxtune.pipeline.importer.converter_input import (
+    Converter,
+    ConverterInput,
+    dtype_of,
+    float_attribute,
+    scalar_like,
+)
 
 _QUICK_GELU_ALPHA = 1.702
+_SELU_ALPHA, _SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
 
 
 def convert_gelu(node: ConverterInput) -> tvm.ir.Expr:
@@ -54,6 +61,31 @@ def convert_celu(node: ConverterInput) -> tvm.ir.Expr:
     zero, one, by = (scalar_like(number, data) for number in (0.0, 1.0, alpha))
     bent = relax.op.multiply(relax.op.subtract(relax.op.exp(relax.op.divide(data, by)), one), by)
     return relax.op.add(relax.op.maximum(data, zero), relax.op.minimum(bent, zero))
+
+
+def convert_elu(node: ConverterInput) -> tvm.ir.Expr:
+    """Return x where it is above 0, else alpha * (exp(x) - 1)."""
+    return _elu(node.input(0), float_attribute(node, "alpha", 1.0))
+
+
+def convert_selu(node: ConverterInput) -> tvm.ir.Expr:
+    """Return gamma times the ELU of x; the numbers that a node leaves out are those of the ONNX standard."""
+    data = node.input(0)
+    bent = _elu(data, float_attribute(node, "alpha", _SELU_ALPHA))
+    return relax.op.multiply(bent, scalar_like(float_attribute(node, "gamma", _SELU_GAMMA), data))
+
+
+def convert_sign(node: ConverterInput) -> tvm.ir.Expr:
+    """Return 1, 0 or -1; of an unsigned type, which has no -1, the lesser of x and 1."""
+    data = node.input(0)
+    unsigned = dtype_of(data).startswith("uint")
+    return relax.op.minimum(data, scalar_like(1, data)) if unsigned else relax.op.sign(data)
+
+
+def _elu(data: tvm.ir.Expr, alpha: float) -> tvm.ir.Expr:
+    zero, one, by = (scalar_like(number, data) for number in (0.0, 1.0, alpha))
+    bent = relax.op.multiply(relax.op.subtract(relax.op.exp(relax.op.minimum(data, zero)), one), by)
+    return relax.op.where(relax.op.greater(data, zero), data, bent)
 
 
 def convert_thresholded_relu(node: ConverterInput) -> tvm.ir.Expr:
@@ -100,6 +132,9 @@ def activate(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
 
 ACTIVATION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
     ("", "Celu"): convert_celu,
+    ("", "Elu"): convert_elu,
+    ("", "Selu"): convert_selu,
+    ("", "Sign"): convert_sign,
     ("", "Swish"): convert_swish,
     ("", "ThresholdedRelu"): convert_thresholded_relu,
     ("com.microsoft", "Gelu"): convert_gelu,

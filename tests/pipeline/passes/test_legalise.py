@@ -137,3 +137,21 @@ def test_difference_of_a_tensor_and_itself_is_nan_where_it_is_not_finite() -> No
     model = make_model([node], {"x": ("float32", LINES.shape)}, {"y": ("float32", LINES.shape)})
     (got,) = run_lowered(lower(import_model(model), UNOPTIMISED), {"x": LINES})
     np.testing.assert_array_equal(got, np.where(np.isfinite(LINES), np.float32(0), np.float32(np.nan)))
+
+
+def test_functions_of_half_precision_are_computed_in_float32_and_rounded() -> None:
+    names = ("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "Elu", "Selu", "Sinh")
+    x = np.array([0.5, -0.9, 1.0, 0.0, 2.0, np.nan], "float16")
+    nodes = [helper.make_node(name, ["x"], [name]) for name in names]
+    model = make_model(nodes, {"x": ("float16", x.shape)}, {name: ("float16", x.shape) for name in names})
+    got = run_lowered(lower(import_model(model), UNOPTIMISED), {"x": x})
+    for one, want in zip(got, run_reference(model, {"x": x}), strict=True):
+        np.testing.assert_allclose(one, want, rtol=2e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int64"])
+def test_sign_of_integers(dtype: str) -> None:
+    x = np.array([0, 1, 7, np.iinfo(dtype).max, np.iinfo(dtype).min], dtype)
+    model = make_model([helper.make_node("Sign", ["x"], ["y"])], {"x": (dtype, x.shape)}, {"y": (dtype, x.shape)})
+    (got,) = run_lowered(lower(import_model(model), UNOPTIMISED), {"x": x})
+    np.testing.assert_array_equal(got, np.sign(x))
