@@ -45,7 +45,7 @@ from tests.pipeline.tuning.tuning_cases import (
     unbuildable_mod,
 )
 
-OPTIONS = TuningOptions(trials=8, trials_per_iteration=4, population=16, finals=3, warm_start_s=0.0, run_timeout_s=2.0)
+OPTIONS = TuningOptions(trials=8, trials_per_iteration=4, population=16, finals=3, warm_start_s=0.0, run_timeout_s=8.0)
 
 
 @pytest.fixture(scope="module")
