@@ -11,27 +11,38 @@ from typing import cast
 import numpy as np
 import safetensors
 import tvm
-from tvm.runtime import Tensor
+from tvm.runtime import Device, Tensor
+from tvm.runtime.vm import VirtualMachine
 
 from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.errors import ArtifactError
+from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.temporary import temporary_folder
 
 
-def load_code(path: Path) -> tvm.runtime.Module:
-    """Return the code of a shared object as the file is now.
+def load_machine(path: Path, device: Device) -> VirtualMachine:
+    """Return the code of a shared object, as the file is now, ready to run on a device.
 
     The loader takes a path that it has opened before for the same file, also when another artifact has been written
     there since; so it gets a name that was never used: a second one of the file, or on another file system a copy.
+
+    Raises
+    ------
+    ArtifactError
+        The file is missing or damaged.
     """
-    with temporary_folder() as directory:
-        named = Path(directory) / path.name
-        try:
-            named.hardlink_to(path)
-        except OSError:
-            shutil.copyfile(path, named)
-        return tvm.runtime.load_module(str(named))
+    try:
+        with temporary_folder() as directory:
+            named = Path(directory) / path.name
+            try:
+                named.hardlink_to(path)
+            except OSError:
+                shutil.copyfile(path, named)
+            code = tvm.runtime.load_module(str(named))
+        return VirtualMachine(code, device)
+    except (RuntimeError, OSError, ValueError) as e:
+        raise ArtifactError(f"{path} cannot be loaded: {last_line(e)}") from e
 
 
 def read_weights(file: Path, manifest: Manifest) -> Iterator[tuple[str, np.ndarray]]:

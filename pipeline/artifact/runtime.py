@@ -6,11 +6,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import tvm
-import tvm_ffi
 from tvm.runtime import Device, Tensor
 from tvm.runtime.vm import VirtualMachine
 
@@ -19,21 +18,25 @@ from relaxtune.pipeline.artifact.bucket_routing import Router, RouteStatistics
 from relaxtune.pipeline.artifact.device_choice import device_for
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
 from relaxtune.pipeline.artifact.entries import BucketEntry
-from relaxtune.pipeline.artifact.input_check import check_inputs
-from relaxtune.pipeline.artifact.loading import as_tuple, copied, load_code, read_weights, shared_outputs
+from relaxtune.pipeline.artifact.loading import as_tuple, copied, load_machine, read_weights, shared_outputs
 from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.signature import require_signature
 from relaxtune.pipeline.artifact.size_graphs import SizeGraphs, Sizes
+from relaxtune.pipeline.artifact.tensor_checks import (
+    SupportsDLPack,
+    borrowed_input,
+    check_inputs,
+    check_outputs,
+    false_manifest,
+)
 from relaxtune.pipeline.artifact.token_list import TokenList
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
-from relaxtune.pipeline.errors import ArtifactError, PipelineError
+from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.threads import configure_threads, default_threads
 from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
 
 _MAIN = "main"
-# Compiled code reads its arguments in vectors of this many bytes.
-_ALIGNMENT = 64
 # Sets of sizes whose memory the pool keeps at a time.
 _SIZES_MAX = 64
 # TVM's messages for tensors that its code was not compiled for.
@@ -42,16 +45,6 @@ _REFUSALS = ("ErrorContext(fn=", "Mismatched ", "Invoking function", "storage al
 # What the virtual machine calls before and after each call it makes: (function, its name, whether before, what it
 # returned, arguments) -> a `tvm.runtime.vm.VMInstrumentReturnKind`.
 Instrument = Callable[..., int]
-
-
-class SupportsDLPack(Protocol):
-    """A tensor of any library that exchanges tensors by DLPack."""
-
-    def __dlpack__(self, *, stream: int | None = None) -> object:
-        """Return the tensor as a DLPack capsule."""
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """Return the kind and the number of its device."""
 
 
 class Module:
@@ -153,10 +146,7 @@ class Module:
         for library in VENDOR_LIBRARIES:
             if library.file in manifest.target.libraries:
                 offer_library(library)
-        try:
-            machine = VirtualMachine(load_code(directory / MODULE_FILE), chosen)
-        except (RuntimeError, OSError, ValueError) as e:
-            raise ArtifactError(f"{directory / MODULE_FILE} cannot be loaded: {last_line(e)}") from e
+        machine = load_machine(directory / MODULE_FILE, chosen)
         weights_file = directory / PARAMS_FILE
         if beside is not None and beside._has_weights_of(weights_file, manifest, chosen):
             stored = dict(zip(beside._manifest.weights, beside._weights, strict=True))
@@ -181,10 +171,7 @@ class Module:
         weights: Mapping[str, Tensor],
         threads: int | None,
     ) -> Self:
-        try:
-            machine = VirtualMachine(load_code(directory / entry.file), device)
-        except (RuntimeError, OSError, ValueError) as e:
-            raise ArtifactError(f"{directory / entry.file} cannot be loaded: {last_line(e)}") from e
+        machine = load_machine(directory / entry.file, device)
         return cls(manifest.of_bucket(entry), machine, device, [weights[name] for name in entry.weights], threads)
 
     def _has_weights_of(self, file: Path, manifest: Manifest, device: Device) -> bool:
@@ -286,27 +273,16 @@ class Module:
         PipelineError
             A tensor of another library is on another device, has gaps, or is not aligned to 64 bytes.
         """
-        given = [one if isinstance(one, Tensor) else self._borrowed(one, n) for n, one in enumerate(tensors)]
+        names, model = [spec.name for spec in self.inputs], self._manifest.model
+        given = [
+            one if isinstance(one, Tensor) else borrowed_input(one, names[n], model, self._device)
+            for n, one in enumerate(tensors)
+        ]
         routed = self._router.run_device(given) if self._router is not None else None
         if routed is not None:
             return routed
         with self._turn:
             return self._call(given)
-
-    def _borrowed(self, tensor: SupportsDLPack, number: int) -> Tensor:
-        """Return another library's tensor without a copy."""
-        where = f"input {self.inputs[number].name!r} of {self._manifest.model}"
-        device = (int(self._device.dlpack_device_type()), int(self._device.index))
-        if tuple(map(int, tensor.__dlpack_device__())) != device:
-            raise PipelineError(f"{where} is on another device than the artifact ({self._device}); move it there")
-        try:
-            borrowed: Tensor = tvm_ffi.from_dlpack(tensor, require_alignment=_ALIGNMENT, require_contiguous=True)
-        except (RuntimeError, ValueError, BufferError) as e:
-            raise PipelineError(
-                f"{where} cannot be read where it lies: {last_line(e)}. Expected a compact tensor that starts at a "
-                f"multiple of {_ALIGNMENT} bytes; give a copy of it, or use `to_device`"
-            ) from e
-        return borrowed
 
     def synchronise(self) -> None:
         """Wait until the device has finished all that was started."""
@@ -355,11 +331,11 @@ class Module:
             if not any(sign in str(e) for sign in _REFUSALS):
                 raise
             if self._is_static:
-                raise self._lies(last_line(e)) from e
+                raise false_manifest(self._manifest, last_line(e)) from e
             raise PipelineError(f"the code of {self._manifest.model} refuses these sizes: {last_line(e)}") from e
         outputs = as_tuple(result)
         if self._shared_outputs is None:
-            self._check_outputs(outputs)
+            check_outputs(outputs, self._manifest)
             if self._watched:  # the second run below would be one too many where kernels are counted
                 return tuple(copied(one) for one in outputs)
             # A constant inside the code is where two runs put their output, although the first one's is still held.
@@ -381,21 +357,6 @@ class Module:
         if len(self._sizes) > _SIZES_MAX:
             self._sizes.clear()
             tvm.get_global_func("vm.builtin.memory_manager.clear")()
-
-    def _check_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        """Check that the code gives what the manifest states."""
-        if len(outputs) != len(self.outputs):
-            raise self._lies(f"{len(outputs)} outputs instead of {len(self.outputs)}")
-        for spec, tensor in zip(self.outputs, outputs, strict=True):
-            sizes = zip(spec.shape, tensor.shape, strict=False)
-            fits = len(spec.shape) == len(tensor.shape) and all(a == b for a, b in sizes if isinstance(a, int))
-            if str(tensor.dtype) != spec.dtype or not fits:
-                raise self._lies(f"output {spec} is {tensor.dtype}{list(tensor.shape)}")
-
-    def _lies(self, what: str) -> ArtifactError:
-        return ArtifactError(
-            f"the code of {self._manifest.model} is not what its manifest states: {what}; compile the model again"
-        )
 
     @property
     def _is_static(self) -> bool:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import tvm
 from tvm import te, tirx
 
-from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, Param, check_spec
+from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, Param
+from relaxtune.schedules.functions.attention_checks import check_spec
 from relaxtune.schedules.marks import ATTENTION_ATTR
 from relaxtune.schedules.sizes import Size, are_equal
 

@@ -28,7 +28,8 @@ from tvm import tirx
 from tvm.ir.expr import StringImm
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.functions.attention import AttentionSpec, ScoreBias, refuse_layouts, spec_of
+from relaxtune.schedules.functions.attention import AttentionSpec, ScoreBias, spec_of
+from relaxtune.schedules.functions.attention_checks import refuse_layouts
 from relaxtune.schedules.libraries.calls import LibraryCall, call_alone, call_on_made, no_pointer
 from relaxtune.schedules.libraries.vendors import CUDNN
 from relaxtune.schedules.targets import ResolvedTarget

@@ -17,7 +17,8 @@ from relaxtune.pipeline.passes.kit.rewrite import DONE, Done, Rewriter, written_
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.tokens.axes import MixesTokensError, is_clean, leading, padding
-from relaxtune.pipeline.passes.tokens.follow import Followed, follow_tokens
+from relaxtune.pipeline.passes.tokens.axis_rules import Followed
+from relaxtune.pipeline.passes.tokens.follow import follow_tokens
 
 # Of numbers of tokens on a GPU: each that comes has a CUDA graph.
 _MULTIPLE = 64

@@ -21,7 +21,7 @@ from relaxtune.pipeline.tuning.plan.baseline import (
     reference_on_device,
     take_reference,
 )
-from relaxtune.pipeline.tuning.plan.in_flight import Tag
+from relaxtune.pipeline.tuning.plan.in_flight import FIRST_INFORMED, Tag
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.pipeline.tuning.plan.task_start import host_target
@@ -31,9 +31,8 @@ from relaxtune.tuning_db.records import Route
 logger = logging.getLogger(__name__)
 
 # The first proposals of every task's templates are measured before anything else: compilation takes them. One is enough
-# where a near shape was tuned; none is needed where something is known of the task itself.
+# where a near shape was tuned (`FIRST_INFORMED`); none is needed where something is known of the task itself.
 _FIRST_PROPOSALS = 2
-FIRST_INFORMED = 1
 
 
 class Beginnings:

@@ -8,7 +8,8 @@ import tvm
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.functions.attention import AttentionSpec, refuse_layouts
+from relaxtune.schedules.functions.attention import AttentionSpec
+from relaxtune.schedules.functions.attention_checks import refuse_layouts
 from relaxtune.schedules.templates.attention.sizes import INDEX_MAX
 from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS

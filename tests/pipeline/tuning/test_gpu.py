@@ -22,7 +22,7 @@ from relaxtune.pipeline.tuning.measure.rotation import RotatedTimer
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan.rounds import Rounds
+from relaxtune.pipeline.tuning.plan.in_flight import InFlight
 from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.pipeline.tuning.session import require_valid, tune
 from relaxtune.schedules.fallback import apply_fallback
@@ -138,13 +138,13 @@ def test_a_near_shape_lets_every_task_begin_with_one_template(
     target = resolve_target("cuda:sm_90a")
     sizes = (128, 256, 512)
     wanted: list[int] = []
-    round_of = Rounds._template_round
+    round_of = InFlight.propose_templates
 
-    def noted_round(rounds: Rounds, state: TaskState, count: int) -> None:
+    def noted_round(rounds: InFlight, state: TaskState, count: int) -> None:
         wanted.append(count)
         round_of(rounds, state, count)
 
-    monkeypatch.setattr(Rounds, "_template_round", noted_round)
+    monkeypatch.setattr(InFlight, "propose_templates", noted_round)
     tasks = {size: task_of(f"half{size}", half_matmul(size)) for size in sizes}
 
     def measured(chosen: tuple[int, ...], trials: int) -> dict[int, int]:

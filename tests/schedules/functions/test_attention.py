@@ -8,7 +8,8 @@ import pytest
 import tvm
 from tvm import tirx
 
-from relaxtune.schedules.functions.attention import AttentionError, AttentionSpec, ScoreBias, check_spec, spec_of
+from relaxtune.schedules.functions.attention import AttentionError, AttentionSpec, ScoreBias, spec_of
+from relaxtune.schedules.functions.attention_checks import check_spec
 from relaxtune.schedules.functions.plain_attention import attention_function
 from relaxtune.schedules.marks import ATTENTION_ATTR
 from relaxtune.schedules.sizes import parse_size, size_text

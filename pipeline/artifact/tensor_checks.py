@@ -1,15 +1,33 @@
-"""Whether arrays are what a model takes: names, dtypes, shapes with their symbolic axes."""
+"""Whether tensors are what a model takes and gives: names, dtypes, shapes with their symbolic axes, memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
+import tvm_ffi
+from tvm.runtime import Device, Tensor
 
 from relaxtune.models import TensorSpec
 from relaxtune.models.dims import may_be_empty
 from relaxtune.models.spec import numpy_dtype
-from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.artifact.manifest import Manifest
+from relaxtune.pipeline.errors import ArtifactError, PipelineError
+from relaxtune.pipeline.printable import last_line
+
+# Compiled code reads its arguments in vectors of this many bytes.
+_ALIGNMENT = 64
+
+
+class SupportsDLPack(Protocol):
+    """A tensor of any library that exchanges tensors by DLPack."""
+
+    def __dlpack__(self, *, stream: int | None = None) -> object:
+        """Return the tensor as a DLPack capsule."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the kind and the number of its device."""
 
 
 def check_inputs(
@@ -46,6 +64,51 @@ def check_inputs(
     if problems:
         expected = ", ".join(str(spec) for spec in specs)
         raise PipelineError(f"inputs do not fit the model: {'; '.join(problems)}. It takes: {expected}")
+
+
+def borrowed_input(tensor: SupportsDLPack, name: str, model: str, device: Device) -> Tensor:
+    """Return another library's tensor without a copy.
+
+    Raises
+    ------
+    PipelineError
+        It is on another device, has gaps, or is not aligned.
+    """
+    where = f"input {name!r} of {model}"
+    if tuple(map(int, tensor.__dlpack_device__())) != (int(device.dlpack_device_type()), int(device.index)):
+        raise PipelineError(f"{where} is on another device than the artifact ({device}); move it there")
+    try:
+        borrowed: Tensor = tvm_ffi.from_dlpack(tensor, require_alignment=_ALIGNMENT, require_contiguous=True)
+    except (RuntimeError, ValueError, BufferError) as e:
+        raise PipelineError(
+            f"{where} cannot be read where it lies: {last_line(e)}. Expected a compact tensor that starts at a "
+            f"multiple of {_ALIGNMENT} bytes; give a copy of it, or use `to_device`"
+        ) from e
+    return borrowed
+
+
+def check_outputs(outputs: Sequence[Tensor], manifest: Manifest) -> None:
+    """Check that the code gives what the manifest states.
+
+    Raises
+    ------
+    ArtifactError
+        It gives another number of outputs, or another dtype or shape.
+    """
+    if len(outputs) != len(manifest.outputs):
+        raise false_manifest(manifest, f"{len(outputs)} outputs instead of {len(manifest.outputs)}")
+    for spec, tensor in zip(manifest.outputs, outputs, strict=True):
+        sizes = zip(spec.shape, tensor.shape, strict=False)
+        fits = len(spec.shape) == len(tensor.shape) and all(a == b for a, b in sizes if isinstance(a, int))
+        if str(tensor.dtype) != spec.dtype or not fits:
+            raise false_manifest(manifest, f"output {spec} is {tensor.dtype}{list(tensor.shape)}")
+
+
+def false_manifest(manifest: Manifest, what: str) -> ArtifactError:
+    """Return the error of code that does something else than its manifest states."""
+    return ArtifactError(
+        f"the code of {manifest.model} is not what its manifest states: {what}; compile the model again"
+    )
 
 
 def _may_be_empty(axis: str, specs: Sequence[TensorSpec]) -> bool:
