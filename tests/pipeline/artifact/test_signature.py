@@ -98,7 +98,9 @@ def test_a_missing_or_wrong_signature_is_refused_before_anything_runs(
     signed, keys, change: Callable[[Path], None], message, monkeypatch
 ) -> None:
     change(signed)
-    monkeypatch.setattr("relaxtune.pipeline.artifact.runtime.load_machine", lambda *_: pytest.fail("its code was loaded"))
+    monkeypatch.setattr(
+        "relaxtune.pipeline.artifact.runtime.load_machine", lambda *_: pytest.fail("its code was loaded")
+    )
     with pytest.raises(ArtifactError, match=message):
         Module.load(signed, verify_key=keys[1])
 

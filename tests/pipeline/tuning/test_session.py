@@ -48,7 +48,7 @@ OPTIONS = TuningOptions(
     trials=6,
     trials_per_iteration=4,
     population=16,
-    run_timeout_s=3.0,
+    run_timeout_s=60.0,
     workers=1,
     seed=3,
     finals=0,
@@ -242,7 +242,12 @@ def test_tune_goes_on_and_records_the_status_when_candidates_fail(
         database=database,
         environment=place.environment,
         still_true=all_records,
-        options=dataclasses.replace(OPTIONS, trials=2, trials_per_iteration=2, run_timeout_s=1.0),
+        options=dataclasses.replace(
+            OPTIONS,
+            trials=2,
+            trials_per_iteration=2,
+            run_timeout_s=2.0 if status is Status.TIMEOUT else OPTIONS.run_timeout_s,
+        ),
     )
     (result,) = summary.tasks
     assert result.failures == {status: 1}
