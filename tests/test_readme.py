@@ -91,6 +91,17 @@ def test_files_that_a_page_names_exist(page) -> None:
     assert named or page != "docs/house.md"
 
 
+def test_the_page_about_the_house_names_every_room() -> None:
+    rooms = [
+        path.parent.relative_to(ROOT)
+        for top in ("models", "pipeline", "schedules", "tuning_db")
+        for path in ROOT.glob(f"{top}/*/__init__.py")
+    ]
+    assert rooms
+    text = TEXTS["docs/house.md"]
+    assert [str(room) for room in rooms if f"`{room}/" not in text] == []
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_make_target_of_a_page_exists(target) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
