@@ -13,7 +13,7 @@ survives its end, and the same plan of two cells. It comes once some candidates 
 - driver: it is killed with -9 again and again, while it starts or once it has the batch, and `batch resume` goes on
 
 Afterwards the same cells must be accepted as without a fault. No record may be lost that was there before a fault, none
-may be there twice, none may say that a candidate failed, and a candidate that was recorded may not be built again.
+may be there twice, and none may say that a candidate failed.
 """
 
 from __future__ import annotations
