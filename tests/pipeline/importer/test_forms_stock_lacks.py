@@ -25,6 +25,14 @@ def test_top_k_unsorted_holds_the_same_elements(largest: int) -> None:
     np.testing.assert_array_equal(np.take_along_axis(x, places, 1), values)
 
 
+def test_top_k_of_none_is_empty() -> None:
+    node = helper.make_node("TopK", ["x", "k"], ["v", "i"])
+    outputs = {"v": ("float32", (3, 0)), "i": ("int64", (3, 0))}
+    model = make_model([node], {"x": ("float32", (3, 9))}, outputs, {"k": np.array([0])})
+    found = run_lowered(lower(import_model(model), LLVM), {"x": floats(3, 9)})
+    assert [(one.shape, str(one.dtype)) for one in found] == [((3, 0), "float32"), ((3, 0), "int64")]
+
+
 @pytest.mark.parametrize("width", [5, 6])
 def test_pads_computed_from_a_static_shape(width: int) -> None:
     nodes = [

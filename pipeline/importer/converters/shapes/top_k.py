@@ -36,6 +36,9 @@ def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
     axis, largest = int_attribute(node, "axis", -1) % int(data.ty.ndim), bool(int_attribute(node, "largest", 1))
     sizes = sizes_of(data)
     number = _count(node, sizes[axis])
+    if number == 0:  # TVM would take it for all.
+        shape = [*sizes[:axis], 0, *sizes[axis + 1 :]]
+        return relax.Tuple([node.builder.emit(relax.op.zeros(shape, kind)) for kind in (dtype_of(data), "int64")])
     if number is not None and not isinstance(sizes[axis], tirx.IntImm):
         shape = [*sizes[:axis], number, *sizes[axis + 1 :]]
         losing = relax.const(_least(dtype_of(data)) if largest else _greatest(dtype_of(data)), dtype_of(data))
