@@ -28,10 +28,10 @@ from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.records import content_key, utc_now
 from relaxtune.tuning_db.sql.engine import insert_or_ignore
+from relaxtune.tuning_db.sql.rows import to_value
 from relaxtune.tuning_db.sql.schema import AttemptRow, BatchRow, CellRow
 from relaxtune.tuning_db.sql.writing import require_jobs
 
-_SPEC = tuple(field.name for field in fields(CellSpec))
 _FACTS = tuple(field.name for field in fields(CellFacts))
 DIED = "its driver died"
 
@@ -309,18 +309,7 @@ def _open_attempts(session: Session, row: CellRow, values: Mapping[str, object])
 
 
 def _to_batch(row: BatchRow) -> Batch:
-    return Batch(
-        row.id,
-        row.key,
-        row.name,
-        row.path,
-        row.plan,
-        Driver(row.host, row.pid),
-        row.heartbeat_at,
-        row.started_at,
-        row.finished_at,
-        row.outcome,
-    )
+    return to_value(Batch, row, driver=Driver(row.host, row.pid))
 
 
 def _to_cell(row: CellRow, attempts: Sequence[AttemptRow]) -> BatchCell:
@@ -328,9 +317,9 @@ def _to_cell(row: CellRow, attempts: Sequence[AttemptRow]) -> BatchCell:
     return BatchCell(
         row.batch_id,
         row.position,
-        CellSpec(**{name: getattr(row, name) for name in _SPEC}),
+        to_value(CellSpec, row),
         row.state,
-        CellFacts(**{name: getattr(row, name) for name in _FACTS}),
+        to_value(CellFacts, row),
         row.updated_at,
         len(attempts),
         None if going is None else Driver(going.host, going.pid),
@@ -339,13 +328,4 @@ def _to_cell(row: CellRow, attempts: Sequence[AttemptRow]) -> BatchCell:
 
 
 def _to_attempt(row: AttemptRow, cell: str) -> Attempt:
-    return Attempt(
-        cell,
-        row.number,
-        Driver(row.host, row.pid),
-        row.started_at,
-        row.heartbeat_at,
-        row.finished_at,
-        row.state,
-        row.error,
-    )
+    return to_value(Attempt, row, cell=cell, driver=Driver(row.host, row.pid))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Self, TypeVar
 
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.errors import NotFoundError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 NO_FILTER = RecordFilter()
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class TuningDatabase(ABC):
@@ -250,3 +252,13 @@ class TuningDatabase(ABC):
     @abstractmethod
     def info(self) -> DatabaseInfo:
         """Return what the database holds, of one moment."""
+
+
+def question(work: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[TuningDatabase, P], T]:
+    """Return a function that asks a database what `work` asks a session, on one consistent state."""
+
+    @wraps(work)
+    def ask(database: TuningDatabase, /, *arguments: P.args, **options: P.kwargs) -> T:
+        return database.read(lambda session: work(session, *arguments, **options))
+
+    return ask

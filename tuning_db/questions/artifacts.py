@@ -8,7 +8,7 @@ from datetime import datetime
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.contract import question
 from relaxtune.tuning_db.sql.schema import ArtifactRow, BenchmarkRow, EnvironmentRow, TargetRow, ValidationRow
 
 DEFAULT_LIMIT = 50
@@ -52,16 +52,11 @@ class ArtifactSummary:
     benchmarks: tuple[ArmSummary, ...]
 
 
+@question
 def artifacts(
-    database: TuningDatabase, *, model: str | None = None, job_id: str | None = None, limit: int | None = DEFAULT_LIMIT
+    session: Session, *, model: str | None = None, job_id: str | None = None, limit: int | None = DEFAULT_LIMIT
 ) -> tuple[ArtifactSummary, ...]:
     """Return the compiled modules with how they validated and how fast they ran, the newest first."""
-    return database.read(lambda session: _artifacts(session, model, job_id, limit))
-
-
-def _artifacts(
-    session: Session, model: str | None, job_id: str | None, limit: int | None
-) -> tuple[ArtifactSummary, ...]:
     chosen = (
         select(ArtifactRow, TargetRow)
         .join(TargetRow, TargetRow.id == ArtifactRow.target_id)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.contract import question
 from relaxtune.tuning_db.records import RecordFilter, Route, Status
 from relaxtune.tuning_db.sql.rows import latencies_from_text
 from relaxtune.tuning_db.sql.schema import (
@@ -69,12 +69,9 @@ class _Measured:
 _Place = tuple[int, str, str, tuple[object, ...], str, Route]
 
 
-def changes(database: TuningDatabase, before: RecordFilter, after: RecordFilter) -> tuple[TaskChange, ...]:
+@question
+def changes(session: Session, before: RecordFilter, after: RecordFilter) -> tuple[TaskChange, ...]:
     """Return what was measured both before and after, by task, device, environment and route."""
-    return database.read(lambda session: _changes(session, before, after))
-
-
-def _changes(session: Session, before: RecordFilter, after: RecordFilter) -> tuple[TaskChange, ...]:
     across = before.tvm_version != after.tvm_version
     old, new = (_measured(session, filters, across) for filters in (before, after))
     found = []

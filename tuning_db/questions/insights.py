@@ -14,7 +14,7 @@ from datetime import UTC, date, datetime
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase
+from relaxtune.tuning_db.contract import NO_FILTER, question
 from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.records import RecordFilter, Route, Status, utc_now
 from relaxtune.tuning_db.sql import writing
@@ -100,39 +100,6 @@ class JobCost:
     device_s: float
 
 
-def history(
-    database: TuningDatabase, filters: RecordFilter = NO_FILTER, *, workload_hash: str | None = None
-) -> tuple[HistoryPoint, ...]:
-    """Return what was measured of the selected tasks, day by day, oldest first."""
-    return database.read(lambda session: _history(session, filters, workload_hash))
-
-
-def failures(
-    database: TuningDatabase, filters: RecordFilter = NO_FILTER, *, limit: int | None = None
-) -> tuple[FailureCause, ...]:
-    """Return why candidates failed, the most frequent cause first."""
-    return database.read(lambda session: _failures(session, filters))[:limit]
-
-
-def coverage(
-    database: TuningDatabase, model: str, filters: RecordFilter = NO_FILTER, *, now: datetime | None = None
-) -> tuple[TaskCoverage, ...]:
-    """Return the tasks that jobs found in a model, each with its records by device, whoever measured them."""
-    moment = now or utc_now()
-    return database.read(lambda session: _coverage(session, model, filters, moment))
-
-
-def job_cost(database: TuningDatabase, job_id: str) -> JobCost:
-    """Return what a job took.
-
-    Raises
-    ------
-    NotFoundError
-        It is not known.
-    """
-    return database.read(lambda session: _job_cost(session, job_id))
-
-
 def failure_cause(error: str | None) -> str:
     """Return the last line of an error text, without what differs from candidate to candidate."""
     lines = [line.strip() for line in (error or "").splitlines() if line.strip()]
@@ -140,7 +107,11 @@ def failure_cause(error: str | None) -> str:
     return re.sub(r"0x[0-9a-fA-F]+|\d+(\.\d+)?", "#", text)[:CAUSE_LENGTH]
 
 
-def _history(session: Session, filters: RecordFilter, workload_hash: str | None) -> tuple[HistoryPoint, ...]:
+@question
+def history(
+    session: Session, filters: RecordFilter = NO_FILTER, *, workload_hash: str | None = None
+) -> tuple[HistoryPoint, ...]:
+    """Return what was measured of the selected tasks, day by day, oldest first."""
     statement = (
         select(
             RecordRow.created_at,
@@ -186,7 +157,11 @@ def _history(session: Session, filters: RecordFilter, workload_hash: str | None)
     return tuple(points)
 
 
-def _failures(session: Session, filters: RecordFilter) -> tuple[FailureCause, ...]:
+@question
+def failures(
+    session: Session, filters: RecordFilter = NO_FILTER, *, limit: int | None = None
+) -> tuple[FailureCause, ...]:
+    """Return why candidates failed, the most frequent cause first."""
     statement = (
         select(
             RecordRow.status,
@@ -214,10 +189,15 @@ def _failures(session: Session, filters: RecordFilter) -> tuple[FailureCause, ..
         )
         for (status, cause), group in groups.items()
     ]
-    return tuple(sorted(found, key=lambda cause: (-cause.count, cause.status, cause.cause)))
+    return tuple(sorted(found, key=lambda cause: (-cause.count, cause.status, cause.cause)))[:limit]
 
 
-def _coverage(session: Session, model: str, filters: RecordFilter, now: datetime) -> tuple[TaskCoverage, ...]:
+@question
+def coverage(
+    session: Session, model: str, filters: RecordFilter = NO_FILTER, *, now: datetime | None = None
+) -> tuple[TaskCoverage, ...]:
+    """Return the tasks that jobs found in a model, each with its records by device, whoever measured them."""
+    moment = now or utc_now()
     # A task may be of several jobs of the model; the last one says how often it runs.
     tasks = (
         select(JobTaskRow.workload_id, JobTaskRow.weight, WorkloadRow, SignatureRow.family)
@@ -268,13 +248,21 @@ def _coverage(session: Session, model: str, filters: RecordFilter, now: datetime
                     failed=sum(count for status, count, *_ in groups if status is not Status.OK),
                     best_us=min((us for s, _, us, _ in groups if s is Status.OK and us is not None), default=None),
                     last_at=last_at,
-                    age_days=(now - last_at).total_seconds() / 86400,
+                    age_days=(moment - last_at).total_seconds() / 86400,
                 )
             )
     return tuple(lines)
 
 
-def _job_cost(session: Session, job_id: str) -> JobCost:
+@question
+def job_cost(session: Session, job_id: str) -> JobCost:
+    """Return what a job took.
+
+    Raises
+    ------
+    NotFoundError
+        It is not known.
+    """
     job = writing.get_job(session, job_id)
     statuses: Counter[Status] = Counter()
     candidate_s = device_us = 0.0

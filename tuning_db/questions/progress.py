@@ -13,7 +13,7 @@ from datetime import datetime
 from sqlalchemy import Select, func, or_, select
 from sqlalchemy.orm import Session
 
-from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.contract import TuningDatabase, question
 from relaxtune.tuning_db.records import Status
 from relaxtune.tuning_db.sql.schema import JobRow, JobTaskRow, RecordRow, SignatureRow, WorkloadRow
 
@@ -61,12 +61,9 @@ def count_by_status(database: TuningDatabase) -> Mapping[Status, int]:
     return database.read(lambda session: {status: count for status, count in session.execute(statement)}, single=True)
 
 
-def job_progress(database: TuningDatabase, job_id: str) -> JobProgress:
+@question
+def job_progress(session: Session, job_id: str) -> JobProgress:
     """Return what a job measured so far; of an unknown job, nothing."""
-    return database.read(lambda session: _job_progress(session, job_id))
-
-
-def _job_progress(session: Session, job_id: str) -> JobProgress:
     tasks = session.execute(
         select(JobTaskRow, WorkloadRow.name, WorkloadRow.workload_hash, SignatureRow.family)
         .join(WorkloadRow, WorkloadRow.id == JobTaskRow.workload_id)

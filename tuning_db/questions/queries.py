@@ -9,7 +9,7 @@ from datetime import datetime
 from sqlalchemy import ColumnElement, Subquery, case, func, or_, select
 from sqlalchemy.orm import Session
 
-from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase
+from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase, question
 from relaxtune.tuning_db.records import DatabaseInfo, RecordFilter, Status, TuningRecord
 from relaxtune.tuning_db.sql.schema import (
     ArtifactRow,
@@ -81,34 +81,6 @@ def info(database: TuningDatabase) -> DatabaseInfo:
     return database.info()
 
 
-def top(
-    database: TuningDatabase, filters: RecordFilter = NO_FILTER, *, limit: int | None = DEFAULT_LIMIT
-) -> tuple[TaskBest, ...]:
-    """Return the best valid record of every workload, target and device, the slowest first.
-
-    A filter by status is left out of account, since only valid records can be best.
-    """
-    return database.read(lambda session: _top(session, dataclasses.replace(filters, status=None), limit))
-
-
-def query(
-    database: TuningDatabase, filters: RecordFilter = NO_FILTER, *, limit: int | None = DEFAULT_LIMIT
-) -> tuple[RecordLine, ...]:
-    """Return the records that a filter selects, the newest first."""
-    return database.read(lambda session: _query(session, filters, limit))
-
-
-def workloads(
-    database: TuningDatabase, filters: RecordFilter = NO_FILTER, *, limit: int | None = DEFAULT_LIMIT
-) -> tuple[WorkloadSummary, ...]:
-    """Return the workloads, in the order they were recorded, with their records counted.
-
-    Workloads without a record are listed too, unless the filter asks for something that only a record has (target,
-    device, route, status, job, time); then records outside the filter are not counted.
-    """
-    return database.read(lambda session: _workloads(session, filters, limit))
-
-
 # What the values of a filter are of; these tables are small beside the records.
 _NAMED = {
     "model": (JobRow.model, ArtifactRow.model),
@@ -138,8 +110,16 @@ class _Place:
     best_us: float | None = None
 
 
-def _top(session: Session, filters: RecordFilter, limit: int | None) -> tuple[TaskBest, ...]:
-    """Group by ids alone, which an index holds, and read only the records that are shown."""
+@question
+def top(
+    session: Session, filters: RecordFilter = NO_FILTER, *, limit: int | None = DEFAULT_LIMIT
+) -> tuple[TaskBest, ...]:
+    """Return the best valid record of every workload, target and device, the slowest first.
+
+    A filter by status is left out of account, since only valid records can be best.
+    """
+    # Group by ids alone, which an index holds, and read only the records that are shown.
+    filters = dataclasses.replace(filters, status=None)
     names = read_places(session.connection())
     grouped = (
         select(
@@ -190,7 +170,11 @@ def _task_best(session: Session, workload_id: int, place: _Place, filters: Recor
     return TaskBest(row.name, row.family, best, place.valid, place.records - place.valid)
 
 
-def _query(session: Session, filters: RecordFilter, limit: int | None) -> tuple[RecordLine, ...]:
+@question
+def query(
+    session: Session, filters: RecordFilter = NO_FILTER, *, limit: int | None = DEFAULT_LIMIT
+) -> tuple[RecordLine, ...]:
+    """Return the records that a filter selects, the newest first."""
     chosen = (
         select(RecordRow.id, WorkloadRow.name, SignatureRow.family, JobRow.model)
         .join(WorkloadRow, WorkloadRow.id == RecordRow.workload_id)
@@ -213,7 +197,15 @@ def _records_by_id(session: Session, ids: list[int]) -> dict[int | None, TuningR
     return found
 
 
-def _workloads(session: Session, filters: RecordFilter, limit: int | None) -> tuple[WorkloadSummary, ...]:
+@question
+def workloads(
+    session: Session, filters: RecordFilter = NO_FILTER, *, limit: int | None = DEFAULT_LIMIT
+) -> tuple[WorkloadSummary, ...]:
+    """Return the workloads, in the order they were recorded, with their records counted.
+
+    Workloads without a record are listed too, unless the filter asks for something that only a record has (target,
+    device, route, status, job, time); then records outside the filter are not counted.
+    """
     of_workload = RecordFilter(
         family=filters.family,
         model=filters.model,

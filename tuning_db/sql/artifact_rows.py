@@ -22,6 +22,7 @@ from relaxtune.tuning_db.sql.rows import (
     target_columns,
     to_environment,
     to_target,
+    to_value,
 )
 from relaxtune.tuning_db.sql.schema import ArtifactRow, BenchmarkRow, EnvironmentRow, TargetRow, ValidationRow
 from relaxtune.tuning_db.sql.writing import put_keyed, require_jobs
@@ -91,18 +92,8 @@ def list_artifacts(session: Session, model: str | None) -> list[Artifact]:
     statement = select(ArtifactRow, TargetRow).join(TargetRow, TargetRow.id == ArtifactRow.target_id)
     if model is not None:
         statement = statement.where(ArtifactRow.model == model)
-    return [
-        Artifact(
-            model=row.model,
-            model_sha256=row.model_sha256,
-            target=to_target(target),
-            manifest=row.manifest,
-            location=row.location,
-            job_id=row.job_id,
-            created_at=row.created_at,
-        )
-        for row, target in session.execute(statement.order_by(ArtifactRow.id))
-    ]
+    rows = session.execute(statement.order_by(ArtifactRow.id))
+    return [to_value(Artifact, row, target=to_target(target)) for row, target in rows]
 
 
 def _placed(session: Session, of: type[_Row], artifact_key: str | None) -> Iterable[tuple[_Row, str, EnvironmentRow]]:
@@ -121,14 +112,12 @@ def _placed(session: Session, of: type[_Row], artifact_key: str | None) -> Itera
 def list_validations(session: Session, artifact_key: str | None) -> list[Validation]:
     """Return the validations, in the order they were recorded."""
     return [
-        Validation(
+        to_value(
+            Validation,
+            row,
             artifact_key=key,
             environment=to_environment(environment),
-            passed=row.passed,
-            samples=row.samples,
             max_abs=_NUMBER[row.max_abs_kind](row.max_abs),
-            report=row.report,
-            created_at=row.created_at,
         )
         for row, key, environment in _placed(session, ValidationRow, artifact_key)
     ]
@@ -137,13 +126,12 @@ def list_validations(session: Session, artifact_key: str | None) -> list[Validat
 def list_benchmarks(session: Session, artifact_key: str | None) -> list[Benchmark]:
     """Return the benchmarks, in the order they were recorded."""
     return [
-        Benchmark(
+        to_value(
+            Benchmark,
+            row,
             artifact_key=key,
             environment=to_environment(environment),
-            arm=row.arm,
             latencies_us=latencies_from_text(row.latencies),
-            conditions=row.conditions,
-            created_at=row.created_at,
         )
         for row, key, environment in _placed(session, BenchmarkRow, artifact_key)
     ]

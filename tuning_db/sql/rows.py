@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from functools import cache
+from typing import Any, TypeVar, cast
 
 from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.records import Environment, TargetKey, TuningRecord, Workload, canonical_json
@@ -19,8 +21,12 @@ from relaxtune.tuning_db.sql.schema import (
     WorkloadRow,
 )
 
-# Fields of the value, and columns of the row.
-_ENVIRONMENT = tuple(field.name for field in dataclasses.fields(Environment))
+_Value = TypeVar("_Value")
+# Columns of a record that are fields of the value.
+_RECORD = (
+    *("job_id", "route", "status", "registers", "smem_bytes", "spill_bytes", "kernel_hash", "seed", "duration_s"),
+    *("created_at", "error", "decision"),
+)
 
 
 def number_kind(value: float | None) -> NumberKind:
@@ -59,21 +65,10 @@ def record_columns(
         "signature_id": signature_id,
         "target_id": target_id,
         "environment_id": environment_id,
-        "job_id": record.job_id,
-        "route": record.route,
-        "status": record.status,
         "latency_us": median if kind is NumberKind.FINITE else None,
         "latency_kind": kind,
         "latencies": latencies_to_text(record.latencies_us),
-        "registers": record.registers,
-        "smem_bytes": record.smem_bytes,
-        "spill_bytes": record.spill_bytes,
-        "kernel_hash": record.kernel_hash,
-        "seed": record.seed,
-        "duration_s": record.duration_s,
-        "created_at": record.created_at,
-        "error": record.error,
-        "decision": record.decision,
+        **{name: getattr(record, name) for name in _RECORD},
     }
 
 
@@ -84,79 +79,57 @@ def target_columns(target: TargetKey) -> dict[str, object]:
 
 def environment_columns(environment: Environment) -> dict[str, object]:
     """Return the columns of an environment."""
-    return {"key": environment.key, **{name: getattr(environment, name) for name in _ENVIRONMENT}}
+    return {"key": environment.key, **{name: getattr(environment, name) for name in _names(Environment)}}
+
+
+def to_value(of: type[_Value], row: object, **given: object) -> _Value:
+    """Return the value of a row: each field that is not given is the column of its name."""
+    return of(**given, **{name: getattr(row, name) for name in _names(cast(Any, of)) if name not in given})
+
+
+@cache
+def _names(of: type[Any]) -> tuple[str, ...]:
+    """Return the fields of a value that are columns; no row holds the layer it is read from."""
+    return tuple(field.name for field in dataclasses.fields(of) if field.name != "layer")
 
 
 def to_target(row: TargetRow) -> TargetKey:
     """Return the value of a row."""
-    return TargetKey(row.kind, row.arch, row.attributes)
+    return to_value(TargetKey, row)
 
 
 def to_environment(row: EnvironmentRow) -> Environment:
     """Return the value of a row."""
-    return Environment(**{name: getattr(row, name) for name in _ENVIRONMENT})
+    return to_value(Environment, row)
 
 
 def to_workload(row: WorkloadRow, signature: SignatureRow) -> Workload:
     """Return the value of a row."""
-    return Workload(
-        workload_hash=row.workload_hash,
-        family=signature.family,
-        signature=signature.signature,
-        name=row.name,
-        flops=row.flops,
-        bytes=row.bytes,
-        ir_json=row.ir_json,
-        tvm_version=row.tvm_version,
-    )
+    return to_value(Workload, row, family=signature.family, signature=signature.signature)
 
 
 def to_record(
     row: RecordRow, workload_hash: str, signature_key: str, target: TargetKey, environment: Environment
 ) -> TuningRecord:
     """Return the value of a row and of the rows it refers to."""
-    return TuningRecord(
+    return to_value(
+        TuningRecord,
+        row,
         workload_hash=workload_hash,
         signature_key=signature_key,
         target=target,
         environment=environment,
-        route=row.route,
-        decision=row.decision,
-        status=row.status,
         latencies_us=latencies_from_text(row.latencies),
-        error=row.error,
-        registers=row.registers,
-        smem_bytes=row.smem_bytes,
-        spill_bytes=row.spill_bytes,
-        kernel_hash=row.kernel_hash,
-        seed=row.seed,
-        duration_s=row.duration_s,
-        job_id=row.job_id,
-        created_at=row.created_at,
-        id=row.id,
     )
 
 
 def to_job(row: JobRow, target: TargetRow) -> Job:
     """Return the value of a row."""
-    return Job(
-        id=row.id,
-        model=row.model,
-        model_sha256=row.model_sha256,
-        target=to_target(target),
-        options=row.options,
-        started_at=row.started_at,
-        finished_at=row.finished_at,
-        outcome=row.outcome,
-    )
+    return to_value(Job, row, target=to_target(target))
 
 
 def to_job_task(row: JobTaskRow, workload: WorkloadRow) -> JobTask:
     """Return the value of a row."""
-    return JobTask(
-        workload_hash=workload.workload_hash,
-        tvm_version=workload.tvm_version,
-        weight=row.weight,
-        onnx_nodes=tuple(read_as(json.loads, row.onnx_nodes)),
-        seconds=row.seconds,
-    )
+    nodes = tuple(read_as(json.loads, row.onnx_nodes))
+    known = {"workload_hash": workload.workload_hash, "tvm_version": workload.tvm_version}
+    return to_value(JobTask, row, **known, onnx_nodes=nodes)
