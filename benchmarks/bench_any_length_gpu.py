@@ -92,8 +92,8 @@ def compile_artifact(model: str, sizes: Mapping[str, int], directory: str, *, un
 class Peers:
     """The float32 reference, torch's arms and ONNX Runtime's."""
 
-    def __init__(self, model: str, arms: Sequence[str]) -> None:
-        """Build the modules and sessions that are asked for."""
+    def __init__(self, model: str, arms: Sequence[str], length: int) -> None:
+        """Build the modules and sessions that are asked for, for calls of `length` tokens at most."""
         import torch
 
         from benchmarks.gpu_arms import torch_models
@@ -107,7 +107,7 @@ class Peers:
         shapes = {spec.name: spec.shape for spec in get_preset(model).inputs}
         self.model = load_model(f"{model}:fp16", shapes=shapes)
         single = load_model(model, shapes=shapes)
-        weights, case = weights_of(single.proto), Case(model, 1, 16)
+        weights, case = weights_of(single.proto), Case(model, 1, length)
 
         def built(dtype: Any) -> Any:
             return torch_models.build(case, weights, {}, device="cuda", dtype=dtype, masked=True)
@@ -306,7 +306,7 @@ def run_points(
     if arguments.lock:
         # Held until the process ends.
         fcntl.flock(os.open(arguments.lock, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
-    peers = Peers(arguments.model, arguments.arms)
+    peers = Peers(arguments.model, arguments.arms, max(arguments.lengths))
     module = Module.load(folder / _SYMBOLIC)
     document: dict[str, Any] = {
         **machine(),

@@ -179,7 +179,8 @@ def _run(
     from relaxtune.pipeline.artifact.runtime import Module
 
     modules = {name: Module.load(folder / name) for name in own}
-    peers = Peers(arguments.model, ["torch"] if "torch_padded" in arguments.arms else [])
+    arms = ["torch"] if "torch_padded" in arguments.arms else []
+    peers = Peers(arguments.model, arms, max(arguments.texts.values()))
     makers: dict[str, Callable[[Mapping[str, np.ndarray]], Arm]] = {}
     if "torch" in arguments.arms:
         try:

@@ -138,7 +138,7 @@ class Llama(nn.Module):
     """Decoder layers with RMS norms, rotary positions, grouped queries and SwiGLU: prefill."""
 
     def __init__(self, config: LlamaConfig, weights: Weights, length: int, *, masked: bool) -> None:
-        """Take the weights of the preset; `length` is S."""
+        """Take the weights of the preset; `length` is the most S of a call."""
         super().__init__()
         self.masked = masked
         self.table = frozen(weights.get("model.embed_tokens.weight"))
@@ -150,9 +150,10 @@ class Llama(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Outputs:
         """Return the logits (B, S, V)."""
         hidden = F.embedding(input_ids, self.table)
+        cos, sin = self.cos[: input_ids.shape[1]], self.sin[: input_ids.shape[1]]
         mask = causal_and_padding(attention_mask) if self.masked else None
         for layer in self.layers:
-            query, key, value = layer.project(hidden, self.cos, self.sin)
+            query, key, value = layer.project(hidden, cos, sin)
             context = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
             )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import safetensors
 import tvm
+import tvm_ffi
 from tvm.runtime import Device, Tensor
 from tvm.runtime.vm import VirtualMachine
 
@@ -72,7 +73,17 @@ def read_weights(file: Path, manifest: Manifest) -> Iterator[tuple[str, np.ndarr
 
 def as_tuple(result: object) -> tuple[Tensor, ...]:
     """Return what a function of the virtual machine gave back, one tensor or several, as a tuple."""
-    return (result,) if isinstance(result, Tensor) else tuple(cast("Sequence[Tensor]", result))
+    if isinstance(result, Tensor):
+        return (result,)
+    # Five times as fast as the elements of TVM's array in Python.
+    element, length = _array_functions()
+    return tuple([element(result, number) for number in range(length(result))])
+
+
+@cache
+def _array_functions() -> tuple[Callable[..., Tensor], Callable[..., int]]:
+    element, length = (tvm_ffi.get_global_func(name) for name in ("ffi.ArrayGetItem", "ffi.ArraySize"))
+    return element, length
 
 
 def shared_outputs(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> frozenset[int]:

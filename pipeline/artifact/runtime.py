@@ -92,7 +92,7 @@ class Module:
             saved = f"relaxtune_saved_{entry}"
             machine.save_function(entry, saved, *self._buffers, *self._weights)
             self._saved_main = machine[saved]
-        self._run_sizes: Callable[[Sequence[Tensor]], object] = self._run_kernels
+        self._run_sizes: Callable[[Sequence[Tensor], Sizes], tuple[Tensor, ...]] = self._run_kernels
         if self._buffers is None and manifest.target.cuda_graph:
             self._run_sizes = SizeGraphs(machine, device, self._run_kernels)
         self._sizes: set[Sizes] | None = None if self._is_static else set()
@@ -320,40 +320,40 @@ class Module:
             if self._buffers is None:
                 if self._tokens is not None:
                     tensors = [*tensors, *self._tokens(tensors)]
-                self._trim_pool(tensors)
-                result = self._run_sizes(tensors)
+                sizes = tuple([tensor.shape for tensor in tensors])
+                self._trim_pool(sizes)
+                outputs = self._run_sizes(tensors, sizes)
             else:
                 for buffer, tensor in zip(self._buffers, tensors, strict=True):
                     if tensor is not buffer:
                         tensor.copyto(buffer)
-                result = self._saved_main()
+                outputs = as_tuple(self._saved_main())
         except (TypeError, ValueError, RuntimeError) as e:
             if not any(sign in str(e) for sign in _REFUSALS):
                 raise
             if self._is_static:
                 raise false_manifest(self._manifest, last_line(e)) from e
             raise PipelineError(f"the code of {self._manifest.model} refuses these sizes: {last_line(e)}") from e
-        outputs = as_tuple(result)
         if self._shared_outputs is None:
             check_outputs(outputs, self._manifest)
             if self._watched:  # the second run below would be one too many where kernels are counted
                 return tuple(copied(one) for one in outputs)
             # A constant inside the code is where two runs put their output, although the first one's is still held.
-            embedded = () if self._weights or self._buffers is not None else as_tuple(self._run_kernels(tensors))
+            embedded = () if self._weights or self._buffers is not None else self._run_kernels(tensors)
             others = [*tensors, *(self._buffers or ()), *self._weights, *embedded]
             self._shared_outputs = shared_outputs(outputs, others)
         if not self._shared_outputs:
             return outputs
         return tuple(copied(one) if n in self._shared_outputs else one for n, one in enumerate(outputs))
 
-    def _run_kernels(self, tensors: Sequence[Tensor]) -> object:
-        return self._main(*tensors, *self._weights)
+    def _run_kernels(self, tensors: Sequence[Tensor], _sizes: Sizes = ()) -> tuple[Tensor, ...]:
+        return as_tuple(self._main(*tensors, *self._weights))
 
-    def _trim_pool(self, tensors: Sequence[Tensor]) -> None:
+    def _trim_pool(self, sizes: Sizes) -> None:
         """Give memory back now and then: TVM's pool keeps what each set of sizes took for that very set."""
         if self._sizes is None:
             return
-        self._sizes.add(tuple(tuple(tensor.shape) for tensor in tensors))
+        self._sizes.add(sizes)
         if len(self._sizes) > _SIZES_MAX:
             self._sizes.clear()
             tvm.get_global_func("vm.builtin.memory_manager.clear")()

@@ -34,7 +34,7 @@ _ALLOCATION = "vm.builtin.alloc_storage"
 # The driver's enumerations: CU_STREAM_CAPTURE_MODE_RELAXED. Allocations of other threads are no fault of a capture.
 _RELAXED = 2
 
-Result = object
+Result = tuple[Tensor, ...]
 Sizes = tuple[tuple[int, ...], ...]
 Addresses = tuple[int, ...]
 
@@ -61,7 +61,7 @@ class SizeGraphs:
     machine, device
         What runs, and where.
     run
-        Takes the inputs and returns what the machine returns.
+        Takes the inputs and returns the outputs.
     """
 
     def __init__(self, machine: VirtualMachine, device: Device, run: Callable[[Sequence[Tensor]], Result]) -> None:
@@ -70,10 +70,9 @@ class SizeGraphs:
         self._seen: OrderedDict[Sizes, Addresses] = OrderedDict()
         self.captured = 0
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Result:
-        """Return the result of one call."""
-        sizes = tuple(tuple(tensor.shape) for tensor in tensors)
-        addresses = tuple(int(tensor.data_ptr()) for tensor in tensors)
+    def __call__(self, tensors: Sequence[Tensor], sizes: Sizes) -> Result:
+        """Return the outputs of one call with inputs of these sizes."""
+        addresses = tuple([tensor.data_ptr() for tensor in tensors])
         if sizes in self._graphs:
             graph = self._graphs[sizes]
             self._graphs.move_to_end(sizes)
@@ -127,7 +126,7 @@ class SizeGraphs:
                 driver.cuGraphDestroy(captured)
             self._device.free_raw_stream(stream)
         self.captured += 1
-        return _Graph(handle, own, tuple(int(one.data_ptr()) for one in inputs), result, storages)
+        return _Graph(handle, own, tuple(one.data_ptr() for one in inputs), result, storages)
 
     @contextmanager
     def _held(self, storages: list[object]) -> Iterator[None]:

@@ -40,6 +40,19 @@ def test_module_agrees_with_the_zoos_graph(case: Case, masked: bool) -> None:
     assert agreement.passed, agreement.reason(TOLERANCE)
 
 
+def test_a_llama_takes_shorter_calls_than_it_was_built_for() -> None:
+    case = Case("llama-tiny", 2, 16)
+    inputs = case.inputs(real="float32")
+    weights = weights_of(case.proto(Precision.FP32))
+    own, longer = (
+        torch_models.build(built, weights, {}, device="cpu", dtype=torch.float32, masked=True)
+        for built in (case, Case("llama-tiny", 1, 100))
+    )
+    tensors = torch_models.device_inputs(case, inputs, "cpu", torch.float32)
+    with torch.no_grad():
+        assert torch.equal(own(*tensors)["logits"], longer(*tensors)["logits"])
+
+
 def test_padding_changes_what_a_masked_module_gives() -> None:
     case = CASES[0]
     inputs = case.inputs(real="float32")
