@@ -209,6 +209,21 @@ def registers_needed(spec: AttentionSpec, p: AttentionParameters, bias_bytes: in
     return p.block_k // 2 + weights + spec.value_dim // 2 + _REGISTERS_BESIDE
 
 
+def spills(plan: AttentionPlan, limits: CudaLimits, bias_bytes: int) -> bool:
+    """Whether a kernel of known sizes likely keeps some values in memory for want of registers.
+
+    The loop over two blocks of keys, a number known beforehand, is straight code. ptxas then multiplies the scores of
+    the second block before it has made weights of the first one's. What that takes is a fit to 72 kernels, as CUDA
+    13.5 has them: all 26 that spill more than 64 bytes are found, and 6 besides. Kernels whose blocks make several
+    tiles are left out: what is proposed first of them spills 68 bytes at most.
+    """
+    spec, p = plan.spec, plan.parameters
+    if not p.overlap or p.split > 1 or p.blocks or spec.causal or spec.hides_earlier or plan.key_blocks != 2:
+        return False
+    beside = 3 * p.block_k // 4 - 32
+    return registers_needed(spec, p, bias_bytes) + beside > registers_available(p, limits)
+
+
 def registers_available(p: AttentionParameters, limits: CudaLimits) -> int:
     """Return the registers that a consumer's thread may have."""
     if p.consumers in REGISTERS and p.residents == 1:

@@ -228,7 +228,7 @@ def _table(text: str, names: tuple[str, ...], limits: CudaLimits, mask_bytes: in
         # To propose takes a hundred times as long as to predict: at every other point.
         if any(sizes.index(point[name]) % 2 for name, sizes in axes.items()):
             continue
-        for proposed in propose_for(one, limits, mask_bytes)[:_PROPOSED_MAX]:
+        for proposed in propose_for(one, limits, mask_bytes, symbolic=True)[:_PROPOSED_MAX]:
             if spec.spans is not None and (proposed.split > 1 or proposed.blocks):
                 continue
             p = _fitting(spec, proposed, limits, mask_bytes)

@@ -72,6 +72,7 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     AttentionPlan,
     make_plan,
     registers_needed,
+    spills,
 )
 from relaxtune.schedules.templates.base import KernelTemplate, cuda_limits, refuse_target
 
@@ -81,6 +82,9 @@ _THIRD_HEAD_DIM_MAX = 96
 _STAGES_MAX = 4
 # Of a warpgroup's step, what keeps the others from theirs beside the arithmetic.
 _STEP_CYCLES = 80
+# One that spills comes after those that are predicted to take this much longer. Measured were 1.03 to 1.35
+# (`benchmarks/results/h200-attention-against-torch.json`).
+_SPILLED = 1.05
 
 
 class AttentionSm90(KernelTemplate[AttentionSpec, AttentionParameters]):
@@ -118,15 +122,20 @@ def recognise_attention(func: tirx.PrimFunc, target: ResolvedTarget) -> Attentio
     return refuse_attention(func, spec) or spec
 
 
-def propose_for(spec: AttentionSpec, limits: CudaLimits, mask_bytes: int) -> list[AttentionParameters]:
-    """Return the parameters worth measuring for known sizes, the most promising first."""
+def propose_for(
+    spec: AttentionSpec, limits: CudaLimits, mask_bytes: int, *, symbolic: bool = False
+) -> list[AttentionParameters]:
+    """Return the parameters worth measuring for known sizes, the most promising first.
+
+    With `symbolic`, the kernels are for any sizes, and these are one of their points.
+    """
     sm_count = limits.likely_sm_count
     deepest = [_deepest(spec, p, limits, mask_bytes) for p in _proposals(spec, sm_count)]
     plans = [plan for plan in deepest if plan is not None]
     # Of equals, those that are sure of their places come first, and those that take turns.
     plans.sort(
         key=lambda plan: (
-            predicted_cycles(plan, limits),
+            predicted_cycles(plan, limits) * (_SPILLED if not symbolic and spills(plan, limits, mask_bytes) else 1),
             -plan.parameters.residents,
             not plan.parameters.pingpong,
         )

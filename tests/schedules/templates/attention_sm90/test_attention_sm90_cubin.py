@@ -82,3 +82,23 @@ def test_cubin_has_wgmma_and_no_spills(
     assert cubin.count(MMA_SYNC) == 0
     assert cubin.count(LOCAL_LOAD) == cubin.count(LOCAL_STORE) == cubin.frame_bytes == 0
     assert cubin.registers <= registers_max
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(BERT, bias=("add", "float16", (1, 1, 1, 128))),
+        replace(BERT, queries=197, keys=197),
+        replace(BERT, queries=256, keys=256),
+    ],
+    ids=["mask", "ViT", "256 keys"],
+)
+def test_first_proposal_for_two_blocks_of_keys_spills_nothing(case: AttentionCase, target: ResolvedTarget) -> None:
+    func = attention_function(*case.made())
+    first, *_ = AttentionSm90().candidates(func, target)
+    assert first.overlap
+    assert case.keys <= 2 * first.block_k
+    mod = tvm.IRModule({"main": AttentionSm90().apply(func, target, first).with_attr("global_symbol", "main")})
+    with captured_cubins("sm_90a") as cubins:
+        tvm.tirx.build(mod, target=target.target, pipeline=register_mixed_pipeline())
+    assert read_cubin(cubins[0]).frame_bytes == 0
