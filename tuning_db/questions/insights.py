@@ -196,7 +196,7 @@ def failures(
 def coverage(
     session: Session, model: str, filters: RecordFilter = NO_FILTER, *, now: datetime | None = None
 ) -> tuple[TaskCoverage, ...]:
-    """Return the tasks that jobs found in a model, each with its records by device, whoever measured them."""
+    """Return the tasks that jobs found in a model, each with all its records by device, of any job."""
     moment = now or utc_now()
     # A task may be of several jobs of the model; the last one says how often it runs.
     tasks = (
