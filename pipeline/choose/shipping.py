@@ -24,7 +24,7 @@ from relaxtune.pipeline.bench.measure import (
     onnxruntime_arms,
     run_conditions,
 )
-from relaxtune.pipeline.bench.paired_gain import PairedGain, is_gain, is_hopeless, paired_gain
+from relaxtune.pipeline.bench.paired_gain import LEAST_GAIN, PairedGain, is_gain, is_hopeless, paired_gain
 from relaxtune.pipeline.choose.model_arm import LoadedArm, load_arm, timed_inputs
 from relaxtune.pipeline.prepare import PreparedModel
 
@@ -74,11 +74,21 @@ class Shipping:
         found = f"{self.gain.median:+.1%} (at least {self.gain.least:+.1%})"
         if self.tuned:
             return f"The tuned kernels ship: they shorten the untuned model's latency by {found}."
-        return f"The untuned kernels ship: what the tuned ones gain in the model, {found}, is within noise or a loss."
+        least, apart = self.gain.least, self.gain.bias
+        why = (
+            f"where two runs of the untuned ones differ by {apart:.1%}"
+            if apart >= least > LEAST_GAIN
+            else "no sure gain"
+        )
+        return f"The untuned kernels ship: in the model, the tuned ones gain {found}, {why}."
 
     def to_json(self) -> dict[str, object]:
         """Return the decision as plain JSON data."""
-        gain = None if self.gain is None else {"median": self.gain.median, "least": self.gain.least}
+        gain = (
+            None
+            if self.gain is None
+            else {"median": self.gain.median, "least": self.gain.least, "bias": self.gain.bias}
+        )
         return {"tuned": self.tuned, "gain": gain, "verdict": self.verdict}
 
 

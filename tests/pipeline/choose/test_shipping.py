@@ -11,6 +11,7 @@ import pytest
 
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.directory import load_manifest
+from relaxtune.pipeline.bench.paired_gain import PairedGain
 from relaxtune.pipeline.choose import shipping as shipping_module
 from relaxtune.pipeline.choose.model_records import ModelDecision, measured_model
 from relaxtune.pipeline.choose.shipping import decide
@@ -72,6 +73,14 @@ def test_untuned_kernels_ship_when_the_model_is_slower_with_tuned_ones(prepared,
     assert "untuned kernels ship" in shipping.verdict
     # No turn to come could have made it faster.
     assert shipping.report.runs == len(shipping.report.arm("relaxtune").latencies_ms) < shipping_module._RUNS
+
+
+def test_why_a_gain_does_not_count_is_told(prepared, fast, tmp_path) -> None:
+    shipping = replace(decide(prepared, tuned=fast, untuned=fast, folder=tmp_path)[0], tuned=False)
+    places = replace(shipping, gain=PairedGain(median=0.031, least=0.013, most=0.05, bias=0.02))
+    assert "gain +3.1% (at least +1.3%), where two runs of the untuned ones differ by 2.0%." in places.verdict
+    noise = replace(shipping, gain=PairedGain(median=0.001, least=-0.02, most=0.02, bias=0.001))
+    assert "gain +0.1% (at least -2.0%), no sure gain." in noise.verdict
 
 
 def test_equal_kernels_are_not_compared_and_keep_their_records(prepared, fast, tmp_path) -> None:
