@@ -9,7 +9,7 @@ import tvm
 import tvm_ffi
 from tvm.target import codegen
 
-from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.targets import PORTABLE, ResolvedTarget
 from relaxtune.schedules.targets.capabilities import is_of
 from relaxtune.tuning_db.records import Environment, TargetKey, canonical_json
 
@@ -19,8 +19,9 @@ UNKNOWN_DEVICE = "unknown"
 CPUINFO = Path("/proc/cpuinfo")
 NVIDIA_DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
-# Parts of a target that say nothing about the code it gets: names, TVM's own search keys, and the host's half.
-_NOT_ATTRIBUTES = frozenset({"kind", "tag", "keys", "host", "device"})
+# Parts of a target that say nothing about the code it gets: names, TVM's own search keys, the host's half, and whether
+# PTX is kept beside the code.
+_NOT_ATTRIBUTES = frozenset({"kind", "tag", "keys", "host", "device", PORTABLE})
 
 
 def detect_environment(target: ResolvedTarget) -> Environment:

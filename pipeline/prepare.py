@@ -49,6 +49,8 @@ class ModelRequest:
         Input name -> shape that replaces the model's own; a name instead of a size stays symbolic.
     target
         Text for `schedules.targets.resolve_target`.
+    portable
+        Whether PTX is kept beside the machine code, so that newer GPUs run it too.
     lowering
         Precision, passes switched off, IR dump, whether weights are embedded.
     seed
@@ -66,6 +68,7 @@ class ModelRequest:
     source: str | Path
     shapes: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
     target: str = "auto"
+    portable: bool = False
     lowering: LoweringOptions = field(default_factory=LoweringOptions)
     seed: int = 0
     routes: frozenset[Route] = DEFAULT_ROUTES
@@ -114,7 +117,7 @@ def prepare_model(request: ModelRequest) -> PreparedModel:
     """
     if request.lowering.unpad and request.buckets:
         raise UsageError("--unpad leaves padding out, and --bucket pads to a size; leave one of them out")
-    target = resolve_target(request.target)
+    target = resolve_target(request.target, portable=request.portable)
     logger.info("target %s %s: %s; %s", target.kind, target.arch, target.source, target.limits)
     with stage("load"):
         shapes = open_axes(request.source, (*request.buckets, *request.profile), request.shapes)

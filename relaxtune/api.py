@@ -116,6 +116,8 @@ class ModelOptions(TypedDict, total=False):
     ----------
     target
         `auto` (a GPU if there is one, else this CPU), `llvm`, `cuda`, `cuda:sm_90a`, a TVM tag, or JSON.
+    portable
+        Whether PTX is kept beside a GPU's code, so that newer GPUs run it too.
     shapes
         Input name -> shape; a name instead of a size stays symbolic.
     buckets
@@ -137,6 +139,7 @@ class ModelOptions(TypedDict, total=False):
     """
 
     target: str
+    portable: bool
     shapes: Mapping[str, Sequence[int | str]]
     buckets: Mapping[str, Sequence[int]]
     profile: Mapping[str, tuple[int, int, int]]
@@ -378,6 +381,7 @@ def _request(source: str | Path, options: ModelOptions) -> ModelRequest:
         source=source,
         shapes=options.get("shapes", {}),
         target=options.get("target", "auto"),
+        portable=options.get("portable", False),
         lowering=lowering,
         seed=options.get("seed", 0),
         routes=frozenset(options.get("routes", DEFAULT_ROUTES)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import re
 from pathlib import Path
@@ -11,10 +12,12 @@ from tvm.runtime import Device
 from tvm.target import codegen
 
 from relaxtune.pipeline.artifact.manifest import Manifest
-from relaxtune.pipeline.codegen.cuda_libraries import load_cuda_runtime
+from relaxtune.pipeline.codegen.cuda_libraries import driver_release, load_cuda_runtime
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.targets.capabilities import native_arch, runs_on
+from relaxtune.schedules.targets.capabilities import native_arch, runs_on, translates_to
+
+logger = logging.getLogger(__name__)
 
 
 def device_for(manifest: Manifest, asked: str | None, directory: Path) -> Device:
@@ -56,12 +59,28 @@ def _cuda_device(manifest: Manifest, index: int, directory: Path) -> Device:
             f"({found or 'no driver answers'}); run it where there is one, or compile with --target llvm"
         )
     version = str(device.compute_version)
-    if not runs_on(manifest.target.arch, version):
+    if runs_on(manifest.target.arch, version):
+        return device
+    if manifest.target.ptx_cuda is not None and translates_to(manifest.target.arch, version):
+        _check_driver(manifest.target.ptx_cuda, directory)
+        logger.info("the driver translates the PTX of %s for %s", manifest.target.arch, device.device_name)
+    else:
         raise ArtifactError(
             f"artifact {directory} is for {manifest.target.arch}; CUDA device {index} is {device.device_name} with "
             f"compute capability {device.compute_version}. Compile the model with --target cuda:{native_arch(version)}"
         )
     return device
+
+
+def _check_driver(needed: str, directory: Path) -> None:
+    """Check that the driver knows the release of CUDA that PTX was made by."""
+    major, minor = (int(part) for part in needed.split("."))
+    known = driver_release()
+    if known is not None and known < (major, minor):
+        raise ArtifactError(
+            f"artifact {directory} has PTX of CUDA {needed} for newer GPUs, and the driver here translates PTX of "
+            f"CUDA {known[0]}.{known[1]} at most; install a newer driver, or compile the model with that CUDA"
+        )
 
 
 def _check_cpu(manifest: Manifest, directory: Path) -> None:

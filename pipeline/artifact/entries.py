@@ -33,6 +33,9 @@ class TargetEntry:
         Shared libraries besides TVM's runtime that must be there when it is loaded.
     cuda_graph
         Whether kernels run as a captured CUDA graph.
+    ptx_cuda
+        The release of CUDA that a driver has to know, such as 13.0, to translate the PTX beside the code for a newer
+        GPU; None without PTX.
     """
 
     kind: str
@@ -41,6 +44,12 @@ class TargetEntry:
     cpu_features: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
     cuda_graph: bool = False
+    ptx_cuda: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Kind and architecture as reports show them."""
+        return f"{self.kind} {self.arch}{' and newer, by PTX' if self.ptx_cuda else ''}"
 
 
 @dataclass(frozen=True)

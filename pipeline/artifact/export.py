@@ -36,6 +36,7 @@ from relaxtune.pipeline.artifact.entries import (
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice, kernel_work
 from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.recipe import recipe_of
+from relaxtune.pipeline.codegen.cuda_compiler import compiler_release
 from relaxtune.pipeline.codegen.cuda_libraries import CUDART, DRIVER
 from relaxtune.pipeline.codegen.library_objects import compile_library_objects, list_library_sources
 from relaxtune.pipeline.errors import LoweringError
@@ -186,6 +187,7 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
             cpu_features=tuple(sorted(vector_features(host))),
             libraries=_libraries(compiled),
             cuda_graph=compiled.cuda_graph,
+            ptx_cuda=compiler_release() if target.portable else None,
         ),
         precision=lowered.options.precision,
         passes=tuple(

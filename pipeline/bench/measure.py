@@ -207,7 +207,7 @@ def run_conditions(module: Module) -> dict[str, str]:
     left_out = "" if peer_provider(module.manifest.target.kind) else ", not timed: it does not run on this device"
     return {
         "device": str(module.device),
-        "target": f"{module.manifest.target.kind} {module.manifest.target.arch}",
+        "target": module.manifest.target.text,
         "tvm": tvm.__version__,
         "tvm_threads": threads,
         "onnxruntime": onnxruntime.__version__ + left_out,

@@ -161,6 +161,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_gpu,
     lambda: check_package("nvidia-cuda-nvrtc", required=False, extra="cuda"),
     lambda: check_package("cuda-bindings", required=False, extra="cuda"),
+    lambda: check_package("nvidia-nvfatbin", required=False, extra="cuda"),
     check_nvcc,
     lambda: check_package("nvidia-cublas", required=False, extra="cublas"),
     lambda: check_package("nvidia-cudnn-cu13", required=False, extra="cudnn"),

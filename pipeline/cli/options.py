@@ -72,6 +72,9 @@ class ModelOptions:
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Path of an .onnx file, or a zoo name: bert-tiny.")]
     target: str = option("auto", "auto (a GPU, else this CPU), llvm, cuda, cuda:sm_90a, a TVM tag, or JSON.")
+    portable: bool = option(
+        False, "Keep PTX beside the GPU's code: newer GPUs run it too, translated by their driver.", "--portable"
+    )
     precision: str | None = option(
         None, "fp32, tf32, fp16, bf16, w8a16, w4a16 or int8: asked for by name. Default: the graph's own."
     )
@@ -131,6 +134,7 @@ class ModelOptions:
             source=self.model,
             shapes=parse_shapes(self.shape),
             target=self.target,
+            portable=self.portable,
             lowering=LoweringOptions(
                 precision=self.precision,
                 group_size=self.group_size,

@@ -16,10 +16,12 @@ from pathlib import Path
 
 import tvm
 
+from relaxtune.pipeline.codegen import fat_binary
 from relaxtune.pipeline.codegen.cuda_source import DeviceSource, prepare_source
 from relaxtune.pipeline.codegen.mma_fragments import with_fragments
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.temporary import temporary_folder
+from relaxtune.schedules.targets.capabilities import virtual_arch
 
 ELF_MAGIC = b"\x7fELF"
 
@@ -68,7 +70,13 @@ OnLog = Callable[[str], None]
 
 
 def compile_with_nvrtc(
-    code: str, arch: str, include: tuple[Path, ...], *, fast_math: bool = False, on_log: OnLog | None = None
+    code: str,
+    arch: str,
+    include: tuple[Path, ...],
+    *,
+    fast_math: bool = False,
+    portable: bool = False,
+    on_log: OnLog | None = None,
 ) -> bytes:
     """Return the cubin that NVRTC makes of TVM's CUDA source.
 
@@ -82,6 +90,8 @@ def compile_with_nvrtc(
         Folders of CUDA's headers and of libcu++.
     fast_math : bool
         See `FAST_MATH`.
+    portable : bool
+        Whether PTX of the same compilation is kept beside the machine code, in a fat binary.
     on_log : callable or None
         Told the registers, shared memory and spills of the kernels, in ptxas' words.
 
@@ -102,7 +112,7 @@ def compile_with_nvrtc(
         *([f"--ptxas-options={_VERBOSE}"] if on_log else []),
         *([_FAST_MATH_OPTION] if fast_math else []),
     ]
-    return _nvrtc(prepare_source(code), options, arch, on_log)
+    return _nvrtc(prepare_source(code), options, arch, portable, on_log)
 
 
 def compile_with_nvcc(
@@ -112,6 +122,7 @@ def compile_with_nvcc(
     include: tuple[Path, ...],
     *,
     fast_math: bool = False,
+    portable: bool = False,
     on_log: OnLog | None = None,
 ) -> bytes:
     """Return the cubin that nvcc makes of TVM's CUDA source; parameters as for `compile_with_nvrtc`.
@@ -126,9 +137,8 @@ def compile_with_nvcc(
         source.write_text(with_fragments(code))
         command = [
             str(nvcc),
-            "--cubin",
+            *(_nvcc_portable(arch) if portable else ("--cubin", f"-arch={arch}")),
             "-O3",
-            f"-arch={arch}",
             *(f"-I{path}" for path in include),
             *(f"-U{name}" for name in _UNDEFINED),
             "--expt-relaxed-constexpr",
@@ -150,7 +160,12 @@ def compile_with_nvcc(
         return cubin.read_bytes() if cubin.is_file() else b""
 
 
-def _nvrtc(source: DeviceSource, options: list[str], arch: str, on_log: OnLog | None) -> bytes:
+def _nvcc_portable(arch: str) -> tuple[str, ...]:
+    virtual = virtual_arch(arch)
+    return "--fatbin", f"-gencode=arch={virtual},code=[{arch},{virtual}]"
+
+
+def _nvrtc(source: DeviceSource, options: list[str], arch: str, portable: bool, on_log: OnLog | None) -> bytes:
     # An optional dependency, present wherever `find_toolchain` answered NVRTC.
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
     # Several kernels are optimised side by side, to the same machine code (an H200's host, 4 cores, the 30 kernels of a
@@ -177,7 +192,12 @@ def _nvrtc(source: DeviceSource, options: list[str], arch: str, on_log: OnLog | 
         _, size = nvrtc.nvrtcGetCUBINSize(program)
         cubin = bytearray(size)
         nvrtc.nvrtcGetCUBIN(program, cubin)
-        return bytes(cubin)
+        if not portable:
+            return bytes(cubin)
+        _, size = nvrtc.nvrtcGetPTXSize(program)
+        ptx = bytearray(size)
+        nvrtc.nvrtcGetPTX(program, ptx)
+        return fat_binary.pack(bytes(cubin), bytes(ptx), arch)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

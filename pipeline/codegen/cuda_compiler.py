@@ -11,8 +11,10 @@ that runtime it keeps the *source*, silently, to be compiled where it is loaded.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ import tvm_ffi
 
 from relaxtune.pipeline.codegen.cuda_compile import ELF_MAGIC, OnLog, compile_with_nvcc, compile_with_nvrtc
 from relaxtune.pipeline.codegen.cuda_libraries import DRIVER, load_cuda_runtime, load_library, pypi_root
+from relaxtune.pipeline.codegen.fat_binary import FAT_MAGIC
 from relaxtune.pipeline.codegen.wgmma_check import count_early_reads
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.temporary import temporary_folder
@@ -102,7 +105,9 @@ def find_toolchain() -> CudaToolchain:
 
 
 @contextmanager
-def cuda_compiler(arch: str, *, fast_math: bool = False, on_log: OnLog | None = None) -> Iterator[CudaToolchain]:
+def cuda_compiler(
+    arch: str, *, fast_math: bool = False, portable: bool = False, on_log: OnLog | None = None
+) -> Iterator[CudaToolchain]:
     """Make TVM compile CUDA source to a cubin for `arch` inside the block, with or without a GPU.
 
     Parameters
@@ -111,6 +116,8 @@ def cuda_compiler(arch: str, *, fast_math: bool = False, on_log: OnLog | None = 
         Such as `sm_90a`.
     fast_math : bool
         See `pipeline.codegen.cuda_compile.FAST_MATH`.
+    portable : bool
+        Whether PTX is kept beside the machine code.
     on_log : callable or None
         Told what ptxas says of the kernels.
 
@@ -124,7 +131,7 @@ def cuda_compiler(arch: str, *, fast_math: bool = False, on_log: OnLog | None = 
     ensure_cuda_runtime()
 
     def compile_source(code: str) -> bytes:
-        return compile_cubin(code, arch, toolchain, fast_math=fast_math, on_log=on_log)
+        return compile_cubin(code, arch, toolchain, fast_math=fast_math, portable=portable, on_log=on_log)
 
     original = tvm_ffi.get_global_func(COMPILE_CALLBACK)
     tvm_ffi.register_global_func(COMPILE_CALLBACK, compile_source, override=True)
@@ -135,9 +142,15 @@ def cuda_compiler(arch: str, *, fast_math: bool = False, on_log: OnLog | None = 
 
 
 def compile_cubin(
-    code: str, arch: str, toolchain: CudaToolchain, *, fast_math: bool = False, on_log: OnLog | None = None
+    code: str,
+    arch: str,
+    toolchain: CudaToolchain,
+    *,
+    fast_math: bool = False,
+    portable: bool = False,
+    on_log: OnLog | None = None,
 ) -> bytes:
-    """Return the cubin of CUDA source for an architecture such as `sm_90a`.
+    """Return the cubin of CUDA source for an architecture such as `sm_90a`, in a fat binary with its PTX if `portable`.
 
     Raises
     ------
@@ -149,10 +162,13 @@ def compile_cubin(
     # libcu++ has its own folder since CUDA 13.
     include = tuple(folder for folder in (root, root / "cccl") if folder.is_dir())
     if toolchain.kind is CompilerKind.NVRTC:
-        cubin = compile_with_nvrtc(code, arch, include, fast_math=fast_math, on_log=on_log)
+        cubin = compile_with_nvrtc(code, arch, include, fast_math=fast_math, portable=portable, on_log=on_log)
     else:
         nvcc = toolchain.root / "bin" / "nvcc"
-        cubin = compile_with_nvcc(code, arch, nvcc, include, fast_math=fast_math, on_log=on_log)
+        cubin = compile_with_nvcc(code, arch, nvcc, include, fast_math=fast_math, portable=portable, on_log=on_log)
+    if portable and cubin.startswith(FAT_MAGIC):
+        # No architecture with wgmma has PTX that is kept.
+        return cubin
     if not cubin.startswith(ELF_MAGIC):
         raise LoweringError(f"{toolchain.kind.value} gave no cubin for {arch}: its output starts with {cubin[:8]!r}")
     early = count_early_reads(cubin)
@@ -163,6 +179,26 @@ def compile_cubin(
             "(--routes without template)"
         )
     return cubin
+
+
+def compiler_release() -> str:
+    """Return the release of CUDA that the compiler of this machine is of, such as 13.0.
+
+    Raises
+    ------
+    LoweringError
+        There is none, or it cannot be run.
+    """
+    toolchain = find_toolchain()
+    if toolchain.kind is CompilerKind.NVRTC:
+        _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
+        return f"{major}.{minor}"
+    nvcc = toolchain.root / "bin" / "nvcc"
+    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+\.\d+)", told)
+    if release is None:
+        raise LoweringError(f"{nvcc} does not say its release: {told!r}")
+    return release.group(1)
 
 
 def ensure_cuda_runtime() -> None:

@@ -43,6 +43,16 @@ def load_cuda_runtime() -> str | None:
     return reason
 
 
+def driver_release() -> tuple[int, int] | None:
+    """Return the newest release of CUDA that the driver knows, such as (13, 0); None without a driver."""
+    number = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL(DRIVER).cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else (number.value // 1000, number.value % 1000 // 10)
+
+
 def offer_library(library: VendorLibrary) -> Path | None:
     """Return where a vendor's library is installed, told to this process and its children by the variable of it.
 

@@ -20,6 +20,7 @@ from relaxtune.pipeline.errors import LoweringError
 from relaxtune.schedules.cpu.partitioning import narrow_partitioned
 from relaxtune.schedules.cpu.vector_math import register_vector_math
 from relaxtune.schedules.gpu.binding import list_unbound_blocks
+from relaxtune.schedules.targets import is_portable
 
 
 def finish_kernels(scheduled: tvm.ir.IRModule, target: tvm.target.Target) -> tvm.ir.IRModule:
@@ -71,7 +72,9 @@ def device_toolchain(target: tvm.target.Target, on_log: OnLog | None = None) -> 
         yield
         return
     with (
-        cuda_compiler(str(target.attrs["arch"]), fast_math=uses_fast_math(target), on_log=on_log),
+        cuda_compiler(
+            str(target.attrs["arch"]), fast_math=uses_fast_math(target), portable=is_portable(target), on_log=on_log
+        ),
         units_side_by_side(),
     ):
         yield

@@ -258,7 +258,7 @@ class Registry:
             key=key,
             place=self.store.place_of(key),
             model=manifest.model,
-            target=f"{manifest.target.kind} {manifest.target.arch}",
+            target=manifest.target.text,
             precision=manifest.precision,
             bytes=sum(entry.bytes for entry in manifest.files.values()),
             validated=None if validation is None else validation.get("passed") is True,

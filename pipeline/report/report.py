@@ -147,7 +147,7 @@ def report_artifact(
     return Report(
         model=manifest.model,
         source=str(directory),
-        target=f"{manifest.target.kind} {manifest.target.arch}",
+        target=manifest.target.text,
         device=device,
         kernels=kernels,
         created_at=datetime.now(UTC),

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from relaxtune.schedules.targets.capabilities import Feature
 from relaxtune.schedules.targets.resolve import (
+    PORTABLE,
     CpuLimits,
     CudaLimits,
     ResolvedTarget,
     TargetLimits,
+    is_portable,
     resolve_target,
     target_features,
     target_limits,
 )
 
 __all__ = [
+    "PORTABLE",
     "CpuLimits",
     "CudaLimits",
     "Feature",
     "ResolvedTarget",
     "TargetLimits",
+    "is_portable",
     "resolve_target",
     "target_features",
     "target_limits",

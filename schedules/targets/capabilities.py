@@ -121,6 +121,24 @@ def runs_on(arch: str, compute_version: str) -> bool:
     return device == number if suffix == "a" else device // 10 == number // 10 and device >= number
 
 
+def translates_to(arch: str, compute_version: str) -> bool:
+    """Whether a driver makes machine code for a device of the PTX of an architecture that has no suffix.
+
+    It does for that compute capability and for every later one (the same guide, "PTX Compatibility").
+    """
+    return int(compute_version.replace(".", "")) >= _parts(arch)[0]
+
+
+def virtual_arch(arch: str) -> str:
+    """Return what CUDA's compilers call the PTX of an architecture without a suffix, such as `compute_80`."""
+    return f"compute_{_parts(arch)[0]}"
+
+
+def without_suffix(arch: str) -> str:
+    """Return the architecture whose PTX runs on later ones, too: `sm_90` of `sm_90a`."""
+    return f"sm_{_parts(arch)[0]}"
+
+
 def _parts(arch: str) -> tuple[int, str]:
     """Return the number and the suffix of an architecture's name; 0 where it is none."""
     match = re.fullmatch(r"sm_(\d{2,3})([af]?)", arch)

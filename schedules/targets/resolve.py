@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tvm
 from tvm.target import Target, codegen, list_tags
 
 from relaxtune.schedules.errors import TargetError
-from relaxtune.schedules.targets.capabilities import Feature, capabilities_of, native_arch
+from relaxtune.schedules.targets.capabilities import Feature, capabilities_of, native_arch, without_suffix
 from relaxtune.schedules.targets.host import cache_sizes, cpu_flags, physical_cores
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,9 @@ _X86_FLAGS = {
 }
 
 _LIKELY_SM_COUNT = 132
+
+# Attribute of a CUDA target. It says how code is packed, not what code is made, so that records do not depend on it.
+PORTABLE = "feature.portable"
 
 
 @dataclass(frozen=True)
@@ -98,22 +101,49 @@ class ResolvedTarget:
         """What the GPU can do beyond the least; nothing for a CPU."""
         return target_features(self.target)
 
+    @property
+    def portable(self) -> bool:
+        """Whether PTX is kept beside the machine code, which the driver of a newer GPU translates."""
+        return is_portable(self.target)
 
-def resolve_target(text: str = "auto") -> ResolvedTarget:
+
+def is_portable(target: Target) -> bool:
+    """Whether a target asks for PTX beside the machine code."""
+    return bool(target.attrs.get(PORTABLE, False))
+
+
+def resolve_target(text: str = "auto", *, portable: bool = False) -> ResolvedTarget:
     """Return the complete target that a text means on this machine.
 
     Parameters
     ----------
     text : str
         One of the forms in `ACCEPTED_FORMS`.
+    portable : bool
+        Whether PTX is kept beside the machine code; a target given as JSON may ask for it too (`PORTABLE`).
 
     Raises
     ------
     TargetError
         The text has none of the accepted forms, names an unknown kind or processor, or asks for a GPU without
-        saying which on a machine that has none.
+        saying which on a machine that has none; or PTX is asked for, and that of the target runs on no other GPU.
     """
-    text = text.strip()
+    resolved = _resolve(text.strip())
+    if not (portable or resolved.portable):
+        return resolved
+    if resolved.kind != "cuda":
+        raise TargetError(f"--portable keeps PTX for newer GPUs, and {text!r} is no GPU; leave it out, or name a GPU")
+    moving = without_suffix(resolved.arch)
+    if moving != resolved.arch:
+        raise TargetError(
+            f"--portable: code for {resolved.arch} has instructions of this GPU alone, so its PTX runs on no other; "
+            f"compile with --target cuda:{moving}, whose kernels do without them"
+        )
+    config = {**json.loads(str(resolved.target)), PORTABLE: True}
+    return replace(resolved, target=Target(config))
+
+
+def _resolve(text: str) -> ResolvedTarget:
     if text == "auto":
         resolved = _resolve_local_cuda("auto") if tvm.cuda(0).exist else _resolve_local_cpu("auto")
     elif text == "llvm":
