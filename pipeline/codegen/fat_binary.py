@@ -7,15 +7,17 @@ release of CUDA and of earlier ones.
 
 from __future__ import annotations
 
-import importlib
+import ctypes
 
+from relaxtune.pipeline.codegen.cuda_libraries import TOOLKIT_FOLDERS, load_library, pypi_folders
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.schedules.targets.capabilities import virtual_arch
 
 #: First bytes of the file, `FATBINC_MAGIC` of CUDA's fatbinary_section.h as memory has it.
 FAT_MAGIC = bytes.fromhex("50ed55ba")
-_NAME = "kernels"
-_OPTIONS = ("-64", "-cuda")
+LIBRARY = "libnvfatbin.so.13"
+_NAME = b"kernels"
+_OPTIONS = (b"-64", b"-cuda")
 
 
 def pack(cubin: bytes, ptx: bytes, arch: str) -> bytes:
@@ -24,24 +26,31 @@ def pack(cubin: bytes, ptx: bytes, arch: str) -> bytes:
     Raises
     ------
     LoweringError
-        CUDA's library for it is missing, or refuses them.
+        CUDA's library for it (nvFatbin) is missing, or refuses them.
     """
-    # Optional, as the compiler's binding, which is the same package.
-    binding = importlib.import_module("cuda.bindings.nvfatbin")
-    number = virtual_arch(arch).rpartition("_")[2]
-    try:
-        handle = binding.create(list(_OPTIONS), len(_OPTIONS))
-        try:
-            binding.add_cubin(handle, cubin, len(cubin), number, _NAME)
-            binding.add_ptx(handle, ptx, len(ptx), number, _NAME, "")
-            packed = bytearray(binding.size(handle))
-            binding.get(handle, packed)
-        finally:
-            binding.destroy(handle)
-    # The binding tells of a missing library by a RuntimeError, too.
-    except (RuntimeError, ImportError, OSError) as e:
+    reason = load_library(LIBRARY, [*pypi_folders("nvidia-nvfatbin"), *TOOLKIT_FOLDERS])
+    if reason is not None:
         raise LoweringError(
-            f"--portable packs machine code and PTX with CUDA's nvFatbin, which cannot be used ({e}); "
+            f"--portable packs machine code and PTX with CUDA's nvFatbin, which cannot be loaded ({reason}); "
             "install it with: pip install 'relaxtune[cuda]'"
-        ) from e
-    return bytes(packed)
+        )
+    library = ctypes.CDLL(LIBRARY)
+    number = virtual_arch(arch).rpartition("_")[2].encode()
+    handle, size = ctypes.c_void_p(), ctypes.c_size_t()
+
+    def call(name: str, *arguments: object) -> None:
+        result = getattr(library, name)(*arguments)
+        if result:
+            raise LoweringError(f"nvFatbin does not pack the kernels for {arch}: {name} gave error {result}")
+
+    options = (ctypes.c_char_p * len(_OPTIONS))(*_OPTIONS)
+    call("nvFatbinCreate", ctypes.byref(handle), options, ctypes.c_size_t(len(_OPTIONS)))
+    try:
+        call("nvFatbinAddCubin", handle, cubin, ctypes.c_size_t(len(cubin)), number, _NAME)
+        call("nvFatbinAddPTX", handle, ptx, ctypes.c_size_t(len(ptx)), number, _NAME, b"")
+        call("nvFatbinSize", handle, ctypes.byref(size))
+        packed = ctypes.create_string_buffer(size.value)
+        call("nvFatbinGet", handle, packed)
+    finally:
+        library.nvFatbinDestroy(ctypes.byref(handle))
+    return packed.raw

@@ -123,14 +123,11 @@ def test_newer_gpus_take_the_ptx(
             device_for(plain, None, both[1])
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Binding:
-        @staticmethod
-        def create(options: list[str], count: int) -> int:
-            raise RuntimeError("no libnvfatbin.so.13")
-
-    monkeypatch.setattr(fat_binary.importlib, "import_module", lambda _: Binding)
-    with pytest.raises(LoweringError, match=r"no libnvfatbin.so.13.*pip install 'relaxtune\[cuda\]'"):
+def test_a_missing_library_and_a_refusal_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LoweringError, match=r"for sm_80: nvFatbinAddCubin gave error \d+"):
+        fat_binary.pack(b"no cubin", b"", "sm_80")
+    monkeypatch.setattr(fat_binary, "LIBRARY", "libnvfatbin.so.99")
+    with pytest.raises(LoweringError, match=r"libnvfatbin.so.99.*pip install 'relaxtune\[cuda\]'"):
         fat_binary.pack(b"", b"", "sm_80")
 
 
