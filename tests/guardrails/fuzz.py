@@ -3,7 +3,7 @@
     python -m tests.guardrails.fuzz [--cases 2000] [--seed 0] [--target llvm] [--precision fp16] [--out FILE.json]
 
 Prints the mismatches and how long it took; exits 1 when there are any. The same cases are the test marked `nightly`. In
-half precision masks leave every row a key, and values are usual ones.
+half precision values are usual ones or zeros, and tokens that see no key are not compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pathlib import Path
 from tests.guardrails.fuzz_cases import ARTIFACTS, MASKS, VALUES, draw_cases
 from tests.guardrails.fuzz_run import make_subject, run_cases
 
-# Rows without a key are some mean of the values where attention is one kernel; see `recognise_attention`.
+# Masks that leave each row of the batch a key. Tokens without one are some mean of the values where attention is one
+# kernel; see `recognise_attention`.
 _HALF_MASKS, _HALF_VALUES = ("right", "left", "ones", "one left"), ("usual", "zeros")
 
 

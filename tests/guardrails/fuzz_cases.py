@@ -24,17 +24,21 @@ _FLOAT_KINDS = frozenset({InputKind.REAL, InputKind.CACHE})
 
 @dataclass(frozen=True)
 class Fuzzed:
-    """A zoo model with symbolic axes: the shape of one input that names them, and the longest `length`."""
+    """A zoo model with symbolic axes: the shape of one input that names them, and the longest `length`.
+
+    In a `causal` one a token before the first that the mask keeps sees no key.
+    """
 
     model: str
     shapes: Mapping[str, tuple[int | str, ...]]
     length: str
     longest: int
+    causal: bool = False
 
 
 ARTIFACTS = (
     Fuzzed("bert-tiny", {"input_ids": ("batch", "sequence")}, "sequence", 512),
-    Fuzzed("gpt2-tiny", {"input_ids": ("batch", "sequence")}, "sequence", 512),
+    Fuzzed("gpt2-tiny", {"input_ids": ("batch", "sequence")}, "sequence", 512, causal=True),
     Fuzzed("t5-tiny", {"input_ids": ("batch", "sequence")}, "sequence", 512),
     Fuzzed(
         "llama-tiny-decode",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.guardrails.fuzz_cases import ARTIFACTS, LENGTHS, FuzzCase, Fuzzed, draw_cases, make_inputs
-from tests.guardrails.fuzz_run import Subject, make_subject, run_case, run_cases, summarise
+from tests.guardrails.fuzz_run import HALF_TOLERANCE, Subject, make_subject, run_case, run_cases, summarise
 
 GOLDEN = Path(__file__).parent / "golden.json"
 CASES_EACH = 400
@@ -47,6 +48,10 @@ def test_a_wrong_answer_is_a_mismatch(subject: Subject, monkeypatch: pytest.Monk
     run = subject.module.run
     monkeypatch.setattr(subject.module, "run", lambda inputs: {n: y + np.float32(0.01) for n, y in run(inputs).items()})
     assert run_case(subject, case)
+    half = replace(subject, tolerance=HALF_TOLERANCE)
+    assert run_case(half, case) == []
+    monkeypatch.setattr(subject.module, "run", lambda inputs: {n: y * np.float32(1.5) for n, y in run(inputs).items()})
+    assert run_case(half, case)
 
 
 @pytest.mark.nightly
