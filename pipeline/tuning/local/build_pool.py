@@ -15,16 +15,19 @@ from collections import deque
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-
-import tvm
+from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.tuning.local.build_worker import BuildReply, BuildRequest
 from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer, Reply, is_of_the_disk
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt, Unmeasured
-from relaxtune.pipeline.tuning.measure.recipe import Buildable
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.tuning_db.records import Status
+
+if TYPE_CHECKING:
+    import tvm
+
+    from relaxtune.pipeline.tuning.measure.recipe import Buildable
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,8 @@
     module or recipe ── Builder ──▶ BuiltArtifact ── MeasureBackend ──▶ Outcome
 
 Builders and backends answer through callbacks, from threads of their own, in the order in which things are finished.
-Nothing above this file knows where a candidate is built or measured.
+Nothing above this file knows where a candidate is built or measured. It imports no TVM: a node of a cluster that only
+hands builds to its compiling process needs none.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from queue import SimpleQueue
-
-import tvm
+from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.tuning.measure.clock import BusyClock
-from relaxtune.pipeline.tuning.measure.recipe import Buildable
 from relaxtune.pipeline.tuning.measure.resources import NO_RESOURCES, Resources
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.tuning_db.records import Environment, Status
+
+if TYPE_CHECKING:
+    import tvm
+
+    from relaxtune.pipeline.tuning.measure.recipe import Buildable
 
 
 class Unmeasured(StrEnum):

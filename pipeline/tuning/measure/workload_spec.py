@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec
 from relaxtune.pipeline.tuning.measure.resources import NO_RESOURCES, Resources
-from relaxtune.pipeline.validate.tolerances import EXACT_KERNEL, KernelTolerance
+
+if TYPE_CHECKING:
+    from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec
+    from relaxtune.pipeline.validate.tolerances import KernelTolerance
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class WorkloadSpec:
     reference_on_device: bool = False
     host_reference: BuiltArtifact | None = None
     best_s: float | None = None
-    tolerance: KernelTolerance = EXACT_KERNEL
+    tolerance: KernelTolerance = field(kw_only=True)
     masks: Mapping[str, int] = field(default_factory=dict)
     partial_sums: Mapping[str, int] = field(default_factory=dict)
     column_sums: Mapping[str, Sequence[int]] = field(default_factory=dict)

@@ -12,6 +12,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 
@@ -55,9 +56,9 @@ class NodeFacts:
         return cls(**{**data, "gpus": tuple(Gpu(**one) for one in data["gpus"])})
 
 
+@cache
 def list_versions() -> dict[str, str]:
     """Return the versions of this process that must be the same on every node of a cluster."""
-    import ray
     import tvm
     import tvm_ffi
 
@@ -70,7 +71,7 @@ def list_versions() -> dict[str, str]:
         "apache-tvm": tvm.__version__,
         "apache-tvm-ffi": tvm_ffi.__version__,
         "numpy": importlib.metadata.version("numpy"),
-        "ray": ray.__version__,
+        "ray": importlib.metadata.version("ray"),
     }
 
 

@@ -34,13 +34,19 @@ from tests.tuning_db.postgres_server import running_server
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[Cluster]:
-    with small_cluster() as cluster:
+    with small_cluster(builders=0) as cluster:
         # Ray hands out GPUs that it was told of; nothing here computes on them.
-        cluster.add_node(num_cpus=4, num_gpus=2)
+        cluster.add_node(num_cpus=1, num_gpus=2)
         yield cluster
 
 
-def test_a_plan_is_carried_out_by_a_cluster(started: Cluster, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def cluster(started: Cluster) -> Iterator[RayCluster]:
+    with closing(RayCluster(started.address)) as connected:
+        yield connected
+
+
+def test_a_plan_is_carried_out_by_a_cluster(started: Cluster, cluster: RayCluster, tmp_path: Path) -> None:
     onnx.save(dense(), tmp_path / "first.onnx")
     (tmp_path / "strange.onnx").write_bytes(b"this is no model")
     events: list[BatchEvent] = []
@@ -63,8 +69,8 @@ def test_a_plan_is_carried_out_by_a_cluster(started: Cluster, tmp_path: Path) ->
     assert sum(one.candidates for one in result.tuning) == 4
 
 
-def test_what_measures_and_what_works_on_cells_share_each_gpu(started: Cluster) -> None:
-    with closing(RayCluster(started.address)) as cluster, closing(two_gpus(cluster)) as reservation:
+def test_what_measures_and_what_works_on_cells_share_each_gpu(cluster: RayCluster) -> None:
+    with closing(two_gpus(cluster)) as reservation:
         where = cluster.ray.remote(own_gpu)
         asked = [part(device) for part in (reservation.working, reservation.measuring) for device in (0, 1, 0, 1)]
         found = cluster.ray.get([where.options(**one).remote() for one in asked], timeout=120)
@@ -72,14 +78,14 @@ def test_what_measures_and_what_works_on_cells_share_each_gpu(started: Cluster) 
     assert found[:2] == found[2:4] == found[4:6] == found[6:]
 
 
-def test_a_cell_of_a_lost_actor_is_done_by_another(started: Cluster, tmp_path: Path) -> None:
+def test_a_cell_of_a_lost_actor_is_done_by_another(cluster: RayCluster, tmp_path: Path) -> None:
     onnx.save(dense(), tmp_path / "first.onnx")
     plan = parse_plan(
         tmp_path / "near.toml",
         '[[cells]]\ntargets = ["llvm"]\nmodels = ["first.onnx"]\nshapes = ["x=16x32", "x=8x32"]\n',
     )
     first, second = list_cells(plan)
-    with closing(RayCluster(started.address)) as cluster, closing(two_gpus(cluster)) as reservation:
+    with closing(two_gpus(cluster)) as reservation:
         workers = DeviceWorkers(cluster, reservation)
         with closing(workers):
             found = [workers.submit(PrepareWork(cell)).result(timeout=120) for cell in (first, second)]

@@ -21,6 +21,7 @@ from relaxtune.pipeline.tuning.measure.recipe import Buildable, Recipe
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
+from relaxtune.pipeline.validate.tolerances import EXACT_KERNEL
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import TemplateError
@@ -99,7 +100,8 @@ class HeldRecipe(MadeUpRecipe):
 def spec_of(mod: tvm.ir.IRModule, workload: str = "any", **more: object) -> WorkloadSpec:
     """Return what candidates of a module are measured with; its last parameter is the output."""
     arguments = argument_specs(mod["main"])
-    return WorkloadSpec(workload, arguments, (len(arguments) - 1,), **more)  # type: ignore[arg-type]
+    told = {"tolerance": EXACT_KERNEL, **more}
+    return WorkloadSpec(workload, arguments, (len(arguments) - 1,), **told)  # type: ignore[arg-type]
 
 
 def built(builder: Builder, target: tvm.target.Target, mod: Buildable) -> BuiltArtifact:

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from relaxtune.pipeline.tuning.measure.backend import Capabilities, Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
+from relaxtune.pipeline.validate.tolerances import EXACT_KERNEL
 from relaxtune.tuning_db.records import Status
 
 CODE = BuiltArtifact(b"code", "0")
@@ -62,7 +63,7 @@ def side_by_side(*devices: Device) -> SideBySide:
 
 
 def workload(name: str) -> WorkloadSpec:
-    return WorkloadSpec(name, (), ())
+    return WorkloadSpec(name, (), (), tolerance=EXACT_KERNEL)
 
 
 def test_a_reference_is_waited_for_on_its_host_only() -> None:
