@@ -16,6 +16,7 @@ from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.tuning_db.records import RecordFilter
 from relaxtune.tuning_db.store import SqlDatabase
+from tests.unoptimised import UNOPTIMISED_TEXT
 
 TARGET = "cuda:sm_90a"
 
@@ -77,7 +78,7 @@ def test_the_whole_model_is_compiled_from_the_short_ones_records(
         seconds=0.0,
         seed=0,
         samples=1,
-        target="llvm",
+        target=UNOPTIMISED_TEXT,
         compile_only=False,
         tune_layers=1,
         tune_only=False,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import tvm
 from tvm import relax
+from tvm_ffi import StructuralKey
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.pipeline.errors import LoweringError, UsageError
@@ -21,9 +23,10 @@ from relaxtune.pipeline.passes.module import PassReport
 from tests.pipeline.passes.pass_cases import (
     LLVM,
     assert_agrees,
+    compiled,
     feeds_of,
     graph_of,
-    run_lowered,
+    run_compiled,
     run_reference,
     small_model,
 )
@@ -56,6 +59,17 @@ def graph_of_zoo(name: str) -> ImportedGraph:
 @cache
 def lowered_of(name: str) -> LoweredModule:
     return lower(graph_of_zoo(name), LLVM)
+
+
+# Most passes leave most models as they are: equal modules are compiled once.
+_MACHINES: dict[StructuralKey, relax.VirtualMachine] = {}
+
+
+def run_lowered(lowered: LoweredModule, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    key = StructuralKey(lowered.mod)
+    if key not in _MACHINES:
+        _MACHINES[key] = compiled(lowered)
+    return run_compiled(_MACHINES[key], lowered, feeds)
 
 
 def report_of(lowered: LoweredModule, name: str) -> PassReport:
