@@ -49,8 +49,6 @@ class ModelRequest:
         Input name -> shape that replaces the model's own; a name instead of a size stays symbolic.
     target
         Text for `schedules.targets.resolve_target`.
-    portable
-        Whether PTX is kept beside the machine code, so that newer GPUs run it too.
     lowering
         Precision, passes switched off, IR dump, whether weights are embedded.
     seed
@@ -63,18 +61,20 @@ class ModelRequest:
         Symbolic axis -> the sizes that it takes in calls.
     lengths
         The sizes of real calls, counted; `profile` is then of them.
+    portable
+        Whether PTX is kept beside the machine code, so that newer GPUs run it too.
     """
 
     source: str | Path
     shapes: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
     target: str = "auto"
-    portable: bool = False
     lowering: LoweringOptions = field(default_factory=LoweringOptions)
     seed: int = 0
     routes: frozenset[Route] = DEFAULT_ROUTES
     buckets: Mapping[str, Sequence[int]] = field(default_factory=dict)
     profile: Mapping[str, AxisProfile] = field(default_factory=dict)
     lengths: Sequence[SizePoint] = ()
+    portable: bool = False
 
 
 @dataclass(frozen=True)
