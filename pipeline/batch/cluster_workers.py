@@ -40,8 +40,7 @@ class DeviceWorkers(HomedWorkers):
         self._ray, self._reservation = cluster.ray, reservation
         self._made = cluster.ray.remote(max_restarts=0)(CellActor)
         self._actors: dict[int, Any] = {}
-        cores = [one.resources.get("CPU", 0) for one in cluster.nodes if one.resources.get("GPU")]
-        super().__init__(workers_for(reservation.devices, int(sum(cores))))
+        super().__init__(workers_for(reservation.devices, reservation.cores))
 
     def _do(self, work: Work, number: int) -> object:
         with self._changed:

@@ -213,8 +213,7 @@ class LocalWorkers(HomedWorkers):
         return reply.value
 
     def _end(self) -> None:
-        for process in self._processes.values():
-            process.kill()
+        ChildProcess.kill_all(self._processes.values())
 
     def _start(self, number: int, device: str) -> ChildProcess:
         server = self._server if self._server is not None and self._server.can_use_gpus() else None

@@ -8,13 +8,13 @@ import threading
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import event, update
 
 from relaxtune.tuning_db.errors import NotFoundError, TuningDatabaseError
 from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import RecordFilter, Route, Status
-from relaxtune.tuning_db.sql.schema import HEAD_REVISION, JobRow
+from relaxtune.tuning_db.sql.schema import HEAD_REVISION, JobRow, JobTaskRow
 from relaxtune.tuning_db.store import SqlDatabase
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -277,6 +277,24 @@ class TestJobs:
         assert done.outcome == "ok"
         assert done.finished_at >= job.started_at
         assert database.list_jobs() == [done]
+
+    def test_more_tasks_of_a_job_are_recorded_without_reading_those_that_it_has(self, database, samples):
+        version = samples.workload().tvm_version
+        workloads = [samples.workload(number) for number in range(4)]
+        database.record_all(workloads=workloads, records=[])
+        job = database.start_job(model="bert", model_sha256="0" * 64, target=samples.target())
+        tasks = [JobTask(one.workload_hash, version, 1, (), 0.0) for one in workloads]
+        database.record_job_tasks(job.id, tasks[:3])
+        loaded = []
+
+        def note(row, _):
+            loaded.append(row.workload_id)
+
+        event.listen(JobTaskRow, "load", note)
+        database.record_job_tasks(job.id, [dataclasses.replace(tasks[0], seconds=2.5), tasks[3]])
+        event.remove(JobTaskRow, "load", note)
+        assert len(loaded) == 1
+        assert sorted(task.seconds for task in database.list_job_tasks(job.id)) == [0.0, 0.0, 0.0, 2.5]
 
     def test_job_does_not_end_before_it_began_when_the_clock_was_set_back(self, database, samples):
         job = database.start_job(model="bert", model_sha256="0" * 64, target=samples.target())

@@ -201,7 +201,11 @@ def put_job_tasks(session: Session, job_id: str, tasks: Sequence[JobTask]) -> No
     """Insert the tasks of a job, or bring them up to date."""
     require_jobs(session, {job_id})
     workloads = _workload_ids(session, {(task.workload_hash, task.tvm_version) for task in tasks})
-    known = {row.workload_id: row for row in session.scalars(select(JobTaskRow).where(JobTaskRow.job_id == job_id))}
+    known: dict[int, JobTaskRow] = {}
+    # Of a batch's job only these: it has thousands of tasks, and more come with every cell.
+    for part in chunks(sorted(set(workloads.values()))):
+        statement = select(JobTaskRow).where(JobTaskRow.job_id == job_id, JobTaskRow.workload_id.in_(part))
+        known |= {row.workload_id: row for row in session.scalars(statement)}
     for task in tasks:
         workload_id = workloads.get((task.workload_hash, task.tvm_version))
         if workload_id is None:

@@ -160,8 +160,10 @@ class BuildPool(Builder):
             self._thread.join()
 
     def _start(self) -> ChildProcess:
-        # A worker is one thread of the pool; what it calls must not start more.
-        return ChildProcess(BUILD_MODULE, {"OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": "1"}, self._server)
+        # A worker is one thread of the pool; what it calls must not start more. It sees no GPU: TVM sets CUDA up when
+        # it drops a compiled module. Thirty-two processes that did so at once stood still for five seconds.
+        environment = {"OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return ChildProcess(BUILD_MODULE, environment, self._server)
 
     def _work(self) -> None:
         # The border of the thread: its error must reach those who wait for a build.
@@ -179,9 +181,8 @@ class BuildPool(Builder):
             logger.exception("the build processes cannot be used")
             self._ended = Built(Unmeasured.BROKEN, error=str(e))
         finally:
+            ChildProcess.kill_all([slot.process for slot in self._slots])
             self._give_up()
-            for slot in self._slots:
-                slot.process.kill()
         while not self._closed:
             self._wake.recv()
             self._give_up()
@@ -291,9 +292,9 @@ class BuildPool(Builder):
 
     def _give_up(self) -> None:
         """Report everything unfinished as stopped, or broken; no process is needed any more."""
+        ChildProcess.kill_all([slot.process for slot in self._slots if slot.job is not None])
         for slot in self._slots:
             if slot.job is not None:
-                slot.process.kill()
                 job, slot.job = slot.job, None
                 self.clock.leave()
                 job.on_built(self._ended)

@@ -15,6 +15,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -111,6 +112,7 @@ class SideBySide(MeasureBackend):
         # Workload -> its place among all, how much work it had, and the device that began it.
         self._places: dict[str, int] = {}
         self._asked: Counter[str] = Counter()
+        self._count = 0
         self._homes: dict[str, Measurer] = {}
         # Host and workload. A workload's first work on a host computes its reference; other devices do other work.
         self._preparing: set[tuple[str, str]] = set()
@@ -170,12 +172,12 @@ class SideBySide(MeasureBackend):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for one in self._measurers:
-            one.leave()
-        for thread in self._threads:
-            thread.join()
-        for one in self._measurers:
-            one.close()
+        # Each takes seconds to end, and a cluster has a hundred of them.
+        with ThreadPoolExecutor(max(1, len(self._measurers))) as pool:
+            list(pool.map(lambda one: one.leave(), self._measurers))
+            for thread in self._threads:
+                thread.join()
+            list(pool.map(lambda one: one.close(), self._measurers))
 
     def _put(
         self,
@@ -190,10 +192,13 @@ class SideBySide(MeasureBackend):
             if refused is None:
                 place = self._places.setdefault(workload, len(self._places))
                 self._asked[workload] += 1
+                self._count += 1
                 first = last or self._asked[workload] <= _FIRST_WORK
-                rank = (0, place) if first else (1, self._asked.total())
+                rank = (0, place) if first else (1, self._count)
                 self._waiting.append(_Work(workload, do, fail, rank))
-                self._changed.notify()
+                held = any(name == workload for _, name in self._preparing)
+                # A device of a host that prepares the workload would not take it.
+                self._changed.notify(len(self._threads) if held else 1)
         if refused is not None:
             fail(refused)
 
@@ -237,7 +242,9 @@ class SideBySide(MeasureBackend):
         with self._changed:
             if (host, work.workload) in self._preparing:
                 self._preparing.discard((host, work.workload))
-                self._changed.notify_all()
+                # Two hundred idle threads of a cluster need not wake for work that is not there.
+                if any(one.workload == work.workload for one in self._waiting):
+                    self._changed.notify_all()
             self._prepared.add((host, work.workload))
 
     def _leave(self, work: _Work | None, device: Measurer, broken: Outcome) -> None:

@@ -6,7 +6,7 @@ Ray places builders and actors, starts them again and finds out which nodes are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -56,6 +56,8 @@ class MeasuringPlace:
         What Ray is asked for a measuring actor, so that it gets a device of this model.
     undisturbed
         Builders run elsewhere, or do not disturb the device's clock.
+    cores
+        CPUs of these nodes.
     cpus
         What the actors take from the builders.
     """
@@ -64,6 +66,7 @@ class MeasuringPlace:
     devices: int
     actor: dict[str, object]
     undisturbed: bool
+    cores: int
     cpus: float = 0.0
 
 
@@ -192,7 +195,8 @@ def _gpu_place(nodes: Sequence[Node], target: ResolvedTarget) -> MeasuringPlace 
         actor["resources"] = {names.pop(): 0.001}
     elif len(nodes) > len(chosen):
         logger.warning("Ray does not tell the GPU models of this cluster apart; actors that get another one end")
-    return MeasuringPlace(environment, sum(count for _, count in chosen), actor, undisturbed=True)
+    devices = sum(count for _, count in chosen)
+    return MeasuringPlace(environment, devices, actor, undisturbed=True, cores=_cores(node for node, _ in chosen))
 
 
 def _cpu_place(nodes: Sequence[Node], target: ResolvedTarget) -> MeasuringPlace | None:
@@ -210,12 +214,17 @@ def _cpu_place(nodes: Sequence[Node], target: ResolvedTarget) -> MeasuringPlace 
     assert first.facts is not None
     environment = _environment(first.facts, target, "cpu", first.facts.cpu_name, target_cores(target))
     same = [one for one in marked if one.facts is not None and one.facts.cpu_name == first.facts.cpu_name]
-    elsewhere = sum(one.resources.get("CPU", 0) for one in nodes if one not in same)
+    elsewhere = _cores(one for one in nodes if one not in same)
     # A measured node builds nothing, as long as another one can.
     cpus = min(one.resources.get("CPU", 0) for one in same) if elsewhere else 0
     actor: dict[str, object] = {"num_cpus": cpus, "resources": {CPU_RESOURCE: 1}}
-    taken = sum(one.resources.get("CPU", 0) for one in same) if elsewhere else 0
-    return MeasuringPlace(environment, len(same), actor, undisturbed=bool(elsewhere), cpus=taken)
+    cores = _cores(same)
+    taken = cores if elsewhere else 0
+    return MeasuringPlace(environment, len(same), actor, undisturbed=bool(elsewhere), cores=cores, cpus=taken)
+
+
+def _cores(nodes: Iterable[Node]) -> int:
+    return int(sum(one.resources.get("CPU", 0) for one in nodes))
 
 
 def _environment(facts: NodeFacts, target: ResolvedTarget, kind: str, name: str, cores: int | None) -> Environment:

@@ -30,7 +30,7 @@ class Reservation:
     """
 
     def __init__(self, ray: ModuleType, place: MeasuringPlace, run: str) -> None:
-        self.run, self.devices = run, place.devices
+        self.run, self.devices, self.cores = run, place.devices, place.cores
         self._ray = ray
         resources = place.actor.get("resources")
         bundle = {"GPU": 1.0, **(resources if isinstance(resources, dict) else {})}

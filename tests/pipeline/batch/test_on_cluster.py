@@ -100,5 +100,5 @@ def test_a_cell_of_a_lost_actor_is_done_by_another(cluster: RayCluster, tmp_path
 def two_gpus(cluster: RayCluster) -> Reservation:
     environment = cluster.find_environment(resolve_target("llvm"))
     assert environment is not None
-    place = MeasuringPlace(environment, devices=2, actor={"num_gpus": 1, "num_cpus": 0}, undisturbed=True)
+    place = MeasuringPlace(environment, devices=2, actor={"num_gpus": 1, "num_cpus": 0}, undisturbed=True, cores=1)
     return Reservation(cluster.ray, place, new_run())

@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -16,9 +17,11 @@ from tvm import te
 
 from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits, BuildPool
 from relaxtune.pipeline.tuning.measure.backend import Built, Unmeasured, build_all
+from relaxtune.pipeline.tuning.measure.recipe import Buildable, Recipe
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.templates.base import TemplateError
 from relaxtune.tuning_db.records import Status
 from tests.pipeline.tuning.tuning_cases import (
     Place,
@@ -30,13 +33,21 @@ from tests.pipeline.tuning.tuning_cases import (
 )
 
 
+@dataclass(frozen=True)
+class TellingRecipe(Recipe):
+    """A recipe that fails with what its process sees of the GPUs."""
+
+    def make(self) -> tvm.ir.IRModule:
+        raise TemplateError(f"GPUs: {os.environ.get('CUDA_VISIBLE_DEVICES')!r}")
+
+
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BuildPool]:
     with closing(BuildPool(1, tmp_path_factory.mktemp("artifacts"))) as opened:
         yield opened
 
 
-def build(pool: BuildPool, place: Place, *mods: tvm.ir.IRModule) -> list[Built]:
+def build(pool: BuildPool, place: Place, *mods: Buildable) -> list[Built]:
     return build_all(pool, mods, place.target.target)
 
 
@@ -48,6 +59,13 @@ def test_build_returns_a_loadable_artifact(pool: BuildPool, place: Place) -> Non
     out = tvm.runtime.empty((16,), "float32")
     module["main"](tvm.runtime.tensor(a), out)
     assert (out.numpy() == a + 1).all()
+
+
+def test_a_build_process_sees_no_gpu(pool: BuildPool, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropping a module of CUDA code sets the GPU up, in every build process at the same time."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (result,) = build(pool, place, TellingRecipe(b"", place.target, ""))
+    assert "GPUs: ''" in str(result.error)
 
 
 @pytest.mark.parametrize("function", ["exp", "erf", "tanh"])

@@ -152,3 +152,16 @@ def test_a_server_that_cannot_import_says_why(tmp_path: Path) -> None:
         with pytest.raises(ChildDiedError, match="No module named 'no_such_worker'"):
             child.receive()
         child.kill()
+
+
+def test_children_end_at_the_same_time(server: ForkServer, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    children = [ChildProcess(module, {}, server), ChildProcess(module, {}, server)]
+    pids = [asked(child, "pid") for child in children]
+    done: list[str] = []
+    killpg, ask = os.killpg, ForkServer.ask
+    monkeypatch.setattr(os, "killpg", lambda pid, number: (done.append("signal"), killpg(pid, number)))
+    monkeypatch.setattr(ForkServer, "ask", lambda self, request: (done.append("wait"), ask(self, request))[1])
+    ChildProcess.kill_all(children)
+    assert done[:2] == ["signal", "signal"]
+    assert "wait" in done
+    assert all(gone(int(str(pid))) for pid in pids)

@@ -143,3 +143,21 @@ def test_what_tasks_begin_with_and_finals_come_first_in_the_order_of_the_tasks()
         for _ in range(8):
             done.get(timeout=30)
         assert device.given == ["w", "reference a", "a", "a", "a", "final a", "reference b", "b", "b", "a"]
+
+
+class Leaving(Device):
+    """Ends only while the other devices do."""
+
+    meeting = threading.Barrier(3, timeout=30)
+
+    def leave(self) -> None:
+        super().leave()
+        self.meeting.wait()
+
+    def close(self) -> None:
+        self.meeting.wait()
+
+
+def test_all_devices_end_at_the_same_time() -> None:
+    side_by_side(*(Leaving(name) for name in "abc")).close()
+    assert not Leaving.meeting.broken
