@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm_python import warm_workers
+
 if sys.dont_write_bytecode:
     # The tests start hundreds of Python processes. Without bytecode each compiles 3,000 modules: 4 s of CPU time.
     # It goes to a folder of its own, since whoever sets PYTHONDONTWRITEBYTECODE wants none beside the sources.
@@ -37,6 +39,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     ran = any(reporter.stats.get(outcome) for outcome in ("passed", "xfailed", "xpassed"))
     if reporter.stats.get("skipped") and not ran:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _workers_start_warm() -> Iterator[None]:
+    with warm_workers():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from relaxtune.pipeline.tuning.local.fork_server import has_gpu_open
 from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer
+from tests.warm_python import workers_start
 
 pytestmark = pytest.mark.skipif(not ForkServer.available(), reason="processes are forked on Linux only")
 
@@ -42,6 +44,12 @@ def answer(request):
         case _:
             raise ValueError(f"what is {request}?")
 """
+
+
+@pytest.fixture(autouse=True)
+def _as_users_start_them() -> Iterator[None]:
+    with workers_start(subprocess.Popen):
+        yield
 
 
 @pytest.fixture(scope="module")

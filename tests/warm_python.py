@@ -1,0 +1,266 @@
+"""Python processes that start warm: forks of one that has imported TVM and the stages.
+
+Hundreds of tests start a process of ours, or a run of `tune`, which starts three. Each would spend two to three seconds
+of a processor on its imports. `Popen` takes what `subprocess.Popen` takes. It forks `python -c` and `python -m` of this
+interpreter from a server, and starts everything else as ever. The result is a child of the process that asked, with
+memory, streams, environment, session, signals and exit code of its own. Tests of the start itself, or of what a fresh
+process imports, use `subprocess`. So do all under coverage: a fork writes no data.
+
+The server forks twice. The middle process ends at once. The system then gives its child to the nearest process above
+that adopts, and that is the one that asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+# What is imported before anything is forked: each of these alone would import TVM.
+MODULES = (
+    "relaxtune.pipeline.batch.worker",
+    "relaxtune.pipeline.cli.app",
+    "relaxtune.pipeline.jobs",
+    "relaxtune.pipeline.tuning.local.build_worker",
+    "relaxtune.pipeline.tuning.local.fork_server",
+    "relaxtune.pipeline.tuning.local.measure_worker",
+)
+_LIBC = ctypes.CDLL(None)
+_PR_SET_CHILD_SUBREAPER = 36
+_MESSAGE_BYTES_MAX = 1 << 20
+_DESCRIPTORS_MAX = 64
+# Descriptors from here on are free.
+_HIGH = 500
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What to run: `-c CODE` or `-m MODULE` with arguments, where, and under which descriptors."""
+
+    words: list[str]
+    environment: dict[str, str]
+    folder: str
+    descriptors: list[int]
+    new_session: bool
+    parent: int
+
+
+class Server:
+    """The process that forks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, start: _Start, descriptors: list[int]) -> int:
+        """Return the process id of a child of this process, which runs what is asked for."""
+        with self._lock:
+            control = self._control or self._open()
+            _adopt(True)
+            try:
+                socket.send_fds(control, [pickle.dumps(start)], descriptors)
+                answer = control.recv(_MESSAGE_BYTES_MAX)
+            finally:
+                _adopt(False)
+            if not answer:
+                raise RuntimeError("the server of warm processes ended; what it wrote is above")
+            return int(answer)
+
+    def close(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            self._process.wait()
+            self._process = None
+
+    def _open(self) -> socket.socket:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm_python", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                # One thread: what other threads hold at a fork stays held in the child.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        return self._control
+
+    def nested(self, descriptors: list[int]) -> None:
+        """Fork a server for this process; the descriptors are not the server's."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            self._control.close()
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for number in descriptors:
+                os.dup2(nothing, number)
+            _serve(theirs)
+        theirs.close()
+
+
+_SERVER = Server()
+
+
+class Popen(subprocess.Popen):
+    """A process, started warm where it is one of this interpreter's."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:
+        words = [os.fspath(word) for word in args] if isinstance(args, list | tuple) else []
+        warm = (
+            sys.platform == "linux"
+            and words[:1] == [sys.executable]
+            and words[1:2] in (["-c"], ["-m"])
+            and preexec_fn is None
+        )
+        if not warm or "COVERAGE_PROCESS_CONFIG" in os.environ:
+            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
+        streams = rest[3:9]
+        descriptors = {n: own if own >= 0 else n for n, own in enumerate((streams[0], streams[3], streams[5]))}
+        descriptors |= {n: n for n in pass_fds}
+        start = _Start(
+            words[1:],
+            dict(os.environ if env is None else env),
+            os.fspath(cwd or os.getcwd()),
+            list(descriptors),
+            bool(rest[-2]),
+            os.getpid(),
+        )
+        self.pid = _SERVER.start(start, list(descriptors.values()))
+        self._child_created = True
+        return self._close_pipe_fds(*streams)
+
+
+def run(words: list[str], *, timeout: float | None = None, **options: object) -> subprocess.CompletedProcess[str]:
+    """Do what `subprocess.run` does with captured text, warm."""
+    with Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
+
+
+@contextlib.contextmanager
+def workers_start(popen: type[subprocess.Popen]) -> Iterator[None]:
+    """Start the product's processes by this `Popen`."""
+    from relaxtune.pipeline.tuning.local import process
+
+    kept = process.subprocess
+    process.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+    try:
+        yield
+    finally:
+        process.subprocess = kept
+
+
+@contextlib.contextmanager
+def warm_workers() -> Iterator[None]:
+    """Let the product's processes start warm, and end their server."""
+    with workers_start(Popen):
+        yield
+    _SERVER.close()
+
+
+def _adopt(whether: bool) -> None:
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0)
+
+
+def _serve(control: socket.socket) -> NoReturn:
+    """Fork what is asked for until the asker is gone."""
+    # Out of the way of the descriptors that a process asks for.
+    low = control.detach()
+    control = socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _HIGH))
+    os.close(low)
+    while True:
+        message, descriptors, *_ = socket.recv_fds(control, _MESSAGE_BYTES_MAX, _DESCRIPTORS_MAX)
+        if not message:
+            os._exit(0)
+        middle = os.fork()
+        if not middle:
+            if os.fork():
+                os._exit(0)
+            start = pickle.loads(message)
+            _become(start, descriptors)
+            # Only now: whoever has a process may kill its group.
+            control.send(str(os.getpid()).encode())
+            control.close()
+            _prepare(start)
+            _run(*start.words)
+            sys.exit()
+        os.waitpid(middle, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _become(start: _Start, descriptors: list[int]) -> None:
+    """Have the parent, descriptors, session and folder that were asked for."""
+    while os.getppid() != start.parent:
+        time.sleep(0.001)
+    # Before what libraries do at exit: ONNX Runtime would wait for a thread that no fork has.
+    _LIBC.on_exit(_LIBC._exit, None)
+    kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for own, number in zip(kept, start.descriptors, strict=True):
+        os.dup2(own, number)
+        os.close(own)
+    if start.new_session:
+        os.setsid()
+    os.chdir(start.folder)
+
+
+def _prepare(start: _Start) -> None:
+    """Have what Python makes of its surroundings when it starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(start.environment)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    option, what, *arguments = start.words
+    given = [entry for entry in start.environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:] = [start.folder if option == "-m" else "", *dict.fromkeys([*given, *_PATH])]
+    sys.argv = [option, *arguments]
+    if "relaxtune.pipeline.tuning.local" not in what:
+        _SERVER.nested(start.descriptors)
+        warm_workers().__enter__()
+
+
+def _run(option: str, what: str, *_: str) -> None:
+    if option == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(what, "<string>", "exec"), vars(main))
+
+
+# Where this server finds modules.
+_PATH: list[str] = []
+
+
+if __name__ == "__main__":
+    from tests import warm_python
+
+    for name in MODULES:
+        importlib.import_module(name)
+    gc.freeze()
+    warm_python._PATH = [entry for entry in sys.path if entry]
+    warm_python._serve(socket.socket(fileno=int(sys.argv[1])))
