@@ -99,7 +99,7 @@ def open_axes(source: str | Path, axes: Sequence[str], shapes: Shapes) -> dict[s
     if name not in list_models():
         return opened
     for axis in axes:
-        if any(axis in shape for shape in opened.values()):
+        if axis in opened or any(axis in shape for shape in opened.values()):
             continue
         spec = next((s for s in get_preset(name).inputs if axis in s.shape and s.name not in opened), None)
         if spec is not None:
@@ -111,6 +111,13 @@ def list_symbols(specs: Sequence[TensorSpec]) -> list[str]:
     """Return the names of the symbolic axes of some tensors, each once; expressions over them are left out."""
     axes = (axis for spec in specs for axis in spec.shape)
     return list(dict.fromkeys(axis for axis in axes if isinstance(axis, str) and axis.isidentifier()))
+
+
+def batch_axis(specs: Sequence[TensorSpec]) -> str | None:
+    """Return the symbolic axis that most tensors have first, None where none has any."""
+    first = [spec.shape[0] for spec in specs if spec.shape]
+    symbols = [axis for axis in first if isinstance(axis, str) and axis.isidentifier()]
+    return max(symbols, key=symbols.count, default=None)
 
 
 def bucket_shapes(specs: Sequence[TensorSpec], bucket: Bucket) -> dict[str, tuple[Dim, ...]]:

@@ -72,6 +72,20 @@ def parse_shape_override(text: str) -> tuple[str, tuple[Dim, ...]]:
     return name, tuple(axes)
 
 
+def parse_dim(text: str) -> tuple[str, int]:
+    """Return (axis, size) of one option such as `sequence=128`.
+
+    Raises
+    ------
+    ModelShapeError
+        The text has another form.
+    """
+    axis, _, size = (part.strip() for part in text.partition("="))
+    if not axis.isidentifier() or not size.isdecimal():
+        raise ModelShapeError(f"{text!r} cannot be read: expected AXIS=SIZE, such as sequence=128")
+    return axis, int(size)
+
+
 def _evaluate(node: ast.expr, bindings: Mapping[str, int]) -> int | None:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value

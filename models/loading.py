@@ -39,8 +39,9 @@ def load_model(
         A path to an `.onnx` file, or a name from `list_models()`, with `:fp16` behind it for the graph in that
         precision (`bert-base:fp16`).
     shapes
-        Input name to shape, numbers or names. For a zoo name the axes of any one input decide the whole graph (batch 1,
-        sequence 128 and past_sequence 127 where nothing is said). For a file, axes of one name are pinned everywhere.
+        Input name to shape, numbers or names; or the name of an axis to its one size in all inputs. For a zoo name the
+        axes of any one input decide the whole graph (batch 1, sequence 128 and past_sequence 127 where nothing is
+        said). For a file, axes of one name are pinned everywhere.
     precision
         "fp32" or "fp16": what a zoo model is built in (when None, as its name says, else fp32). A file keeps the
         precision it has.

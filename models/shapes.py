@@ -32,6 +32,8 @@ def _shape_of(value: onnx.ValueInfoProto) -> tuple[Dim, ...]:
 def bind_shapes(specs: Sequence[TensorSpec], shapes: Shapes, model: str) -> dict[str, Dim]:
     """Return what the overrides say of every symbolic dimension: a number, or another name.
 
+    An override is of an input, or of an axis in all inputs: `{"sequence": (128,)}`; an input of that name goes first.
+
     Raises
     ------
     ModelShapeError
@@ -40,27 +42,41 @@ def bind_shapes(specs: Sequence[TensorSpec], shapes: Shapes, model: str) -> dict
     by_name = {spec.name: spec for spec in specs}
     bindings: dict[str, Dim] = {}
     said_by: dict[str, str] = {}
+    symbols = {axis for spec in specs for axis in spec.shape if isinstance(axis, str) and axis.isidentifier()}
     for name, shape in shapes.items():
+        if name in symbols - by_name.keys() and len(shape) == 1:
+            first = next(spec for spec in specs if name in spec.shape)
+            bound = _bind_axis(first, first.shape.index(name), name, shape[0])
+            _bind(bindings, said_by, bound, f"axis {name!r}", model)
+            continue
         if name not in by_name:
-            msg = f"model {model!r} has no input {name!r}; its inputs are {'; '.join(str(spec) for spec in specs)}"
+            msg = (
+                f"model {model!r} has no input and no symbolic axis {name!r}; its inputs are "
+                f"{'; '.join(str(spec) for spec in specs)}"
+            )
             raise ModelShapeError(msg)
         spec = by_name[name]
         if len(shape) != len(spec.shape):
             msg = f"shape of input {name!r} has {len(shape)} axes, expected {len(spec.shape)} as in {spec}"
             raise ModelShapeError(msg)
         for axis, (have, want) in enumerate(zip(spec.shape, shape, strict=True)):
-            bound = _bind_axis(spec, axis, have, want)
-            if bound is None:
-                continue
-            symbol, value = bound
-            if bindings.setdefault(symbol, value) != value:
-                msg = (
-                    f"dimension {symbol!r} of model {model!r} is {bindings[symbol]} by input {said_by[symbol]!r} and "
-                    f"{value} by input {name!r}; give one value"
-                )
-                raise ModelShapeError(msg)
-            said_by.setdefault(symbol, name)
+            _bind(bindings, said_by, _bind_axis(spec, axis, have, want), f"input {name!r}", model)
     return bindings
+
+
+def _bind(
+    bindings: dict[str, Dim], said_by: dict[str, str], bound: tuple[str, Dim] | None, by: str, model: str
+) -> None:
+    if bound is None:
+        return
+    symbol, value = bound
+    if bindings.setdefault(symbol, value) != value:
+        msg = (
+            f"dimension {symbol!r} of model {model!r} is {bindings[symbol]} by {said_by[symbol]} and {value} by {by}; "
+            "give one value"
+        )
+        raise ModelShapeError(msg)
+    said_by.setdefault(symbol, by)
 
 
 def _bind_axis(spec: TensorSpec, axis: int, have: Dim, want: Dim) -> tuple[str, Dim] | None:

@@ -70,8 +70,8 @@ def read_histogram(path: Path) -> tuple[SizePoint, ...]:
     return tuple(SizePoint(sizes, found[sizes]) for sizes in sorted(found, key=_order))
 
 
-def check_axes(points: Sequence[SizePoint], specs: Sequence[TensorSpec]) -> None:
-    """Check that the axes of points are symbolic ones of the inputs.
+def check_axes(points: Sequence[SizePoint], specs: Sequence[TensorSpec], where: str = "the lengths") -> None:
+    """Check that the axes of points are symbolic ones of the inputs; `where` is what messages call their place.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def check_axes(points: Sequence[SizePoint], specs: Sequence[TensorSpec]) -> None
     unknown = [axis for point in points for axis, _ in point.sizes if axis not in symbols]
     if unknown:
         raise ModelShapeError(
-            f"axis {unknown[0]!r} of the lengths is no symbolic axis of the inputs: expected one of "
+            f"axis {unknown[0]!r} of {where} is no symbolic axis of the inputs: expected one of "
             f"{', '.join(symbols) or '(they have none)'}"
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,19 +11,16 @@ import numpy as np
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.axis_profile import sizes_within
+from relaxtune.models.buckets import batch_axis
 from relaxtune.models.inputs import unpadded_inputs
-from relaxtune.models.size_histogram import check_axes, few_points, read_histogram
+from relaxtune.models.size_histogram import SizePoint, check_axes, few_points, read_histogram
 from relaxtune.pipeline.artifact.directory import record_validation
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.bench.lengths import LengthsReport, measure_lengths
-from relaxtune.pipeline.bench.measure import (
-    DEFAULT_RUNS,
-    DEFAULT_WARMUP,
-    ORT_ARM,
-    BenchmarkReport,
-    measure_module,
-)
+from relaxtune.pipeline.bench.measure import OWN_ARM, BenchmarkReport
+from relaxtune.pipeline.bench.request import BenchRequest
+from relaxtune.pipeline.bench.side_by_side import LoadedArtifact, side_by_side
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.job_outcomes import artifact_of, environment_of, note_benchmark, note_validation
 from relaxtune.pipeline.validate.comparison import Comparison, compare_manifests, compare_outputs
@@ -146,25 +143,38 @@ def validate_artifact(
 def bench_artifact(
     directory: Path,
     source: str | Path | None = None,
+    request: BenchRequest | None = None,
     *,
-    against: frozenset[str] = frozenset({ORT_ARM}),
-    runs: int = DEFAULT_RUNS,
-    warmup: int = DEFAULT_WARMUP,
-    seed: int = 0,
     database: DatabasePlace | None = None,
 ) -> tuple[Module, dict[str, BenchmarkReport]]:
     """Return an artifact's module and its latencies beside those of peers, taking turns.
 
-    The latencies are by bucket and `symbolic`; of an artifact without buckets there is one, named "".
-    Inputs are random, with masks that hide nothing.
+    The latencies are by bucket and `symbolic`; without buckets, or at sizes that the request names, there is one,
+    named "". Inputs are random, with masks that hide nothing.
+
+    Raises
+    ------
+    UsageError
+        A peer does not compute on the artifact's device, or latencies under load are to be noted in a database.
     """
-    module = Module.load(directory)
+    asked = request or BenchRequest()
+    if database is not None and asked.streams > 1:
+        raise UsageError(
+            "latencies of several callers at once are not noted in a database; leave --db or --streams out"
+        )
+    artifact = LoadedArtifact.load(directory, asked.streams)
+    module = artifact.module
     model = reference_model(module, source)
+    check_axes([SizePoint(tuple(asked.dims.items()), 1)], model.inputs, "--dim")
+    routes: Mapping[str, Mapping[str, int]] = {"": asked.dims} if asked.dims else route_sizes(module, model) or {"": {}}
     reports: dict[str, BenchmarkReport] = {}
-    with nullcontext() if database is None else SqlDatabase.open(database) as opened:
-        for name, dims in (route_sizes(module, model) or {"": {}}).items():
-            inputs = unpadded_inputs(model, seed=seed, dims=sizes_within(model, module.manifest.maxima, dims))
-            report = measure_module(module, model, inputs, against=against, runs=runs, warmup=warmup)
+    with (
+        nullcontext() if database is None else SqlDatabase.open(database) as opened,
+        side_by_side(artifact, model, asked) as peers,
+    ):
+        for name, dims in routes.items():
+            inputs = unpadded_inputs(model, seed=asked.seed, dims=sizes_within(model, module.manifest.maxima, dims))
+            report = peers.measure({OWN_ARM: artifact}, inputs)
             reports[name] = replace(report, conditions={**report.conditions, "shape": name}) if name else report
             if opened is not None:
                 manifest = module.manifest
@@ -176,11 +186,7 @@ def bench_lengths(
     directories: Sequence[Path],
     histogram: Path,
     source: str | Path | None = None,
-    *,
-    against: frozenset[str] = frozenset({ORT_ARM}),
-    runs: int = DEFAULT_RUNS,
-    warmup: int = DEFAULT_WARMUP,
-    seed: int = 0,
+    request: BenchRequest | None = None,
 ) -> LengthsReport:
     """Return the latencies of artifacts of one model, and of peers, at the sizes of a file.
 
@@ -191,16 +197,54 @@ def bench_lengths(
     ModelShapeError, UsageError
         The file cannot be read or is of other axes; an artifact is of another model, or two have one name.
     """
-    modules = [Module.load(directory) for directory in directories]
+    points = read_histogram(histogram)
+    return _bench_points(directories, source, request, lambda model: few_points(points, _LENGTHS_MAX))
+
+
+def bench_batches(
+    directories: Sequence[Path],
+    sizes: Sequence[int],
+    source: str | Path | None = None,
+    request: BenchRequest | None = None,
+) -> LengthsReport:
+    """Return the latencies of artifacts of one model, and of peers, at sizes of the batch: the inputs' first axis.
+
+    Raises
+    ------
+    UsageError
+        The batch of the first artifact has one size; an artifact is of another model, or two have one name.
+    """
+
+    def points(model: OnnxModel) -> list[SizePoint]:
+        axis = batch_axis(model.inputs)
+        if axis is None:
+            shapes = "; ".join(map(str, model.inputs))
+            raise UsageError(
+                f"no first axis of the inputs is symbolic ({shapes}), so that the artifact takes one batch; compile it "
+                "with a name there, such as --shape input_ids=batchx128"
+            )
+        return [SizePoint(((axis, size),), 1) for size in sizes]
+
+    return _bench_points(directories, source, request, points)
+
+
+def _bench_points(
+    directories: Sequence[Path],
+    source: str | Path | None,
+    request: BenchRequest | None,
+    choose: Callable[[OnnxModel], Sequence[SizePoint]],
+) -> LengthsReport:
+    asked = request or BenchRequest()
     names = [directory.resolve().name for directory in directories]
     if len(set(names)) < len(names):
         raise UsageError(f"artifacts are told apart by the names of their directories, got {', '.join(names)}")
-    model, *_ = [reference_model(module, source or modules[0].manifest.source) for module in modules]
-    points = read_histogram(histogram)
+    loaded = [LoadedArtifact.load(directory, asked.streams) for directory in directories]
+    first = loaded[0].module.manifest.source
+    model, *_ = [reference_model(one.module, source or first) for one in loaded]
+    points = choose(model)
     check_axes(points, model.inputs)
-    artifacts = dict(zip(names, modules, strict=True))
-    few = few_points(points, _LENGTHS_MAX)
-    return measure_lengths(artifacts, model, few, against=against, runs=runs, warmup=warmup, seed=seed)
+    check_axes([SizePoint(tuple(asked.dims.items()), 1)], model.inputs, "--dim")
+    return measure_lengths(dict(zip(names, loaded, strict=True)), model, points, asked)
 
 
 def compare_builds(

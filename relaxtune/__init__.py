@@ -41,6 +41,7 @@ __all__ = [
     "BatchEvent",
     "BatchResult",
     "BatchRun",
+    "BenchRequest",
     "BenchmarkReport",
     "CallRecorder",
     "CandidateEvent",

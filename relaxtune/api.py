@@ -19,6 +19,7 @@ from relaxtune.pipeline.batch.driver import BatchRun
 from relaxtune.pipeline.batch.events import BatchEvent, BatchResult, CandidateEvent, CellEvent
 from relaxtune.pipeline.batch.plan import read_plan
 from relaxtune.pipeline.bench.measure import BenchmarkReport
+from relaxtune.pipeline.bench.request import BenchRequest
 from relaxtune.pipeline.errors import (
     ArtifactError,
     ImportFailedError,
@@ -56,6 +57,7 @@ __all__ = [
     "BatchEvent",
     "BatchResult",
     "BatchRun",
+    "BenchRequest",
     "BenchmarkReport",
     "CallRecorder",
     "CandidateEvent",
@@ -119,7 +121,7 @@ class ModelOptions(TypedDict, total=False):
     portable
         Whether PTX is kept beside a GPU's code, so that newer GPUs run it too.
     shapes
-        Input name -> shape; a name instead of a size stays symbolic.
+        Input name -> shape, where a name instead of a size stays symbolic; or axis -> `(size,)`, in all inputs.
     buckets
         Symbolic axis -> sizes that get code of their own.
     profile
@@ -295,10 +297,18 @@ def validate(
 
 
 def bench(
-    directory: str | Path, model: str | Path | None = None, *, runs: int = 50, database: str | Path | None = None
+    directory: str | Path,
+    model: str | Path | None = None,
+    request: BenchRequest | None = None,
+    *,
+    database: str | Path | None = None,
 ) -> dict[str, BenchmarkReport]:
-    """Return the latency of an artifact beside ONNX Runtime, by shape bucket; without buckets the one key is ""."""
-    return bench_artifact(Path(directory), model, runs=runs, database=database)[1]
+    """Return the latency of an artifact beside peers', by shape bucket; without buckets the one key is "".
+
+    `request` says which peers, how long, how many callers at once; by default ONNX Runtime, 50 runs. A peer without a
+    latency is in the report with the reason; `raise_if_failed()` raises for those that ran and failed.
+    """
+    return bench_artifact(Path(directory), model, request, database=database)[1]
 
 
 def compare(

@@ -12,17 +12,10 @@ from relaxtune.models.axis_profile import sizes_within
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.models.size_histogram import SizePoint
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.bench.measure import (
-    ORT_ARM,
-    Arm,
-    BenchmarkReport,
-    measure,
-    module_arm,
-    onnxruntime_arms,
-    run_conditions,
-)
+from relaxtune.pipeline.bench.measure import BenchmarkReport
+from relaxtune.pipeline.bench.request import BenchRequest
+from relaxtune.pipeline.bench.side_by_side import LoadedArtifact, side_by_side
 from relaxtune.pipeline.errors import UsageError
-from relaxtune.pipeline.threads import configure_threads
 
 
 @dataclass(frozen=True)
@@ -58,47 +51,44 @@ def median_ms(report: BenchmarkReport, name: str) -> float | None:
     return next((arm.median_ms for arm in report.arms if arm.name == name), None)
 
 
+def rows_per_s(point: SizePoint, report: BenchmarkReport, name: str) -> float | None:
+    """Return how many rows of the batch an arm computes in a second, all callers together; the point's size is that."""
+    arm = next((arm for arm in report.arms if arm.name == name), None)
+    return None if arm is None else arm.calls_per_s * point.sizes[0][1]
+
+
 def measure_lengths(
-    artifacts: Mapping[str, Module],
-    model: OnnxModel,
-    points: Sequence[SizePoint],
-    *,
-    against: frozenset[str] = frozenset({ORT_ARM}),
-    runs: int,
-    warmup: int,
-    seed: int = 0,
+    artifacts: Mapping[str, LoadedArtifact], model: OnnxModel, points: Sequence[SizePoint], request: BenchRequest
 ) -> LengthsReport:
     """Return the latency of artifacts and peers at each point, where all take turns.
 
     Parameters
     ----------
-    artifacts : mapping of str to Module
+    artifacts : mapping of str to LoadedArtifact
         By the names of their arms, the first with symbolic axes. One with buckets takes and returns host arrays, as it
         pads there; the others' inputs are on their device before the clock starts.
     model : OnnxModel
         With symbolic axes.
+    request : BenchRequest
+        Peers and how long; its `dims` are sizes of axes that the points leave open.
 
     Raises
     ------
     UsageError
-        `against` names something unknown, or the first artifact takes no more of an axis than a point has.
+        The first artifact takes no more of an axis than a point has.
     """
-    unknown = against - {ORT_ARM}
-    if unknown:
-        raise UsageError(f"cannot measure against {', '.join(sorted(unknown))}; expected {ORT_ARM}")
-    threads = configure_threads()
     first = next(iter(artifacts.values()))
+    maxima = first.module.manifest.maxima
+    for axis, size in (pair for point in points for pair in point.sizes):
+        if size > maxima.get(axis, size):
+            raise UsageError(f"the lengths have {axis}={size}, the artifact was compiled for {maxima[axis]} at most")
     measured = []
-    for point in points:
-        for axis, size in point.sizes:
-            most = first.manifest.maxima.get(axis)
-            if most is not None and size > most:
-                raise UsageError(f"the lengths have {axis}={size}, the artifact was compiled for {most} at most")
-        inputs = unpadded_inputs(model, seed=seed, dims=sizes_within(model, first.manifest.maxima, dict(point.sizes)))
-        arms: dict[str, Arm] = {name: _arm(one, inputs) for name, one in artifacts.items() if _takes(one, inputs)}
-        if ORT_ARM in against:
-            arms |= onnxruntime_arms(model, inputs, first.manifest.target.kind, threads=threads)
-        measured.append((point, measure(arms, runs=runs, warmup=warmup, conditions=run_conditions(first))))
+    with side_by_side(first, model, request) as peers:
+        for point in points:
+            dims = sizes_within(model, maxima, {**request.dims, **dict(point.sizes)})
+            inputs = unpadded_inputs(model, seed=request.seed, dims=dims)
+            taking = {name: one for name, one in artifacts.items() if _takes(one.module, inputs)}
+            measured.append((point, peers.measure(taking, inputs)))
     return LengthsReport(tuple(measured))
 
 
@@ -109,13 +99,3 @@ def _takes(module: Module, inputs: Mapping[str, np.ndarray]) -> bool:
         for spec in module.inputs
         for axis, size in zip(spec.shape, inputs[spec.name].shape, strict=True)
     )
-
-
-def _arm(module: Module, inputs: Mapping[str, np.ndarray]) -> Arm:
-    if module.manifest.buckets is None:
-        return module_arm(module, inputs)
-
-    def run() -> None:
-        module.run(inputs)
-
-    return run

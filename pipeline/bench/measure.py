@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import onnxruntime
@@ -20,13 +20,16 @@ from rich.table import Table
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
 from relaxtune.pipeline.threads import configure_threads
 from relaxtune.pipeline.validate.reference import peer_provider, peer_session, run_session
 
 logger = logging.getLogger(__name__)
 
-Arm = Callable[[], None]
+#: Runs once and returns when its result is there. One in another process returns its own time (ms).
+Arm = Callable[[], float | None]
+#: Runs all its callers for so many seconds; returns their latencies (ms) and the seconds that it took.
+LoadArm = Callable[[float], tuple[list[float], float]]
 
 DEFAULT_RUNS = 50
 DEFAULT_WARMUP = 10
@@ -35,13 +38,17 @@ OWN_ARM = "relaxtune"
 ORT_ARM = "ort"
 UNTUNED_ARM = "untuned"
 
+# Turns of each arm within the seconds that it runs under load.
+_WINDOWS = 10
+
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The latencies of one arm in milliseconds, in the order measured."""
+    """The latencies of one arm in milliseconds, in the order measured; `busy_s` where several callers took them."""
 
     name: str
     latencies_ms: tuple[float, ...]
+    busy_s: float | None = None
 
     @property
     def median_ms(self) -> float:
@@ -51,14 +58,20 @@ class ArmResult:
     @property
     def p95_ms(self) -> float:
         """The latency that 95 of 100 runs do not exceed."""
-        return self._quantile(0.95)
+        return self.quantile(0.95)
 
     @property
     def spread(self) -> float:
         """The distance from the 10th to the 90th percentile, over the median."""
-        return (self._quantile(0.9) - self._quantile(0.1)) / self.median_ms
+        return (self.quantile(0.9) - self.quantile(0.1)) / self.median_ms
 
-    def _quantile(self, share: float) -> float:
+    @property
+    def calls_per_s(self) -> float:
+        """The throughput: calls over the time that they took, of all callers together."""
+        return len(self.latencies_ms) / (sum(self.latencies_ms) / 1e3 if self.busy_s is None else self.busy_s)
+
+    def quantile(self, share: float) -> float:
+        """Return the latency that this share of the runs do not exceed."""
         ordered = sorted(self.latencies_ms)
         return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
@@ -75,12 +88,20 @@ class BenchmarkReport:
         Timed and untimed runs of each.
     conditions
         What the numbers are true for: device, versions, thread counts.
+    duration_s
+        How long each arm ran, where that decided how often; `runs` are then those of the arm with fewest.
+    left_out, failed, wrong
+        Peers without a latency, and why: not installed, not able to run the model, a wrong result.
     """
 
     arms: tuple[ArmResult, ...]
     runs: int
     warmup: int
     conditions: Mapping[str, str]
+    duration_s: float | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    wrong: Mapping[str, str] = field(default_factory=dict)
 
     def arm(self, name: str) -> ArmResult:
         """Return an arm by name."""
@@ -96,13 +117,31 @@ class BenchmarkReport:
             {
                 **asdict(arm),
                 "median_ms": arm.median_ms,
-                "p95_ms": arm.p95_ms,
+                **{f"p{share}_ms": arm.quantile(share / 100) for share in (90, 95, 99)},
+                "calls_per_s": arm.calls_per_s,
                 "spread": arm.spread,
                 "ratio": self.ratio(arm.name),
             }
             for arm in self.arms
         ]
-        return {"arms": arms, "runs": self.runs, "warmup": self.warmup, "conditions": dict(self.conditions)}
+        return {**asdict(self), "arms": arms}
+
+    def raise_if_failed(self) -> None:
+        """Raise for peers that were asked for, are installed, and have no latency.
+
+        Raises
+        ------
+        ValidationFailedError
+            One computes something else than ONNX Runtime on the CPU.
+        PipelineError
+            One cannot run the model.
+        """
+        if self.wrong:
+            told = "; ".join(f"{name}: {why}" for name, why in self.wrong.items())
+            raise ValidationFailedError(f"not timed, since the result is wrong: {told}")
+        if self.failed:
+            told = "; ".join(f"{name}: {why}" for name, why in self.failed.items())
+            raise PipelineError(f"not timed, since it cannot run the model: {told}. Leave it out of --against")
 
 
 def measure(
@@ -154,8 +193,8 @@ def measure(
             if settle:
                 arm()
             started = time.perf_counter_ns()
-            arm()
-            latencies[name].append((time.perf_counter_ns() - started) / 1e6)
+            told = arm()
+            latencies[name].append((time.perf_counter_ns() - started) / 1e6 if told is None else told)
         if until is not None and until(latencies):
             runs = turn + 1
             break
@@ -163,42 +202,37 @@ def measure(
     return BenchmarkReport(results, runs, warmup, dict(conditions or {}))
 
 
-def measure_module(
-    module: Module,
-    model: OnnxModel,
-    inputs: Mapping[str, np.ndarray],
+def measure_load(
+    arms: Mapping[str, LoadArm],
     *,
-    against: frozenset[str] = frozenset({ORT_ARM}),
-    runs: int = DEFAULT_RUNS,
+    seconds: float,
     warmup: int = DEFAULT_WARMUP,
+    conditions: Mapping[str, str] | None = None,
 ) -> BenchmarkReport:
-    """Return the latency of a module, side by side with others on the same inputs and thread count.
+    """Return latencies and throughput of arms that each run for so many seconds, in ten windows that alternate.
 
     Parameters
     ----------
-    module : Module
-        Its arm is called `relaxtune`.
-    model : OnnxModel
-        What the others run.
-    inputs : mapping of str to array
-        Of one inference; the module has them on its device before the clock starts.
-    against : frozenset of str
-        `ort`: ONNX Runtime on the same device, every optimisation on; left out where it does not run there.
-
-    Raises
-    ------
-    UsageError
-        `against` names something unknown.
+    arms : mapping of str to callable
+        Each runs all its callers for the seconds of a window.
+    seconds : float
+        How long each arm runs, all windows together.
+    warmup : int
+        Unless it is 0, a window of each arm comes first that does not count.
+    conditions : mapping or None
+        Kept in the report.
     """
-    unknown = against - {ORT_ARM}
-    if unknown:
-        raise UsageError(f"cannot measure against {', '.join(sorted(unknown))}; expected {ORT_ARM}")
-    # Before anything else of this thread: a pool that exists cannot grow, and pins whatever starts after it.
-    threads = configure_threads()
-    arms: dict[str, Arm] = {OWN_ARM: module_arm(module, inputs)}
-    if ORT_ARM in against:
-        arms |= onnxruntime_arms(model, inputs, module.manifest.target.kind, threads=threads)
-    return measure(arms, runs=runs, warmup=warmup, conditions=run_conditions(module))
+    latencies: dict[str, list[float]] = {name: [] for name in arms}
+    busy_s = dict.fromkeys(arms, 0.0)
+    for window in range(0 if warmup else 1, _WINDOWS + 1):
+        for name, arm in arms.items():
+            taken, took_s = arm(seconds / _WINDOWS)
+            if window:
+                latencies[name] += taken
+                busy_s[name] += took_s
+    results = tuple(ArmResult(name, tuple(values), busy_s[name]) for name, values in latencies.items())
+    fewest = min(len(values) for values in latencies.values())
+    return BenchmarkReport(results, fewest, warmup, dict(conditions or {}), duration_s=seconds)
 
 
 def run_conditions(module: Module) -> dict[str, str]:
@@ -266,16 +300,18 @@ def onnxruntime_arms(
 def render(report: BenchmarkReport) -> Table:
     """Return the report as a table for a terminal."""
     conditions = ", ".join(f"{name} {value}" for name, value in report.conditions.items())
-    table = Table(title="latency, ms", caption=f"{report.runs} runs after {report.warmup}; {conditions}")
-    for column in ("arm", "median", "p95", "min", "spread", "ratio"):
+    runs = f"{report.runs} runs" if report.duration_s is None else f"{report.duration_s:g} s of each arm"
+    table = Table(title="latency, ms", caption=f"{runs} after a warm-up ({report.warmup}); {conditions}")
+    for column in ("arm", "median", "p90", "p95", "p99", "min", "calls/s", "spread", "ratio"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm in report.arms:
         ratio = report.ratio(arm.name)
         table.add_row(
             arm.name,
             f"{arm.median_ms:.3f}",
-            f"{arm.p95_ms:.3f}",
+            *(f"{arm.quantile(share):.3f}" for share in (0.9, 0.95, 0.99)),
             f"{min(arm.latencies_ms):.3f}",
+            f"{arm.calls_per_s:.1f}",
             f"{arm.spread:.0%}",
             f"{ratio:.2f}",
         )

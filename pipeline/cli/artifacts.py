@@ -14,6 +14,7 @@ import typer
 from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.cli.options import (
     ArtifactArgument,
+    DimOption,
     FormatOption,
     LengthsOption,
     OutcomeDatabaseOption,
@@ -22,6 +23,8 @@ from relaxtune.pipeline.cli.options import (
     SeedOption,
     ToleranceOptions,
     VerifyKeyOption,
+    parse_dims,
+    parse_sizes,
     require_signed,
 )
 from relaxtune.pipeline.cli.output import OutputFormat, TableView, emit, print_json, print_table, stdout_console
@@ -31,6 +34,7 @@ from relaxtune.tuning_db.urls import DatabaseUrl
 if TYPE_CHECKING:
     from relaxtune.pipeline.artifact_jobs import ValidatedArtifact, ValidationRequest
     from relaxtune.pipeline.bench.lengths import LengthsReport
+    from relaxtune.pipeline.bench.request import BenchRequest
     from relaxtune.pipeline.bisect import Bisection, FaultyKernel
 
 logger = logging.getLogger(__name__)
@@ -169,58 +173,106 @@ def compare(
     comparison.raise_if_failed()
 
 
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is measured beside an artifact, for how long, and with how many callers."""
+
+    against: str = option(
+        "ort", "Peers: ort, ort-cuda, torch, torch-compile, tensorrt; '' for none.", metavar="PEER,.."
+    )
+    runs: int = option(50, "Timed runs of each arm.", min=1)
+    warmup: int = option(10, "Runs of each arm before.", min=0)
+    duration: float | None = option(None, "In place of --runs: seconds that each arm runs.", metavar="SECONDS")
+    streams: int = option(1, "Callers at once: throughput, and latencies under load.", min=1)
+    dim: DimOption = None
+    torch: str | None = option(
+        None, "For torch and torch-compile: what returns the torch.nn.Module.", metavar="MODULE:FACTORY"
+    )
+    peer_python: Path | None = option(None, "Interpreter of the peers' processes. Default: this one.", metavar="PYTHON")
+    seed: SeedOption = 0
+
+    def request(self) -> BenchRequest:
+        """Return the request that these options are."""
+        from relaxtune.pipeline.bench.request import BenchRequest
+
+        return BenchRequest(
+            against=tuple(name.strip() for name in self.against.split(",") if name.strip()),
+            runs=self.runs,
+            warmup=self.warmup,
+            duration_s=self.duration,
+            streams=self.streams,
+            torch_module=self.torch,
+            python=self.peer_python,
+            dims=parse_dims(self.dim),
+            seed=self.seed,
+        )
+
+
+@takes_groups()
 def bench(
     directory: ArtifactArgument,
+    options: BenchOptions,
     model: ReferenceOption = None,
-    against: Annotated[str, typer.Option("--against", metavar="ort,...", help="Peers, or nothing: ''.")] = "ort",
-    runs: Annotated[int, typer.Option("--runs", min=1, help="Timed runs of each arm.")] = 50,
-    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Runs of each arm before.")] = 10,
-    seed: SeedOption = 0,
     db: OutcomeDatabaseOption = None,
     lengths: LengthsOption = None,
+    batch_sweep: Annotated[
+        str | None,
+        typer.Option("--batch-sweep", metavar="1,2,4,8", help="Sizes of the batch, the inputs' first axis."),
+    ] = None,
     beside: Annotated[
         list[Path] | None,
-        typer.Option("--beside", metavar="DIR", help="With --lengths: another artifact of the model (repeatable)."),
+        typer.Option("--beside", metavar="DIR", help="Another artifact of the model, at these sizes (repeatable)."),
     ] = None,
     plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE.svg", help="With --lengths: where to draw latency over length."),
+        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Where to draw latency and throughput over sizes.")
     ] = None,
     verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Measure the latency of an artifact, of each shape bucket if it has any, side by side with peers, taking turns.
+    """Measure an artifact, each shape bucket if it has any, side by side with peers, taking turns.
 
-    Inputs are random, with masks that hide nothing. With --lengths, the sizes are those of real calls.
+    Each peer has a process of its own, and is timed only if its outputs are right. Inputs are random, with masks that
+    hide nothing. --lengths measures at the sizes of real calls, --batch-sweep at sizes of the batch. Exits 1 where a
+    peer cannot run the model, 3 where its outputs are wrong; one that is not installed is left out.
     """
     from relaxtune.pipeline.artifact.bucket_routing import render_statistics
-    from relaxtune.pipeline.artifact_jobs import bench_artifact, bench_lengths
+    from relaxtune.pipeline.artifact_jobs import bench_artifact, bench_batches, bench_lengths
     from relaxtune.pipeline.bench.measure import render
 
-    require_signed(verify_key, directory)
-    peers = frozenset(name.strip() for name in against.split(",") if name.strip())
+    require_signed(verify_key, directory, *(beside or ()))
+    request = options.request()
+    if lengths is None and batch_sweep is None:
+        if beside or plot is not None:
+            raise UsageError("--beside and --plot go with --lengths FILE or --batch-sweep; give one of them too")
+        module, reports = bench_artifact(directory, model, request, database=db)
+        bucketed = module.manifest.buckets is not None
+        if output_format is OutputFormat.JSON:
+            routes = {name: report.to_json() for name, report in reports.items()}
+            print_json(
+                {"routes": routes, "statistics": module.statistics.to_json()}
+                if bucketed
+                else next(iter(routes.values()))
+            )
+        else:
+            for report in reports.values():
+                stdout_console().print(render(report))
+            if bucketed:
+                stdout_console().print(render_statistics(module.statistics))
+        for report in reports.values():
+            report.raise_if_failed()
+        return
+    if lengths is not None and batch_sweep is not None:
+        raise UsageError("--lengths and --batch-sweep both say the sizes; give one of them")
+    if db is not None:
+        raise UsageError("latencies over sizes are not noted in a database; leave --db out, --format json prints all")
+    directories = [directory, *(beside or ())]
     if lengths is not None:
-        for other in beside or ():
-            require_signed(verify_key, other)
-        if db is not None:
-            raise UsageError("--lengths is not noted in a database; leave --db out, --format json prints all values")
-        measured = bench_lengths(
-            [directory, *(beside or ())], lengths, model, against=peers, runs=runs, warmup=warmup, seed=seed
-        )
-        _show_lengths(measured, directory, plot, output_format)
-        return
-    if beside or plot is not None:
-        raise UsageError("--beside and --plot go with --lengths FILE; name the file of lengths too")
-    module, reports = bench_artifact(directory, model, against=peers, runs=runs, warmup=warmup, seed=seed, database=db)
-    bucketed = module.manifest.buckets is not None
-    if output_format is OutputFormat.JSON:
-        routes = {name: report.to_json() for name, report in reports.items()}
-        print_json({"routes": routes, "statistics": module.statistics.to_json()} if bucketed else routes[""])
-        return
-    for report in reports.values():
-        stdout_console().print(render(report))
-    if bucketed:
-        stdout_console().print(render_statistics(module.statistics))
+        measured = bench_lengths(directories, lengths, model, request)
+    else:
+        measured = bench_batches(directories, parse_sizes(batch_sweep or "", "--batch-sweep"), model, request)
+    _show_points(measured, directory, plot, output_format, rows=batch_sweep is not None)
+    for _, report in measured.points:
+        report.raise_if_failed()
 
 
 def run(
@@ -241,23 +293,29 @@ def run(
     emit(output_format, data, TableView(f"written to {outputs}", ("output", "dtype", "shape"), rows))
 
 
-def _show_lengths(report: LengthsReport, directory: Path, plot: Path | None, output_format: OutputFormat) -> None:
-    from relaxtune.pipeline.bench.lengths import median_ms
+def _show_points(
+    report: LengthsReport, directory: Path, plot: Path | None, output_format: OutputFormat, *, rows: bool
+) -> None:
+    """Show latencies over sizes; `rows`: of the batch, where what matters is rows a second, not the mean over calls."""
+    from relaxtune.pipeline.bench.lengths import median_ms, rows_per_s
     from relaxtune.pipeline.report.lengths_plot import lengths_plot
 
-    rows = [
-        (str(point), str(point.count), *(_ms(median_ms(one, arm)) for arm in report.arms))
-        for point, one in report.points
-    ]
-    rows.append(("mean over calls", "", *(_ms(report.mean_ms(arm)) for arm in report.arms)))
+    counted = () if rows else ("calls",)
+    columns = ("sizes", *counted, *report.arms, *(f"{arm}, rows/s" for arm in report.arms if rows))
+    lines = []
+    for point, one in report.points:
+        speeds = [rows_per_s(point, one, arm) for arm in report.arms if rows]
+        counts = () if rows else (str(point.count),)
+        medians = (_ms(median_ms(one, arm)) for arm in report.arms)
+        lines.append((str(point), *counts, *medians, *("" if speed is None else f"{speed:.1f}" for speed in speeds)))
+    if not rows:
+        lines.append(("mean over calls", "", *(_ms(report.mean_ms(arm)) for arm in report.arms)))
     conditions = ", ".join(f"{name} {value}" for name, value in report.points[0][1].conditions.items())
-    emit(
-        output_format,
-        report.to_json(),
-        TableView(f"median latency in ms; {conditions}", ("sizes", "calls", *report.arms), tuple(rows)),
-    )
+    emit(output_format, report.to_json(), TableView(f"median latency in ms; {conditions}", columns, tuple(lines)))
     if plot is not None:
-        plot.write_text(lengths_plot(report, f"{directory.name}: median latency of a call"), encoding="utf-8")
+        plot.write_text(
+            lengths_plot(report, f"{directory.name}: median latency of a call", rows=rows), encoding="utf-8"
+        )
 
 
 def _ms(value: float | None) -> str:

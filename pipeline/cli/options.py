@@ -43,6 +43,10 @@ ReferenceOption = Annotated[
     str | None,
     typer.Option("--model", metavar="MODEL", help="The ONNX model. Default: the one it was compiled from."),
 ]
+DimOption = Annotated[
+    list[str] | None,
+    typer.Option("--dim", metavar="AXIS=SIZE,...", help="Pin a symbolic axis in all inputs (repeatable)."),
+]
 LengthsOption = Annotated[
     Path | None,
     typer.Option("--lengths", metavar="FILE", help="Sizes of real calls: lines of 'sequence,count' (docs/shapes.md)."),
@@ -84,6 +88,7 @@ class ModelOptions:
     shape: list[str] | None = option(
         None, "Pin input shapes; a name instead of a size stays symbolic.", metavar="IN=1x128,..."
     )
+    dim: DimOption = None
     bucket: list[str] | None = option(
         None,
         "Sizes of a symbolic axis that get code of their own, beside code for any size (repeatable).",
@@ -132,7 +137,7 @@ class ModelOptions:
         lengths = read_histogram(self.lengths) if self.lengths is not None else ()
         return ModelRequest(
             source=self.model,
-            shapes=parse_shapes(self.shape),
+            shapes=_joined(parse_shapes(self.shape), parse_dims(self.dim)),
             target=self.target,
             portable=self.portable,
             lowering=LoweringOptions(
@@ -204,6 +209,42 @@ def parse_shapes(texts: list[str] | None) -> dict[str, tuple[int | str, ...]]:
 
     parts = [part for text in texts or () for part in text.split(",")]
     return _parse_named(parts, parse_shape_override, "--shape", "names input {!r} twice: {!r}; give each input once")
+
+
+def parse_dims(texts: list[str] | None) -> dict[str, int]:
+    """Return `--dim` values as axis -> size.
+
+    Raises
+    ------
+    UsageError
+        A text is not `axis=size`, or an axis is named twice.
+    """
+    from relaxtune.models.dims import parse_dim
+
+    parts = [part for text in texts or () for part in text.split(",")]
+    return _parse_named(parts, parse_dim, "--dim", "names axis {!r} twice: {!r}; give each axis once")
+
+
+def parse_sizes(text: str, option: str) -> tuple[int, ...]:
+    """Return the sizes of an option such as `1,2,4,8`, the smallest first.
+
+    Raises
+    ------
+    UsageError
+        The text has another form.
+    """
+    sizes = [part.strip() for part in text.split(",")]
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise UsageError(f"{option} {text!r}: expected sizes such as 1,2,4,8")
+    return tuple(sorted({int(size) for size in sizes}))
+
+
+def _joined(shapes: dict[str, tuple[int | str, ...]], dims: dict[str, int]) -> dict[str, tuple[int | str, ...]]:
+    """Return shapes and axes as one: a request takes axes as shapes of one size."""
+    both = sorted(shapes.keys() & dims.keys())
+    if both:
+        raise UsageError(f"--shape and --dim both name {both[0]!r}; name it once")
+    return {**shapes, **{axis: (size,) for axis, size in dims.items()}}
 
 
 def parse_buckets(texts: list[str] | None) -> dict[str, tuple[int, ...]]:

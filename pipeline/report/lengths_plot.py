@@ -1,65 +1,88 @@
-"""The plot of latency over length: a line for each arm, both axes logarithmic, as inline SVG."""
+"""The plot of latency, and of throughput, over sizes: a line for each arm, both axes logarithmic, as inline SVG."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from relaxtune.models.size_histogram import SizePoint
-from relaxtune.pipeline.bench.lengths import LengthsReport, median_ms
+from relaxtune.pipeline.bench.lengths import LengthsReport, median_ms, rows_per_s
+from relaxtune.pipeline.bench.measure import BenchmarkReport
 
 _COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b7791f", "#718096")
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 460, 80, 150, 50, 60
 
 
-def lengths_plot(report: LengthsReport, title: str) -> str:
+def lengths_plot(report: LengthsReport, title: str, *, rows: bool = False) -> str:
     """Return the plot of a report as an SVG file's text.
 
-    The axis with the most different sizes goes to the right; each set of the others' sizes is a line of its own.
+    The axis with the most different sizes goes to the right; each set of the others' sizes is a line of its own. `rows`
+    adds a second panel: rows of the batch a second.
     """
+    panels = [_panel(report, lambda point, one, arm: median_ms(one, arm), "ms", 0, legend=True)]
+    if rows:
+        panels.append(_panel(report, rows_per_s, "rows/s", _HEIGHT - _TOP // 2, legend=False))
+    height = _HEIGHT + (len(panels) - 1) * (_HEIGHT - _TOP // 2)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
+        f'height="{height}" font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
+        f"{_text(_LEFT, 24, title, size=16)}{''.join(panels)}</svg>\n"
+    )
+
+
+def _panel(
+    report: LengthsReport,
+    value_of: Callable[[SizePoint, BenchmarkReport, str], float | None],
+    unit: str,
+    down: int,
+    *,
+    legend: bool,
+) -> str:
+    """Return one panel, a line for each arm, moved `down` by so much."""
     points = [point for point, _ in report.points]
     axis = max((name for name, _ in points[0].sizes), key=lambda name: len({dict(one.sizes)[name] for one in points}))
-    medians = [ms for _, one in report.points for arm in report.arms if (ms := median_ms(one, arm)) is not None]
+    values = {
+        (point, arm): value
+        for point, one in report.points
+        for arm in report.arms
+        if (value := value_of(point, one, arm)) is not None
+    }
     across = _span([dict(point.sizes)[axis] for point in points])
-    up = _span(medians)
+    up = _span(list(values.values()))
 
     def x(size: float) -> float:
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * math.log(size / across[0]) / math.log(across[1] / across[0])
 
-    def y(ms: float) -> float:
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * math.log(ms / up[0]) / math.log(up[1] / up[0])
+    def y(value: float) -> float:
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * math.log(value / up[0]) / math.log(up[1] / up[0])
 
-    parts = [_text(_LEFT, 24, title, size=16)]
+    parts = []
     for size in _ticks(*across):
         parts.append(_line([(x(size), _TOP), (x(size), _HEIGHT - _BOTTOM)], "#e2e8f0", 1))
         parts.append(_text(x(size), _HEIGHT - _BOTTOM + 18, f"{size:g}", anchor="middle"))
-    for ms in _ticks(*up):
-        parts.append(_line([(_LEFT, y(ms)), (_WIDTH - _RIGHT, y(ms))], "#e2e8f0", 1))
-        parts.append(_text(_LEFT - 8, y(ms) + 4, f"{ms:g}", anchor="end"))
+    for tick in _ticks(*up):
+        parts.append(_line([(_LEFT, y(tick)), (_WIDTH - _RIGHT, y(tick))], "#e2e8f0", 1))
+        parts.append(_text(_LEFT - 8, y(tick) + 4, f"{tick:g}", anchor="end"))
     parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 14, axis, anchor="middle"))
-    parts.append(_text(_LEFT - 8, _TOP - 12, "ms", anchor="end"))
+    parts.append(_text(_LEFT - 8, _TOP - 12, unit, anchor="end"))
     for place, arm in enumerate(report.arms):
         colour = _COLOURS[place % len(_COLOURS)]
-        parts.append(
-            _line([(_WIDTH - _RIGHT + 16, _TOP + 22 * place), (_WIDTH - _RIGHT + 36, _TOP + 22 * place)], colour, 2)
-        )
-        parts.append(_text(_WIDTH - _RIGHT + 42, _TOP + 22 * place + 4, arm))
+        if legend:
+            level = _TOP + 22 * place
+            parts.append(_line([(_WIDTH - _RIGHT + 16, level), (_WIDTH - _RIGHT + 36, level)], colour, 2))
+            parts.append(_text(_WIDTH - _RIGHT + 42, level + 4, arm))
         for rest in dict.fromkeys(_others(point, axis) for point in points):
             drawn = [
-                (x(dict(point.sizes)[axis]), y(ms))
-                for point, one in report.points
-                if _others(point, axis) == rest and (ms := median_ms(one, arm)) is not None
+                (x(dict(point.sizes)[axis]), y(values[point, arm]))
+                for point in points
+                if _others(point, axis) == rest and (point, arm) in values
             ]
             parts.append(_line(drawn, colour, 2))
             parts += [f'<circle cx="{at:.1f}" cy="{up_to:.1f}" r="3" fill="{colour}"/>' for at, up_to in drawn]
             if drawn and rest and place == 0:
                 parts.append(_text(drawn[0][0] + 6, drawn[0][1] + 16, rest))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-        f'height="{_HEIGHT}" font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
-        f"{''.join(parts)}</svg>\n"
-    )
+    return f'<g transform="translate(0 {down})">{"".join(parts)}</g>'
 
 
 def _others(point: SizePoint, axis: str) -> str:

@@ -454,7 +454,10 @@ def test_external_data_of_attributes_and_subgraphs_is_checked(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"input": (1, 4)}, r"model 'model.onnx' has no input 'input'; its inputs are x: float32\[batch x 4\]"),
+        (
+            {"input": (1, 4)},
+            r"model 'model.onnx' has no input and no symbolic axis 'input'; its inputs are x: float32\[batch x 4\]",
+        ),
         ({"x": (1, 4, 1)}, r"shape of input 'x' has 3 axes, expected 2 as in x: float32\[batch x 4\]"),
         ({"x": (1, 5)}, r"axis 1 of input 'x' is static: expected 4 .* got 5"),
         ({"x": (1, "n")}, r"axis 1 of input 'x' is static: expected 4 .* got 'n'"),

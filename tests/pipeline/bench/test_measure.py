@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import json
 import time
-from pathlib import Path
 
 import numpy as np
 import onnxruntime
@@ -13,15 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from relaxtune.models import OnnxModel
-from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.bench.measure import (
-    ArmResult,
-    BenchmarkReport,
-    measure,
-    measure_module,
-    onnxruntime_arms,
-    render,
-)
+from relaxtune.pipeline.bench.measure import ArmResult, LoadArm, measure, measure_load, onnxruntime_arms, render
 from relaxtune.pipeline.errors import UsageError
 
 
@@ -58,18 +49,34 @@ def test_nothing_to_measure_is_an_error(runs: int, warmup: int) -> None:
         measure({})
 
 
-def test_a_module_is_measured_beside_onnx_runtime_with_the_same_threads(
-    artifact: Path, bert_tiny: OnnxModel, bert_inputs: dict[str, np.ndarray]
-) -> None:
-    report = measure_module(Module.load(artifact), bert_tiny, bert_inputs, runs=3, warmup=1)
-    assert [arm.name for arm in report.arms] == ["relaxtune", "ort"]
-    assert all(value > 0 for arm in report.arms for value in arm.latencies_ms)
-    assert report.conditions["tvm_threads"] == report.conditions["onnxruntime_threads"]
+def test_an_arm_that_times_itself_is_believed() -> None:
+    report = measure({"other process": lambda: 7.5}, runs=2, warmup=0)
+    assert report.arms[0].latencies_ms == (7.5, 7.5)
+
+
+def test_arms_under_load_take_turns_and_a_warm_up_does_not_count() -> None:
+    calls: list[str] = []
+
+    def arm(name: str, latency_ms: float) -> LoadArm:
+        def run(seconds: float) -> tuple[list[float], float]:
+            calls.append(name)
+            assert seconds == pytest.approx(0.1)
+            return [latency_ms] * 4, 0.2
+
+        return run
+
+    report = measure_load({"a": arm("a", 1.0), "b": arm("b", 2.0)}, seconds=1.0)
+    assert calls == ["a", "b"] * 11
+    assert [len(one.latencies_ms) for one in report.arms] == [40, 40]
+    # Two callers at once: more calls a second than one after another.
+    assert [one.calls_per_s for one in report.arms] == [pytest.approx(20.0)] * 2
+    assert (report.runs, report.duration_s) == (40, 1.0)
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert len(data["arms"][0]["latencies_ms"]) == 3
+    assert {"p90_ms", "p95_ms", "p99_ms", "median_ms", "calls_per_s"} <= data["arms"][0].keys()
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(render(report))
-    assert "relaxtune" in console.export_text()
+    assert "1 s of each arm" in console.export_text()
+    assert measure_load({"a": arm("a", 1.0)}, seconds=1.0, warmup=0).runs == 40
 
 
 def test_a_peer_runs_on_the_same_device_or_is_left_out_and_told(
@@ -86,14 +93,3 @@ def test_a_peer_runs_on_the_same_device_or_is_left_out_and_told(
         assert onnxruntime_arms(bert_tiny, bert_inputs, "cuda") == {}
     assert "CUDAExecutionProvider does not load on this machine" in caplog.text
     assert list(onnxruntime_arms(bert_tiny, bert_inputs, "llvm")) == ["ort"]
-
-
-def test_a_module_can_be_measured_alone_and_unknown_peers_are_refused(
-    artifact: Path, bert_tiny: OnnxModel, bert_inputs: dict[str, np.ndarray]
-) -> None:
-    module = Module.load(artifact)
-    report = measure_module(module, bert_tiny, bert_inputs, against=frozenset(), runs=1, warmup=0)
-    assert isinstance(report, BenchmarkReport)
-    assert [arm.name for arm in report.arms] == ["relaxtune"]
-    with pytest.raises(UsageError, match="cannot measure against torch; expected ort"):
-        measure_module(module, bert_tiny, bert_inputs, against=frozenset({"torch"}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -71,8 +72,9 @@ def test_bench_times_each_bucket_and_counts(artifact: Path, capsys: pytest.Captu
     assert list(data["routes"]) == ["tokens=4", "tokens=8", "symbolic"]
     assert data["routes"]["tokens=4"]["conditions"]["shape"] == "tokens=4"
     counts = data["statistics"]
-    assert counts["slow_path"] == 5
-    assert [one["exact"] for one in counts["buckets"]] == [5, 5]
+    # The check of the outputs, one untimed run, and two pairs of an untimed and a timed one.
+    assert counts["slow_path"] == 6
+    assert [one["exact"] for one in counts["buckets"]] == [6, 6]
 
 
 def test_bench_shows_the_counts_in_a_table(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +110,7 @@ def test_bench_draws_latency_over_the_lengths_of_a_file(
     model: Path, artifact: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     static = tmp_path / "static"
-    assert run(capsys, "compile", str(model), "--target", "llvm", "--shape", "x=4x16", "--out", str(static))[0] == 0
+    assert run(capsys, "compile", str(model), "--target", "llvm", "--dim", "tokens=4", "--out", str(static))[0] == 0
     lengths, plot = tmp_path / "lengths.csv", tmp_path / "plot.svg"
     lengths.write_text("tokens,count\n4,30\n5,10\n", encoding="utf-8")
     words = ["bench", str(artifact), "--lengths", str(lengths), "--beside", str(static), "--runs", "2", "--warmup", "0"]
@@ -128,6 +130,37 @@ def test_bench_draws_latency_over_the_lengths_of_a_file(
     code, shown, _ = run(capsys, *words)
     assert code == 0
     assert "mean over calls" in shown
+    sweep = ["--batch-sweep", "2,1", "--against", "", "--runs", "1", "--warmup", "0", "--plot", str(plot)]
+    code, shown, told = run(capsys, "bench", str(artifact), *sweep)
+    assert code == 0, told
+    assert re.search(r"tokens=1.*tokens=2", shown, re.DOTALL)
+    assert "artifact, rows/s" in " ".join(shown.split())
+    drawn = ElementTree.fromstring(plot.read_text(encoding="utf-8"))
+    assert {"ms", "rows/s"} <= {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--batch-sweep", "1,two"), "--batch-sweep '1,two': expected sizes such as 1,2,4,8"),
+        (("--batch-sweep", "1", "--lengths", "x.csv"), "give one of them"),
+        (("--batch-sweep", "1", "--db", "x.db"), "not noted in a database"),
+        (("--dim", "tokens"), "--dim: 'tokens' cannot be read: expected AXIS=SIZE, such as sequence=128"),
+        (("--dim", "tokens=1,tokens=2"), "names axis 'tokens' twice"),
+        (("--torch", "module", "--against", "torch"), "expected MODULE:FACTORY or FILE.py:FACTORY"),
+        (("--against", "tensorrt"), "tensorrt does not compute on the artifact's device (target llvm)"),
+    ],
+)
+def test_what_bench_cannot_do_is_a_usage_error(
+    artifact: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    code, _, told = run(capsys, "bench", str(artifact), *words)
+    assert (code, said in " ".join(told.split())) == (2, True)
+
+
+def test_an_axis_named_twice_is_a_usage_error(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, told = run(capsys, "compile", str(model), "--target", "llvm", "--shape", "x=4x16", "--dim", "x=4")
+    assert (code, "--shape and --dim both name 'x'" in told) == (2, True)
 
 
 def test_bench_refuses_lengths_of_other_axes_and_a_plot_of_none(
