@@ -1,18 +1,28 @@
-"""What a batch will take, by what the database knows: nothing is measured, and nothing is written."""
+"""What a batch will take, by what the database knows: nothing is measured, and nothing is written.
+
+A plan for another machine's GPU is predicted too, by the jobs that were run there.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from concurrent.futures import Future
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
-from relaxtune.pipeline.batch.cells import list_cells
+from relaxtune.pipeline.batch.cells import Cell, list_cells
 from relaxtune.pipeline.batch.plan import Plan
 from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, TaskGroup, group_cells, prepare_cell, share_budget
+from relaxtune.pipeline.batch.worker import WORKER_MODULE, PrepareWork
+from relaxtune.pipeline.batch.workers import LocalWorkers
+from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.tuning.local.process import ForkServer
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.resume import DONE, find_runs
+from relaxtune.schedules.targets.host import physical_cores
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.layers import open_databases
@@ -22,6 +32,8 @@ from relaxtune.tuning_db.sql.engine import parse_location
 
 # Jobs whose cost is looked at, the newest first.
 _JOBS_MAX = 100
+# Cells that take as long as the start of a process that lowers them.
+_CELLS_EACH = 4
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,7 @@ class GroupPreview:
 
 @dataclass(frozen=True)
 class Preview:
-    """A plan before it is run: its cells, and the targets that can be measured here."""
+    """A plan before it is run: its cells, and its targets."""
 
     plan: Plan
     cells: tuple[CellTasks | CellFault, ...]
@@ -87,15 +99,37 @@ def preview(plan: Plan) -> Preview:
     PlanError, TuningDatabaseError
         The plan, or the database, cannot be had.
     """
-    cells = [prepare_cell(cell) for cell in list_cells(plan)]
+    cells = prepare_cells(list_cells(plan))
     groups = group_cells([one for one in cells if isinstance(one, CellTasks)])
-    here = [group for group in groups if group.can_run]
     with _open(plan) as database:
         shown = [
             _preview_group(plan, group, options, database)
-            for group, options in zip(here, share_budget(plan, here), strict=True)
+            for group, options in zip(groups, share_budget(plan, groups), strict=True)
         ]
     return Preview(plan, tuple(cells), tuple(shown))
+
+
+def prepare_cells(cells: Sequence[Cell]) -> list[CellTasks | CellFault]:
+    """Return the tasks of cells, or what stops each; processes lower many cells side by side, one on each core."""
+    count = min(physical_cores(), len(cells) // _CELLS_EACH)
+    if count < 2 or not ForkServer.available():
+        return [prepare_cell(cell) for cell in cells]
+    with (
+        closing(ForkServer([WORKER_MODULE])) as server,
+        closing(LocalWorkers(["cpu:0"], Path(), server, count)) as workers,
+    ):
+        futures = [workers.submit(PrepareWork(cell, to_tune=False)) for cell in cells]
+        return [_answer(cell, future) for cell, future in zip(cells, futures, strict=True)]
+
+
+def _answer(cell: Cell, future: Future[object]) -> CellTasks | CellFault:
+    try:
+        found = future.result()
+    except PipelineError as error:
+        return CellFault(cell, error)
+    if not isinstance(found, CellTasks | CellFault):
+        raise TypeError(f"expected the tasks of a cell, got {type(found).__name__}")
+    return found
 
 
 def _open(plan: Plan) -> TuningDatabase | nullcontext[None]:

@@ -80,11 +80,6 @@ class TaskGroup:
         """The target in the database."""
         return target_key(self.target)
 
-    @property
-    def can_run(self) -> bool:
-        """Whether its tasks can be measured on this machine."""
-        return not self.cells[0].note
-
     def job(self, plan: Plan, cells: Sequence[Cell]) -> TuningJob:
         """Return the tuning job of the group, which is of all cells of the plan for this target."""
         own = next(found for target, found in group_targets(cells) if target_key(target) == self.key)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from relaxtune.pipeline.tuning.ray.measuring_actor import own_gpu
 if TYPE_CHECKING:
     from relaxtune.pipeline.batch.cells import Cell
     from relaxtune.pipeline.batch.finishing import FinishRequest, ReadyCell
+    from relaxtune.pipeline.prepare import PreparedModel
 
 WORKER_MODULE = "relaxtune.pipeline.batch.worker"
 
@@ -26,9 +28,13 @@ _MEMORY_LEFT = 0.5
 
 @dataclass(frozen=True)
 class PrepareWork:
-    """A cell to import and lower; the answer is its `CellTasks`, with what its tasks begin with, or `CellFault`."""
+    """A cell to import and lower; the answer is its `CellTasks`, or `CellFault`.
+
+    To be tuned, it comes with what its tasks begin with, and its model is kept.
+    """
 
     cell: Cell
+    to_tune: bool = True
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class CellWorker:
 
     def answer(self, request: object) -> object:
         """Do what is asked for, in this process."""
-        from relaxtune.pipeline.batch.finishing import ReadyCell, finish_cell
+        from relaxtune.pipeline.batch.finishing import finish_cell
         from relaxtune.pipeline.batch.tasks import CellFault, prepare_cell
         from relaxtune.pipeline.errors import PipelineError
         from relaxtune.pipeline.jobs import make_beforehand
@@ -91,16 +97,11 @@ class CellWorker:
         from relaxtune.tuning_db.store import SqlDatabase
 
         if isinstance(request, PrepareWork):
-            name = request.cell.name
-            # Cells come faster than they are got ready: all models of a plan would fill the memory.
-            found = prepare_cell(
-                request.cell,
-                lambda model: self._ready.update({name: ReadyCell(model)} if memory_left() >= _MEMORY_LEFT else {}),
-            )
+            found = prepare_cell(request.cell, partial(self._keep, request.cell) if request.to_tune else None)
             # Errors of some kinds do not survive the way to another process; their text does.
             if isinstance(found, CellFault):
                 return CellFault(found.cell, PipelineError(found.note))
-            return found.with_starts()
+            return found.with_starts() if request.to_tune else found
         if isinstance(request, AheadWork):
             ready = self._ready.get(request.cell.name)
             if ready is None or memory_left() < _MEMORY_LEFT:
@@ -115,6 +116,13 @@ class CellWorker:
         turn = nullcontext() if request.turns is None else closing(turn_of(request.turns, request.device))
         with SqlDatabase.open(request.request.database, create=False) as database, turn as held:
             return finish_cell(request.request, database, held, ready=ready)
+
+    def _keep(self, cell: Cell, model: PreparedModel) -> None:
+        from relaxtune.pipeline.batch.finishing import ReadyCell
+
+        # Cells come faster than they are got ready: all models of a plan would fill the memory.
+        if memory_left() >= _MEMORY_LEFT:
+            self._ready[cell.name] = ReadyCell(model)
 
 
 class CellActor:

@@ -181,12 +181,16 @@ class LocalWorkers(HomedWorkers):
         The folder of the devices' turns: a process times something only while its device measures nothing else.
     server : ForkServer or None
         What forks them, which is not closed here; without one each is started afresh.
+    count : int or None
+        How many there are; None is as many as there should be beside the build processes.
     """
 
-    def __init__(self, devices: Sequence[str], turns: Path, server: ForkServer | None = None) -> None:
+    def __init__(
+        self, devices: Sequence[str], turns: Path, server: ForkServer | None = None, count: int | None = None
+    ) -> None:
         self._devices, self._turns, self._server = tuple(devices), turns, server
         self._processes: dict[int, ChildProcess] = {}
-        super().__init__(workers_for(len(devices), physical_cores() or 1))
+        super().__init__(count or workers_for(len(devices), physical_cores() or 1))
 
     def _do(self, work: Work, number: int) -> object:
         device = self._devices[number % len(self._devices)]

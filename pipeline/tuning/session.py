@@ -111,14 +111,14 @@ def tune(
                 return stack.enter_context(machine(target, environment, options, stop))
             return stack.enter_context(this_machine(target, environment, options, stop, builder, backend))
 
-        started = None
-        # Models are imported while the next second goes by.
+        # Models are imported while the next seconds go by.
         arrivals = () if feed is None or stop.due else feed.take(idle=False)
+        # Processes start while models are imported, and while this one registers intrinsics.
+        started = opened() if not arrivals and run.listen(()) else None
         if has_tensor_tiles(target.target):
             # Records of earlier runs name them.
             register_intrinsics()
-        if run.listen(arrivals):
-            # Its processes start while models are imported.
+        if arrivals and run.listen(arrivals):
             started = opened()
         if run.prepare():
             started = started or opened()

@@ -27,7 +27,7 @@ from relaxtune.models import OnnxModel, load_model
 from relaxtune.pipeline import jobs
 from relaxtune.pipeline.artifact.directory import hash_file, load_manifest
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.batch import board, unchanged, worker
+from relaxtune.pipeline.batch import board, prediction, unchanged, worker
 from relaxtune.pipeline.batch.cells import Cell, list_cells
 from relaxtune.pipeline.batch.driver import _spec, resume_batch, run_batch
 from relaxtune.pipeline.batch.events import BatchEvent, CandidateEvent, CellEvent
@@ -36,7 +36,7 @@ from relaxtune.pipeline.batch.feed import CellFeed
 from relaxtune.pipeline.batch.finishing import FinishedCell
 from relaxtune.pipeline.batch.plan import parse_plan, read_plan
 from relaxtune.pipeline.batch.prediction import preview
-from relaxtune.pipeline.batch.tasks import CellTasks, group_cells, prepare_cell, share_budget
+from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, group_cells, prepare_cell, share_budget
 from relaxtune.pipeline.batch.unchanged import cell_key, find_unchanged
 from relaxtune.pipeline.batch.worker import CellWorker, PrepareWork, Work
 from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
@@ -239,6 +239,21 @@ def test_what_did_not_change_is_not_done_again(ran: Ran, database: TuningDatabas
     data = json.loads(capsys.readouterr().out)
     assert [cell["status"] for cell in data["cells"]] == ["done", "done", "failed", "rejected"]
     assert data["outcome"] == "2 of 4 accepted"
+
+
+def test_processes_lower_the_cells_of_a_large_plan_side_by_side(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = list_cells(read_plan(ran.plan))
+    here = [told(one) for one in prediction.prepare_cells(cells)]
+    monkeypatch.setattr(prediction, "_CELLS_EACH", 1)
+    monkeypatch.setattr(prediction, "physical_cores", lambda: 2)
+    monkeypatch.setattr(prediction, "prepare_cell", None)
+    assert [told(one) for one in prediction.prepare_cells(cells)] == here
+    assert [count for _, count, _ in here] == [1, 1, 0, 1]
+
+
+def told(one: CellTasks | CellFault) -> tuple[str, int, str]:
+    hashes = [task.workload_hash for task in one.tasks] if isinstance(one, CellTasks) else []
+    return f"{one.cell.name} {hashes}", len(hashes), one.note
 
 
 def test_a_page_shows_the_batch_and_fetches_nothing(ran: Ran, tmp_path: Path, capsys) -> None:
