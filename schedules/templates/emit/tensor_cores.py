@@ -62,9 +62,9 @@ def swizzle(row: tirx.Expr, width: int) -> tirx.Expr:
     return row // rows_a_line % min(width, _LINE_BYTES // _CHUNK_BYTES)
 
 
-def chunk_place(row: tirx.Expr, chunk: tirx.Expr, width: int) -> tirx.Expr:
-    """Return the element of a tile, with rows of `width` chunks, at which a chunk starts."""
-    return row * (width * CHUNK) + tirx.bitwise_xor(chunk, swizzle(row, width)) * CHUNK
+def chunk_place(row: tirx.Expr, chunk: tirx.Expr, width: int, elements: int = CHUNK) -> tirx.Expr:
+    """Return the element of a tile, with rows of `width` chunks of some elements, at which a chunk starts."""
+    return row * (width * elements) + tirx.bitwise_xor(chunk, swizzle(row, width)) * elements
 
 
 def shared_address(pointer: tirx.Expr) -> tirx.Expr:

@@ -13,7 +13,7 @@ from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place
 
 
 class TileChunks:
-    """A thread's chunks of a tile of `rows` rows of `width` chunks, at most one for each of the threads.
+    """A thread's chunks of a tile of `rows` rows of `width` chunks of some elements, at most one for each thread.
 
     Attributes
     ----------
@@ -23,8 +23,8 @@ class TileChunks:
         How many there are for a thread at most; `inside` says which exist.
     """
 
-    def __init__(self, threads: int, thread: tirx.Expr, rows: int, width: int) -> None:
-        self._rows, self._width = rows, width
+    def __init__(self, threads: int, thread: tirx.Expr, rows: int, width: int, elements: int = CHUNK) -> None:
+        self._rows, self._width, self._elements = rows, width, elements
         self.step = min(threads // width, rows)
         self.count = math.ceil(rows / self.step)
         self.row, self.chunk = thread // width, thread % width
@@ -35,8 +35,9 @@ class TileChunks:
         """Return the element of the tile at which a chunk starts."""
         if self.step % 8 == 0:
             # The pattern of rows some eights apart is the same.
-            return chunk_place(self.row, self.chunk, self._width) + number * (self.step * self._width * CHUNK)
-        return chunk_place(self.row + number * self.step, self.chunk, self._width)
+            first = chunk_place(self.row, self.chunk, self._width, self._elements)
+            return first + number * (self.step * self._width * self._elements)
+        return chunk_place(self.row + number * self.step, self.chunk, self._width, self._elements)
 
     def inside(self, number: int) -> list[tirx.Expr]:
         """Return the conditions under which a chunk exists."""

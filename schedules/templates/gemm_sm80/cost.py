@@ -14,13 +14,16 @@ from __future__ import annotations
 import math
 
 from relaxtune.schedules.targets import CudaLimits
-from relaxtune.schedules.templates.gemm_sm80.plan import COLUMNS, DEPTH, ELEMENT_BYTES, ROWS, GemmPlan
+from relaxtune.schedules.templates.gemm_sm80.plan import COLUMNS, ROWS, GemmPlan, is_plain
+from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 _NORM = 4
 # Cycles a microsecond; multiply-adds and bytes of shared memory of a multiprocessor in a cycle.
 _CLOCK = 1700.0
 _MULTIPLY_ADDS = 890.0
+# In float32, by the threads themselves: four schedulers of 32 lanes, less what loads and addresses take of them.
+_FLOAT_MULTIPLY_ADDS = 110.0
 _SHARED_BYTES = 128.0
 # A multiprocessor has as many schedulers, each with tensor cores of its own.
 _SCHEDULERS = 4
@@ -42,18 +45,19 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, limits: CudaLimits) -> 
     together = min(on_one, resident)
     in_turn = math.ceil(blocks / (sm_count * resident))
     warps = plan.threads // 32
-    steps = plan.k_tiles * p.block_k // DEPTH
+    steps, depth, element = plan.k_tiles * p.block_k // plan.depth, plan.depth, element_bytes(matmul.input_dtype)
+    rate = _FLOAT_MULTIPLY_ADDS if is_plain(matmul) else _MULTIPLY_ADDS
     # A scheduler without a warp does nothing.
     used = min(1.0, together * warps / _SCHEDULERS)
-    arithmetic = on_one * steps * p.block_m * p.block_n * DEPTH / _MULTIPLY_ADDS / used
+    arithmetic = on_one * steps * p.block_m * p.block_n * depth / rate / used
     read = warps * (plan.m_steps * ROWS + plan.n_steps * COLUMNS)
-    shared = on_one * steps * (read + p.block_m + p.block_n) * DEPTH * ELEMENT_BYTES / _SHARED_BYTES
-    own = plan.m_steps * plan.n_steps * ROWS * COLUMNS * DEPTH / (_MULTIPLY_ADDS / _SCHEDULERS)
+    shared = on_one * steps * (read + p.block_m + p.block_n) * depth * element / _SHARED_BYTES
+    own = plan.m_steps * plan.n_steps * ROWS * COLUMNS * depth / (rate / _SCHEDULERS)
     chain = max(
         in_turn * steps * (own + _STEP_CYCLES) / _CLOCK,
         in_turn * plan.k_tiles * _LATENCY_US / max(1, p.stages - 1),
     )
-    moved = (matmul.m * matmul.k + matmul.n * matmul.k + matmul.m * matmul.n) * ELEMENT_BYTES
+    moved = (matmul.m * matmul.k + matmul.n * matmul.k + matmul.m * matmul.n) * element
     parts = (arithmetic / _CLOCK, shared / _CLOCK, moved / _MEMORY_BYTES, chain)
     longest: float = sum(part**_NORM for part in parts) ** (1 / _NORM)
     return longest + _START_US + in_turn * _BLOCK_US

@@ -13,7 +13,8 @@ from relaxtune.schedules.templates.emit.kernel_frame import bind_rows, declare_p
 from relaxtune.schedules.templates.emit.registers import in_register
 from relaxtune.schedules.templates.emit.tile_order import tile_place
 from relaxtune.schedules.templates.gemm_sm80.multiply import Multiply
-from relaxtune.schedules.templates.gemm_sm80.plan import DEPTH, WARP, GemmPlan
+from relaxtune.schedules.templates.gemm_sm80.multiply_float import MultiplyFloat
+from relaxtune.schedules.templates.gemm_sm80.plan import WARP, GemmPlan, is_plain
 from relaxtune.schedules.templates.gemm_sm80.tile_copies import TileCopies
 from relaxtune.schedules.templates.output.output_tile import OutputTile
 from relaxtune.schedules.tir.epilogue import MatmulFunction
@@ -60,7 +61,8 @@ class _Kernel:
             pool.commit()
             self._copies = TileCopies(matmul, plan, params, (tile_a, tile_b), thread)
             self._copies.begin(row * p.block_m, column * p.block_n)
-            self._multiply = Multiply(matmul, plan, (tile_a, tile_b), thread)
+            multiply = MultiplyFloat if is_plain(matmul) else Multiply
+            self._multiply = multiply(matmul, plan, (tile_a, tile_b), thread)
             self._fill()
             warp, lane = thread // WARP, thread % WARP
             first_row = row * p.block_m + warp % p.warps_m * (p.block_m // p.warps_m)
@@ -98,7 +100,7 @@ class _Kernel:
         fragments then, and its memory is loaded again.
         """
         p, plan = self._p, self._plan
-        steps = p.block_k // DEPTH
+        steps = p.block_k // plan.depth
         stage = T.alloc_local([1], "int32")
         T.buffer_store(stage, 0, [0])
         self._multiply.begin()

@@ -19,9 +19,10 @@ from relaxtune.schedules.templates.emit.tensor_cores import (
     mma_source,
     shared_address,
 )
-from relaxtune.schedules.templates.gemm_sm80.plan import ELEMENT_BYTES, ROWS, WARP, GemmPlan
+from relaxtune.schedules.templates.gemm_sm80.plan import ROWS, WARP, GemmPlan
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
+ELEMENT_BYTES = 2
 # Fragments of a step along K: `a` and `b` are the addresses in a stage.
 _LOAD = """
 __forceinline__ __device__ void {name}(unsigned* to_a, unsigned* to_b, unsigned a, unsigned b, int step) {{

@@ -16,12 +16,14 @@ from relaxtune.schedules.templates.output.output_shares import (
     share_unit,
     shared_bytes,
 )
+from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 WARP = 32
-# Of an instruction: rows, columns and depth.
+# Of an instruction of tensor cores: rows, columns and depth.
 ROWS, COLUMNS, DEPTH = 16, 8, 16
-ELEMENT_BYTES = 2
+# In float32, a thread multiplies as it has sums of such an instruction: a chunk of 16 bytes along K at a time.
+FLOAT_DEPTH = 4
 _WARPS_MAX = 16
 _STAGES_MAX = 8
 # What a thread needs beside accumulators and fragments (addresses, the epilogue's values), measured.
@@ -75,8 +77,10 @@ class GemmPlan:
         Rows and columns of tiles; of a symbolic number of rows, those of the number that was planned for.
     k_tiles
         Tiles of K.
+    depth
+        Of a step along K.
     m_steps, n_steps
-        Instructions that make a warp's rows and columns.
+        Instructions, or parts of their size, that make a warp's rows and columns.
     shares
         Who writes what of a tile.
     registers
@@ -90,6 +94,7 @@ class GemmPlan:
     tiles_m: int
     tiles_n: int
     k_tiles: int
+    depth: int
     m_steps: int
     n_steps: int
     shares: Shares
@@ -105,14 +110,15 @@ class GemmPlan:
 
 def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> GemmPlan | Refusal:
     """Return the sizes of the kernel for a matmul, or why there is none with these parameters."""
-    refusal = _refuse_parameters(p) or _refuse_columns(matmul, p)
+    depth = FLOAT_DEPTH if is_plain(matmul) else DEPTH
+    refusal = _refuse_parameters(p, depth) or _refuse_columns(matmul, p)
     if refusal is not None:
         return refusal
     warps = p.warps_m * p.warps_n
     m_steps, n_steps = p.block_m // p.warps_m // ROWS, p.block_n // p.warps_n // COLUMNS
     accumulators = m_steps * n_steps * 4
     # Fragments of two steps along K: those that are multiplied, and those that are loaded meanwhile.
-    registers = accumulators + 2 * (4 * m_steps + 2 * n_steps) + _REGISTERS_BESIDE
+    registers = accumulators + 2 * sum(fragment_words(depth, m_steps, n_steps)) + _REGISTERS_BESIDE
     available = min(limits.registers_per_thread, limits.registers_per_block // (warps * WARP))
     if registers > available:
         return Refusal(f"about {registers} registers a thread, a block of {warps * WARP} threads has {available}")
@@ -129,7 +135,7 @@ def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> 
         row_step=ROWS,
         group_warps=p.warps_m,
     )
-    stage_bytes = (p.block_m + p.block_n) * p.block_k * ELEMENT_BYTES
+    stage_bytes = (p.block_m + p.block_n) * p.block_k * element_bytes(matmul.input_dtype)
     total = p.stages * stage_bytes + shared_bytes(matmul, shares)
     if total > limits.shared_bytes_optin:
         return Refusal(f"{total} bytes of shared memory, the target has {limits.shared_bytes_optin}")
@@ -139,6 +145,7 @@ def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> 
         tiles_m=math.ceil(matmul.m / p.block_m),
         tiles_n=math.ceil(matmul.n / p.block_n),
         k_tiles=math.ceil(matmul.k / p.block_k),
+        depth=depth,
         m_steps=m_steps,
         n_steps=n_steps,
         shares=shares,
@@ -148,6 +155,18 @@ def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> 
     )
 
 
+def is_plain(matmul: MatmulFunction) -> bool:
+    """Whether operands are float32, which threads multiply themselves: tensor cores would round them to tf32."""
+    return matmul.input_dtype == "float32"
+
+
+def fragment_words(depth: int, m_steps: int, n_steps: int) -> tuple[int, int]:
+    """Return the registers of a thread for A and B of a step along K."""
+    if depth == FLOAT_DEPTH:
+        return 2 * m_steps * depth, 2 * n_steps * depth
+    return 4 * m_steps, 2 * n_steps
+
+
 def _batch(matmul: MatmulFunction, accumulators: int, available: int) -> int:
     """Return the columns that the epilogue evaluates side by side."""
     if accumulators + _REGISTERS_TO_EVALUATE <= available:
@@ -155,7 +174,7 @@ def _batch(matmul: MatmulFunction, accumulators: int, available: int) -> int:
     return _SMALL_BATCH if has_vectors(matmul, matmul.output_dtype) else _LEAST_BATCH
 
 
-def _refuse_parameters(p: GemmParameters) -> Refusal | None:
+def _refuse_parameters(p: GemmParameters, depth: int) -> Refusal | None:
     warps = p.warps_m * p.warps_n
     if p.warps_m < 1 or p.warps_n < 1 or not 2 <= warps <= _WARPS_MAX:
         return Refusal(f"{p.warps_m} x {p.warps_n} warps, expected 2 to {_WARPS_MAX}")
@@ -164,8 +183,10 @@ def _refuse_parameters(p: GemmParameters) -> Refusal | None:
     # The pattern of a row in shared memory is made of powers of two.
     if p.block_n // p.warps_n not in (16, 32, 64, 128) or p.block_n % p.warps_n or p.block_n % 32:
         return Refusal(f"block_n is {p.block_n}, expected {p.warps_n} times 16, 32, 64 or 128, a multiple of 32")
-    if p.block_k not in (32, 64):
-        return Refusal(f"block_k is {p.block_k}, expected 32 or 64")
+    # At least two steps; rows of 128 bytes at most.
+    low, high = (8, 32) if depth == FLOAT_DEPTH else (32, 64)
+    if not low <= p.block_k <= high or p.block_k & (p.block_k - 1):
+        return Refusal(f"block_k is {p.block_k}, expected a power of 2 from {low} to {high}")
     if not 2 <= p.stages <= _STAGES_MAX:
         return Refusal(f"stages is {p.stages}, expected 2 to {_STAGES_MAX}")
     if p.group < 1:

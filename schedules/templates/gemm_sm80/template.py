@@ -1,19 +1,22 @@
 """Matrix multiplication with an elementwise epilogue for GPUs with mma.sync and cp.async (sm_80 on), in TIRx.
 
+In float32, threads multiply themselves, and exactly so: also where the target has wgmma, which has no float32.
+
 Notation
 --------
 ::
 
     C[m, n] = epilogue(sum_k A[m, k] * B[k, n], m, n)
 
-    A   [M, K]            row major; float16 or bfloat16
+    A   [M, K]            row major; float16, bfloat16 or float32
     B   [K, N] or [N, K]  row major, of A's dtype
     C   [M, N]            row major; leading axes of A and C are flattened into M
 
 A thread block makes one tile of `block_m` x `block_n`. Tiles are counted column by column in groups of `group` rows of
 tiles, so that what runs at a time shares rows of A and columns of B in L2. Its `warps_m` x `warps_n` warps each make a
-part of the tile, in instructions of 16 x 8 x 16 (m16n8k16) with sums in float32. Warp w has the rows of `w % warps_m`
-and the columns of `w / warps_m`, so that warps with the same columns follow each other.
+part of the tile, in instructions of 16 x 8 x 16 (m16n8k16) with sums in float32; in float32, by fused multiply-adds of
+the same 16 x 8 sums, 4 along K (`multiply_float.py`). Warp w has the rows of `w % warps_m` and the columns of
+`w / warps_m`, so that warps with the same columns follow each other.
 
 Shared memory is a ring of `stages` stages of `block_k` along K (dynamic; the chunks of 16 bytes of a row change places,
 see `schedules.templates.emit.tensor_cores`):
@@ -30,8 +33,8 @@ one barrier for each stage: then the next one has arrived, and all warps have lo
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch, from
 sm_90 on): it waits for it before it reads or writes global memory, but for the first tiles of a constant B.
 
-Copies are of 16 bytes: K has to be a multiple of 8, and N too where B is [K, N]. Rows and columns outside C are not
-written.
+Copies are of 16 bytes: K has to be a multiple of 8 (of 4 in float32), and N too where B is [K, N]. Rows and columns
+outside C are not written.
 
 Sources: PTX ISA 9.0, "mma.m16n8k16", "ldmatrix", "cp.async". NVIDIA CUTLASS, `mma_multistage.h`, has the same pipeline.
 """
@@ -48,10 +51,11 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.targets import Feature, ResolvedTarget
 from relaxtune.schedules.templates.base import OPEN_ROWS, KernelTemplate, Parameters, cuda_limits, refuse_target
-from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, MMA_KINDS
+from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
 from relaxtune.schedules.templates.gemm_sm80.cost import predicted_us
 from relaxtune.schedules.templates.gemm_sm80.kernel import build_kernel
-from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
+from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, is_plain, make_plan
+from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.matmul import recognise_matmul
 
@@ -83,6 +87,23 @@ TILES = (
     (16, 64, 64, 1, 4),
     (16, 32, 64, 1, 2),
 )
+# In float32: a thread has 8 x 8 sums, or 4 x 8, 2 x 8, 2 x 4 where there are few tiles.
+FLOAT_TILES = (
+    (128, 128, 16, 2, 4),
+    (128, 128, 8, 2, 4),
+    (128, 64, 16, 2, 2),
+    (64, 128, 16, 1, 4),
+    (64, 64, 16, 1, 2),
+    (64, 64, 16, 2, 2),
+    (64, 32, 32, 2, 1),
+    (32, 64, 32, 1, 2),
+    (32, 64, 32, 2, 2),
+    (32, 32, 32, 2, 1),
+    (32, 32, 32, 2, 2),
+    (16, 64, 32, 1, 2),
+    (16, 64, 32, 1, 4),
+    (16, 32, 32, 1, 2),
+)
 _STAGES = (3, 4, 5, 6, 8)
 
 
@@ -110,11 +131,11 @@ class GemmSm80(KernelTemplate[MatmulFunction, GemmParameters]):
 
     def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
         """Return the function's matmul when this template can make it with some parameters."""
-        return _refuse_target(target) or _recognise(func)
+        return _for_target(_recognise(func), target)
 
     def recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> MatmulFunction | Refusal:
         """Return the matmul of a function with a symbolic number of rows."""
-        found = _refuse_target(target) or _recognise_any(func)
+        found = _for_target(_recognise_any(func), target)
         return found if isinstance(found, Refusal) else replace(found, m=rows)
 
     def predict_us(
@@ -128,10 +149,13 @@ class GemmSm80(KernelTemplate[MatmulFunction, GemmParameters]):
         return None if isinstance(plan, Refusal) else predicted_us(found, plan, limits)
 
 
-def _refuse_target(target: ResolvedTarget) -> Refusal | None:
-    if Feature.WGMMA in target.features:
-        return Refusal("the target has wgmma, which the template gemm_sm90 multiplies by")
-    return refuse_target(target, Feature.MMA, Feature.CP_ASYNC, Feature.LDMATRIX)
+def _for_target(found: MatmulFunction | Refusal, target: ResolvedTarget) -> MatmulFunction | Refusal:
+    """Return a matmul where this template is the one to make it for a target, else why it is not."""
+    refused = refuse_target(target, Feature.MMA, Feature.CP_ASYNC, Feature.LDMATRIX)
+    in_halves = isinstance(found, Refusal) or not is_plain(found)
+    if refused is None and in_halves and Feature.WGMMA in target.features:
+        refused = Refusal("the target has wgmma, which the template gemm_sm90 multiplies by")
+    return refused or found
 
 
 @lru_cache(maxsize=4)
@@ -145,15 +169,16 @@ def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction |
     if isinstance(matmul, Refusal):
         return matmul
     for dtype in (matmul.input_dtype, matmul.b_dtype):
-        if dtype not in MMA_KINDS:
-            return Refusal(f"the operands are {dtype}, expected {' or '.join(MMA_KINDS)}")
+        if dtype not in _OUTPUTS:
+            return Refusal(f"the operands are {dtype}, expected one of {', '.join(_OUTPUTS)}")
     if matmul.output_dtype not in _OUTPUTS:
         return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(_OUTPUTS)}")
     if matmul.norm is not None or matmul.partials is not None:
         return Refusal("it has statistics of rows, which this template does not make")
+    chunk = COPY_BYTES // element_bytes(matmul.input_dtype)
     for name, size in (("K", matmul.k), *(() if matmul.b_transposed else (("N", matmul.n),))):
-        if size % CHUNK:
-            return Refusal(f"{name} is {size}, expected a multiple of {CHUNK} (copies of 16 bytes)")
+        if size % chunk:
+            return Refusal(f"{name} is {size}, expected a multiple of {chunk} (copies of 16 bytes)")
     if max(matmul.m * matmul.n, matmul.m * matmul.k, matmul.n * matmul.k) > _INDEX_MAX:
         return Refusal("a matrix has 2**31 elements or more, the kernel counts in 32 bits")
     return matmul
@@ -161,7 +186,7 @@ def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction |
 
 def _proposals(matmul: MatmulFunction) -> Iterator[GemmParameters]:
     """Yield tiles and depths that may suit a shape; some do not fit."""
-    for block_m, block_n, block_k, warps_m, warps_n in TILES:
+    for block_m, block_n, block_k, warps_m, warps_n in FLOAT_TILES if is_plain(matmul) else TILES:
         if (block_m > 16 and block_m >= 2 * matmul.m) or (block_n > 32 and block_n >= 2 * matmul.n):
             continue
         group = min(-(-matmul.m // block_m), _ROWS)

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.emit.async_copy import copy_async
+from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES, copy_async
 from relaxtune.schedules.templates.emit.kernel_frame import flat_view
 from relaxtune.schedules.templates.emit.registers import when
-from relaxtune.schedules.templates.emit.tensor_cores import CHUNK
 from relaxtune.schedules.templates.emit.tile_chunks import TileChunks
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmPlan
-from relaxtune.schedules.tir.blocks import Size
+from relaxtune.schedules.tir.blocks import Size, element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 
@@ -69,7 +68,8 @@ class _Tile:
         limit: Size,
     ) -> None:
         self._source, self._tile, self._depth, self._shape, self._limit = source, tile, depth, shape, limit
-        self._chunks = TileChunks(threads, thread, shape[0], shape[1] // CHUNK)
+        self._each = COPY_BYTES // element_bytes(str(tile.ty.dtype))
+        self._chunks = TileChunks(threads, thread, shape[0], shape[1] // self._each, self._each)
 
 
 class _Rows(_Tile):
@@ -81,15 +81,15 @@ class _Rows(_Tile):
         for number in range(self._chunks.count):
             row = first + self._chunks.row + number * self._chunks.step
             row = tirx.min(row, self._limit - 1) if ragged else row
-            T.buffer_store(self._starts, row * self._depth + self._chunks.chunk * CHUNK, [number])
+            T.buffer_store(self._starts, row * self._depth + self._chunks.chunk * self._each, [number])
 
     def load(self, stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
         k = k_tile * self._shape[1]
-        exists = [k + self._chunks.chunk * CHUNK < self._depth] if self._depth % self._shape[1] else []
+        exists = [k + self._chunks.chunk * self._each < self._depth] if self._depth % self._shape[1] else []
         for number in range(self._chunks.count):
             at = self._starts[number] + k
             # What is not read has to exist, too.
-            at = tirx.Select(exists[0], at, self._starts[number] - self._chunks.chunk * CHUNK) if exists else at
+            at = tirx.Select(exists[0], at, self._starts[number] - self._chunks.chunk * self._each) if exists else at
             with when(self._chunks.inside(number)):
                 copy_async(
                     self._tile.ptr_to([stage, self._chunks.place(number)]),
@@ -104,9 +104,9 @@ class _Depths(_Tile):
 
     def begin(self, first: tirx.Expr) -> None:
         self._start = T.alloc_local([1], "int32")
-        column = first + self._chunks.chunk * CHUNK
+        column = first + self._chunks.chunk * self._each
         ragged = not isinstance(self._limit, int) or self._limit % self._shape[1] != 0
-        column = tirx.min(column, self._limit - CHUNK) if ragged else column
+        column = tirx.min(column, self._limit - self._each) if ragged else column
         T.buffer_store(self._start, column, [0])
 
     def load(self, stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:

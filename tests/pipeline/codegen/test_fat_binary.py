@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import tvm
+from onnx import TensorProto, helper, numpy_helper
 
 from relaxtune.pipeline.artifact import device_choice
 from relaxtune.pipeline.artifact.device_choice import device_for
@@ -23,7 +25,6 @@ from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.schedules.errors import TargetError
 from relaxtune.schedules.targets import resolve_target
-from tests.pipeline.cli.test_secrets import save_matmul
 
 # As fatbinary_section.h and the files themselves have it: kinds of what a fat binary holds.
 PTX, CUBIN = 1, 2
@@ -49,7 +50,10 @@ def images(data: bytes) -> list[tuple[int, int]]:
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return the artifacts of one matmul for sm_80: with PTX, and without."""
     folder = tmp_path_factory.mktemp("portable")
-    save_matmul(folder / "m.onnx")
+    weight = numpy_helper.from_array(np.eye(16, dtype=np.float32), "w")
+    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [8, 16]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", infos[:1], infos[1:], [weight])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), folder / "m.onnx")
     for portable in (True, False):
         request = ModelRequest(folder / "m.onnx", target="cuda:sm_80", portable=portable)
         compile_model(request, folder / str(portable))
@@ -135,9 +139,6 @@ def test_a_missing_library_and_a_refusal_are_told(monkeypatch: pytest.MonkeyPatc
 @NEEDS_NEWER
 def test_a_newer_gpu_runs_the_ptx(both: tuple[Path, Path]) -> None:
     module = Module.load(both[0])
-    weights = np.random.default_rng(0).standard_normal
-    inputs = {spec.name: weights(spec.shape).astype(spec.dtype) for spec in module.inputs}
-    compile_model(ModelRequest(both[0].parent / "m.onnx", target="llvm"), both[0].parent / "cpu")
-    expected = Module.load(both[0].parent / "cpu").run(inputs)
-    for name, array in module.run(inputs).items():
-        np.testing.assert_allclose(array, expected[name], rtol=1e-4, atol=1e-4)
+    values = np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32)
+    # Its weight is the identity.
+    assert np.array_equal(module.run({"x": values})["y"], values)

@@ -17,6 +17,7 @@ from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 BERT = MatmulCase((8, 128), 3072, 768, ("bias", "gelu"))
+FLOAT = replace(BERT, dtype="float32", output="float32")
 TARGETS = ("cuda:sm_80", "cuda:sm_86", "cuda:sm_89", "cuda:sm_90", "cuda:sm_120")
 
 
@@ -29,8 +30,9 @@ TARGETS = ("cuda:sm_80", "cuda:sm_86", "cuda:sm_89", "cuda:sm_90", "cuda:sm_120"
         replace(BERT, rows=(4096,), n=50257, transposed=True, epilogue=()),
         replace(BERT, rows=(4096,), n=4096, k=4096, epilogue=(), dtype="bfloat16", output="bfloat16"),
         replace(BERT, n=6144, epilogue=("gated",)),
+        FLOAT,
     ],
-    ids=["BERT", "few rows", "vocabulary", "square", "gated"],
+    ids=["BERT", "few rows", "vocabulary", "square", "gated", "float32"],
 )
 def test_every_proposal_fits_its_target(case: MatmulCase, text: str) -> None:
     target, func = resolve_target(text), case.func()
@@ -46,13 +48,20 @@ def test_every_proposal_fits_its_target(case: MatmulCase, text: str) -> None:
         assert parameters.dependent == (text in ("cuda:sm_90", "cuda:sm_120"))
 
 
+def test_float32_is_made_where_halves_take_wgmma() -> None:
+    found, _ = list_candidates(FLOAT.func(), resolve_target("cuda:sm_90a"))
+    assert found[0].template == "gemm_sm80"
+    assert isinstance(GemmSm80().apply(FLOAT.func(), resolve_target("cuda:sm_90a"), found[0]), tirx.PrimFunc)
+
+
 @pytest.mark.parametrize(
     ("case", "target", "reason"),
     [
         (BERT, "cuda:sm_90a", "the target has wgmma"),
         (BERT, "cuda:sm_75", "expected cuda sm_80 or later"),
         (BERT, "llvm", "the target is llvm"),
-        (replace(BERT, dtype="float32", output="float32"), "cuda:sm_80", "the operands are float32"),
+        (replace(BERT, dtype="int8"), "cuda:sm_80", "the operands are int8"),
+        (replace(FLOAT, k=770), "cuda:sm_80", "K is 770, expected a multiple of 4"),
         (replace(BERT, k=770), "cuda:sm_80", "K is 770, expected a multiple of 8"),
         (replace(BERT, n=3074), "cuda:sm_80", "N is 3074, expected a multiple of 8"),
         (replace(BERT, epilogue=("summed",)), "cuda:sm_80", "expected one reduction"),
@@ -70,7 +79,7 @@ def test_refusal_says_why(case: MatmulCase, target: str, reason: str) -> None:
         ({"warps_m": 1, "warps_n": 1}, "1 x 1 warps, expected 2 to 16"),
         ({"block_m": 40}, "block_m is 40, expected a multiple of 32"),
         ({"block_n": 96}, "block_n is 96, expected 2 times 16, 32, 64 or 128"),
-        ({"block_k": 16}, "block_k is 16, expected 32 or 64"),
+        ({"block_k": 16}, "block_k is 16, expected a power of 2 from 32 to 64"),
         ({"stages": 1}, "stages is 1, expected 2 to 8"),
         ({"group": 0}, "group is 0, expected 1 or more"),
         ({"block_m": 256}, "registers a thread"),

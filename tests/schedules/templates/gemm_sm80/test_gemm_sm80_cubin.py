@@ -12,7 +12,7 @@ from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import cuda_limits
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
-from relaxtune.schedules.templates.gemm_sm80.template import TILES, GemmSm80
+from relaxtune.schedules.templates.gemm_sm80.template import FLOAT_TILES, TILES, GemmSm80
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.schedules.templates.cubin import (
@@ -21,6 +21,7 @@ from tests.schedules.templates.cubin import (
     LOCAL_LOAD,
     LOCAL_STORE,
     MMA_SYNC,
+    MULTIPLY_ADD,
     TMA_LOAD,
     captured_cubins,
     read_cubin,
@@ -28,6 +29,10 @@ from tests.schedules.templates.cubin import (
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 BERT = MatmulCase((1000,), 2304, 776, ("bias", "gelu", "residual"))
+HALF_BIAS = replace(BERT, epilogue=("half_bias",))
+ODD = replace(BERT, n=2311, transposed=True)
+FROM_BFLOAT16 = replace(ODD, epilogue=(), dtype="bfloat16", output="float32")
+FLOAT = replace(BERT, dtype="float32", output="float32")
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 
 
@@ -45,8 +50,13 @@ def assert_sound(case: MatmulCase, parameters: GemmParameters, arch: str) -> Non
     cubin = read_cubin(cubins[0])
     assert cubin.count(LOCAL_LOAD) == cubin.count(LOCAL_STORE) == cubin.frame_bytes == 0
     assert cubin.registers * plan.threads <= 65536
-    # A stage's instructions, once.
-    assert cubin.count(MMA_SYNC) == plan.m_steps * plan.n_steps * parameters.block_k // 16
+    # A stage's instructions, once; more multiply-adds are in the epilogue.
+    multiplications = plan.m_steps * plan.n_steps * parameters.block_k // plan.depth
+    if case.dtype == "float32":
+        assert cubin.count(MMA_SYNC) == 0
+        assert cubin.count(MULTIPLY_ADD) >= multiplications * 4 * plan.depth
+    else:
+        assert cubin.count(MMA_SYNC) == multiplications
     assert cubin.count(COPY_ASYNC) >= 2 * parameters.stages
     assert cubin.count(TMA_LOAD) == 0
     assert (cubin.count(LAUNCH_DEPENDENTS) > 0) == parameters.dependent
@@ -56,8 +66,9 @@ def assert_sound(case: MatmulCase, parameters: GemmParameters, arch: str) -> Non
     ("case", "parameters", "arch"),
     [
         (BERT, GemmParameters(128, 128, 32, 4, 2, 2, 8), "sm_80"),
-        (replace(BERT, n=2311, transposed=True), GemmParameters(128, 128, 32, 3, 2, 2, 8), "sm_86"),
+        (ODD, GemmParameters(128, 128, 32, 3, 2, 2, 8), "sm_86"),
         (replace(BERT, epilogue=()), GemmParameters(32, 32, 64, 8, 2, 2, 8, True), "sm_120"),
+        (replace(FLOAT, epilogue=()), GemmParameters(128, 128, 16, 3, 2, 4, 8, True), "sm_90a"),
     ],
 )
 def test_cubin_has_mma_and_no_spills(case: MatmulCase, parameters: GemmParameters, arch: str) -> None:
@@ -66,16 +77,12 @@ def test_cubin_has_mma_and_no_spills(case: MatmulCase, parameters: GemmParameter
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
-    "case",
+    ("case", "tile"),
     [
-        BERT,
-        replace(BERT, epilogue=("half_bias",)),
-        replace(BERT, n=2311, transposed=True),
-        replace(BERT, n=2311, transposed=True, epilogue=(), dtype="bfloat16", output="float32"),
+        *((case, tile) for case in (BERT, HALF_BIAS, ODD, FROM_BFLOAT16) for tile in TILES),
+        *((case, tile) for case in (FLOAT, replace(ODD, dtype="float32", output="float32")) for tile in FLOAT_TILES),
     ],
-    ids=["bias, gelu, residual", "bias in half precision", "odd columns", "bfloat16 to float32"],
 )
 def test_every_tile_on_every_target(case: MatmulCase, tile: tuple[int, ...], arch: str) -> None:
     dependent = arch in ("sm_90", "sm_120")
