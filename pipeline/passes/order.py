@@ -16,6 +16,7 @@ from relaxtune.pipeline.passes.attention.recognise_attention import recognise_at
 from relaxtune.pipeline.passes.attention.recognise_rotary import recognise_rotary
 from relaxtune.pipeline.passes.attention.remove_nan_guards import remove_nan_guards
 from relaxtune.pipeline.passes.attention.rotate_in_matmul import rotate_in_matmul
+from relaxtune.pipeline.passes.fill_empty import fill_empty
 from relaxtune.pipeline.passes.fuse_operations import fuse_operations
 from relaxtune.pipeline.passes.keep_sizes_apart import keep_sizes_apart
 from relaxtune.pipeline.passes.kit.step import Phase, Step, stock
@@ -58,6 +59,7 @@ def lowering_steps() -> tuple[Step, ...]:
         # 0 canonicalise
         Step(Phase.CANONICALISE, "name_bindings", name_bindings, "every report finds its ONNX nodes by these names"),
         Step(Phase.CANONICALISE, "canonicalise_bindings", stock(relax_pass.CanonicalizeBindings())),
+        Step(Phase.CANONICALISE, "fill_empty", fill_empty),
         Step(Phase.CANONICALISE, "recognise_norms", recognise_norms),
         Step(Phase.CANONICALISE, "widen_norms", widen_norms),
         Step(Phase.CANONICALISE, "recognise_activations", recognise_activations),

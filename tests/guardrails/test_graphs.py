@@ -32,6 +32,10 @@ def test_answers_that_hang_on_the_last_bit_are_no_fault() -> None:
     assert [try_graph(seed, STEPS).status for seed in (10510, 15045)] == [Status.RIGHT, Status.UNSTABLE]
 
 
+def test_graph_that_onnx_runtime_cannot_optimise_is_judged() -> None:
+    assert try_graph(604014, STEPS).status is Status.RIGHT
+
+
 @pytest.mark.parametrize("plan", [NEAR, HOPPER], ids=["llvm", "passes of Hopper"])
 def test_a_near_miss_of_each_pattern_agrees_with_onnx_runtime(plan: Plan) -> None:
     assert faults(try_graph(seed, plan) for seed in range(len(PATTERNS))) == []

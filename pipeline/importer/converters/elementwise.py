@@ -28,13 +28,15 @@ def convert_pow(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return a power with a small constant exponent as products, or a square root; None leaves the rest to TVM.
 
     `pow` is a library call an element, it keeps LLVM from vectorising the loop (GELU's x^3, RMSNorm's x^2), and TVM
-    warns about it on stderr. TVM knows powers of floating point numbers by such numbers of the same dtype only.
+    warns about it on stderr. TVM knows powers of floating point numbers by such numbers of the same dtype only. A root
+    of -inf is infinite as a power and NaN as a square root: ONNX Runtime takes the root in float32 and float64, and the
+    power in half precision.
     """
     base = node.input(0)
     exponent = constant_value(node.input(1))
     if exponent is not None and exponent.size == 1 and exponent.ndim <= base.ty.ndim:
         value = float(exponent.reshape(()))
-        if value == 0.5 and _is_float(base):
+        if value == 0.5 and dtype_of(base) in ("float32", "float64"):
             return relax.op.sqrt(base)
         if value in range(1, _MAX_PRODUCT + 1):
             product = base

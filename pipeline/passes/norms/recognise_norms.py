@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import numpy as np
 import tvm
@@ -125,7 +126,7 @@ def _quotients(value: tvm.ir.Expr | None, graph: Graph) -> list[tuple[tvm.ir.Exp
     readings: list[tuple[tvm.ir.Expr, relax.Var, tuple[relax.Var, ...]]] = []
     if is_op(value, "divide"):
         root = graph.value(value.args[1])
-        if is_op(root, "sqrt"):
+        if _is_root(root):
             readings.append((value.args[0], root.args[0], (value.args[1],)))
     if is_op(value, "multiply"):
         for data, inverse in either_way(value):
@@ -134,9 +135,13 @@ def _quotients(value: tvm.ir.Expr | None, graph: Graph) -> list[tuple[tvm.ir.Exp
                 readings.append((data, step.args[0], (inverse,)))
             elif is_op(step, "divide") and number_of(step.args[0], step.args[1]) == 1.0:
                 root = graph.value(step.args[1])
-                if is_op(root, "sqrt"):
+                if _is_root(root):
                     readings.append((data, root.args[0], (step.args[1], inverse)))
     return readings
+
+
+def _is_root(value: tvm.ir.Expr | None) -> TypeGuard[relax.Call]:
+    return is_op(value, "sqrt") or (is_op(value, "power") and number_of(value.args[1], value.args[0]) == 0.5)
 
 
 def _mean_of(expr: tvm.ir.Expr, graph: Graph) -> relax.Var | None:

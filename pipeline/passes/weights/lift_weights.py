@@ -39,7 +39,8 @@ def _is_matrix(array: np.ndarray) -> bool:
 def lift_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with each constant of `weight_bytes_min` bytes or more as a parameter after the inputs.
 
-    So is a constant that is an output, or that a view is made of: `Module` gives out copies of its parameters. Equal
+    So is a constant that is an output, or that a view is made of: `Module` gives out copies of its parameters. So is
+    one without elements, which TVM's executable cannot hold. Equal
     matrices share one parameter. Vectors do not: before training, biases are all alike, as scales are, and an
     artifact is to take trained ones (`pipeline.registry.refit`). A weight is called after the initialiser with the same
     content, else (folded, transposed, combined or cast) after the initialisers that the ONNX nodes of its first reader
@@ -51,7 +52,8 @@ def lift_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     if state.options.embed_weights:
         return mod
     readers: dict[tvm.ir.Expr, str] = {}
-    given_out: set[tvm.ir.Expr] = set()
+    results = constants_in(main.body.body)
+    given_out = set(results)
     for binding in bindings_of(main):
         for constant in constants_in(binding.value):
             readers.setdefault(constant, binding.var.name)
@@ -61,13 +63,14 @@ def lift_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
                 or is_op(binding.value, "reshape")
             ):
                 given_out.add(constant)
+    readers = {**dict.fromkeys(results, ""), **readers}
     names = _Names(state, {param.name for param in main.params})
     lifted: list[relax.Var] = []
     params: dict[tvm.ir.Expr, relax.Var] = {}
     shared: dict[Fingerprint, list[relax.Var]] = {}
     for constant, reader in readers.items():
         array = array_of(constant)
-        if array.nbytes < state.options.weight_bytes_min and constant not in given_out:
+        if 0 < array.nbytes < state.options.weight_bytes_min and constant not in given_out:
             continue
         alike = shared.setdefault(_fingerprint(array), []) if _is_matrix(array) else []
         param = next((var for var in alike if _same_bytes(state.weights[var.name], array)), None)

@@ -33,6 +33,16 @@ def test_top_k_of_none_is_empty() -> None:
     assert [(one.shape, str(one.dtype)) for one in found] == [((3, 0), "float32"), ((3, 0), "int64")]
 
 
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "uint32"])
+def test_top_k_of_integers_that_tvm_does_not_sort(dtype: str) -> None:
+    node = helper.make_node("TopK", ["x", "k"], ["v", "i"])
+    outputs = {"v": (dtype, (2,)), "i": ("int64", (2,))}
+    model = make_model([node], {"x": (dtype, (5,))}, outputs, {"k": np.array([2])})
+    x = np.array([3, np.iinfo(dtype).max, 0, np.iinfo(dtype).min, 7], dtype)
+    values, places = run_lowered(lower(import_model(model), LLVM), {"x": x})
+    assert (values.dtype, list(values), list(places)) == (np.dtype(dtype), [x[1], 7], [1, 4])
+
+
 @pytest.mark.parametrize("width", [5, 6])
 def test_pads_computed_from_a_static_shape(width: int) -> None:
     nodes = [

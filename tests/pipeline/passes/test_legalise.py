@@ -155,3 +155,27 @@ def test_sign_of_integers(dtype: str) -> None:
     model = make_model([helper.make_node("Sign", ["x"], ["y"])], {"x": (dtype, x.shape)}, {"y": (dtype, x.shape)})
     (got,) = run_lowered(lower(import_model(model), UNOPTIMISED), {"x": x})
     np.testing.assert_array_equal(got, np.sign(x))
+
+
+def test_root_of_minus_infinity_is_a_power_in_half_precision() -> None:
+    x = np.array([-np.inf, np.inf, 4, 0.25, np.nan], "float16")
+    model = make_model(
+        [helper.make_node("Pow", ["x", "half"], ["y"])],
+        {"x": ("float16", x.shape)},
+        {"y": ("float16", x.shape)},
+        {"half": np.array(0.5, "float16")},
+    )
+    (got,) = run_lowered(lower(import_model(model), UNOPTIMISED), {"x": x})
+    np.testing.assert_array_equal(got, run_reference(model, {"x": x})[0])
+
+
+@pytest.mark.parametrize("operator", ["LayerNormalization", "RMSNormalization"])
+def test_norm_over_float64(operator: str) -> None:
+    x = np.random.default_rng(0).standard_normal((3, 8))
+    node = helper.make_node(operator, ["x", "gamma"], ["y"], epsilon=0.01)
+    specs = ({"x": ("float64", x.shape)}, {"y": ("float64", x.shape)}, {"gamma": x[0]})
+    model = make_model([node], *specs, opset=23 if operator == "RMSNormalization" else 18)
+    (got,) = run_lowered(lower(import_model(model), UNOPTIMISED), {"x": x})
+    centred = x - x.mean(-1, keepdims=True) * (operator == "LayerNormalization")
+    want = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 0.01) * x[0]
+    np.testing.assert_allclose(got, want, rtol=1e-6)

@@ -90,7 +90,7 @@ def convert_expand(node: ConverterInput) -> tvm.ir.Expr | None:
     if not isinstance(data.ty.shape, relax.ShapeExpr):
         return None
     sizes = [simplify(size) for size in data.ty.shape.values]
-    if all(isinstance(size, int) for size in (*sizes, *target)):
+    if all(isinstance(size, int) for size in (*sizes, *target)) and 0 not in target:  # TVM refuses a size of 0.
         return None
     rank = max(len(sizes), len(target))
     old = [1] * (rank - len(sizes)) + sizes

@@ -19,6 +19,9 @@ from relaxtune.pipeline.importer.converter_input import (
 from relaxtune.pipeline.importer.ordered_keys import keys_of, numbers_of
 from relaxtune.pipeline.importer.shape_values import simplify, size_list
 
+# Integers that TVM's sort lacks, and those that hold them.
+_WIDER: Mapping[str, str] = {"int16": "int32", "uint16": "int32", "uint32": "int64"}
+
 
 def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
     """Return the k greatest or least elements along an axis, sorted, and their places; NaN is above all, as in NumPy.
@@ -30,7 +33,7 @@ def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
     Raises
     ------
     ValueError
-        k is neither a constant nor the size of the axis (a sort).
+        k is neither a constant nor the size of the axis (a sort), or the elements are of 64 bits without a sign.
     """
     data = node.input(0)
     axis, largest = int_attribute(node, "axis", -1) % int(data.ty.ndim), bool(int_attribute(node, "largest", 1))
@@ -46,14 +49,25 @@ def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
         data = node.builder.emit(relax.op.concat([data, losers], axis))
     dtype, emit = dtype_of(data), node.builder.emit
     floats = dtype.startswith(("float", "bfloat"))
-    keys = node.builder.emit_te(keys_of, data, primfunc_name_hint="keys") if floats else data
+    keys = node.builder.emit_te(keys_of, data, primfunc_name_hint="keys") if floats else _sortable(node, data)
     # To TVM, -1 is all.
     found = relax.op.topk(keys, -1 if number is None else number, axis, ret_type="both", largest=largest, dtype="int64")
-    if not floats:
+    if keys is data:
         return found
     both = emit(found)
+    if not floats:
+        return emit(relax.Tuple([emit(relax.op.astype(emit(both[0]), dtype)), emit(both[1])]))
     values = node.builder.emit_te(lambda one: numbers_of(one, dtype), emit(both[0]), primfunc_name_hint="numbers")
     return emit(relax.Tuple([values, emit(both[1])]))
+
+
+def _sortable(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return integers as TVM sorts them."""
+    wide = _WIDER.get(dtype_of(data))
+    if dtype_of(data) == "uint64":
+        msg = "input 0: expected a dtype of fewer bits than uint64, which TVM does not sort"
+        raise ValueError(msg)
+    return data if wide is None else node.builder.emit(relax.op.astype(data, wide))
 
 
 def _count(node: ConverterInput, size: tirx.Expr) -> int | None:

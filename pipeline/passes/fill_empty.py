@@ -1,0 +1,52 @@
+"""Pass: tensors without elements, and what is computed of them, are numbers that are known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import tvm
+from tvm import relax, tirx
+
+from relaxtune.pipeline.passes.kit.ir import dtype_of, is_op, shape_of
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
+from relaxtune.pipeline.passes.kit.state import LoweringState
+
+# What an operator makes of no elements at all; ONNX leaves a mean of none undefined, and ONNX Runtime makes it 0.
+_OF_NONE: dict[str, Callable[[str], float]] = {
+    **dict.fromkeys(("einsum", "matmul", "mean", "sum", "nn.conv1d", "nn.conv2d", "nn.conv3d"), lambda _dtype: 0),
+    "max": lambda dtype: -math.inf if "float" in dtype else int(tirx.min_value(dtype)),
+    "min": lambda dtype: math.inf if "float" in dtype else int(tirx.max_value(dtype)),
+    "prod": lambda _dtype: 1,
+}
+
+
+def fill_empty(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with tensors of no elements, and sums, maxima and products of no elements, as constants.
+
+    A kernel sets its result in the first step of its reduction. A reduction of no step leaves what was in memory, and
+    TVM divides by the number of elements.
+    """
+
+    def rule(_new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
+        value = binding.value
+        if not isinstance(value, relax.Call) or is_op(value, "zeros"):
+            return None
+        if _is_empty(value):
+            return relax.op.zeros(value.ty.shape, dtype_of(value))
+        if is_op(value, *_OF_NONE) and shape_of(value) is not None and any(map(_is_empty, _operands(value))):
+            number = _OF_NONE[value.op.name.removeprefix("relax.")](dtype_of(value))
+            # TVM fails to lower a `full` of infinities.
+            return relax.op.broadcast_to(relax.const(number, dtype_of(value)), value.ty.shape)
+        return None
+
+    return rewrite(mod, state, rule)
+
+
+def _operands(call: relax.Call) -> Iterable[tvm.ir.Expr]:
+    return (one for arg in call.args for one in (arg.fields if isinstance(arg, relax.Tuple) else (arg,)))
+
+
+def _is_empty(expr: tvm.ir.Expr) -> bool:
+    """Return whether a tensor is known to have no elements."""
+    return any(isinstance(size, tirx.IntImm) and int(size) == 0 for size in shape_of(expr) or ())

@@ -1,0 +1,66 @@
+"""What is computed of no elements is known: TVM's kernels leave what was in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
+from tests.pipeline.importer.onnx_cases import make_model
+from tests.pipeline.passes.pass_cases import UNOPTIMISED, run_lowered, run_reference
+
+NONE = {"x": np.zeros((2, 0, 3), "float32"), "i": np.zeros((2, 0, 3), "int32"), "m": np.zeros((3, 0), "float32")}
+EMPTY, FULL = (2, 0, 3), (2, 3)
+
+
+def of_none() -> OnnxModel:
+    """Return a graph of reductions of no elements, and of tensors of none."""
+    nodes: list[onnx.NodeProto] = []
+    outputs: dict[str, tuple[str, Sequence[int]]] = {}
+
+    def add(operator: str, inputs: str, shape: Sequence[int], dtype: str = "float32", **attributes: object) -> None:
+        name = f"y{len(nodes)}"
+        nodes.append(helper.make_node(operator, inputs.split(), [name], **attributes))
+        outputs[name] = (dtype, shape)
+
+    for name in ("Mean", "Max", "Min", "Sum", "Prod", "L2", "LogSum", "LogSumExp"):
+        add(f"Reduce{name}", "x axis", FULL, keepdims=0)
+    for name in ("Max", "Min", "Prod"):
+        add(f"Reduce{name}", "i axis", FULL, "int32", keepdims=0)
+    add("MatMul", "m w", (3, 4))
+    add("Gemm", "m w bias", (3, 4))
+    add("Softmax", "x", EMPTY, axis=1)
+    add("LayerNormalization", "x gamma", EMPTY)
+    add("Expand", "x sizes", (5, 2, 0, 3))
+    add("Concat", "x row", (2, 1, 3), axis=1)
+    constants = {
+        "axis": np.array([1]), "w": np.zeros((0, 4), "float32"), "bias": np.ones(4, "float32"),
+        "gamma": np.ones(3, "float32"), "sizes": np.array([5, 2, 0, 3]), "row": np.ones((2, 1, 3), "float32"),
+    }  # fmt: skip
+    inputs = {name: (str(array.dtype), array.shape) for name, array in NONE.items()}
+    return make_model(nodes, inputs, outputs, constants, opset=18)
+
+
+def test_reductions_of_no_elements_are_those_of_onnx_runtime() -> None:
+    model = of_none()
+    lowered = lower(import_model(model), UNOPTIMISED)
+    assert not [report.failure for report in lowered.reports if report.failure]
+    for got, want in zip(run_lowered(lowered, NONE), run_reference(model, NONE), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 0), (2, 3, 2)])
+def test_result_that_depends_on_no_input_is_a_weight(sizes: tuple[int, ...]) -> None:
+    """An executable holds no constant without elements, and gives out the one it holds, not a copy."""
+    node = helper.make_node("ConstantOfShape", ["sizes"], ["y"])
+    model = make_model([node], {"x": ("float32", (1,))}, {"y": ("float32", sizes)}, {"sizes": np.array(sizes)})
+    lowered = lower(import_model(model), UNOPTIMISED)
+    assert [array.shape for array in lowered.weights.values()] == [sizes]
+    (got,) = run_lowered(lowered, {"x": np.zeros(1, "float32")})
+    np.testing.assert_array_equal(got, np.zeros(sizes))
