@@ -7,9 +7,11 @@ from collections.abc import Iterable
 import tvm
 from tvm import relax, tirx
 
-from relaxtune.pipeline.passes.kit.ir import main_of, with_main
+from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of, with_functions, with_main
+from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, OPAQUE
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.onnx_nodes_of_kernels import name_fused, record_unfused
+from relaxtune.schedules.tir.expressions import call_names
 
 
 def fuse_operations(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -17,9 +19,50 @@ def fuse_operations(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
 
     A matmul, norm or softmax takes the elementwise operations after it into its group (bias, activation, residual,
     scale, mask); elementwise chains, reshapes and transposes group among themselves.
+
+    Indices that take a logarithm are a group of their own: the buckets of relative positions (T5), one for a pair of
+    positions, in the group of the look-up were computed for each head and batch row, and nine times over in the source.
     """
     unfused = record_unfused(mod)
+    indices = _functions_of_indices(mod)
+    if indices:
+        # Grouped before all others, as if these were opaque.
+        others = {
+            name: func for name, func in mod.functions_items() if name not in indices and _pattern(func) != OPAQUE
+        }
+        apart = with_functions(mod, {name: func.with_attr("op_pattern", OPAQUE) for name, func in others.items()})
+        mod = with_functions(relax.transform.FuseOps()(apart), others)
     return name_fused(define_sizes_first(relax.transform.FuseOps()(mod)), unfused, state)
+
+
+def _functions_of_indices(mod: tvm.ir.IRModule) -> set[tvm.ir.GlobalVar]:
+    """Return the functions that compute integers with logarithms, where those are read to make other numbers."""
+    found: set[tvm.ir.GlobalVar] = set()
+    # Variable -> functions that compute it, and whether one takes a logarithm.
+    made: dict[relax.Var, tuple[set[tvm.ir.GlobalVar], bool]] = {}
+    for binding in bindings_of(main_of(mod)):
+        name = called_function(binding.value)
+        if name is None:
+            continue
+        read = [var for var in relax.analysis.free_vars(binding.value) if var in made]
+        if not _is_integer(binding.var):
+            found |= {one for var in read if made[var][1] and _is_integer(var) for one in made[var][0]}
+        if _pattern(mod[name]) <= INJECTIVE:
+            functions = {name}.union(*(made[var][0] for var in read))
+            made[binding.var] = functions, _takes_log(mod[name]) or any(made[var][1] for var in read)
+    return found
+
+
+def _pattern(func: tvm.ir.BaseFunc) -> int:
+    return int(func.attrs["op_pattern"]) if func.attrs and "op_pattern" in func.attrs else OPAQUE
+
+
+def _takes_log(func: tirx.PrimFunc) -> bool:
+    return "tirx.log" in call_names(func.body)
+
+
+def _is_integer(var: relax.Var) -> bool:
+    return isinstance(var.ty, relax.TensorType) and str(var.ty.dtype).startswith("int")
 
 
 def define_sizes_first(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
