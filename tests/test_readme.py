@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from relaxtune.pipeline.cli.app import main
+from tests import warm_python
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -114,7 +114,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
 
 @pytest.mark.parametrize(("page", "code"), blocks("python"), ids=[page for page, _ in blocks("python")])
 def test_python_of_a_page_runs(page, code, tmp_path) -> None:
-    outcome = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    outcome = warm_python.run([sys.executable, "-c", code], cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr
 
 

@@ -1,8 +1,8 @@
 """Python processes that start warm: forks of one that has imported TVM and the stages.
 
 Hundreds of tests start a process of ours, or a run of `tune`, which starts three. Each would spend two to three seconds
-of a processor on its imports. `Popen` takes what `subprocess.Popen` takes. It forks `python -c` and `python -m` of this
-interpreter from a server, and starts everything else as ever. The result is a child of the process that asked, with
+of a processor on its imports. `Popen` takes what `subprocess.Popen` takes. It forks what this interpreter is to
+run from a server, and starts everything else as ever. The result is a child of the process that asked, with
 memory, streams, environment, session, signals and exit code of its own. Tests of the start itself, or of what a fresh
 process imports, use `subprocess`. So do all under coverage: a fork writes no data.
 
@@ -50,7 +50,7 @@ _HIGH = 500
 
 @dataclass(frozen=True)
 class _Start:
-    """What to run: `-c CODE` or `-m MODULE` with arguments, where, and under which descriptors."""
+    """What Python is to run, where, and under which descriptors."""
 
     words: list[str]
     environment: dict[str, str]
@@ -126,10 +126,10 @@ class Popen(subprocess.Popen):
         warm = (
             sys.platform == "linux"
             and words[:1] == [sys.executable]
-            and words[1:2] in (["-c"], ["-m"])
             and preexec_fn is None
+            and "COVERAGE_PROCESS_CONFIG" not in os.environ
         )
-        if not warm or "COVERAGE_PROCESS_CONFIG" in os.environ:
+        if not warm:
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
         streams = rest[3:9]
         descriptors = {n: own if own >= 0 else n for n, own in enumerate((streams[0], streams[3], streams[5]))}
@@ -235,10 +235,13 @@ def _prepare(start: _Start) -> None:
     os.environ.update(start.environment)
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    if start.words[0] not in ("-c", "-m"):
+        start.words.insert(0, "")
     option, what, *arguments = start.words
     given = [entry for entry in start.environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:] = [start.folder if option == "-m" else "", *dict.fromkeys([*given, *_PATH])]
-    sys.argv = [option, *arguments]
+    first = {"-c": "", "-m": start.folder}.get(option, os.path.dirname(what))
+    sys.path[:] = [first, *dict.fromkeys([*given, *_PATH])]
+    sys.argv = [option or what, *arguments]
     if "relaxtune.pipeline.tuning.local" not in what:
         _SERVER.nested(start.descriptors)
         warm_workers().__enter__()
@@ -247,9 +250,11 @@ def _prepare(start: _Start) -> None:
 def _run(option: str, what: str, *_: str) -> None:
     if option == "-m":
         runpy.run_module(what, run_name="__main__", alter_sys=True)
-        return
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    exec(compile(what, "<string>", "exec"), vars(main))
+    elif not option:
+        runpy.run_path(what, run_name="__main__")
+    else:
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(what, "<string>", "exec"), vars(main))
 
 
 # Where this server finds modules.

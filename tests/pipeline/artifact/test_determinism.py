@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from relaxtune.pipeline.validate.report import RepeatReport
 from relaxtune.pipeline.validate.validation import Observation, repeat_runs, validate
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.records import Route
+from tests import warm_python
 
 RUN = """
 import sys, numpy
@@ -72,7 +72,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(
     for threads in (1, 2):
         path = tmp_path / f"y{threads}.npz"
         command = [sys.executable, "-c", RUN, str(artifact), str(tmp_path / "x.npz"), str(path), str(threads)]
-        subprocess.run(command, check=True, cwd=Path(__file__).parents[3])
+        assert warm_python.run(command, cwd=Path(__file__).parents[3]).returncode == 0
         outputs[threads] = dict(np.load(path))
     assert all(not differing_bits(outputs[1][name], outputs[2][name]) for name in outputs[1])
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import ArtifactError
+from tests import warm_python
 
 Maker = Callable[[], Path]
 
@@ -263,7 +263,7 @@ def test_a_reader_always_finds_an_artifact_while_it_is_replaced(artifact_copy: M
     shutil.copytree(directory, other)
     write += "import shutil\nfor n in range(60):\n    shutil.copytree(sys.argv[2], sys.argv[1] + '.s')\n"
     write += "    _move_into_place(Path(sys.argv[1] + '.s'), Path(sys.argv[1]))\n"
-    with subprocess.Popen([sys.executable, "-c", write, str(directory), str(other)]) as writer:
+    with warm_python.Popen([sys.executable, "-c", write, str(directory), str(other)]) as writer:
         seen = 0
         while writer.poll() is None:
             seen += (directory / "manifest.json").exists()

@@ -53,6 +53,7 @@ from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.questions.insights import coverage
 from relaxtune.tuning_db.records import RecordFilter, Route, Status, utc_now
 from relaxtune.tuning_db.store import SqlDatabase
+from tests import warm_python
 
 PLAN = """\
 name = "small"
@@ -355,7 +356,7 @@ def test_a_driver_that_is_killed_is_taken_up_where_it_was(ran: Ran, database: Tu
     path = plan_of(ran, "killed", {"candidates = 6": "candidates = 24"}, FIRST + 'shapes = ["x=24x32"]\n')
     command = [sys.executable, "-c", "from relaxtune.pipeline.cli.app import main; main()", "batch", "run", str(path)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    process = warm_python.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
         if "of 24 candidates" in line:

@@ -24,6 +24,7 @@ from relaxtune.pipeline.cli.app import main
 from relaxtune.tuning_db.errors import TuningDatabaseError
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status
 from relaxtune.tuning_db.store import SqlDatabase
+from tests import warm_python
 
 CLASSES = 8
 ROOT = Path(__file__).parents[3]
@@ -205,7 +206,7 @@ def tuning_process(request, workspace, tmp_path) -> Iterator[subprocess.Popen[st
     program = getattr(request, "param", "") + "from relaxtune.pipeline.cli import main; main()"
     command = [sys.executable, "-c", program, "tune", str(workspace.model)]
     options = ["--target", "llvm", "--shape", "x=64x32", "--trials", "5000", "--no-bench"]
-    job = subprocess.Popen(
+    job = warm_python.Popen(
         [*command, *options, "--db", str(tmp_path / "tuning.db"), "--out", str(tmp_path / "artifact")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -27,6 +27,7 @@ from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.store import SqlDatabase
 from relaxtune.tuning_db.tags import MoveKind, TagMove, record_move
+from tests import warm_python
 from tests.tuning_db.conftest import Samples
 
 HOSTILE = "<script>alert('x')</script>\x1b[31m\"&"
@@ -179,7 +180,7 @@ def test_token_is_asked_for_then_kept_in_a_cookie(kept: tuple[SqlDatabase, str])
 def test_command_tells_its_address_and_ends_with_ctrl_c(site: Site) -> None:
     code = "from relaxtune.pipeline.cli import main; main()"
     command = [sys.executable, "-c", code, "dashboard", "--db", site.database.url, "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with warm_python.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         line = process.stderr.readline() if process.stderr else ""
         found = re.search(r"http://127\.0\.0\.1:(\d+)/ shows", line)
         assert found, line

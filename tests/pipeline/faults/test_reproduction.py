@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.reproduction import write_reproduction
 from relaxtune.pipeline.validate.validation import default_tolerance, sample_inputs
 from relaxtune.schedules.targets import ResolvedTarget
+from tests import warm_python
 from tests.pipeline.faults.planting import build
 from tests.pipeline.faults.small_models import make_model
 from tests.pipeline.faults.test_kernels import CASES as KERNEL_CASES
@@ -48,7 +48,7 @@ def test_a_pass_is_shown_by_the_nodes_it_spoils(
         assert set(np.load(folder / "inputs.npz")) == {"scores"}
         assert exit_of(made.script) == 3
         assert "would pass with" in capsys.readouterr().out
-    healthy = subprocess.run([sys.executable, str(made.script)], cwd=ROOT, capture_output=True, text=True, check=False)
+    healthy = warm_python.run([sys.executable, str(made.script)], cwd=ROOT)
     assert healthy.returncode == 0, healthy.stderr
     assert "kept ok" in healthy.stdout
 

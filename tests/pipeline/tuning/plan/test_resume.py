@@ -21,6 +21,7 @@ from relaxtune.pipeline.tuning.session import require_valid, tune
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route
 from relaxtune.tuning_db.store import SqlDatabase
+from tests import warm_python
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, all_records, matmul_task, task_of
 
 OPTIONS = TuningOptions(
@@ -113,7 +114,7 @@ with SqlDatabase.open(sys.argv[1]) as database:
 def test_a_killed_run_keeps_what_was_written_and_goes_on(place: Place, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/killed.db"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
-    with subprocess.Popen(
+    with warm_python.Popen(
         [sys.executable, "-c", KILLED, url], stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         assert process.stdout is not None
