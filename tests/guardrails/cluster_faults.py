@@ -1,7 +1,7 @@
 """Breaks a real Ray cluster while it carries a plan out, and checks that the plan ends as it does without.
 
     python -m tests.guardrails.cluster_faults [--faults node actor builder postgres store driver] [--kills 20]
-        [--out FILE]
+        [--seed 0] [--out FILE]
 
 Each fault has a cluster of its own (a head without a CPU, a node that measures, one that builds), a PostgreSQL that
 survives its end, and the same plan of two cells. It comes once some candidates are recorded:
@@ -10,10 +10,11 @@ survives its end, and the same plan of two cells. It comes once some candidates 
 - actor, builder: the Ray workers that measure, or that build, are killed
 - postgres: the server is stopped for seconds and started again, twice: while tasks are tuned, while cells are finished
 - store: the object stores of all nodes are full for seconds, and no disk takes what they spill
-- driver: it is killed with -9 again and again, while it starts or once it has the batch, and `batch resume` goes on
+- driver: it is killed with -9 again and again, while it starts or once it has recorded or finished something, and
+  `batch resume` goes on
 
 Afterwards the same cells must be accepted as without a fault. No record may be lost that was there before a fault, none
-may be there twice, and none may say that a candidate failed.
+may be there twice, none may say that a candidate failed, and no driver may have measured what one before it recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,17 +41,17 @@ from relaxtune.pipeline.environment import detect_environment
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.batches import get_batch, list_cells
 from relaxtune.tuning_db.cell_states import CellState
-from relaxtune.tuning_db.records import Route, Status
+from relaxtune.tuning_db.records import Route, Status, TuningRecord
 from relaxtune.tuning_db.store import SqlDatabase
 from tests.pipeline.batch.test_driver import dense
 from tests.pipeline.tuning.ray.clusters import add_measuring_node, kill_workers, measures, small_cluster
 from tests.tuning_db.postgres_server import Server, restartable_server
 
-CANDIDATES = 40
+CANDIDATES, CANDIDATES_A_KILL = 40, 20
 BEGUN = 4
 AWAY_S = 4.0
-# Of the kills, so many come while the driver starts, the others within so many seconds of its work.
-_WHILE_STARTING, _AT_WORK_S = 0.25, 4.0
+# Of the kills, so many come while the driver starts, the others within so many seconds of its first records.
+_WHILE_STARTING, _AT_WORK_S = 0.25, 1.0
 ENDS_WITHIN_S = 600.0
 _MAIN = "from relaxtune.pipeline.cli.app import main; main()"
 # What is larger than this goes through the object stores; nothing may be spilled to a disk.
@@ -66,6 +67,8 @@ class Run:
     ----------
     seen
         Records that were there before a fault, by id.
+    at_work
+        Kills of a driver that had recorded or finished something.
     driver
         The newest one.
     """
@@ -75,8 +78,10 @@ class Run:
     server: Server
     cluster: Cluster
     kills: int
+    seed: int
     seen: dict[int, str] = field(default_factory=dict)
     done: int = 0
+    at_work: int = 0
     driver: subprocess.Popen[bytes] = field(init=False)
 
     @property
@@ -194,19 +199,23 @@ def break_store(run: Run) -> None:
 
 def break_driver(run: Run) -> None:
     """Kill the driver again and again."""
-    moments = random.Random(0)
+    moments = random.Random(run.seed)
+    finishing = (CellState.COMPILING, CellState.VALIDATING)
+    worked = True
     while run.driver.poll() is None:
         run.kill()
         run.done += 1
-        run.look()
+        run.at_work += worked
+        known = run.look()
         run.start("resume")
         if run.done == run.kills:
             return
-        if moments.random() < _WHILE_STARTING:
-            time.sleep(moments.uniform(1, 5))
-        else:
-            run.wait_for(run.held)
+        worked = moments.random() >= _WHILE_STARTING
+        if worked:
+            worked = run.wait_for(lambda known=known: run.held() and (run.look() > known or run.any_cell(*finishing)))  # type: ignore[misc]
             time.sleep(moments.uniform(0, _AT_WORK_S))
+        else:
+            time.sleep(moments.uniform(1, 5))
 
 
 FAULTS: dict[str, Callable[[Run], None]] = {
@@ -220,20 +229,21 @@ FAULTS: dict[str, Callable[[Run], None]] = {
 }
 
 
-def run_fault(fault: str, kills: int) -> dict[str, object]:
+def run_fault(fault: str, kills: int, seed: int) -> dict[str, object]:
     """Carry the plan out with a fault, and tell what came of it."""
     began = time.monotonic()
     system = _SMALL_STORE if fault == "store" else None
+    candidates = CANDIDATES + (CANDIDATES_A_KILL * kills if fault == "driver" else 0)
     with (
         tempfile.TemporaryDirectory() as folder,
         restartable_server(durable=True) as server,
         small_cluster(system=system) as cluster,
     ):
-        run = Run(fault, Path(folder), server, cluster, kills)
+        run = Run(fault, Path(folder), server, cluster, kills, seed)
         for seed, name in enumerate(("first", "second")):
             onnx.save(dense(seed=seed), run.folder / f"{name}.onnx")
         run.plan.write_text(
-            f'name = "faults"\ndatabase = "{server.url}"\nsamples = 1\n[budget]\ncandidates = {CANDIDATES}\n'
+            f'name = "faults"\ndatabase = "{server.url}"\nsamples = 1\n[budget]\ncandidates = {candidates}\n'
             '[defaults]\ntargets = ["llvm"]\n[[cells]]\nmodels = ["first.onnx"]\nshapes = ["x=16x32"]\n'
             '[[cells]]\nmodels = ["second.onnx"]\nshapes = ["x=48x32"]\n',
             encoding="utf-8",
@@ -265,11 +275,13 @@ def outcome(run: Run) -> dict[str, object]:
     faults += [f"{count} times {key[:3]}" for key, count in twice.items() if count > 1]
     faults += [f"record {one.id} is {one.status}: {one.error}" for one in records if one.status is not Status.OK]
     faults += [] if run.fault == "none" or run.done else ["the fault did not come"]
+    faults += [f"measured again: {key}" for key in measured_again(records)]
     code = run.driver.returncode
     faults += [] if code == 0 else [f"exit code {code}"]
     faults += [] if run.fault != "driver" or run.done == run.kills else [f"{run.done} kills, {run.kills} asked for"]
     return {
         "times": run.done,
+        "at_work": run.at_work,
         "exit_code": code,
         "accepted": accepted,
         "records": len(records),
@@ -280,16 +292,29 @@ def outcome(run: Run) -> dict[str, object]:
     }
 
 
+def measured_again(records: Sequence[TuningRecord]) -> list[tuple[str, str, str]]:
+    """Return what a job measured although one before it had recorded it; a cell's own measurements are left out."""
+    first: dict[tuple[str, str, str], str | None] = {}
+    again = []
+    for one in sorted(records, key=lambda record: record.id or 0):
+        if "norm_rows_max" not in one.decision:
+            key = (one.workload_hash, one.route.value, one.decision)
+            if first.setdefault(key, one.job_id) != one.job_id:
+                again.append(key)
+    return again
+
+
 def main() -> None:
     """Break what is asked for; exit 1 when a plan ended otherwise than without."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", nargs="+", choices=sorted(FAULTS), default=list(FAULTS))
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="Of the moments at which the driver is killed.")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     found: list[dict[str, object]] = []
     for fault in asked.faults:
-        found.append(run_fault(fault, asked.kills))
+        found.append(run_fault(fault, asked.kills, asked.seed))
         print(json.dumps(found[-1]), flush=True)
         if asked.out is not None:
             document = {"machine": detect_environment(resolve_target("llvm")).device_name, "ray": ray.__version__}

@@ -120,7 +120,9 @@ def test_a_killed_run_keeps_what_was_written_and_goes_on(place: Place, tmp_path:
         assert process.stdout is not None
         while int(process.stdout.readline()) < 6:
             pass
-        time.sleep(1.5)
+        with SqlDatabase.open(url) as database:
+            while process.poll() is None and database.count_records(RecordFilter(route=Route.METASCHEDULE)) < 6:
+                time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
     with SqlDatabase.open(url) as database:
         recorded = database.count_records(RecordFilter(route=Route.METASCHEDULE))

@@ -45,7 +45,15 @@ from tests.pipeline.tuning.tuning_cases import (
     unbuildable_mod,
 )
 
-OPTIONS = TuningOptions(trials=8, trials_per_iteration=4, population=16, finals=3, warm_start_s=0.0, run_timeout_s=8.0)
+OPTIONS = TuningOptions(
+    trials=4,
+    trials_per_iteration=4,
+    population=16,
+    finals=3,
+    warm_start_s=0.0,
+    run_timeout_s=8.0,
+    measure=MeasureOptions(repeats=3, contender_repeats=0, min_repeat_s=0.0005),
+)
 
 
 @pytest.fixture(scope="module")
@@ -229,9 +237,9 @@ def test_a_run_on_a_cluster_records_every_candidate(
         backend=machine.backend,
     )
     (result,) = summary.tasks
-    assert (result.valid, result.failed) == (8, 0)
+    assert (result.valid, result.failed) == (4, 0), result.last_error
     # The fallback, the candidates, and the final.
     records = database.list_records()
-    assert len(records) >= 9
+    assert len(records) >= 5
     assert {one.status for one in records} == {Status.OK}
     assert {one.environment for one in records} == {environment}
