@@ -62,8 +62,6 @@ _DEPTHS_OF_FEW = ((4, 4), (8, 3))
 _STEPS_MAX = max(depth * most for depth, most in _DEPTHS + _DEPTHS_OF_FEW)
 _TILES, _TILES_OF_FEW, _TILES_OF_MANY = (1, 2, 4), (1, 2), (2, 4)
 _FEW, _MANY = 8, 64
-# Of an A100 to an H200, where the target was given by name.
-_SM_COUNT = 128
 _EPILOGUE_LANES = 4
 # Rows in shared memory are some elements longer than a multiple of 32: those that are read together lie in other banks.
 # ldmatrix reads 16 bytes of 8 rows; float32 of rows of B, and of sums, goes by element (see `mma_fragments`).
@@ -214,7 +212,7 @@ def _list_designs(matmul: _Matmul, limits: CudaLimits) -> list[_Design]:
     rows, columns = _padding(matmul.rows), _padding(matmul.columns)
     size, steps = element_bytes(matmul.dtype), math.ceil(matmul.depth / TILE)
     blocks = matmul.batches * math.ceil(matmul.rows / TILE) * math.ceil(matmul.columns / TILE)
-    each = blocks / (limits.sm_count or _SM_COUNT)
+    each = blocks / limits.likely_sm_count
     tiles = _TILES_OF_FEW if each < _FEW else _TILES_OF_MANY if each >= _MANY else _TILES
     designs: list[_Design] = []
     for wanted, most in _DEPTHS_OF_FEW if each < _FEW else _DEPTHS:

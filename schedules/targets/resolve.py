@@ -34,8 +34,6 @@ _X86_FLAGS = {
     "avx512bf16": "avx512_bf16",
 }
 
-_LIKELY_SM_COUNT = 132
-
 # Attribute of a CUDA target. It says how code is packed, not what code is made, so that records do not depend on it.
 PORTABLE = "feature.portable"
 
@@ -53,9 +51,13 @@ class CpuLimits:
 
 @dataclass(frozen=True)
 class CudaLimits:
-    """What one thread block may use (all but the opt-in is the same for every architecture); `sm_count` if known."""
+    """What one thread block may use, and the multiprocessors: `sm_count` if known, else a likely GPU's.
+
+    All but the opt-in and the multiprocessors is the same for every architecture.
+    """
 
     shared_bytes_optin: int
+    usual_sm_count: int
     shared_bytes_static: int = 48 * 1024
     max_threads_per_block: int = 1024
     registers_per_block: int = 65536
@@ -65,8 +67,8 @@ class CudaLimits:
 
     @property
     def likely_sm_count(self) -> int:
-        """Multiprocessors: those of an H100 SXM or H200 where they are not known."""
-        return self.sm_count or _LIKELY_SM_COUNT
+        """Multiprocessors: those of a usual GPU of the architecture where they are not known."""
+        return self.sm_count or self.usual_sm_count
 
 
 TargetLimits = CpuLimits | CudaLimits
@@ -280,7 +282,8 @@ def _cuda_resolved(
 
 
 def _cuda_limits(arch: str, sm_count: int | None) -> CudaLimits:
-    return CudaLimits(shared_bytes_optin=capabilities_of(arch).shared_bytes_optin, sm_count=sm_count)
+    offered = capabilities_of(arch)
+    return CudaLimits(offered.shared_bytes_optin, offered.multiprocessors, sm_count=sm_count)
 
 
 def _cpu_limits(target: Target) -> CpuLimits:

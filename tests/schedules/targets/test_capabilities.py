@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from relaxtune.schedules.errors import TargetError
-from relaxtune.schedules.targets import Feature, resolve_target
+from relaxtune.schedules.targets import Feature, resolve_target, target_limits
 from relaxtune.schedules.targets.capabilities import capabilities_of, is_of, lowest_with, native_arch, runs_on
 
 
@@ -52,6 +52,13 @@ def test_capabilities_name_the_known_ones_when_arch_is_not() -> None:
 )
 def test_code_runs_on_later_minor_versions_but_with_a_suffix(arch: str, version: str, runs: bool) -> None:
     assert runs_on(arch, version) is runs
+
+
+def test_a_target_that_is_not_here_has_a_usual_gpus_multiprocessors() -> None:
+    # T4, A100, A10, L40S, H200, RTX 5090.
+    counts = {"sm_75": 40, "sm_80": 108, "sm_86": 72, "sm_89": 142, "sm_90a": 132, "sm_120": 170}
+    limits = {arch: target_limits(resolve_target(f"cuda:{arch}").target) for arch in counts}
+    assert {arch: one.likely_sm_count for arch, one in limits.items()} == counts
 
 
 def test_the_native_architecture_of_a_device_has_the_suffix_from_hopper_on() -> None:

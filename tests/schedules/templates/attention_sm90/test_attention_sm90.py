@@ -19,7 +19,7 @@ BERT = AttentionCase(1, 12, 128, 128, 64, dtype="float16", packed=True)
 LONG = replace(BERT, heads=16, queries=2048, keys=2048, head_dim=128, batch=8)
 DECODE = AttentionCase(1, 32, 1, 1024, 64, kv_heads=8, dtype="float16", heads_first=True)
 SMALL = AttentionParameters(consumers=1, block_k=64, stages=2)
-LIMITS = CudaLimits(227 * 1024)
+LIMITS = CudaLimits(227 * 1024, 132)
 WAIT = 'T.ptx.griddepcontrol("wait"'
 
 

@@ -40,7 +40,7 @@ def matmul(case: MatmulCase) -> MatmulFunction:
 
 
 def plan(case: MatmulCase, parameters: GemmParameters, *, constant_b: bool = False) -> GemmPlan | Refusal:
-    return make_plan(matmul(case), parameters, CudaLimits(227 * 1024), constant_b=constant_b)
+    return make_plan(matmul(case), parameters, CudaLimits(227 * 1024, 132), constant_b=constant_b)
 
 
 def test_kernel_keeps_parameters_and_is_marked(target: ResolvedTarget) -> None:

@@ -49,7 +49,7 @@ needs_hopper = pytest.mark.skipif(
 def plan(case: MatmulCase, parameters: GemmParameters) -> GemmPlan | Refusal:
     matmul = recognise_matmul(case.func())
     assert isinstance(matmul, MatmulFunction)
-    return make_plan(matmul, parameters, CudaLimits(227 * 1024))
+    return make_plan(matmul, parameters, CudaLimits(227 * 1024, 132))
 
 
 @cache
