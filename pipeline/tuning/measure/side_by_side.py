@@ -28,6 +28,7 @@ from relaxtune.pipeline.tuning.measure.backend import (
     Unmeasured,
 )
 from relaxtune.pipeline.tuning.measure.clock import BusyClock
+from relaxtune.pipeline.tuning.measure.waiting import WaitingWork
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 
 logger = logging.getLogger(__name__)
@@ -108,12 +109,11 @@ class SideBySide(MeasureBackend):
         self._measurers = tuple(measurers)
         self._capabilities = capabilities
         self._changed = threading.Condition()
-        self._waiting: list[_Work] = []
-        # Workload -> its place among all, how much work it had, and the device that began it.
+        self._waiting = WaitingWork[_Work]()
+        # Workload -> its place among all, and how much work it had.
         self._places: dict[str, int] = {}
         self._asked: Counter[str] = Counter()
         self._count = 0
-        self._homes: dict[str, Measurer] = {}
         # Host and workload. A workload's first work on a host computes its reference; other devices do other work.
         self._preparing: set[tuple[str, str]] = set()
         self._prepared: set[tuple[str, str]] = set()
@@ -195,7 +195,7 @@ class SideBySide(MeasureBackend):
                 self._count += 1
                 first = last or self._asked[workload] <= _FIRST_WORK
                 rank = (0, place) if first else (1, self._count)
-                self._waiting.append(_Work(workload, do, fail, rank))
+                self._waiting.put(_Work(workload, do, fail, rank))
                 held = any(name == workload for _, name in self._preparing)
                 # A device of a host that prepares the workload would not take it.
                 self._changed.notify(len(self._threads) if held else 1)
@@ -224,13 +224,8 @@ class SideBySide(MeasureBackend):
         host = device.host
         with self._changed:
             while True:
-                free = (one for one in self._waiting if (host, one.workload) not in self._preparing)
-                work = min(
-                    free, key=lambda one: (self._homes.get(one.workload, device) is not device, one.rank), default=None
-                )
+                work = self._waiting.take(device, lambda workload: (host, workload) in self._preparing)
                 if work is not None:
-                    self._waiting.remove(work)
-                    self._homes.setdefault(work.workload, device)
                     if (host, work.workload) not in self._prepared:
                         self._preparing.add((host, work.workload))
                     return work
@@ -243,7 +238,7 @@ class SideBySide(MeasureBackend):
             if (host, work.workload) in self._preparing:
                 self._preparing.discard((host, work.workload))
                 # Two hundred idle threads of a cluster need not wake for work that is not there.
-                if any(one.workload == work.workload for one in self._waiting):
+                if self._waiting.has(work.workload):
                     self._changed.notify_all()
             self._prepared.add((host, work.workload))
 
@@ -252,13 +247,13 @@ class SideBySide(MeasureBackend):
         given_up: list[_Work] = []
         with self._changed:
             self._alive -= 1
-            self._homes = {name: home for name, home in self._homes.items() if home is not device}
+            self._waiting.leave(device)
             if work is not None:
                 self._preparing.discard((device.host, work.workload))
-                self._waiting.append(work)
+                self._waiting.put(work)
             if not self._alive:
                 self._broken = broken
-                given_up, self._waiting = self._waiting, []
+                given_up = self._waiting.take_all()
             self._changed.notify_all()
         for one in given_up:
             one.fail(broken)
