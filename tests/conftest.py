@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tuning_db.new_schema import schema_is_copied
 from tests.warm_python import warm_workers
 
 if sys.dont_write_bytecode:
@@ -42,8 +43,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _workers_start_warm() -> Iterator[None]:
-    with warm_workers():
+def _workers_start_warm_and_databases_have_their_tables() -> Iterator[None]:
+    with warm_workers(), schema_is_copied():
         yield
 
 
