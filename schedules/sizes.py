@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations, product
 from typing import TypeAlias
 
+import tvm_ffi
 from tvm import tirx
+from tvm.sym import Analyzer
 
 # A number, or an expression of variables that the shapes of parameters define.
 Size: TypeAlias = "int | tirx.Expr"
@@ -106,3 +108,13 @@ def _terms(size: Size) -> dict[tuple[str, ...], int]:
         total.update(_terms(size.a))
         total.update({names: sign * factor for names, factor in _terms(size.b).items()})
     return {names: factor for names, factor in total.items() if factor}
+
+
+def largest_size(size: tirx.Expr, maxima: Mapping[str, int]) -> int | None:
+    """Return a size where every axis that it is made of is the largest; None where one has no maximum."""
+
+    def largest(var: tirx.Var) -> tirx.Expr:
+        return tirx.IntImm("int64", maxima[var.name]) if var.name in maxima else var
+
+    number = Analyzer().simplify(tvm_ffi.structural_map(size, (tirx.Var, largest)))
+    return int(number) if isinstance(number, tirx.IntImm) else None

@@ -19,7 +19,6 @@ from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, TAKEN, Candidate
 from relaxtune.pipeline.choose.model_records import ModelDecision
 from relaxtune.pipeline.choose.replay import as_scheduled, replay_record
 from relaxtune.pipeline.choose.tables import choose_table
-from relaxtune.pipeline.codegen.planned_memory import largest_size
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.module import LoweredModule
@@ -29,6 +28,7 @@ from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.marks import ROWS_MAX_ATTR, is_scheduled
 from relaxtune.schedules.registry import apply_decision, list_candidates
+from relaxtune.schedules.sizes import largest_size
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Parameters, TemplateError
 from relaxtune.schedules.templates.ranges import symbolic_rows

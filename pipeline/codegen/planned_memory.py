@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import tvm
-from tvm import relax, tirx
-from tvm.sym import Analyzer
+from tvm import relax
 
-from relaxtune.schedules.tir.expressions import find_all, substitute
+from relaxtune.schedules.sizes import largest_size
 
 # Read by TVM's memory planner: variable -> its largest value.
 _MAXIMA = "tir_var_upper_bound"
@@ -65,10 +64,3 @@ def largest_shape(value: relax.Expr, maxima: Mapping[str, int]) -> list[int] | N
 def entries(mod: tvm.ir.IRModule) -> list[tuple[tvm.ir.GlobalVar, relax.Function]]:
     """Return `main` and its variants (`choose.variants`): before graphs are lifted out there is nothing else."""
     return [(var, function) for var, function in mod.functions_items() if isinstance(function, relax.Function)]
-
-
-def largest_size(size: tirx.Expr, maxima: Mapping[str, int]) -> int | None:
-    """Return a size where every axis that it is made of is the largest; None where one has no maximum."""
-    known = {var: tirx.IntImm("int64", maxima[var.name]) for var in find_all(size, tirx.Var) if var.name in maxima}
-    number = Analyzer().simplify(substitute(size, known))
-    return int(number) if isinstance(number, tirx.IntImm) else None

@@ -76,9 +76,10 @@ def rotated_matmul(columns: int, head: int, dtype: str) -> Callable[..., te.Tens
             return te.sum(x(b, s, over).astype("float32") * weight[over, column].astype("float32"), axis=over)
 
         product = te.compute((*x.shape[:-1], weight.shape[1]), multiply, name="product")
+        is_one = isinstance(cos.shape[0], tirx.IntImm) and int(cos.shape[0]) == 1
 
         def rotate(b: tirx.Var, s: tirx.Var, c: tirx.Var) -> tirx.Expr:
-            row, place = b if int(cos.shape[0]) > 1 else 0, tirx.floormod(c, head)
+            row, place = 0 if is_one else b, tirx.floormod(c, head)
             own, partner = product(b, s, product_column(c, head)), product(b, s, partner_column(c, head))
             # Not in the branches of the sign, under whose condition its columns would be simplified beyond recognition.
             sign = tirx.Select(place < head // 2, tirx.FloatImm("float32", -1.0), tirx.FloatImm("float32", 1.0))

@@ -18,10 +18,12 @@ from relaxtune.pipeline.passes.kit.ir import (
     dtype_of,
     is_constant,
     is_op,
+    shape_of,
     static_shape,
 )
 from relaxtune.pipeline.passes.kit.rewrite import DONE, OPAQUE, Done, Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.schedules.sizes import largest_size
 from relaxtune.schedules.tir.rotated_matmul import HEAD_UNIT, interleaved_heads, rotated_matmul
 
 # With more, tables that are read element by element in the epilogue cost what the kernel they save does.
@@ -42,7 +44,7 @@ class _Projection:
     weight: tvm.ir.Expr
     cos: tvm.ir.Expr
     sin: tvm.ir.Expr
-    table: tuple[int, ...]
+    table: tuple[tirx.Expr, ...]
     columns: int
     head: int
 
@@ -57,7 +59,8 @@ def rotate_in_matmul(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
 
     The weight alternates 8 columns of each half of a head, so that one thread has both columns of a pair; the
     result is in the graph's order and rounded once. Where x is read otherwise, of many rows (where a kernel
-    of its own costs no more), or where weights are to be quantised, rotations stay kernels.
+    of its own costs no more) or of a symbolic number without a maximum, or where weights are to be quantised,
+    rotations stay kernels.
     """
     policy = state.options.policy
     if not state.launches_cost or (policy is not None and policy.weight_bits is not None):
@@ -69,7 +72,7 @@ def rotate_in_matmul(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
         attrs = mod[callee].attrs if callee is not None else None
         if attrs and ROTARY_ATTR in attrs:
             start, columns, head = (int(number) for number in attrs[ROTARY_ATTR])
-            one = _projection(binding, graph, columns, head) if start == 0 else None
+            one = _projection(binding, graph, columns, head, state.options.maxima) if start == 0 else None
             if one is not None and template_refusal(_function(one), state.target) is None:
                 found[one.product] = one
     if not found:
@@ -78,7 +81,9 @@ def rotate_in_matmul(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     return rewrite(mod, state, _Emit(found))
 
 
-def _projection(binding: relax.VarBinding, graph: Graph, columns: int, head: int) -> _Projection | None:
+def _projection(
+    binding: relax.VarBinding, graph: Graph, columns: int, head: int, maxima: Mapping[str, int]
+) -> _Projection | None:
     rounded, cos, sin = binding.value.args[1].fields
     cast = graph.value(rounded)
     product = cast.args[0] if is_op(cast, "astype") and dtype_of(rounded) in HALVES else None
@@ -86,12 +91,13 @@ def _projection(binding: relax.VarBinding, graph: Graph, columns: int, head: int
     if not is_op(matmul, "matmul") or dtype_of(product) != "float32":
         return None
     data, weight = matmul.args
-    shape, width = static_shape(data), (static_shape(weight) or (0,))[-1]
+    shape, width = shape_of(data), (static_shape(weight) or (0,))[-1]
     if not isinstance(data, relax.Var) or not is_constant(weight) or shape is None or len(shape) != 3:
         return None
     if {dtype_of(data), dtype_of(weight)} != {dtype_of(rounded)} or len(static_shape(weight) or ()) != 2:
         return None
-    if head % HEAD_UNIT or width % head or columns % head or shape[0] * shape[1] > _ROWS_MAX:
+    rows = largest_size(shape[0] * shape[1], maxima)
+    if head % HEAD_UNIT or width % head or columns % head or rows is None or rows > _ROWS_MAX:
         return None
     readers = [
         user for user in (*graph.readers(product), *graph.readers(rounded)) if user not in (rounded, binding.var)
@@ -106,7 +112,7 @@ def _projection(binding: relax.VarBinding, graph: Graph, columns: int, head: int
     tables = [_known_before(table, graph, product) for table in (cos, sin)]
     if tables[0] is None or tables[1] is None:
         return None
-    table = static_shape(cos) or ()
+    table = shape_of(cos) or ()
     return _Projection(product, rounded, binding.var, data, weight, tables[0], tables[1], tuple(table), columns, head)
 
 
@@ -131,7 +137,7 @@ def _known_before(table: tvm.ir.Expr, graph: Graph, product: relax.Var) -> tvm.i
 def _function(one: _Projection) -> tirx.PrimFunc:
     """Return the PrimFunc of a projection, for templates to look at."""
     dtype = dtype_of(one.rounded)
-    x = te.placeholder(static_shape(one.data) or (), dtype, name="x")
+    x = te.placeholder(shape_of(one.data) or (), dtype, name="x")
     w = te.placeholder(static_shape(one.weight) or (), dtype, name="w")
     cos, sin = (te.placeholder(one.table, dtype_of(table), name="table") for table in (one.cos, one.sin))
     return te.create_prim_func([x, w, cos, sin, rotated_matmul(one.columns, one.head, dtype)(x, w, cos, sin)])
@@ -142,7 +148,7 @@ class _Emit:
         self._found = found
         self._gone = {var: one for one in found.values() for var in (one.rounded, one.rotated)}
         self._made: dict[relax.Var, relax.Var] = {}
-        self._tables: dict[tuple[tvm.ir.Expr, tuple[int, ...]], tvm.ir.Expr] = {}
+        self._tables: dict[tuple[tvm.ir.Expr, tuple[tirx.Expr, ...]], tvm.ir.Expr] = {}
 
     def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | Done | None:
         value = binding.value
@@ -169,7 +175,7 @@ class _Emit:
         new.state.sources[one.product.name] = ()
         return relax.op.astype(self._made[one.product], "float32")
 
-    def _table(self, new: Rewriter, source: tvm.ir.Expr, shape: tuple[int, ...]) -> tvm.ir.Expr:
+    def _table(self, new: Rewriter, source: tvm.ir.Expr, shape: tuple[tirx.Expr, ...]) -> tvm.ir.Expr:
         if (source, shape) not in self._tables:
             self._tables[source, shape] = new.emit(relax.op.reshape(new.of(source), shape))
         return self._tables[source, shape]

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import tvm
 
-from relaxtune.models import OnnxModel
+from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.inputs import random_inputs
+from relaxtune.models.zoo.presets import get_preset
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
 from relaxtune.pipeline.passes.attention import kernel as attention_kernel
@@ -56,6 +57,19 @@ def test_rotate_in_matmul_agrees_with_onnx_runtime_when_model_is_llama(
     assert count(lowered, "matmul_rotated") == 2
     feeds = random_inputs(model, seed=0)
     assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
+
+
+@pytest.mark.usefixtures("any_target")
+@pytest.mark.parametrize("most", [8, 513, None])
+def test_rotate_in_matmul_takes_a_symbolic_batch_of_few_rows(most: int | None) -> None:
+    name = "llama-tiny-decode-1-layers"
+    model = load_model(name, shapes={spec.name: spec.shape for spec in get_preset(name).inputs}, precision="fp16")
+    options = LoweringOptions(maxima={} if most is None else {"batch": most})
+    lowered = lower(import_model(model), LLVM, options)
+    assert (count(lowered, "matmul_rotated"), count(lowered, "rotary")) == ((1, 0) if most == 8 else (0, 1))
+    for batch in (1, 3) if most == 8 else ():
+        feeds = random_inputs(model, seed=0, dims={"batch": batch, "past_sequence": 5})
+        assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "llama-tiny-decode"])
