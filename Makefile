@@ -72,13 +72,13 @@ check: $(VENV)/.installed-dev  ## lint, format, strict types
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed-dev  ## side-by-side runs on this CPU; raw values under benchmarks/results
-	$(BIN)/python benchmarks/bench_cpu.py
+	$(BIN)/python -m benchmarks.whole_models.bench_cpu
 
 tune-gpu:  ## the artifacts of bench-gpu, tuned on this machine's GPU into out/gpu, two layers standing for all
-	$(GPU_PYTHON) -m benchmarks.tune_gpu_cases --tune-layers 2 --rerank 6 --jobs 4 $(ARGS)
+	$(GPU_PYTHON) -m benchmarks.whole_models.tune_gpu_cases --tune-layers 2 --rerank 6 --jobs 4 $(ARGS)
 
 bench-gpu:  ## whole models beside torch and ONNX Runtime on one GPU; raw values under benchmarks/results
-	$(GPU_PYTHON) -m benchmarks.bench_gpu $(ARGS)
+	$(GPU_PYTHON) -m benchmarks.whole_models.bench_gpu $(ARGS)
 
 clean:
 	rm -rf .demo build *.egg-info

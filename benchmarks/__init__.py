@@ -1,1 +1,1 @@
-"""Side-by-side runs against peers; run them as `python -m benchmarks.NAME` from the repository's root."""
+"""Side-by-side runs against peers; run them as `python -m benchmarks.ROOM.NAME` from the repository's root."""

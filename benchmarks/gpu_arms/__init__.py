@@ -1,1 +1,1 @@
-"""The arms of `benchmarks.bench_gpu`: one model, batch and sequence, run by relaxtune and by its peers on one GPU."""
+"""The arms of `benchmarks.whole_models.bench_gpu`: one model, batch and sequence, run by relaxtune and its peers."""

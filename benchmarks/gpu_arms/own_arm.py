@@ -28,7 +28,9 @@ def own_arm(case: Case, inputs: Mapping[str, np.ndarray], directory: Path) -> De
     try:
         module = Module.load(directory)
     except ArtifactError as error:
-        raise ArmUnavailableError(f"{error}; make it with `python -m benchmarks.tune_gpu_cases`") from error
+        raise ArmUnavailableError(
+            f"{error}; make it with `python -m benchmarks.whole_models.tune_gpu_cases`"
+        ) from error
     got = {spec.name: tuple(spec.shape) for spec in module.inputs}
     if got != case.shapes:
         raise ArmUnavailableError(f"artifact {directory} takes {got}, case {case.name} has {case.shapes}")

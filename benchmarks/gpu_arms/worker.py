@@ -1,7 +1,7 @@
 """One case in a process of its own: prepare and check every arm, wait for the word, time them, and tell the result.
 
-Started by `benchmarks.bench_gpu` with its order as JSON on the command line. It writes events to stdout, one JSON
-object a line: `preparing` an arm, `skipped` with the reason, `ready`, and after a line on stdin `result`. What
+Started by `benchmarks.whole_models.bench_gpu` with its order as JSON on the command line. It writes events to stdout,
+one JSON object a line: `preparing` an arm, `skipped` with the reason, `ready`, and after a line on stdin `result`. What
 libraries print goes to stderr.
 """
 

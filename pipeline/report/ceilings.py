@@ -1,8 +1,8 @@
 """What a device can do at most: the rates that a kernel's are compared with, and where they were measured.
 
-Ceilings come from a file (`relaxtune report --ceilings FILE`, written by `benchmarks/measure_ceilings.py` on a GPU),
-from a measurement on this CPU, or from the few devices known here. A kernel without a ceiling has its rates and no
-bottleneck; nothing is guessed.
+Ceilings come from a file (`relaxtune report --ceilings FILE`, written by `benchmarks/kernels/measure_ceilings.py` on a
+GPU), from a measurement on this CPU, or from the few devices known here. A kernel without a ceiling has its rates and
+no bottleneck; nothing is guessed.
 """
 
 from __future__ import annotations

@@ -114,10 +114,10 @@ class CostModel:
 
 
 # A least-squares fit (9 % root mean square) to 1092 medians, cold L2, of kernels of the shapes of
-# benchmarks/bench_gemm_sm90.py. Of those of a shape, the one it puts first takes 1 % longer than the fastest (geometric
-# mean; at most 13 %). `shown` was set after it, by 674 medians with pingpong among them: with 1, the one it puts first
-# of a shape takes 4 % longer with 512 rows and more, with 0.5 it takes 1.5 %. And `narrow_alone` by matmuls of 1024
-# rows; 64 x 96 had been put first there and took up to 1.32 times as long as the fastest.
+# benchmarks/kernels/bench_gemm_sm90.py. Of those of a shape, the one it puts first takes 1 % longer than the fastest
+# (geometric mean; at most 13 %). `shown` was set after it, by 674 medians with pingpong among them: with 1, the one it
+# puts first of a shape takes 4 % longer with 512 rows and more, with 0.5 it takes 1.5 %. And `narrow_alone` by matmuls
+# of 1024 rows; 64 x 96 had been put first there and took up to 1.32 times as long as the fastest.
 H200 = CostModel(
     2.805e6, 4.103e6, 1.532, 0.1383, 1.214, 0.3693, 5.223e-5, 0.4387, 0.1201, 1.581e-4, 0.1958, 1.211, 1.8, 0.1683, 0.5
 )

@@ -17,9 +17,9 @@ are multiples of 16; the instruction's own syntax stops at 224), and syntax.
 
 Sums of float8 are float32 in name, but the tensor cores cut each addend off at about 14 bits of the sum (DeepSeek-AI,
 "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 3.3.2): with numbers between 0 and 1, an H200 summed up 5.2e-3
-too little over K = 512, 3.1e-2 over 2048 and 0.25 over 16384 (`python -m benchmarks.float8_sums`). So they only sum up
-a stage, 128 products, and the stages are added up in float32 registers: 5e-4 too little over any K, and of normal
-numbers a relative error of 1.3e-4, as with cuBLASLt's exact sums. That takes twice the registers for sums.
+too little over K = 512, 3.1e-2 over 2048 and 0.25 over 16384 (`python -m benchmarks.kernels.float8_sums`). So they only
+sum up a stage, 128 products, and the stages are added up in float32 registers: 5e-4 too little over any K, and of
+normal numbers a relative error of 1.3e-4, as with cuBLASLt's exact sums. That takes twice the registers for sums.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import tvm
 
-from benchmarks.waiting_backend import WaitingBackend
+from benchmarks.tuning.waiting_backend import WaitingBackend
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.build_pool import BuildPool

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.bench_task_queue import make_states
+from benchmarks.tuning.bench_task_queue import make_states
 from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tvm
 
-from benchmarks.bench_gemm_sm90 import CASES, EIGHT_BIT_CASES, Case, fused_matmul
+from benchmarks.kernels.bench_gemm_sm90 import CASES, EIGHT_BIT_CASES, Case, fused_matmul
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.targets import resolve_target

@@ -1,0 +1,1 @@
+"""Artifacts after the tune: runtimes, gate, refit, rebuild."""

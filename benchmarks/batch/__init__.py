@@ -1,0 +1,1 @@
+"""Plans of many cells, on one machine and on a cluster."""

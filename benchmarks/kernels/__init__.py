@@ -1,0 +1,1 @@
+"""Kernels beside vendors' libraries and the limits of a GPU."""

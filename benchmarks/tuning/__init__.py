@@ -1,0 +1,1 @@
+"""What tuning takes and what it gains."""

@@ -1,0 +1,352 @@
+"""One symbolic artifact at many sizes on a GPU, beside static artifacts, torch.compile(dynamic=True) and ONNX Runtime.
+
+    python -m benchmarks.whole_models.bench_any_length_gpu [--model bert-base] [--batches 1,8,32] [--lengths 1,7,16,...]
+        [--static 1x128,8x512,...] [--arms static,torch,torch_graphs,ort] [--runs 30] [--budget S] [--out FILE.json]
+
+Precision is fp16; nothing is tuned: all kernels are what is taken without a record. Each call's output is first
+compared with the float32 model (relative error, Frobenius): in torch where the benchmark has a module of it, else in
+ONNX Runtime on the CPU. Then the arms take turns; a time is what a caller waits for, by the host clock, with inputs on
+the device. Sizes come a few times before they are timed, so that ours runs as a CUDA graph, and the peers have compiled
+and allocated. `torch` is `torch.compile(dynamic=True)`, `torch_graphs` the same with its CUDA graphs
+(`mode="reduce-overhead"`). Lengths are of the prompt, or of the cache of a decode step; images have none. `--static`
+names the points with a static artifact. Artifacts are compiled beside each other, one thread each; `cpu_s` of a
+compilation is its processor time. Needs torch; for `ort` onnxruntime-gpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LENGTHS = (1, 7, 16, 50, 64, 100, 128, 200, 256, 333, 384, 512)
+STATIC = tuple((batch, length) for batch in (1, 8, 32) for length in (16, 128, 512))
+_SYMBOLIC = "symbolic"
+_ERROR_MAX = 2e-2
+_WARM = 3
+Arm = Callable[[], Any]
+
+
+Point = tuple[int, ...]
+
+
+def axes_of(model: str) -> tuple[str, ...]:
+    """Return the free axes of a zoo model: the batch, and a length where it has one."""
+    from relaxtune.models.zoo.presets import get_preset
+
+    names = {axis for spec in get_preset(model).inputs for axis in spec.shape if isinstance(axis, str)}
+    return tuple(name for name in ("batch", "sequence", "past_sequence") if name in names)
+
+
+def compile_artifact(model: str, sizes: Mapping[str, int], directory: str, *, unpad: bool = False) -> dict[str, float]:
+    """Compile the model, its axes symbolic but for the given sizes; return what it took and made."""
+    from relaxtune.models.axis_profile import AxisProfile
+    from relaxtune.models.dims import evaluate_dim
+    from relaxtune.models.zoo.presets import get_preset
+    from relaxtune.pipeline.artifact.compile import compile_module, portable_host
+    from relaxtune.pipeline.artifact.export import write_artifact
+    from relaxtune.pipeline.choose.selection import select_kernels
+    from relaxtune.pipeline.passes.module import LoweringOptions
+    from relaxtune.pipeline.prepare import ModelRequest, prepare_model
+
+    began, cpu = time.monotonic(), time.process_time()
+    profile = {"batch": AxisProfile(1, 8, 32), "sequence": AxisProfile(1, 128, 512)}
+    profile |= {"past_sequence": AxisProfile(1, 512, 2048)}
+    request = ModelRequest(
+        f"{model}:fp16",
+        {spec.name: tuple(evaluate_dim(axis, sizes) for axis in spec.shape) for spec in get_preset(model).inputs},
+        "cuda:sm_90a",
+        LoweringOptions(unpad=unpad),
+        profile={axis: profile[axis] for axis in axes_of(model) if axis not in sizes},
+    )
+    prepared = prepare_model(request)
+    target = portable_host(prepared.target)
+    choices = select_kernels(
+        prepared.lowered, prepared.tasks, database=None, target=target, environment=prepared.environment
+    )
+    compiled = compile_module(prepared.lowered, choices, target)
+    took = {"seconds": time.monotonic() - began, "cpu_s": time.process_time() - cpu}
+    write_artifact(compiled, Path(directory))
+    calls = prepared.lowered.kernels
+    return {
+        **took,
+        "codegen_s": compiled.seconds["codegen"],
+        "default_schedules": sum(choice.scheduled is None for choice in choices),
+        "functions": len(choices),
+        "launches": sum(compiled.launches.get(name, 1) * len(where) for name, where in calls.items()),
+        "library_bytes": sum(path.stat().st_size for path in Path(directory).rglob("*.so")),
+    }
+
+
+class Peers:
+    """The float32 reference, torch's arms and ONNX Runtime's."""
+
+    def __init__(self, model: str, arms: Sequence[str], length: int) -> None:
+        """Build the modules and sessions that are asked for, for calls of `length` tokens at most."""
+        import torch
+
+        from benchmarks.gpu_arms import torch_models
+        from benchmarks.gpu_arms.cases import Case, weights_of
+        from relaxtune.models import load_model
+        from relaxtune.models.zoo.presets import get_preset
+
+        self.notes: dict[str, str] = {}
+        torch.set_grad_enabled(False)
+        torch._dynamo.config.recompile_limit = 64
+        shapes = {spec.name: spec.shape for spec in get_preset(model).inputs}
+        self.model = load_model(f"{model}:fp16", shapes=shapes)
+        single = load_model(model, shapes=shapes)
+        weights, case = weights_of(single.proto), Case(model, 1, length)
+
+        def built(dtype: Any) -> Any:
+            return torch_models.build(case, weights, {}, device="cuda", dtype=dtype, masked=True)
+
+        self._torch: dict[str, Any] = {}
+        self._exact, self._exact_session = None, None
+        try:
+            # The module of a decode step holds caches of one length.
+            self._exact = None if "decode" in model else built(torch.float32)
+        except ValueError as error:
+            self.notes["torch"] = str(error)
+        if self._exact is None:
+            self._exact_session = self._ort(single, ["CPUExecutionProvider"])
+        else:
+            modes = {"torch": None, "torch_graphs": "reduce-overhead"}
+            for name in modes.keys() & set(arms):
+                self._torch[name] = torch.compile(built(torch.float16), dynamic=True, mode=modes[name])
+        self._session = self._ort(self.model, ["CUDAExecutionProvider"]) if "ort" in arms else None
+
+    def _ort(self, model: Any, providers: list[str]) -> Any:
+        import onnxruntime
+
+        if providers[0] not in onnxruntime.get_available_providers():
+            self.notes["ort"] = f"onnxruntime {onnxruntime.__version__} has no {providers[0]}"
+            return None
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(model.serialize(), options, providers=providers)
+        return session if providers[0] in session.get_providers() else None
+
+    def expected(self, feeds: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Return the outputs in float32."""
+        import torch
+
+        if self._exact is None:
+            halves = {name: array.astype(np.float32) for name, array in feeds.items() if array.dtype == np.float16}
+            names = [one.name for one in self._exact_session.get_outputs()]
+            arrays = self._exact_session.run(names, {**feeds, **halves})
+            return {name: torch.from_numpy(array).cuda() for name, array in zip(names, arrays, strict=True)}
+        tensors = [torch.from_numpy(feeds[spec.name]).cuda() for spec in self.model.inputs]
+        wide = [tensor.float() if tensor.is_floating_point() else tensor for tensor in tensors]
+        return {name: tensor.float() for name, tensor in self._exact(*wide).items()}
+
+    def torch_arms(self, feeds: Mapping[str, np.ndarray]) -> dict[str, Arm]:
+        """Return a call of each compiled module."""
+        import torch
+
+        tensors = [torch.from_numpy(feeds[spec.name]).cuda() for spec in self.model.inputs]
+
+        def arm(module: Any) -> Arm:
+            def run() -> Any:
+                outputs = module(*tensors)
+                torch.cuda.synchronize()
+                return outputs
+
+            return run
+
+        return {name: arm(module) for name, module in self._torch.items()}
+
+    def ort_arm(self, feeds: Mapping[str, np.ndarray]) -> Arm | None:
+        """Return a call with inputs and outputs on the device."""
+        import onnxruntime
+
+        if self._session is None:
+            return None
+        session, binding = self._session, self._session.io_binding()
+        held = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array, "cuda", 0) for name, array in feeds.items()}
+        for name, value in held.items():
+            binding.bind_ortvalue_input(name, value)
+        for value in session.get_outputs():
+            binding.bind_output(value.name, "cuda", 0)
+
+        def run() -> Any:
+            session.run_with_iobinding(binding)
+            binding.synchronize_outputs()
+            arrays = binding.copy_outputs_to_cpu() if not checked else ()
+            checked.append(held)
+            return {one.name: array for one, array in zip(session.get_outputs(), arrays, strict=False)}
+
+        checked: list[object] = []
+        return run
+
+
+def own_arm(module: Any, feeds: Mapping[str, np.ndarray]) -> tuple[Arm, Arm]:
+    """Return a call of an artifact, its inputs on the device, and one that does not wait for the device."""
+    tensors = module.to_device(feeds)
+    if module.input_buffers is not None:
+        for tensor, buffer in zip(tensors, module.input_buffers, strict=True):
+            tensor.copyto(buffer)
+        tensors = module.input_buffers
+
+    def run() -> Any:
+        outputs = module.run_device(tensors)
+        module.synchronise()
+        return {spec.name: tensor for spec, tensor in zip(module.outputs, outputs, strict=True)}
+
+    return run, lambda: module.run_device(tensors)
+
+
+def host_us(launch: Arm, run: Arm, runs: int) -> float:
+    """Return the median time on the host until a call is on its way."""
+    times = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        launch()
+        times.append((time.perf_counter() - began) * 1e6)
+        run()
+    return statistics.median(times)
+
+
+def error_of(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
+    """Return the largest relative error of the outputs."""
+    import torch
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.float()
+        return torch.from_numpy(np.asarray(value.numpy() if hasattr(value, "numpy") else value)).cuda().float()
+
+    return max(
+        float((wide(found[name]) - right).norm() / right.norm()) for name, right in expected.items() if name in found
+    )
+
+
+def measure(arms: Mapping[str, Arm], expected: Mapping[str, Any], runs: int) -> dict[str, dict[str, float]]:
+    """Return the median and 99th percentile of each arm in microseconds, and its error; wrong arms are left out."""
+    found: dict[str, dict[str, float]] = {}
+    for name, arm in arms.items():
+        error = error_of(arm(), expected)
+        for _ in range(_WARM):
+            arm()
+        found[name] = {"error": error}
+    right = [name for name, result in found.items() if result["error"] < _ERROR_MAX]
+    times: dict[str, list[float]] = {name: [] for name in right}
+    for _ in range(runs):
+        for name in right:
+            began = time.perf_counter()
+            arms[name]()
+            times[name].append((time.perf_counter() - began) * 1e6)
+    for name, values in times.items():
+        found[name] |= {"median_us": statistics.median(values), "p99_us": float(np.percentile(values, 99))}
+    return found
+
+
+def main() -> None:
+    """Compile, check, time, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = lambda text: tuple(map(int, text.split(",")))  # noqa: E731
+    points = lambda text: tuple(tuple(map(int, point.split("x"))) for point in text.split(",") if point)  # noqa: E731
+    parser.add_argument("--model", default="bert-base")
+    parser.add_argument("--batches", type=numbers, default=(1, 8, 32))
+    parser.add_argument("--lengths", type=numbers, default=LENGTHS)
+    parser.add_argument("--static", type=points, default=STATIC)
+    parser.add_argument("--arms", default="static,torch,torch_graphs,ort", type=lambda text: text.split(","))
+    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--jobs", type=int, default=12, help="artifacts that are compiled at a time")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further size is begun")
+    parser.add_argument("--lock", type=Path, help="a file that runs lock which take the GPU one after another")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    began, axes = time.monotonic(), axes_of(arguments.model)
+    lengths = [(length,) for length in arguments.lengths] if len(axes) > 1 else [()]
+    points_of = [(batch, *length) for length in lengths for batch in arguments.batches]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool,
+    ):
+        jobs: dict[Point, Future[dict[str, float]]] = {}
+        for point in [(), *(arguments.static if "static" in arguments.arms else ())]:
+            sizes = dict(zip(axes, point, strict=False))
+            jobs[point] = pool.submit(compile_artifact, arguments.model, sizes, f"{folder}/{text_of(point)}")
+        run_points(arguments, jobs, Path(folder), points_of, began)
+
+
+def text_of(point: Point) -> str:
+    """Return a point as a key of the results."""
+    return "x".join(map(str, point)) or _SYMBOLIC
+
+
+def run_points(
+    arguments: argparse.Namespace,
+    jobs: Mapping[Point, Future[dict[str, float]]],
+    folder: Path,
+    points: Sequence[Point],
+    began: float,
+) -> None:
+    """Time every point, and write the results after each."""
+    from benchmarks.gpu_arms.results import machine
+    from relaxtune.models.inputs import unpadded_inputs
+    from relaxtune.pipeline.artifact.runtime import Module
+
+    axes = axes_of(arguments.model)
+    compiled = {text_of(point): job.result() for point, job in jobs.items()}
+    for name, facts in compiled.items():
+        print(name, ", ".join(f"{key} {value:.6g}" for key, value in facts.items()), flush=True)
+    if arguments.lock:
+        # Held until the process ends.
+        fcntl.flock(os.open(arguments.lock, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
+    peers = Peers(arguments.model, arguments.arms, max(arguments.lengths))
+    module = Module.load(folder / _SYMBOLIC)
+    document: dict[str, Any] = {
+        **machine(),
+        "model": arguments.model,
+        "notes": peers.notes,
+        "compiled": compiled,
+        "points": {},
+    }
+    print(peers.notes, flush=True)
+    for point in points:
+        if time.monotonic() - began > arguments.budget:
+            print("the budget is spent", flush=True)
+            break
+        feeds = unpadded_inputs(peers.model, seed=0, dims=dict(zip(axes, point, strict=True)))
+        symbolic, launch = own_arm(module, feeds)
+        arms: dict[str, Arm] = {_SYMBOLIC: symbolic}
+        if point in jobs:
+            arms["static"] = own_arm(Module.load(folder / text_of(point)), feeds)[0]
+        arms |= peers.torch_arms(feeds)
+        ort = peers.ort_arm(feeds)
+        arms |= {"ort": ort} if ort is not None else {}
+        found = measure(arms, peers.expected(feeds), arguments.runs)
+        found[_SYMBOLIC]["host_us"] = host_us(launch, symbolic, arguments.runs)
+        document["points"][text_of(point)] = found
+        text = ", ".join(
+            f"{name} {one['median_us']:.0f}" if "median_us" in one else f"{name} WRONG {one['error']:.3g}"
+            for name, one in found.items()
+        )
+        host = found[_SYMBOLIC]["host_us"]
+        print(f"{text_of(point)}: {text} us; host {host:.0f}; error {found[_SYMBOLIC]['error']:.2g}", flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    for other in ("static", "torch", "torch_graphs", "ort"):
+        pairs = [one for one in document["points"].values() if "median_us" in one.get(other, {})]
+        own = [one[_SYMBOLIC].get("median_us", float("nan")) for one in pairs]
+        ratios = [mine / one[other]["median_us"] for mine, one in zip(own, pairs, strict=True)]
+        if ratios:
+            mean = statistics.geometric_mean(ratios)
+            print(f"symbolic / {other}: geometric mean {mean:.3f}, greatest {max(ratios):.3f}, {len(ratios)} sizes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Count the kernels of models with symbolic axes beside those of the same models with static ones; nothing is run.
+
+    python -m benchmarks.whole_models.count_symbolic [MODEL ...] [--target llvm] [--kernels]
+
+Each model has two layers. `kernels` counts calls of kernels in one inference, `launches` what a GPU is given for them.
+The graphs are lowered, and their kernels made by the defaults of templates and fallback schedules.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from benchmarks.whole_models.count_launches import BUILDERS
+from relaxtune.models import OnnxModel
+from relaxtune.models.inference import check_and_infer
+from relaxtune.models.loading import make_model
+from relaxtune.models.zoo.graph import Dim, Precision
+from relaxtune.models.zoo.presets import get_preset
+from relaxtune.pipeline.artifact.compile import apply_choices
+from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import LoweringOptions, lower
+from relaxtune.pipeline.tasks.extract import extract_tasks
+from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
+from relaxtune.schedules.fallback import fallback_with_rules
+from relaxtune.schedules.gpu.binding import count_launches
+from relaxtune.schedules.targets import resolve_target
+
+_SIZES: Mapping[str, int] = {"batch": 2, "sequence": 16, "past_sequence": 15}
+MODELS: Mapping[str, tuple[str, ...]] = {
+    "bert-tiny": ("batch", "sequence"),
+    "gpt2-tiny": ("batch", "sequence"),
+    "gpt2-tiny-decode": ("batch", "past_sequence"),
+    "llama-tiny": ("batch", "sequence"),
+    "llama-tiny-decode": ("batch", "past_sequence"),
+    "vit-tiny": ("batch",),
+    "t5-tiny": ("batch", "sequence"),
+}
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one inference is made of: calls of kernels, launches, and how many kernels each route or rule made."""
+
+    kernels: int
+    launches: int
+    makers: Mapping[str, int]
+    names: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The makers, most kernels first."""
+        return ", ".join(f"{count} {maker}" for maker, count in sorted(self.makers.items(), key=lambda item: -item[1]))
+
+
+def zoo_model(name: str, dims: Mapping[str, Dim], layers: int = 2) -> OnnxModel:
+    """Return a model of the zoo with some layers."""
+    config = replace(get_preset(name).config, layers=layers)  # type: ignore[type-var]
+    options = {"decode": True} if "decode" in name else {}
+    proto = BUILDERS[name.split("-")[0]](name, config, dict(dims), Precision.FP32, 0, **options)
+    check_and_infer(proto)
+    return make_model(name, proto, path=None, data_dir=None, seed=0)
+
+
+def count(model: OnnxModel, target_name: str, precision: str | None) -> Count:
+    """Return what a model compiles to."""
+    target = resolve_target(target_name)
+    lowered = lower(import_model(model), target.target, LoweringOptions(precision=precision))
+    choices = select_kernels(
+        lowered,
+        extract_tasks([lowered]),
+        database=None,
+        target=target,
+        environment=detect_environment(target),
+        routes=DEFAULT_ROUTES,
+    )
+    chosen = apply_choices(lowered.mod, choices)
+    mod, rules = fallback_with_rules(chosen, target.target)
+    makers: Counter[str] = Counter()
+    for name, calls in lowered.kernels.items():
+        makers[rules.get(name, "template")] += len(calls)
+    launches = sum(count_launches(mod[name]) * len(calls) for name, calls in lowered.kernels.items())
+    names = tuple(f"{name} x{len(calls)}" for name, calls in lowered.kernels.items())
+    return Count(sum(map(len, lowered.kernels.values())), launches, makers, names)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--target", nargs="+", default=["llvm", "cuda:sm_90a"])
+    parser.add_argument("--kernels", action="store_true", help="list the kernels that only one of the two forms has")
+    args = parser.parse_args()
+    for target in args.target:
+        precision = "fp16" if target.startswith("cuda") else None
+        for name in args.models:
+            static = count(zoo_model(name, {axis: _SIZES[axis] for axis in MODELS[name]}), target, precision)
+            symbolic = count(zoo_model(name, {axis: axis for axis in MODELS[name]}), target, precision)
+            print(f"{target:12} {name:18} kernels {static.kernels:3} -> {symbolic.kernels:3}", end="")
+            print(f"  launches {static.launches:3} -> {symbolic.launches:3}", flush=True)
+            print(f"    static:   {static.text}\n    symbolic: {symbolic.text}", flush=True)
+            if args.kernels:
+                for form, own, other in (("static", static, symbolic), ("symbolic", symbolic, static)):
+                    print(f"    only {form}: {', '.join(sorted(set(own.names) - set(other.names)))}")
+
+
+if __name__ == "__main__":
+    main()
