@@ -28,6 +28,7 @@ from relaxtune.pipeline.passes.layout.patches_to_matmul import patches_to_matmul
 from relaxtune.pipeline.passes.layout.scatters_to_concat import scatters_to_concat
 from relaxtune.pipeline.passes.layout.simplify_views import simplify_views
 from relaxtune.pipeline.passes.layout.unflatten_matmuls import unflatten_matmuls
+from relaxtune.pipeline.passes.layout.windows_to_matmul import windows_to_matmul
 from relaxtune.pipeline.passes.layout.write_matmuls_transposed import write_matmuls_transposed
 from relaxtune.pipeline.passes.legalise_operators import legalise_operators
 from relaxtune.pipeline.passes.merge_common_subexpressions import merge_common_subexpressions
@@ -72,6 +73,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.REMOVE_DEAD_CODE, "merge_common_subexpressions", merge_common_subexpressions),
         Step(Phase.REMOVE_DEAD_CODE, "unflatten_matmuls", unflatten_matmuls),
         Step(Phase.REMOVE_DEAD_CODE, "patches_to_matmul", patches_to_matmul),
+        Step(Phase.REMOVE_DEAD_CODE, "windows_to_matmul", windows_to_matmul),
         Step(Phase.REMOVE_DEAD_CODE, "simplify_views", simplify_views),
         Step(Phase.REMOVE_DEAD_CODE, "scatters_to_concat", scatters_to_concat),
         Step(Phase.REMOVE_DEAD_CODE, "remove_nan_guards", remove_nan_guards),
