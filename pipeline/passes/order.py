@@ -18,6 +18,7 @@ from relaxtune.pipeline.passes.attention.remove_nan_guards import remove_nan_gua
 from relaxtune.pipeline.passes.attention.rotate_in_matmul import rotate_in_matmul
 from relaxtune.pipeline.passes.fill_empty import fill_empty
 from relaxtune.pipeline.passes.fuse_operations import fuse_operations
+from relaxtune.pipeline.passes.keep_chains_short import keep_chains_short
 from relaxtune.pipeline.passes.keep_sizes_apart import keep_sizes_apart
 from relaxtune.pipeline.passes.kit.step import Phase, Step, stock
 from relaxtune.pipeline.passes.layout.combine_matmuls import combine_matmuls
@@ -105,6 +106,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.FUSE, "annotate_patterns", stock(relax_pass.AnnotateTIROpPattern()), "fusion reads the annotations"),
         Step(Phase.FUSE, "fold_legalised_constants", fold_constants),
         Step(Phase.FUSE, "keep_sizes_apart", keep_sizes_apart),
+        Step(Phase.FUSE, "keep_chains_short", keep_chains_short),
         Step(Phase.FUSE, "fuse_operations", fuse_operations),
         Step(Phase.FUSE, "fuse_tir", stock(relax_pass.FuseTIR()), "a kernel is one PrimFunc"),
         # A reshape that nothing fused with is a view, not a kernel to tune.
