@@ -31,6 +31,7 @@ from relaxtune.pipeline.cli.groups import Command
 from relaxtune.pipeline.cli.output import configure_logging, print_error
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.printable import printable
+from relaxtune.pipeline.tuning.measure.stop import signals_end_native_code
 from relaxtune.tuning_db.urls import hide_secrets
 
 EXIT_FAILED = 1
@@ -111,7 +112,8 @@ def main(arguments: list[str] | None = None) -> None:
     rest = [argument for argument in arguments if argument not in leading]
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as clean as Ctrl-C
     try:
-        app(args=[*leading, *rest], prog_name="relaxtune")
+        with signals_end_native_code():
+            app(args=[*leading, *rest], prog_name="relaxtune")
     except SystemExit as ended:
         if ended.code == EXIT_INTERRUPTED:  # Typer has taken the KeyboardInterrupt.
             print_error("interrupted")

@@ -1,9 +1,10 @@
-"""When a tuning run has to end: its deadline, or Ctrl-C."""
+"""When a run has to end: its deadline, Ctrl-C or SIGTERM, also while native code does not come back."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import threading
 import time
@@ -11,6 +12,12 @@ from collections.abc import Iterator
 from types import FrameType
 
 logger = logging.getLogger(__name__)
+
+# Seconds in which Python has to be heard of after a signal, and the exit code of an interrupted command.
+_GRACE_S, _EXIT_INTERRUPTED = 1.5, 130
+# Asks the main thread for a sign of life. Python's own default is to ignore it.
+_PROBE = signal.SIGURG
+_ENDED = b"interrupted inside native code: the process ends at once; the next run sweeps what it leaves\n"
 
 
 class StopSignal:
@@ -24,6 +31,7 @@ class StopSignal:
 
     def __init__(self, deadline: float | None = None) -> None:
         self.deadline = deadline
+        self.signals = 0
         self._asked = threading.Event()
 
     def request(self) -> None:
@@ -55,8 +63,59 @@ def ctrl_c_requests(stop: StopSignal) -> Iterator[None]:
         stop.request()
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    _patient.append(stop)
     try:
         yield
     finally:
+        _patient.remove(stop)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+# Runs that end in order at the first signal, and at once at the second.
+_patient: list[StopSignal] = []
+
+
+@contextlib.contextmanager
+def signals_end_native_code() -> Iterator[None]:
+    """End the process where Ctrl-C or SIGTERM finds the main thread in native code that goes on.
+
+    Python runs its handlers between its own instructions, and TVM may compile for minutes without one. A thread hears
+    of the signal at once. It asks the main thread for a sign of life, and ends the process without one. Nothing is left
+    half-written: artifacts are renamed into place, records are committed whole, children end with their parent.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    alive = threading.Event()
+    probed = signal.signal(_PROBE, lambda _number, _frame: alive.set())
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    main = threading.main_thread().ident
+
+    def watch() -> None:
+        while number := os.read(reader, 1):
+            if number[0] not in (signal.SIGINT, signal.SIGTERM) or _is_first():
+                continue
+            alive.clear()
+            signal.pthread_kill(main or 0, _PROBE)
+            if not alive.wait(_GRACE_S):
+                os.write(2, _ENDED)
+                os._exit(_EXIT_INTERRUPTED)
+
+    thread = threading.Thread(target=watch, name="signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+        signal.signal(_PROBE, probed)
+
+
+def _is_first() -> bool:
+    """Return whether a signal is the first of a run that ends in order."""
+    if not _patient:
+        return False
+    _patient[-1].signals += 1
+    return _patient[-1].signals == 1

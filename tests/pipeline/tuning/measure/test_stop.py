@@ -1,0 +1,49 @@
+"""A signal ends a process that is inside native code; one that runs Python is left to its own handlers."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+
+from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests, signals_end_native_code
+
+# TVM visits what is in a minimum twice: a chain of forty is never simplified.
+_NATIVE = """
+import signal
+from tvm import tirx
+from tvm.sym import Analyzer
+from relaxtune.pipeline.tuning.measure.stop import signals_end_native_code
+
+signal.signal(signal.SIGTERM, lambda *_: None)
+value, scale, low, high = (tirx.Var(name, "float32") for name in "xslh")
+for _ in range(40):
+    value = tirx.nearbyint(tirx.min(tirx.max(value / scale, low), high)).astype("int32").astype("float32")
+with signals_end_native_code():
+    print("ready", flush=True)
+    Analyzer().simplify(value)
+"""
+
+
+def test_a_signal_ends_native_code() -> None:
+    with subprocess.Popen([sys.executable, "-c", _NATIVE], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"ready\n"
+        until = time.monotonic() + 30
+        # The first may come before the native code begins, where Python takes it.
+        while process.poll() is None and time.monotonic() < until:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.3)
+        assert (process.returncode, b"interrupted inside native code" in process.stderr.read()) == (130, True)
+
+
+def test_python_that_runs_is_left_to_its_handlers() -> None:
+    stop = StopSignal()
+    with signals_end_native_code(), ctrl_c_requests(stop):
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.asked
+    assert signal.getsignal(signal.SIGURG) is signal.SIG_DFL
