@@ -7,12 +7,12 @@ from collections import defaultdict
 import tvm
 import tvm_ffi
 from tvm import relax, tirx
+from tvm.ir.expr import TensorLoad
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of
 from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, OPAQUE, Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.tir.blocks import list_blocks
-from relaxtune.schedules.tir.epilogue import TensorLoad
 
 # Visits of TVM's simplifier for one element of a kernel. Counted: 12 to 60 in BERT, ViT, Llama, Whisper and DeBERTa,
 # 3,255 where Swin shifts and cuts its windows. A chain of 12 quantisers has 4**12, and that takes 40 s.
