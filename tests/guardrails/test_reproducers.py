@@ -37,7 +37,7 @@ class Case:
     tests: tuple[str, ...]
 
 
-_INDEXING = "pipeline/importer/test_indexing.py::"
+_INDEXING = "pipeline/importer/converters/shapes/test_indexing.py::"
 _LEGAL = "pipeline/passes/test_legalise.py::"
 _MISSES = "pipeline/passes/test_near_misses.py::"
 _RANDOM = "guardrails/test_graphs.py::test_twelve_random_graphs_agree_with_onnx_runtime"
@@ -134,7 +134,7 @@ CASES = (
         ("models/test_loading.py::test_nodes_out_of_order_are_sorted_as_onnx_runtime_does",
          "models/test_loading.py::test_stale_types_of_values_give_way_to_the_operators",
          "models/test_loading.py::test_norm_that_onnx_runtime_writes_into_the_standard_domain_is_loaded",
-         "pipeline/importer/test_contrib_converters.py::test_embedding_without_a_mask_counts_no_tokens"),
+         "pipeline/importer/converters/test_contrib_converters.py::test_embedding_without_a_mask_counts_no_tokens"),
     ),
     Case(
         "B5", "every axis symbolic", "TVM does not see that equal products are equal",
@@ -146,7 +146,7 @@ CASES = (
         "B6", "passes that fail on valid graphs", "a pass's failure ended the compilation",
         "it is logged and the pipeline goes on; tests make it fatal",
         ("pipeline/passes/test_lower.py::test_lower_goes_on_without_a_pass_that_fails_and_says_so",
-         "pipeline/importer/test_norms_and_reductions.py::test_layer_norm_whose_scale_and_bias_broadcast",
+         "pipeline/importer/converters/test_norms_and_reductions.py::test_layer_norm_whose_scale_and_bias_broadcast",
          "pipeline/importer/test_forms_stock_lacks.py::"
          "test_a_symbolic_axis_is_read_from_the_last_element_to_the_first",
          "pipeline/test_inspect.py::test_model_whose_memory_cannot_be_planned_is_refused_as_compile_refuses_it"),

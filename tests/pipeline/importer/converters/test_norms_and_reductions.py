@@ -8,8 +8,8 @@ from onnx import helper
 
 from relaxtune.pipeline.errors import ImportFailedError
 from relaxtune.pipeline.importer import import_model
+from tests.pipeline.importer.converters.test_contrib_converters import floats, model_of
 from tests.pipeline.importer.onnx_cases import assert_agrees, make_model, run_relax
-from tests.pipeline.importer.test_contrib_converters import floats, model_of
 
 
 @pytest.mark.parametrize("axis", [-1, 1, -3])

@@ -12,8 +12,8 @@ from onnx import helper, numpy_helper
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.errors import ImportFailedError
 from relaxtune.pipeline.importer import import_model
+from tests.pipeline.importer.converters.test_contrib_converters import model_of
 from tests.pipeline.importer.onnx_cases import make_model, run_reference, run_relax
-from tests.pipeline.importer.test_contrib_converters import model_of
 
 RNG = np.random.default_rng(11)
 # Ties between two integers, both infinities, no number, and more than any integer type holds.

@@ -13,8 +13,8 @@ from onnx import helper
 from relaxtune.models import load_model
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes.kit.ir import main_of
+from tests.pipeline.importer.converters.test_contrib_converters import floats, model_of
 from tests.pipeline.importer.onnx_cases import assert_agrees, run_reference, run_relax
-from tests.pipeline.importer.test_contrib_converters import floats, model_of
 
 B, N, S, H = 2, 4, 5, 8
 
