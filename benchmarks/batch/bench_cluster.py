@@ -10,7 +10,7 @@ records. The tasks are those of --models real cells of the zoo for Hopper, in sh
 imported and lowered before the runs; more cells are these again under other names, so that no run tunes them for free.
 
 A measurement is a wait in the actor, drawn for each kernel from an exponential distribution with the mean --measure-ms
-(0.18 s on an H200, references and finals included: benchmarks/results/h200-batch.json); it answers with a latency that
+(0.08 s on an H200, references and finals included: benchmarks/results/h200-batch.json); it answers with a latency that
 the code decides. A build is a wait of --build-ms in one of four actors that stand for all builders; an import is one of
 --import-ms, as many at the same time as there are devices. A run ends when all cells are done, or is interrupted after
 --seconds.

@@ -44,7 +44,7 @@ from relaxtune.tuning_db.cell_states import CellState
 from relaxtune.tuning_db.records import Route, Status, TuningRecord
 from relaxtune.tuning_db.store import SqlDatabase
 from tests.pipeline.batch.test_driver import dense
-from tests.pipeline.tuning.ray.clusters import add_measuring_node, kill_workers, measures, small_cluster
+from tests.pipeline.tuning.ray.clusters import add_measuring_node, find_workers, kill_workers, measures, small_cluster
 from tests.tuning_db.postgres_server import Server, restartable_server
 
 CANDIDATES, CANDIDATES_A_KILL = 40, 20
@@ -145,8 +145,10 @@ def break_workers(name: str) -> Callable[[Run], None]:
     """Return what kills the Ray workers that do something."""
 
     def kill(run: Run) -> None:
-        kill_workers(run.cluster, name)
-        run.done += 1
+        # A builder is idle now and then.
+        if run.wait_for(lambda: bool(find_workers(run.cluster, name))):
+            kill_workers(run.cluster, name)
+            run.done += 1
 
     return kill
 

@@ -42,11 +42,17 @@ def measures(node: Node) -> bool:
 
 def kill_workers(cluster: Cluster, name: str) -> None:
     """Kill the Ray workers of a cluster that do something of this name now, or did last."""
+    found = find_workers(cluster, name)
+    assert found, f"no Ray worker does {name}"
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+
+
+def find_workers(cluster: Cluster, name: str) -> list[int]:
+    """Return the process ids of these workers."""
     raylets = [one.process.pid for node in cluster.list_all_nodes() for one in node.all_processes.get("raylet", ())]
     found = []
     for one in (child for pid in raylets for child in psutil.Process(pid).children(recursive=True)):
         if one.status() != psutil.STATUS_ZOMBIE and " ".join(one.cmdline()).startswith(f"ray::{name}"):
             found.append(one.pid)
-    assert found, f"no Ray worker does {name}"
-    for pid in found:
-        os.kill(pid, signal.SIGKILL)
+    return found
