@@ -25,8 +25,8 @@ All threads copy (cp.async): while a block of keys is worked on, the next ones a
 are waited for after its softmax.
 
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch, from
-sm_90 on). What holds of masks is the same as in `schedules.templates.attention_sm90.template`. Caches that grow, keys
-split over blocks and symbolic sizes are not made.
+sm_90 on); `gemm_sm80` says why it is not proposed. What holds of masks is the same as in
+`schedules.templates.attention_sm90.template`. Caches that grow, keys split over blocks and symbolic sizes are not made.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _proposals(spec: AttentionSpec) -> Iterator[AttentionParameters]:
                     continue
                 for stages in (2, 3):
                     if stages == 2 or spec.keys > 2 * block_k:
-                        yield AttentionParameters(warps, m_steps, block_k, stages, pack, dependent=True)
+                        yield AttentionParameters(warps, m_steps, block_k, stages, pack)
 
 
 def predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:

@@ -31,7 +31,9 @@ multiplies a step's fragments, it loads those of the next one (ldmatrix), across
 one barrier for each stage: then the next one has arrived, and all warps have loaded the last fragments of this one.
 
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch, from
-sm_90 on): it waits for it before it reads or writes global memory, but for the first tiles of a constant B.
+sm_90 on): it waits for it before it reads or writes global memory, but for the first tiles of a constant B. It
+is not proposed: small models in which all kernels start so were slower on an H200 (BERT-base 1x128 for sm_90 0.517 ms,
+0.431 with those of rows alone; `benchmarks/results/h200-mma-sync-models.json`).
 
 Copies are of 16 bytes: K has to be a multiple of 8 (of 4 in float32), and N too where B is [K, N]. Rows and columns
 outside C are not written.
@@ -193,4 +195,4 @@ def _proposals(matmul: MatmulFunction) -> Iterator[GemmParameters]:
         for stages in _STAGES:
             if stages > 3 and (stages - 1) * block_k >= 2 * matmul.k:
                 continue
-            yield GemmParameters(block_m, block_n, block_k, stages, warps_m, warps_n, group, dependent=True)
+            yield GemmParameters(block_m, block_n, block_k, stages, warps_m, warps_n, group)
