@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
 from tvm.relax.transform.legalize_ops.common import _try_convert_to_scalar_const
 
-from relaxtune.pipeline.passes.kit.ir import dtype_of
+from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant
 from relaxtune.pipeline.passes.kit.special_numbers import FOLDED, is_special_number
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.legalise_reductions import Legaliser, reduction_legalisers
@@ -147,6 +148,35 @@ def _subtract(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
     return _stock("relax.subtract")(builder, call)
 
 
+def _divided(function: Callable[..., te.Tensor], floats: Legaliser, *, remainder: bool = False) -> Legaliser:
+    """Return how a division is lowered: of integers by 0 it is 0, and the least by -1 wraps; a CPU traps at either."""
+
+    def legalise(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
+        divisor, dtype = call.args[1], dtype_of(call)
+        known = is_constant(divisor) and not np.isin(array_of(divisor), (0, -1)).any()
+        if "int" not in dtype or known:
+            return floats(builder, call)
+        zero, one, minus_one = (tirx.const(number, dtype) for number in (0, 1, -1 if dtype.startswith("int") else 0))
+
+        def divide(a: te.Tensor, b: te.Tensor) -> te.Tensor:
+            traps = _each(lambda value: tirx.Or(value == zero, value == minus_one), b)
+            result = function(
+                a, _each(lambda value: tirx.Select(tirx.Or(value == zero, value == minus_one), one, value), b)
+            )
+            shape = topi.utils.get_const_tuple(result.shape)
+
+            def element(*axes: tirx.Var) -> tvm.ir.Expr:
+                wrapped = zero if remainder else tirx.Select(_at(b, axes) == zero, zero, zero - _at(a, axes))
+                return tirx.Select(_at(traps, axes), wrapped, result(*axes))
+
+            return te.compute(shape, element, name="quotient", tag=topi.tag.BROADCAST)
+
+        operands = [builder.emit(one) if is_constant(one) else one for one in call.args]
+        return builder.call_te(divide, *operands, primfunc_name_hint="mod" if remainder else "divide")
+
+    return legalise
+
+
 def _zero_where_finite(x: te.Tensor) -> te.Tensor:
     zero, nan = tirx.const(0, x.dtype), tirx.const(float("nan"), x.dtype)
 
@@ -174,5 +204,8 @@ def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     own |= {name: _kept_apart(own.get(name) or _stock(name)) for name in (f"relax.{operator}" for operator in FOLDED)}
     own |= {"relax.concat": legalise_concatenation, "relax.reshape": legalise_reshape}
     own |= {f"relax.{name}": _widened(f"relax.{name}", getattr(topi, name)) for name in _NOT_IN_HALF}
+    own["relax.divide"] = _divided(topi.divide, own["relax.divide"])
+    for name, function in (("relax.mod", topi.mod), ("relax.floor_mod", topi.floor_mod)):
+        own[name] = _divided(function, own[name], remainder=True)
     own |= {"relax.equal": _equal, "relax.nn.leakyrelu": _leaky_relu, "relax.subtract": _subtract}
     return relax.transform.LegalizeOps({**own, **reduction_legalisers()})(mod)

@@ -179,3 +179,20 @@ def test_norm_over_float64(operator: str) -> None:
     centred = x - x.mean(-1, keepdims=True) * (operator == "LayerNormalization")
     want = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 0.01) * x[0]
     np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+def test_division_of_integers_ends_no_process(dtype: str) -> None:
+    """A CPU traps where the divisor is 0, and where the least number is divided by -1."""
+    bounds = np.iinfo(dtype)
+    a = np.array([7, 7, bounds.min, bounds.max], dtype)
+    b = np.array([[0, 2, bounds.max if bounds.min == 0 else -1, 3]] * 2, dtype)
+    nodes = [helper.make_node("Div", ["a", "b"], ["q"]), helper.make_node("Mod", ["a", "b"], ["r"])]
+    model = make_model(
+        nodes, {"a": (dtype, a.shape), "b": (dtype, b.shape)}, {"q": (dtype, b.shape), "r": (dtype, b.shape)}
+    )
+    quotient, rest = run_lowered(lower(import_model(model), UNOPTIMISED), {"a": a, "b": b})
+    third = (bounds.min, 0)
+    assert [(int(q), int(r)) for q, r in zip(quotient[1], rest[1], strict=True)] == [
+        (0, 0), (3, 1), third, (bounds.max // 3, bounds.max % 3)
+    ]  # fmt: skip
