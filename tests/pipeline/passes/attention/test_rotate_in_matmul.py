@@ -60,15 +60,24 @@ def test_rotate_in_matmul_agrees_with_onnx_runtime_when_model_is_llama(
 
 
 @pytest.mark.usefixtures("any_target")
-@pytest.mark.parametrize("most", [8, 513, None])
-def test_rotate_in_matmul_takes_a_symbolic_batch_of_few_rows(most: int | None) -> None:
-    name = "llama-tiny-decode-1-layers"
+@pytest.mark.parametrize(
+    ("name", "maxima", "calls"),
+    [
+        ("llama-tiny-decode", {"batch": 8}, [{"batch": 1, "past_sequence": 5}, {"batch": 3, "past_sequence": 5}]),
+        ("llama-tiny", {"batch": 4, "sequence": 128}, [{"batch": 1, "sequence": 7}, {"batch": 3, "sequence": 4}]),
+        ("llama-tiny", {"batch": 4, "sequence": 129}, []),
+        ("llama-tiny", {}, []),
+    ],
+)
+def test_rotate_in_matmul_takes_few_rows_of_symbolic_size(
+    name: str, maxima: dict[str, int], calls: list[dict[str, int]]
+) -> None:
+    name = f"{name}-1-layers"
     model = load_model(name, shapes={spec.name: spec.shape for spec in get_preset(name).inputs}, precision="fp16")
-    options = LoweringOptions(maxima={} if most is None else {"batch": most})
-    lowered = lower(import_model(model), LLVM, options)
-    assert (count(lowered, "matmul_rotated"), count(lowered, "rotary")) == ((1, 0) if most == 8 else (0, 1))
-    for batch in (1, 3) if most == 8 else ():
-        feeds = random_inputs(model, seed=0, dims={"batch": batch, "past_sequence": 5})
+    lowered = lower(import_model(model), LLVM, LoweringOptions(maxima=maxima))
+    assert (count(lowered, "matmul_rotated"), count(lowered, "rotary")) == ((1, 0) if calls else (0, 1))
+    for dims in calls:
+        feeds = random_inputs(model, seed=0, dims=dims)
         assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
 
 
