@@ -22,10 +22,9 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relaxtune.models import load_model
-from relaxtune.models.inputs import unpadded_inputs
-from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.bench.measure import ORT_ARM, OWN_ARM, measure_module
+from relaxtune.pipeline.artifact_jobs import bench_artifact
+from relaxtune.pipeline.bench.measure import ORT_ARM, OWN_ARM
+from relaxtune.pipeline.bench.request import BenchRequest
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.codegen.finish import finish_kernels
 from relaxtune.pipeline.environment import cpu_name
@@ -69,8 +68,7 @@ def measure_model(request: ModelRequest, name: str, url: str | None, runs: int) 
         compiled = compile_model(request, directory, database=url)
         if compiled.validation is None or not compiled.validation.passed:
             raise SystemExit(f"{name} failed its validation; nothing was timed")
-        model = load_model(name)
-        report = measure_module(Module.load(directory), model, unpadded_inputs(model, seed=0), runs=runs)
+        report = bench_artifact(directory, None, BenchRequest(runs=runs))[1][""]
     own, ort = report.arm(OWN_ARM), report.arm(ORT_ARM)
     print(
         f"{name}: relaxtune {own.median_ms:.2f} ms (spread {own.spread:.0%}), ONNX Runtime {ort.median_ms:.2f} ms "
