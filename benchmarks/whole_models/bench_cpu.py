@@ -23,7 +23,6 @@ import numpy as np
 import tvm
 
 from relaxtune.pipeline.artifact_jobs import bench_artifact
-from relaxtune.pipeline.artifact_jobs import bench_artifact
 from relaxtune.pipeline.bench.measure import ORT_ARM, OWN_ARM
 from relaxtune.pipeline.bench.request import BenchRequest
 from relaxtune.pipeline.choose.selection import select_kernels
