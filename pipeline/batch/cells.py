@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from relaxtune.models import ModelError, parse_shape_override
-from relaxtune.models.buckets import parse_bucket
+from relaxtune.models.buckets import list_symbols, parse_bucket
 from relaxtune.models.dims import Dim
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.files import read_proto
@@ -205,15 +205,15 @@ def _faults_of(plan: Plan, table: DefaultsTable, place: Place) -> list[str]:
 
 
 def _unknown_inputs(plan: Plan, sources: Sequence[str], matrix: CellsTable, place: Place) -> list[str]:
-    """Return which shapes name inputs that a zoo model does not have; a file tells when it is loaded."""
+    """Return which shapes name inputs and axes that a zoo model does not have; a file tells when it is loaded."""
     found = []
     presets = [get_preset(source.partition(":")[0]) for source in sources if not source.endswith(".onnx")]
     own = matrix.shapes is not None
     for shape in matrix.shapes or plan.table.defaults.shapes or ():
         for preset in presets:
-            known = [spec.name for spec in preset.inputs]
+            known = [spec.name for spec in preset.inputs] + list_symbols(preset.inputs)
             for name in _parse_shape(shape).keys() - set(known):
-                told = f"{preset.name} has no input {name!r}; expected {', '.join(known)}{nearest(name, known)}"
+                told = f"{preset.name} has no input and no axis {name!r}; expected {', '.join(known)}{nearest(name, known)}"
                 found.append(plan.fault((*(place if own else ("defaults",)), "shapes"), told, shape))
     return found
 

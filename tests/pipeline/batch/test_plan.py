@@ -138,7 +138,11 @@ BAD = {
     ),
     "unreadable shape": (CELLS + 'shapes = ["input_ids:1x16"]\n', 4, ["cells[0].shapes", "input_ids=1x128"]),
     "shape twice": (CELLS + 'shapes = ["a=1,a=2"]\n', 4, ["names input 'a' twice"]),
-    "unknown input": (CELLS + 'shapes = ["input_id=1x16"]\n', 4, ["no input 'input_id'", "did you mean input_ids?"]),
+    "unknown input": (
+        CELLS + 'shapes = ["input_id=1x16"]\n',
+        4,
+        ["no input and no axis 'input_id'", "did you mean input_ids?"],
+    ),
     "unreadable bucket": (CELLS + 'buckets = ["sequence"]\n', 4, ["cells[0].buckets", "sequence=128,256"]),
     "cell twice": (CELLS + CELLS, 4, ["bert-tiny graph llvm is there twice, also at line 1"]),
     "no database": ("database = 3\n" + CELLS, 1, ["database: got 3", "a file or a URL"]),
