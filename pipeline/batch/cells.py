@@ -213,7 +213,8 @@ def _unknown_inputs(plan: Plan, sources: Sequence[str], matrix: CellsTable, plac
         for preset in presets:
             known = [spec.name for spec in preset.inputs] + list_symbols(preset.inputs)
             for name in _parse_shape(shape).keys() - set(known):
-                told = f"{preset.name} has no input and no axis {name!r}; expected {', '.join(known)}{nearest(name, known)}"
+                told = f"{preset.name} has no input and no axis {name!r}; expected {', '.join(known)}"
+                told += nearest(name, known)
                 found.append(plan.fault((*(place if own else ("defaults",)), "shapes"), told, shape))
     return found
 
