@@ -112,6 +112,7 @@ def list_finalists(state: TaskState) -> list[Contender]:
 
 def _name_winner(state: TaskState, finalists: Sequence[Contender], outcomes: Sequence[Outcome]) -> None:
     state.best_us, state.route, state.best_spread = None, None, None
+    state.slower = 1.0
     again: list[tuple[float, float]] = []
     for one, outcome in zip(finalists, outcomes, strict=True):
         latency_us = median_latency_us(outcome)
@@ -124,6 +125,7 @@ def _name_winner(state: TaskState, finalists: Sequence[Contender], outcomes: Seq
         state.offer(one.route, latency_us, spread(outcome.seconds))
     slower = drift(again)
     if state.before_us is not None and all(one.route is not Route.FALLBACK for one in finalists):
+        state.slower = slower
         state.offer(Route.FALLBACK, state.before_us * slower)
     for one in state.contenders:
         if one not in finalists:

@@ -62,6 +62,8 @@ class TaskState:
         It has begun, and its fallback is not measured yet.
     in_flight, on_way, searching
         Candidates that are not back, the keys of their decisions, and how many the present search will hand in.
+    slower
+        What the device took in the final over what it took when `before_us` was measured.
     progress, rounds
         Best latency after each round, earlier runs included; rounds of this run.
     """
@@ -81,6 +83,7 @@ class TaskState:
     on_way: set[str] = field(default_factory=set)
     searching: int = 0
     before_us: float | None = None
+    slower: float = 1.0
     best_us: float | None = None
     best_spread: float | None = None
     route: Route | None = None
@@ -213,7 +216,7 @@ def summarise(states: Sequence[TaskState]) -> tuple[TaskSummary, ...]:
             failed=state.failed,
             failures=_frozen(state.failures),
             known=state.known,
-            before_us=state.before_us,
+            before_us=None if state.before_us is None else state.before_us * state.slower,
             after_us=state.best_us,
             spread=state.best_spread,
             route=state.route,

@@ -11,7 +11,7 @@ from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.pipeline.tuning.plan.finals import Finals, list_finalists
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
-from relaxtune.pipeline.tuning.plan.state import Contender, TaskState
+from relaxtune.pipeline.tuning.plan.state import Contender, TaskState, summarise
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import RecordFilter, Route, Status, TuningRecord, utc_now
 from relaxtune.tuning_db.standing import standing_records
@@ -76,6 +76,17 @@ def test_one_that_was_measured_before_the_device_became_slower_does_not_win(plac
     backend = Compares([Outcome(Status.OK, (1.12e-5,) * 3), Outcome(Status.OK, (1.13e-5,) * 3)])
     hold(state, backend)
     assert state.best_us == pytest.approx(11.2)
+
+
+def test_the_latency_before_is_told_as_of_the_final() -> None:
+    state = contended(10.5, 10.0, 10.2)
+    state.before_us = 10.5
+    state.contenders = [one for one in state.contenders if one.route is not Route.FALLBACK]
+    hold(state, Compares([Outcome(Status.OK, (1.3e-5,) * 3), Outcome(Status.OK, (1.3e-5,) * 3)]))
+    (summary,) = summarise([state])
+    assert summary.route is Route.METASCHEDULE
+    assert summary.after_us == pytest.approx(13.0)
+    assert summary.before_us == pytest.approx(10.5 * 13 / 10.2)
 
 
 def test_no_final_is_held_when_the_user_stopped_the_run(place: Place, database: TuningDatabase) -> None:
