@@ -22,7 +22,7 @@ from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.questions.artifacts import ArtifactSummary, artifacts
 from relaxtune.tuning_db.questions.insights import coverage, failures, history, job_cost
-from relaxtune.tuning_db.questions.progress import count_by_status, job_progress
+from relaxtune.tuning_db.questions.progress import job_progress
 from relaxtune.tuning_db.records import RecordFilter, Status
 from relaxtune.tuning_db.tags import TagMove, list_moves, stood_at
 
@@ -39,13 +39,14 @@ class Page:
     live: bool = False
 
 
-def overview(database: TuningDatabase) -> Page:
-    """Return the first page: records by status, and the newest batches, jobs and artifacts."""
-    counts = count_by_status(database)
-    facts = [(f"records {status.value}", f"{counts.get(status, 0):,}") for status in Status if counts.get(status)]
+def overview(database: TuningDatabase, counts: Mapping[Status, int] | None) -> Page:
+    """Return the first page: records by status (None: not counted yet), and the newest batches, jobs and artifacts."""
+    told = "being counted" if counts is None else "none yet: `relaxtune tune` or `relaxtune batch run` makes them"
+    known = counts or {}
+    facts = [(f"records {status.value}", f"{known[status]:,}") for status in Status if known.get(status)]
     parts = [
         f"<h1>{_text(database.url)}</h1>",
-        tiles(facts or [("records", "none yet: `relaxtune tune` or `relaxtune batch run` makes them")]),
+        tiles(facts or [("records", told)]),
         "<h2>Batches</h2>",
         _batches(database, list_batches(database, limit=LISTED)),
         "<h2>Jobs</h2>",
@@ -356,7 +357,6 @@ def _text(text: str) -> Html:
 
 
 PAGES: Mapping[str, Callable[..., Page]] = {
-    "/": overview,
     "/cost": cost,
     "/batches/{batch_id}": batch,
     "/jobs/{job_id}": job,

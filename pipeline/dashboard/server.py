@@ -20,7 +20,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from relaxtune.pipeline.dashboard.pages import PAGES, Page, compare
+from relaxtune.pipeline.dashboard.counts import StatusCounts
+from relaxtune.pipeline.dashboard.pages import PAGES, Page, compare, overview
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.printable import printable
 from relaxtune.pipeline.report.html import page
@@ -82,7 +83,9 @@ def create_app(database: TuningDatabase, *, hosts: Sequence[str] = LOOPBACK, tok
     token : str or None
         What `?token=` or the cookie must say; None lets everybody look who reaches the server.
     """
-    routes = [Route(path, _endpoint(database, make)) for path, make in PAGES.items()]
+    counts = StatusCounts(database)
+    routes = [Route("/", lambda _: _answer(lambda: overview(database, counts.newest())))]
+    routes += [Route(path, _endpoint(database, make)) for path, make in PAGES.items()]
     routes += [Route("/compare", _comparison(database)), Route("/live.js", _script)]
     allowed = [f"[{host}]" if ":" in host else host for host in hosts]
     app = Starlette(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from http.client import HTTPConnection, HTTPResponse
@@ -20,11 +20,13 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from relaxtune.pipeline.cli.app import main
+from relaxtune.pipeline.dashboard import counts
 from relaxtune.pipeline.dashboard.curve import step_curve
+from relaxtune.pipeline.dashboard.pages import overview
 from relaxtune.pipeline.dashboard.server import create_app
 from relaxtune.tuning_db.artifacts import Artifact
 from relaxtune.tuning_db.jobs import JobTask
-from relaxtune.tuning_db.records import Mode
+from relaxtune.tuning_db.records import Mode, Status
 from relaxtune.tuning_db.store import SqlDatabase
 from relaxtune.tuning_db.tags import MoveKind, TagMove, record_move
 from tests import warm_python
@@ -110,10 +112,30 @@ def test_every_page_that_a_page_leads_to_answers_and_holds_no_markup_of_names(si
 
 
 def test_first_page_counts_records_and_names_tags(site: Site) -> None:
-    _, text = site.get("/")
+    deadline = time.monotonic() + 30
+    while "being counted" in (text := site.get("/")[1]):
+        assert time.monotonic() < deadline
     assert re.search(r"<b>2</b>records ok", text)
     assert re.search(r"<b>1</b>records build_error", text)
     assert text.count(">prod<") == 1
+
+
+def test_first_page_does_not_wait_for_a_count(kept: tuple[SqlDatabase, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    database, _ = kept
+    go_on = threading.Event()
+
+    def slow(database: SqlDatabase) -> Mapping[Status, int]:
+        go_on.wait()
+        return {Status.OK: 7}
+
+    monkeypatch.setattr(counts, "count_by_status", slow)
+    counted = counts.StatusCounts(database, wait_s=0.01)
+    assert "being counted" in overview(database, counted.newest()).body
+    go_on.set()
+    deadline = time.monotonic() + 30
+    while (found := counted.newest()) is None:
+        assert time.monotonic() < deadline
+    assert found == {Status.OK: 7}
 
 
 def test_page_of_a_job_that_runs_is_live_and_shows_tasks_and_causes(site: Site) -> None:
