@@ -18,6 +18,9 @@ from functools import cached_property
 
 from relaxtune.tuning_db.errors import InvalidRecordError
 
+# The family of records of whole models, which are no tasks: nothing is searched for them.
+MODEL_FAMILY = "model"
+
 
 class Route(StrEnum):
     """How a task got its kernel."""

@@ -20,6 +20,7 @@ from relaxtune.pipeline.prepare import PreparedModel
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import (
+    MODEL_FAMILY,
     Environment,
     Route,
     Status,
@@ -33,7 +34,6 @@ from relaxtune.tuning_db.records import (
 
 logger = logging.getLogger(__name__)
 
-FAMILY = "model"
 _US_PER_MS = 1e3
 _LISTED = 64
 
@@ -105,7 +105,7 @@ class MeasuredModel:
     ) -> None:
         """Record what a model takes that is compiled by a decision, or why it does not compile."""
         kernels = {key: [str(route), text] for key, (route, text) in decision.kernels.items()}
-        plain = {"template": FAMILY, "norm_rows_max": decision.norm_rows_max, "kernels": kernels}
+        plain = {"template": MODEL_FAMILY, "norm_rows_max": decision.norm_rows_max, "kernels": kernels}
         before = self._newest(database)
         text = canonical_json({**plain, "untuned": True} if decision.untuned else plain)
         record = TuningRecord(
@@ -138,8 +138,8 @@ def measured_model(prepared: PreparedModel) -> MeasuredModel:
     key = kernels_key(prepared)
     workload = Workload(
         workload_hash=key,
-        family=FAMILY,
-        signature=canonical_json({"family": FAMILY, "kernels": key}),
+        family=MODEL_FAMILY,
+        signature=canonical_json({"family": MODEL_FAMILY, "kernels": key}),
         name=prepared.model.name,
         flops=sum(task.flops * task.weight for task in prepared.tasks),
         bytes=sum(task.bytes * task.weight for task in prepared.tasks),

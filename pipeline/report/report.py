@@ -18,7 +18,7 @@ from pathlib import Path
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.entries import KernelEntry, MeasuredEntry
 from relaxtune.pipeline.artifact.manifest import Manifest
-from relaxtune.pipeline.choose.model_records import FAMILY, ModelDecision, read_decision
+from relaxtune.pipeline.choose.model_records import ModelDecision, read_decision
 from relaxtune.pipeline.choose.selection import inside_the_model
 from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
 from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, judged
@@ -28,7 +28,7 @@ from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.lookup import Question, device_of
 from relaxtune.tuning_db.questions.queries import TaskBest, query, top
-from relaxtune.tuning_db.records import RecordFilter, Status, TuningRecord, Workload, signature_key
+from relaxtune.tuning_db.records import MODEL_FAMILY, RecordFilter, Status, TuningRecord, Workload, signature_key
 from relaxtune.tuning_db.standing import standing_records, without_ties
 
 _NAMES_LISTED = 4
@@ -222,7 +222,7 @@ def _model_record(database: TuningDatabase, job: Job, tasks: Mapping[str, JobTas
     """Return the newest record of a whole model on a device, as a job of the same tasks made it."""
     wanted = {workload_hash: task.weight for workload_hash, task in tasks.items()}
     kind, arch = job.target.kind, job.target.arch
-    asked = RecordFilter(family=FAMILY, target_kind=kind, arch=arch, device_name=device, status=Status.OK)
+    asked = RecordFilter(family=MODEL_FAMILY, target_kind=kind, arch=arch, device_name=device, status=Status.OK)
     for line in query(database, asked, limit=None):
         made_by = line.record.job_id
         if line.name == job.model and made_by is not None:

@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, Subquery, case, func, or_, select
 from sqlalchemy.orm import Session
 
 from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase, question
-from relaxtune.tuning_db.records import DatabaseInfo, RecordFilter, Status, TuningRecord
+from relaxtune.tuning_db.records import MODEL_FAMILY, DatabaseInfo, RecordFilter, Status, TuningRecord
 from relaxtune.tuning_db.sql.schema import (
     ArtifactRow,
     EnvironmentRow,
@@ -114,9 +114,10 @@ class _Place:
 def top(
     session: Session, filters: RecordFilter = NO_FILTER, *, limit: int | None = DEFAULT_LIMIT
 ) -> tuple[TaskBest, ...]:
-    """Return the best valid record of every workload, target and device, the slowest first.
+    """Return the best valid record of every task, target and device, the slowest first.
 
-    A filter by status is left out of account, since only valid records can be best.
+    A filter by status is left out of account, since only valid records can be best. Records of whole models are not of
+    tasks: they are listed where the filter names their family, `MODEL_FAMILY`.
     """
     # Group by ids alone, which an index holds, and read only the records that are shown.
     filters = dataclasses.replace(filters, status=None)
@@ -144,7 +145,13 @@ def top(
         if row.status is Status.OK:
             place.valid += row.records
             place.best_us = row.best_us if place.best_us is None else min(place.best_us, row.best_us)
-    found = [(place.best_us, key[0], place) for key, place in places.items() if place.best_us is not None]
+    models = select(WorkloadRow.id).join(SignatureRow).where(SignatureRow.family == MODEL_FAMILY)
+    left_out = set() if filters.family == MODEL_FAMILY else set(session.scalars(models))
+    found = [
+        (place.best_us, key[0], place)
+        for key, place in places.items()
+        if place.best_us is not None and key[0] not in left_out
+    ]
     # Equal latencies in the order of the workloads, so that answers are stable.
     found.sort(key=lambda item: (-item[0], item[1]))
     return tuple(_task_best(session, workload_id, place, filters) for _, workload_id, place in found[:limit])

@@ -17,7 +17,7 @@ _RESOURCES = {"registers": "registers", "smem_bytes": "smem B", "spill_bytes": "
 @app.command()
 @takes_groups(without=("status",))
 def top(filters: FilterOptions, table: TableOptions) -> None:
-    """List the best valid record of every workload, the slowest first."""
+    """List the best valid record of every task, the slowest first; of whole models with --family model."""
     from relaxtune.tuning_db.questions import queries
 
     with table.open() as database:

@@ -6,7 +6,7 @@ import pytest
 
 from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.questions import queries
-from relaxtune.tuning_db.records import RecordFilter, Route, Status
+from relaxtune.tuning_db.records import MODEL_FAMILY, RecordFilter, Route, Status
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -64,6 +64,15 @@ def test_top_has_the_best_of_each_task_and_device_slowest_first(filled):
 )
 def test_top_obeys_the_filter(filled, filters, expected):
     assert [task.best.latency_us for task in queries.top(filled, filters)] == expected
+
+
+def test_top_has_whole_models_only_where_they_are_asked_for(database, samples):
+    task, model = samples.workload(1), samples.workload(2, family=MODEL_FAMILY, name="bert")
+    for work in (task, model):
+        database.record_workload(work)
+        database.record_measurement(samples.record(work))
+    assert [line.name for line in queries.top(database, limit=1)] == ["matmul1"]
+    assert [line.name for line in queries.top(database, RecordFilter(family=MODEL_FAMILY))] == ["bert"]
 
 
 def test_query_lists_records_newest_first_with_their_model(filled):
