@@ -26,7 +26,7 @@ from relaxtune.schedules.targets.host import physical_cores
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.layers import open_databases
-from relaxtune.tuning_db.questions.insights import job_cost
+from relaxtune.tuning_db.questions.insights import count_candidates
 from relaxtune.tuning_db.records import Mode, RecordFilter
 from relaxtune.tuning_db.sql.engine import parse_location
 
@@ -43,7 +43,7 @@ class History:
     Attributes
     ----------
     candidate_s
-        Seconds of tuning for each candidate, over all tuning jobs that ended.
+        Seconds of tuning for each candidate of a search, over all tuning jobs that ended.
     cell_s
         Seconds in which a cell of a batch was compiled, compared and validated.
     jobs
@@ -167,12 +167,12 @@ def read_history(database: TuningDatabase, group: TaskGroup) -> History:
     """Return what earlier jobs of a group's target took."""
     jobs = [job for job in database.list_jobs(limit=_JOBS_MAX) if job.target == group.key and job.finished_at]
     cells = [job for job in jobs if "cell" in json.loads(job.options) and job.outcome == DONE]
-    costs = [job_cost(database, job.id) for job in jobs if job not in cells]
-    measured = [cost for cost in costs if cost.candidates]
-    candidates = sum(cost.candidates for cost in measured)
-    tuning_s = sum(cost.wall_s or 0.0 for cost in measured)
+    # A job's records are more than its candidates: defaults, and finals that measure the best again.
+    counts = {job: count_candidates(database, job.id) for job in jobs if job not in cells}
+    measured = [job for job, count in counts.items() if count]
+    candidates = sum(counts.values())
     return History(
-        tuning_s / candidates if candidates else None,
+        sum(map(_wall_s, measured)) / candidates if candidates else None,
         _mean([_wall_s(job) for job in cells]),
         len(measured) + len(cells),
     )

@@ -255,6 +255,15 @@ def coverage(
 
 
 @question
+def count_candidates(session: Session, job_id: str) -> int:
+    """Return how many candidates a job's search tried: defaults left out, and one that was measured again once."""
+    tried = select(RecordRow.workload_id, RecordRow.decision).where(
+        RecordRow.job_id == job_id, RecordRow.route != Route.FALLBACK
+    )
+    return session.execute(select(func.count()).select_from(tried.distinct().subquery())).scalar_one()
+
+
+@question
 def job_cost(session: Session, job_id: str) -> JobCost:
     """Return what a job took.
 

@@ -115,6 +115,24 @@ def test_job_cost_adds_candidates_seconds_and_device_seconds(filled):
         insights.job_cost(database, "nix")
 
 
+def test_candidates_of_a_job_are_counted_once_each_and_without_defaults(database, samples):
+    works = [samples.workload(1), samples.workload(2)]
+    for work in works:
+        database.record_workload(work)
+    job = database.start_job(model="bert", model_sha256="0" * 64, target=samples.target())
+    of_job = {"job_id": job.id, "created_at": START}
+    database.record_measurements(
+        [
+            samples.record(works[0], decision="default", route=Route.FALLBACK, **of_job),
+            *(samples.record(works[0], decision="tried twice", **of_job) for _ in range(2)),
+            samples.record(works[1], decision="tried twice", **of_job),
+            samples.failure(works[0], decision="failed", **of_job),
+            samples.record(works[0], decision="of no job"),
+        ]
+    )
+    assert insights.count_candidates(database, job.id) == 3
+
+
 @pytest.mark.parametrize(
     ("filters", "expected"),
     [
