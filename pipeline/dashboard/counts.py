@@ -40,9 +40,10 @@ class StatusCounts:
             if self._counting is None:
                 self._counting = self._executor.submit(count_by_status, self._database)
             counting = self._counting
-        if counting in wait([counting], self._wait_s).done:
-            with self._lock:
-                if counting is self._counting:
-                    self._counting = None
-            self._known = counting.result()
-        return self._known
+        if counting not in wait([counting], self._wait_s).done:
+            return self._known
+        with self._lock:
+            if counting is self._counting:
+                self._counting = None
+                self._known = self._known if counting.exception() else counting.result()
+        return counting.result()

@@ -125,7 +125,7 @@ def test_first_page_does_not_wait_for_a_count(kept: tuple[SqlDatabase, str], mon
     go_on = threading.Event()
 
     def slow(database: SqlDatabase) -> Mapping[Status, int]:
-        go_on.wait()
+        go_on.wait(30)
         return {Status.OK: 7}
 
     monkeypatch.setattr(counts, "count_by_status", slow)
