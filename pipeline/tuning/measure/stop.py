@@ -6,10 +6,15 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +22,8 @@ logger = logging.getLogger(__name__)
 _GRACE_S, _EXIT_INTERRUPTED = 1.5, 130
 # Asks the main thread for a sign of life. Python's own default is to ignore it.
 _PROBE = signal.SIGURG
+# What the watcher reads when a handler's KeyboardInterrupt was lost, and the seconds until it sends the signal again.
+_LOST, _AGAIN_S = 0, 0.02
 _ENDED = b"interrupted inside native code: the process ends at once; the next run sweeps what it leaves\n"
 
 
@@ -83,29 +90,45 @@ def signals_end_native_code() -> Iterator[None]:
     Python runs its handlers between its own instructions, and TVM may compile for minutes without one. A thread hears
     of the signal at once. It asks the main thread for a sign of life, and ends the process without one. Nothing is left
     half-written: artifacts are renamed into place, records are committed whole, children end with their parent.
+
+    A handler may also run where Python drops what it raises: in a weak reference's callback, a destructor or a callback
+    of C. Python tells `sys.unraisablehook` of it, and the thread sends the signal again.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     alive = threading.Event()
     probed = signal.signal(_PROBE, lambda _number, _frame: alive.set())
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    main = threading.main_thread().ident
+    main = threading.main_thread().ident or 0
+    report = sys.unraisablehook
+
+    def interrupt_again(dropped: UnraisableHookArgs) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            os.write(writer, bytes([_LOST]))
+        else:
+            report(dropped)
 
     def watch() -> None:
         while number := os.read(reader, 1):
+            if number[0] == _LOST:
+                time.sleep(_AGAIN_S)
+                signal.pthread_kill(main, signal.SIGINT)
+                continue
             if number[0] not in (signal.SIGINT, signal.SIGTERM) or _is_first():
                 continue
             alive.clear()
-            signal.pthread_kill(main or 0, _PROBE)
+            signal.pthread_kill(main, _PROBE)
             if not alive.wait(_GRACE_S):
                 os.write(2, _ENDED)
                 os._exit(_EXIT_INTERRUPTED)
 
     thread = threading.Thread(target=watch, name="signals", daemon=True)
     thread.start()
+    sys.unraisablehook = interrupt_again
     try:
         yield
     finally:
+        sys.unraisablehook = report
         signal.set_wakeup_fd(before)
         os.close(writer)
         thread.join()

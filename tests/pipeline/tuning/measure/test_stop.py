@@ -7,6 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+
+import pytest
 
 from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests, signals_end_native_code
 
@@ -47,3 +50,29 @@ def test_python_that_runs_is_left_to_its_handlers() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert stop.asked
     assert signal.getsignal(signal.SIGURG) is signal.SIG_DFL
+
+
+class _Interrupts:
+    """Interrupts in its destructor, where Python drops what is raised."""
+
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self.interrupt = interrupt
+
+    def __del__(self) -> None:
+        self.interrupt()
+
+
+def test_an_interrupt_that_a_destructor_drops_comes_again(capsys) -> None:
+    for patient in (False, True):
+        stop = StopSignal()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(signals_end_native_code())
+            if patient:  # The first asks for the end, the second raises.
+                stack.enter_context(ctrl_c_requests(stop))
+                signal.raise_signal(signal.SIGINT)
+                assert stop.asked
+            dropped = _Interrupts(lambda: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it comes later
+                del dropped
+                time.sleep(30)
+    assert "Traceback" not in capsys.readouterr().err
