@@ -161,14 +161,14 @@ def run(words: list[str], *, timeout: float | None = None, **options: object) ->
 @contextlib.contextmanager
 def workers_start(popen: type[subprocess.Popen]) -> Iterator[None]:
     """Start the product's processes by this `Popen`."""
-    from relaxtune.pipeline.tuning.local import process
+    from relaxtune.pipeline.tuning.local import spawning
 
-    kept = process.subprocess
-    process.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+    kept = spawning.subprocess
+    spawning.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
     try:
         yield
     finally:
-        process.subprocess = kept
+        spawning.subprocess = kept
 
 
 @contextlib.contextmanager

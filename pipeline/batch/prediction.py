@@ -19,7 +19,7 @@ from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, TaskGroup, grou
 from relaxtune.pipeline.batch.worker import WORKER_MODULE, PrepareWork
 from relaxtune.pipeline.batch.workers import LocalWorkers
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.tuning.local.process import ForkServer
+from relaxtune.pipeline.tuning.local.fork_client import ForkServer
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.resume import DONE, find_runs
 from relaxtune.schedules.targets.host import physical_cores

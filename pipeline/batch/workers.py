@@ -20,7 +20,8 @@ from relaxtune.pipeline.batch.worker import WORKER_MODULE, AheadWork, FinishWork
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.spans import note_span, span
 from relaxtune.pipeline.tuning.local.devices import pinned
-from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer
+from relaxtune.pipeline.tuning.local.fork_client import ForkServer
+from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess
 from relaxtune.pipeline.tuning.ray.reservation import SHARES
 from relaxtune.schedules.targets.host import physical_cores
 

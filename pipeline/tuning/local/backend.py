@@ -8,8 +8,8 @@ from pathlib import Path
 
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.devices import pinned
+from relaxtune.pipeline.tuning.local.fork_client import ForkServer
 from relaxtune.pipeline.tuning.local.measuring_process import MeasuringProcess
-from relaxtune.pipeline.tuning.local.process import ForkServer
 from relaxtune.pipeline.tuning.measure.backend import Capabilities
 from relaxtune.pipeline.tuning.measure.device_turn import turn_of
 from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide

@@ -11,8 +11,8 @@ from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.backend import LocalBackend
 from relaxtune.pipeline.tuning.local.build_pool import BUILD_MODULE, BuilderLimits, BuildPool
 from relaxtune.pipeline.tuning.local.devices import choose_devices
+from relaxtune.pipeline.tuning.local.fork_client import ForkServer
 from relaxtune.pipeline.tuning.local.measuring_process import MEASURE_MODULE
-from relaxtune.pipeline.tuning.local.process import ForkServer
 from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions

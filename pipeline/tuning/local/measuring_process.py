@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tuning.local.devices import Device
-from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer, Reply, is_of_the_disk
+from relaxtune.pipeline.tuning.local.fork_client import ForkServer
+from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, Reply, is_of_the_disk
 from relaxtune.pipeline.tuning.local.requests import (
     CompareReply,
     CompareRequest,

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from relaxtune.pipeline.tuning.local.fork_client import ForkServer
 from relaxtune.pipeline.tuning.local.fork_server import has_gpu_open
-from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, ForkServer
+from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess
 from tests.warm_python import workers_start
 
 pytestmark = pytest.mark.skipif(not ForkServer.available(), reason="processes are forked on Linux only")
