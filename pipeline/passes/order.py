@@ -44,6 +44,7 @@ from relaxtune.pipeline.passes.precision.integer_matmuls import integer_matmuls
 from relaxtune.pipeline.passes.precision.mark_tf32 import mark_tf32
 from relaxtune.pipeline.passes.precision.round_to_tf32 import round_to_tf32
 from relaxtune.pipeline.passes.recognise_activations import recognise_activations
+from relaxtune.pipeline.passes.sum_in_blocks import sum_in_blocks
 from relaxtune.pipeline.passes.tokens.unpad import unpad
 from relaxtune.pipeline.passes.weights.fold_constants import fold_constants
 from relaxtune.pipeline.passes.weights.lift_weights import lift_weights
@@ -112,6 +113,7 @@ def lowering_steps() -> tuple[Step, ...]:
         # A reshape that nothing fused with is a view, not a kernel to tune.
         Step(Phase.FUSE, "reshapes_to_views", stock(relax_pass.RewriteDataflowReshape())),
         Step(Phase.FUSE, "fuse_norms", fuse_norms),
+        Step(Phase.FUSE, "sum_in_blocks", sum_in_blocks),
         Step(
             Phase.FUSE,
             "remove_unused_functions",

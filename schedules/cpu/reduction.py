@@ -34,7 +34,7 @@ from relaxtune.schedules.cpu.base import (
 )
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.blocks import element_bytes, static_extent
-from relaxtune.schedules.tir.expressions import is_zero
+from relaxtune.schedules.tir.expressions import is_zero, used_vars
 from relaxtune.schedules.tir.scheduled_blocks import (
     ScheduledBlock,
     can_partition_loops,
@@ -62,10 +62,8 @@ class RowReduction(CpuRule):
         if [block.name for block in _sinks(sch, blocks)] != [blocks[-1].name]:
             return None
         limits = cpu_limits(target)
-        for block in blocks:
-            if block.is_reduction:
-                split_lanes(sch, block, limits)
-        _merge_rows(sch, rows, limits)
+        lanes = [split_lanes(sch, block, limits) for block in blocks if block.is_reduction]
+        _merge_rows(sch, rows, limits, [rv for rv in lanes if rv is not None])
         return sch
 
 
@@ -110,32 +108,39 @@ def _is_indexed_by(access: TensorRegion, axis: tirx.IterVar, place: int) -> bool
     return bool(start.same_as(axis.var)) or (static_extent(axis.dom.extent) == 1 and is_zero(start))
 
 
-def split_lanes(sch: Schedule, block: ScheduledBlock, limits: CpuLimits) -> None:
-    """Give a reduction along a contiguous axis one partial result a lane; leave any other as it is.
+def split_lanes(sch: Schedule, block: ScheduledBlock, limits: CpuLimits) -> SBlockRV | None:
+    """Give a reduction along a contiguous axis one partial result a lane, and return their block; leave any other.
 
     A symbolic axis stays serial: it may be shorter than a vector, and then `rfactor` leaves the partial results of the
     lanes past its end without an initial value.
     """
     if block.kinds.count("R") != 1 or not block.kinds.endswith("R"):
-        return
+        return None
     reduced = block.stmt.iter_vars[-1]
     extent = static_extent(reduced.dom.extent)
     lanes = limits.vector_bytes // element_bytes(str(block.stmt.writes[0].source.dtype))
-    contiguous = any(read.region and read.region[-1].min.same_as(reduced.var) for read in block.stmt.reads)
+    contiguous = any(read.region and _steps_by_one(read.region[-1].min, reduced.var) for read in block.stmt.reads)
     if not contiguous or extent is None or extent < 2 * lanes:
-        return
+        return None
     if extent % lanes and not can_partition_loops(sch):
-        return
+        return None
     _, lane = sch.split(sch.get_loops(block.rv)[-1], [None, lanes])
-    sch.rfactor(lane, len(block.stmt.writes[0].region))
+    return sch.rfactor(lane, len(block.stmt.writes[0].region))
+
+
+def _steps_by_one(index: tirx.Expr, axis: tirx.Var) -> bool:
+    """Whether an index is an axis, or the axis beside what does not depend on it."""
+    return bool(index.same_as(axis)) or (
+        isinstance(index, tirx.Add) and index.b.same_as(axis) and axis not in used_vars(index.a)
+    )
 
 
 def _sinks(sch: Schedule, blocks: list[ScheduledBlock]) -> list[ScheduledBlock]:
     return [block for block in blocks if not sch.get_consumers(block.rv)]
 
 
-def _merge_rows(sch: Schedule, rows: int, limits: CpuLimits) -> None:
-    """Put all blocks under one loop over rows, with vector loops along the row."""
+def _merge_rows(sch: Schedule, rows: int, limits: CpuLimits, in_lanes: list[SBlockRV]) -> None:
+    """Put all blocks under one loop over rows, with vector loops along the row and for the results of lanes."""
     blocks = list_blocks(sch)
     parallel = worth_parallel(_total_work(sch))
     inner = [sch.get_loops(block.rv)[rows:] for block in blocks]
@@ -149,13 +154,13 @@ def _merge_rows(sch: Schedule, rows: int, limits: CpuLimits) -> None:
         lanes = limits.vector_bytes // element_bytes(str(block.stmt.writes[0].source.dtype))
         if block.is_spatial and loops:
             vectorize_loop(sch, loops[-1], lanes)
-        elif block.is_reduction and block.name.endswith("_rf"):
+        elif any(sch.get(rv).same_as(block.stmt) for rv in in_lanes):
             sch.vectorize(loops[-1])
             if has_bound_check(sch, block):
                 # TVM does not see the split axis as affine once the block is taken apart: the initialisation stays.
-                sch.annotate(loops[0], PARTITION_HINT, 1)
+                sch.annotate(loops[-2], PARTITION_HINT, 1)
             else:
-                partial.append((block.rv, loops[0]))
+                partial.append((block.rv, loops[-2]))
     # Last of all: a block whose initialisation was split off is no longer one that loops may be changed around.
     for rv, loop in partial:
         sch.decompose_reduction(rv, loop)
