@@ -4,7 +4,8 @@ Hundreds of tests start a process of ours, or a run of `tune`, which starts thre
 of a processor on its imports. `Popen` takes what `subprocess.Popen` takes. It forks what this interpreter is to
 run from a server, and starts everything else as ever. The result is a child of the process that asked, with
 memory, streams, environment, session, signals and exit code of its own. Tests of the start itself, or of what a fresh
-process imports, use `subprocess`. So do all under coverage: a fork writes no data.
+process imports, use `subprocess`. So do all under coverage, where a fork writes no data, and beside an NVIDIA GPU:
+importing TVM opens it, and no fork of a process that has it open can use it.
 
 The server forks twice. The middle process ends at once. The system then gives its child to the nearest process above
 that adopts, and that is the one that asked.
@@ -128,6 +129,7 @@ class Popen(subprocess.Popen):
             and words[:1] == [sys.executable]
             and preexec_fn is None
             and "COVERAGE_PROCESS_CONFIG" not in os.environ
+            and not os.path.exists("/dev/nvidiactl")
         )
         if not warm:
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
