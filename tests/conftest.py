@@ -35,7 +35,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fail a session that skipped every test: it has shown nothing."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     # A process of pytest-xdist has no reporter; the session that started it does.
-    if reporter is None or exitstatus != pytest.ExitCode.OK:
+    if reporter is None or exitstatus != pytest.ExitCode.OK or session.config.option.collectonly:
         return
     ran = any(reporter.stats.get(outcome) for outcome in ("passed", "xfailed", "xpassed"))
     if reporter.stats.get("skipped") and not ran:
