@@ -18,6 +18,7 @@ from pathlib import Path
 
 import tvm
 
+from relaxtune.pipeline.tasks.pickled import Pickled
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
@@ -43,7 +44,7 @@ def main() -> None:
 def make_states(count: int, seed: int = 0) -> list[TaskState]:
     """Return tasks with latencies and weights over three orders of magnitude, ready to be searched."""
     rng = random.Random(seed)
-    task = TuningTask("task", tvm.IRModule({}), "0", "matmul", "{}", 1, 1e6, 1e5, (), {}, {})
+    task = TuningTask("task", Pickled.of(tvm.IRModule({})), "0", "matmul", "{}", 1, 1e6, 1e5, (), {}, {})
     states = []
     for number in range(count):
         one = replace(task, name=f"task{number}", workload_hash=str(number), weight=rng.randint(1, 96))

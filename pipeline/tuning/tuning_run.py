@@ -34,6 +34,7 @@ from relaxtune.pipeline.tuning.plan.warm_start import WarmStart
 from relaxtune.pipeline.tuning.progress import ProgressListener
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
+from relaxtune.pipeline.tuning.search.freed_memory import return_freed_memory
 from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES
 from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
 from relaxtune.schedules.search.space import make_space
@@ -48,6 +49,8 @@ _SEEDS = 64
 # Tasks searched at the same time, where that disturbs no measurement.
 _SEARCHES_MAX = 4
 _FEED_WAIT_S = 0.2
+# Freed memory is given back after so many new tasks: a cell comes as bytes, then as objects, and much of both is freed.
+_RETURN_EVERY = 256
 
 # Returns those of a task's records that are still true of the kernels that this version makes.
 StillTrue = Callable[[TuningTask, Sequence[TuningRecord]], Sequence[TuningRecord]]
@@ -89,6 +92,7 @@ class TuningRun:
         self._spent = 0
         self._interrupted = False
         self._restarts = 0
+        self._returned_at = 0
 
     def listen(self, arrivals: Sequence[Arrival]) -> bool:
         """Take in what the feed had already; return whether more tasks are on their way."""
@@ -176,6 +180,9 @@ class TuningRun:
         """Take in tasks while the run goes on."""
         admitted = self._admit(arrival)
         self._begin(admitted.new)
+        if len(self._states) - self._returned_at >= _RETURN_EVERY:
+            self._returned_at = len(self._states)
+            return_freed_memory()
         return admitted
 
     def _begin(self, states: Sequence[TaskState]) -> None:
@@ -254,11 +261,12 @@ class TuningRun:
 
     def _new_search(self, state: TaskState, workers: int) -> TaskSearch:
         forced = self.options.mode is Mode.FORCE
-        seeds = [] if forced else self._adapter.get_top_k(ms.database.Workload(state.task.mod), _SEEDS)
+        mod = state.task.mod
+        seeds = [] if forced else self._adapter.get_top_k(ms.database.Workload(mod), _SEEDS)
         return TaskSearch(
-            state.task.mod,
+            mod,
             self.target.target,
-            make_space(self.target.target, state.task.mod),
+            make_space(self.target.target, mod),
             self._cost_model,
             seeds,
             name=state.task.name,

@@ -6,13 +6,12 @@ that compiles the kernel makes it: the thread that tunes hands in ten times as m
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import tvm
 
+from relaxtune.pipeline.tasks.pickled import Pickled
 from relaxtune.schedules.registry import apply_decision
 from relaxtune.schedules.targets import ResolvedTarget
 
@@ -24,14 +23,14 @@ class Recipe:
     Attributes
     ----------
     mod
-        The module with the unscheduled function as `main`, pickled and compressed.
+        The module with the unscheduled function as `main`; all candidates of a task share the bytes.
     target
         What the kernel is made for.
     decision
         The parameters, as they are recorded.
     """
 
-    mod: bytes
+    mod: Pickled
     target: ResolvedTarget
     decision: str
 
@@ -43,26 +42,7 @@ class Recipe:
         TemplateError
             The template does not make it after all.
         """
-        return tvm.IRModule(
-            {"main": apply_decision(pickle.loads(zlib.decompress(self.mod))["main"], self.target, self.decision)}
-        )
-
-
-@dataclass(frozen=True)
-class Pickled:
-    """A scheduled module in the form in which it is sent and kept; compressed, a driver holds thousands of them."""
-
-    mod: bytes
-
-    @classmethod
-    def of(cls, mod: tvm.ir.IRModule) -> Pickled:
-        """Return a module's."""
-        return cls(zlib.compress(pickle.dumps(mod), 1))
-
-    def make(self) -> tvm.ir.IRModule:
-        """Return the module."""
-        mod: tvm.ir.IRModule = pickle.loads(zlib.decompress(self.mod))
-        return mod
+        return tvm.IRModule({"main": apply_decision(self.mod.make()["main"], self.target, self.decision)})
 
 
 Buildable: TypeAlias = tvm.ir.IRModule | Recipe | Pickled

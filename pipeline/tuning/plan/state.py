@@ -161,7 +161,6 @@ class TaskState:
         self.contenders = [replace(one, artifact=None) for one in self.contenders]
         self.begins = self.templates = self.search = None
         self.near = replace(self.near, traces=())
-        self.task.__dict__.pop("pickled_mod", None)
         return kept
 
     def close_round(self) -> None:

@@ -14,9 +14,9 @@ from functools import cached_property
 import tvm
 from tvm import tirx
 
+from relaxtune.pipeline.tasks.pickled import Pickled
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.measure.arguments import argument_specs
-from relaxtune.pipeline.tuning.measure.recipe import Pickled
 from relaxtune.pipeline.tuning.measure.workload_spec import WorkloadSpec
 from relaxtune.pipeline.tuning.search.template_candidates import TemplateCandidate, template_candidates
 from relaxtune.pipeline.validate.tolerances import KernelTolerance, kernel_tolerance
@@ -61,7 +61,7 @@ class TaskStart:
     @cached_property
     def reference(self) -> Pickled:
         """What candidates are compared with: a module for the host."""
-        return Pickled.of(_reference_mod(self.task, host_target(self.target)))
+        return _reference(self.task, host_target(self.target))
 
     @cached_property
     def spec(self) -> WorkloadSpec:
@@ -94,14 +94,14 @@ def host_target(target: ResolvedTarget) -> tvm.target.Target:
     return target.target.host if target.target.host is not None else target.target
 
 
-def _reference_mod(task: TuningTask, host: tvm.target.Target) -> tvm.ir.IRModule:
+def _reference(task: TuningTask, host: tvm.target.Target) -> Pickled:
     if task.flops <= _PLAIN_FLOPS_MAX:
-        return task.mod
+        return task.packed
     try:
-        return apply_fallback(task.mod, host)
+        return Pickled.of(apply_fallback(task.mod, host))
     except ScheduleError as e:
         logger.warning("the reference of task %s is unscheduled: %s", task.name, e)
-        return task.mod
+        return task.packed
 
 
 def _spec(task: TuningTask) -> WorkloadSpec:

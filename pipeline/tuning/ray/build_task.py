@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.child import leave_out_torch
+from relaxtune.pipeline.tuning.ray.objects import packed
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.tuning.local.build_pool import BuildPool
@@ -27,7 +28,7 @@ _pools: dict[bytes, BuildPool] = {}
 
 
 def build(what: bytes, target: bytes, limits: bytes) -> tuple[Built, bytes]:
-    """Return what came of a build, and the bytes of the artifact apart from it; `limits` are pickled too."""
+    """Return what came of a build, and the artifact's bytes apart from it, packed; `limits` are pickled too."""
     leave_out_torch()
     from relaxtune.pipeline.tuning.measure.backend import Built, Unmeasured
 
@@ -38,7 +39,7 @@ def build(what: bytes, target: bytes, limits: bytes) -> tuple[Built, bytes]:
         if built.artifact is None:
             return built, b""
         path = Path(str(built.artifact.content))
-        code = path.read_bytes()
+        code = packed(path.read_bytes())
         path.unlink()
     except OSError as e:
         # The node's disk is full, or no process can be started.

@@ -21,6 +21,7 @@ from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.temporary import shared_folder, temporary_folder
 from relaxtune.pipeline.tuning.local.child import leave_out_torch
 from relaxtune.pipeline.tuning.measure.device_turn import turn_of
+from relaxtune.pipeline.tuning.ray.objects import unpacked
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.tuning.measure.backend import Outcome
@@ -53,7 +54,7 @@ class ActorSettings:
 
 
 class MeasuringActor:
-    """Measures candidates that come as bytes, one after another, on its device.
+    """Measures candidates that come as packed bytes, one after another, on its device.
 
     Parameters
     ----------
@@ -142,7 +143,7 @@ class MeasuringActor:
     def _placed(self, artifacts, codes):  # type: ignore[no-untyped-def]
         """Give the artifacts with their code; the files that are made of it are removed."""
         try:
-            yield [replace(one, content=code) for one, code in zip(artifacts, codes, strict=True)]
+            yield [replace(one, content=unpacked(code)) for one, code in zip(artifacts, codes, strict=True)]
         finally:
             for one in artifacts:
                 (self._directory / f"{one.sha256}.so").unlink(missing_ok=True)
@@ -161,4 +162,4 @@ def _with_code(spec: WorkloadSpec, references: Sequence[bytes | None]) -> Worklo
 
 
 def _filled(artifact: BuiltArtifact | None, code: bytes | None) -> BuiltArtifact | None:
-    return None if artifact is None or code is None else replace(artifact, content=code)
+    return None if artifact is None or code is None else replace(artifact, content=unpacked(code))

@@ -31,7 +31,7 @@ class TemplateCandidate:
 
     def recipe(self, target: ResolvedTarget) -> Recipe:
         """Return what a builder makes the kernel of."""
-        return Recipe(self.task.pickled_mod, target, self.decision)
+        return Recipe(self.task.packed, target, self.decision)
 
 
 def template_candidates(

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
+import pytest
 import tvm
 
 from benchmarks.tuning.waiting_backend import WaitingBackend
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.temporary import temporary_folder
+from relaxtune.pipeline.tuning import tuning_run
 from relaxtune.pipeline.tuning.local.build_pool import BuildPool
 from relaxtune.pipeline.tuning.local.machine import Machine
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt
@@ -141,3 +143,26 @@ def test_processes_start_before_tasks_come_and_a_task_is_told_of_when_it_is_done
     assert sorted(told) == sorted([first.workload_hash, second.workload_hash])
     # Candidates of the other task are still to be measured then.
     assert feed.heard[: feed.heard.index(told[0])].count("measured") <= TRIALS - 2
+
+
+def test_memory_is_given_back_as_tasks_come(
+    place: Place, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[int] = []
+    feed = Feed([matmul_task(16, 16, 16 * size, f"task{size}") for size in range(1, 6)])
+    monkeypatch.setattr(tuning_run, "_RETURN_EVERY", 2)
+    monkeypatch.setattr(tuning_run, "return_freed_memory", lambda: given_back.append(len(feed.left)))
+    environment = replace(place.environment, device_name="a device that waits")
+    with closing(WaitingBackend(environment, 1, 0.01)) as backend:
+        tune(
+            (),
+            target=place.target,
+            database=database,
+            environment=environment,
+            options=TuningOptions(trials=0, routes=frozenset({Route.TEMPLATE})),
+            still_true=all_records,
+            builder=InstantBuilder(),
+            backend=backend,
+            feed=feed,
+        )
+    assert len(given_back) == 2
