@@ -1,4 +1,4 @@
-"""A session of pytest in which every test was skipped fails."""
+"""A session of pytest in which every test was skipped fails; one that only lists the tests does not."""
 
 from __future__ import annotations
 
@@ -19,10 +19,20 @@ PASSED = "\ndef test_passed():\n    pass\n"
 def test_session_fails_when_every_test_was_skipped(
     tests: str, code: int, options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
-    (tmp_path / "test_some.py").write_text(tests)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    ended = run_session(tests, options, tmp_path)
     assert ended.returncode == code, ended.stdout + ended.stderr
+
+
+def test_a_list_of_tests_with_a_module_that_is_skipped_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "test_left_out.py").write_text("import pytest\n\npytest.importorskip('there_is_no_such_module')\n")
+    ended = run_session(PASSED, ("--collect-only",), tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def run_session(tests: str, options: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
+    shutil.copy(Path(__file__).with_name("conftest.py"), folder)
+    (folder / "test_some.py").write_text(tests)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
