@@ -29,6 +29,8 @@ _HOPE = 0.2
 _FIRST_HOPE = 0.5
 # Contenders of a task that are kept for its final.
 _CONTENDERS_MAX = 6
+# So many times as slow as the best, a candidate is in no final: spreads are a few per cent.
+_HOPELESS = 2.0
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,12 @@ class TaskState:
     def keep(self, contender: Contender) -> list[Contender]:
         """Keep a candidate for the final if it is among the best, or the fallback; return those that are no longer."""
         ranked = sorted([*self.contenders, contender], key=lambda one: one.latency_us)
-        dropped = [one for one in ranked[_CONTENDERS_MAX:] if one.route is not Route.FALLBACK]
+        limit_us = _HOPELESS * ranked[0].latency_us
+        dropped = [
+            one
+            for place, one in enumerate(ranked)
+            if one.route is not Route.FALLBACK and (place >= _CONTENDERS_MAX or one.latency_us > limit_us)
+        ]
         self.contenders = [one for one in ranked if one not in dropped]
         return dropped
 

@@ -148,9 +148,19 @@ def test_choose_task_weighs_the_gain_by_the_seconds_it_costs() -> None:
 
 def test_a_final_keeps_the_best_few() -> None:
     task = state(1, [])
-    dropped = [task.keep(Contender(Route.TEMPLATE, str(us), us, None)) for us in (7.0, 1.0, 5.0, 4.0, 2.0, 3.0, 6.0)]
-    assert [one.latency_us for one in task.contenders] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert [[one.latency_us for one in gone] for gone in dropped] == [[], [], [], [], [], [], [7.0]]
+    dropped = [
+        task.keep(Contender(Route.TEMPLATE, str(us), us, None)) for us in (17.0, 11.0, 15.0, 14.0, 12.0, 13.0, 16.0)
+    ]
+    assert [one.latency_us for one in task.contenders] == [11.0, 12.0, 13.0, 14.0, 15.0, 16.0]
+    assert [[one.latency_us for one in gone] for gone in dropped] == [[], [], [], [], [], [], [17.0]]
+
+
+def test_a_final_keeps_nothing_that_is_twice_as_slow_but_the_default() -> None:
+    task = state(1, [])
+    given = [(Route.FALLBACK, 90.0), (Route.TEMPLATE, 30.0), (Route.TEMPLATE, 9.0), (Route.TEMPLATE, 20.0)]
+    dropped = [task.keep(Contender(route, str(us), us, None)) for route, us in given]
+    assert [one.latency_us for one in task.contenders] == [9.0, 90.0]
+    assert [[one.latency_us for one in gone] for gone in dropped] == [[], [], [30.0], [20.0]]
 
 
 def test_a_task_is_left_alone_when_a_round_promises_too_little(place: Place) -> None:
