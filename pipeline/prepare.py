@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from relaxtune.models.buckets import Bucket, bucket_shapes, make_buckets, open_a
 from relaxtune.models.size_histogram import SizePoint
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.errors import UsageError
-from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.importer import ImportedGraph, import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions
 from relaxtune.pipeline.spans import span
@@ -107,8 +107,41 @@ class PreparedModel:
         return self.environment.device_name != UNKNOWN_DEVICE
 
 
-def prepare_model(request: ModelRequest) -> PreparedModel:
+@dataclass(frozen=True)
+class Imported:
+    """A model of a request in Relax, before its target and its precision matter, and the buckets it is wanted in."""
+
+    model: OnnxModel
+    graph: ImportedGraph
+    wanted: tuple[Bucket, ...]
+
+
+def import_request(request: ModelRequest) -> Imported:
+    """Return the model of a request, loaded and imported.
+
+    Raises
+    ------
+    ModelError, PipelineError
+        It cannot be had; see `pipeline.errors`.
+    """
+    with stage("load"):
+        shapes = open_axes(request.source, (*request.buckets, *request.profile), request.shapes)
+        model = load_model(request.source, shapes=shapes or None, seed=request.seed)
+        check_profile(request.profile, model.inputs)
+        wanted = make_buckets(request.buckets, model.inputs) if request.buckets else ()
+    with stage("import"):
+        return Imported(model, import_model(model), tuple(wanted))
+
+
+def prepare_model(
+    request: ModelRequest, importing: Callable[[ModelRequest], Imported] = import_request
+) -> PreparedModel:
     """Return the model of a request, imported, lowered and cut into tuning tasks.
+
+    Parameters
+    ----------
+    importing : callable
+        Returns the imported model; what is imported serves all precisions and targets.
 
     Raises
     ------
@@ -119,16 +152,11 @@ def prepare_model(request: ModelRequest) -> PreparedModel:
         raise UsageError("--unpad leaves padding out, and --bucket pads to a size; leave one of them out")
     target = resolve_target(request.target, portable=request.portable)
     logger.info("target %s %s: %s; %s", target.kind, target.arch, target.source, target.limits)
-    with stage("load"):
-        shapes = open_axes(request.source, (*request.buckets, *request.profile), request.shapes)
-        model = load_model(request.source, shapes=shapes or None, seed=request.seed)
-        check_profile(request.profile, model.inputs)
-        wanted = make_buckets(request.buckets, model.inputs) if request.buckets else ()
-    with stage("import"):
-        graph = import_model(model)
+    imported = importing(request)
+    model = imported.model
     with stage("lower"):
-        lowered = lower(graph, target.target, _lowering_for(request))
-    buckets = tuple(_prepare_bucket(request, model, bucket, target) for bucket in wanted)
+        lowered = lower(imported.graph, target.target, _lowering_for(request))
+    buckets = tuple(_prepare_bucket(request, model, bucket, target) for bucket in imported.wanted)
     modules = [lowered, *(bucket.lowered for bucket in buckets)]
     with stage("tasks"):
         tabled = tasks_of_tables(lowered, tuned_sizes(model, request.profile, request.lengths), target)

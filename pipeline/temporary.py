@@ -21,6 +21,11 @@ _LEFT_AFTER_S = 60.0
 _swept: set[int] = set()
 
 
+def cache_folder(name: str) -> Path:
+    """Return the place of what runs keep to save time (in `$XDG_CACHE_HOME`); it may be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relaxtune" / name
+
+
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Give a new folder of the system's place for them, removed in the end; the first call sweeps what was left."""

@@ -43,6 +43,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _caches_are_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _workers_start_warm_and_databases_have_their_tables() -> Iterator[None]:
     with warm_workers(), schema_is_copied():
         yield

@@ -44,7 +44,8 @@ def main() -> None:
 def make_states(count: int, seed: int = 0) -> list[TaskState]:
     """Return tasks with latencies and weights over three orders of magnitude, ready to be searched."""
     rng = random.Random(seed)
-    task = TuningTask("task", Pickled.of(tvm.IRModule({})), "0", "matmul", "{}", 1, 1e6, 1e5, (), {}, {})
+    packed = Pickled.of(tvm.IRModule({}))
+    task = TuningTask("task", "0", "matmul", "{}", 1, 1e6, 1e5, (), {}, {}, packed=packed)
     states = []
     for number in range(count):
         one = replace(task, name=f"task{number}", workload_hash=str(number), weight=rng.randint(1, 96))

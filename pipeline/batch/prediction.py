@@ -15,10 +15,20 @@ from pathlib import Path
 
 from relaxtune.pipeline.batch.cells import Cell, list_cells
 from relaxtune.pipeline.batch.plan import Plan
-from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, TaskGroup, group_cells, prepare_cell, share_budget
-from relaxtune.pipeline.batch.worker import WORKER_MODULE, PrepareWork
+from relaxtune.pipeline.batch.tasks import (
+    CellFault,
+    CellTasks,
+    LoweredCell,
+    TaskGroup,
+    group_cells,
+    prepare_alike,
+    share_budget,
+)
+from relaxtune.pipeline.batch.unchanged import LoweredBefore
+from relaxtune.pipeline.batch.worker import WORKER_MODULE, LookWork
 from relaxtune.pipeline.batch.workers import LocalWorkers
 from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.temporary import cache_folder
 from relaxtune.pipeline.tuning.local.fork_client import ForkServer
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.resume import DONE, find_runs
@@ -87,20 +97,20 @@ class Preview:
     """A plan before it is run: its cells, and its targets."""
 
     plan: Plan
-    cells: tuple[CellTasks | CellFault, ...]
+    cells: tuple[LoweredCell | CellFault, ...]
     groups: tuple[GroupPreview, ...]
 
 
 def preview(plan: Plan) -> Preview:
-    """Return what a plan would do; models are imported and lowered, nothing is measured.
+    """Return what a plan would do; models that were not before are imported and lowered, nothing is measured.
 
     Raises
     ------
     PlanError, TuningDatabaseError
         The plan, or the database, cannot be had.
     """
-    cells = prepare_cells(list_cells(plan))
-    groups = group_cells([one for one in cells if isinstance(one, CellTasks)])
+    cells = lower_cells(list_cells(plan), LoweredBefore(cache_folder("plans")))
+    groups = group_cells([one for one in cells if isinstance(one, LoweredCell)])
     with _open(plan) as database:
         shown = [
             _preview_group(plan, group, options, database)
@@ -109,26 +119,45 @@ def preview(plan: Plan) -> Preview:
     return Preview(plan, tuple(cells), tuple(shown))
 
 
+def lower_cells(cells: Sequence[Cell], before: LoweredBefore) -> list[LoweredCell | CellFault]:
+    """Return what is known of cells' tasks, or what stops each; what was not lowered before is, and is kept."""
+    known = {cell.name: before.find(cell) for cell in cells}
+    fresh = prepare_cells([cell for cell in cells if known[cell.name] is None])
+    before.keep([one for one in fresh if isinstance(one, LoweredCell)])
+    found = {one.cell.name: one for one in (*known.values(), *fresh) if one is not None}
+    return [found[cell.name] for cell in cells]
+
+
 def prepare_cells(cells: Sequence[Cell]) -> list[CellTasks | CellFault]:
-    """Return the tasks of cells, or what stops each; processes lower many cells side by side, one on each core."""
-    count = min(physical_cores(), len(cells) // _CELLS_EACH)
+    """Return the tasks of cells, or what stops each.
+
+    A model is imported once for all precisions and targets. Processes lower many cells side by side, one on each core.
+    """
+    alike: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in cells:
+        alike.setdefault((cell.source, cell.shape, cell.buckets, cell.seed), []).append(cell)
+    groups = list(alike.values())
+    count = min(physical_cores(), len(cells) // _CELLS_EACH, len(groups))
     if count < 2 or not ForkServer.available():
-        return [prepare_cell(cell) for cell in cells]
-    with (
-        closing(ForkServer([WORKER_MODULE])) as server,
-        closing(LocalWorkers(["cpu:0"], Path(), server, count)) as workers,
-    ):
-        futures = [workers.submit(PrepareWork(cell, to_tune=False)) for cell in cells]
-        return [_answer(cell, future) for cell, future in zip(cells, futures, strict=True)]
+        answers = [prepare_alike(group) for group in groups]
+    else:
+        with (
+            closing(ForkServer([WORKER_MODULE])) as server,
+            closing(LocalWorkers(["cpu:0"], Path(), server, count)) as workers,
+        ):
+            futures = [workers.submit(LookWork(tuple(group))) for group in groups]
+            answers = [_answers(group, future) for group, future in zip(groups, futures, strict=True)]
+    found = {one.cell.name: one for answer in answers for one in answer}
+    return [found[cell.name] for cell in cells]
 
 
-def _answer(cell: Cell, future: Future[object]) -> CellTasks | CellFault:
+def _answers(cells: Sequence[Cell], future: Future[object]) -> list[CellTasks | CellFault]:
     try:
         found = future.result()
     except PipelineError as error:
-        return CellFault(cell, error)
-    if not isinstance(found, CellTasks | CellFault):
-        raise TypeError(f"expected the tasks of a cell, got {type(found).__name__}")
+        return [CellFault(cell, error) for cell in cells]
+    if not isinstance(found, list):
+        raise TypeError(f"expected the tasks of {len(cells)} cells, got {type(found).__name__}")
     return found
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from relaxtune.models.errors import ModelError
 from relaxtune.pipeline.batch.cells import Cell, source_key
 from relaxtune.pipeline.batch.plan import Plan
-from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.environment import UNKNOWN_DEVICE, target_key
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.jobs import require_device
-from relaxtune.pipeline.prepare import PreparedModel, prepare_model
+from relaxtune.pipeline.jobs import not_here
+from relaxtune.pipeline.prepare import Imported, ModelRequest, PreparedModel, import_request, prepare_model
 from relaxtune.pipeline.tasks.extract import unique_name
-from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tasks.task import TaskFacts, TuningTask
 from relaxtune.pipeline.tuned_model import TuningJob
 from relaxtune.pipeline.tuning.options import LEVELS, TuningOptions, options_for
 from relaxtune.pipeline.tuning.plan.task_start import TaskStart
@@ -27,11 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class CellTasks:
-    """A cell whose model was imported and lowered, for its tasks. The model is let go: all of a plan fill the memory.
+class LoweredCell:
+    """A cell whose model was imported and lowered, for what is known of its tasks.
 
-    `note` is why nothing can be measured of it here, "" where it can. `starts` has what tasks begin with, by workload
-    hash, where that was found already (`with_starts`).
+    `note` is why nothing can be measured of it here, "" where it can.
     """
 
     cell: Cell
@@ -39,8 +38,18 @@ class CellTasks:
     model_sha256: str
     target: ResolvedTarget
     environment: Environment
-    tasks: tuple[TuningTask, ...]
+    tasks: tuple[TaskFacts, ...]
     note: str = ""
+
+
+@dataclass(frozen=True)
+class CellTasks(LoweredCell):
+    """A cell with its tasks, to be tuned. The model is let go: all of a plan fill the memory.
+
+    `starts` has what tasks begin with, by workload hash, where that was found already (`with_starts`).
+    """
+
+    tasks: tuple[TuningTask, ...]
     starts: Mapping[str, TaskStart] = field(default_factory=dict)
 
     def with_starts(self) -> CellTasks:
@@ -67,8 +76,8 @@ class CellFault:
 class TaskGroup:
     """The cells of one target, and their tasks: each once, its weight summed over cells times their importance."""
 
-    cells: tuple[CellTasks, ...]
-    tasks: tuple[TuningTask, ...]
+    cells: tuple[LoweredCell, ...]
+    tasks: tuple[TaskFacts, ...]
 
     @property
     def target(self) -> ResolvedTarget:
@@ -86,22 +95,39 @@ class TaskGroup:
         return group_job(plan, own, self.target, self.cells[0].environment)
 
 
-def prepare_cell(cell: Cell, keep: Callable[[PreparedModel], None] | None = None) -> CellTasks | CellFault:
+def prepare_alike(cells: Sequence[Cell]) -> list[CellTasks | CellFault]:
+    """Return the tasks of cells of one model in one shape, which is imported once."""
+    found: list[Imported] = []
+
+    def importing(request: ModelRequest) -> Imported:
+        if not found:
+            found.append(import_request(request))
+        return found[0]
+
+    return [prepare_cell(cell, importing=importing) for cell in cells]
+
+
+def prepare_cell(
+    cell: Cell,
+    keep: Callable[[PreparedModel], None] | None = None,
+    importing: Callable[[ModelRequest], Imported] = import_request,
+) -> CellTasks | CellFault:
     """Return the tasks of a cell, or what stops it; `keep` is given the model, which is else let go."""
     try:
-        prepared = prepare_model(cell.request)
+        prepared = prepare_model(cell.request, importing)
     except Exception as error:  # a cell's own: it must not end the others
         log_fault(cell, error)
         return CellFault(cell, error)
     if keep is not None:
         keep(prepared)
-    note = ""
-    try:
-        require_device(prepared)
-    except PipelineError as error:
-        note = str(error)
+    note = note_of(prepared.target, prepared.environment)
     model, sha256 = prepared.model.name, prepared.lowered.graph.source_sha256
     return CellTasks(cell, model, sha256, prepared.target, prepared.environment, prepared.tasks, note)
+
+
+def note_of(target: ResolvedTarget, environment: Environment) -> str:
+    """Return why nothing can be measured here for a target, "" where it can."""
+    return not_here(target) if environment.device_name == UNKNOWN_DEVICE else ""
 
 
 def log_fault(cell: Cell, error: Exception) -> None:
@@ -119,17 +145,17 @@ def group_targets(cells: Sequence[Cell]) -> list[tuple[ResolvedTarget, list[Cell
     return list(groups.values())
 
 
-def group_cells(cells: Sequence[CellTasks]) -> tuple[TaskGroup, ...]:
+def group_cells(cells: Sequence[LoweredCell]) -> tuple[TaskGroup, ...]:
     """Return the cells by target, in their order, with their tasks merged."""
-    groups: dict[TargetKey, list[CellTasks]] = {}
+    groups: dict[TargetKey, list[LoweredCell]] = {}
     for one in cells:
         groups.setdefault(target_key(one.target), []).append(one)
     return tuple(TaskGroup(tuple(group), merge_tasks(group)) for group in groups.values())
 
 
-def merge_tasks(cells: Sequence[CellTasks]) -> tuple[TuningTask, ...]:
+def merge_tasks(cells: Sequence[LoweredCell]) -> tuple[TaskFacts, ...]:
     """Return the tasks of several cells of one target, equal ones once, those with the most arithmetic first."""
-    found: dict[str, TuningTask] = {}
+    found: dict[str, TaskFacts] = {}
     taken: set[str] = set()
     for one in cells:
         for task in one.tasks:

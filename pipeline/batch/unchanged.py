@@ -1,31 +1,47 @@
-"""Cells that need not be done again: same source, options and code, and no better record since they were accepted."""
+"""What need not be done again: cells as they were lowered before, and cells that were accepted.
+
+An accepted cell stays where source, options and code are the same, and no record is better since. What a cell was
+lowered to is kept for the next `batch plan`, in a file named by all that its tasks follow from: the content of its
+model, its shape, precision and target, and the code here. It holds facts as JSON, no code and no weights.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from collections.abc import Mapping
-from dataclasses import asdict
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 import relaxtune
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.batch.cells import Cell, source_key
 from relaxtune.pipeline.batch.plan import Plan
-from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.batch.tasks import LoweredCell, note_of
+from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.job_outcomes import artifact_of
+from relaxtune.pipeline.tasks.task import TaskFacts
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.batches import find_done
 from relaxtune.tuning_db.cell_states import BatchCell
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import RecordFilter, Status, TargetKey, content_key
 
+logger = logging.getLogger(__name__)
+
 # The folders whose code decides what an artifact is.
 _CODE = ("models", "pipeline", "schedules")
 _SUFFIXES = frozenset({".py", ".c", ".h"})
+# A file that no plan asked for in so many days is removed.
+_KEPT_DAYS = 30
 
 
 def cell_key(plan: Plan, cell: Cell, out: Path) -> str:
@@ -95,3 +111,72 @@ def _best(
         if record.latency_us is not None:
             best[record.workload_hash] = min(record.latency_us, best.get(record.workload_hash, float("inf")))
     return best
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is kept of a cell."""
+
+    model: str
+    model_sha256: str
+    tasks: tuple[TaskFacts, ...]
+
+
+_ADAPTER = TypeAdapter(_Kept)
+_FACTS = tuple(one.name for one in fields(TaskFacts))
+
+
+class LoweredBefore:
+    """Facts of cells' tasks in a folder, a file for each cell.
+
+    Parameters
+    ----------
+    folder : Path
+        Made when the first cell is kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find(self, cell: Cell) -> LoweredCell | None:
+        """Return a cell as it was lowered before; None where it was not, or what is there cannot be read."""
+        path = self._path(cell)
+        try:
+            kept = _ADAPTER.validate_json(path.read_bytes())
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as e:
+            logger.warning("%s is left aside, and %s is lowered again: %s", path, cell.name, e)
+            return None
+        target = resolve_target(cell.target)
+        environment = detect_environment(target)
+        return LoweredCell(
+            cell, kept.model, kept.model_sha256, target, environment, kept.tasks, note_of(target, environment)
+        )
+
+    def keep(self, cells: Sequence[LoweredCell]) -> None:
+        """Keep what cells were lowered to; a folder that cannot be written only costs the time another time."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for one in cells:
+                facts = tuple(TaskFacts(**{name: getattr(task, name) for name in _FACTS}) for task in one.tasks)
+                path = self._path(one.cell)
+                staged = path.with_suffix(f".{os.getpid()}")
+                staged.write_bytes(_ADAPTER.dump_json(_Kept(one.model, one.model_sha256, facts)))
+                staged.replace(path)
+            self._remove_old()
+        except OSError as e:
+            logger.warning("lowered cells cannot be kept for the next `batch plan`: %s", e)
+
+    def _path(self, cell: Cell) -> Path:
+        target = resolve_target(cell.target)
+        asked = [source_key(cell.source), Path(cell.source).stem, cell.shape, list(cell.buckets), cell.precision]
+        versions = [importlib.metadata.version(name) for name in ("onnx", "onnx-ir")]
+        key = content_key([*asked, cell.seed, str(target.target), repr(target.limits), versions, code_key()])
+        return self._folder / f"{key}.json"
+
+    def _remove_old(self) -> None:
+        for path in self._folder.iterdir():
+            if path.stat().st_mtime < time.time() - 86_400 * _KEPT_DAYS:
+                path.unlink(missing_ok=True)

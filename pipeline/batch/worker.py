@@ -18,6 +18,7 @@ from relaxtune.pipeline.tuning.ray.measuring_actor import own_gpu
 if TYPE_CHECKING:
     from relaxtune.pipeline.batch.cells import Cell
     from relaxtune.pipeline.batch.finishing import FinishRequest, ReadyCell
+    from relaxtune.pipeline.batch.tasks import CellFault, CellTasks
     from relaxtune.pipeline.prepare import PreparedModel
 
 WORKER_MODULE = "relaxtune.pipeline.batch.worker"
@@ -28,13 +29,24 @@ _MEMORY_LEFT = 0.5
 
 @dataclass(frozen=True)
 class PrepareWork:
-    """A cell to import and lower; the answer is its `CellTasks`, or `CellFault`.
+    """A cell to import and lower; the answer is its `CellTasks` with what its tasks begin with, or its `CellFault`.
 
-    To be tuned, it comes with what its tasks begin with, and its model is kept.
+    Its model is kept.
     """
 
     cell: Cell
-    to_tune: bool = True
+
+
+@dataclass(frozen=True)
+class LookWork:
+    """Cells of one model in one shape to import and lower, for their tasks alone: an answer for each."""
+
+    cells: tuple[Cell, ...]
+
+    @property
+    def cell(self) -> Cell:
+        """The first."""
+        return self.cells[0]
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,7 @@ class FinishWork:
         return self.request.cell
 
 
-Work = PrepareWork | AheadWork | FinishWork
+Work = PrepareWork | LookWork | AheadWork | FinishWork
 
 
 def start() -> Callable[[object], object]:
@@ -90,18 +102,16 @@ class CellWorker:
     def answer(self, request: object) -> object:
         """Do what is asked for, in this process."""
         from relaxtune.pipeline.batch.finishing import finish_cell
-        from relaxtune.pipeline.batch.tasks import CellFault, prepare_cell
-        from relaxtune.pipeline.errors import PipelineError
+        from relaxtune.pipeline.batch.tasks import CellTasks, prepare_alike, prepare_cell
         from relaxtune.pipeline.jobs import make_beforehand
         from relaxtune.pipeline.tuning.measure.device_turn import turn_of
         from relaxtune.tuning_db.store import SqlDatabase
 
         if isinstance(request, PrepareWork):
-            found = prepare_cell(request.cell, partial(self._keep, request.cell) if request.to_tune else None)
-            # Errors of some kinds do not survive the way to another process; their text does.
-            if isinstance(found, CellFault):
-                return CellFault(found.cell, PipelineError(found.note))
-            return found.with_starts() if request.to_tune else found
+            found = _sendable(prepare_cell(request.cell, partial(self._keep, request.cell)))
+            return found.with_starts() if isinstance(found, CellTasks) else found
+        if isinstance(request, LookWork):
+            return [_sendable(one) for one in prepare_alike(request.cells)]
         if isinstance(request, AheadWork):
             ready = self._ready.get(request.cell.name)
             if ready is None or memory_left() < _MEMORY_LEFT:
@@ -123,6 +133,14 @@ class CellWorker:
         # Cells come faster than they are got ready: all models of a plan would fill the memory.
         if memory_left() >= _MEMORY_LEFT:
             self._ready[cell.name] = ReadyCell(model)
+
+
+def _sendable(found: CellTasks | CellFault) -> CellTasks | CellFault:
+    """Return an answer; errors of some kinds do not survive the way to another process, their text does."""
+    from relaxtune.pipeline.batch.tasks import CellFault
+    from relaxtune.pipeline.errors import PipelineError
+
+    return CellFault(found.cell, PipelineError(found.note)) if isinstance(found, CellFault) else found
 
 
 class CellActor:

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from relaxtune.pipeline.batch.worker import WORKER_MODULE, AheadWork, FinishWork, PrepareWork, Work
+from relaxtune.pipeline.batch.worker import WORKER_MODULE, AheadWork, FinishWork, LookWork, PrepareWork, Work
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.spans import note_span, span
 from relaxtune.pipeline.tuning.local.devices import pinned
@@ -63,8 +63,8 @@ class _Asked:
 
 
 # What a process does first: what others wait for.
-_ORDER = (FinishWork, PrepareWork, AheadWork)
-_STAGES = {FinishWork: "finish", PrepareWork: "prepare", AheadWork: "get ready"}
+_ORDER = (FinishWork, PrepareWork, LookWork, AheadWork)
+_STAGES = {FinishWork: "finish", PrepareWork: "prepare", LookWork: "prepare", AheadWork: "get ready"}
 
 
 class HomedWorkers(CellWorkers):

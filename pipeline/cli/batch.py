@@ -33,7 +33,7 @@ from relaxtune.tuning_db.urls import DatabaseUrl
 if TYPE_CHECKING:
     from relaxtune.pipeline.batch.events import BatchResult
     from relaxtune.pipeline.batch.prediction import GroupPreview, Preview
-    from relaxtune.pipeline.tasks.task import TuningTask
+    from relaxtune.pipeline.tasks.task import TaskFacts
     from relaxtune.tuning_db.cell_states import Batch, BatchCell
 
 app = typer.Typer(help="Tune many models by one plan.", no_args_is_help=True)
@@ -243,7 +243,7 @@ def _print_preview(shown: Preview) -> None:
     }
     print_table(TableView.of(f"cells of {shown.plan.name}", shown.cells, columns))
     for group in shown.groups:
-        tasks: dict[str, Callable[[TuningTask], object]] = {
+        tasks: dict[str, Callable[[TaskFacts], object]] = {
             "task": lambda task: task.name if len(task.name) <= _NAME_SHOWN else f"{task.name[:_NAME_SHOWN]}...",
             "family": lambda task: task.family,
             "weight": lambda task: task.weight,
@@ -255,7 +255,7 @@ def _print_preview(shown: Preview) -> None:
             typer.echo(f"and {len(group.group.tasks) - _TASKS_SHOWN} smaller tasks; --format json has all of them")
 
 
-def _records(group: GroupPreview, task: TuningTask) -> int:
+def _records(group: GroupPreview, task: TaskFacts) -> int:
     return group.records[task.workload_hash]
 
 

@@ -29,6 +29,7 @@ from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, Manifest, parse_
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.registry.store import ArtifactStore, Store, missing, user_here
+from relaxtune.pipeline.temporary import cache_folder
 from relaxtune.tuning_db.artifacts import Artifact
 from relaxtune.tuning_db.records import utc_now
 from relaxtune.tuning_db.urls import hide_secrets
@@ -61,7 +62,7 @@ class RemoteStore:
                 ) from e
             self._files, root = url_to_fs(url.rstrip("/"))
         self._root = PurePosixPath(root)
-        self._mirror = ArtifactStore(_cache() / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16])
+        self._mirror = ArtifactStore(cache_folder("stores") / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16])
 
     @contextmanager
     def _remote(self, what: str) -> Iterator[None]:
@@ -223,7 +224,3 @@ class RemoteStore:
         with self._remote("written"):
             self._files.rm_file(self._at("objects", key, MANIFEST_FILE))
             self._files.rm(self._at("objects", key), recursive=True)
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relaxtune" / "stores"

@@ -1,9 +1,10 @@
-"""`TuningTask`: one fused kernel to make, deduplicated over all models of a job."""
+"""`TuningTask`: one fused kernel to make, deduplicated over all models of a job; `TaskFacts` is what is known of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 import tvm
 
@@ -20,17 +21,15 @@ class SizeOfTable:
 
 
 @dataclass(frozen=True)
-class TuningTask:
-    """One kernel to make.
+class TaskFacts:
+    """What is known of a kernel to make, without its code.
 
     Attributes
     ----------
     name
         Name of the PrimFunc in its first module; unique within a job.
-    packed
-        `mod` as bytes: of a task, the module would be most of what a driver keeps.
     workload_hash
-        Structural hash of `mod` as text: the key of MetaSchedule traces.
+        Structural hash of its module as text: the key of MetaSchedule traces.
     family
         Operator family: "matmul", "batch_matmul", "conv", "norm", "softmax", "reduction", "gather", "elementwise", ...
     signature
@@ -51,7 +50,6 @@ class TuningTask:
     """
 
     name: str
-    packed: Pickled
     workload_hash: str
     family: str
     signature: str
@@ -63,12 +61,7 @@ class TuningTask:
     index_ranges: Mapping[int, int]
     tables: tuple[SizeOfTable, ...] = ()
 
-    @property
-    def mod(self) -> tvm.ir.IRModule:
-        """IRModule with the one PrimFunc as `main`, unscheduled, `global_symbol` "main"; unpacked anew (0.5 ms)."""
-        return self.packed.make()
-
-    def joined(self, other: TuningTask) -> TuningTask:
+    def joined(self, other: TaskFacts) -> Self:
         """Return this task for the models of another of its workload too: weights, nodes and functions are joined."""
         return replace(
             self,
@@ -77,3 +70,21 @@ class TuningTask:
             onnx_nodes=tuple(dict.fromkeys(self.onnx_nodes + other.onnx_nodes)),
             tables=tuple(dict.fromkeys(self.tables + other.tables)),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningTask(TaskFacts):
+    """One kernel to make.
+
+    Attributes
+    ----------
+    packed
+        `mod` as bytes: of a task, the module would be most of what a driver keeps.
+    """
+
+    packed: Pickled
+
+    @property
+    def mod(self) -> tvm.ir.IRModule:
+        """IRModule with the one PrimFunc as `main`, unscheduled, `global_symbol` "main"; unpacked anew (0.5 ms)."""
+        return self.packed.make()

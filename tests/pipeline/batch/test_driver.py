@@ -247,7 +247,7 @@ def test_processes_lower_the_cells_of_a_large_plan_side_by_side(ran: Ran, monkey
     here = [told(one) for one in prediction.prepare_cells(cells)]
     monkeypatch.setattr(prediction, "_CELLS_EACH", 1)
     monkeypatch.setattr(prediction, "physical_cores", lambda: 2)
-    monkeypatch.setattr(prediction, "prepare_cell", None)
+    monkeypatch.setattr(prediction, "prepare_alike", None)
     assert [told(one) for one in prediction.prepare_cells(cells)] == here
     assert [count for _, count, _ in here] == [1, 1, 0, 1]
 

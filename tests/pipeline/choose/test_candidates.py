@@ -19,7 +19,7 @@ from relaxtune.tuning_db.store import SqlDatabase
 
 EMPTY = Pickled.of(tvm.IRModule({}))
 MEANING = '{"family":"matmul","m":8}'
-TASK = TuningTask("matmul", EMPTY, "1", "matmul", MEANING, 1, 1.0, 1.0, (), {"model": ("matmul",)}, {})
+TASK = TuningTask("matmul", "1", "matmul", MEANING, 1, 1.0, 1.0, (), {"model": ("matmul",)}, {}, packed=EMPTY)
 TWIN = replace(TASK, workload_hash="2")
 NOW = utc_now()
 
