@@ -6,12 +6,14 @@ Rows `m` of all axes are counted by one number M, which is known when the kernel
 A tile of rows x vectors of C is kept in vector registers over the whole reduction:
 
     parallel b..., column tile                     the last tile of columns begins early enough to be whole
-      for row tile in M // rows:     rows          no row is checked: one beyond the last is the last one again
-      the rest of M:                 one tile of fewer rows, or two where one would have few (16 rows: 8 and 8)
-        acc[rows, vectors] = 0
-        k: acc += L[row] (broadcast) * R[vector];  fetch a line of the next panel of packed weights
-        stage = acc                                constant indices, so that the accumulators are registers
-        C = epilogue(stage)
+      group of row tiles                           one tile, or several where k has several blocks
+        block of k                                 one, unless a panel of packed weights takes much of the second cache
+          row tile in M // rows:     rows          no row is checked: one beyond the last is the last one again
+          the rest of M:             one tile of fewer rows, or two where one would have few (16 rows: 8 and 8)
+            acc[rows, vectors] = 0 or sums[row tile]
+            k: acc += L[row] (broadcast) * R[vector];  fetch a line of the next block of packed weights
+            sums[row tile] = acc                   constant indices, so that the accumulators are registers
+        C = epilogue(sums)
 
 Rows and columns that two tiles share are computed twice, to the same value. Columns of fewer than a tile run through
 a plain loop, which LLVM makes vectors of.
@@ -57,7 +59,10 @@ _VECTORS_MAX = 4
 _ELEMENT_BYTES = 4
 # Rows that begin multiples of this apart share a set of the first cache, which holds as many lines as fit into it.
 _SET_STRIDE_BYTES = 4096
-
+# A block of a panel takes this part of the second cache at most, and so many tiles of rows read it, one after another,
+# while the next one is fetched. Measured with panels of 3,072 and 4,096 rows.
+_L2_SHARE = 4
+_GROUP = 16
 
 # Of LLVM's instruction: to read, into the second cache, data.
 _PREFETCH = (0, 2, 1)
@@ -96,6 +101,13 @@ class _Product:
     vectors: int
     lanes: int
     rows: int
+    blocks: int
+
+    @property
+    def block_length(self) -> int:
+        """Length of a block of k; 0 where there is one."""
+        length = self.block.extents[self.con.reduce[0]]
+        return 0 if length is None or self.blocks == 1 else -(-length // self.blocks)
 
     @property
     def block(self) -> ScheduledBlock:
@@ -139,10 +151,27 @@ def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None
     length = block.extents[con.reduce[0]]
     if limits.l1_bytes is not None and length is not None and length * _ELEMENT_BYTES % _SET_STRIDE_BYTES == 0:
         rows = min(rows, max(1, limits.l1_bytes // _SET_STRIDE_BYTES))
-    return _Product(func, con, epilogue, vectors, lanes, rows)
+    blocks = 1
+    if limits.l2_bytes is not None and length is not None and con.panel is not None:
+        blocks = -(-length * con.panel * _ELEMENT_BYTES // (limits.l2_bytes // _L2_SHARE))
+    return _Product(func, con, epilogue, vectors, lanes, rows, blocks)
 
 
 Values = Mapping[tirx.Var, tirx.Expr]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One block of k for one tile: the block's number, and whether the tile's group is the last of its columns.
+
+    The tile's sums are kept from block to block in `sums`, from `at` on; `vector` is the one that it fetches.
+    """
+
+    block: tirx.Expr
+    last: tirx.Expr
+    vector: tirx.Expr
+    sums: tirx.Var
+    at: tirx.Expr
 
 
 def _fewer_rows(most: int) -> list[int]:
@@ -192,64 +221,104 @@ class _Kernel:
         self._rows(values, start)
 
     def _rows(self, values: Values, start: tirx.Expr) -> None:
-        most, fewer = self._product.rows, self._last_tiles
-        rows = unfolded(wide(math.prod(self._product.block.sizes[axis] for axis in self._product.con.rows)))
+        """Compute all rows of a tile of columns, a group of tiles after another."""
+        product = self._product
+        most, fewer = product.rows, self._last_tiles
+        rows = unfolded(wide(math.prod(product.block.sizes[axis] for axis in product.con.rows)))
         # What is left of the last whole tile is a tile, or shares its rows with it.
         spare = max(0, most - 1 - fewer[0])
         over = T.Bind(rows % most)
         few = tirx.all(over > 0, over <= most // 2, rows > most)
         whole = unfolded((rows + spare) // most - tirx.Select(few, wide(1), wide(0)))
-        with T.serial(0, whole) as number:
-            self._tile(values, start, T.Bind(number * most), rows, most, number)
         left = T.Bind(tirx.max(rows - whole * most, wide(0)))
         tiles = T.Bind((left + (most - 1)) // most)
         each = unfolded((left + (tiles - 1)) // tirx.max(tiles, wide(1)))
-        with T.serial(0, tiles) as number:
-            first = unfolded(whole * most + number * each)
-            for count, least in zip(fewer, [*fewer[1:], 0], strict=True):
-                with T.If(tirx.all(each > least, each <= count)), T.Then():
-                    self._tile(values, start, first, rows, count, whole + number)
+        count = unfolded(whole + tiles)
+        size = 1 if product.blocks == 1 else _GROUP
+        with T.serial(0, (count + (size - 1)) // size) as group:
+            sums = row_buffer(size * most * product.width)
+            here = unfolded(tirx.min(wide(size), count - group * size))
+            ends = (group + 1) * size >= count
 
-    def _tile(
-        self, values: Values, start: tirx.Expr, first: tirx.Expr, rows: tirx.Expr, count: int, number: tirx.Expr
-    ) -> None:
+            def tile(place: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+                number = unfolded(group * size + place)
+                return number, unfolded(number * most - tirx.max(number - whole, wide(0)) * (most - each))
+
+            with T.serial(0, product.blocks) as block, T.serial(0, here) as place:
+                number, first = tile(place)
+                step = _Step(block, ends, number % product.vectors, sums, place * (most * product.width))
+                with T.If(number < whole):
+                    with T.Then():
+                        self._multiply(values, start, [tirx.min(first + row, rows - 1) for row in range(most)], step)
+                    with T.Else():
+                        for rest, least in zip(fewer, [*fewer[1:], 0], strict=True):
+                            with T.If(tirx.all(each > least, each <= rest)), T.Then():
+                                places_of_rows = [tirx.min(first + row, rows - 1) for row in range(rest)]
+                                self._multiply(values, start, places_of_rows, step)
+            with T.serial(0, here) as place:
+                number, first = tile(place)
+                with T.serial(0, unfolded(tirx.Select(number < whole, wide(most), each))) as row:
+                    known = {**values, **self._row(T.Bind(tirx.min(first + row, rows - 1)))}
+                    self._finish(known, start, sums, (place * most + row) * product.width)
+
+    def _multiply(self, values: Values, start: tirx.Expr, rows: list[tirx.Expr], step: _Step) -> None:
+        """Add the products of one block of k to the sums of some rows."""
         product, con = self._product, self._product.con
-        lanes, vectors, column = product.lanes, product.vectors, product.block.axes[con.column]
+        lanes, vectors = product.lanes, product.vectors
+        column, reduced = product.block.axes[con.column], product.block.axes[con.reduce[0]]
         # A buffer a row: TVM puts up to 1 KiB on the stack, where LLVM makes registers of it.
-        sums = [row_buffer(product.width) for _ in range(count)]
-        stage = row_buffer(count * product.width)
-        rows_of_tile = [self._row(tirx.min(first + row, rows - 1)) for row in range(count)]
+        sums = [row_buffer(product.width) for _ in rows]
+        places_of_rows = [self._row(row) for row in rows]
 
         def each(body: Callable[[int, tirx.Expr], None]) -> None:
-            for row in range(count):
+            for row in range(len(rows)):
                 for vector in range(vectors):
                     with T.vectorized(0, lanes) as lane:
                         body(row, vector * lanes + lane)
 
-        each(lambda row, at: T.buffer_store(sums[row], tirx.FloatImm("float32", 0.0), [at]))
-        with T.serial(0, wide(product.block.sizes[con.reduce[0]])) as k:
-            known = {**values, product.block.axes[con.reduce[0]]: k}
+        def clear() -> None:
+            each(lambda row, at: T.buffer_store(sums[row], tirx.FloatImm("float32", 0.0), [at]))
+
+        begin, size = wide(0), wide(product.block.sizes[con.reduce[0]])
+        if product.blocks == 1:
+            clear()
+        else:
+            begin = unfolded(step.block * product.block_length)
+            size = unfolded(tirx.min(wide(product.block_length), size - begin))
+            with T.If(step.block == 0):
+                with T.Then():
+                    clear()
+                with T.Else():
+                    each(lambda row, at: T.buffer_store(sums[row], step.sums[step.at + row * product.width + at], [at]))
+        # Each tile fetches one vector of each row of the next block: two tiles fetch one of two vectors.
+        ends = step.block == product.blocks - 1
+        leaves = ends if product.blocks == 1 else tirx.all(ends, step.last)
+        next_column = unfolded(start + tirx.Select(leaves, wide(product.width), wide(0)) + step.vector * lanes)
+        next_begin = unfolded(tirx.Select(ends, wide(0), begin + product.block_length))
+        with T.serial(0, size) as k:
+            known = {**values, reduced: begin + k}
 
             def multiply(row: int, at: tirx.Expr) -> None:
-                here = {**known, **rows_of_tile[row], column: start + wide(at)}
+                here = {**known, **places_of_rows[row], column: start + wide(at)}
                 term = self._load(con.left, here) * self._load(con.right, here)
                 T.buffer_store(sums[row], sums[row][at] + term, [at])
 
             each(multiply)
             if con.panel is not None:
-                # Each tile fetches one vector of each row of the next panel: two tiles fetch one of two vectors.
-                line = self._load(con.right, {**known, column: start + (product.width + number % vectors * lanes)})
+                line = self._load(con.right, {**values, reduced: next_begin + k, column: next_column})
                 fetch = T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(line), *map(T.int32, _PREFETCH))
                 T.evaluate(fetch)
-        each(lambda row, at: T.buffer_store(stage, sums[row][at], [row * product.width + at]))
-        with T.serial(0, count) as number:
-            place = self._row(T.Bind(tirx.min(first + number, rows - 1)))
+        each(lambda row, at: T.buffer_store(step.sums, sums[row][at], [step.at + row * product.width + at]))
 
-            def finish(vector: tirx.Expr | int, lane: tirx.Expr) -> None:
-                offset = vector * lanes + lane
-                self._store(stage[number * product.width + offset], {**values, **place, column: start + offset})
+    def _finish(self, values: Values, start: tirx.Expr, sums: tirx.Var, at: tirx.Expr) -> None:
+        """Store the epilogue of one row, whose sums begin at a place of their buffer."""
+        lanes, column = self._product.lanes, self._product.block.axes[self._product.con.column]
 
-            self._columns_of_tile(start, finish)
+        def finish(vector: tirx.Expr | int, lane: tirx.Expr) -> None:
+            offset = vector * lanes + lane
+            self._store(sums[at + offset], {**values, column: start + offset})
+
+        self._columns_of_tile(start, finish)
 
     def _columns_of_tile(self, start: tirx.Expr, finish: Callable[[tirx.Expr | int, tirx.Expr], None]) -> None:
         """Run a body for the columns of a tile that are columns of C."""

@@ -7,6 +7,7 @@ A wrong number is the worst a schedule can do, and it hides where memory happens
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import tvm
@@ -17,9 +18,11 @@ from tvm.ir import Call
 from tvm.script import ir as I
 from tvm.script import tirx as T
 
+from relaxtune.schedules.cpu.any_size import matmul as any_size_matmul
 from relaxtune.schedules.cpu.packing import packed_matmul
 from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules
 from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.tir.blocks import static_extent
 from relaxtune.schedules.tir.expressions import find_all
 from tests.schedules.agreement import Pair, assert_pair_agrees, build_pair, symbols_of
 from tests.schedules.kernel_cases import conv1d_symbolic, conv2d_symbolic, host, matmul_case, prim_func, rows_case
@@ -177,6 +180,20 @@ def test_next_panel_of_a_packed_weight_is_fetched_while_the_rows_of_one_are_comp
     fetches = [call for call in find_all(scheduled.body, Call) if call.op.name == "tirx.call_llvm_intrin"]
     # One in each tile: 14 rows, and the few sizes of the last ones.
     assert len(fetches) == 5
+
+
+def test_long_panel_is_read_block_by_block_while_groups_of_rows_keep_their_sums() -> None:
+    """A panel of 4,099 rows: blocks of k, the last one shorter; 301 rows: a group of whole tiles, and a smaller one."""
+    caches = {"l1_bytes": 48 << 10, "l2_bytes": 1 << 20}
+    limits = replace(host().limits, **caches)
+    func = packed(45, 4099)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(any_size_matmul, "cpu_limits", lambda _target: limits)
+        pair = build_pair(func, host().target)
+        scheduled = apply_fallback(tvm.IRModule({"main": func}), host().target)["main"]
+    assert 3 in [static_extent(loop.extent) for loop in find_all(scheduled.body, tirx.For)]
+    for b, s in ((1, 1), (1, 14), (1, 224), (7, 32), (7, 43)):
+        assert_pair_agrees(pair, {"b": b, "s": s})
 
 
 def test_comparison_sees_what_is_never_written_and_what_is_written_past_an_end() -> None:
