@@ -71,6 +71,16 @@ def is_hopeless(
     return not rank or gained + turns - len(latencies) < rank
 
 
+def useful_turns(turns: int, least: int, *, doubt: float) -> int:
+    """Return the fewest turns, at least `least`, that allow as many without a gain as `turns` do.
+
+    The turns beyond these must all show the gain, so they only make it harder to find: of 8 turns all must, as of 6.
+    """
+    spared = turns - _rank(turns, doubt)
+    fits = (count for count in range(least, turns) if (rank := _rank(count, doubt)) and count - rank >= spared)
+    return next(fits, turns)
+
+
 def is_gain(gain: PairedGain) -> bool:
     """Whether something is surely faster, by more than a place in the turn makes."""
     return gain.least > max(LEAST_GAIN, gain.bias)

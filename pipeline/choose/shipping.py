@@ -24,7 +24,14 @@ from relaxtune.pipeline.bench.measure import (
     onnxruntime_arms,
     run_conditions,
 )
-from relaxtune.pipeline.bench.paired_gain import LEAST_GAIN, PairedGain, is_gain, is_hopeless, paired_gain
+from relaxtune.pipeline.bench.paired_gain import (
+    LEAST_GAIN,
+    PairedGain,
+    is_gain,
+    is_hopeless,
+    paired_gain,
+    useful_turns,
+)
 from relaxtune.pipeline.choose.model_arm import LoadedArm, load_arm, timed_inputs
 from relaxtune.pipeline.prepare import PreparedModel
 
@@ -160,7 +167,8 @@ def _measure(arms: Mapping[str, Arm], conditions: Mapping[str, str]) -> Benchmar
     first = measure(arms, runs=1, warmup=0, conditions=conditions, settle=False)
     rounds = int(1e3 * _SECONDS / sum(arm.median_ms for arm in first.arms))
     settle = rounds >= _WARMUP + 2 * _LEAST_RUNS
-    runs = max(_LEAST_RUNS, min(_RUNS, (rounds - _WARMUP) // 2 if settle else rounds))
+    most = max(_LEAST_RUNS, min(_RUNS, (rounds - _WARMUP) // 2 if settle else rounds))
+    runs = useful_turns(most, _LEAST_RUNS, doubt=_DOUBT)
     # Slow arms were timed as they are from here on: that turn is the first of their runs.
     known = {arm.name: () if settle else arm.latencies_ms for arm in first.arms}
 

@@ -101,8 +101,9 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             except Exception as e:  # TVM's converters raise every kind of exception; here it gets the node's name
                 raise conversion_failed(self._model, self._graph, node, e) from e
         for name in self._results:
-            if self._is_narrow(name) and is_shape_value(self._nodes.get(name)):
-                self._nodes[name] = self._as_tensor(self._nodes[name], narrow=True)
+            # An artifact gives out tensors.
+            if is_shape_value(self._nodes.get(name)):
+                self._nodes[name] = self._as_tensor(self._nodes[name], narrow=self._is_narrow(name))
 
     def _construct_node(self, node: onnx.NodeProto) -> None:
         if node.op_type == "If":

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 import tvm
 from tvm import relax, tirx
 
-from relaxtune.pipeline.passes.kit.ir import dtype_of, is_op, shape_of
+from relaxtune.pipeline.passes.kit.ir import called_function, dtype_of, is_op, shape_of
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.schedules.tir.blocks import list_blocks
 
 # What an operator makes of no elements at all; ONNX leaves a mean of none undefined, and ONNX Runtime makes it 0.
 _OF_NONE: dict[str, Callable[[str], float]] = {
@@ -38,9 +39,21 @@ def fill_empty(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
             number = _OF_NONE[value.op.name.removeprefix("relax.")](dtype_of(value))
             # TVM fails to lower a `full` of infinities.
             return relax.op.broadcast_to(relax.const(number, dtype_of(value)), value.ty.shape)
-        return None
+        called = called_function(value)
+        start = None if called is None else _start_of_no_step(mod[called])
+        return None if start is None else relax.op.broadcast_to(relax.const(start, dtype_of(value)), value.ty.shape)
 
     return rewrite(mod, state, rule)
+
+
+def _start_of_no_step(func: tirx.PrimFunc) -> float | None:
+    """Return the number that a kernel of one reduction of no step should give; None for any other kernel."""
+    blocks = list_blocks(func)
+    init = blocks[0].init if len(blocks) == 1 and blocks[0].is_reduction else None
+    if init is None or not isinstance(init.value, tirx.IntImm | tirx.FloatImm):
+        return None
+    steps = [size for size, kind in zip(blocks[0].extents, blocks[0].kinds, strict=True) if kind == "R"]
+    return float(init.value.value) if 0 in steps else None
 
 
 def _operands(call: relax.Call) -> Iterable[tvm.ir.Expr]:

@@ -177,6 +177,33 @@ def _divided(function: Callable[..., te.Tensor], floats: Legaliser, *, remainder
     return legalise
 
 
+def _of_its_type(legalise: Legaliser) -> Legaliser:
+    """Return how an operator is lowered to what its type says; TVM's batch norm of float16 is a kernel of float32."""
+
+    def lowered(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
+        made = builder.normalize(legalise(builder, call))
+        if isinstance(call.ty, relax.TupleType) and isinstance(made.ty, relax.TupleType):
+            pairs = list(zip(made.ty.fields, call.ty.fields, strict=True))
+            if all(_same_dtype(one, other) for one, other in pairs):
+                return made
+            parts = builder.emit(made)
+            fields = [builder.normalize(relax.TupleGetItem(parts, place)) for place in range(len(pairs))]
+            casts = zip(fields, pairs, strict=True)
+            return relax.Tuple([field if _same_dtype(*pair) else _as(builder, field, pair[1]) for field, pair in casts])
+        return made if _same_dtype(made.ty, call.ty) else _as(builder, builder.emit(made), call.ty)
+
+    return lowered
+
+
+def _same_dtype(one: tvm.ir.Type, other: tvm.ir.Type) -> bool:
+    tensors = isinstance(one, relax.TensorType) and isinstance(other, relax.TensorType)
+    return not tensors or None in (one.dtype, other.dtype) or str(one.dtype) == str(other.dtype)
+
+
+def _as(builder: relax.BlockBuilder, value: tvm.ir.Expr, wanted: tvm.ir.Type) -> tvm.ir.Expr:
+    return builder.emit(builder.call_te(topi.cast, builder.emit(value), str(wanted.dtype), primfunc_name_hint="cast"))
+
+
 def _zero_where_finite(x: te.Tensor) -> te.Tensor:
     zero, nan = tirx.const(0, x.dtype), tirx.const(float("nan"), x.dtype)
 
@@ -208,4 +235,7 @@ def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     for name, function in (("relax.mod", topi.mod), ("relax.floor_mod", topi.floor_mod)):
         own[name] = _divided(function, own[name], remainder=True)
     own |= {"relax.equal": _equal, "relax.nn.leakyrelu": _leaky_relu, "relax.subtract": _subtract}
-    return relax.transform.LegalizeOps({**own, **reduction_legalisers()})(mod)
+    own |= reduction_legalisers()
+    names = (name for name in tvm.ir.Op.list_op_names() if name.startswith("relax."))
+    registered = [name for name in names if tvm.ir.Op.get(name).has_attr("FLegalize")]
+    return relax.transform.LegalizeOps({name: _of_its_type(own.get(name) or _stock(name)) for name in registered})(mod)

@@ -127,6 +127,10 @@ class Plan:
         place = seed // len(PATTERNS) % 4
         return "fp16" if (place != 3 if self.target.startswith("cuda") else place == 3) else None
 
+    def attempt(self, seed: int) -> Outcome:
+        """Return what becomes of the graph of a seed."""
+        return try_graph(seed, self)
+
 
 def try_graph(seed: int, plan: Plan) -> Outcome:
     """Draw a graph, compile and run it, and compare."""
@@ -142,7 +146,7 @@ def try_graph(seed: int, plan: Plan) -> Outcome:
         cause = str(e).partition("Cause: ")[2] or str(e)
         return Outcome(seed, Status.REFUSED, cause.splitlines()[0][:150], model.name)
     except Exception as e:  # whatever comes out where ONNX Runtime answers is a finding
-        return Outcome(seed, Status.CRASHED, _line(e), model.name)
+        return Outcome(seed, Status.CRASHED, line(e), model.name)
     if got is None:
         return Outcome(seed, Status.COMPILED, "", model.name)
     status, reason = judge(model, feeds, wanted, got, coarse=precision is not None)
@@ -215,7 +219,7 @@ def wanted_of(
         try:
             return _reference(model, feeds, optimised=one)
         except Exception as e:  # ONNX Runtime's errors have no common base
-            reason = _line(e)
+            reason = line(e)
     return reason
 
 
@@ -311,6 +315,7 @@ def _lost(got: Arrays, wanted: Arrays) -> str:
     return "".join(f"; {one} NaN, expected {other}" for one, other in counts if one != other)
 
 
-def _line(error: Exception) -> str:
+def line(error: Exception) -> str:
+    """Return the last line of what an error says."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip()[:200] if lines else ''}"

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from typing import Protocol
 
-from tests.guardrails.graph_judge import Outcome, Plan, Status, try_graph
+from tests.guardrails.graph_judge import Outcome, Status
 
 _CONTEXT = multiprocessing.get_context("spawn")
 # Graphs of a process before a new one takes its place: compiled code is not given back.
@@ -18,14 +19,21 @@ _GRAPHS_MAX = 400
 _START_S = 120.0
 
 
-def _serve(pipe: Connection, plan: Plan) -> None:
+class Attempts(Protocol):
+    """How graphs are drawn and tried."""
+
+    def attempt(self, seed: int) -> Outcome:
+        """Return what becomes of the graph of a seed."""
+
+
+def _serve(pipe: Connection, plan: Attempts) -> None:
     while (seed := pipe.recv()) is not None:
-        pipe.send(try_graph(seed, plan))
+        pipe.send(plan.attempt(seed))
 
 
 @dataclass
 class _Worker:
-    plan: Plan
+    plan: Attempts
     pipe: Connection = field(init=False)
     process: SpawnProcess = field(init=False)
     seed: int | None = None
@@ -49,7 +57,7 @@ class _Worker:
         self.pipe.close()
 
 
-def try_graphs(seeds: Iterable[int], plan: Plan, *, workers: int = 1, limit_s: float = 60.0) -> Iterator[Outcome]:
+def try_graphs(seeds: Iterable[int], plan: Attempts, *, workers: int = 1, limit_s: float = 60.0) -> Iterator[Outcome]:
     """Yield what becomes of graphs, in the order in which they are done.
 
     Parameters

@@ -1,6 +1,6 @@
 """Compare random graphs of transformers' operators, and near misses of what the passes look for, with ONNX Runtime.
 
-    python -m tests.guardrails.graphs [--mode steps | near-misses] [--count 300] [--seed 0] [--workers 1]
+    python -m tests.guardrails.graphs [--mode steps | near-misses | one-node] [--count 300] [--seed 0] [--workers 1]
                                       [--target llvm | cuda:...] [--compile] [--limit 60] [--seconds 600]
                                       [--json FILE]
 
@@ -24,6 +24,7 @@ from pathlib import Path
 
 from tests.guardrails.graph_judge import FAULTS, Outcome, Plan, Status
 from tests.guardrails.graph_workers import try_graphs
+from tests.guardrails.one_node.sweep import OneNode, list_cases
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
@@ -47,7 +48,7 @@ def _seed(outcome: Outcome) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--mode", choices=("steps", "near-misses"), default="steps")
+    parser.add_argument("--mode", choices=("steps", "near-misses", "one-node"), default="steps")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="of the first graph")
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
@@ -57,10 +58,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no graph begins")
     parser.add_argument("--json", type=Path, help="where the counts and the failing seeds go")
     args = parser.parse_args()
-    plan = Plan(args.mode == "near-misses", args.target, args.compile)
+    one_node = args.mode == "one-node"
+    plan = OneNode() if one_node else Plan(args.mode == "near-misses", args.target, args.compile)
     started = time.perf_counter()
     outcomes = []
-    end = args.seed + args.count
+    end = min(args.seed + args.count, len(list_cases())) if one_node else args.seed + args.count
     seeds = itertools.takewhile(lambda _: time.perf_counter() - started < args.seconds, range(args.seed, end))
     for outcome in try_graphs(seeds, plan, workers=args.workers, limit_s=args.limit):
         outcomes.append(outcome)

@@ -75,6 +75,25 @@ def convert_selu(node: ConverterInput) -> tvm.ir.Expr:
     return relax.op.multiply(bent, scalar_like(float_attribute(node, "gamma", _SELU_GAMMA), data))
 
 
+def convert_prelu(node: ConverterInput) -> tvm.ir.Expr:
+    """Return x, times the slope where it is below 0; TVM has neither integers nor bfloat16, nor every slope."""
+    data, slope = node.input(0), node.input(1)
+    below = relax.op.less(data, scalar_like(0, data))
+    return relax.op.where(below, relax.op.multiply(data, slope), data)
+
+
+def convert_shrink(node: ConverterInput) -> tvm.ir.Expr:
+    """Return x + bias below -lambd, x - bias above lambd, else 0; of integers in float64, which has their signs."""
+    data, dtype = node.input(0), dtype_of(node.input(0))
+    bias, edge = float_attribute(node, "bias", 0.0), float_attribute(node, "lambd", 0.5)
+    if "int" in dtype:
+        data = node.builder.emit(relax.op.astype(data, "float64"))
+    low, high, by, zero = (scalar_like(number, data) for number in (-edge, edge, bias, 0.0))
+    above = relax.op.where(relax.op.greater(data, high), relax.op.subtract(data, by), zero)
+    shrunk = relax.op.where(relax.op.less(data, low), relax.op.add(data, by), above)
+    return relax.op.astype(node.builder.emit(shrunk), dtype) if "int" in dtype else shrunk
+
+
 def convert_sign(node: ConverterInput) -> tvm.ir.Expr:
     """Return 1, 0 or -1; of an unsigned type, which has no -1, the lesser of x and 1."""
     data = node.input(0)
@@ -133,7 +152,9 @@ def activate(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
 ACTIVATION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
     ("", "Celu"): convert_celu,
     ("", "Elu"): convert_elu,
+    ("", "PRelu"): convert_prelu,
     ("", "Selu"): convert_selu,
+    ("", "Shrink"): convert_shrink,
     ("", "Sign"): convert_sign,
     ("", "Swish"): convert_swish,
     ("", "ThresholdedRelu"): convert_thresholded_relu,

@@ -9,6 +9,7 @@ import numpy as np
 import tvm
 from onnx import helper
 from tvm import relax
+from tvm.relax.frontend.onnx import onnx_frontend
 
 from relaxtune.pipeline.importer.converter_input import (
     Converter,
@@ -98,12 +99,26 @@ def convert_equal(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.op.equal(*(node.builder.emit(relax.op.astype(node.input(place), "int8")) for place in range(2)))
 
 
+def in_float32(operator: str) -> Converter:
+    """Return the converter of an operator that TVM has no bfloat16 code for: TVM's own, in float32."""
+
+    def convert(node: ConverterInput) -> tvm.ir.Expr | None:
+        if all(dtype_of(given) != "bfloat16" for given in node.inputs if given is not None):
+            return None
+        wide = [node.builder.emit(relax.op.astype(given, "float32")) for given in node.inputs if given is not None]
+        stock = onnx_frontend._get_convert_map()[operator].get_converter(node.opset)
+        result = node.builder.emit(stock(node.builder, wide, dict(node.attributes), [{}, {}]))
+        return result if "to" in node.attributes or dtype_of(result) == "bool" else relax.op.astype(result, "bfloat16")
+
+    return convert
+
+
 def convert_is_inf(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return where a number is infinite, of one sign only where an attribute says so, which TVM's converter ignores."""
     positive, negative = int_attribute(node, "detect_positive", 1), int_attribute(node, "detect_negative", 1)
     data = node.input(0)
     if positive and negative:
-        return None
+        return in_float32("IsInf")(node)
     if not positive and not negative:
         return relax.op.zeros_like(data, "bool")
     return relax.op.equal(data, relax.const(np.inf if positive else -np.inf, dtype_of(data)))
@@ -148,14 +163,17 @@ def _is_float(expr: tvm.ir.Expr) -> bool:
 
 
 ELEMENTWISE_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("", "Cast"): in_float32("Cast"),
     ("", "Clip"): convert_clip,
     ("", "BatchNormalization"): refuse_training("BatchNormalization"),
     ("", "Dropout"): refuse_training("Dropout", by_input=2),
     ("", "Equal"): convert_equal,
     ("", "EyeLike"): convert_eye_like,
     ("", "IsInf"): convert_is_inf,
+    ("", "IsNaN"): in_float32("IsNaN"),
     ("", "Max"): chained(relax.op.maximum),
     ("", "Min"): chained(relax.op.minimum),
+    ("", "Mod"): in_float32("Mod"),
     ("", "Pow"): convert_pow,
     ("", "SpaceToDepth"): check_blocks,
 }

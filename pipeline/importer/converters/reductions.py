@@ -1,4 +1,7 @@
-"""ReduceMax and ReduceMin of truth values, which have no least number in TVM, and over no axes."""
+"""ReduceMax and ReduceMin of truth values, which have no least number in TVM, and over no axes; roots and logarithms.
+
+Sums of integers whose root or logarithm is taken are computed in float64, and the result is cut to an integer.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,25 @@ def extreme(operator: Callable[..., tvm.ir.Expr]) -> Converter:
         if dtype_of(data) != "bool":
             return operator(data, axes, kept)
         wide = node.builder.emit(relax.op.astype(data, "int8"))
-        return relax.op.astype(node.builder.emit(operator(wide, axes, kept)), "bool")
+        # No truth value is below 0: of none, the largest is false and the least is true.
+        return relax.op.greater(node.builder.emit(operator(wide, axes, kept)), relax.const(0, "int8"))
+
+    return convert
+
+
+def of_floats(function: Callable[[tvm.ir.Expr], tvm.ir.Expr], *, squared: bool = False) -> Converter:
+    """Return the converter of a function of a sum of integers, or of their squares; TVM has those of floats."""
+
+    def convert(node: ConverterInput) -> tvm.ir.Expr | None:
+        data, emit = node.input(0), node.builder.emit
+        axes = _axes(node) if "int" in dtype_of(data) else []
+        if not axes:
+            return None
+        terms = emit(relax.op.astype(data, "float64"))
+        if squared:
+            terms = emit(relax.op.multiply(terms, terms))
+        total = emit(relax.op.sum(terms, axes, bool(int_attribute(node, "keepdims", 1))))
+        return relax.op.astype(emit(function(total)), dtype_of(data))
 
     return convert
 
@@ -53,6 +74,8 @@ def _axes(node: ConverterInput) -> list[int]:
 
 
 REDUCTION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("", "ReduceL2"): of_floats(relax.op.sqrt, squared=True),
+    ("", "ReduceLogSum"): of_floats(relax.op.log),
     ("", "ReduceMax"): extreme(relax.op.max),
     ("", "ReduceMin"): extreme(relax.op.min),
 }

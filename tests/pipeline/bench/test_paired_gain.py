@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from relaxtune.pipeline.bench.paired_gain import PairedGain, is_hopeless, paired_gain
+from relaxtune.pipeline.bench.paired_gain import PairedGain, is_hopeless, paired_gain, useful_turns
 from relaxtune.pipeline.choose.rerank import is_gain
 
 DOUBT = 0.01 / 3
@@ -91,3 +91,18 @@ def test_too_few_turns_tell_nothing() -> None:
     assert gain.least == float("-inf")
     assert gain.most == 1.0
     assert not is_gain(gain)
+
+
+@pytest.mark.parametrize(("turns", "useful"), [(6, 6), (7, 6), (8, 6), (9, 9), (11, 9), (30, 28)])
+def test_turns_that_only_make_a_gain_harder_to_find_are_left_out(turns: int, useful: int) -> None:
+    assert useful_turns(turns, 6, doubt=0.02) == useful
+    for missed in range(turns):
+        # As many turns without a gain are forgiven: what the longer row finds, the shorter one does.
+        gains = [
+            paired_gain(_row(n, missed), np.ones(n), np.ones(n), doubt=0.02) for n in (turns, useful) if missed < n
+        ]
+        assert len({gain.least > 0 for gain in gains}) == 1
+
+
+def _row(turns: int, missed: int) -> np.ndarray:
+    return np.where(np.arange(turns) < missed, 1.1, 0.9)

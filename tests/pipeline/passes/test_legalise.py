@@ -196,3 +196,16 @@ def test_division_of_integers_ends_no_process(dtype: str) -> None:
     assert [(int(q), int(r)) for q, r in zip(quotient[1], rest[1], strict=True)] == [
         (0, 0), (3, 1), third, (bounds.max // 3, bounds.max % 3)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_batch_norm_is_of_the_type_of_its_input(dtype: str) -> None:
+    """TVM's kernel of float16 gives out float32."""
+    x = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(dtype)
+    parameters = {name: np.array([0.5, 1, 2], dtype) for name in ("scale", "bias", "mean", "variance")}
+    nodes = [helper.make_node("BatchNormalization", ["x", *parameters], ["n"]), helper.make_node("Abs", ["n"], ["y"])]
+    model = make_model(nodes, {"x": (dtype, x.shape)}, {"y": (dtype, x.shape)}, parameters)
+    (got,) = run_lowered(lower(import_model(model), UNOPTIMISED), {"x": x})
+    (want,) = run_reference(model, {"x": x})
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(got, want, rtol=4e-3, atol=4e-3)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import tvm
 import tvm_ffi
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, int_attribute, sizes_of
+from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, dtype_of, int_attribute, sizes_of
 from relaxtune.pipeline.importer.converters.shapes.gather import has_sizes, non_negative
 from relaxtune.pipeline.importer.shape_values import simplify
 
@@ -52,6 +53,23 @@ def convert_scatter_nd(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.op.scatter_nd(data, non_negative(node, indices, data, list(range(depth))), updates, reduction)
 
 
+def of_truth_values(convert: Converter) -> Converter:
+    """Return a converter by which truth values are combined as bytes: a sum is an or, a product an and."""
+
+    def converted(node: ConverterInput) -> tvm.ir.Expr | None:
+        if dtype_of(node.input(0)) != "bool" or node.attributes.get("reduction", "none") == "none":
+            return convert(node)
+        emit = node.builder.emit
+        data, indices, updates = (node.input(place) for place in range(3))
+        wide = (emit(relax.op.astype(data, "int8")), indices, emit(relax.op.astype(updates, "int8")))
+        # A sum of 256 of them would be 0.
+        combine = "max" if node.attributes["reduction"] == "add" else node.attributes["reduction"]
+        found = convert(replace(node, inputs=wide, attributes={**node.attributes, "reduction": combine}))
+        return None if found is None else relax.op.astype(emit(found), "bool")
+
+    return converted
+
+
 def _cut(
     node: ConverterInput, data: tvm.ir.Expr, axis: int, begin: tvm.ir.Expr | int, end: tvm.ir.Expr | int
 ) -> tvm.ir.Expr:
@@ -59,6 +77,6 @@ def _cut(
 
 
 SCATTER_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "ScatterElements"): convert_scatter_elements,
-    ("", "ScatterND"): convert_scatter_nd,
+    ("", "ScatterElements"): of_truth_values(convert_scatter_elements),
+    ("", "ScatterND"): of_truth_values(convert_scatter_nd),
 }

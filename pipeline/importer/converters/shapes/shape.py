@@ -82,7 +82,8 @@ def convert_reshape(node: ConverterInput) -> tvm.ir.Expr | None:
 def convert_expand(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return a tensor stretched to a shape where a size on either side is symbolic; a 1 on either side gives way.
 
-    Two different sizes, neither of them 1, are taken to be equal when the model runs: ONNX allows no other case.
+    Two different sizes, neither of them 1, are taken to be equal when the model runs. A symbolic one beside a number
+    is checked then: it may be 1 as well, which no kernel for the number knows.
     """
     data, target = node.input(0), size_list(node.input(1))
     if target is None:
@@ -98,6 +99,12 @@ def convert_expand(node: ConverterInput) -> tvm.ir.Expr | None:
     result = [
         before if isinstance(after, int) and after == 1 else after for before, after in zip(old, new, strict=True)
     ]
+    taken = [
+        after if isinstance(after, int) and after > 1 and not isinstance(before, int) else before
+        for before, after in zip(old, new, strict=True)
+    ][rank - len(sizes) :]
+    if any(one is not other for one, other in zip(taken, sizes, strict=True)):
+        data = node.builder.match_cast(data, relax.TensorType(taken, data.ty.dtype))
     return relax.op.broadcast_to(data, relax.ShapeExpr(result))
 
 

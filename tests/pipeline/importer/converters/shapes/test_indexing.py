@@ -174,3 +174,14 @@ def test_floor_division_of_a_size_is_a_size(side: int, less: int) -> None:
     model = make_model(nodes, {"x": ("float32", (1, "side"))}, outputs, constants)
     graph = assert_agrees(model, {"x": np.arange(side, dtype="float32").reshape(1, side)})
     assert f"{'(side - 1)' if less else 'side'} // 8" in graph.mod.script()
+
+
+def test_expand_of_a_symbolic_axis_is_checked_in_a_call() -> None:
+    """A batch of 1 is stretched in ONNX; a kernel for three rows read two rows past its end."""
+    node = helper.make_node("Expand", ["x", "sizes"], ["y"])
+    specs = ({"x": ("float32", ("batch", 2))}, {"y": ("float32", (3, 2))})
+    graph = import_model(make_model([node], *specs, {"sizes": np.array([3, 1])}))
+    x = floats(3, 2)
+    np.testing.assert_array_equal(run_relax(graph, {"x": x})[0], x)
+    with pytest.raises(RuntimeError, match="mismatch to specified constant"):
+        run_relax(graph, {"x": x[:1]})
