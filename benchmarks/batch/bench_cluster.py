@@ -248,7 +248,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     figures = (("busy_share", "actors busy"), ("driver_own_peak_mb", "driver, MB"), ("decision_ms_p99", "ms, p99"))
     figure, axes = pyplot.subplots(1, len(figures), figsize=(13, 4))
     for axis, (name, label) in zip(axes, figures, strict=True):
-        ended = [run for run in document["runs"] if "fault" not in run]
+        ended = [run for run in document["runs"] if "fault" not in run and (run["decisions"] or axis is not axes[-1])]
         for cells in sorted({run["cells"] for run in ended}):
             runs = sorted((run for run in ended if run["cells"] == cells), key=lambda run: run["actors"])
             axis.plot([run["actors"] for run in runs], [run[name] for run in runs], marker="o", label=f"{cells} cells")

@@ -294,7 +294,8 @@ def test_what_changed_is_done_again(ran: Ran, database: TuningDatabase, tmp_path
             found = find_unchanged(copy, cell_key(plan, cell, out))
             assert found is not None
             hashes = [task.workload_hash for task in copy.list_job_tasks(str(found.facts.job_id))]
-            best = next(r for r in copy.list_known(RecordFilter(status=Status.OK), workload_hashes=hashes))
+            known = copy.list_known(RecordFilter(status=Status.OK), workload_hashes=hashes)
+            best = min(known, key=lambda record: record.latency_us or float("inf"))
             for factor, same in ((50.0, True), (1e-3, False)):
                 latencies = tuple(factor * one for one in best.latencies_us)
                 copy.record_measurement(replace(best, id=None, latencies_us=latencies, created_at=utc_now()))
