@@ -11,12 +11,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
 
-from relaxtune.schedules.tir.blocks import (
-    Size,
-    same_sizes,
-    shape_of,
-    static_shape,
-)
+from relaxtune.schedules.tir.blocks import Size, element_bytes, same_sizes, shape_of, static_shape
 from relaxtune.schedules.tir.expressions import constant_value
 from relaxtune.schedules.tir.rotated_matmul import partner_column, product_column
 from relaxtune.schedules.tir.row_norm import PartialSums, RowNorm
@@ -110,13 +105,24 @@ class Epilogue:
 
 
 @dataclass(frozen=True)
+class Quantisation:
+    """How B is stored: positions of the parameters of its bytes and scales, bits, and weights along K with a scale."""
+
+    packed: int
+    scales: int
+    bits: int
+    group: int
+
+
+@dataclass(frozen=True)
 class MatmulFunction:
     """`C[M, N] = epilogue(A[M, K] @ B)` with B as `[K, N]`, or as `[N, K]` when `b_transposed`.
 
     `m` is the number of rows. Where it is symbolic, `rows` is its expression, and `m` the number that was asked about.
     `a`, `b` and `output` are positions of the function's parameters; `input_dtype` is A's dtype, `b_dtype` B's, which
     may be another where both have 8 bits; `norm` are statistics of A's rows that the epilogue reads, `partials` sums of
-    C's rows that are an output too, None where there are none.
+    C's rows that are an output too, None where there are none. Where B is quantised, `stored` says how, and `b` is no
+    parameter of the function.
     """
 
     a: int
@@ -133,6 +139,12 @@ class MatmulFunction:
     norm: RowNorm | None = None
     partials: PartialSums | None = None
     rows: tirx.Expr | None = None
+    stored: Quantisation | None = None
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of an element of B as it is stored."""
+        return 8 * element_bytes(self.b_dtype) if self.stored is None else self.stored.bits
 
     @property
     def extent(self) -> Size:

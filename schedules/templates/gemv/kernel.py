@@ -12,29 +12,29 @@ from relaxtune.schedules.templates.emit.async_copy import copy_async, end_copies
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import build_function, flat_view, shared_pool, wait_for_predecessor
 from relaxtune.schedules.templates.emit.registers import when
-from relaxtune.schedules.templates.gemv.function import GemvFunction
 from relaxtune.schedules.templates.gemv.multiply import emit_pairs, emit_products
 from relaxtune.schedules.templates.gemv.output import GemvOutput
 from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, LOAD_BYTES, WARP, X_PAD, GemvPlan
+from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 # Elements of x in 16 bytes.
 _VECTOR = 8
 
 
-def build_gemv_kernel(func: tirx.PrimFunc, function: GemvFunction, plan: GemvPlan) -> tirx.PrimFunc:
+def build_gemv_kernel(func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemvPlan) -> tirx.PrimFunc:
     """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
     blocks, dependent = plan.blocks, plan.parameters.dependent
     return build_function(
-        func, blocks, plan.threads, dependent, lambda params: _Kernel(func, function, plan, params).emit
+        func, blocks, plan.threads, dependent, lambda params: _Kernel(func, matmul, plan, params).emit
     )
 
 
 class _Kernel:
     """One kernel under construction; the methods emit into the current IRBuilder."""
 
-    def __init__(self, func: tirx.PrimFunc, function: GemvFunction, plan: GemvPlan, params: list[tirx.Var]) -> None:
-        self._function, self._plan, self._p = function, plan, plan.parameters
-        self._matmul, self._stored = function.matmul, function.quantisation
+    def __init__(self, func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemvPlan, params: list[tirx.Var]) -> None:
+        self._matmul, self._plan, self._p = matmul, plan, plan.parameters
+        self._stored = matmul.stored
         self._x = flat_view(params[self._matmul.a])
         renamed, output = dict(zip(func.params, params, strict=True)), flat_view(params[self._matmul.output])
         self._end = GemvOutput(self._matmul, renamed, output, self._p.tiles, self._p.warps)
@@ -95,7 +95,7 @@ class _Kernel:
 
     def _load_weights(self, turn: tirx.Expr) -> None:
         plan, p, matmul = self._plan, self._p, self._matmul
-        row_bytes = matmul.k * self._function.weight_bits // 8
+        row_bytes = matmul.k * self._matmul.weight_bits // 8
         size = 1 if self._stored is not None else 2
         for number in range(p.unroll):
             step = self._step(turn, number)
@@ -183,12 +183,12 @@ class _Kernel:
                 self._read_staged(number)
             words = plan.column_tiles * plan.words_x
             x = 0 if p.staged else number * words
-            emit_pairs(self._function, self._words_x.ptr_to([x]), words)
+            emit_pairs(self._matmul, self._words_x.ptr_to([x]), words)
             for tile in range(p.tiles):
                 half = number * p.tiles * 2 + tile * 2
                 rows = [self._words.ptr_to([(half + index) * LOAD_BYTES // 4]) for index in range(2)]
                 emit_products(
-                    self._function,
+                    self._matmul,
                     plan.column_tiles,
                     plan.grouped,
                     self._sums.ptr_to([tile * plan.column_tiles * 4]),

@@ -26,7 +26,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS, mma_source
-from relaxtune.schedules.templates.gemv.function import GemvFunction
+from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 # What the sums of levels are multiplied by.
 LEVELS_FACTOR = 2.0**24
@@ -177,9 +177,9 @@ _BEGIN_WEIGHTS = """unsigned scale[2] = {
       __half_as_ushort(scale_low) * 0x10001u, __half_as_ushort(scale_high) * 0x10001u};"""
 
 
-def emit_pairs(function: GemvFunction, x: tirx.Expr, words: int) -> None:
+def emit_pairs(matmul: MatmulFunction, x: tirx.Expr, words: int) -> None:
     """Emit, where weights have 4 bits, the putting of registers of x into the pairs that `emit_products` takes."""
-    if function.weight_bits == 4:
+    if matmul.weight_bits == 4:
         name = f"relaxtune_pairs_{words}"
         T.evaluate(T.cuda.func_call(name, x, source_code=_PAIRS.format(count=words)))
 
@@ -192,7 +192,7 @@ def emit_offsets(column_tiles: int, offsets: tirx.Expr, x: tirx.Expr) -> None:
 
 
 def emit_products(
-    function: GemvFunction,
+    matmul: MatmulFunction,
     column_tiles: int,
     grouped: bool,
     sums: tirx.Expr,
@@ -222,7 +222,7 @@ def emit_products(
     """
     columns = column_tiles
     if scales is None:
-        dtype = function.matmul.input_dtype
+        dtype = matmul.input_dtype
         kind = MMA_KINDS[dtype]
         name = f"relaxtune_gemv_{kind}_{columns}"
         source = mma_source(dtype) + _PLAIN.format(name=name, kind=kind, columns=columns)
@@ -240,8 +240,8 @@ def emit_products(
         if grouped
         else {"begin": _BEGIN_WEIGHTS, "end": "", "weight": "relaxtune_scale(pair, scale[r])"}
     )
-    name = f"relaxtune_gemv_u{function.weight_bits}_{columns}{'_sums' if grouped else ''}"
-    body = (_NIBBLES if function.weight_bits == 4 else _BYTES).format(
+    name = f"relaxtune_gemv_u{matmul.weight_bits}_{columns}{'_sums' if grouped else ''}"
+    body = (_NIBBLES if matmul.weight_bits == 4 else _BYTES).format(
         name=name, columns=columns, target="part" if grouped else "sums", **parts
     )
     source = mma_source("float16") + _HALVES + body

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.base import Parameters, refuse_registers
-from relaxtune.schedules.templates.gemv.function import GemvFunction
+from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 ROWS_MAX = 16
 # Of W in a tile: the m of mma.m16n8k16. Of x in one: its n.
@@ -135,26 +135,26 @@ class GemvPlan(StepSizes):
         return self.threads * min(p.unroll, self.turns) * p.tiles * 2 * LOAD_BYTES
 
 
-def load_length(function: GemvFunction) -> int:
+def load_length(matmul: MatmulFunction) -> int:
     """Return the weights in a load of 16 bytes."""
-    return 8 * LOAD_BYTES // function.weight_bits
+    return 8 * LOAD_BYTES // matmul.weight_bits
 
 
-def make_plan(function: GemvFunction, p: GemvParameters, limits: CudaLimits) -> GemvPlan | Refusal:
+def make_plan(matmul: MatmulFunction, p: GemvParameters, limits: CudaLimits) -> GemvPlan | Refusal:
     """Return the sizes of the kernel for a function, or why there is none with these parameters."""
     if min(p.tiles, p.warps, p.unroll) < 1:
         return Refusal(f"tiles {p.tiles}, warps {p.warps}, unroll {p.unroll}, expected 1 or more")
     if p.warps * WARP > limits.max_threads_per_block:
         return Refusal(f"{p.warps} warps, expected {limits.max_threads_per_block // WARP} at most")
-    matmul, quantisation = function.matmul, function.quantisation
-    length = load_length(function)
+    stored = matmul.stored
+    length = load_length(matmul)
     step = length * LANES
     steps = math.ceil(matmul.k / step)
     column_tiles = math.ceil(matmul.m / COLUMNS)
-    words = p.unroll * p.tiles * (2 * LOAD_BYTES // 4 + (1 if quantisation else 0))
+    words = p.unroll * p.tiles * (2 * LOAD_BYTES // 4 + (1 if stored else 0))
     words += (1 if p.staged else p.unroll) * column_tiles * length // 2
     # What a pair of rows is unpacked into.
-    unpacked = length if quantisation else 0
+    unpacked = length if stored else 0
     registers = _REGISTERS_BESIDE + words + unpacked + p.tiles * column_tiles * 4
     refusal = refuse_registers(registers, p.warps * WARP, limits)
     if refusal is not None:
@@ -176,5 +176,5 @@ def make_plan(function: GemvFunction, p: GemvParameters, limits: CudaLimits) -> 
         threads=p.warps * WARP,
         registers=registers,
         shared_bytes=shared,
-        grouped=quantisation is not None and (quantisation.group % step == 0 or quantisation.group >= matmul.k),
+        grouped=stored is not None and (stored.group % step == 0 or stored.group >= matmul.k),
     )

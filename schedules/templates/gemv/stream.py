@@ -23,11 +23,11 @@ from tvm import tirx
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import cuda_limits
-from relaxtune.schedules.templates.gemv.function import GemvFunction
 from relaxtune.schedules.templates.gemv.plan import TILE
 from relaxtune.schedules.templates.gemv.stream_kernel import build_gemv_stream_kernel
 from relaxtune.schedules.templates.gemv.stream_plan import GemvStreamParameters, GemvStreamPlan, make_stream_plan
 from relaxtune.schedules.templates.gemv.template import GemvTemplate
+from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 _FEW_WARPS = 4
 # Tiles, warps, depth, blocks a multiprocessor, steps asked for before x, and whether sums are collected. The first one
@@ -59,14 +59,14 @@ class GemvStream(GemvTemplate[GemvStreamParameters]):
     parameters = GemvStreamParameters
 
     def propose(
-        self, func: tirx.PrimFunc, found: GemvFunction, target: ResolvedTarget
+        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget
     ) -> Sequence[GemvStreamParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
         limits = cuda_limits(target)
-        refusal = Refusal(f"K is {found.matmul.k}, too short for {_FEW_WARPS} warps to share")
+        refusal = Refusal(f"K is {found.k}, too short for {_FEW_WARPS} warps to share")
         proposed: list[GemvStreamParameters] = []
         for tiles, warps, depth, resident, early, collected in _SHARES:
-            blocks = min(math.ceil(found.matmul.n / (TILE * tiles)), limits.likely_sm_count * resident)
+            blocks = min(math.ceil(found.n / (TILE * tiles)), limits.likely_sm_count * resident)
             parameters = GemvStreamParameters(tiles, warps, depth, blocks, True, early, collected)
             plan = make_stream_plan(found, parameters, limits)
             if isinstance(plan, Refusal):
@@ -76,7 +76,7 @@ class GemvStream(GemvTemplate[GemvStreamParameters]):
         return proposed or refusal
 
     def make(
-        self, func: tirx.PrimFunc, found: GemvFunction, target: ResolvedTarget, parameters: GemvStreamParameters
+        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget, parameters: GemvStreamParameters
     ) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
         plan = make_stream_plan(found, parameters, cuda_limits(target))

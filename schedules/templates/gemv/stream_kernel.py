@@ -10,22 +10,22 @@ from relaxtune.schedules.templates.emit.async_copy import copy_async, copy_async
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import build_function, flat_view, shared_pool, wait_for_predecessor
 from relaxtune.schedules.templates.emit.registers import when
-from relaxtune.schedules.templates.gemv.function import GemvFunction
 from relaxtune.schedules.templates.gemv.multiply import LEVELS_FACTOR, emit_offsets, emit_pairs, emit_products
 from relaxtune.schedules.templates.gemv.output import GemvOutput
 from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, LOAD_BYTES, TILE, WARP
 from relaxtune.schedules.templates.gemv.stream_plan import SCALES, GemvStreamPlan
+from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 # Elements of x in 16 bytes.
 _VECTOR = 8
 _WORDS = LOAD_BYTES // 4
 
 
-def build_gemv_stream_kernel(func: tirx.PrimFunc, function: GemvFunction, plan: GemvStreamPlan) -> tirx.PrimFunc:
+def build_gemv_stream_kernel(func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemvStreamPlan) -> tirx.PrimFunc:
     """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
     blocks, dependent = plan.parameters.blocks, plan.parameters.dependent
     return build_function(
-        func, blocks, plan.threads, dependent, lambda params: _Kernel(func, function, plan, params).emit
+        func, blocks, plan.threads, dependent, lambda params: _Kernel(func, matmul, plan, params).emit
     )
 
 
@@ -33,10 +33,10 @@ class _Kernel:
     """One kernel under construction; the methods emit into the current IRBuilder."""
 
     def __init__(
-        self, func: tirx.PrimFunc, function: GemvFunction, plan: GemvStreamPlan, params: list[tirx.Var]
+        self, func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemvStreamPlan, params: list[tirx.Var]
     ) -> None:
-        self._function, self._plan, self._p = function, plan, plan.parameters
-        self._matmul, self._stored = function.matmul, plan.stored
+        self._matmul, self._plan, self._p = matmul, plan, plan.parameters
+        self._stored = plan.stored
         self._x = flat_view(params[self._matmul.a])
         renamed, output = dict(zip(func.params, params, strict=True)), flat_view(params[self._matmul.output])
         factor = LEVELS_FACTOR if plan.levels else 1.0
@@ -177,7 +177,7 @@ class _Kernel:
         count = plan.column_tiles * plan.words_x
         for turn in range(plan.turns):
             first = turn * count
-            emit_pairs(self._function, self._words_x.ptr_to([first]), count)
+            emit_pairs(self._matmul, self._words_x.ptr_to([first]), count)
             if self._offsets is not None:
                 to = self._offsets.ptr_to([turn * plan.column_tiles * 2])
                 emit_offsets(plan.column_tiles, to, self._words_x.ptr_to([first]))
@@ -196,7 +196,7 @@ class _Kernel:
             for tile in range(p.tiles):
                 rows = [self._words.ptr_to([(tile * 2 + half) * _WORDS]) for half in range(2)]
                 emit_products(
-                    self._function,
+                    self._matmul,
                     plan.column_tiles,
                     plan.grouped,
                     sums.ptr_to([tile * plan.column_tiles * 4]),

@@ -9,7 +9,6 @@ from typing import ClassVar
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.base import Parameters, added, refuse_registers
-from relaxtune.schedules.templates.gemv.function import GemvFunction, Quantisation
 from relaxtune.schedules.templates.gemv.plan import (
     COLUMNS,
     LANES,
@@ -20,6 +19,7 @@ from relaxtune.schedules.templates.gemv.plan import (
     StepSizes,
     load_length,
 )
+from relaxtune.schedules.tir.epilogue import MatmulFunction, Quantisation
 
 # Elements of a copy of scales: a load's bytes of halves.
 SCALES = 8
@@ -133,21 +133,21 @@ class GemvStreamPlan(StepSizes):
         return min(p.depth, self.turns * self.rounds) * self.threads * p.tiles * 2 * LOAD_BYTES
 
 
-def make_stream_plan(function: GemvFunction, p: GemvStreamParameters, limits: CudaLimits) -> GemvStreamPlan | Refusal:
-    """Return the sizes of the kernel for a function, or why there is none with these parameters."""
+def make_stream_plan(matmul: MatmulFunction, p: GemvStreamParameters, limits: CudaLimits) -> GemvStreamPlan | Refusal:
+    """Return the sizes of the kernel for a matmul, or why there is none with these parameters."""
     if min(p.tiles, p.warps, p.depth, p.blocks) < 1 or not 0 <= p.early <= p.depth:
         shares = f"tiles {p.tiles}, warps {p.warps}, depth {p.depth}, blocks {p.blocks}, early {p.early}"
         return Refusal(f"{shares}, expected 1 or more and no more early steps than the depth")
     if p.warps * WARP > limits.max_threads_per_block:
         return Refusal(f"{p.warps} warps, expected {limits.max_threads_per_block // WARP} at most")
-    matmul, stored = function.matmul, function.quantisation
+    stored = matmul.stored
     if stored is None:
         return Refusal("the weights have 16 bits, expected 8 or 4 (template gemv reads those as fast)")
     if matmul.n % SCALES:
         return Refusal(
             f"N is {matmul.n}, expected a multiple of {SCALES}: rows of scales start at multiples of 16 bytes"
         )
-    length = load_length(function)
+    length = load_length(matmul)
     step = length * LANES
     steps = math.ceil(matmul.k / step)
     turns = math.ceil(steps / p.warps)

@@ -33,9 +33,10 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import Feature, ResolvedTarget
 from relaxtune.schedules.templates.base import KernelTemplate, Own, cuda_limits, refuse_target
 from relaxtune.schedules.templates.emit.kernel_frame import tensor_bytes
-from relaxtune.schedules.templates.gemv.function import GemvFunction, recognise_gemv
 from relaxtune.schedules.templates.gemv.kernel import build_gemv_kernel
 from relaxtune.schedules.templates.gemv.plan import ROWS_MAX, GemvParameters, GemvPlan, load_length, make_plan
+from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
+from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 _INPUTS = ("float16", "bfloat16")
 _OUTPUTS = ("float16", "bfloat16", "float32")
@@ -50,10 +51,10 @@ _UNEVEN = 0.85
 _WARPS_ENOUGH = 8
 
 
-class GemvTemplate(KernelTemplate[GemvFunction, Own]):
+class GemvTemplate(KernelTemplate[MatmulFunction, Own]):
     """What the templates for few rows recognise."""
 
-    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> GemvFunction | Refusal:
+    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
         """Return the function's matmul when a template for few rows can make it with some parameters."""
         return refuse_target(target, Feature.MMA) or _recognise(func)
 
@@ -64,7 +65,7 @@ class Gemv(GemvTemplate[GemvParameters]):
     parameters = GemvParameters
 
     def propose(
-        self, func: tirx.PrimFunc, found: GemvFunction, target: ResolvedTarget
+        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget
     ) -> Sequence[GemvParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
         limits, moved = cuda_limits(target), tensor_bytes(func)
@@ -78,34 +79,35 @@ class Gemv(GemvTemplate[GemvParameters]):
         return proposed or Refusal("no share fits the registers of a block")
 
     def make(
-        self, func: tirx.PrimFunc, found: GemvFunction, target: ResolvedTarget, parameters: GemvParameters
+        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget, parameters: GemvParameters
     ) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
         plan = make_plan(found, parameters, cuda_limits(target))
         return plan if isinstance(plan, Refusal) else build_gemv_kernel(func, found, plan)
 
 
-def _recognise(func: tirx.PrimFunc) -> GemvFunction | Refusal:
-    function = recognise_gemv(func)
-    if isinstance(function, Refusal):
-        return function
-    matmul = function.matmul
+def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
+    matmul = recognise_matmul_by_rows(func)
+    if isinstance(matmul, Refusal):
+        return matmul
+    if matmul.epilogue.head:
+        return Refusal("the epilogue rotates heads")
     if matmul.m > ROWS_MAX:
         return Refusal(f"{matmul.m} rows, expected {ROWS_MAX} at most")
-    inputs = _INPUTS if function.quantisation is None else _INPUTS[:1]
+    inputs = _INPUTS if matmul.stored is None else _INPUTS[:1]
     if matmul.input_dtype not in inputs:
         return Refusal(f"the rows are {matmul.input_dtype}, expected {' or '.join(inputs)}")
     if matmul.output_dtype not in _OUTPUTS:
         return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(_OUTPUTS)}")
-    length = load_length(function)
+    length = load_length(matmul)
     if matmul.k % length:
         return Refusal(f"K is {matmul.k}, expected a multiple of {length}: rows of W start at multiples of 16 bytes")
-    if function.quantisation is not None and function.quantisation.group % length:
-        group = function.quantisation.group
+    if matmul.stored is not None and matmul.stored.group % length:
+        group = matmul.stored.group
         return Refusal(f"groups of {group} weights, expected a multiple of {length}: a load of 16 bytes has one scale")
     if matmul.n * matmul.k > _INDEX_MAX:
         return Refusal("W has 2**31 elements or more, the kernel counts in 32 bits")
-    return function
+    return matmul
 
 
 def _proposals() -> Iterator[GemvParameters]:
@@ -122,9 +124,9 @@ def _is_sensible(plan: GemvPlan) -> bool:
     return p.warps <= plan.steps and (p.unroll == 1 or p.unroll < 2 * plan.turns)
 
 
-def _predicted_us(function: GemvFunction, plan: GemvPlan, moved_bytes: int, sm_count: int) -> float:
+def _predicted_us(matmul: MatmulFunction, plan: GemvPlan, moved_bytes: int, sm_count: int) -> float:
     """Return a figure to order candidates by."""
-    p, matmul = plan.parameters, function.matmul
+    p = plan.parameters
     resident = max(
         1,
         min(

@@ -16,8 +16,8 @@ from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
-from relaxtune.schedules.templates.gemv.function import recognise_gemv
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
+from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.tir.matmul import recognise_matmul
 from relaxtune.schedules.tir.normed_matmul import keep_partial_sums
 from relaxtune.schedules.tir.rotated_matmul import (
@@ -105,7 +105,7 @@ def test_projection_of_a_decode_step_leaves_multiprocessors_to_the_attention_aft
 
 def test_other_kernels_are_refused() -> None:
     func = RAGGED.func()
-    assert isinstance(recognise_gemv(func), Refusal)
+    assert isinstance(recognise_matmul_by_rows(func), Refusal)
     summed = recognise_matmul(keep_partial_sums(func, known(func), 16))
     assert isinstance(summed, Refusal)
     assert "rotates heads" in summed.reason

@@ -16,7 +16,8 @@ from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.templates.gemv.function import GemvFunction, recognise_gemv
+from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
+from relaxtune.schedules.tir.epilogue import MatmulFunction
 from tests.pipeline.passes.pass_cases import LLVM, make_onnx, run_lowered, run_reference, small_model
 
 HOPPER = resolve_target("cuda:sm_90a").target
@@ -81,10 +82,10 @@ def test_few_rows_on_a_gpu_dequantise_in_the_matmul() -> None:
     matmuls = [task for task in extract_tasks([module]) if task.family == "matmul"]
     assert matmuls
     for task in matmuls:
-        found = recognise_gemv(task.mod["main"])
-        assert isinstance(found, GemvFunction), (task.name, found)
-        assert found.quantisation is not None
-        assert found.quantisation.bits == 4
+        found = recognise_matmul_by_rows(task.mod["main"])
+        assert isinstance(found, MatmulFunction), (task.name, found)
+        assert found.stored is not None
+        assert found.stored.bits == 4
 
 
 def test_many_rows_on_a_gpu_have_a_kernel_that_dequantises_and_store_bytes() -> None:

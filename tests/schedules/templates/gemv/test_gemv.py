@@ -10,11 +10,12 @@ from relaxtune.schedules.functions.quantised_matmul import matmul_of_rows
 from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import TemplateError
-from relaxtune.schedules.templates.gemv.function import GemvFunction, Quantisation, recognise_gemv
 from relaxtune.schedules.templates.gemv.plan import GemvParameters, GemvPlan, make_plan
 from relaxtune.schedules.templates.gemv.stream_plan import GemvStreamParameters
 from relaxtune.schedules.templates.gemv.template import Gemv
+from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.templates.rows.plan import RowsParameters
+from relaxtune.schedules.tir.epilogue import MatmulFunction, Quantisation
 from tests.schedules.templates.gemv_cases import CASES, GemvCase
 
 HOPPER = resolve_target("cuda:sm_90a")
@@ -23,14 +24,14 @@ HOPPER = resolve_target("cuda:sm_90a")
 @pytest.mark.parametrize("name", CASES)
 def test_every_form_is_recognised_with_how_its_weight_is_stored(name: str) -> None:
     case = CASES[name]
-    found = recognise_gemv(case.func())
-    assert isinstance(found, GemvFunction), found
+    found = recognise_matmul_by_rows(case.func())
+    assert isinstance(found, MatmulFunction), found
     rows = 1
     for size in case.rows:
         rows *= size
-    assert (found.matmul.m, found.matmul.n, found.matmul.k) == (rows, case.n, case.k)
+    assert (found.m, found.n, found.k) == (rows, case.n, case.k)
     expected = None if case.bits == 16 else Quantisation(1, 2, case.bits, min(case.group, case.k))
-    assert found.quantisation == expected
+    assert found.stored == expected
 
 
 def changed(bits: int, kind: str) -> tirx.PrimFunc:
@@ -59,8 +60,8 @@ def changed(bits: int, kind: str) -> tirx.PrimFunc:
 
 @pytest.mark.parametrize(("bits", "kind"), [(4, "offset"), (4, "halves"), (4, "groups"), (8, "offset"), (8, "groups")])
 def test_another_dequantisation_is_not_taken_for_ours(bits: int, kind: str) -> None:
-    assert isinstance(recognise_gemv(changed(bits, "same")), GemvFunction)
-    found = recognise_gemv(changed(bits, kind))
+    assert isinstance(recognise_matmul_by_rows(changed(bits, "same")), MatmulFunction)
+    found = recognise_matmul_by_rows(changed(bits, kind))
     assert isinstance(found, Refusal)
     assert "no dequantisation" in found.reason
 
@@ -112,8 +113,8 @@ def test_quantised_weights_are_made_by_the_templates_for_few_rows_alone() -> Non
 
 
 def test_a_plan_that_does_not_fit_is_refused() -> None:
-    function = recognise_gemv(GemvCase(rows=(16,), bits=4, n=4096, k=4096).func())
-    assert isinstance(function, GemvFunction)
+    function = recognise_matmul_by_rows(GemvCase(rows=(16,), bits=4, n=4096, k=4096).func())
+    assert isinstance(function, MatmulFunction)
     limits = HOPPER.limits
     assert isinstance(make_plan(function, GemvParameters(unroll=2), limits), GemvPlan)
     for parameters, reason in (
@@ -129,8 +130,8 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
 
 def test_sums_are_scaled_where_a_step_is_within_a_group() -> None:
     def grouped(bits: int, group: int) -> bool:
-        function = recognise_gemv(GemvCase(k=1024, bits=bits, group=group).func())
-        assert isinstance(function, GemvFunction)
+        function = recognise_matmul_by_rows(GemvCase(k=1024, bits=bits, group=group).func())
+        assert isinstance(function, MatmulFunction)
         plan = make_plan(function, GemvParameters(), HOPPER.limits)
         assert isinstance(plan, GemvPlan)
         return plan.grouped
@@ -160,4 +161,4 @@ def test_the_functions_are_what_the_expression_says() -> None:
     x = te.placeholder((1, 64), "float16", name="x")
     packed, scales = te.placeholder((8, 64), "uint8", name="p"), te.placeholder((1, 8), "float16", name="s")
     func = te.create_prim_func([x, packed, scales, matmul_of_rows(64, 8, 64, "float32")(x, packed, scales)])
-    assert isinstance(recognise_gemv(func), GemvFunction)
+    assert isinstance(recognise_matmul_by_rows(func), MatmulFunction)

@@ -8,7 +8,6 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.registry import apply_decision
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import TemplateError
-from relaxtune.schedules.templates.gemv.function import GemvFunction, recognise_gemv
 from relaxtune.schedules.templates.gemv.plan import GemvParameters
 from relaxtune.schedules.templates.gemv.stream import GemvStream
 from relaxtune.schedules.templates.gemv.stream_plan import (
@@ -17,6 +16,8 @@ from relaxtune.schedules.templates.gemv.stream_plan import (
     GemvStreamPlan,
     make_stream_plan,
 )
+from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
+from relaxtune.schedules.tir.epilogue import MatmulFunction
 from tests.schedules.templates.gemv_cases import CASES, GemvCase
 
 HOPPER = resolve_target("cuda:sm_90a")
@@ -24,8 +25,8 @@ LARGE = GemvCase(n=8192, k=2048, bits=4)
 
 
 def plan_of(case: GemvCase, parameters: GemvStreamParameters) -> GemvStreamPlan | Refusal:
-    function = recognise_gemv(case.func())
-    assert isinstance(function, GemvFunction)
+    function = recognise_matmul_by_rows(case.func())
+    assert isinstance(function, MatmulFunction)
     return make_stream_plan(function, parameters, HOPPER.limits)
 
 

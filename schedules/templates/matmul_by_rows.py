@@ -1,4 +1,4 @@
-"""Recognise a matmul of few rows by a matrix of rows [N, K], plain or quantised, in a PrimFunc as FuseTIR leaves it.
+"""Recognise a matmul by a matrix of rows [N, K], plain or quantised, in a PrimFunc as FuseTIR leaves it.
 
 ::
 
@@ -16,7 +16,7 @@ writes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import tvm_ffi
 from tvm import s_tir, te, tirx
@@ -26,35 +26,12 @@ from tvm.s_tir import SBlock
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.quantised_matmul import dequantise_rows
 from relaxtune.schedules.tir.blocks import Block, list_statements, plain_blocks, position_of, static_shape
-from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.epilogue import MatmulFunction, Quantisation
 from relaxtune.schedules.tir.expressions import list_loads
 from relaxtune.schedules.tir.matmul import recognise_matmul
 
 
-@dataclass(frozen=True)
-class Quantisation:
-    """How W is stored: positions of the parameters of its bytes and scales, bits, and weights along K with a scale."""
-
-    packed: int
-    scales: int
-    bits: int
-    group: int
-
-
-@dataclass(frozen=True)
-class GemvFunction:
-    """A matmul by rows; where `quantisation` is not None, `matmul.b` is no parameter of the function."""
-
-    matmul: MatmulFunction
-    quantisation: Quantisation | None
-
-    @property
-    def weight_bits(self) -> int:
-        """Bits of an element of W as it is stored."""
-        return 16 if self.quantisation is None else self.quantisation.bits
-
-
-def recognise_gemv(func: tirx.PrimFunc) -> GemvFunction | Refusal:
+def recognise_matmul_by_rows(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     """Return the matmul by rows that a function is, or why it is none."""
     blocks = plain_blocks(func)
     if isinstance(blocks, Refusal):
@@ -64,21 +41,19 @@ def recognise_gemv(func: tirx.PrimFunc) -> GemvFunction | Refusal:
     if blocks[0].init is not None:
         matmul = recognise_matmul(func)
         return matmul if isinstance(matmul, Refusal) else _by_rows(matmul, None)
-    quantisation = _quantisation(func, blocks[0])
-    if isinstance(quantisation, Refusal):
-        return quantisation
+    stored = _quantisation(func, blocks[0])
+    if isinstance(stored, Refusal):
+        return stored
     if len(blocks) < 2 or blocks[1].init is None:
         return Refusal("the block after the dequantisation is no matmul")
     matmul = recognise_matmul(_with_weight_as_parameter(func, blocks[0]))
-    return matmul if isinstance(matmul, Refusal) else _by_rows(matmul, quantisation)
+    return matmul if isinstance(matmul, Refusal) else _by_rows(matmul, stored)
 
 
-def _by_rows(matmul: MatmulFunction, quantisation: Quantisation | None) -> GemvFunction | Refusal:
+def _by_rows(matmul: MatmulFunction, stored: Quantisation | None) -> MatmulFunction | Refusal:
     if not matmul.b_transposed:
         return Refusal("the right operand is [K, N], expected rows [N, K]")
-    if matmul.epilogue.head:
-        return Refusal("the epilogue rotates heads")
-    return GemvFunction(matmul, quantisation)
+    return replace(matmul, stored=stored)
 
 
 def _quantisation(func: tirx.PrimFunc, block: Block) -> Quantisation | Refusal:
