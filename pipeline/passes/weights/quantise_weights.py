@@ -26,20 +26,25 @@ from relaxtune.pipeline.precision.policy import PrecisionPolicy
 from relaxtune.pipeline.precision.quantise import QuantisedMatrix, holds_scales, packed_panels, packed_rows, quantise
 from relaxtune.schedules.cpu.packing import panel_width
 from relaxtune.schedules.functions.quantised_matmul import dequantise_rows, matmul_of_panels, matmul_of_rows
-from relaxtune.schedules.targets import CpuLimits, target_limits
+from relaxtune.schedules.targets import CpuLimits, Feature, target_features, target_limits
+from relaxtune.schedules.templates.gemm_sm80.stored_weights import FEATURES, refuse_stored
 
 logger = logging.getLogger(__name__)
 
 # Rows that a kernel for few of them takes: it reads the packed weight once and multiplies all rows by it.
 FEW_ROWS = 16
+# Rows up to which a kernel on mma.sync dequantises what it multiplies. For more, each weight is dequantised in many
+# blocks, and a kernel of its own that does it once is a small part of the time (an estimate, not measured).
+_STORED_ROWS = 2048
 _HALF = "float16"
 
 
 def quantise_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with matmuls of float16 tensors by constant [K, N] matrices reading packed 4- or 8-bit weights.
 
-    On a CPU, and on a GPU for up to 16 rows, dequantisation is a part of the matmul's kernel. On a GPU with more rows
-    it is a kernel of its own before a float16 matmul: visible as such, and what is stored is the packed weight.
+    On a CPU, and on a GPU for up to 16 rows, dequantisation is a part of the matmul's kernel; on a GPU that multiplies
+    by mma.sync for up to 2,048 rows. Else it is a kernel of its own before a float16 matmul: visible as such, and what
+    is stored is the packed weight.
 
     Only weights that an ONNX MatMul or Gemm reads as a constant are quantised, so that validation can quantise the same
     ones in the original graph: tables of embeddings, convolutions and products of activations are not. Weights with an
@@ -102,6 +107,7 @@ class _Quantise:
         self._policy, self._found = policy, found
         limits = target_limits(state.target) if state.target.kind.name == "llvm" else None
         self._cpu = limits if isinstance(limits, CpuLimits) else None
+        self._features = target_features(state.target)
         self._known: dict[tvm.ir.Expr, QuantisedMatrix] = {}
         self.bytes_before = self.bytes_after = 0
 
@@ -118,7 +124,7 @@ class _Quantise:
             packed, scales = (relax.const(array) for array in packed_panels(matrix, width))
             compute = matmul_of_panels(k, columns, matrix.bits, matrix.group, dtype)
             return new.kernel(compute, x, packed, scales, name="quantised_matmul")
-        if rows is not None and rows <= FEW_ROWS:
+        if rows is not None and (rows <= FEW_ROWS or self._reads_stored(rows, columns, k, matrix)):
             return new.kernel(matmul_of_rows(*shape, dtype), x, *_stored_rows(matrix), name="quantised_matmul")
         # A kernel of its own writes the matrix in float16, once; constants are not folded through it.
         name = f"{binding.var.name}__weight"
@@ -126,6 +132,11 @@ class _Quantise:
         compute = dequantise_rows(*shape, _HALF)
         made = new.kernel(compute, *_stored_rows(matrix), name="dequantise", op_pattern=OPAQUE)
         return new.kernel(turned_matmul(dtype), x, new.extra(name, made, [binding.var]), name="matmul")
+
+    def _reads_stored(self, rows: int, columns: int, k: int, matrix: QuantisedMatrix) -> bool:
+        """Whether the template for many rows reads a matrix as it is stored."""
+        known = self._features >= FEATURES and Feature.WGMMA not in self._features
+        return known and rows <= _STORED_ROWS and refuse_stored(columns, k, matrix.bits, matrix.group) is None
 
     def _quantised(self, weight: tvm.ir.Expr) -> QuantisedMatrix:
         if weight not in self._known:

@@ -53,18 +53,19 @@ def mma_source(dtype: str) -> str:
     return _MMA.format(kind=MMA_KINDS[dtype])
 
 
-def swizzle(row: tirx.Expr, width: int) -> tirx.Expr:
+def swizzle(row: tirx.Expr, width: int, together: int = 1) -> tirx.Expr:
     """Return what the number of a chunk is combined with (exclusive or) in a row of `width` chunks.
 
-    The 8 rows that `ldmatrix` reads at a time then lie in different banks. Rows of more than 8 chunks have a multiple.
+    What is read at a time then lies in different banks: a chunk of 8 rows, as `ldmatrix` reads, or some chunks
+    `together` of fewer rows. Rows of more than 8 chunks have a multiple.
     """
     rows_a_line = max(1, _LINE_BYTES // (width * _CHUNK_BYTES))
-    return row // rows_a_line % min(width, _LINE_BYTES // _CHUNK_BYTES)
+    return row // rows_a_line % (min(width, _LINE_BYTES // _CHUNK_BYTES) // together) * together
 
 
-def chunk_place(row: tirx.Expr, chunk: tirx.Expr, width: int, elements: int = CHUNK) -> tirx.Expr:
+def chunk_place(row: tirx.Expr, chunk: tirx.Expr, width: int, elements: int = CHUNK, together: int = 1) -> tirx.Expr:
     """Return the element of a tile, with rows of `width` chunks of some elements, at which a chunk starts."""
-    return row * (width * elements) + tirx.bitwise_xor(chunk, swizzle(row, width)) * elements
+    return row * (width * elements) + tirx.bitwise_xor(chunk, swizzle(row, width, together)) * elements
 
 
 def shared_address(pointer: tirx.Expr) -> tirx.Expr:

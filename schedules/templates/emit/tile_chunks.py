@@ -23,8 +23,10 @@ class TileChunks:
         How many there are for a thread at most; `inside` says which exist.
     """
 
-    def __init__(self, threads: int, thread: tirx.Expr, rows: int, width: int, elements: int = CHUNK) -> None:
-        self._rows, self._width, self._elements = rows, width, elements
+    def __init__(
+        self, threads: int, thread: tirx.Expr, rows: int, width: int, elements: int = CHUNK, together: int = 1
+    ) -> None:
+        self._rows, self._width, self._elements, self._together = rows, width, elements, together
         self.step = min(threads // width, rows)
         self.count = math.ceil(rows / self.step)
         self.row, self.chunk = thread // width, thread % width
@@ -35,9 +37,12 @@ class TileChunks:
         """Return the element of the tile at which a chunk starts."""
         if self.step % 8 == 0:
             # The pattern of rows some eights apart is the same.
-            first = chunk_place(self.row, self.chunk, self._width, self._elements)
+            first = self._at(self.row)
             return first + number * (self.step * self._width * self._elements)
-        return chunk_place(self.row + number * self.step, self.chunk, self._width, self._elements)
+        return self._at(self.row + number * self.step)
+
+    def _at(self, row: tirx.Expr) -> tirx.Expr:
+        return chunk_place(row, self.chunk, self._width, self._elements, self._together)
 
     def inside(self, number: int) -> list[tirx.Expr]:
         """Return the conditions under which a chunk exists."""

@@ -1,8 +1,8 @@
 """A time to order the candidates of `template.py` by: the first is taken where nothing was measured.
 
-It is what each of four things would take alone, in a sum that leans to the longest, and what comes on top::
+It is what each of five things would take alone, in a sum that leans to the longest, and what comes on top::
 
-    (arithmetic^4 + shared memory^4 + memory^4 + chain^4)^(1/4) + blocks, one after another
+    (arithmetic^4 + shared memory^4 + dequantisation^4 + memory^4 + chain^4)^(1/4) + blocks, one after another
 
 `chain` is one step along K after another: a warp's own instructions, or the latency of loads as far as the ring does
 not hide it. Constants are a fit (10 % root mean square) to 72 medians of an H200 without its wgmma. Another GPU has
@@ -29,6 +29,9 @@ _SHARED_BYTES = 128.0
 _SCHEDULERS = 4
 # Cycles of an instruction of a warp beside those of its arithmetic, for each step along K.
 _STEP_CYCLES = 40.0
+# A scheduler's, to make 8 weights of a lane of 4 or 8 bits: 4 pairs by 4 instructions, some at half the rate (counted,
+# not measured).
+_UNPACK_CYCLES = 24.0
 # From memory, in a microsecond.
 _MEMORY_BYTES = 3.7e6
 _LATENCY_US = 1.2
@@ -46,19 +49,22 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, limits: CudaLimits) -> 
     in_turn = math.ceil(blocks / (sm_count * resident))
     warps = plan.threads // 32
     steps, depth, element = plan.k_tiles * p.block_k // plan.depth, plan.depth, element_bytes(matmul.input_dtype)
+    weight = matmul.weight_bits / 8
     rate = _FLOAT_MULTIPLY_ADDS if is_plain(matmul) else _MULTIPLY_ADDS
     # A scheduler without a warp does nothing.
     used = min(1.0, together * warps / _SCHEDULERS)
     arithmetic = on_one * steps * p.block_m * p.block_n * depth / rate / used
-    read = warps * (plan.m_steps * ROWS + plan.n_steps * COLUMNS)
-    shared = on_one * steps * (read + p.block_m + p.block_n) * depth * element / _SHARED_BYTES
+    rows, columns = warps * plan.m_steps * ROWS + p.block_m, warps * plan.n_steps * COLUMNS + p.block_n
+    shared = on_one * steps * (rows * element + columns * weight) * depth / _SHARED_BYTES
+    # A lane dequantises 8 weights of each 8 columns and 32 of K.
+    unpacked = on_one * steps * warps / _SCHEDULERS * plan.n_steps * _UNPACK_CYCLES / used if matmul.stored else 0.0
     own = plan.m_steps * plan.n_steps * ROWS * COLUMNS * depth / (rate / _SCHEDULERS)
     chain = max(
         in_turn * steps * (own + _STEP_CYCLES) / _CLOCK,
         in_turn * plan.k_tiles * _LATENCY_US / max(1, p.stages - 1),
     )
-    moved = (matmul.m * matmul.k + matmul.n * matmul.k + matmul.m * matmul.n) * element
-    parts = (arithmetic / _CLOCK, shared / _CLOCK, moved / _MEMORY_BYTES, chain)
+    moved = (matmul.m * matmul.k + matmul.m * matmul.n) * element + matmul.n * matmul.k * weight
+    parts = (arithmetic / _CLOCK, shared / _CLOCK, unpacked / _CLOCK, moved / _MEMORY_BYTES, chain)
     longest: float = sum(part**_NORM for part in parts) ** (1 / _NORM)
     return longest + _START_US + in_turn * _BLOCK_US
 

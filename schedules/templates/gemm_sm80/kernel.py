@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from tvm import tirx
@@ -14,9 +15,11 @@ from relaxtune.schedules.templates.emit.registers import in_register
 from relaxtune.schedules.templates.emit.tile_order import tile_place
 from relaxtune.schedules.templates.gemm_sm80.multiply import Multiply
 from relaxtune.schedules.templates.gemm_sm80.multiply_float import MultiplyFloat
+from relaxtune.schedules.templates.gemm_sm80.multiply_stored import MultiplyStored
 from relaxtune.schedules.templates.gemm_sm80.plan import WARP, GemmPlan, is_plain
 from relaxtune.schedules.templates.gemm_sm80.tile_copies import TileCopies
 from relaxtune.schedules.templates.output.output_tile import OutputTile
+from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 
@@ -55,14 +58,16 @@ class _Kernel:
             row, column = (in_register(place, "int32") for place in tile_place(block, tiles_m, plan.tiles_n, p.group))
             pool = shared_pool()
             # Rows of shared memory start where all banks do: at multiples of 128 bytes.
-            tile_a = pool.alloc((p.stages, p.block_m * p.block_k), matmul.input_dtype, align=1024)
-            tile_b = pool.alloc((p.stages, p.block_n * p.block_k), matmul.input_dtype, align=1024)
+            dtypes = matmul.input_dtype, *((matmul.b_dtype,) if matmul.stored is None else ("uint8", "float16"))
+            tiles = [
+                pool.alloc((p.stages, size // element_bytes(dtype)), dtype, align=1024)
+                for size, dtype in zip(plan.tile_bytes, dtypes, strict=False)
+            ]
             output.allocate(pool)
             pool.commit()
-            self._copies = TileCopies(matmul, plan, params, (tile_a, tile_b), thread)
+            self._copies = TileCopies(matmul, plan, params, tiles, thread)
             self._copies.begin(row * p.block_m, column * p.block_n)
-            multiply = MultiplyFloat if is_plain(matmul) else Multiply
-            self._multiply = multiply(matmul, plan, (tile_a, tile_b), thread)
+            self._multiply = self._multiply_by(tiles, thread)
             self._fill()
             warp, lane = thread // WARP, thread % WARP
             first_row = row * p.block_m + warp % p.warps_m * (p.block_m // p.warps_m)
@@ -76,9 +81,17 @@ class _Kernel:
             )
         return builder.get()
 
+    def _multiply_by(self, tiles: Sequence[tirx.Var], thread: tirx.Expr) -> Multiply | MultiplyFloat | MultiplyStored:
+        matmul, plan = self._matmul, self._plan
+        if matmul.stored is not None:
+            return MultiplyStored(matmul.stored, plan, tiles, thread)
+        return (MultiplyFloat if is_plain(matmul) else Multiply)(matmul, plan, tiles, thread)
+
     def _fill(self) -> None:
         """Emit the loads of all stages; tiles of B that no kernel writes are read before the wait for the last one."""
-        p, plan, early = self._p, self._plan, self._p.dependent and self._matmul.b in self._constants
+        p, plan, stored = self._p, self._plan, self._matmul.stored
+        read = {self._matmul.b} if stored is None else {stored.packed, stored.scales}
+        early = p.dependent and read <= self._constants
         stages = range(min(p.stages, plan.k_tiles))
         if early:
             for stage in stages:

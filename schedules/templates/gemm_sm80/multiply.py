@@ -8,6 +8,8 @@ rows start at multiples of their length, and the pattern of a lane's rows is the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
@@ -60,9 +62,7 @@ class Multiply:
     one after another.
     """
 
-    def __init__(
-        self, matmul: MatmulFunction, plan: GemmPlan, tiles: tuple[tirx.Var, tirx.Var], thread: tirx.Expr
-    ) -> None:
+    def __init__(self, matmul: MatmulFunction, plan: GemmPlan, tiles: Sequence[tirx.Var], thread: tirx.Expr) -> None:
         self._matmul, self._plan = matmul, plan
         self._tiles, self._thread = tiles, thread
 

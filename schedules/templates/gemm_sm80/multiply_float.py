@@ -8,6 +8,8 @@ Chunks of a row have changed places by an exclusive or, which a step is too, as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
@@ -75,10 +77,8 @@ __forceinline__ __device__ void {name}(float* sums, const float* a, const float*
 class MultiplyFloat:
     """Emits the work of a warp into the current IRBuilder, as `multiply.Multiply` does for tensor cores."""
 
-    def __init__(
-        self, matmul: MatmulFunction, plan: GemmPlan, tiles: tuple[tirx.Var, tirx.Var], thread: tirx.Expr
-    ) -> None:
-        self._rows_of_b, self._plan = matmul.b_transposed, plan
+    def __init__(self, matmul: MatmulFunction, plan: GemmPlan, tiles: Sequence[tirx.Var], thread: tirx.Expr) -> None:
+        self._matmul, self._rows_of_b, self._plan = matmul, matmul.b_transposed, plan
         self._tiles, self._thread = tiles, thread
 
     def begin(self) -> None:
@@ -89,7 +89,7 @@ class MultiplyFloat:
         for index in range(plan.accumulators):
             T.buffer_store(self.accumulators, tirx.FloatImm("float32", 0.0), [index])
         # Two steps along K.
-        self._words_a, self._words_b = fragment_words(FLOAT_DEPTH, plan.m_steps, plan.n_steps)
+        self._words_a, self._words_b = fragment_words(self._matmul, plan.m_steps, plan.n_steps)
         self._fragments_a = T.alloc_local([2 * self._words_a], "float32")
         self._fragments_b = T.alloc_local([2 * self._words_b], "float32")
         self._at = T.alloc_local([3], "uint32")

@@ -13,13 +13,15 @@ product by the scale is rounded once: weights are those that a kernel of its own
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place, mma_source, shared_address
-from relaxtune.schedules.templates.gemm_sm80.plan import COLUMNS, ROWS, STORED_DEPTH, WARP, GemmPlan
-from relaxtune.schedules.templates.gemm_sm80.stored_weights import chunks_together
-from relaxtune.schedules.tir.epilogue import MatmulFunction, Quantisation
+from relaxtune.schedules.templates.gemm_sm80.plan import COLUMNS, ROWS, WARP, GemmPlan
+from relaxtune.schedules.templates.gemm_sm80.stored_weights import STORED_DEPTH, chunks_together
+from relaxtune.schedules.tir.epilogue import Quantisation
 
 _A_BYTES, _SCALE_BYTES, _CHUNK_BYTES = 2, 2, 16
 # Of 16 rows of A, those of one load of all lanes.
@@ -102,9 +104,7 @@ class MultiplyStored:
     `tiles` are the stages of A, of B's bytes and of its scales in shared memory.
     """
 
-    def __init__(
-        self, stored: Quantisation, matmul: MatmulFunction, plan: GemmPlan, tiles: tuple[tirx.Var, ...], thread: tirx.Expr
-    ) -> None:
+    def __init__(self, stored: Quantisation, plan: GemmPlan, tiles: Sequence[tirx.Var], thread: tirx.Expr) -> None:
         self._stored, self._plan = stored, plan
         self._sources = load_source(stored, plan), multiply_source(stored, plan)
         self._tiles, self._thread = tiles, thread

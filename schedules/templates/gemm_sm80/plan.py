@@ -9,6 +9,7 @@ from typing import ClassVar
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.base import Parameters
+from relaxtune.schedules.templates.gemm_sm80.stored_weights import STORED_DEPTH, scale_rows
 from relaxtune.schedules.templates.output.output_shares import (
     Shares,
     has_vectors,
@@ -22,6 +23,8 @@ from relaxtune.schedules.tir.epilogue import MatmulFunction
 WARP = 32
 # Of an instruction of tensor cores: rows, columns and depth.
 ROWS, COLUMNS, DEPTH = 16, 8, 16
+# Where B is quantised, of its scales in float16.
+_SCALE_BYTES = 2
 # In float32, a thread multiplies as it has sums of such an instruction: a chunk of 16 bytes along K at a time.
 FLOAT_DEPTH = 4
 _WARPS_MAX = 16
@@ -85,8 +88,12 @@ class GemmPlan:
         Who writes what of a tile.
     registers
         Of a thread, about.
-    stage_bytes, shared_bytes
-        Of the tiles of A and B in one stage; of a block's shared memory.
+    tile_bytes
+        Of A, of B and of its scales in one stage.
+    scale_rows
+        Rows of scales in a stage, 0 where B is not quantised.
+    shared_bytes
+        Of a block.
     """
 
     parameters: GemmParameters
@@ -99,7 +106,8 @@ class GemmPlan:
     n_steps: int
     shares: Shares
     registers: int
-    stage_bytes: int
+    tile_bytes: tuple[int, int, int]
+    scale_rows: int
     shared_bytes: int
 
     @property
@@ -110,15 +118,15 @@ class GemmPlan:
 
 def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> GemmPlan | Refusal:
     """Return the sizes of the kernel for a matmul, or why there is none with these parameters."""
-    depth = FLOAT_DEPTH if is_plain(matmul) else DEPTH
-    refusal = _refuse_parameters(p, depth) or _refuse_columns(matmul, p)
+    depth = STORED_DEPTH if matmul.stored else FLOAT_DEPTH if is_plain(matmul) else DEPTH
+    refusal = _refuse_parameters(p, 2 * depth) or _refuse_columns(matmul, p)
     if refusal is not None:
         return refusal
     warps = p.warps_m * p.warps_n
     m_steps, n_steps = p.block_m // p.warps_m // ROWS, p.block_n // p.warps_n // COLUMNS
     accumulators = m_steps * n_steps * 4
     # Fragments of two steps along K: those that are multiplied, and those that are loaded meanwhile.
-    registers = accumulators + 2 * sum(fragment_words(depth, m_steps, n_steps)) + _REGISTERS_BESIDE
+    registers = accumulators + 2 * sum(fragment_words(matmul, m_steps, n_steps)) + _REGISTERS_BESIDE
     available = min(limits.registers_per_thread, limits.registers_per_block // (warps * WARP))
     if registers > available:
         return Refusal(f"about {registers} registers a thread, a block of {warps * WARP} threads has {available}")
@@ -135,8 +143,13 @@ def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> 
         row_step=ROWS,
         group_warps=p.warps_m,
     )
-    stage_bytes = (p.block_m + p.block_n) * p.block_k * element_bytes(matmul.input_dtype)
-    total = p.stages * stage_bytes + shared_bytes(matmul, shares)
+    rows = scale_rows(p.block_k, matmul.k, matmul.stored.group) if matmul.stored else 0
+    tile_bytes = (
+        p.block_m * p.block_k * element_bytes(matmul.input_dtype),
+        p.block_n * p.block_k * matmul.weight_bits // 8,
+        p.block_n * rows * _SCALE_BYTES,
+    )
+    total = p.stages * sum(tile_bytes) + shared_bytes(matmul, shares)
     if total > limits.shared_bytes_optin:
         return Refusal(f"{total} bytes of shared memory, the target has {limits.shared_bytes_optin}")
     return GemmPlan(
@@ -150,7 +163,8 @@ def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> 
         n_steps=n_steps,
         shares=shares,
         registers=registers,
-        stage_bytes=stage_bytes,
+        tile_bytes=tile_bytes,
+        scale_rows=rows,
         shared_bytes=total,
     )
 
@@ -160,10 +174,12 @@ def is_plain(matmul: MatmulFunction) -> bool:
     return matmul.input_dtype == "float32"
 
 
-def fragment_words(depth: int, m_steps: int, n_steps: int) -> tuple[int, int]:
-    """Return the registers of a thread for A and B of a step along K."""
-    if depth == FLOAT_DEPTH:
-        return 2 * m_steps * depth, 2 * n_steps * depth
+def fragment_words(matmul: MatmulFunction, m_steps: int, n_steps: int) -> tuple[int, int]:
+    """Return the registers of a thread for A and B of a step along K, scales of B included."""
+    if is_plain(matmul):
+        return 2 * m_steps * FLOAT_DEPTH, 2 * n_steps * FLOAT_DEPTH
+    if matmul.stored is not None:
+        return 8 * m_steps, n_steps * (matmul.stored.bits // 4 + 1)
     return 4 * m_steps, 2 * n_steps
 
 
@@ -174,7 +190,7 @@ def _batch(matmul: MatmulFunction, accumulators: int, available: int) -> int:
     return _SMALL_BATCH if has_vectors(matmul, matmul.output_dtype) else _LEAST_BATCH
 
 
-def _refuse_parameters(p: GemmParameters, depth: int) -> Refusal | None:
+def _refuse_parameters(p: GemmParameters, low: int) -> Refusal | None:
     warps = p.warps_m * p.warps_n
     if p.warps_m < 1 or p.warps_n < 1 or not 2 <= warps <= _WARPS_MAX:
         return Refusal(f"{p.warps_m} x {p.warps_n} warps, expected 2 to {_WARPS_MAX}")
@@ -184,9 +200,10 @@ def _refuse_parameters(p: GemmParameters, depth: int) -> Refusal | None:
     if p.block_n // p.warps_n not in (16, 32, 64, 128) or p.block_n % p.warps_n or p.block_n % 32:
         return Refusal(f"block_n is {p.block_n}, expected {p.warps_n} times 16, 32, 64 or 128, a multiple of 32")
     # At least two steps; rows of 128 bytes at most.
-    low, high = (8, 32) if depth == FLOAT_DEPTH else (32, 64)
+    high = 32 if low == 2 * FLOAT_DEPTH else 64
     if not low <= p.block_k <= high or p.block_k & (p.block_k - 1):
-        return Refusal(f"block_k is {p.block_k}, expected a power of 2 from {low} to {high}")
+        expected = f"a power of 2 from {low} to {high}" if low < high else high
+        return Refusal(f"block_k is {p.block_k}, expected {expected}")
     if not 2 <= p.stages <= _STAGES_MAX:
         return Refusal(f"stages is {p.stages}, expected 2 to {_STAGES_MAX}")
     if p.group < 1:

@@ -8,7 +8,7 @@ from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
 
 #: Along K of a step of the kernel: each has one scale a column.
 STORED_DEPTH = 32
-#: What a GPU needs for the kernel. One with wgmma as well multiplies more rows than those of a tile faster by that.
+#: What a GPU needs for the kernel.
 FEATURES = frozenset({Feature.MMA, Feature.CP_ASYNC, Feature.LDMATRIX})
 # Halves in a copy of 16 bytes.
 _SCALES = 8

@@ -1,5 +1,8 @@
 """Matrix multiplication with an elementwise epilogue for GPUs with mma.sync and cp.async (sm_80 on), in TIRx.
 
+B may be quantised, in 4 or 8 bits (`schedules.functions.quantised_matmul`): it is copied as it is stored, and a warp
+dequantises what it multiplies (`multiply_stored.py`).
+
 In float32, threads multiply themselves, and exactly so: also where the target has wgmma, which has no float32.
 
 Notation
@@ -23,7 +26,8 @@ see `schedules.templates.emit.tensor_cores`):
 
     tile_a   [stages, block_m, block_k]
     tile_b   [stages, block_k, block_n]     B as [K, N]
-             [stages, block_n, block_k]     B as [N, K]
+             [stages, block_n, block_k]     B as [N, K]; where it is quantised, its bytes
+    scales   [stages, 1 or block_k / 32, block_n]
     patches and copies of `schedules.templates.output.output_tile`
 
 All threads copy (cp.async), up to `stages` tiles ahead. Along K, a step is one instruction deep: while a warp
@@ -35,7 +39,8 @@ sm_90 on): it waits for it before it reads or writes global memory, but for the 
 is not proposed: small models in which all kernels start so were slower on an H200 (BERT-base 1x128 for sm_90 0.517 ms,
 0.431 with those of rows alone; `benchmarks/results/h200-mma-sync-models.json`).
 
-Copies are of 16 bytes: K has to be a multiple of 8 (of 4 in float32), and N too where B is [K, N]. Rows and columns
+Copies are of 16 bytes: K has to be a multiple of 8 (of 4 in float32; of 16 and 32 where B has 8 and 4 bits), and N too
+where B is [K, N] or quantised. Rows and columns
 outside C are not written.
 
 Sources: PTX ISA 9.0, "mma.m16n8k16", "ldmatrix", "cp.async". NVIDIA CUTLASS, `mma_multistage.h`, has the same pipeline.
@@ -57,8 +62,11 @@ from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
 from relaxtune.schedules.templates.gemm_sm80.cost import predicted_us
 from relaxtune.schedules.templates.gemm_sm80.kernel import build_kernel
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, is_plain, make_plan
+from relaxtune.schedules.templates.gemm_sm80.stored_weights import FEATURES, refuse_stored
+from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.expressions import dtype_of
 from relaxtune.schedules.tir.matmul import recognise_matmul
 
 _OUTPUTS = ("float16", "bfloat16", "float32")
@@ -105,6 +113,23 @@ FLOAT_TILES = (
     (16, 64, 32, 1, 2),
     (16, 64, 32, 1, 4),
     (16, 32, 32, 1, 2),
+)
+# Where B is quantised: warps side by side, since those one above another dequantise the same weights.
+STORED_TILES = (
+    (128, 128, 64, 2, 4),
+    (64, 256, 64, 1, 8),
+    (64, 128, 64, 1, 4),
+    (128, 64, 64, 2, 2),
+    (64, 64, 64, 1, 2),
+    (64, 64, 64, 1, 4),
+    (32, 256, 64, 1, 4),
+    (32, 128, 64, 1, 4),
+    (32, 64, 64, 1, 2),
+    (32, 64, 64, 1, 4),
+    (32, 32, 64, 1, 2),
+    (16, 128, 64, 1, 4),
+    (16, 64, 64, 1, 4),
+    (16, 32, 64, 1, 2),
 )
 _STAGES = (3, 4, 5, 6, 8)
 
@@ -153,7 +178,7 @@ class GemmSm80(KernelTemplate[MatmulFunction, GemmParameters]):
 
 def _for_target(found: MatmulFunction | Refusal, target: ResolvedTarget) -> MatmulFunction | Refusal:
     """Return a matmul where this template is the one to make it for a target, else why it is not."""
-    refused = refuse_target(target, Feature.MMA, Feature.CP_ASYNC, Feature.LDMATRIX)
+    refused = refuse_target(target, *FEATURES)
     in_halves = isinstance(found, Refusal) or not is_plain(found)
     if refused is None and in_halves and Feature.WGMMA in target.features:
         refused = Refusal("the target has wgmma, which the template gemm_sm90 multiplies by")
@@ -168,6 +193,8 @@ def _recognise_any(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
 
 def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction | Refusal:
     matmul = recognise_matmul(func, rows)
+    if isinstance(matmul, Refusal) and rows is None and _reads_bytes(func):
+        matmul = recognise_matmul_by_rows(func)
     if isinstance(matmul, Refusal):
         return matmul
     for dtype in (matmul.input_dtype, matmul.b_dtype):
@@ -177,6 +204,9 @@ def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction |
         return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(_OUTPUTS)}")
     if matmul.norm is not None or matmul.partials is not None:
         return Refusal("it has statistics of rows, which this template does not make")
+    stored = matmul.stored
+    if stored is not None and (refused := refuse_stored(matmul.n, matmul.k, stored.bits, stored.group)):
+        return refused
     chunk = COPY_BYTES // element_bytes(matmul.input_dtype)
     for name, size in (("K", matmul.k), *(() if matmul.b_transposed else (("N", matmul.n),))):
         if size % chunk:
@@ -186,9 +216,14 @@ def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction |
     return matmul
 
 
+def _reads_bytes(func: tirx.PrimFunc) -> bool:
+    return any(dtype_of(param) == "uint8" for param in func.params)
+
+
 def _proposals(matmul: MatmulFunction) -> Iterator[GemmParameters]:
     """Yield tiles and depths that may suit a shape; some do not fit."""
-    for block_m, block_n, block_k, warps_m, warps_n in FLOAT_TILES if is_plain(matmul) else TILES:
+    tiles = STORED_TILES if matmul.stored else FLOAT_TILES if is_plain(matmul) else TILES
+    for block_m, block_n, block_k, warps_m, warps_n in tiles:
         if (block_m > 16 and block_m >= 2 * matmul.m) or (block_n > 32 and block_n >= 2 * matmul.n):
             continue
         group = min(-(-matmul.m // block_m), _ROWS)

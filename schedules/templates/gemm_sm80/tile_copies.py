@@ -16,6 +16,7 @@ from relaxtune.schedules.templates.emit.kernel_frame import flat_view
 from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.emit.tile_chunks import TileChunks
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmPlan
+from relaxtune.schedules.templates.gemm_sm80.stored_weights import STORED_DEPTH, chunks_together
 from relaxtune.schedules.tir.blocks import Size, element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
@@ -28,30 +29,42 @@ class TileCopies:
         matmul: MatmulFunction,
         plan: GemmPlan,
         params: Sequence[tirx.Var],
-        tiles: tuple[tirx.Var, tirx.Var],
+        tiles: Sequence[tirx.Var],
         thread: tirx.Expr,
     ) -> None:
         p = plan.parameters
-        a, b = flat_view(params[matmul.a]), flat_view(params[matmul.b])
-        self._a = _Rows(a, tiles[0], plan.threads, thread, matmul.k, (p.block_m, p.block_k), matmul.extent)
+        threads, stored, a = plan.threads, matmul.stored, flat_view(params[matmul.a])
+        b = flat_view(params[matmul.b if stored is None else stored.packed])
+        together = 1 if stored is None else chunks_together(16)
+        self._a = _Rows(a, tiles[0], threads, thread, matmul.k, (p.block_m, p.block_k), matmul.extent, together)
         self._b: _Rows | _Depths
-        if matmul.b_transposed:
-            self._b = _Rows(b, tiles[1], plan.threads, thread, matmul.k, (p.block_n, p.block_k), matmul.n)
+        self._scales: _Scales | None = None
+        if stored is not None:
+            depth, width = (size * stored.bits // 8 for size in (matmul.k, p.block_k))
+            together = chunks_together(stored.bits)
+            self._b = _Rows(b, tiles[1], threads, thread, depth, (p.block_n, width), matmul.n, together)
+            self._scales = _Scales(flat_view(params[stored.scales]), tiles[2], thread, matmul, plan)
+        elif matmul.b_transposed:
+            self._b = _Rows(b, tiles[1], threads, thread, matmul.k, (p.block_n, p.block_k), matmul.n)
         else:
-            self._b = _Depths(b, tiles[1], plan.threads, thread, matmul.k, (p.block_k, p.block_n), matmul.n)
+            self._b = _Depths(b, tiles[1], threads, thread, matmul.k, (p.block_k, p.block_n), matmul.n)
 
     def begin(self, row: tirx.Expr, column: tirx.Expr) -> None:
         """Emit what stays the same along K; `row` and `column` are the tile's first."""
         self._a.begin(row)
         self._b.begin(column)
+        if self._scales is not None:
+            self._scales.begin(column)
 
     def load_a(self, stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
         """Emit the copies of a tile of A."""
         self._a.load(stage, k_tile)
 
     def load_b(self, stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
-        """Emit the copies of a tile of B."""
+        """Emit the copies of a tile of B, and of its scales."""
         self._b.load(stage, k_tile)
+        if self._scales is not None:
+            self._scales.load(stage, k_tile)
 
 
 class _Tile:
@@ -66,10 +79,11 @@ class _Tile:
         depth: int,
         shape: tuple[int, int],
         limit: Size,
+        together: int = 1,
     ) -> None:
         self._source, self._tile, self._depth, self._shape, self._limit = source, tile, depth, shape, limit
         self._each = COPY_BYTES // element_bytes(str(tile.ty.dtype))
-        self._chunks = TileChunks(threads, thread, shape[0], shape[1] // self._each, self._each)
+        self._chunks = TileChunks(threads, thread, shape[0], shape[1] // self._each, self._each, together)
 
 
 class _Rows(_Tile):
@@ -122,3 +136,30 @@ class _Depths(_Tile):
                     exists,
                     lines=True,
                 )
+
+
+class _Scales:
+    """Rows of scales [groups, N] of a tile of B: one for a stage, or one for each step; a thread copies 8 of them."""
+
+    def __init__(
+        self, source: tirx.Var, tile: tirx.Var, thread: tirx.Expr, matmul: MatmulFunction, plan: GemmPlan
+    ) -> None:
+        assert matmul.stored is not None
+        self._source, self._tile, self._thread = source, tile, thread
+        self._group, self._columns = matmul.stored.group, matmul.n
+        self._last = -(-matmul.k // self._group) - 1
+        self._block_k, self._block_n, self._rows = plan.parameters.block_k, plan.parameters.block_n, plan.scale_rows
+        self._each = COPY_BYTES // element_bytes(str(tile.ty.dtype))
+
+    def begin(self, first: tirx.Expr) -> None:
+        self._start = T.alloc_local([1], "int32")
+        column = first + self._thread % (self._block_n // self._each) * self._each
+        ragged = self._columns % self._block_n != 0
+        T.buffer_store(self._start, tirx.min(column, self._columns - self._each) if ragged else column, [0])
+
+    def load(self, stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
+        step = self._thread // (self._block_n // self._each)
+        group = (k_tile * self._block_k + step * STORED_DEPTH) // self._group
+        at = tirx.min(group, self._last) * self._columns + self._start[0]
+        with when([self._thread < self._rows * self._block_n // self._each]):
+            copy_async(self._tile.ptr_to([stage, self._thread * self._each]), self._source.ptr_to([at]))

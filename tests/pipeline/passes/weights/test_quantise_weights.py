@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from relaxtune.models import OnnxModel
+from relaxtune.models import OnnxModel, load_model
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
 from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.tasks.extract import extract_tasks
+from relaxtune.schedules.registry import list_candidates
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.tir.epilogue import MatmulFunction
@@ -92,13 +93,33 @@ def test_many_rows_on_a_gpu_have_a_kernel_that_dequantises_and_store_bytes() -> 
     module = lowered("gpt2-tiny", "w4a16", HOPPER)
     # 12 rows of the tiny model are few; 64 are not.
     assert not any("dequantise" in name for name in module.kernels)
-    from relaxtune.models import load_model
-
     model = load_model("gpt2-tiny", shapes={"input_ids": (1, 64), "attention_mask": (1, 64)})
     module = lower(import_model(model), HOPPER, LoweringOptions(precision="w4a16"))
     calls = sum(len(calls) for name, calls in module.kernels.items() if name.startswith("dequantise"))
     assert calls == len(module.quantised_nodes)
     assert sum(array.dtype == np.uint8 for array in module.weights.values()) == calls
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
+def test_many_rows_dequantise_in_the_matmul_where_it_is_by_mma_sync(arch: str) -> None:
+    model = load_model("gpt2-tiny", shapes={"input_ids": (1, 64), "attention_mask": (1, 64)})
+    target = resolve_target(f"cuda:{arch}")
+    module = lower(import_model(model), target.target, LoweringOptions(precision="w4a16"))
+    assert not any("dequantise" in name for name in module.kernels)
+    matmuls = [task for task in extract_tasks([module]) if "quantised_matmul" in task.name]
+    assert matmuls
+    for task in matmuls:
+        found, refused = list_candidates(task.mod["main"], target)
+        assert found, refused
+        assert found[0].template == "gemm_sm80"
+
+
+def test_rows_beyond_what_a_kernel_should_dequantise_have_a_kernel_for_it() -> None:
+    weight = np.random.default_rng(0).standard_normal((64, 32)).astype("float32")
+    for rows, apart in ((2048, False), (2049, True)):
+        graph = import_model(product(weight, rows=rows))
+        module = lower(graph, resolve_target("cuda:sm_80").target, LoweringOptions(precision="w8a16"))
+        assert any("dequantise" in name for name in module.kernels) == apart
 
 
 def test_workloads_of_different_precisions_are_different_tasks() -> None:
@@ -127,10 +148,10 @@ def test_a_graph_in_half_precision_is_quantised_too() -> None:
     assert module.quantised_nodes
 
 
-def product(weight: np.ndarray, node: str = "") -> OnnxModel:
+def product(weight: np.ndarray, node: str = "", rows: int = 2) -> OnnxModel:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name=node)]
-    rows, columns = weight.shape
-    return make_onnx(nodes, {"x": ("float", [2, rows])}, {"y": ("float", [2, columns])}, {"w": weight})
+    k, columns = weight.shape
+    return make_onnx(nodes, {"x": ("float", [rows, k])}, {"y": ("float", [rows, columns])}, {"w": weight})
 
 
 def test_matmul_without_a_name_is_quantised() -> None:

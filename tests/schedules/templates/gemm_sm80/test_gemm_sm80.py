@@ -13,11 +13,14 @@ from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import TemplateError, cuda_limits
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.templates.gemm_sm80.template import GemmSm80
+from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.tir.matmul import recognise_matmul
+from tests.schedules.templates.gemv_cases import GemvCase
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 BERT = MatmulCase((8, 128), 3072, 768, ("bias", "gelu"))
 FLOAT = replace(BERT, dtype="float32", output="float32")
+STORED = GemvCase((128,), 2048, 2048, 4)
 TARGETS = ("cuda:sm_80", "cuda:sm_86", "cuda:sm_89", "cuda:sm_90", "cuda:sm_120")
 
 
@@ -48,6 +51,42 @@ def test_every_proposal_fits_its_target(case: MatmulCase, text: str) -> None:
         assert not parameters.dependent
 
 
+@pytest.mark.parametrize("text", TARGETS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        STORED,
+        replace(STORED, rows=(17,), bits=8, epilogue="residual"),
+        replace(STORED, rows=(1024,), n=8192, epilogue="gated"),
+        replace(STORED, rows=(4, 100), n=1000, k=800, group=32, bits=8),
+    ],
+    ids=["4 bits", "few rows", "gated", "ragged"],
+)
+def test_quantised_weights_are_read_as_they_are_stored(case: GemvCase, text: str) -> None:
+    target, func = resolve_target(text), case.func()
+    found, _ = list_candidates(func, target)
+    assert len(found) >= 4
+    limits, matmul = cuda_limits(target), recognise_matmul_by_rows(func)
+    for parameters in found:
+        plan = make_plan(matmul, parameters, limits)
+        assert isinstance(plan, GemmPlan)
+        assert plan.tile_bytes[1] == parameters.block_n * parameters.block_k * case.bits // 8
+        assert plan.shared_bytes <= limits.shared_bytes_optin
+    assert isinstance(GemmSm80().apply(func, target, found[0]), tirx.PrimFunc)
+
+
+def test_a_stage_has_the_scales_of_its_groups() -> None:
+    for group, rows in ((32, 2), (64, 1), (96, 2), (128, 1), (1920, 1), (960, 1)):
+        plan = make_plan(
+            recognise_matmul_by_rows(replace(STORED, k=1920, group=group).func()),
+            GemmParameters(64, 64, 64, 3, 1, 2),
+            cuda_limits(resolve_target("cuda:sm_80")),
+        )
+        assert isinstance(plan, GemmPlan)
+        assert plan.scale_rows == rows
+        assert plan.tile_bytes[2] == 64 * 2 * rows
+
+
 def test_float32_is_made_where_halves_take_wgmma() -> None:
     found, _ = list_candidates(FLOAT.func(), resolve_target("cuda:sm_90a"))
     assert found[0].template == "gemm_sm80"
@@ -65,9 +104,13 @@ def test_float32_is_made_where_halves_take_wgmma() -> None:
         (replace(BERT, k=770), "cuda:sm_80", "K is 770, expected a multiple of 8"),
         (replace(BERT, n=3074), "cuda:sm_80", "N is 3074, expected a multiple of 8"),
         (replace(BERT, epilogue=("summed",)), "cuda:sm_80", "expected one reduction"),
+        (STORED, "cuda:sm_90a", "the target has wgmma"),
+        (replace(STORED, k=2032), "cuda:sm_80", "K is 2032, expected a multiple of 32"),
+        (replace(STORED, n=2044), "cuda:sm_80", "N is 2044, expected a multiple of 8"),
+        (replace(STORED, group=48, k=1920), "cuda:sm_80", "groups of 48 weights, expected a multiple of 32"),
     ],
 )
-def test_refusal_says_why(case: MatmulCase, target: str, reason: str) -> None:
+def test_refusal_says_why(case: MatmulCase | GemvCase, target: str, reason: str) -> None:
     found = GemmSm80().candidates(case.func(), resolve_target(target))
     assert isinstance(found, Refusal)
     assert reason in found.reason
@@ -90,6 +133,12 @@ def test_parameters_that_make_no_kernel_are_refused(change: dict[str, int], reas
     found = GemmSm80().apply(BERT.func(), resolve_target("cuda:sm_86"), replace(GemmParameters(), **change))
     assert isinstance(found, Refusal)
     assert reason in found.reason
+
+
+def test_a_stage_of_quantised_weights_is_two_steps() -> None:
+    found = GemmSm80().apply(STORED.func(), resolve_target("cuda:sm_80"), GemmParameters(64, 64, 32, 3, 1, 2))
+    assert isinstance(found, Refusal)
+    assert "block_k is 32, expected 64" in found.reason
 
 
 def test_dependent_launch_is_refused_where_there_is_none() -> None:
