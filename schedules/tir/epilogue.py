@@ -147,6 +147,11 @@ class MatmulFunction:
         return 8 * element_bytes(self.b_dtype) if self.stored is None else self.stored.bits
 
     @property
+    def sums(self) -> str:
+        """The dtype of the sums: float32, or int32 of integer operands."""
+        return str(self.epilogue.accumulator.ty.dtype)
+
+    @property
     def extent(self) -> Size:
         """Rows as code counts them: their number, or its expression where that is symbolic."""
         return self.m if self.rows is None else self.rows

@@ -25,7 +25,7 @@ from relaxtune.schedules.targets import Feature, target_features
 # TMA loads rows that start at multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled).
 _ALIGNMENT = 16
 _BYTES = {"float16": 2, "bfloat16": 2}
-# Whose products Hopper's tensor cores make of rows of K alone.
+# Whose products tensor cores make of rows of K alone.
 _INTEGERS = ("int8", "uint8")
 
 
@@ -33,9 +33,9 @@ def turn_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with `matmul(x, W)` of a constant W [K, N] as a kernel that reads W as [N, K].
 
     Of half precision only where rows of N elements start at unaligned addresses and rows of K do not: the output layer
-    of a language model whose vocabulary has an odd size (GPT-2's 50257). Of 8-bit integers (precision int8) with wgmma,
-    where rows of K start at aligned addresses: it takes no other 8-bit operands. The turned matrix is a constant like
-    any weight.
+    of a language model whose vocabulary has an odd size (GPT-2's 50257). Of 8-bit integers (precision int8) for tensor
+    cores, where rows of K start at aligned addresses: they take no other 8-bit operands. The turned matrix is a
+    constant like any weight.
 
     Other weights in half precision stay. With all of more than 64 rows turned, chains of BERT-base's kernels on an H200
     (one CUDA graph, alternating, first candidates; in brackets the best of four of each form) took 1.00 (1.00), 0.99
@@ -44,8 +44,8 @@ def turn_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """
     if state.target.kind.name != "cuda":
         return mod
-    wgmma = Feature.WGMMA in target_features(state.target)
-    found = {binding.var: binding.value for binding in bindings_of(main_of(mod)) if _turns(binding.value, wgmma)}
+    cores = Feature.MMA in target_features(state.target)
+    found = {binding.var: binding.value for binding in bindings_of(main_of(mod)) if _turns(binding.value, cores)}
     if not found:
         return mod
     state.note(f"{len(found)} weights turned")
@@ -58,7 +58,7 @@ def _turned(new: Rewriter, binding: relax.VarBinding, matmul: relax.Call) -> tvm
     return new.kernel(turned_matmul(dtype_of(binding.var)), new.of(data), turned, name="matmul")
 
 
-def _turns(value: tvm.ir.Expr, wgmma: bool) -> bool:
+def _turns(value: tvm.ir.Expr, cores: bool) -> bool:
     if not is_op(value, "matmul") or not is_constant(value.args[1]):
         return False
     left, right, dtype = shape_of(value.args[0]), static_shape(value.args[1]), dtype_of(value.args[1])
@@ -66,7 +66,7 @@ def _turns(value: tvm.ir.Expr, wgmma: bool) -> bool:
         return False
     rows, columns = right
     if dtype in _INTEGERS:
-        return wgmma and dtype_of(value.args[0]) in _INTEGERS and rows % _ALIGNMENT == 0
+        return cores and dtype_of(value.args[0]) in _INTEGERS and rows % _ALIGNMENT == 0
     size = _BYTES.get(dtype)
     return size is not None and columns * size % _ALIGNMENT != 0 and rows * size % _ALIGNMENT == 0
 

@@ -50,7 +50,8 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, limits: CudaLimits) -> 
     warps = plan.threads // 32
     steps, depth, element = plan.k_tiles * p.block_k // plan.depth, plan.depth, element_bytes(matmul.input_dtype)
     weight = matmul.weight_bits / 8
-    rate = _FLOAT_MULTIPLY_ADDS if is_plain(matmul) else _MULTIPLY_ADDS
+    # Of operands of half the bytes, twice as many.
+    rate = _FLOAT_MULTIPLY_ADDS if is_plain(matmul) else _MULTIPLY_ADDS * 2 / element
     # A scheduler without a warp does nothing.
     used = min(1.0, together * warps / _SCHEDULERS)
     arithmetic = on_one * steps * p.block_m * p.block_n * depth / rate / used

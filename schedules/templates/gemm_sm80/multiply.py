@@ -2,8 +2,9 @@
 
 Lane l gives the address of row l % 8 of matrix l / 8 of four that `ldmatrix` loads. Of A these are both halves of 16
 rows, at both halves of 16 along K; of B as [N, K] both halves of K of 8 columns, then of the next 8; of B as [K, N] the
-same, transposed as they are loaded. A step along K moves the chunk of a row, which is an exclusive or of the address:
-rows start at multiples of their length, and the pattern of a lane's rows is the same in all of them.
+same, transposed as they are loaded; of 8 bits, whose fragments lie as those of halves do byte for byte, B is [N, K]. A
+step along K moves the chunk of a row, which is an exclusive or of the address: rows start at multiples of their length,
+and the pattern of a lane's rows is the same in all of them.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
 from relaxtune.schedules.templates.emit.tensor_cores import (
     CHUNK,
     LDMATRIX_SOURCE,
-    MMA_KINDS,
     chunk_place,
-    mma_source,
+    mma_function,
     shared_address,
 )
 from relaxtune.schedules.templates.gemm_sm80.plan import ROWS, WARP, GemmPlan
+from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
-ELEMENT_BYTES = 2
 # Fragments of a step along K: `a` and `b` are the addresses in a stage.
 _LOAD = """
 __forceinline__ __device__ void {name}(unsigned* to_a, unsigned* to_b, unsigned a, unsigned b, int step) {{
@@ -41,13 +42,13 @@ _LOAD_B_DEPTHS = """relaxtune_ldmatrix_trans(to_b + 4 * j,
                              (b ^ (2 * j & {mask}) * 16) + (2 * j & ~{mask}) * 16 + step * {rows_b_bytes});"""
 # Every other row of instructions goes backwards: two that follow each other share a fragment.
 _MULTIPLY = """
-__forceinline__ __device__ void {name}(float* sums, const unsigned* a, const unsigned* b) {{
+__forceinline__ __device__ void {name}({sum}* sums, const unsigned* a, const unsigned* b) {{
 #pragma unroll
   for (int i = 0; i < {m_steps}; ++i) {{
 #pragma unroll
     for (int step = 0; step < {n_steps}; ++step) {{
       int j = i % 2 ? {n_steps} - 1 - step : step;
-      relaxtune_mma_{kind}(sums + (i * {n_steps} + j) * 4, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3],
+      {mma}(sums + (i * {n_steps} + j) * 4, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3],
                            b[2 * j], b[2 * j + 1]);
     }}
   }}
@@ -63,7 +64,7 @@ class Multiply:
     """
 
     def __init__(self, matmul: MatmulFunction, plan: GemmPlan, tiles: Sequence[tirx.Var], thread: tirx.Expr) -> None:
-        self._matmul, self._plan = matmul, plan
+        self._matmul, self._plan, self._bytes = matmul, plan, element_bytes(matmul.input_dtype)
         self._tiles, self._thread = tiles, thread
 
     def begin(self) -> None:
@@ -71,9 +72,11 @@ class Multiply:
         plan = self._plan
         p = plan.parameters
         warp, lane = self._thread // WARP, self._thread % WARP
-        self.accumulators = T.alloc_local([plan.accumulators], "float32")
+        # Sums in int32 are held as uint32, as for wgmma.
+        held = "uint32" if self._matmul.sums == "int32" else "float32"
+        self.accumulators = T.alloc_local([plan.accumulators], held)
         for index in range(plan.accumulators):
-            T.buffer_store(self.accumulators, tirx.FloatImm("float32", 0.0), [index])
+            T.buffer_store(self.accumulators, tirx.const(0, held), [index])
         # Two steps along K.
         self._words_a, self._words_b = 4 * plan.m_steps, 2 * plan.n_steps
         self._fragments_a = T.alloc_local([2 * self._words_a], "uint32")
@@ -81,27 +84,28 @@ class Multiply:
         first_row = warp % p.warps_m * (p.block_m // p.warps_m)
         first_column = warp // p.warps_m * (p.block_n // p.warps_n)
         self._at = T.alloc_local([2], "uint32")
-        half, depths = lane // 16, p.block_k // CHUNK
+        each = COPY_BYTES // self._bytes
+        half, depths = lane // 16, p.block_k // each
         places = [(first_row + lane % 16, half, depths)]
         if self._matmul.b_transposed:
             places.append((first_column + lane % 8 + half * 8, lane // 8 % 2, depths))
         else:
             places.append((lane % 16, first_column // CHUNK + half, p.block_n // CHUNK))
         for index, (row, chunk, width) in enumerate(places):
-            found = shared_address(self._tiles[index].ptr_to([0, chunk_place(row, chunk, width)]))
+            found = shared_address(self._tiles[index].ptr_to([0, chunk_place(row, chunk, width, each)]))
             T.buffer_store(self._at, found, [index])
 
     def load(self, half: int, stage: tirx.Expr, step: int) -> None:
         """Emit the loads of a step's fragments into one half of the registers for them."""
         plan, p = self._plan, self._plan.parameters
-        depth_bytes = p.block_k * ELEMENT_BYTES
+        depth_bytes = p.block_k * self._bytes
         if self._matmul.b_transposed:
             load_b = _LOAD_B_ROWS.format(rows_b_bytes=ROWS * depth_bytes)
         else:
             mask = min(p.block_n // CHUNK, 8) - 1
-            load_b = _LOAD_B_DEPTHS.format(mask=mask, rows_b_bytes=ROWS * p.block_n * ELEMENT_BYTES)
+            load_b = _LOAD_B_DEPTHS.format(mask=mask, rows_b_bytes=ROWS * p.block_n * self._bytes)
         kind = "rows" if self._matmul.b_transposed else "depths"
-        name = f"relaxtune_fragments_{kind}_{p.block_k}_{p.block_n}_{plan.m_steps}_{plan.n_steps}"
+        name = f"relaxtune_fragments_{kind}_{depth_bytes}_{p.block_n}_{plan.m_steps}_{plan.n_steps}"
         source = LDMATRIX_SOURCE + _LOAD.format(
             name=name,
             m_steps=plan.m_steps,
@@ -109,16 +113,17 @@ class Multiply:
             pairs=plan.n_steps // 2,
             load_b=load_b,
         )
-        sizes = (p.block_m * depth_bytes, p.block_n * depth_bytes)
+        sizes = plan.tile_bytes[:2]
         at = [self._at[index] + tirx.Cast("uint32", stage * size) for index, size in enumerate(sizes)]
         T.evaluate(T.cuda.func_call(name, *self._registers(half), *at, tirx.IntImm("int32", step), source_code=source))
 
     def multiply(self, half: int) -> None:
         """Emit the multiplication of the fragments in one half of the registers."""
-        plan, dtype = self._plan, self._matmul.input_dtype
-        kind = MMA_KINDS[dtype]
-        name = f"relaxtune_multiply_{kind}_{plan.m_steps}_{plan.n_steps}"
-        source = mma_source(dtype) + _MULTIPLY.format(name=name, kind=kind, m_steps=plan.m_steps, n_steps=plan.n_steps)
+        plan, matmul = self._plan, self._matmul
+        mma, source = mma_function(matmul.input_dtype, matmul.b_dtype)
+        name = f"{mma.replace('mma', 'multiply')}_{plan.m_steps}_{plan.n_steps}"
+        held = "unsigned" if matmul.sums == "int32" else "float"
+        source += _MULTIPLY.format(name=name, sum=held, mma=mma, m_steps=plan.m_steps, n_steps=plan.n_steps)
         T.evaluate(T.cuda.func_call(name, self.accumulators.ptr_to([0]), *self._registers(half), source_code=source))
 
     def _registers(self, half: int) -> tuple[tirx.Expr, tirx.Expr]:

@@ -21,8 +21,10 @@ from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 WARP = 32
-# Of an instruction of tensor cores: rows, columns and depth.
+# Of an instruction of tensor cores: rows, columns, depth of halves, and bytes of a row.
 ROWS, COLUMNS, DEPTH = 16, 8, 16
+_STEP_BYTES = 2 * DEPTH
+_ROW_BYTES = 128
 # Where B is quantised, of its scales in float16.
 _SCALE_BYTES = 2
 # In float32, a thread multiplies as it has sums of such an instruction: a chunk of 16 bytes along K at a time.
@@ -118,8 +120,9 @@ class GemmPlan:
 
 def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> GemmPlan | Refusal:
     """Return the sizes of the kernel for a matmul, or why there is none with these parameters."""
-    depth = STORED_DEPTH if matmul.stored else FLOAT_DEPTH if is_plain(matmul) else DEPTH
-    refusal = _refuse_parameters(p, 2 * depth) or _refuse_columns(matmul, p)
+    size = element_bytes(matmul.input_dtype)
+    depth = STORED_DEPTH if matmul.stored else FLOAT_DEPTH if is_plain(matmul) else _STEP_BYTES // size
+    refusal = _refuse_parameters(p, 2 * depth, _ROW_BYTES // size) or _refuse_columns(matmul, p)
     if refusal is not None:
         return refusal
     warps = p.warps_m * p.warps_n
@@ -145,7 +148,7 @@ def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> 
     )
     rows = scale_rows(p.block_k, matmul.k, matmul.stored.group) if matmul.stored else 0
     tile_bytes = (
-        p.block_m * p.block_k * element_bytes(matmul.input_dtype),
+        p.block_m * p.block_k * size,
         p.block_n * p.block_k * matmul.weight_bits // 8,
         p.block_n * rows * _SCALE_BYTES,
     )
@@ -190,7 +193,7 @@ def _batch(matmul: MatmulFunction, accumulators: int, available: int) -> int:
     return _SMALL_BATCH if has_vectors(matmul, matmul.output_dtype) else _LEAST_BATCH
 
 
-def _refuse_parameters(p: GemmParameters, low: int) -> Refusal | None:
+def _refuse_parameters(p: GemmParameters, low: int, high: int) -> Refusal | None:
     warps = p.warps_m * p.warps_n
     if p.warps_m < 1 or p.warps_n < 1 or not 2 <= warps <= _WARPS_MAX:
         return Refusal(f"{p.warps_m} x {p.warps_n} warps, expected 2 to {_WARPS_MAX}")
@@ -200,7 +203,6 @@ def _refuse_parameters(p: GemmParameters, low: int) -> Refusal | None:
     if p.block_n // p.warps_n not in (16, 32, 64, 128) or p.block_n % p.warps_n or p.block_n % 32:
         return Refusal(f"block_n is {p.block_n}, expected {p.warps_n} times 16, 32, 64 or 128, a multiple of 32")
     # At least two steps; rows of 128 bytes at most.
-    high = 32 if low == 2 * FLOAT_DEPTH else 64
     if not low <= p.block_k <= high or p.block_k & (p.block_k - 1):
         expected = f"a power of 2 from {low} to {high}" if low < high else high
         return Refusal(f"block_k is {p.block_k}, expected {expected}")

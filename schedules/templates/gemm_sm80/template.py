@@ -11,13 +11,14 @@ Notation
 
     C[m, n] = epilogue(sum_k A[m, k] * B[k, n], m, n)
 
-    A   [M, K]            row major; float16, bfloat16 or float32
-    B   [K, N] or [N, K]  row major, of A's dtype
+    A   [M, K]            row major; float16, bfloat16, float32, int8 or uint8
+    B   [K, N] or [N, K]  row major, of A's dtype; of 8-bit integers, of either, as [N, K]
     C   [M, N]            row major; leading axes of A and C are flattened into M
 
 A thread block makes one tile of `block_m` x `block_n`. Tiles are counted column by column in groups of `group` rows of
 tiles, so that what runs at a time shares rows of A and columns of B in L2. Its `warps_m` x `warps_n` warps each make a
-part of the tile, in instructions of 16 x 8 x 16 (m16n8k16) with sums in float32; in float32, by fused multiply-adds of
+part of the tile, in instructions of 16 x 8 x 16 (m16n8k16) with sums in float32; of 8-bit integers, of 16 x 8 x 32 with
+sums in int32; in float32, by fused multiply-adds of
 the same 16 x 8 sums, 4 along K (`multiply_float.py`). Warp w has the rows of `w % warps_m` and the columns of
 `w / warps_m`, so that warps with the same columns follow each other.
 
@@ -39,11 +40,11 @@ sm_90 on): it waits for it before it reads or writes global memory, but for the 
 is not proposed: small models in which all kernels start so were slower on an H200 (BERT-base 1x128 for sm_90 0.517 ms,
 0.431 with those of rows alone; `benchmarks/results/h200-mma-sync-models.json`).
 
-Copies are of 16 bytes: K has to be a multiple of 8 (of 4 in float32; of 16 and 32 where B has 8 and 4 bits), and N too
-where B is [K, N] or quantised. Rows and columns
-outside C are not written.
+Copies are of 16 bytes: K has to be a multiple of 8 (of 4 in float32; of 16 where B has 8 bits, of 32 where it has 4),
+and N too where B is [K, N] or quantised. Rows and columns outside C are not written.
 
-Sources: PTX ISA 9.0, "mma.m16n8k16", "ldmatrix", "cp.async". NVIDIA CUTLASS, `mma_multistage.h`, has the same pipeline.
+Sources: PTX ISA 9.0, "mma.m16n8k16", "mma.m16n8k32", "ldmatrix", "cp.async". NVIDIA CUTLASS, `mma_multistage.h`, has
+the same pipeline.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.targets import Feature, ResolvedTarget
 from relaxtune.schedules.templates.base import OPEN_ROWS, KernelTemplate, Parameters, cuda_limits, refuse_target
 from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
+from relaxtune.schedules.templates.emit.tensor_cores import BYTE_KINDS
 from relaxtune.schedules.templates.gemm_sm80.cost import predicted_us
 from relaxtune.schedules.templates.gemm_sm80.kernel import build_kernel
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, is_plain, make_plan
@@ -70,6 +72,8 @@ from relaxtune.schedules.tir.expressions import dtype_of
 from relaxtune.schedules.tir.matmul import recognise_matmul
 
 _OUTPUTS = ("float16", "bfloat16", "float32")
+# Of integer sums besides.
+_INTEGER_OUTPUTS = ("int8", "uint8", "int32")
 _INDEX_MAX = 2**31 - 1
 _CANDIDATES_MAX = 24
 # Rows of tiles in a group: what they read stays in L2.
@@ -97,6 +101,8 @@ TILES = (
     (16, 64, 64, 1, 4),
     (16, 32, 64, 1, 2),
 )
+# A stage of 8-bit integers has as many bytes.
+BYTE_TILES = tuple((m, n, 2 * k, warps_m, warps_n) for m, n, k, warps_m, warps_n in TILES)
 # In float32: a thread has 8 x 8 sums, or 4 x 8, 2 x 8, 2 x 4 where there are few tiles.
 FLOAT_TILES = (
     (128, 128, 16, 2, 4),
@@ -198,10 +204,14 @@ def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction |
     if isinstance(matmul, Refusal):
         return matmul
     for dtype in (matmul.input_dtype, matmul.b_dtype):
-        if dtype not in _OUTPUTS:
-            return Refusal(f"the operands are {dtype}, expected one of {', '.join(_OUTPUTS)}")
-    if matmul.output_dtype not in _OUTPUTS:
-        return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(_OUTPUTS)}")
+        if dtype not in (*_OUTPUTS, *BYTE_KINDS):
+            return Refusal(f"the operands are {dtype}, expected one of {', '.join((*_OUTPUTS, *BYTE_KINDS))}")
+    integer = matmul.input_dtype in BYTE_KINDS
+    if integer and not matmul.b_transposed:
+        return Refusal("B of 8-bit integers is [K, N], expected [N, K] (ldmatrix does not turn them); turn the weight")
+    outputs = (*_OUTPUTS, *_INTEGER_OUTPUTS) if integer else _OUTPUTS
+    if matmul.output_dtype not in outputs:
+        return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(outputs)}")
     if matmul.norm is not None or matmul.partials is not None:
         return Refusal("it has statistics of rows, which this template does not make")
     stored = matmul.stored
@@ -220,10 +230,17 @@ def _reads_bytes(func: tirx.PrimFunc) -> bool:
     return any(dtype_of(param) == "uint8" for param in func.params)
 
 
+def _tiles(matmul: MatmulFunction) -> tuple[tuple[int, int, int, int, int], ...]:
+    if matmul.stored is not None:
+        return STORED_TILES
+    if matmul.input_dtype in BYTE_KINDS:
+        return BYTE_TILES
+    return FLOAT_TILES if is_plain(matmul) else TILES
+
+
 def _proposals(matmul: MatmulFunction) -> Iterator[GemmParameters]:
     """Yield tiles and depths that may suit a shape; some do not fit."""
-    tiles = STORED_TILES if matmul.stored else FLOAT_TILES if is_plain(matmul) else TILES
-    for block_m, block_n, block_k, warps_m, warps_n in tiles:
+    for block_m, block_n, block_k, warps_m, warps_n in _tiles(matmul):
         if (block_m > 16 and block_m >= 2 * matmul.m) or (block_n > 32 and block_n >= 2 * matmul.n):
             continue
         group = min(-(-matmul.m // block_m), _ROWS)

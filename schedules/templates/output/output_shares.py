@@ -115,8 +115,7 @@ def column_loads(matmul: MatmulFunction) -> list[TensorLoad]:
 
 
 def _paired(matmul: MatmulFunction) -> tuple[str, ...]:
-    integer = str(matmul.epilogue.accumulator.ty.dtype) == "int32"
-    return (*_PAIRED, *_PAIRED_INTEGERS) if integer else _PAIRED
+    return (*_PAIRED, *_PAIRED_INTEGERS) if matmul.sums == "int32" else _PAIRED
 
 
 def patch_pad(dtype: str) -> int:

@@ -8,9 +8,8 @@ from tvm import relax
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, constants_in, main_of, static_shape
 from relaxtune.pipeline.passes.weights.turn_weights import turn_weights
-from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.registry import list_candidates
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, graph_of, operators_of, run_module, state_of
@@ -58,22 +57,25 @@ def integer_graph(rows: int, x: str = "int8"):
     return graph_of(build, {"x": ((2, 3, rows), x)})
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 @pytest.mark.parametrize("x", ["int8", "uint8"])
-def test_integer_weights_are_kept_turned_for_hopper(x: str) -> None:
-    graph = integer_graph(32, x)
-    made = turn_weights(graph.mod, replace(state_of(graph), target=CUDA))
+def test_integer_weights_are_kept_turned_for_tensor_cores(x: str, arch: str) -> None:
+    graph, target = integer_graph(32, x), resolve_target(f"cuda:{arch}")
+    made = turn_weights(graph.mod, replace(state_of(graph), target=target.target))
     (weight,) = constants_in(next(bindings_of(main_of(made))).value)
     assert static_shape(weight) == (24, 32)
     (name,) = [var for var in made.get_global_vars() if var.name_hint == "matmul"]
-    assert not isinstance(GemmSm90().candidates(made[name], resolve_target("cuda:sm_90a")), Refusal)
+    found, refused = list_candidates(made[name], target)
+    assert found, refused
+    assert found[0].template == ("gemm_sm90" if arch == "sm_90a" else "gemm_sm80")
     values = RNG.integers(0, 128, (2, 3, 32)).astype(x)
     assert_agrees(run_module(made, [values]), run_module(graph.mod, [values]), 0)
 
 
 @pytest.mark.parametrize(
     ("rows", "target"),
-    [(24, CUDA), (32, resolve_target("cuda:sm_80").target), (32, LLVM)],
-    ids=["rows", "sm_80", "cpu"],
+    [(24, CUDA), (32, resolve_target("cuda:sm_75").target), (32, LLVM)],
+    ids=["rows", "sm_75", "cpu"],
 )
 def test_integer_weights_that_no_template_reads_turned_are_left_alone(rows: int, target: object) -> None:
     graph = integer_graph(rows)

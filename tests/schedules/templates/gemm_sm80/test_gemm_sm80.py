@@ -99,7 +99,7 @@ def test_float32_is_made_where_halves_take_wgmma() -> None:
         (BERT, "cuda:sm_90a", "the target has wgmma"),
         (BERT, "cuda:sm_75", "expected cuda sm_80 or later"),
         (BERT, "llvm", "the target is llvm"),
-        (replace(BERT, dtype="int8"), "cuda:sm_80", "the operands are int8"),
+        (replace(BERT, dtype="int8"), "cuda:sm_80", "the accumulator is float32, the operands are int8"),
         (replace(FLOAT, k=770), "cuda:sm_80", "K is 770, expected a multiple of 4"),
         (replace(BERT, k=770), "cuda:sm_80", "K is 770, expected a multiple of 8"),
         (replace(BERT, n=3074), "cuda:sm_80", "N is 3074, expected a multiple of 8"),
