@@ -75,7 +75,7 @@ def prepare(case: Case, order: Order, emit: Emit) -> Prepared:
     proto = case.proto()
     weights, inputs = weights_of(proto), case.inputs()
     with turn:
-        expected = _reference_outputs(case, weights, inputs)
+        expected = reference_outputs(case, weights, inputs)
     prepared = Prepared()
     if _is_quick_on_cpu(case):
         prepared.agreement["reference"] = asdict(_check_reference(case, proto, inputs, expected))
@@ -93,7 +93,7 @@ def prepare(case: Case, order: Order, emit: Emit) -> Prepared:
         try:
             arm = _made(makers[name], name, turn)
             with turn:
-                agreement = _checked(arm, expected)
+                agreement = checked(arm, expected)
         except ArmUnavailableError as error:
             prepared.skipped[name] = str(error)
         # The border of an arm: whatever goes wrong in it is told, and the others go on.
@@ -119,14 +119,14 @@ def _made(make: Callable[[], DeviceArm], name: str, turn: DeviceTurn) -> DeviceA
         return make()
 
 
-def _checked(arm: DeviceArm, expected: Mapping[str, torch.Tensor]) -> Agreement:
+def checked(arm: DeviceArm, expected: Mapping[str, torch.Tensor]) -> Agreement:
     """Return how an arm's second run compares: its first may have been special (a capture, an allocation)."""
     arm.run()
     arm.run()
     return compare(expected, arm.outputs(), ARM_TOLERANCE)
 
 
-def _reference_outputs(
+def reference_outputs(
     case: Case, weights: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]
 ) -> dict[str, torch.Tensor]:
     """Return the outputs of the plain module in float32, TF32 off, on the GPU."""
