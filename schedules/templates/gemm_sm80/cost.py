@@ -42,7 +42,7 @@ _THREADS, _RESERVED_BYTES, _REGISTER_UNIT = 2048, 1024, 8
 def predicted_us(matmul: MatmulFunction, plan: GemmPlan, limits: CudaLimits) -> float:
     """Return a kernel's time in microseconds as the model has it."""
     p, sm_count = plan.parameters, limits.likely_sm_count
-    blocks = plan.tiles_m * plan.tiles_n
+    blocks = plan.tiles_m * plan.tiles_n * p.split_k
     resident = _resident(plan, limits)
     on_one = math.ceil(blocks / sm_count)
     together = min(on_one, resident)

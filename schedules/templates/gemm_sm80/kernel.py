@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -17,6 +18,7 @@ from relaxtune.schedules.templates.gemm_sm80.multiply import Multiply
 from relaxtune.schedules.templates.gemm_sm80.multiply_float import MultiplyFloat
 from relaxtune.schedules.templates.gemm_sm80.multiply_stored import MultiplyStored
 from relaxtune.schedules.templates.gemm_sm80.plan import WARP, GemmPlan, is_plain
+from relaxtune.schedules.templates.gemm_sm80.split_k import SplitSum
 from relaxtune.schedules.templates.gemm_sm80.tile_copies import TileCopies
 from relaxtune.schedules.templates.output.output_tile import OutputTile
 from relaxtune.schedules.tir.blocks import element_bytes
@@ -53,9 +55,11 @@ class _Kernel:
             tiles_m = plan.tiles_m if isinstance(rows, int) else T.Bind((rows + (p.block_m - 1)) // p.block_m)
             output = OutputTile(matmul, self._func.params, params, plan.shares, self._constants)
             T.device_entry()
-            block = T.cta_id([tiles_m * plan.tiles_n])
+            block = T.cta_id([tiles_m * plan.tiles_n * p.split_k])
             thread = T.thread_id([plan.threads])
-            row, column = (in_register(place, "int32") for place in tile_place(block, tiles_m, plan.tiles_n, p.group))
+            tile, part = (block, 0) if p.split_k == 1 else (block // p.split_k, block % p.split_k)
+            self._first_k_tile = part * plan.k_tiles
+            row, column = (in_register(place, "int32") for place in tile_place(tile, tiles_m, plan.tiles_n, p.group))
             pool = shared_pool()
             # Rows of shared memory start where all banks do: at multiples of 128 bytes.
             dtypes = matmul.input_dtype, *((matmul.b_dtype,) if matmul.stored is None else ("uint8", "float16"))
@@ -76,9 +80,9 @@ class _Kernel:
             ragged = not isinstance(rows, int) or rows % p.block_m != 0
             output.begin(first_row, first_column, warp, lane, ragged_rows=ragged)
             self._sum()
-            output.write(
-                self._multiply.accumulators, ragged_columns=matmul.n % p.block_n != 0, column_end=matmul.columns
-            )
+            accumulators = self._multiply.accumulators
+            with SplitSum(plan, thread, block).of_the_last(accumulators) if p.split_k > 1 else nullcontext():
+                output.write(accumulators, ragged_columns=matmul.n % p.block_n != 0, column_end=matmul.columns)
         return builder.get()
 
     def _multiply_by(self, tiles: Sequence[tirx.Var], thread: tirx.Expr) -> Multiply | MultiplyFloat | MultiplyStored:
@@ -95,15 +99,15 @@ class _Kernel:
         stages = range(min(p.stages, plan.k_tiles))
         if early:
             for stage in stages:
-                self._copies.load_b(stage, stage)
+                self._copies.load_b(stage, self._first_k_tile + stage)
         if p.dependent:
             T.evaluate(T.ptx.griddepcontrol.launch_dependents())
             T.evaluate(T.ptx.griddepcontrol.wait())
         for stage in range(p.stages):
             if stage in stages:
-                self._copies.load_a(stage, stage)
+                self._copies.load_a(stage, self._first_k_tile + stage)
                 if not early:
-                    self._copies.load_b(stage, stage)
+                    self._copies.load_b(stage, self._first_k_tile + stage)
             end_copies()
 
     def _sum(self) -> None:
@@ -126,8 +130,8 @@ class _Kernel:
                     wait_for_copies_of_block(p.stages - 2)
                     ahead = turn + p.stages
                     with T.If(ahead < plan.k_tiles), T.Then():
-                        self._copies.load_a(stage[0], ahead)
-                        self._copies.load_b(stage[0], ahead)
+                        self._copies.load_a(stage[0], self._first_k_tile + ahead)
+                        self._copies.load_b(stage[0], self._first_k_tile + ahead)
                     end_copies()
                     following = stage[0] + 1
                     wrapped = tirx.Select(following == p.stages, tirx.IntImm("int32", 0), following)

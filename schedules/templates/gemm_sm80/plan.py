@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
-from relaxtune.schedules.templates.base import Parameters
+from relaxtune.schedules.templates.base import Parameters, added
 from relaxtune.schedules.templates.gemm_sm80.stored_weights import STORED_DEPTH, scale_rows
 from relaxtune.schedules.templates.output.output_shares import (
     Shares,
@@ -54,6 +54,8 @@ class GemmParameters(Parameters):
         Rows of tiles that are made column by column before the next ones are begun.
     dependent
         Whether the kernel may start before the one before it has ended.
+    split_k
+        Blocks that share the sum of a tile.
     """
 
     template: ClassVar[str] = "gemm_sm80"
@@ -66,6 +68,7 @@ class GemmParameters(Parameters):
     warps_n: int = 2
     group: int = 1
     dependent: bool = False
+    split_k: int = added(1)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class GemmPlan:
     tiles_m, tiles_n
         Rows and columns of tiles; of a symbolic number of rows, those of the number that was planned for.
     k_tiles
-        Tiles of K.
+        Tiles of K of a block's sum.
     depth
         Of a step along K.
     m_steps, n_steps
@@ -122,7 +125,9 @@ def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> 
     """Return the sizes of the kernel for a matmul, or why there is none with these parameters."""
     size = element_bytes(matmul.input_dtype)
     depth = STORED_DEPTH if matmul.stored else FLOAT_DEPTH if is_plain(matmul) else _STEP_BYTES // size
-    refusal = _refuse_parameters(p, 2 * depth, _ROW_BYTES // size) or _refuse_columns(matmul, p)
+    refusal = (
+        _refuse_parameters(p, 2 * depth, _ROW_BYTES // size) or _refuse_columns(matmul, p) or _refuse_split(matmul, p)
+    )
     if refusal is not None:
         return refusal
     warps = p.warps_m * p.warps_n
@@ -140,7 +145,8 @@ def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> 
         warps=warps,
         m_blocks=m_steps,
         columns=columns,
-        prefetched=registers + held <= available,
+        # Of blocks that share a tile one alone needs them.
+        prefetched=registers + held <= available and p.split_k == 1,
         accumulators=each,
         batch=_batch(matmul, accumulators, available),
         row_step=ROWS,
@@ -160,7 +166,7 @@ def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> 
         threads=warps * WARP,
         tiles_m=math.ceil(matmul.m / p.block_m),
         tiles_n=math.ceil(matmul.n / p.block_n),
-        k_tiles=math.ceil(matmul.k / p.block_k),
+        k_tiles=math.ceil(matmul.k / p.block_k) // p.split_k,
         depth=depth,
         m_steps=m_steps,
         n_steps=n_steps,
@@ -217,4 +223,13 @@ def _refuse_columns(matmul: MatmulFunction, p: GemmParameters) -> Refusal | None
     unit = share_unit(matmul) * matmul.epilogue.accumulators
     if p.block_n // p.warps_n % unit:
         return Refusal(f"a warp has {p.block_n // p.warps_n} columns, expected whole groups of {unit}")
+    return None
+
+
+def _refuse_split(matmul: MatmulFunction, p: GemmParameters) -> Refusal | None:
+    k_tiles = math.ceil(matmul.k / p.block_k)
+    if p.split_k < 1 or k_tiles % p.split_k:
+        return Refusal(f"split_k is {p.split_k}, expected a divisor of the {k_tiles} tiles of K")
+    if p.split_k > 1 and matmul.rows is not None:
+        return Refusal("blocks share sums, but their number is symbolic")
     return None

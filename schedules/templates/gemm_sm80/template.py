@@ -3,6 +3,8 @@
 B may be quantised, in 4 or 8 bits (`schedules.functions.quantised_matmul`): it is copied as it is stored, and a warp
 dequantises what it multiplies (`multiply_stored.py`).
 
+With `split_k`, blocks share the sum of a tile (`split_k.py`).
+
 In float32, threads multiply themselves, and exactly so: also where the target has wgmma, which has no float32.
 
 Notation
@@ -57,7 +59,7 @@ from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import constant_params
-from relaxtune.schedules.targets import Feature, ResolvedTarget
+from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
 from relaxtune.schedules.templates.base import OPEN_ROWS, KernelTemplate, Parameters, cuda_limits, refuse_target
 from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
 from relaxtune.schedules.templates.emit.tensor_cores import BYTE_KINDS
@@ -76,6 +78,9 @@ _OUTPUTS = ("float16", "bfloat16", "float32")
 _INTEGER_OUTPUTS = ("int8", "uint8", "int32")
 _INDEX_MAX = 2**31 - 1
 _CANDIDATES_MAX = 24
+# Candidates in which blocks share sums, and how many share one.
+_SPLIT_MAX = 6
+_SPLITS = (2, 3, 4, 6, 8)
 # Rows of tiles in a group: what they read stays in L2.
 _ROWS = 8
 # Tile and warps: block_m, block_n, block_k, warps_m, warps_n. Of equals, the first is proposed first.
@@ -153,7 +158,11 @@ class GemmSm80(KernelTemplate[MatmulFunction, GemmParameters]):
         made = (make_plan(found, one, limits) for one in _proposals(found))
         plans = [plan for plan in made if isinstance(plan, GemmPlan)]
         plans.sort(key=lambda plan: predicted_us(found, plan, limits))
-        return [plan.parameters for plan in plans[:_CANDIDATES_MAX]] or Refusal("no tile fits this shape")
+        split = [plan for one in plans for plan in _splits(found, one, limits)]
+        split.sort(key=lambda plan: predicted_us(found, plan, limits))
+        # The model knows nothing of the exchange of sums: what is split is worth measuring, and never comes first.
+        chosen = plans[: _CANDIDATES_MAX - min(len(split), _SPLIT_MAX)] + split[:_SPLIT_MAX]
+        return [plan.parameters for plan in chosen] or Refusal("no tile fits this shape")
 
     def make(
         self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget, parameters: GemmParameters
@@ -228,6 +237,16 @@ def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction |
 
 def _reads_bytes(func: tirx.PrimFunc) -> bool:
     return any(dtype_of(param) == "uint8" for param in func.params)
+
+
+def _splits(matmul: MatmulFunction, plan: GemmPlan, limits: CudaLimits) -> Iterator[GemmPlan]:
+    """Yield the plan with blocks that share its sums, where there are too few tiles for the multiprocessors."""
+    tiles, count = plan.tiles_m * plan.tiles_n, limits.likely_sm_count
+    for split in _SPLITS if tiles < count else ():
+        made = make_plan(matmul, replace(plan.parameters, split_k=split), limits)
+        # As many tiles of K at least as the ring has stages.
+        if isinstance(made, GemmPlan) and tiles * split < 2 * count and made.k_tiles >= plan.parameters.stages:
+            yield made
 
 
 def _tiles(matmul: MatmulFunction) -> tuple[tuple[int, int, int, int, int], ...]:

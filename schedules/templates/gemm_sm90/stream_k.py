@@ -16,16 +16,12 @@ order; where all blocks run at a time, as with a block for each multiprocessor, 
 follows from the plan: results are the same in every bit from run to run.
 
     sums       [blocks, block_m/64, block_n/8, 128] of 4 accumulators: those of each thread, by the part's block
-    flags      [blocks, warps]: set where a warp has written its sums; who has read them clears it for the next launch
+    flags      [blocks, warps]: set where a warp has written its sums
 
-Both are variables of the module, zero when it is loaded, which all kernels of a module that have the same sizes share:
-launches of such kernels must follow each other, as those in one stream do (with dependent launch too: they are touched
-after griddepcontrol.wait alone). One module in two streams at a time would mix up their sums, as it would what else an
-artifact keeps in memory of its own (`pipeline.artifact.runtime.Module` lets calls take turns). A wait of seconds, which
-only that can cause, ends the launch with an error.
+Both lie as `schedules.templates.emit.sums_exchange` says.
 
 Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU", PPoPP
-2023 (arXiv:2301.03598). Release and acquire: PTX ISA 9.0, "Memory Consistency Model".
+2023 (arXiv:2301.03598).
 """
 
 from __future__ import annotations
@@ -36,45 +32,10 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.emit.sums_exchange import SumsExchange
 from relaxtune.schedules.templates.gemm_sm90.plan import WARPGROUP, GemmPlan
 from relaxtune.schedules.templates.gemm_sm90.tiles import GridSizes, Part, Tiles
 from relaxtune.schedules.templates.output.output_tile import OutputTile
-
-# Each function's source has all of them: the guard keeps one copy, in whatever order a module's kernels call them.
-_SOURCE = """
-#ifndef {name}_defined
-#define {name}_defined
-__device__ {type}4 {name}_sums[{sums}];
-__device__ unsigned {name}_flags[{flags}];
-__forceinline__ __device__ void {name}_put(int at, {type} a, {type} b, {type} c, {type} d) {{
-  __stcg({name}_sums + at, make_{type}4(a, b, c, d));
-}}
-__forceinline__ __device__ void {name}_add(int at, {scalar}& a, {scalar}& b, {scalar}& c, {scalar}& d) {{
-  {type}4 sum = __ldcg({name}_sums + at);
-  a += sum.x; b += sum.y; c += sum.z; d += sum.w;
-}}
-__forceinline__ __device__ void {name}_set(int flag) {{
-  __syncwarp();
-  if (threadIdx.x % 32 == 0)
-    asm volatile("st.release.gpu.global.u32 [%0], 1;" :: "l"(__cvta_generic_to_global({name}_flags + flag)) : "memory");
-}}
-__forceinline__ __device__ void {name}_await(int flag) {{
-  unsigned found = 0;
-  for (int polls = 0; found == 0; ++polls) {{
-    if (polls == {polls}) __trap();
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                 : "=r"(found) : "l"(__cvta_generic_to_global({name}_flags + flag)) : "memory");
-  }}
-}}
-__forceinline__ __device__ void {name}_clear(int flag) {{
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) {name}_flags[flag] = 0;
-}}
-#endif
-"""
-# Each takes half a microsecond or more.
-_POLLS_MAX = 1 << 22
-_TYPES = {"float32": ("float", "float"), "uint32": ("uint", "unsigned")}
 
 
 @dataclass(frozen=True)
@@ -143,25 +104,20 @@ class StreamSum:
         self._plan, self._output, self._thread, self._block = plan, output, thread, block
         self._groups, self._eights, self._warps = p.block_m // 64, p.block_n // 8, 4 * p.consumers
         sums, flags = plan.blocks * self._groups * self._eights * WARPGROUP, plan.blocks * self._warps
-        register = plan.operands.register
-        self._name = f"relaxtune_stream_{register}_{sums}_{flags}"
-        kind, scalar = _TYPES[register]
-        self._source = _SOURCE.format(
-            name=self._name, type=kind, scalar=scalar, sums=sums, flags=flags, polls=_POLLS_MAX
-        )
+        self._exchange = SumsExchange(plan.operands.register, sums, flags)
 
     def publish(self, accumulators: tirx.Var) -> None:
         """Emit the handing over of a part without its end to the block that has it."""
         self._move("put", self._block, accumulators)
-        self._call("set", self._flag(self._block))
+        self._exchange.call("set", self._flag(self._block))
 
     def collect(self, accumulators: tirx.Var, part: StreamPart) -> None:
         """Emit the adding of what other blocks have of a part's tile to its sums."""
         with T.serial(part.helpers, unroll=False) as number:
             helper = self._block - 1 - number
-            self._call("await", self._flag(helper))
+            self._exchange.call("await", self._flag(helper))
             self._move("add", helper, accumulators)
-            self._call("clear", self._flag(helper))
+            self._exchange.call("clear", self._flag(helper))
 
     def _move(self, function: str, block: tirx.Expr, accumulators: tirx.Var) -> None:
         """Emit a call for every 4 accumulators of rows that exist, at their place among a block's sums."""
@@ -171,10 +127,7 @@ class StreamSum:
                 for eight in range(self._eights):
                     at = ((first + group) * self._eights + eight) * WARPGROUP + self._thread % WARPGROUP
                     held = (group * self._eights + eight) * 4
-                    self._call(function, at, *(accumulators[held + index] for index in range(4)))
+                    self._exchange.call(function, at, *(accumulators[held + index] for index in range(4)))
 
     def _flag(self, block: tirx.Expr) -> tirx.Expr:
         return block * self._warps + self._thread // 32
-
-    def _call(self, function: str, *arguments: tirx.Expr) -> None:
-        T.evaluate(T.cuda.func_call(f"{self._name}_{function}", *arguments, source_code=self._source))

@@ -127,6 +127,8 @@ def test_refusal_says_why(case: MatmulCase | GemvCase, target: str, reason: str)
         ({"group": 0}, "group is 0, expected 1 or more"),
         ({"block_m": 256}, "registers a thread"),
         ({"block_k": 64, "stages": 6}, "bytes of shared memory, the target has 101376"),
+        ({"split_k": 5}, "split_k is 5, expected a divisor of the 24 tiles of K"),
+        ({"split_k": 0}, "split_k is 0, expected a divisor"),
     ],
 )
 def test_parameters_that_make_no_kernel_are_refused(change: dict[str, int], reason: str) -> None:
@@ -158,6 +160,36 @@ def test_matmuls_of_few_rows_take_the_templates_for_them_first() -> None:
     for rows, expected in ((16, "gemv"), (17, "gemm_sm80")):
         found, _ = list_candidates(replace(BERT, rows=(rows,), transposed=True).func(), resolve_target("cuda:sm_89"))
         assert found[0].template == expected
+
+
+@pytest.mark.parametrize("case", [BERT, FLOAT, STORED], ids=["halves", "float32", "4 bits"])
+def test_blocks_share_sums_where_tiles_are_few_and_that_never_comes_first(case: MatmulCase | GemvCase) -> None:
+    target = resolve_target("cuda:sm_80")
+    few = replace(case, rows=(32,), n=768, k=3072)
+    found = GemmSm80().candidates(few.func(), target)
+    assert not isinstance(found, Refusal)
+    splits = [parameters.split_k for parameters in found]
+    assert splits[0] == 1
+    assert set(splits) > {1}
+    assert sorted(splits, key=lambda split: split > 1) == splits
+    assert len(found) <= 24
+    many = GemmSm80().candidates(replace(case, rows=(4096,)).func(), target)
+    assert not isinstance(many, Refusal)
+    assert {parameters.split_k for parameters in many} == {1}
+
+
+def test_blocks_of_symbolic_rows_share_no_sums() -> None:
+    func = replace(BERT, rows=(tirx.Var("rows", "int64"),)).func()
+    found = GemmSm80().apply(func, resolve_target("cuda:sm_80"), GemmParameters(split_k=2), rows=512)
+    assert isinstance(found, Refusal)
+    assert "blocks share sums, but their number is symbolic" in found.reason
+
+
+def test_decisions_of_before_blocks_shared_sums_are_read() -> None:
+    text = GemmParameters().to_json()
+    assert "split_k" not in text
+    assert GemmSm80().parse(text).split_k == 1
+    assert GemmSm80().parse(GemmParameters(split_k=3).to_json()).split_k == 3
 
 
 def test_symbolic_rows_are_made_for_any_number() -> None:

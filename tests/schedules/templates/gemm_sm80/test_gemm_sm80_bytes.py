@@ -38,7 +38,10 @@ TARGETS = ("cuda:sm_80", "cuda:sm_86", "cuda:sm_89", "cuda:sm_90", "cuda:sm_120"
 CASES = {
     "x".join(map(str, tile)): (RAGGED, GemmParameters(*tile[:3], 2 if sum(tile[:3]) > 320 else 3, *tile[3:], group=2))
     for tile in BYTE_TILES
-} | {f"as Hopper's: {name}": (case, SMALL) for name, (case, _) in EXACT.items()}
+} | {
+    "split": (replace(RAGGED, k=1024), replace(SMALL, split_k=4)),
+    **{f"as Hopper's: {name}": (case, SMALL) for name, (case, _) in EXACT.items()},
+}
 
 
 def plan(case: MatmulCase, parameters: GemmParameters, text: str = "cuda:sm_80") -> GemmPlan | Refusal:

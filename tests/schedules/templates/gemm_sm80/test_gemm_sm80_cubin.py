@@ -78,6 +78,7 @@ def assert_sound(case: MatmulCase | GemvCase, parameters: GemmParameters, arch: 
         (replace(BERT, epilogue=()), GemmParameters(32, 32, 64, 8, 2, 2, 8, True), "sm_120"),
         (replace(FLOAT, epilogue=()), GemmParameters(128, 128, 16, 3, 2, 4, 8, True), "sm_90a"),
         (STORED, GemmParameters(128, 128, 64, 3, 2, 4, 8), "sm_86"),
+        (replace(BERT, rows=(100,), k=3072), GemmParameters(32, 32, 64, 6, 2, 2, 4, split_k=4), "sm_80"),
         (replace(STORED, bits=8, group=128), GemmParameters(64, 128, 64, 4, 1, 4, 8, True), "sm_120"),
     ],
 )

@@ -80,6 +80,16 @@ CASES = (
             GemmParameters(128, 128, 32, 3, 2, 2),
         ),
         "mask": (replace(RAGGED, epilogue=("bias", "masked"), output="float32"), GemmParameters(64, 64, 64, 3, 2, 2)),
+        "split": (
+            replace(RAGGED, k=1088, epilogue=("bias", "gelu")),
+            GemmParameters(32, 32, 64, 4, 2, 2, 1, split_k=17),
+        ),
+        "split, dependent": (replace(WIDE, k=1024), GemmParameters(64, 64, 64, 4, 2, 2, 2, True, split_k=4)),
+        "split, float32": (replace(FLOAT, k=1024), GemmParameters(64, 64, 32, 3, 2, 2, 2, split_k=8)),
+        "split, more blocks than run at a time": (
+            replace(WIDE, rows=(1000,), n=2304, k=768),
+            GemmParameters(32, 64, 64, 3, 2, 2, 8, split_k=3),
+        ),
         "exact": (MatmulCase((256,), 256, 256), GemmParameters(128, 128, 32, 4, 2, 2, 2, True)),
     }
 )
@@ -99,6 +109,7 @@ STORED_CASES = {
     "4 bits, gated": (replace(STORED, rows=(3, 43), n=816, epilogue="gated"), GemmParameters(64, 128, 64, 3, 1, 4)),
     "8 bits, ragged K": (replace(STORED, bits=8, k=784, epilogue="bias"), GemmParameters(32, 128, 64, 5, 1, 4, 4)),
     "8 bits, short K": (replace(STORED, bits=8, k=32, group=32), GemmParameters(32, 64, 64, 3, 1, 2, 4)),
+    "4 bits, split": (replace(STORED, k=1024), GemmParameters(64, 64, 64, 3, 1, 2, 2, split_k=4)),
     "8 bits, one row": (replace(STORED, bits=8, rows=(1,)), GemmParameters(16, 32, 64, 8, 1, 2)),
 }
 

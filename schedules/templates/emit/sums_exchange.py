@@ -1,0 +1,70 @@
+"""Partial sums that blocks hand over to others through global memory, and the flags that say when they are there.
+
+Sums, 4 accumulators each, and flags are variables of the module, zero when it is loaded, which all kernels of a module
+that have the same sizes share: launches of such kernels must follow each other, as those in one stream do (with
+dependent launch too: they are touched after griddepcontrol.wait alone). One module in two streams at a time would mix
+up their sums, as it would what else an artifact keeps in memory of its own (`pipeline.artifact.runtime.Module` lets
+calls take turns). A wait of seconds, which only that can cause, ends the launch with an error.
+
+A warp sets its flag where it has written its sums; who has read them clears it for the next launch. Release and
+acquire: PTX ISA 9.0, "Memory Consistency Model".
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+# Each function's source has all of them: the guard keeps one copy, in whatever order a module's kernels call them.
+_SOURCE = """
+#ifndef {name}_defined
+#define {name}_defined
+__device__ {type}4 {name}_sums[{sums}];
+__device__ unsigned {name}_flags[{flags}];
+__forceinline__ __device__ void {name}_put(int at, {type} a, {type} b, {type} c, {type} d) {{
+  __stcg({name}_sums + at, make_{type}4(a, b, c, d));
+}}
+__forceinline__ __device__ void {name}_add(int at, {scalar}& a, {scalar}& b, {scalar}& c, {scalar}& d) {{
+  {type}4 sum = __ldcg({name}_sums + at);
+  a += sum.x; b += sum.y; c += sum.z; d += sum.w;
+}}
+__forceinline__ __device__ void {name}_set(int flag) {{
+  __syncwarp();
+  if (threadIdx.x % 32 == 0)
+    asm volatile("st.release.gpu.global.u32 [%0], 1;" :: "l"(__cvta_generic_to_global({name}_flags + flag)) : "memory");
+}}
+__forceinline__ __device__ void {name}_await(int flag) {{
+  unsigned found = 0;
+  for (int polls = 0; found == 0; ++polls) {{
+    if (polls == {polls}) __trap();
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                 : "=r"(found) : "l"(__cvta_generic_to_global({name}_flags + flag)) : "memory");
+  }}
+}}
+__forceinline__ __device__ void {name}_clear(int flag) {{
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {name}_flags[flag] = 0;
+}}
+#endif
+"""
+# Each takes half a microsecond or more.
+_POLLS_MAX = 1 << 22
+_TYPES = {"float32": ("float", "float"), "uint32": ("uint", "unsigned")}
+
+
+class SumsExchange:
+    """Emits calls of `put` and `add` of 4 accumulators at a place, and of `set`, `await` and `clear` of a flag.
+
+    `register` is the dtype of an accumulator; there are so many `sums` (of 4) and `flags`.
+    """
+
+    def __init__(self, register: str, sums: int, flags: int) -> None:
+        self._name = f"relaxtune_stream_{register}_{sums}_{flags}"
+        kind, scalar = _TYPES[register]
+        self._source = _SOURCE.format(
+            name=self._name, type=kind, scalar=scalar, sums=sums, flags=flags, polls=_POLLS_MAX
+        )
+
+    def call(self, function: str, *arguments: tirx.Expr) -> None:
+        """Emit a call of a function by a warp."""
+        T.evaluate(T.cuda.func_call(f"{self._name}_{function}", *arguments, source_code=self._source))
