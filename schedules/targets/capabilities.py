@@ -4,7 +4,8 @@ A new architecture is a row of `_ROWS`. Nothing outside this folder compares or 
 
 Sources: shared memory from CUDA C++ Programming Guide 13.0, "Technical Specifications per Compute Capability", row
 "Maximum amount of shared memory per thread block"; instructions from PTX ISA 9.0, "Target ISA Notes" of each;
-multiprocessors from NVIDIA's architecture white papers and data sheets. CUDA 13 compiles for nothing older than sm_75.
+multiprocessors of GPUs that `gpus.py` lacks from NVIDIA's architecture white papers and data sheets. CUDA 13 compiles
+for nothing older than sm_75.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from relaxtune.schedules.errors import TargetError
+from relaxtune.schedules.targets.gpus import A10, A100, H200, L40S, RTX_5090, Gpu
 
 
 class Feature(Enum):
@@ -40,27 +42,30 @@ _HOPPER = _ADA | {Feature.DEPENDENT_LAUNCH, Feature.CLUSTERS, Feature.TMA}
 
 @dataclass(frozen=True)
 class _Row:
-    """Shared memory that a block may opt in to, in KiB; multiprocessors; features of `sm_N`, of `sm_Na` besides."""
+    """Shared memory that a block may opt in to, in KiB; a usual GPU; features of `sm_N`, of `sm_Na` besides.
+
+    Of a GPU that is not in the table of GPUs, `usual` is the multiprocessors alone.
+    """
 
     optin_kib: int
-    multiprocessors: int
+    usual: Gpu | int
     features: frozenset[Feature]
     exact: frozenset[Feature] = frozenset()
 
 
-# Multiprocessors are those of the GPU named, which is assumed where the target is not this machine's own.
+# The GPU named is assumed where the target is not this machine's own.
 _ROWS = {
     75: _Row(64, 40, _TURING),  # T4
-    80: _Row(163, 108, _AMPERE),  # A100
-    86: _Row(99, 72, _AMPERE),  # A10
+    80: _Row(163, A100, _AMPERE),
+    86: _Row(99, A10, _AMPERE),
     87: _Row(163, 16, _AMPERE),  # Jetson AGX Orin
     88: _Row(99, 16, _AMPERE),  # as Orin
-    89: _Row(99, 142, _ADA),  # L40S
-    90: _Row(227, 132, _HOPPER, frozenset({Feature.WGMMA})),  # H100 SXM, H200
+    89: _Row(99, L40S, _ADA),
+    90: _Row(227, H200, _HOPPER, frozenset({Feature.WGMMA})),
     100: _Row(227, 148, _HOPPER),  # B200
     103: _Row(227, 148, _HOPPER),  # as B200
     110: _Row(227, 20, _HOPPER),  # Jetson Thor
-    120: _Row(99, 170, _HOPPER),  # RTX 5090
+    120: _Row(99, RTX_5090, _HOPPER),
     121: _Row(99, 48, _HOPPER),  # GB10
 }
 # From here on the native code of a device has the suffix `a`.
@@ -69,11 +74,15 @@ _EXACT_FROM = 90
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an architecture offers: features, bytes of shared memory that a block may opt in to, multiprocessors."""
+    """What an architecture offers: features, bytes of shared memory that a block may opt in to, a usual GPU's.
+
+    `gpu` is None where no more than its multiprocessors is known.
+    """
 
     features: frozenset[Feature]
     shared_bytes_optin: int
     multiprocessors: int
+    gpu: Gpu | None
 
 
 def capabilities_of(arch: str) -> Capabilities:
@@ -90,7 +99,10 @@ def capabilities_of(arch: str) -> Capabilities:
         known = ", ".join(f"sm_{known}" for known in _ROWS)
         raise TargetError(f"CUDA architecture {arch!r} is not known; expected one of {known} (a suffix `a` is kept).")
     features = row.features | (row.exact if suffix == "a" else frozenset())
-    return Capabilities(features, row.optin_kib * 1024, row.multiprocessors)
+    usual = row.usual
+    if isinstance(usual, Gpu):
+        return Capabilities(features, row.optin_kib * 1024, usual.multiprocessors, usual)
+    return Capabilities(features, row.optin_kib * 1024, usual, None)
 
 
 def lowest_with(*features: Feature) -> str:

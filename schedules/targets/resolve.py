@@ -12,6 +12,7 @@ from tvm.target import Target, codegen, list_tags
 
 from relaxtune.schedules.errors import TargetError
 from relaxtune.schedules.targets.capabilities import Feature, capabilities_of, native_arch, without_suffix
+from relaxtune.schedules.targets.gpus import Gpu, find_gpu
 from relaxtune.schedules.targets.host import cache_sizes, cpu_flags, physical_cores
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ class CpuLimits:
 class CudaLimits:
     """What one thread block may use, and the multiprocessors: `sm_count` if known, else a likely GPU's.
 
-    All but the opt-in and the multiprocessors is the same for every architecture.
+    All but the opt-in and the multiprocessors is the same for every architecture. `gpu` is this machine's or a usual
+    one of the architecture, None where its clock and bandwidth are not known.
     """
 
     shared_bytes_optin: int
@@ -64,6 +66,7 @@ class CudaLimits:
     registers_per_thread: int = 255
     warp_size: int = 32
     sm_count: int | None = None
+    gpu: Gpu | None = None
 
     @property
     def likely_sm_count(self) -> int:
@@ -175,7 +178,7 @@ def target_limits(target: Target) -> TargetLimits:
     if target.kind.name == "llvm":
         return _cpu_limits(target)
     if target.kind.name == "cuda":
-        return _cuda_limits(str(target.attrs["arch"]), None)
+        return _cuda_limits(str(target.attrs["arch"]))
     raise TargetError(f"target kind {target.kind.name!r} is not supported; expected llvm or cuda.")
 
 
@@ -228,11 +231,11 @@ def _resolve_local_cuda(asked: str) -> ResolvedTarget:
         )
     arch = native_arch(str(device.compute_version))
     source = f"{asked}: compute capability {device.compute_version} of {device.device_name}"
-    return _cuda_resolved(arch, source, int(device.multi_processor_count), _host_target(), {})
+    return _cuda_resolved(arch, source, _host_target(), {})
 
 
 def _resolve_cuda_arch(arch: str, source: str) -> ResolvedTarget:
-    return _cuda_resolved(arch, source, _sm_count_if_local(arch), _host_target(), {})
+    return _cuda_resolved(arch, source, _host_target(), {})
 
 
 def _resolve_config(config: dict[str, object], source: str) -> ResolvedTarget:
@@ -252,7 +255,7 @@ def _resolve_config(config: dict[str, object], source: str) -> ResolvedTarget:
         if "arch" not in config:
             raise TargetError(f'target {source}: a cuda target needs its architecture, for example "arch": "sm_90a".')
         arch = str(config["arch"])
-        return _cuda_resolved(arch, source, _sm_count_if_local(arch), host or _host_target(), own)
+        return _cuda_resolved(arch, source, host or _host_target(), own)
     target = _make_target(own, source)
     cpu = str(target.attrs.get("mcpu", "generic"))
     triple = str(target.attrs.get("mtriple", codegen.llvm_get_system_triple()))
@@ -264,10 +267,8 @@ def _resolve_config(config: dict[str, object], source: str) -> ResolvedTarget:
     return ResolvedTarget(Target(target, host=host or target), source, "llvm", cpu, _cpu_limits(target))
 
 
-def _cuda_resolved(
-    arch: str, source: str, sm_count: int | None, host: Target, extra: dict[str, object]
-) -> ResolvedTarget:
-    limits = _cuda_limits(arch, sm_count)
+def _cuda_resolved(arch: str, source: str, host: Target, extra: dict[str, object]) -> ResolvedTarget:
+    limits = _limits_of_local(arch) or _cuda_limits(arch)
     config: dict[str, object] = {
         "kind": "cuda",
         "arch": arch,
@@ -281,9 +282,19 @@ def _cuda_resolved(
     return ResolvedTarget(Target(_make_target(config, source), host=host), source, "cuda", arch, limits)
 
 
-def _cuda_limits(arch: str, sm_count: int | None) -> CudaLimits:
+def _cuda_limits(arch: str) -> CudaLimits:
     offered = capabilities_of(arch)
-    return CudaLimits(offered.shared_bytes_optin, offered.multiprocessors, sm_count=sm_count)
+    return CudaLimits(offered.shared_bytes_optin, offered.multiprocessors, gpu=offered.gpu)
+
+
+def _limits_of_local(arch: str) -> CudaLimits | None:
+    """Return the limits of this machine's GPU where it is of an architecture."""
+    device = tvm.cuda(0)
+    if not device.exist or native_arch(str(device.compute_version)) != arch:
+        return None
+    usual = _cuda_limits(arch)
+    gpu = find_gpu(str(device.device_name)) or usual.gpu
+    return replace(usual, sm_count=int(device.multi_processor_count), gpu=gpu)
 
 
 def _cpu_limits(target: Target) -> CpuLimits:
@@ -308,13 +319,6 @@ def _vector_bytes(target: Target, features: Container[str]) -> int:
     width_bits = int(codegen.llvm_get_vector_width(target))
     # -1 is LLVM's "unknown"; every target that runs transformers has 16-byte vectors.
     return width_bits // 8 if width_bits > 0 else 16
-
-
-def _sm_count_if_local(arch: str) -> int | None:
-    device = tvm.cuda(0)
-    if device.exist and native_arch(str(device.compute_version)) == arch:
-        return int(device.multi_processor_count)
-    return None
 
 
 def _parse_json(text: str) -> dict[str, object]:

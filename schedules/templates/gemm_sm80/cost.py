@@ -5,8 +5,9 @@ It is what each of five things would take alone, in a sum that leans to the long
     (arithmetic^4 + shared memory^4 + dequantisation^4 + memory^4 + chain^4)^(1/4) + blocks, one after another
 
 `chain` is one step along K after another: a warp's own instructions, or the latency of loads as far as the ring does
-not hide it. Constants are a fit (10 % root mean square) to 72 medians of an H200 without its wgmma. Another GPU has
-other ones; how much they change the order of candidates was not measured.
+not hide it. Constants are a fit (10 % root mean square) to 72 medians of an H200 without its wgmma. For another GPU,
+clock, bandwidth and multiply-adds are scaled by what `schedules.targets.gpus` states of both: that is on paper, since
+none was measured.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 
 from relaxtune.schedules.targets import CudaLimits
+from relaxtune.schedules.targets.gpus import H200
 from relaxtune.schedules.templates.gemm_sm80.plan import COLUMNS, ROWS, GemmPlan, is_plain
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
@@ -51,7 +53,11 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, limits: CudaLimits) -> 
     steps, depth, element = plan.k_tiles * p.block_k // plan.depth, plan.depth, element_bytes(matmul.input_dtype)
     weight = matmul.weight_bits / 8
     # Of operands of half the bytes, twice as many.
-    rate = _FLOAT_MULTIPLY_ADDS if is_plain(matmul) else _MULTIPLY_ADDS * 2 / element
+    gpu = limits.gpu or H200
+    clock, bandwidth = _CLOCK * gpu.clock_mhz / H200.clock_mhz, _MEMORY_BYTES * gpu.bandwidth_gb_s / H200.bandwidth_gb_s
+    rate = _MULTIPLY_ADDS * gpu.multiply_adds / H200.multiply_adds * 2 / element
+    if is_plain(matmul):
+        rate = _FLOAT_MULTIPLY_ADDS * gpu.float_multiply_adds / H200.float_multiply_adds
     # A scheduler without a warp does nothing.
     used = min(1.0, together * warps / _SCHEDULERS)
     arithmetic = on_one * steps * p.block_m * p.block_n * depth / rate / used
@@ -61,11 +67,11 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, limits: CudaLimits) -> 
     unpacked = on_one * steps * warps / _SCHEDULERS * plan.n_steps * _UNPACK_CYCLES / used if matmul.stored else 0.0
     own = plan.m_steps * plan.n_steps * ROWS * COLUMNS * depth / (rate / _SCHEDULERS)
     chain = max(
-        in_turn * steps * (own + _STEP_CYCLES) / _CLOCK,
+        in_turn * steps * (own + _STEP_CYCLES) / clock,
         in_turn * plan.k_tiles * _LATENCY_US / max(1, p.stages - 1),
     )
     moved = (matmul.m * matmul.k + matmul.m * matmul.n) * element + matmul.n * matmul.k * weight
-    parts = (arithmetic / _CLOCK, shared / _CLOCK, unpacked / _CLOCK, moved / _MEMORY_BYTES, chain)
+    parts = (arithmetic / clock, shared / clock, unpacked / clock, moved / bandwidth, chain)
     longest: float = sum(part**_NORM for part in parts) ** (1 / _NORM)
     return longest + _START_US + in_turn * _BLOCK_US
 

@@ -30,7 +30,8 @@ from collections.abc import Iterator, Sequence
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.targets import Feature, ResolvedTarget
+from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
+from relaxtune.schedules.targets.gpus import H200
 from relaxtune.schedules.templates.base import KernelTemplate, Own, cuda_limits, refuse_target
 from relaxtune.schedules.templates.emit.kernel_frame import tensor_bytes
 from relaxtune.schedules.templates.gemv.kernel import build_gemv_kernel
@@ -44,7 +45,8 @@ _INDEX_MAX = 2**31 - 1
 _CANDIDATES_MAX = 24
 _THREADS_PER_SM, _REGISTERS_PER_SM, _BLOCKS_PER_SM, _SHARED_PER_SM = 2048, 65536, 32, 227_000
 # Microseconds, and bytes a microsecond from memory and from the L2 cache: fits to 435 kernels timed on an H200. By them
-# the first candidate of a case takes 8 % longer than the best one (geometric mean), 1.5 times as long at most.
+# the first candidate of a case takes 8 % longer than the best one (geometric mean), 1.5 times as long at most. For
+# another GPU, bytes from memory are scaled by its bandwidth: on paper.
 _BASE_US, _ROUND_US, _COPY_US, _FEW_WARPS_US = 1.9, 0.38, 0.067, 1.2
 _MEMORY, _CACHE = 4.3e6, 6.0e6
 _UNEVEN = 0.85
@@ -74,7 +76,7 @@ class Gemv(GemvTemplate[GemvParameters]):
             for p in _proposals()
             if isinstance(plan := make_plan(found, p, limits), GemvPlan) and _is_sensible(plan)
         ]
-        plans.sort(key=lambda plan: _predicted_us(found, plan, moved, limits.likely_sm_count))
+        plans.sort(key=lambda plan: _predicted_us(found, plan, moved, limits))
         proposed = [plan.parameters for plan in plans[:_CANDIDATES_MAX]]
         return proposed or Refusal("no share fits the registers of a block")
 
@@ -124,9 +126,10 @@ def _is_sensible(plan: GemvPlan) -> bool:
     return p.warps <= plan.steps and (p.unroll == 1 or p.unroll < 2 * plan.turns)
 
 
-def _predicted_us(matmul: MatmulFunction, plan: GemvPlan, moved_bytes: int, sm_count: int) -> float:
+def _predicted_us(matmul: MatmulFunction, plan: GemvPlan, moved_bytes: int, limits: CudaLimits) -> float:
     """Return a figure to order candidates by."""
-    p = plan.parameters
+    p, sm_count = plan.parameters, limits.likely_sm_count
+    memory = _MEMORY * (limits.gpu or H200).bandwidth_gb_s / H200.bandwidth_gb_s
     resident = max(
         1,
         min(
@@ -139,7 +142,7 @@ def _predicted_us(matmul: MatmulFunction, plan: GemvPlan, moved_bytes: int, sm_c
     turns = plan.rounds * max(1.0, plan.blocks / (sm_count * resident))
     uneven = math.ceil(plan.blocks / sm_count) * sm_count / plan.blocks
     copies = math.ceil(matmul.m * plan.span / 8 / plan.threads) if p.staged else 0
-    reading = moved_bytes / _MEMORY * (1 + _UNEVEN * (uneven - 1))
+    reading = moved_bytes / memory * (1 + _UNEVEN * (uneven - 1))
     reading_x = plan.blocks * matmul.m * matmul.k * 2 / _CACHE
     few = max(0.0, math.log2(_WARPS_ENOUGH / p.warps))
     return _BASE_US + reading + reading_x + _ROUND_US * (turns - 1) + _COPY_US * copies * turns + _FEW_WARPS_US * few

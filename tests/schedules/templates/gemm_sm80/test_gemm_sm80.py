@@ -9,8 +9,10 @@ from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.registry import list_candidates
-from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.targets import CudaLimits, resolve_target
+from relaxtune.schedules.targets.gpus import GPUS
 from relaxtune.schedules.templates.base import TemplateError, cuda_limits
+from relaxtune.schedules.templates.gemm_sm80.cost import predicted_us
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.templates.gemm_sm80.template import GemmSm80
 from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
@@ -190,6 +192,21 @@ def test_decisions_of_before_blocks_shared_sums_are_read() -> None:
     assert "split_k" not in text
     assert GemmSm80().parse(text).split_k == 1
     assert GemmSm80().parse(GemmParameters(split_k=3).to_json()).split_k == 3
+
+
+def test_predictions_follow_the_gpu() -> None:
+    matmul = recognise_matmul(replace(BERT, rows=(4096,)).func())
+    times = {}
+    for gpu in GPUS:
+        limits = CudaLimits(99 * 1024, gpu.multiprocessors, gpu=gpu)
+        plan = make_plan(matmul, GemmParameters(128, 128, 32, 3, 2, 2, 8), limits)
+        assert isinstance(plan, GemmPlan)
+        times[gpu.name] = predicted_us(matmul, plan, limits)
+    assert times["H200"] < times["H100 SXM"] < times["A100 80GB"] < times["A100 40GB"]
+    assert times["L40S"] < times["RTX 4090"] < times["A10"] < times["L4"]
+    # A GPU that the table lacks is predicted as the one of the fit.
+    limits = CudaLimits(99 * 1024, 132)
+    assert predicted_us(matmul, plan, limits) == times["H200"]
 
 
 def test_symbolic_rows_are_made_for_any_number() -> None:
