@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -120,34 +120,46 @@ def preview(plan: Plan) -> Preview:
 
 
 def lower_cells(cells: Sequence[Cell], before: LoweredBefore) -> list[LoweredCell | CellFault]:
-    """Return what is known of cells' tasks, or what stops each; what was not lowered before is, and is kept."""
+    """Return what is known of cells' tasks, or what stops each; what was not lowered before is, and is kept.
+
+    A plan that is interrupted keeps what it came to.
+    """
     known = {cell.name: before.find(cell) for cell in cells}
-    fresh = prepare_cells([cell for cell in cells if known[cell.name] is None])
-    before.keep([one for one in fresh if isinstance(one, LoweredCell)])
+    fresh = prepare_cells([cell for cell in cells if known[cell.name] is None], before.keep)
+    before.remove_old()
     found = {one.cell.name: one for one in (*known.values(), *fresh) if one is not None}
     return [found[cell.name] for cell in cells]
 
 
-def prepare_cells(cells: Sequence[Cell]) -> list[CellTasks | CellFault]:
-    """Return the tasks of cells, or what stops each.
+def prepare_cells(
+    cells: Sequence[Cell], keep: Callable[[Sequence[LoweredCell]], None] = lambda _: None
+) -> list[CellTasks | CellFault]:
+    """Return the tasks of cells, or what stops each; `keep` is given those that were lowered, as they come.
 
     A model is imported once for all precisions and targets. Processes lower many cells side by side, one on each core.
     """
+    found: dict[str, CellTasks | CellFault] = {}
+
+    def take(answers: Sequence[CellTasks | CellFault]) -> None:
+        keep([one for one in answers if isinstance(one, LoweredCell)])
+        found.update({one.cell.name: one for one in answers})
+
     alike: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
         alike.setdefault((cell.source, cell.shape, cell.buckets, cell.seed), []).append(cell)
     groups = list(alike.values())
     count = min(physical_cores(), len(cells) // _CELLS_EACH, len(groups))
     if count < 2 or not ForkServer.available():
-        answers = [prepare_alike(group) for group in groups]
+        for group in groups:
+            take(prepare_alike(group))
     else:
         with (
             closing(ForkServer([WORKER_MODULE])) as server,
             closing(LocalWorkers(["cpu:0"], Path(), server, count)) as workers,
         ):
             futures = [workers.submit(LookWork(tuple(group))) for group in groups]
-            answers = [_answers(group, future) for group, future in zip(groups, futures, strict=True)]
-    found = {one.cell.name: one for answer in answers for one in answer}
+            for group, future in zip(groups, futures, strict=True):
+                take(_answers(group, future))
     return [found[cell.name] for cell in cells]
 
 

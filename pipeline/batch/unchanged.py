@@ -7,6 +7,7 @@ model, its shape, precision and target, and the code here. It holds facts as JSO
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import logging
@@ -165,9 +166,16 @@ class LoweredBefore:
                 staged = path.with_suffix(f".{os.getpid()}")
                 staged.write_bytes(_ADAPTER.dump_json(_Kept(one.model, one.model_sha256, facts)))
                 staged.replace(path)
-            self._remove_old()
         except OSError as e:
             logger.warning("lowered cells cannot be kept for the next `batch plan`: %s", e)
+
+    def remove_old(self) -> None:
+        """Remove what no plan asked for in a month."""
+        for path in self._folder.glob("*"):
+            # Another plan may remove it too.
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - 86_400 * _KEPT_DAYS:
+                    path.unlink()
 
     def _path(self, cell: Cell) -> Path:
         target = resolve_target(cell.target)
@@ -175,8 +183,3 @@ class LoweredBefore:
         versions = [importlib.metadata.version(name) for name in ("onnx", "onnx-ir")]
         key = content_key([*asked, cell.seed, str(target.target), repr(target.limits), versions, code_key()])
         return self._folder / f"{key}.json"
-
-    def _remove_old(self) -> None:
-        for path in self._folder.iterdir():
-            if path.stat().st_mtime < time.time() - 86_400 * _KEPT_DAYS:
-                path.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from relaxtune.pipeline.batch import prediction, tasks, unchanged
 from relaxtune.pipeline.batch.cells import Cell, list_cells
 from relaxtune.pipeline.batch.plan import parse_plan
 from relaxtune.pipeline.batch.prediction import lower_cells, prepare_cells, preview
-from relaxtune.pipeline.batch.tasks import CellFault, LoweredCell, prepare_cell
+from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, LoweredCell, prepare_alike, prepare_cell
 from relaxtune.pipeline.batch.unchanged import LoweredBefore
 from relaxtune.pipeline.prepare import Imported, ModelRequest, import_request
 from relaxtune.pipeline.tasks.task import TaskFacts
@@ -60,6 +60,23 @@ def test_what_was_lowered_is_read_back_as_it_was(
     # A name, an importance and a limit change nothing that is lowered.
     (other,) = lower_cells([replace(cells[0], name="other", importance=3)], kept)
     assert facts(other)[1:] == first[0][1:]
+
+
+def test_a_plan_that_is_interrupted_keeps_what_it_came_to(
+    cells: list[Cell], kept: LoweredBefore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = [replace(cell, name=f"other {cell.name}", shape="x=8x32") for cell in cells]
+
+    def interrupted(group: list[Cell]) -> list[CellTasks | CellFault]:
+        if group == other:
+            raise KeyboardInterrupt
+        return prepare_alike(group)
+
+    monkeypatch.setattr(prediction, "_CELLS_EACH", 100)
+    monkeypatch.setattr(prediction, "prepare_alike", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lower_cells([*cells, *other], kept)
+    assert [kept.find(cell) is not None for cell in (*cells, *other)] == [True] * 4 + [False] * 4
 
 
 def test_precisions_and_targets_share_an_import_and_have_the_tasks_of_their_own(
