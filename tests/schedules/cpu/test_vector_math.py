@@ -7,9 +7,12 @@ from tvm import te, tirx
 
 from tests.schedules.kernel_cases import Case, run
 
-REFERENCE = {"exp": np.exp, "erf": special.erf, "tanh": np.tanh, "sigmoid": special.expit}
+REFERENCE = {
+    **{"exp": np.exp, "erf": special.erf, "tanh": np.tanh, "sigmoid": special.expit},
+    **{"sinh": np.sinh, "cosh": np.cosh},
+}
 # In units of the last place, as the module's docstring promises.
-LIMITS = {"exp": 2.0, "erf": 2.0, "tanh": 2.0, "sigmoid": 4.0}
+LIMITS = {"exp": 2.0, "erf": 2.0, "tanh": 2.0, "sigmoid": 4.0, "sinh": 6.0, "cosh": 6.0}
 COUNT = 1 << 16
 
 
