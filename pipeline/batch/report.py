@@ -25,7 +25,9 @@ _LEFT = frozenset({"cell", "status", "", "artifact", "why", "host", "state", "er
 _STYLE = (
     "<style>.bar { display: block; height: .55em; margin: .15em 0; border-radius: .2em; min-width: 1px }"
     " .before { background: #a0aec0 } .after { background: #2b6cb0 } td:has(> .bar) { min-width: 9rem }"
-    " .done { color: #276749 } .rejected, .failed, .dead { color: #c53030 } details { max-width: none }</style>"
+    " .done { color: #276749 } .rejected, .failed, .dead { color: #c53030 } details { max-width: none }"
+    " @media screen and (prefers-color-scheme: dark) { .done { color: #68d391 }"
+    " .rejected, .failed, .dead { color: #fc8181 } .after { background: #63b3ed } }</style>"
 )
 
 

@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,6 +28,10 @@ def dashboard(
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="Port to listen at; 0 takes a free one.")
     ] = _PORT,
+    ceilings: Annotated[
+        list[Path] | None,
+        typer.Option("--ceilings", metavar="FILE", help="JSON of a device's measured ceilings (repeatable)."),
+    ] = None,
 ) -> None:
     """Serve pages of the database until Ctrl-C: batches, jobs, tasks, artifacts, what failed and what it took.
 
@@ -37,12 +42,14 @@ def dashboard(
         import uvicorn
 
         from relaxtune.pipeline.dashboard.server import LOOPBACK, create_app
+        from relaxtune.pipeline.report.ceilings import read_ceilings
     except ModuleNotFoundError as e:
         raise UsageError(f"the dashboard needs {e.name}: pip install 'relaxtune[dashboard]'") from e
+    measured = [read_ceilings(file) for file in ceilings or ()]
     with open_for_reading(db) as database:
         local = host in LOOPBACK
         token = os.environ.get(TOKEN_VARIABLE) or (None if local else secrets.token_urlsafe(24))
-        app = create_app(database, hosts=LOOPBACK if local else ("*",), token=token)
+        app = create_app(database, hosts=LOOPBACK if local else ("*",), token=token, ceilings=measured)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         try:
             listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -15,7 +15,10 @@ from relaxtune.pipeline.errors import UsageError
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from relaxtune.pipeline.report.ceilings import Ceilings
+    from relaxtune.pipeline.report.diff import KernelChange, ReportDiff
     from relaxtune.pipeline.report.profile import Profile
     from relaxtune.pipeline.report.report import Report
 
@@ -44,6 +47,10 @@ def report(
     ceilings: Annotated[
         Path | None, typer.Option("--ceilings", metavar="FILE", help="JSON of the device's measured ceilings.")
     ] = None,
+    diff: Annotated[
+        Path | None,
+        typer.Option("--diff", metavar="OLD", help="Another build of DIR's model: what changed, kernel by kernel."),
+    ] = None,
     verify_key: VerifyKeyOption = None,
     output_format: Annotated[
         ReportFormat, typer.Option("--format", help="html goes to a file, table and json to stdout.")
@@ -54,19 +61,24 @@ def report(
         raise UsageError("nothing to report: name an artifact directory, a database with --db, or both")
     if directory is None and profile:
         raise UsageError("--profile runs the kernels of an artifact; name its directory")
+    if directory is None and diff is not None:
+        raise UsageError("--diff sets an artifact beside OLD; name its directory, too")
     if out is not None and output_format is not ReportFormat.HTML:
         raise UsageError(f"--out is where the html page goes; --format {output_format.value} goes to stdout")
     if directory is not None:
-        require_signed(verify_key, directory)
+        require_signed(verify_key, directory, *([] if diff is None else [diff]))
     reports = _reports(directory, db, ceilings, profile=profile)
+    found = None if diff is None else _diff(_reports(diff, db, ceilings, profile=profile)[0], reports[0])
     if output_format is ReportFormat.HTML:
         from relaxtune.pipeline.report.html import render_page
 
-        write_page(render_page(reports), out or _default_out(directory))
+        write_page(render_page(reports, found), out or _default_out(directory))
     elif output_format is ReportFormat.JSON:
         data = [one.to_json() for one in reports]
-        print_json(data[0] if directory is not None else data)
+        print_json({**data[0], **({} if found is None else {"diff": found.to_json()})} if directory else data)
     else:
+        if found is not None:
+            _print_diff(found)
         for one in reports:
             _print_tables(one)
 
@@ -87,6 +99,12 @@ def _reports(
         return [report_artifact(directory, profile=measured, ceilings=here)]
     with open_for_reading(db) as database:
         return [report_artifact(directory, database=database, profile=measured, ceilings=here)]
+
+
+def _diff(before: Report, after: Report) -> ReportDiff:
+    from relaxtune.pipeline.report.diff import diff_reports
+
+    return diff_reports(before, after)
 
 
 def _measured(directory: Path, ceilings: Ceilings | None) -> tuple[Profile, Ceilings | None]:
@@ -112,6 +130,23 @@ def write_page(text: str, path: Path) -> None:
     """Write a page whole or not at all, and print where it is."""
     write_text(path, text, "--out")
     stdout_console().print(str(path), soft_wrap=True)
+
+
+def _print_diff(diff: ReportDiff) -> None:
+    from relaxtune.pipeline.report.html import number
+
+    columns: dict[str, Callable[[KernelChange], object]] = {
+        "kernel": lambda one: first_of([row.name for row in one.before]),
+        "now": lambda one: first_of([row.name for row in one.after]),
+        "what changed": lambda one: one.what,
+        "us before": lambda one: number(one.before_us) if one.before else None,
+        "us after": lambda one: number(one.after_us) if one.after else None,
+        "difference": lambda one: number(one.difference_us),
+        "times": lambda one: None if one.times is None else f"{one.times:.2f}",
+    }
+    print_table(TableView.of(f"{diff.before.source} before, {diff.after.source} after", diff.changes, columns))
+    for note in diff.notes:
+        stdout_console().print(note, soft_wrap=True)
 
 
 def _print_tables(report: Report) -> None:

@@ -11,6 +11,7 @@ import hmac
 import html
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -20,10 +21,15 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from relaxtune.pipeline.dashboard.artifact_pages import compare
 from relaxtune.pipeline.dashboard.counts import StatusCounts
-from relaxtune.pipeline.dashboard.pages import PAGES, Page, compare, overview
+from relaxtune.pipeline.dashboard.job_pages import job
+from relaxtune.pipeline.dashboard.markup import Page
+from relaxtune.pipeline.dashboard.pages import PAGES, overview
+from relaxtune.pipeline.dashboard.slow_pages import SlowPages
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.printable import printable
+from relaxtune.pipeline.report.ceilings import Ceilings
 from relaxtune.pipeline.report.html import page
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError, TuningDatabaseError
@@ -31,6 +37,9 @@ from relaxtune.tuning_db.errors import NotFoundError, TuningDatabaseError
 logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# A page that takes longer does not seem immediate (0.3 s, with what the browser needs).
+PATIENCE_S = 0.2
+_AGAIN_S = 1
 _COOKIE = "relaxtune_token"
 _HEADERS: Mapping[str, str] = {
     # Bars of a table carry their width in a style; nothing else is written into a page's own text.
@@ -44,13 +53,11 @@ _HEADERS: Mapping[str, str] = {
 }
 _STYLE = """<style>
 nav { display: flex; gap: 1.5rem; flex-wrap: wrap; border-bottom: 1px solid #cbd5e0; padding-bottom: .5rem }
-nav b { margin-right: auto } a { color: #2b6cb0 } .curve { max-width: 60rem }
-@media (max-width: 600px) { body { margin: .75rem auto } .curve { min-width: 30rem } }
-@media (prefers-color-scheme: dark) {
-  body { background: #171923; color: #e2e8f0 } th { background: #2d3748 } a { color: #90cdf4 }
-  th, td, nav { border-color: #4a5568 } svg text { fill: #e2e8f0 } svg line { stroke: #718096 }
-  .note { color: #f6ad55 } .done { color: #68d391 }
-}
+nav b { margin-right: auto } a { color: #2b6cb0 }
+.cover { display: inline-block; min-width: 3rem; padding: 0 .4em; border-radius: .2em; color: #1a202c }
+.full { background: #9ae6b4 } .part { background: linear-gradient(90deg, #fbd38d calc(var(--share) * 100%), #edf2f7 0) }
+.empty { background: #edf2f7 }
+@media screen and (prefers-color-scheme: dark) { nav { border-color: #4a5568 } a { color: #90cdf4 } }
 </style>"""
 # Reads the page anew every three seconds while it is in sight; what is selected or folded out stays as it is.
 _SCRIPT = """
@@ -71,7 +78,14 @@ if (main) setInterval(renew, 3000);
 """
 
 
-def create_app(database: TuningDatabase, *, hosts: Sequence[str] = LOOPBACK, token: str | None = None) -> Starlette:
+def create_app(
+    database: TuningDatabase,
+    *,
+    hosts: Sequence[str] = LOOPBACK,
+    token: str | None = None,
+    ceilings: Sequence[Ceilings] = (),
+    patience_s: float = PATIENCE_S,
+) -> Starlette:
     """Return the application.
 
     Parameters
@@ -82,11 +96,17 @@ def create_app(database: TuningDatabase, *, hosts: Sequence[str] = LOOPBACK, tok
         Names that requests may be addressed to; `*` allows any.
     token : str or None
         What `?token=` or the cookie must say; None lets everybody look who reaches the server.
+    ceilings : sequence of Ceilings
+        Of devices that are not known, or measured better.
+    patience_s : float
+        A page that takes longer to make is answered by one that waits for it.
     """
-    counts = StatusCounts(database)
+    counts, slow = StatusCounts(database), SlowPages(patience_s)
+    of_device = {one.device: one for one in ceilings}
+    pages: dict[str, Callable[..., Page]] = {**PAGES, "/jobs/{job_id}": partial(job, ceilings=of_device)}
     routes = [Route("/", lambda _: _answer(lambda: overview(database, counts.newest())))]
-    routes += [Route(path, _endpoint(database, make)) for path, make in PAGES.items()]
-    routes += [Route("/compare", _comparison(database)), Route("/live.js", _script)]
+    routes += [Route(path, _endpoint(database, make, slow)) for path, make in pages.items()]
+    routes += [Route("/compare", _comparison(database, slow)), Route("/live.js", _script)]
     allowed = [f"[{host}]" if ":" in host else host for host in hosts]
     app = Starlette(
         routes=routes,
@@ -134,17 +154,17 @@ def _same(given: str | None, token: str) -> bool:
     return given is not None and hmac.compare_digest(given.encode(), token.encode())
 
 
-def _endpoint(database: TuningDatabase, make: Callable[..., Page]) -> Callable[[Request], Response]:
+def _endpoint(database: TuningDatabase, make: Callable[..., Page], slow: SlowPages) -> Callable[[Request], Response]:
     def answer(request: Request) -> Response:
-        return _answer(lambda: make(database, **request.path_params))
+        return _answer(lambda: slow.get(request.url.path, lambda: make(database, **request.path_params)))
 
     return answer
 
 
-def _comparison(database: TuningDatabase) -> Callable[[Request], Response]:
+def _comparison(database: TuningDatabase, slow: SlowPages) -> Callable[[Request], Response]:
     def answer(request: Request) -> Response:
         before, after = (request.query_params.get(name, "") for name in ("before", "after"))
-        return _answer(lambda: compare(database, before, after))
+        return _answer(lambda: slow.get(f"/compare {before} {after}", lambda: compare(database, before, after)))
 
     return answer
 
@@ -170,10 +190,12 @@ def _told(title: str, message: str) -> Page:
 def _html(shown: Page, status: int = 200) -> Response:
     live = " data-live" if shown.live else ""
     body = (
-        '<nav><b>relaxtune</b><a href="/">overview</a><a href="/cost">cost</a><span id="state"></span></nav>'
+        '<nav><b>relaxtune</b><a href="/">overview</a><a href="/coverage">coverage</a><a href="/cost">cost</a>'
+        '<span id="state"></span></nav>'
         f"<main{live}>{printable(shown.body)}</main>"
     )
-    head = f'{_STYLE}<script src="/live.js" defer></script>'
+    again = f'<meta http-equiv="refresh" content="{_AGAIN_S}">' if shown.waits else ""
+    head = f'{again}{_STYLE}<script src="/live.js" defer></script>'
     return HTMLResponse(page(f"{printable(shown.title)} - relaxtune", body, head), status_code=status)
 
 

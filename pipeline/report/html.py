@@ -6,21 +6,37 @@ import html
 from collections.abc import Collection, Mapping, Sequence
 
 from relaxtune.pipeline.printable import printable
+from relaxtune.pipeline.report.curve import step_curve
+from relaxtune.pipeline.report.diff import KernelChange, ReportDiff
 from relaxtune.pipeline.report.error_plot import error_histograms
 from relaxtune.pipeline.report.kernel import Bottleneck, KernelRow
-from relaxtune.pipeline.report.plot import COLOURS, roofline, shares
+from relaxtune.pipeline.report.plot import COLOURS, latencies, roofline, shares
+from relaxtune.pipeline.report.progress import Progress
 from relaxtune.pipeline.report.report import Report
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1600px; padding: 0 1rem; color: #1a202c }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+h1 { font-size: 1.5rem } * + h1 { margin-top: 3rem } h2 { font-size: 1.15rem; margin-top: 2rem }
 .wide { overflow-x: auto } svg { width: 100%; min-width: 40rem; height: auto; font: 12px system-ui, sans-serif }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 th, td { padding: .25rem .5rem; border-bottom: 1px solid #e2e8f0; text-align: right; vertical-align: top }
 th { background: #f7fafc } .left { text-align: left } td:has(code) { min-width: 16rem }
 .facts { display: flex; flex-wrap: wrap; gap: .5rem 2rem } .facts b { display: block; font-size: 1.2rem }
 .note { color: #744210 } .key span { padding: 0 .6em; margin-right: .6em; color: white; border-radius: .3em }
-code { overflow-wrap: anywhere }
+code { overflow-wrap: anywhere } .curve { max-width: 60rem }
+@media (max-width: 600px) { body { margin: .75rem auto } td:has(code) { min-width: 9rem } .curve { min-width: 30rem } }
+@media screen and (prefers-color-scheme: dark) {
+  body { background: #171923; color: #e2e8f0 } th { background: #2d3748 } a { color: #90cdf4 }
+  th, td { border-color: #4a5568 } svg text { fill: #e2e8f0 } svg line { stroke: #a0aec0 }
+  svg line.grid { stroke: #2d3748 } .curve path { stroke: #90cdf4 } .note { color: #f6ad55 }
+}
+@media print {
+  @page { size: A4 landscape; margin: 12mm }
+  body { margin: 0; max-width: none; padding: 0; font-size: 9pt; print-color-adjust: exact }
+  .wide { overflow: visible } svg { min-width: 0; max-width: 100% } table { font-size: 6.5pt }
+  th, td { padding: .1rem .2rem } td:has(code) { min-width: 9rem } a { color: inherit }
+  tr, svg, .facts { break-inside: avoid } h1, h2, .key { break-after: avoid }
+}
 """
 
 _MEANING = {
@@ -33,14 +49,15 @@ _COLUMNS = (
     "kernel", "family", "route", "record", "calls", "us a call", "us", "share", "MFLOP", "MB", "TFLOP/s", "of ceiling",
     "GB/s", "of ceiling", "registers", "shared", "spills", "bottleneck", "ONNX nodes",
 )  # fmt: skip
-_LEFT_COLUMNS = frozenset({"kernel", "family", "route", "bottleneck", "ONNX nodes"})
+_DIFF_COLUMNS = ("kernel", "now", "what changed", "us before", "us after", "difference", "times", "ONNX nodes")
+_LEFT_COLUMNS = frozenset({"kernel", "family", "route", "bottleneck", "ONNX nodes", "now", "what changed"})
 
 
-def render_page(reports: Sequence[Report]) -> str:
-    """Return the page of one report or several."""
+def render_page(reports: Sequence[Report], diff: ReportDiff | None = None) -> str:
+    """Return the page of one report or several; with a diff, it comes first."""
     title = ", ".join(dict.fromkeys(report.model for report in reports)) or "nothing measured"
     body = "".join(map(section, reports)) or "<p>No job of this database has a valid record.</p>"
-    return page(title, body)
+    return page(title, (diff_section(diff) if diff else "") + body)
 
 
 def page(title: str, body: str, head: str = "") -> str:
@@ -82,7 +99,8 @@ def section(report: Report) -> str:
         f"<h1>{_escape(report.model)}</h1>",
         f"<p>{_escape(report.source)}; {_escape(report.target)}; times of {_escape(report.device or 'no device')}</p>",
         _facts(report),
-        *(f'<p class="note">{_escape(note)}{"" if note.endswith((".", "?")) else "."}</p>' for note in report.notes),
+        notes(report.notes),
+        *_progress(report.progress),
         "<h2>Where the time goes</h2>",
         _key(),
         _wide(shares(report.kernels)) or "<p>No kernel has a time.</p>",
@@ -90,7 +108,7 @@ def section(report: Report) -> str:
     plot = roofline(report.kernels, report.ceilings)
     if plot:
         parts += ["<h2>Rates under the device's ceilings</h2>", _wide(plot)]
-    if report.ceilings is not None:
+    if plot and report.ceilings is not None:
         parts.append(f"<p>Ceilings: {_escape(report.ceilings.source)}.</p>")
     errors = error_histograms(report.validation or {})
     if errors:
@@ -98,14 +116,73 @@ def section(report: Report) -> str:
     parts += [
         "<h2>Kernels</h2>",
         table(_COLUMNS, [*map(_cells, report.kernels)], _LEFT_COLUMNS),
+        _cached(report.kernels),
         _versions(report.versions or {}),
     ]
     return printable("".join(parts))
 
 
+def diff_section(diff: ReportDiff) -> str:
+    """Return the part of a page that sets two builds beside each other."""
+    sides = [
+        (side, _escape(report.source), _escape(report.target), number(report.kernels_us or None), str(report.launches))
+        for side, report in (("before", diff.before), ("after", diff.after))
+    ]
+    parts = [
+        f"<h1>{_escape(diff.after.model)}, before and after</h1>",
+        table(("", "build", "target", "us of all kernels", "launches"), sides, {"", "build", "target"}),
+        notes(diff.notes),
+        "<h2>What changed, kernel by kernel</h2>",
+        table(_DIFF_COLUMNS, [*map(_change, diff.changes)], _LEFT_COLUMNS),
+        "<p>Times are of all calls. The column <i>times</i> has how many times as fast it is now.</p>",
+    ]
+    return printable("".join(parts))
+
+
+def _change(change: KernelChange) -> tuple[str, ...]:
+    names = [[f"<code>{_escape(row.name)}</code>" for row in side] for side in (change.before, change.after)]
+    nodes = dict.fromkeys(node for row in (*change.before, *change.after) for node in row.onnx_nodes)
+    difference = change.difference_us
+    return (
+        "<br>".join(names[0] or ["none"]),
+        # A name that is the same stands once.
+        "" if names[0] == names[1] else "<br>".join(names[1] or ["none"]),
+        _escape(change.what),
+        number(change.before_us) if change.before else "",
+        number(change.after_us) if change.after else "",
+        "" if difference is None else f"{'+' if difference > 0 else ''}{number(difference)}",
+        "" if change.times is None else f"{change.times:.2f}",
+        _nodes([*nodes]),
+    )
+
+
+def notes(told: Sequence[str]) -> str:
+    """Return what a reader must know, a paragraph each."""
+    return "".join(f'<p class="note">{_escape(one)}{"" if one.endswith((".", "?")) else "."}</p>' for one in told)
+
+
+def _progress(progress: Progress) -> list[str]:
+    """Return the course of the tuning and the peers, each where there is any."""
+    curve = step_curve([(seconds, us / 1e3) for seconds, us in progress.curve], "seconds of tuning", "ms")
+    bars = latencies(progress.arms)
+    parts = ["<h2>Beside others</h2>", _wide(bars)] if bars else []
+    if curve:
+        told = "<p>All calls of all kernels, each timed alone, by the best candidates so far.</p>"
+        parts += ["<h2>Best so far</h2>", _wide(curve), told]
+    return parts
+
+
+def _cached(rows: Sequence[KernelRow]) -> str:
+    """Return a word on rates above the ceiling of memory; empty where there are none."""
+    above = sum((row.bandwidth_use or 0.0) > 1 for row in rows)
+    told = "have more GB/s than the ceiling of memory: their data came from a cache"
+    return f'<p class="note">{above} of {len(rows)} kernels {told}.</p>' if above else ""
+
+
 def _facts(report: Report) -> str:
     facts = [
-        ("kernels, launches of one inference", f"{len(report.kernels)}, {report.launches}"),
+        ("kernels", f"{len(report.kernels)}"),
+        ("launches of one inference", f"{report.launches}"),
         ("all kernels, each timed alone", f"{report.kernels_us / 1e3:.3f} ms" if report.kernels_us else "not measured"),
     ]
     if report.model_us is not None:

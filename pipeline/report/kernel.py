@@ -60,6 +60,8 @@ class KernelRow:
         Rates over the ceilings. Bandwidth above 1 means that data came from a cache.
     bottleneck
         None without time or ceilings.
+    kernel_hash
+        Of the scheduled kernel: equal in two builds, they hold the same one.
     """
 
     name: str
@@ -81,6 +83,7 @@ class KernelRow:
     compute_use: float | None = None
     bandwidth_use: float | None = None
     bottleneck: Bottleneck | None = None
+    kernel_hash: str | None = None
 
     @property
     def total_us(self) -> float | None:
@@ -118,6 +121,11 @@ def judged(rows: Sequence[KernelRow], ceilings: Ceilings | None) -> tuple[Kernel
     if smallest is not None and ceilings is not None and ceilings.launch_us is not None:
         smallest = min(smallest, _HOST_LAUNCH * ceilings.launch_us)
     return tuple(sorted((_judge(row, ceilings, smallest) for row in shared), key=lambda row: -(row.total_us or 0.0)))
+
+
+def float_dtype(dtypes: Sequence[str]) -> str | None:
+    """Return the first dtype of floats, which names the ceiling of a kernel with such parameters."""
+    return next((dtype for dtype in dtypes if "float" in dtype), None)
 
 
 def find_bottleneck(

@@ -1,4 +1,4 @@
-"""The plots of a report as inline SVG: the kernels' shares, and the roofline."""
+"""The plots of a report as inline SVG: bars of shares and of peers, and the roofline."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from relaxtune.pipeline.report.ceilings import Ceilings
 from relaxtune.pipeline.report.kernel import CONTRACTIONS, Bottleneck, KernelRow
+from relaxtune.tuning_db.questions.artifacts import ArmSummary
 
 COLOURS = {
     Bottleneck.COMPUTE: "#2b6cb0",
@@ -21,6 +22,7 @@ _BARS = 14
 _ROW, _LEFT, _WIDTH = 22, 330, 1000
 _PLOT_HEIGHT, _MARGIN, _BELOW = 400, 90, 60
 _GRID = "#e2e8f0"
+_OWN = "#2b6cb0"
 
 
 def shares(rows: Sequence[KernelRow]) -> str:
@@ -29,20 +31,57 @@ def shares(rows: Sequence[KernelRow]) -> str:
     if not timed:
         return ""
     shown, rest = timed[:_BARS], timed[_BARS:]
-    lines = [(row.name, row.share or 0.0, COLOURS[row.bottleneck], _bar_title(row)) for row in shown]
+    lines = [_share_bar(row.name, row.share or 0.0, row.bottleneck, _bar_title(row)) for row in shown]
     if rest:
-        lines.append((f"{len(rest)} more", sum(row.share or 0.0 for row in rest), COLOURS[None], ""))
-    scale = (_WIDTH - _LEFT - 70) / max(share for _, share, _, _ in lines)
+        lines.append(_share_bar(f"{len(rest)} more", sum(row.share or 0.0 for row in rest), None, ""))
+    return _bars(lines, "share of the kernels' time")
+
+
+def latencies(arms: Sequence[ArmSummary]) -> str:
+    """Return bars of the arms of benchmarks; empty without any. Arms of one device ran alternately."""
+    several = len({arm.device_name for arm in arms}) > 1
+    return _bars(
+        [
+            _Bar(
+                f"{arm.arm}, {arm.device_name}" if several else arm.arm,
+                arm.latency_us,
+                _OWN if arm.arm.startswith("relaxtune") else COLOURS[None],
+                f"{arm.latency_us / 1e3:.4g} ms",
+                f"{arm.arm} on {arm.device_name}, {arm.created_at:%Y-%m-%d %H:%M} UTC",
+            )
+            for arm in arms
+        ],
+        "latency of the whole model",
+    )
+
+
+@dataclass(frozen=True)
+class _Bar:
+    name: str
+    value: float
+    colour: str
+    told: str
+    title: str
+
+
+def _share_bar(name: str, share: float, bottleneck: Bottleneck | None, title: str) -> _Bar:
+    return _Bar(name, share, COLOURS[bottleneck], f"{share:.1%}", title)
+
+
+def _bars(lines: Sequence[_Bar], label: str) -> str:
+    if not lines:
+        return ""
+    scale = (_WIDTH - _LEFT - 90) / max(line.value for line in lines)
     parts = []
-    for index, (name, share, colour, title) in enumerate(lines):
-        y = index * _ROW
+    for index, line in enumerate(lines):
+        y, wide = index * _ROW, line.value * scale
         parts.append(
-            f'<g><title>{html.escape(title)}</title><text x="{_LEFT - 8}" y="{y + 15}" text-anchor="end">'
-            f'{html.escape(_short(name))}</text><rect x="{_LEFT}" y="{y + 3}" width="{max(1.0, share * scale):.1f}" '
-            f'height="{_ROW - 7}" fill="{colour}"/><text x="{_LEFT + share * scale + 6:.1f}" y="{y + 15}">'
-            f"{share:.1%}</text></g>"
+            f'<g><title>{html.escape(line.title)}</title><text x="{_LEFT - 8}" y="{y + 15}" text-anchor="end">'
+            f'{html.escape(_short(line.name))}</text><rect x="{_LEFT}" y="{y + 3}" width="{max(1.0, wide):.1f}" '
+            f'height="{_ROW - 7}" fill="{line.colour}"/><text x="{_LEFT + wide + 6:.1f}" y="{y + 15}">'
+            f"{line.told}</text></g>"
         )
-    return _svg(_WIDTH, len(lines) * _ROW + 4, "".join(parts), "share of the kernels' time")
+    return _svg(_WIDTH, len(lines) * _ROW + 4, "".join(parts), label)
 
 
 def roofline(rows: Sequence[KernelRow], ceilings: Ceilings | None) -> str:
@@ -93,7 +132,7 @@ def _roofs(plane: _Plane, bandwidth: float, peaks: Mapping[str, float]) -> list[
     knee = min(right, highest / bandwidth)
     parts = [
         _line(plane.x(left), plane.y(left * bandwidth), plane.x(knee), plane.y(knee * bandwidth)),
-        _text(plane.x(left) + 6, plane.y(left * bandwidth) - 8, f"{bandwidth / 1e9:,.0f} GB/s"),
+        _text(plane.x(left) + 6, plane.y(left * bandwidth) - 26, f"{bandwidth / 1e9:,.0f} GB/s"),
     ]
     for dtype, peak in peaks.items():
         parts.append(_line(plane.x(peak / bandwidth), plane.y(peak), plane.x(right), plane.y(peak)))
@@ -147,7 +186,8 @@ def _short(name: str) -> str:
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str = "#1a202c") -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
+    kind = ' class="grid"' if colour == _GRID else ""
+    return f'<line{kind} x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:

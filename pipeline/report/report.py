@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,9 +20,11 @@ from relaxtune.pipeline.artifact.entries import KernelEntry, MeasuredEntry
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.choose.model_records import ModelDecision, read_decision
 from relaxtune.pipeline.choose.selection import inside_the_model
+from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
-from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, judged
+from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, float_dtype, judged
 from relaxtune.pipeline.report.profile import Profile
+from relaxtune.pipeline.report.progress import Progress, progress_of_artifact, progress_of_job
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.jobs import Job, JobTask
@@ -66,6 +68,8 @@ class Report:
         What rates are compared with.
     versions
         What the artifact was made by, or the record's TVM.
+    progress
+        How its tuning came on, and peers measured beside it; empty without a database.
     notes
         What a reader must know besides: missing times, missing ceilings, records of another database.
     """
@@ -83,6 +87,7 @@ class Report:
     validation: Mapping[str, object] | None = None
     ceilings: Ceilings | None = None
     versions: Mapping[str, str] | None = None
+    progress: Progress = field(default_factory=Progress)
     notes: tuple[str, ...] = ()
 
     @property
@@ -97,8 +102,10 @@ class Report:
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON data."""
+        own = {"kernels", "ceilings", "created_at", "progress"}
         plain = {
-            **{name: value for name, value in vars(self).items() if name not in {"kernels", "ceilings", "created_at"}},
+            **{name: value for name, value in vars(self).items() if name not in own},
+            **self.progress.to_json(),
             "created_at": self.created_at.isoformat(timespec="seconds"),
             "kernels_us": self.kernels_us,
             "launches": self.launches,
@@ -122,7 +129,8 @@ def report_artifact(
     directory : Path
         The artifact; only its manifest is read.
     database : TuningDatabase or None
-        The one it was compiled from: its records are looked up and checked against the manifest.
+        The one it was compiled from: its records are looked up and checked against the manifest, and it has the
+        course of the tuning and the benchmarks.
     profile : Profile or None
         Times that replace those of the records.
     ceilings : Ceilings or None
@@ -158,6 +166,7 @@ def report_artifact(
         validation=_validation(manifest),
         ceilings=found,
         versions=manifest.versions,
+        progress=progress_of_artifact(database, artifact_of(manifest, directory).key) if database else Progress(),
         notes=(*notes, *_notes(kernels, found, device)),
     )
 
@@ -214,6 +223,7 @@ def _report_of_job(
         created_at=datetime.now(UTC),
         ceilings=known,
         versions={"tvm": ", ".join(tvm_versions)},
+        progress=progress_of_job(database, job.id),
         notes=(*untuned, *_notes(kernels, known, device)),
     )
 
@@ -282,7 +292,8 @@ def _row_of_kernel(kernel: KernelEntry, record: TuningRecord | None, profile: Pr
         note=kernel.note,
         flops=kernel.work.flops if kernel.work else None,
         bytes=kernel.work.bytes if kernel.work else None,
-        dtype=_float_dtype([one.dtype for one in kernel.work.arguments]) if kernel.work else None,
+        dtype=float_dtype([one.dtype for one in kernel.work.arguments]) if kernel.work else None,
+        kernel_hash=kernel.kernel_hash,
     )
     if profile is not None and kernel.function in profile.kernels_us:
         row = replace(row, time_us=profile.kernels_us[kernel.function], time_source=TimeSource.PROFILE)
@@ -303,7 +314,8 @@ def _row_of_task(task: JobTask, workload: Workload, record: TuningRecord | None)
         record_id=record.id if record else None,
         flops=workload.flops,
         bytes=workload.bytes,
-        dtype=_float_dtype([str(dtype) for _, dtype in parameters]),
+        dtype=float_dtype([str(dtype) for _, dtype in parameters]),
+        kernel_hash=record.kernel_hash if record else None,
     )
     if record is None:
         return row
@@ -312,10 +324,6 @@ def _row_of_task(task: JobTask, workload: Workload, record: TuningRecord | None)
 
 def _with_resources(row: KernelRow, known: TuningRecord | MeasuredEntry) -> KernelRow:
     return replace(row, registers=known.registers, smem_bytes=known.smem_bytes, spill_bytes=known.spill_bytes)
-
-
-def _float_dtype(dtypes: Sequence[str]) -> str | None:
-    return next((dtype for dtype in dtypes if "float" in dtype), None)
 
 
 def _validation(manifest: Manifest) -> dict[str, object] | None:

@@ -54,7 +54,12 @@ class ArtifactSummary:
 
 @question
 def artifacts(
-    session: Session, *, model: str | None = None, job_id: str | None = None, limit: int | None = DEFAULT_LIMIT
+    session: Session,
+    *,
+    model: str | None = None,
+    job_id: str | None = None,
+    key: str | None = None,
+    limit: int | None = DEFAULT_LIMIT,
 ) -> tuple[ArtifactSummary, ...]:
     """Return the compiled modules with how they validated and how fast they ran, the newest first."""
     chosen = (
@@ -67,6 +72,8 @@ def artifacts(
         chosen = chosen.where(ArtifactRow.model == model)
     if job_id is not None:
         chosen = chosen.where(ArtifactRow.job_id == job_id)
+    if key is not None:
+        chosen = chosen.where(ArtifactRow.key == key)
     rows = session.execute(chosen).all()
     return tuple(
         ArtifactSummary(

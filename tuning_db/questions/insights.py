@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
+from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -34,7 +35,10 @@ CAUSE_LENGTH = 160
 
 @dataclass(frozen=True)
 class HistoryPoint:
-    """The candidates of a task of one day, TVM version and device; `so_far_us` is the best up to then on the device."""
+    """The candidates of a task of one day, TVM version, driver and device.
+
+    `so_far_us` is the best up to then on the device; `kernel_hash` is of the best kernel of the day, where it is known.
+    """
 
     day: date
     name: str
@@ -45,6 +49,8 @@ class HistoryPoint:
     best_us: float | None
     route: Route | None
     so_far_us: float | None
+    driver: str | None
+    kernel_hash: str | None
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,8 @@ def history(
             WorkloadRow.name,
             EnvironmentRow.tvm_version,
             EnvironmentRow.device_name,
+            EnvironmentRow.driver,
+            RecordRow.kernel_hash,
         )
         .join(WorkloadRow, WorkloadRow.id == RecordRow.workload_id)
         .join(EnvironmentRow, EnvironmentRow.id == RecordRow.environment_id)
@@ -129,18 +137,17 @@ def history(
     )
     if workload_hash is not None:
         statement = statement.where(WorkloadRow.workload_hash == workload_hash)
-    groups: dict[tuple[date, str, str, str], list[tuple[Status, Route, float | None]]] = defaultdict(list)
+    groups: dict[tuple[date, str, str, str, str | None], list[Any]] = defaultdict(list)
     for row in session.execute(statement):
-        key = (row.created_at.date(), row.name, row.tvm_version, row.device_name)
-        groups[key].append((row.status, row.route, row.latency_us))
+        groups[row.created_at.date(), row.name, row.tvm_version, row.device_name, row.driver].append(row)
     points = []
     best_of: dict[tuple[str, str], float] = {}
-    for (day, name, tvm_version, device_name), candidates in groups.items():
-        valid = [(us, route) for status, route, us in candidates if status is Status.OK and us is not None]
-        best = min(valid, default=None)
+    for (day, name, tvm_version, device_name, driver), candidates in groups.items():
+        valid = [one for one in candidates if one.status is Status.OK and one.latency_us is not None]
+        best = min(valid, key=lambda one: (one.latency_us, one.route), default=None)
         place = (name, device_name)
         if best is not None:
-            best_of[place] = min(best[0], best_of.get(place, math.inf))
+            best_of[place] = min(best.latency_us, best_of.get(place, math.inf))
         points.append(
             HistoryPoint(
                 day=day,
@@ -149,9 +156,11 @@ def history(
                 device_name=device_name,
                 candidates=len(candidates),
                 valid=len(valid),
-                best_us=None if best is None else best[0],
-                route=None if best is None else best[1],
+                best_us=None if best is None else best.latency_us,
+                route=None if best is None else best.route,
                 so_far_us=best_of.get(place),
+                driver=driver,
+                kernel_hash=None if best is None else best.kernel_hash,
             )
         )
     return tuple(points)

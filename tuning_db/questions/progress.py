@@ -6,7 +6,7 @@ Each reads what an index holds, so that a page asks it every few seconds of a da
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -15,12 +15,25 @@ from sqlalchemy.orm import Session
 
 from relaxtune.tuning_db.contract import TuningDatabase, question
 from relaxtune.tuning_db.records import Status
-from relaxtune.tuning_db.sql.schema import JobRow, JobTaskRow, RecordRow, SignatureRow, WorkloadRow
+from relaxtune.tuning_db.sql.schema import EnvironmentRow, JobRow, JobTaskRow, RecordRow, SignatureRow, WorkloadRow
+from relaxtune.tuning_db.sql.statements import read_places
 
 
 @dataclass(frozen=True)
 class TaskProgress:
-    """What a job measured of one task. `best_us` is of a call, None where nothing valid was measured."""
+    """What a job measured of one task.
+
+    Attributes
+    ----------
+    name, family, workload_hash, signature, flops, bytes
+        The task; FLOPs and bytes of one call.
+    weight
+        Calls in the model.
+    seconds, valid, failed
+        What its search took, and its candidates.
+    best_us
+        Of a call; None where nothing valid was measured.
+    """
 
     name: str
     family: str
@@ -30,6 +43,9 @@ class TaskProgress:
     valid: int
     failed: int
     best_us: float | None
+    signature: str
+    flops: float
+    bytes: float
 
 
 @dataclass(frozen=True)
@@ -47,12 +63,34 @@ class JobProgress:
         Status -> candidates.
     candidate_s
         Seconds of building and measuring all candidates, which may overlap.
+    devices
+        Names of the devices that measured.
     """
 
     tasks: tuple[TaskProgress, ...]
     curve: tuple[tuple[float, float], ...]
     by_status: Mapping[Status, int]
     candidate_s: float
+    devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class JobCandidates:
+    """How many tasks and candidates a job has, how many of them are valid, and the seconds that all took."""
+
+    tasks: int
+    candidates: int
+    valid: int
+    candidate_s: float
+
+
+@dataclass(frozen=True)
+class ModelCoverage:
+    """Tasks of a model, and how many of them have a valid record on each device: (device, architecture) -> tasks."""
+
+    model: str
+    tasks: int
+    covered: Mapping[tuple[str, str], int]
 
 
 def count_by_status(database: TuningDatabase) -> Mapping[Status, int]:
@@ -65,20 +103,36 @@ def count_by_status(database: TuningDatabase) -> Mapping[Status, int]:
 def job_progress(session: Session, job_id: str) -> JobProgress:
     """Return what a job measured so far; of an unknown job, nothing."""
     tasks = session.execute(
-        select(JobTaskRow, WorkloadRow.name, WorkloadRow.workload_hash, SignatureRow.family)
+        select(
+            JobTaskRow,
+            WorkloadRow.name,
+            WorkloadRow.workload_hash,
+            WorkloadRow.flops,
+            WorkloadRow.bytes,
+            SignatureRow.family,
+            SignatureRow.signature,
+        )
         .join(WorkloadRow, WorkloadRow.id == JobTaskRow.workload_id)
         .join(SignatureRow, SignatureRow.id == WorkloadRow.signature_id)
         .where(JobTaskRow.job_id == job_id)
     ).all()
     began = session.execute(select(JobRow.started_at).where(JobRow.id == job_id)).scalar_one_or_none()
     counted = (
-        select(RecordRow.workload_id, RecordRow.status, func.count(), func.sum(RecordRow.duration_s))
+        select(
+            RecordRow.workload_id,
+            RecordRow.environment_id,
+            RecordRow.status,
+            func.count(),
+            func.sum(RecordRow.duration_s),
+        )
         .where(RecordRow.job_id == job_id)
-        .group_by(RecordRow.workload_id, RecordRow.status)
+        .group_by(RecordRow.workload_id, RecordRow.environment_id, RecordRow.status)
     )
     counts: dict[int, Counter[Status]] = defaultdict(Counter)
     candidate_s = 0.0
-    for workload_id, status, count, duration_s in session.execute(counted):
+    environments = set()
+    for workload_id, environment_id, status, count, duration_s in session.execute(counted):
+        environments.add(environment_id)
         counts[workload_id][status] += count
         candidate_s += duration_s or 0.0
     weights = {row.JobTaskRow.workload_id: row.JobTaskRow.weight for row in tasks}
@@ -102,13 +156,64 @@ def job_progress(session: Session, job_id: str) -> JobProgress:
             valid=counts[row.JobTaskRow.workload_id][Status.OK],
             failed=counts[row.JobTaskRow.workload_id].total() - counts[row.JobTaskRow.workload_id][Status.OK],
             best_us=best.get(row.JobTaskRow.workload_id),
+            signature=row.signature,
+            flops=row.flops,
+            bytes=row.bytes,
         )
         for row in tasks
     ]
     by_status: Counter[Status] = Counter()
     for of_task in counts.values():
         by_status += of_task
-    return JobProgress(tuple(sorted(found, key=_time, reverse=True)), tuple(curve), by_status, candidate_s)
+    names = select(EnvironmentRow.device_name).where(EnvironmentRow.id.in_(environments)).distinct()
+    devices = tuple(session.scalars(names.order_by(EnvironmentRow.device_name)))
+    return JobProgress(tuple(sorted(found, key=_time, reverse=True)), tuple(curve), by_status, candidate_s, devices)
+
+
+@question
+def candidates_of_jobs(session: Session, job_ids: Sequence[str]) -> Mapping[str, JobCandidates]:
+    """Return what jobs are made of."""
+    counted = (
+        select(RecordRow.job_id, RecordRow.status, func.count(), func.sum(RecordRow.duration_s))
+        .where(RecordRow.job_id.in_(job_ids))
+        .group_by(RecordRow.job_id, RecordRow.status)
+    )
+    of_job: dict[str, list[tuple[Status, int, float]]] = defaultdict(list)
+    for job_id, status, count, duration_s in session.execute(counted):
+        of_job[str(job_id)].append((status, count, duration_s or 0.0))
+    numbers = select(JobTaskRow.job_id, func.count()).where(JobTaskRow.job_id.in_(job_ids)).group_by(JobTaskRow.job_id)
+    tasks = {job_id: count for job_id, count in session.execute(numbers)}
+    return {
+        job_id: JobCandidates(
+            tasks=tasks.get(job_id, 0),
+            candidates=sum(count for _, count, _ in of_job[job_id]),
+            valid=sum(count for status, count, _ in of_job[job_id] if status is Status.OK),
+            candidate_s=sum(seconds for *_, seconds in of_job[job_id]),
+        )
+        for job_id in job_ids
+    }
+
+
+@question
+def covered_tasks(session: Session) -> tuple[ModelCoverage, ...]:
+    """Return how many tasks of each model have a valid record, of any job, on each device; models by name."""
+    tasks: dict[str, set[int]] = defaultdict(set)
+    of_models = select(JobRow.model, JobTaskRow.workload_id).join(JobRow, JobRow.id == JobTaskRow.job_id).distinct()
+    for model, workload_id in session.execute(of_models):
+        tasks[model].add(workload_id)
+    measured = (
+        select(RecordRow.workload_id, RecordRow.target_id, RecordRow.environment_id)
+        .where(RecordRow.status == Status.OK)
+        .distinct()
+    )
+    places = read_places(session.connection())
+    at: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for workload_id, target_id, environment_id in session.execute(measured):
+        at[places.environments[environment_id].device_name, places.targets[target_id].arch].add(workload_id)
+    return tuple(
+        ModelCoverage(model, len(own), {place: len(own & there) for place, there in at.items() if own & there})
+        for model, own in sorted(tasks.items())
+    )
 
 
 def _improvements(job_id: str) -> Select[tuple[int, float, datetime]]:

@@ -18,7 +18,7 @@ from relaxtune.tuning_db.jobs import Job
 @app.command()
 @takes_groups(without=("limit",))
 def history(filters: FilterOptions, table: TableOptions) -> None:
-    """Show tasks over time: each day, TVM version and device, and the best so far."""
+    """Show tasks over time: each day, TVM version, driver and device, and the best so far."""
     from relaxtune.tuning_db.questions import insights
 
     with table.open() as database:
@@ -28,6 +28,7 @@ def history(filters: FilterOptions, table: TableOptions) -> None:
         "task": lambda point: point.name,
         "TVM": lambda point: point.tvm_version,
         "device": lambda point: point.device_name,
+        "driver": lambda point: point.driver,
         "valid/all": lambda point: f"{point.valid}/{point.candidates}",
         "best us": lambda point: microseconds(point.best_us),
         "route": lambda point: point.route and point.route.value,

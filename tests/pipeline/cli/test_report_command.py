@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,28 @@ def test_what_is_no_artifact_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     code, _, err = run(capsys, str(tmp_path / "none"))
     assert code == 1
     assert "does not exist" in err
+
+
+def test_two_builds_stand_beside_each_other_kernel_by_kernel(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = Path(shutil.copytree(directory, tmp_path / "old"))
+    code, out, _ = run(capsys, str(directory), "--diff", str(old), "--format", "json")
+    assert code == 0
+    data = json.loads(out)
+    assert {one["what"] for one in data["diff"]["kernels"]} == {"the same kernel"}
+    assert len(data["diff"]["kernels"]) == len(data["kernels"])
+    assert run(capsys, str(directory), "--diff", str(old))[0] == 0
+    page = directory.with_name("bert-tiny.html").read_text()
+    assert "before and after" in page
+    code, out, _ = run(capsys, str(directory), "--diff", str(old), "--format", "table")
+    assert code == 0
+    assert "old before" in out
+
+
+def test_a_diff_needs_an_artifact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tuning.db"
+    SqlDatabase.open(path).close()
+    code, _, err = run(capsys, "--db", str(path), "--diff", str(tmp_path))
+    assert code == 2
+    assert "--diff sets an artifact beside OLD" in err

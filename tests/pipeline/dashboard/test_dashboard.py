@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 
@@ -19,11 +21,19 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.cli.app import main
-from relaxtune.pipeline.dashboard import counts
-from relaxtune.pipeline.dashboard.curve import step_curve
+from relaxtune.pipeline.dashboard import counts, pages, slow_pages
+from relaxtune.pipeline.dashboard.artifact_pages import artifact as artifact_page
+from relaxtune.pipeline.dashboard.artifact_pages import compare
+from relaxtune.pipeline.dashboard.job_pages import job
+from relaxtune.pipeline.dashboard.markup import Page
 from relaxtune.pipeline.dashboard.pages import overview
 from relaxtune.pipeline.dashboard.server import create_app
+from relaxtune.pipeline.dashboard.task_pages import task
+from relaxtune.pipeline.job_outcomes import artifact_of
+from relaxtune.pipeline.report.ceilings import Ceilings
+from relaxtune.pipeline.report.curve import step_curve
 from relaxtune.tuning_db.artifacts import Artifact
 from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.records import Mode, Status
@@ -33,6 +43,8 @@ from tests import warm_python
 from tests.tuning_db.conftest import Samples
 
 HOSTILE = "<script>alert('x')</script>\x1b[31m\"&"
+# On a machine busy with other work, a test waits for the page itself.
+PATIENT = 120.0
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -93,7 +105,10 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SqlDatabase
 @pytest.fixture(scope="module")
 def site(kept: tuple[SqlDatabase, str]) -> Iterator[Site]:
     database, job_id = kept
-    with SqlDatabase.open(database.url, mode=Mode.READ_ONLY) as reading, served(create_app(reading)) as port:
+    with (
+        SqlDatabase.open(database.url, mode=Mode.READ_ONLY) as reading,
+        served(create_app(reading, patience_s=PATIENT)) as port,
+    ):
         yield Site(port, database, job_id)
 
 
@@ -108,7 +123,9 @@ def test_every_page_that_a_page_leads_to_answers_and_holds_no_markup_of_names(si
         assert "<script>alert" not in text
         assert "\x1b" not in text
         left += [link for link in re.findall(r'href="(/[^"]*)"', text) if link not in seen and link not in left]
-    assert {address.split("/")[1] for address in seen} == {"", "cost", "jobs", "models", "tasks", "artifacts"}
+    assert {address.split("/")[1] for address in seen} == {
+        *("", "cost", "coverage", "jobs", "models", "tasks", "artifacts")
+    }
 
 
 def test_first_page_counts_records_and_names_tags(site: Site) -> None:
@@ -146,6 +163,120 @@ def test_page_of_a_job_that_runs_is_live_and_shows_tasks_and_causes(site: Site) 
     assert "seconds from start to end" not in text
     assert text.count('href="/tasks/hash') == 2
     assert "Why candidates failed" in text
+
+
+def test_tasks_stand_under_the_ceilings_of_the_jobs_device(kept: tuple[SqlDatabase, str]) -> None:
+    database, job_id = kept
+    bare = job(database, job_id, {}).body
+    assert "none are known of EPYC 9654" in bare
+    assert "<svg" not in bare
+    ceilings = Ceilings("EPYC 9654", {"float32": 1e12}, 10e9, 1.0, "made up <&>")
+    shown = job(database, job_id, {"EPYC 9654": ceilings}).body
+    assert "Rates under the device's ceilings" in shown
+    assert "made up &lt;&amp;&gt;" in shown
+    # 49,152 bytes and 524,288 FLOPs in 12.5 us.
+    assert "<td>3.93</td><td>39.3%</td>" in shown
+    assert "<td>41.9</td>" in shown
+
+
+def test_history_of_a_task_tells_drivers_and_kernels_apart(tmp_path: Path) -> None:
+    samples = Samples()
+    work = samples.workload()
+    with SqlDatabase.open(tmp_path / "tuning.db") as database:
+        database.record_workload(work)
+        for day, driver, made, us in ((1, "580.1", "a", 9.0), (3, "590<2>", "b", 6.0)):
+            database.record_measurement(
+                samples.record(
+                    work,
+                    target=samples.target("cuda", "sm_90a"),
+                    environment=samples.gpu(driver=driver),
+                    kernel_hash=made * 16,
+                    latencies_us=(us,),
+                    created_at=datetime(2026, 1, day, tzinfo=UTC),
+                )
+            )
+        shown = task(database, work.workload_hash).body
+    assert shown.count('aria-label="us, the best so far over days since 2026-01-01"') == 1
+    assert "590&lt;2&gt;" in shown
+    assert [f"<code>{name * 8}</code>" in shown for name in "ab"] == [True, True]
+
+
+def test_coverage_page_links_models_and_counts_tasks(site: Site) -> None:
+    _, text = site.get("/coverage")
+    assert 'class="cover full"' in text
+    assert ">2</span>" in text
+    assert 'href="/models/' in text
+
+
+def test_verdicts_of_gates_stand_beside_artifacts_and_their_checks_on_the_artifacts_page(
+    artifact: Path, tmp_path: Path
+) -> None:
+    checks = [
+        {"name": "latency", "verdict": "no", "change": "+4 %", "reason": "<slow>"},
+        {"name": "size", "verdict": "yes"},
+    ]
+    gate = json.dumps({"passed": False, "checks": checks})
+    manifest = load_manifest(artifact)
+    other = Path(shutil.copytree(artifact, tmp_path / "other"))
+    with SqlDatabase.open(tmp_path / "tuning.db") as database:
+        new = artifact_of(manifest, artifact)
+        old = artifact_of(replace(manifest, model_sha256="1" * 64), other)
+        for one in (old, new):
+            database.record_artifact(one)
+        record_move(database, TagMove("prod", 1, MoveKind.TAG, old.key, "ann@host", "first"))
+        record_move(database, TagMove("prod", 2, MoveKind.PROMOTE, new.key, "ann@host", "faster", gate))
+        assert "REFUSED (latency), moved by force" in overview(database, None).body
+        own = artifact_page(database, new.key).body
+        assert "&lt;slow&gt;" in own
+        assert f'href="/compare?before={old.key}&amp;after={new.key}"' in own
+        beside = compare(database, old.key, new.key).body
+    assert beside.count("the same kernel") == len(manifest.kernels)
+
+
+def test_a_page_that_takes_long_is_answered_by_one_that_waits_and_made_once(
+    kept: tuple[SqlDatabase, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database, job_id = kept
+    go_on, made = threading.Event(), list[str]()
+
+    def slow(database: SqlDatabase) -> Page:
+        made.append("once")
+        go_on.wait(60)
+        return Page("cost", "<h1>here it is</h1>")
+
+    monkeypatch.setitem(pages.PAGES, "/cost", slow)
+    with served(create_app(database, patience_s=0.01)) as port:
+        site = Site(port, database, job_id)
+        for _ in range(3):
+            reply, text = site.get("/cost")
+            assert reply.status == 200
+            assert '<meta http-equiv="refresh"' in text
+        go_on.set()
+        deadline = time.monotonic() + 60
+        while "here it is" not in (text := site.get("/cost")[1]):
+            assert time.monotonic() < deadline
+        assert '<meta http-equiv="refresh"' not in text
+    assert made == ["once"]
+
+
+def test_a_page_that_was_left_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, made = threading.Event(), list[str]()
+
+    def make() -> Page:
+        go_on.wait(60)
+        made.append("made")
+        return Page(f"number {len(made)}", "")
+
+    slow = slow_pages.SlowPages(0.05)
+    assert slow.get("/a", make).waits
+    monkeypatch.setattr(slow_pages, "_KEPT_S", -1.0)  # every page is old once it is ready
+    go_on.set()
+    deadline = time.monotonic() + 60
+    while not made:
+        assert time.monotonic() < deadline
+    while (page := slow.get("/a", make)).waits or page.title == "number 1":
+        assert time.monotonic() < deadline
+    assert page.title != "number 1"
 
 
 def test_the_last_label_of_a_long_curve_ends_with_the_plot_and_all_differ() -> None:
@@ -186,7 +317,7 @@ def test_nothing_writes(site: Site) -> None:
 
 def test_token_is_asked_for_then_kept_in_a_cookie(kept: tuple[SqlDatabase, str]) -> None:
     database, job_id = kept
-    with served(create_app(database, token="secret")) as port:
+    with served(create_app(database, token="secret", patience_s=PATIENT)) as port:
         site = Site(port, database, job_id)
         assert site.get("/")[0].status == 401
         assert site.get("/?token=wrong")[0].status == 401

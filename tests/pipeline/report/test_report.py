@@ -21,6 +21,7 @@ from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.codegen.kernel_hash import made_hash
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.report.ceilings import (
     KNOWN_CEILINGS,
@@ -33,10 +34,12 @@ from relaxtune.pipeline.report.html import number, page, percent, render_page, t
 from relaxtune.pipeline.report.kernel import Bottleneck, KernelRow, TimeSource, find_bottleneck, judged
 from relaxtune.pipeline.report.plot import roofline, shares
 from relaxtune.pipeline.report.profile import Profile, profile_artifact
+from relaxtune.pipeline.report.progress import Progress
 from relaxtune.pipeline.report.report import Report, report_artifact, report_database
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.tuning_db.artifacts import Benchmark
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.records import Route, Status, TuningRecord, Workload, utc_now
@@ -364,5 +367,43 @@ def test_a_page_does_not_run_over_and_leaves_empty_columns_out() -> None:
     # What is wider than the page scrolls by itself, and a cell with a name is not squeezed.
     styles = page("t", shown)
     assert ".wide { overflow-x: auto }" in styles
+    assert "@media print" in styles
     assert "td:has(code) { min-width: 16rem }" in styles
     assert "width=device-width" in styles
+
+
+def test_peers_and_the_course_of_the_tuning_are_on_the_page_of_a_noted_artifact(
+    tuned: Path, database: TuningDatabase
+) -> None:
+    assert isinstance(database, SqlDatabase)
+    (job,) = database.list_jobs()
+    artifact = artifact_of(load_manifest(tuned), tuned, job.id)
+    environment = database.get_record(1).environment
+    database.record_artifact(artifact)
+    moment = utc_now()
+    for arm, latency_us in (("relaxtune", 500.0), ("<ort>", 1500.0)):
+        database.record_benchmark(Benchmark(artifact.key, environment, arm, (latency_us,), created_at=moment))
+    report = report_artifact(tuned, database=database)
+    assert [(arm.arm, arm.latency_us) for arm in report.progress.arms] == [("relaxtune", 500.0), ("<ort>", 1500.0)]
+    data = json.loads(json.dumps(report.to_json()))
+    assert {arm["arm"] for arm in data["arms"]} == {"relaxtune", "<ort>"}
+    later = [(0.0, 900.0), (7.5, 700.0)]
+    shown = render_page([dataclasses.replace(report, progress=Progress(tuple(later), report.progress.arms))])
+    assert "Beside others" in shown
+    assert "0.5 ms" in shown
+    assert "<ort>" not in shown
+    assert "Best so far" in shown
+    assert "ms over seconds of tuning" in shown
+    by_job = report_database(database)[0].progress
+    assert by_job.arms == report.progress.arms
+    # Without a database, and without a curve, neither is there.
+    alone = render_page([report_artifact(tuned)])
+    assert "Beside others" not in alone
+    assert "Best so far" not in alone
+
+
+def test_rates_above_memorys_ceiling_are_told_of_a_cache(tuned: Path) -> None:
+    slow = dataclasses.replace(CEILINGS, bytes_per_s=1.0)
+    assert "their data came from a cache" in render_page([report_artifact(tuned, ceilings=slow)])
+    fast = dataclasses.replace(CEILINGS, bytes_per_s=1e15)
+    assert "came from a cache" not in render_page([report_artifact(tuned, ceilings=fast)])

@@ -61,8 +61,29 @@ def test_history_has_a_point_for_each_day_version_and_device(filled):
         (day + 2 * DAY, "NVIDIA H200", 1, 1, 1.0, Route.METASCHEDULE, 1.0),
         (day + 3 * DAY, "EPYC 9654", 1, 0, None, None, 6.0),
     ]
+    assert {(p.device_name, p.driver) for p in points} == {("EPYC 9654", None), ("NVIDIA H200", "580.1")}
     assert {p.tvm_version for p in insights.history(database)} == {"0.27.0.post1", "0.28"}
     assert len(insights.history(database, RecordFilter(target_kind="cuda"))) == 1
+
+
+def test_history_tells_drivers_apart_and_names_the_best_kernel_of_each(database, samples):
+    workload = samples.workload()
+    database.record_workload(workload)
+    times = {("580.1", "aaaa"): 5.0, ("580.1", "bbbb"): 4.0, ("590.2", "cccc"): 6.0}
+    database.record_measurements(
+        [
+            samples.record(
+                latencies_us=(us,),
+                target=samples.target("cuda", "sm_90a"),
+                environment=samples.gpu(driver=driver),
+                kernel_hash=made,
+                created_at=START,
+            )
+            for (driver, made), us in times.items()
+        ]
+    )
+    found = [(p.driver, p.candidates, p.best_us, p.kernel_hash) for p in insights.history(database)]
+    assert found == [("580.1", 2, 4.0, "bbbb"), ("590.2", 1, 6.0, "cccc")]
 
 
 def test_failures_are_counted_by_what_their_last_line_says(filled):

@@ -1,0 +1,165 @@
+"""Pages on jobs: lists, how one came on, where its tasks stand under the device's ceilings, and what jobs took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from urllib.parse import quote
+
+from relaxtune.pipeline.dashboard.markup import Html, Page, link, minute, plot, row, rows_table, text
+from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
+from relaxtune.pipeline.report.curve import step_curve
+from relaxtune.pipeline.report.html import number, percent, tiles
+from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, float_dtype, judged
+from relaxtune.pipeline.report.plot import roofline
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.jobs import Job
+from relaxtune.tuning_db.questions.insights import failures
+from relaxtune.tuning_db.questions.progress import JobProgress, TaskProgress, candidates_of_jobs, job_progress
+from relaxtune.tuning_db.records import RecordFilter
+
+_LISTED = 25
+_COLUMNS = (
+    "task", "family", "calls", "us a call", "us", "share", "GFLOP/s", "of ceiling", "GB/s", "of ceiling", "bottleneck",
+    "valid", "failed", "seconds",
+)  # fmt: skip
+
+
+def job_list(found: Sequence[Job]) -> Html:
+    """Return a table of jobs."""
+    rows = [
+        row(
+            link(f"/jobs/{one.id}", one.model),
+            link(f"/models/{quote(one.model, safe='')}", "its model"),
+            f"{one.target.kind} {one.target.arch}",
+            minute(one.started_at),
+            number((one.finished_at - one.started_at).total_seconds() if one.finished_at else None),
+            one.outcome or "not over, or killed",
+        )
+        for one in found
+    ]
+    columns = ("job", "", "target", "began (UTC)", "seconds", "outcome")
+    return rows_table(columns, rows, {"job", "", "target", "began (UTC)", "outcome"})
+
+
+def job(database: TuningDatabase, job_id: str, ceilings: Mapping[str, Ceilings]) -> Page:
+    """Return what a job measured: how the model got faster, its tasks, why candidates failed, and what it took.
+
+    Parameters
+    ----------
+    database : TuningDatabase
+        Open for reading.
+    job_id : str
+        The job.
+    ceilings : mapping
+        Device name -> what it can do; those that are known of a device need not be there.
+    """
+    found, progress = database.get_job(job_id), job_progress(database, job_id)
+    took = None if found.finished_at is None else (found.finished_at - found.started_at).total_seconds()
+    timed = [task for task in progress.tasks if task.best_us is not None]
+    facts = [
+        *((f"candidates {status.value}", f"{count:,}") for status, count in progress.by_status.items()),
+        ("tasks with a time", f"{len(timed)} of {len(progress.tasks)}"),
+        *([("seconds from start to end", number(took))] if took is not None else []),
+        ("seconds of building and measuring", number(progress.candidate_s)),
+    ]
+    points = [(seconds, us / 1e3) for seconds, us in progress.curve]
+    causes = [
+        row(cause.status.value, cause.cause, cause.count, cause.workloads, cause.example_id)
+        for cause in failures(database, RecordFilter(job_id=job_id), limit=_LISTED)
+    ]
+    parts = [
+        f"<h1>{text(found.model)}</h1>",
+        f"<p>Job {text(found.id)}, {text(found.target.kind)} {text(found.target.arch)}, began"
+        f" {minute(found.started_at)} UTC: {text(found.outcome or 'not over, or killed')}.</p>",
+        tiles(facts),
+        "<h2>Best so far</h2>",
+        plot(step_curve(points, "seconds", "ms")) or "<p>Fewer than two improvements were measured.</p>",
+        "<p>All calls of all kernels, in ms, each timed alone.</p>",
+        *_tasks(progress, ceilings),
+        "<h2>Why candidates failed</h2>",
+        rows_table(("status", "cause", "candidates", "tasks", "record"), causes, {"status", "cause"}),
+    ]
+    return Page(f"job {found.model}", "".join(parts), live=found.finished_at is None)
+
+
+def cost(database: TuningDatabase) -> Page:
+    """Return what the newest jobs took."""
+    jobs = database.list_jobs(limit=_LISTED)
+    of_job = candidates_of_jobs(database, [one.id for one in jobs])
+    rows = []
+    for one in jobs:
+        took = of_job[one.id]
+        wall_s = None if one.finished_at is None else (one.finished_at - one.started_at).total_seconds()
+        rows.append(
+            row(
+                link(f"/jobs/{one.id}", one.model),
+                f"{one.target.kind} {one.target.arch}",
+                minute(one.started_at),
+                took.tasks,
+                took.candidates,
+                percent(took.valid / took.candidates if took.candidates else None),
+                number(wall_s),
+                number(took.candidate_s),
+            )
+        )
+    columns = (
+        "model", "target", "began (UTC)", "tasks", "candidates", "valid", "s from start to end",
+        "s building and measuring",
+    )  # fmt: skip
+    return Page("cost", "<h1>What jobs took</h1>" + rows_table(columns, rows, {"model", "target"}))
+
+
+def _tasks(progress: JobProgress, ceilings: Mapping[str, Ceilings]) -> list[Html]:
+    """Return the tasks by share of the model's time, and where they stand under the ceilings of the job's device."""
+    device = progress.devices[0] if len(progress.devices) == 1 else None
+    known = ceilings.get(device or "") or known_ceilings(device)
+    kernels = judged([_kernel(task) for task in progress.tasks], known)
+    # Both are in the order of time.
+    rows = [_task(task, kernel) for task, kernel in zip(progress.tasks, kernels, strict=True)]
+    parts = ["<h2>Tasks</h2>", rows_table(_COLUMNS, rows, {"task", "family", "bottleneck"})]
+    roofs = roofline(kernels, known)
+    if roofs and known is not None:
+        told = f"<p>The best kernel of each task. Ceilings: {text(known.source)}.</p>"
+        return [*parts, "<h2>Rates under the device's ceilings</h2>", plot(roofs), told]
+    if device is None:
+        why = "times of this job are of several devices" if progress.devices else "nothing was measured yet"
+    else:
+        why = f"none are known of {device}; `relaxtune dashboard --ceilings FILE` takes measured ones"
+    return [*parts, f'<p class="note">No ceilings: {text(why)}.</p>']
+
+
+def _kernel(task: TaskProgress) -> KernelRow:
+    inputs = json.loads(task.signature).get("inputs", [])
+    return KernelRow(
+        name=task.name,
+        family=task.family,
+        onnx_nodes=(),
+        calls=task.weight,
+        route="",
+        record_id=None,
+        time_us=task.best_us,
+        time_source=TimeSource.RECORD,
+        flops=task.flops,
+        bytes=task.bytes,
+        dtype=float_dtype([str(dtype) for _, dtype in inputs]),
+    )
+
+
+def _task(task: TaskProgress, kernel: KernelRow) -> tuple[Html, ...]:
+    return row(
+        link(f"/tasks/{quote(task.workload_hash)}", task.name),
+        task.family,
+        task.weight,
+        number(task.best_us),
+        number(kernel.total_us),
+        percent(kernel.share),
+        number(kernel.flops_per_s, 1e9),
+        percent(kernel.compute_use),
+        number(kernel.bytes_per_s, 1e9),
+        percent(kernel.bandwidth_use),
+        kernel.bottleneck.value if kernel.bottleneck else "",
+        task.valid,
+        task.failed,
+        number(task.seconds),
+    )

@@ -1,0 +1,118 @@
+"""Pages on tasks and models: a kernel's history over code, drivers and TVM versions, and what is measured where."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from relaxtune.pipeline.dashboard.artifact_pages import artifact_list
+from relaxtune.pipeline.dashboard.job_pages import job_list
+from relaxtune.pipeline.dashboard.markup import Markup, Page, link, minute, plot, row, rows_table, text
+from relaxtune.pipeline.report.curve import step_curve
+from relaxtune.pipeline.report.html import number
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.errors import NotFoundError
+from relaxtune.tuning_db.questions.artifacts import artifacts
+from relaxtune.tuning_db.questions.insights import HistoryPoint, coverage, history
+from relaxtune.tuning_db.questions.progress import covered_tasks
+
+_LISTED = 25
+# Of a kernel's hash: as many tell a task's kernels apart.
+_HASH_SHOWN = 8
+
+
+def task(database: TuningDatabase, workload_hash: str) -> Page:
+    """Return the days of a task: each device, driver and TVM version, the best kernel, and the best so far."""
+    days = history(database, workload_hash=workload_hash)
+    if not days:
+        raise NotFoundError(f"no record of the task {workload_hash}")
+    devices = dict.fromkeys(day.device_name for day in days)
+    curves = [(device, _curve([day for day in days if day.device_name == device])) for device in devices]
+    rows = [
+        row(
+            f"{day.day}",
+            day.device_name,
+            day.driver or "",
+            day.tvm_version,
+            day.candidates,
+            day.valid,
+            number(day.best_us),
+            day.route.value if day.route else "",
+            Markup(f"<code>{text(day.kernel_hash[:_HASH_SHOWN])}</code>" if day.kernel_hash else ""),
+            number(day.so_far_us),
+        )
+        for day in days
+    ]
+    columns = (
+        "day", "device", "driver", "tvm", "candidates", "valid", "best us", "route", "code of the kernel", "so far us",
+    )  # fmt: skip
+    parts = [
+        f"<h1>{text(days[-1].name)}</h1><p><code>{text(workload_hash)}</code></p>",
+        *(f"<h2>{text(device)}</h2>{plot(curve)}" for device, curve in curves if curve),
+        "<h2>Days</h2>",
+        rows_table(columns, rows, {"day", "device", "driver", "tvm", "route", "code of the kernel"}),
+        "<p>The code of the kernel is the hash of the best one of the day: another commit of relaxtune that makes the "
+        "same kernel has the same hash.</p>",
+    ]
+    return Page(f"task {days[-1].name}", "".join(parts))
+
+
+def model(database: TuningDatabase, name: str) -> Page:
+    """Return what is known of a model: how much of it is measured on each device, its jobs, its artifacts."""
+    jobs = database.list_jobs(model=name, limit=_LISTED)
+    made = artifacts(database, model=name, limit=_LISTED)
+    if not jobs and not made:
+        raise NotFoundError(f"no job and no artifact of the model {name}")
+    found = coverage(database, name)
+    tasks = {one.workload_hash for one in found}
+    devices = sorted({(one.device_name, one.arch) for one in found if one.device_name is not None})
+    rows = []
+    for device, arch in devices:
+        here = [one for one in found if (one.device_name, one.arch) == (device, arch)]
+        covered = {one.workload_hash for one in here if one.covered}
+        newest = max((one.last_at for one in here if one.last_at is not None), default=None)
+        valid, failed = sum(one.valid for one in here), sum(one.failed for one in here)
+        rows.append(row(device, arch, f"{len(covered)} of {len(tasks)}", valid, failed, minute(newest)))
+    columns = ("device", "code", "tasks with a valid record", "valid", "failed", "last (UTC)")
+    parts = [
+        f"<h1>{text(name)}</h1><h2>Coverage</h2>",
+        rows_table(columns, rows, {"device", "code"}),
+        "<h2>Jobs</h2>",
+        job_list(jobs),
+        "<h2>Artifacts</h2>",
+        artifact_list(database, made),
+    ]
+    return Page(f"model {name}", "".join(parts))
+
+
+def matrix(database: TuningDatabase) -> Page:
+    """Return how many tasks of each model have a valid record on each device."""
+    found = covered_tasks(database)
+    places = sorted({place for one in found for place in one.covered})
+    rows = [
+        (
+            link(f"/models/{quote(one.model)}", one.model).html,
+            str(one.tasks),
+            *(_part(one.covered.get(place, 0), one.tasks) for place in places),
+        )
+        for one in found
+    ]
+    columns = ("model", "tasks", *(f"{device}, {arch}" for device, arch in places))
+    parts = [
+        "<h1>Tasks with a valid record, by model and device</h1>",
+        rows_table(columns, rows, {"model"}),
+        "<p>Tasks are those that jobs found in a model, of any target.</p>",
+    ]
+    return Page("coverage", "".join(parts))
+
+
+def _part(covered: int, tasks: int) -> str:
+    """Return a cell that is the fuller the more is covered."""
+    share = covered / tasks if tasks else 0.0
+    kind = "full" if covered == tasks else "part" if covered else "empty"
+    return f'<span class="cover {kind}" style="--share:{share:.2f}">{covered}</span>'
+
+
+def _curve(days: list[HistoryPoint]) -> str:
+    first = days[0].day
+    points = [(float((day.day - first).days), day.so_far_us) for day in days if day.so_far_us is not None]
+    return step_curve(points, f"days since {first}", "us, the best so far") if len({at for at, _ in points}) > 1 else ""
