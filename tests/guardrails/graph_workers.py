@@ -10,6 +10,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
+import psutil
+
 from tests.guardrails.graph_judge import Outcome, Status
 
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -17,6 +19,9 @@ _CONTEXT = multiprocessing.get_context("spawn")
 _GRAPHS_MAX = 400
 # The first graph of a process waits for the imports.
 _START_S = 120.0
+# A graph may take so many seconds for each one of a processor that it may use: a busy machine is no fault of a graph.
+_BUSY = 20.0
+_LOOK_S = 1.0
 
 
 class Attempts(Protocol):
@@ -37,7 +42,9 @@ class _Worker:
     pipe: Connection = field(init=False)
     process: SpawnProcess = field(init=False)
     seed: int | None = None
-    deadline: float = 0.0
+    limit_s: float = 0.0
+    began_s: float = 0.0
+    used_s: float = 0.0
     tried: int = 0
 
     def __post_init__(self) -> None:
@@ -47,9 +54,23 @@ class _Worker:
         theirs.close()
 
     def give(self, seed: int, limit_s: float) -> None:
-        self.seed, self.deadline = seed, time.monotonic() + limit_s + (0 if self.tried else _START_S)
+        self.seed, self.limit_s = seed, limit_s + (0 if self.tried else _START_S)
+        self.began_s, self.used_s = time.monotonic(), self._processor_s()
         self.tried += 1
         self.pipe.send(seed)
+
+    @property
+    def takes_too_long(self) -> bool:
+        """Whether its graph took more of a processor than it may, or stands still."""
+        used, passed = self._processor_s() - self.used_s, time.monotonic() - self.began_s
+        return used > self.limit_s or passed > _BUSY * self.limit_s
+
+    def _processor_s(self) -> float:
+        try:
+            times = psutil.Process(self.process.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            return 0.0
+        return float(times.user + times.system)
 
     def end(self) -> None:
         self.process.kill()
@@ -67,7 +88,7 @@ def try_graphs(seeds: Iterable[int], plan: Attempts, *, workers: int = 1, limit_
     workers
         Processes at a time.
     limit_s
-        Seconds for a graph; one that takes longer is `crashed`.
+        Seconds of a processor for a graph; one that takes more is `crashed`.
     """
     left = iter(seeds)
     running: list[_Worker] = []
@@ -78,8 +99,7 @@ def try_graphs(seeds: Iterable[int], plan: Attempts, *, workers: int = 1, limit_
                 running[-1].give(seed, limit_s)
             if not running:
                 return
-            soonest = min(worker.deadline for worker in running)
-            wait([worker.pipe for worker in running], max(0.0, soonest - time.monotonic()))
+            wait([worker.pipe for worker in running], _LOOK_S)
             for worker in list(running):
                 outcome = _outcome(worker)
                 if outcome is None:
@@ -106,7 +126,7 @@ def _outcome(worker: _Worker) -> Outcome | None:
             worker.process.join()
             return Outcome(worker.seed, Status.CRASHED, f"its process died with {worker.process.exitcode}")
         return found
-    if time.monotonic() > worker.deadline:
+    if worker.takes_too_long:
         worker.process.kill()
         worker.process.join()
         return Outcome(worker.seed, Status.CRASHED, "it took too long and was killed")

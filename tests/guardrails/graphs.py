@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     parser.add_argument("--target", default="llvm", help="whose passes run")
     parser.add_argument("--compile", action="store_true", help="compile the kernels, and run them on their device")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for a graph")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds of a processor for a graph")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no graph begins")
     parser.add_argument("--json", type=Path, help="where the counts and the failing seeds go")
     args = parser.parse_args()

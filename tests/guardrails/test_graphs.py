@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -63,6 +64,19 @@ def test_graph_that_takes_too_long_is_lost_and_no_other() -> None:
     outcomes = list(try_graphs([5], STEPS, limit_s=-1000))
     assert [(outcome.seed, outcome.status) for outcome in outcomes] == [(5, Status.CRASHED)]
     assert summary(outcomes)["counts"]["crashed"] == 1  # type: ignore[index]
+
+
+class Waits:
+    """A graph that waits, as on a machine that is busy with something else."""
+
+    def attempt(self, seed: int) -> Outcome:
+        time.sleep(3)
+        return Outcome(seed, Status.RIGHT)
+
+
+def test_graph_that_waits_for_a_busy_machine_is_not_lost() -> None:
+    # The first one may take longer: its process imports.
+    assert [one.status for one in try_graphs([0, 1], Waits(), limit_s=2)] == [Status.RIGHT, Status.RIGHT]
 
 
 @pytest.mark.nightly

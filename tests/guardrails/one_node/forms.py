@@ -309,6 +309,9 @@ def convolved(node: Node) -> Node | None:
 
 
 def one_hot(node: Node) -> Node:
+    # ONNX cuts indices to integers; its evaluator does not.
+    if node.x.dtype.kind not in "iu":
+        node.x = np.trunc(np.nan_to_num(node.x.astype("float32"), posinf=1, neginf=1)).astype(node.x.dtype)
     return node.held(np.array(4, node.x.dtype)).held(np.array([0, 1], "float32"))
 
 

@@ -234,6 +234,8 @@ def test_ctrl_c_keeps_what_was_measured_and_still_compiles(tuning_process, tmp_p
     assert tuning_process.returncode == 0, stderr
     assert "interrupted" in stdout
     assert "validation of classifier: passed" in stdout
+    told = " ".join(stdout.split())
+    assert told.endswith(f"artifact: {artifact} next: relaxtune report {artifact}; relaxtune bench {artifact}")
     assert json.loads((artifact / "manifest.json").read_text())["validation"]["passed"]
     with SqlDatabase.open(database) as opened:
         (recorded,) = opened.list_jobs()
