@@ -186,7 +186,11 @@ def test_tune_finds_valid_candidates(target: ResolvedTarget, database: TuningDat
     assert result.valid > 0
     assert result.failures.get(Status.WRONG_RESULT, 0) == 0
     records = database.list_records(RecordFilter(workload_hash=task.workload_hash))
-    assert Counter(record.route for record in records) == {Route.METASCHEDULE: 4, Route.FALLBACK: 1}
+    # What templates propose comes first; how many there are is theirs to say.
+    counts = Counter(record.route for record in records)
+    assert counts.pop(Route.FALLBACK) == 1
+    assert counts.total() == 4
+    assert counts.keys() <= {Route.TEMPLATE, Route.METASCHEDULE}
 
 
 @pytest.mark.gpu
