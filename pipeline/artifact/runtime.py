@@ -93,8 +93,9 @@ class Module:
             machine.save_function(entry, saved, *self._buffers, *self._weights)
             self._saved_main = machine[saved]
         self._run_sizes: Callable[[Sequence[Tensor], Sizes], tuple[Tensor, ...]] = self._run_kernels
+        self._graphs: SizeGraphs | None = None
         if self._buffers is None and manifest.target.cuda_graph:
-            self._run_sizes = SizeGraphs(machine, device, self._run_kernels)
+            self._run_sizes = self._graphs = SizeGraphs(machine, device, self._run_kernels)
         self._sizes: set[Sizes] | None = None if self._is_static else set()
         unpadding = manifest.unpadding
         self._tokens = TokenList(machine, device, manifest.inputs, unpadding) if unpadding is not None else None
@@ -266,16 +267,23 @@ class Module:
         ----------
         tensors : sequence of tvm.runtime.Tensor or of what has `__dlpack__` (PyTorch, CuPy, NumPy)
             One for each input, in the model's order, on `device`. A call goes to a shape bucket when it has exactly its
-            sizes; nothing is padded here.
+            sizes; nothing is padded here. A CUDA graph of symbolic sizes that reads them in place holds them until the
+            next call.
 
         Raises
         ------
         PipelineError
             A tensor of another library is on another device, has gaps, or is not aligned to 64 bytes.
         """
-        names, model = [spec.name for spec in self.inputs], self._manifest.model
+        if self._graphs is not None:
+            with self._turn:
+                again = self._graphs.again(tensors)
+                if again is not None:
+                    return self._without_sharing(again)
         given = [
-            one if isinstance(one, Tensor) else borrowed_input(one, names[n], model, self._device)
+            one
+            if isinstance(one, Tensor)
+            else borrowed_input(one, self.inputs[n].name, self._manifest.model, self._device)
             for n, one in enumerate(tensors)
         ]
         routed = self._router.run_device(given) if self._router is not None else None
@@ -342,9 +350,12 @@ class Module:
             embedded = () if self._weights or self._buffers is not None else self._run_kernels(tensors)
             others = [*tensors, *(self._buffers or ()), *self._weights, *embedded]
             self._shared_outputs = shared_outputs(outputs, others)
-        if not self._shared_outputs:
-            return outputs
-        return tuple(copied(one) if n in self._shared_outputs else one for n, one in enumerate(outputs))
+        return self._without_sharing(outputs)
+
+    def _without_sharing(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the outputs of a call, copies of those that lie in memory of others."""
+        shared = self._shared_outputs
+        return tuple(copied(one) if n in shared else one for n, one in enumerate(outputs)) if shared else outputs
 
     def _run_kernels(self, tensors: Sequence[Tensor], _sizes: Sizes = ()) -> tuple[Tensor, ...]:
         return as_tuple(self._main(*tensors, *self._weights))

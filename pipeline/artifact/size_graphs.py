@@ -6,6 +6,9 @@ a call's inputs lie elsewhere, from tensors of its own, into which each call cop
 BERT took 30 us of the host's time, those of a decode step's caches 80.) What the module allocates while it is captured
 stays the graph's: the pool cannot give it to anything else, nor back to the device.
 
+A call with the very tensors of the call before asks for no size and no address: with 34 of them that took most of the
+host's time. For this the tensors are held until a call with others.
+
 Sizes for which the driver makes no graph (a call copies to the host, say) run their kernels one by one for ever.
 """
 
@@ -18,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from operator import is_
 
 import tvm_ffi
 from tvm.runtime import Device, Tensor, empty
@@ -69,9 +73,19 @@ class SizeGraphs:
         self._graphs: OrderedDict[Sizes, _Graph | None] = OrderedDict()
         self._seen: OrderedDict[Sizes, Addresses] = OrderedDict()
         self.captured = 0
+        # The tensors of the last call and the graph that reads them where they are.
+        self._last: tuple[Sequence[Tensor], _Graph] | None = None
+
+    def again(self, tensors: Sequence[object]) -> Result | None:
+        """Return the outputs of one call with the very tensors of the call before; None for any other."""
+        last = self._last
+        if last is None or len(tensors) != len(last[0]) or not all(map(is_, tensors, last[0])):
+            return None
+        return self._launch(last[1])
 
     def __call__(self, tensors: Sequence[Tensor], sizes: Sizes) -> Result:
         """Return the outputs of one call with inputs of these sizes."""
+        self._last = None
         addresses = tuple([tensor.data_ptr() for tensor in tensors])
         if sizes in self._graphs:
             graph = self._graphs[sizes]
@@ -90,9 +104,14 @@ class SizeGraphs:
             graph = None
         if graph is None:
             return self._run(tensors)
-        if graph.inputs is not None:
+        if graph.inputs is None:
+            self._last = tuple(tensors), graph
+        else:
             for tensor, own_tensor in zip(tensors, graph.inputs, strict=True):
                 tensor.copyto(own_tensor)
+        return self._launch(graph)
+
+    def _launch(self, graph: _Graph) -> Result:
         _check(_driver().cuGraphLaunch(graph.handle, ctypes.c_void_p(tvm_ffi.get_raw_stream(self._device))), "launch")
         return graph.result
 
