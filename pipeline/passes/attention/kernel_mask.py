@@ -92,7 +92,8 @@ def masking_of(attention: Attention, graph: Graph) -> Masking:
         (expr, step.factor) for step, mask in zip(attention.steps, masks, strict=True) for expr in mask.addends
     )
     apart = _taken_apart(attention, shape, graph, whole_mask, addends, fill)
-    if whole_mask.causal or whole_mask.window or (attention.guarded and infinite):
+    nothing_is_read = apart.strides is None
+    if nothing_is_read or whole_mask.causal or whole_mask.window or (attention.guarded and infinite):
         return apart
     as_it_is = _as_it_is(attention, shape, graph)
     return apart if order(apart.elements) < order(as_it_is.elements) else as_it_is

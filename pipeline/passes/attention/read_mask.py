@@ -25,6 +25,7 @@ from relaxtune.pipeline.passes.kit.ir import (
 )
 from relaxtune.pipeline.passes.kit.numbers import MASKED
 from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, size_of, sizes_of
+from relaxtune.pipeline.passes.kit.uniform import uniform_value
 
 _QUERIES, _KEYS = -2, -1
 # Comparison -> whether it bounds the difference of its operands from above, and the bound.
@@ -111,6 +112,8 @@ class MaskReader:
             yield value if is_constant(value) else expr
 
     def _term(self, term: tvm.ir.Expr) -> Mask:
+        if uniform_value(term, self.graph.values) == 0:
+            return Mask()
         value = self._seen_through(term)
         if is_op(value, "where"):
             condition, chosen, other = value.args
@@ -169,11 +172,12 @@ class MaskReader:
 
     def _classified(self, condition: Condition) -> Mask:
         """Return a condition as what it is: always true, causal, causal with a window, or a condition."""
+        known = uniform_value(condition.expr, self.graph.values)
+        if known is not None and bool(known) != condition.negated:
+            return Mask()
         kept = self._plane(condition)
         if kept is None:
             return Mask(causal=True) if self._is_causal(condition) else Mask(conditions=(condition,))
-        if kept.all():
-            return Mask()
         if not isinstance(self.queries, int) or not isinstance(self.keys, int):
             return Mask(conditions=(condition,))
         ahead = np.arange(self.keys)[None, :] - np.arange(self.queries)[:, None] - (self.keys - self.queries)

@@ -1,4 +1,4 @@
-"""A causal mask of symbolic lengths is a comparison of positions, which no constant shows."""
+"""Masks of symbolic lengths are no constants: a causal one compares positions, one that hides nothing is filled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.attention.read_mask import MaskReader
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.sizes import size_of
+from relaxtune.pipeline.passes.kit.sizes import Size, size_of
 
 NEW, PAST = tirx.Var("new", "int64"), tirx.Var("past", "int64")
 op = relax.op
@@ -80,3 +80,65 @@ def test_comparison_of_positions_is_causal(compare: Positions, changes: dict[str
 )
 def test_other_comparisons_stay_conditions(compare: Positions, changes: dict[str, object]) -> None:
     assert not is_causal(compare, **changes)  # type: ignore[arg-type]
+
+
+FULL = op.full((1, 1, NEW, PAST), relax.const(1, "int64"))
+ZERO, ONE = relax.const(0, "int64"), relax.const(1.0, "float32")
+MASKED = relax.const(-1e9, "float32")
+
+
+@pytest.mark.parametrize(
+    ("expr", "negated", "kept"),
+    [
+        (op.full((1, 1, NEW, PAST), relax.const(True, "bool")), False, True),
+        (op.full((1, 1, NEW, PAST), relax.const(False, "bool")), True, True),
+        (op.full((1, 1, NEW, PAST), relax.const(False, "bool")), False, False),
+        (op.not_equal(FULL, ZERO), False, True),
+        (op.equal(FULL, ZERO), False, False),
+        (op.equal(FULL, ZERO), True, True),
+        (op.astype(op.broadcast_to(op.ones((1, 1, 1, PAST), "int64"), (1, 1, NEW, PAST)), "bool"), False, True),
+        (op.astype(op.astype(op.full((1, 1, NEW, PAST), relax.const(0.5, "float32")), "int64"), "bool"), False, False),
+        (op.logical_and(op.less(FULL, relax.const(2, "int64")), op.greater(FULL, ZERO)), False, True),
+    ],
+)
+def test_condition_that_holds_everywhere_is_no_mask_when_lengths_are_symbolic(
+    expr: relax.Call, negated: bool, kept: bool
+) -> None:
+    graph, mask = graph_of(expr)
+    found = MaskReader(graph, *plain_sizes()).condition(mask, negated=negated, fill=-1e9)
+    assert (found.conditions == ()) == kept
+    assert not found.causal
+
+
+@pytest.mark.parametrize(
+    ("expr", "kept"),
+    [
+        (op.multiply(op.subtract(ONE, op.astype(FULL, "float32")), MASKED), True),
+        (op.where(op.astype(FULL, "bool"), relax.const(0.0, "float32"), MASKED), True),
+        (op.where(op.astype(FULL, "bool"), ONE, MASKED), False),
+        (op.multiply(op.astype(FULL, "float32"), MASKED), False),
+    ],
+)
+def test_zeros_that_are_added_are_no_mask_when_lengths_are_symbolic(expr: relax.Call, kept: bool) -> None:
+    graph, mask = graph_of(expr)
+    found = MaskReader(graph, *plain_sizes()).addend(mask)
+    assert (found.conditions == () and found.addends == ()) == kept
+
+
+def graph_of(expr: relax.Call) -> tuple[Graph, tvm.ir.Expr]:
+    """Return a graph that computes an expression, operator by operator, and the variable of its value."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((NEW, PAST), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            result = builder.emit_output(builder.normalize(expr))
+        builder.emit_func_output(result)
+    graph = Graph(builder.get())
+    return graph, graph.bindings[-1].var
+
+
+def plain_sizes() -> tuple[Size, Size]:
+    queries, keys = size_of(NEW), size_of(PAST)
+    assert queries is not None
+    assert keys is not None
+    return queries, keys

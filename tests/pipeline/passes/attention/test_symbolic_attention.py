@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.inputs import random_inputs
@@ -41,3 +45,24 @@ def test_symbolic_attention_agrees_with_onnx_runtime_at_several_sizes(name: str)
     for sizes in SIZES:
         feeds = random_inputs(model, seed=1, dims=sizes)
         assert_agrees(run_compiled(machine, lowered, feeds), run_reference(model, feeds), 2e-2)
+
+
+@pytest.mark.usefixtures("any_target")
+def test_mask_of_ones_in_the_size_of_the_input_is_not_read_when_sizes_are_symbolic(tmp_path: Path) -> None:
+    """Exporters write such a mask where a model is called without one."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(symbolic_model("bert-tiny").inline_proto())
+    (mask,) = (one for one in proto.graph.input if one.name == "attention_mask")
+    proto.graph.input.remove(mask)
+    ones = helper.make_tensor("ones", TensorProto.INT64, [1], [1])
+    proto.graph.node.insert(0, helper.make_node("ConstantOfShape", ["sizes_of_ids"], ["attention_mask"], value=ones))
+    proto.graph.node.insert(0, helper.make_node("Shape", ["input_ids"], ["sizes_of_ids"]))
+    onnx.save(proto, tmp_path / "unmasked.onnx")
+    model = load_model(tmp_path / "unmasked.onnx")
+    lowered = lower(import_model(model), LLVM, FP16)
+    specs = [spec for kernel in lowered.kernels if (spec := spec_of(lowered.mod[kernel])) is not None]
+    assert specs
+    assert {(spec.is_static, spec.bias) for spec in specs} == {(False, None)}
+    machine = compiled(lowered)
+    feeds = random_inputs(model, seed=1, dims={"batch": 2, "sequence": 5})
+    assert_agrees(run_compiled(machine, lowered, feeds), run_reference(model, feeds), 2e-2)
